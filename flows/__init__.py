@@ -1,1 +1,1 @@
-"""Prefect flows and the `posttrain` command."""
+"""Prefect flows, and what they need of Prefect."""

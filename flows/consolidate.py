@@ -1,7 +1,7 @@
 """Consolidation: the live snapshot of a learning service becomes a version of the registered model.
 
-It goes the way of every model: held-out episodes, the promotion gate against the champion, manual approval where the
-pipeline asks for it. Its lineage (service, snapshot, records, digests, parent version) is in the version's tags.
+Like every model it is evaluated on held-out episodes, compared with the champion by the promotion gate, and approved
+manually if the pipeline requires it. The version's tags hold its lineage: service, snapshot, records, digests, parent.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ConsolidationResult:
 
 @dataclass(frozen=True)
 class LiveSnapshot:
-    """The live snapshot of a service, and where it came from."""
+    """Live snapshot of a service, with its origin."""
 
     service: Path
     facts: dict[str, Any]  # of the service
@@ -82,32 +82,31 @@ class LiveSnapshot:
 
 
 def find_live_snapshot(root: Path, versions: list[ModelVersion]) -> LiveSnapshot | str:
-    """The live snapshot of the newest service in a folder that is not registered yet; a text = why there is none."""
-    services = [
-        (facts["began"], path, facts)
-        for path in root.glob("*")
-        if (facts := read_service_facts(path))
-    ]
+    """Return the unregistered live snapshot of a folder's newest service, or the reason why there is none."""
+    services = []
+    for path in root.glob("*"):
+        facts = read_service_facts(path)
+        if facts:
+            services.append((facts["began"], path, facts))
     if not services:
-        return f"{root} holds no service: `posttrain serve CONFIG --learn` begins one"
-    _, path, facts = max(services, key=lambda entry: entry[0])
+        return f"{root} holds no service: `posttrain serve CONFIG --learn` starts one"
+    _, path, facts = max(services, key=lambda service: service[0])
     snapshots = WeightSnapshots(path / SNAPSHOTS_FOLDER)
     live = snapshots.read_live_version()
     if not live:
-        return f"{path}: nothing that it learned is live yet"
+        return f"{path}: no snapshot is live yet"
     folder = snapshots.build_path(live)
     manifest = read_manifest(folder)
     digest = digest_file(folder / "weights.safetensors")
-    if any(
-        version.tags.get("online.weights_sha256") == digest and not _is_superseded(version)
-        for version in versions
-    ):
-        return f"snapshot {live} of {path} is registered already"
+    for version in versions:
+        is_same = version.tags.get("online.weights_sha256") == digest
+        if is_same and not _is_superseded(version):
+            return f"snapshot {live} of {path} is registered already"
     return LiveSnapshot(path, facts, live, digest, dict(manifest.get("facts", {})))
 
 
 def _is_superseded(version: ModelVersion) -> bool:
-    """True = another version became champion while this one waited for approval: it is compared again."""
+    """Return whether another version became champion while this one awaited approval; it is then compared again."""
     request = read_approval_request(version)
     return request is not None and request.state == SUPERSEDED
 
@@ -115,9 +114,9 @@ def _is_superseded(version: ModelVersion) -> bool:
 def build_consolidation_settings(
     settings: PipelineSettings, snapshot: LiveSnapshot
 ) -> PipelineSettings:
-    """The pipeline that takes the snapshot to the promotion gate."""
+    """Build the pipeline that submits the snapshot to the promotion gate."""
     lora = settings.online.model.lora if settings.online is not None else None
-    own = {
+    stage_settings = {
         "service": str(snapshot.service),
         "snapshot": snapshot.version,
         "weights_sha256": snapshot.weights_sha256,
@@ -125,11 +124,9 @@ def build_consolidation_settings(
         "lora": dataclasses.asdict(lora) if lora is not None else None,
     }
     version = snapshot.facts.get("version")
-    start = (
-        f"models:/{snapshot.facts['registered']}/{version}"
-        if version
-        else str(snapshot.service / "model")
-    )
+    start = str(snapshot.service / "model")
+    if version:
+        start = f"models:/{snapshot.facts['registered']}/{version}"
     if settings.stages.evaluate is None:
         raise SettingsError(
             "stages.evaluate: the promotion gate compares held-out episodes; add it (`evaluate: {}`)"
@@ -141,17 +138,19 @@ def build_consolidation_settings(
             prepare_data=settings.stages.prepare_data,
             evaluate=settings.stages.evaluate,
             promote=settings.stages.promote or PromotionSettings(),
-            own={SNAPSHOT_STAGE: CustomStageSettings(use=SNAPSHOT_STAGE_IMPORT, settings=own)},
+            own={
+                SNAPSHOT_STAGE: CustomStageSettings(
+                    use=SNAPSHOT_STAGE_IMPORT, settings=stage_settings
+                )
+            },
         ),
     )
 
 
 def _build_run_name() -> str:
-    name, overrides = (
-        extract_pipeline_name(flow_run.parameters["settings"]),
-        flow_run.parameters.get("overrides"),
-    )
-    return " · ".join(filter(None, (f"consolidate {name}", describe_overrides(overrides))))
+    name = extract_pipeline_name(flow_run.parameters["settings"])
+    overrides = describe_overrides(flow_run.parameters.get("overrides"))
+    return " · ".join(filter(None, (f"consolidate {name}", overrides)))
 
 
 @flow(
@@ -164,7 +163,7 @@ def _build_run_name() -> str:
 def consolidate(
     settings: PipelineForm | str, overrides: list[str] | None = None
 ) -> State[ConsolidationResult]:
-    """Take the live snapshot of the pipeline's service to the promotion gate.
+    """Submit the live snapshot of the pipeline's service to the promotion gate.
 
     Args:
         settings: contents of a config file, or its path (relative to the flow's working directory).
@@ -184,25 +183,28 @@ def _consolidate_snapshot(settings: PipelineSettings) -> ConsolidationResult:
 
     def run_once() -> PipelineResult:
         with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
-            found = find_live_snapshot(
-                home / "online", tracking.list_versions(settings.registered_model)
-            )
-            if isinstance(found, str):
-                skipped.append(found)
+            versions = tracking.list_versions(settings.registered_model)
+            snapshot = find_live_snapshot(home / "online", versions)
+            if isinstance(snapshot, str):
+                skipped.append(snapshot)
                 return PipelineResult(results={}, rows=[], run_url="", seconds=0.0)
-            typed = build_consolidation_settings(settings, found)
+            typed = build_consolidation_settings(settings, snapshot)
             stages, problems = load_custom_stages(typed.stages, typed.model, None)
             assert not problems, problems
             typed = dataclasses.replace(typed, stages=stages)
             inject_fault("consolidate.chosen")
-            return execute_pipeline(typed, tags=found.tags, lock=lock, on_drift="anew")
+            return execute_pipeline(typed, tags=snapshot.tags, lock=lock, on_drift="anew")
 
     pipeline = run_with_approval(settings, run_once, report_message)
     if skipped and not pipeline.results:
         logger.info("consolidation: %s", skipped[-1])
         return ConsolidationResult("skipped", skipped[-1])
-    said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
-    return ConsolidationResult(str(said.get("decision", "")), str(said.get("note", "")), pipeline)
+    verdict = pipeline.facts
+    if "promote" in pipeline.results:
+        verdict = pipeline.results["promote"].summary
+    return ConsolidationResult(
+        str(verdict.get("decision", "")), str(verdict.get("note", "")), pipeline
+    )
 
 
 def run_consolidation(settings: PipelineSettings, *, quiet: bool = False) -> ConsolidationResult:

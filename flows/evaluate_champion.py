@@ -44,7 +44,7 @@ REGRESSION_EVENT = "posttrain.champion.regressed"
 
 @dataclass(frozen=True)
 class ChampionCheckResult:
-    """Result of the check."""
+    """Result of a champion check."""
 
     message: str
     regressed: bool = False
@@ -95,7 +95,7 @@ def _check_champion(settings: PipelineSettings) -> ChampionCheckResult:
         number = count_checks(home, champion.version)
         typed = build_check_settings(settings, champion, number)
         tags = {"check.version": str(champion.version), "check.number": str(number + 1)}
-        # One that was killed when its run had ended, and before it was noted, goes on with that run.
+        # A check that was killed after its run ended and before it was recorded continues with that run.
         started = find_finished_run(home, digest_settings(typed))
         pipeline = execute_pipeline(
             typed, models={"champion": champion.reference}, tags=tags, lock=lock, started=started
@@ -104,12 +104,10 @@ def _check_champion(settings: PipelineSettings) -> ChampionCheckResult:
         inject_fault("check.played")
         registered = read_success_figure(champion.tags)
         now = Rate(result.success_rate, *result.interval, result.samples)
-        verdict = (
-            check_champion_regression(result, registered, settings.retrain.margin)
-            if registered
-            else None
-        )
-        if verdict is None:
+        verdict = None
+        if registered:
+            verdict = check_champion_regression(result, registered, settings.retrain.margin)
+        else:
             tracking.tag_version(name, champion.version, build_figure_tags(result))
         tracking.tag_version(name, champion.version, {"checked.success_rate": f"{now.rate:.6g}"})
         record_check(home, champion.version, verdict, now)
@@ -120,16 +118,14 @@ def _check_champion(settings: PipelineSettings) -> ChampionCheckResult:
             f"{subject}: success {now.rate:.1%}, registered now; later checks are compared with it"
         )
     else:
-        message = (
-            f"{subject} {'got worse' if verdict.regressed else 'is as good as it was'}: {verdict}"
-        )
+        trend = "got worse" if verdict.regressed else "is as good as it was"
+        message = f"{subject} {trend}: {verdict}"
     text = f"## {settings.name}: champion\n\n**{message}**\n\n{pipeline.page}"
     publish_page(f"{settings.name}-champion", text, message, artifact_id=pipeline.artifact)
-    if verdict is not None and verdict.regressed:
-        emit_regression_event(name, champion, verdict)
-    return ChampionCheckResult(
-        message, verdict is not None and verdict.regressed, champion.version, pipeline
-    )
+    if verdict is None or not verdict.regressed:
+        return ChampionCheckResult(message, False, champion.version, pipeline)
+    emit_regression_event(name, champion, verdict)
+    return ChampionCheckResult(message, True, champion.version, pipeline)
 
 
 def emit_regression_event(name: str, champion: ModelVersion, verdict: ChampionCheck) -> None:

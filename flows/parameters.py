@@ -1,11 +1,10 @@
-"""The ten settings that people change most, as a form of their own before all others.
+"""Flow parameters as typed settings, so that Prefect shows a form and its server validates them.
 
-A deployment declares their values as its config has them, so that the form opens with them; what a run has instead of a
-declared value is applied to the config, as an override. All other settings are left to `overrides`.
+The ten most frequently changed settings are a separate form before all others. A deployment declares their values as
+its config has them, so the form opens with them; values that a run changes are applied to the config as overrides.
+All other settings are left to `overrides`.
 
-Settings that a deployment's run may change, against what the deployment declares or a shipped config says.
-
-Flow parameters as typed settings, so that Prefect shows a form and its server validates them.
+A deployment's run may change only some settings, compared with what the deployment declares or a shipped config sets.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tasks.config.schema import resolve_pydantic_model
 from tasks.config.yaml_loader import apply_overrides
 from tasks.shipped import find_config, shipped
 
-MAIN_SETTINGS = {  # field of the form -> key
+MAIN_SETTINGS = {  # form field: settings key
     "seed": "seed",
     "sft_epochs": "stages.sft.epochs",
     "sft_learning_rate": "stages.sft.learning_rate",
@@ -53,21 +52,62 @@ MAIN_SETTINGS = {  # field of the form -> key
 }
 
 
+# Settings that anyone who may start a deployment's run may change ...
+CHANGEABLE_KEYS = (
+    "seed",
+    "threads",
+    "run",
+    "retrain",
+    "stages",
+    "model",
+    "environment",
+    "tracking.traces",
+    "tracking.system_metrics_seconds",
+)
+# ... except those that run code, or name files and models of this machine: whoever runs `posttrain up` decides those.
+PROTECTED_KEYS = (
+    "model.path",
+    "model.trust_remote_code",
+    "model.chat_template",
+    "environment.options.path",
+    "environment.options.taskset",
+    "environment.options.pass_variables",
+    "environment.options.network",
+    "stages.prepare_data.demonstrations",
+    "stages.prepare_data.preferences",
+)
+CODE_KEY = "code"  # stands for the import paths of environments and rewards
+# Variable of the worker: further keys, separated by commas.
+ALLOWED_CHANGES_VARIABLE = "POSTTRAIN_RUNS_MAY_CHANGE"
+
+_IGNORED_PREFIXES = ("run.", "output", "tracking.", "threads")  # do not affect results
+_MAX_NAMED_OVERRIDES = 3  # in a flow run's name
+
+logger = logging.getLogger(__name__)
+
+_original_settings: ContextVar[PipelineSettings | None] = ContextVar(
+    "_original_settings", default=None
+)
+_applied_overrides: ContextVar[Sequence[str]] = ContextVar("_applied_overrides", default=())
+
+
 def _build_form_field(key: str) -> tuple[Any, Any]:
-    """Type and description of a setting, as a field that may be left out."""
+    """Return the type and description of a setting, as an optional field."""
     model: Any = resolve_pydantic_model(PipelineSettings)
     *blocks, name = key.split(".")
     for block in blocks:
-        found = model.model_fields[block].annotation
-        model = next(
-            kind
-            for kind in (*getattr(found, "__args__", ()), found)
-            if hasattr(kind, "model_fields")
-        )
+        annotation = model.model_fields[block].annotation
+        kinds = (*getattr(annotation, "__args__", ()), annotation)
+        model = next(kind for kind in kinds if hasattr(kind, "model_fields"))
     field = model.model_fields[name]
     kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     return kind | None, pydantic.Field(default=None, description=f"{key}: {field.description}")
 
+
+if TYPE_CHECKING:
+    PipelineForm = dict[str, Any]
+else:
+    PipelineForm = build_pipeline_model()  # same fields, ranges and documentation as the settings
 
 if TYPE_CHECKING:
     MainForm = dict[str, Any]
@@ -81,71 +121,42 @@ else:
 
 
 def read_main_values(settings: PipelineSettings) -> dict[str, Any]:
-    """Values of the form's fields in these settings; those of stages that they lack are left out."""
+    """Return the values of the form's fields in these settings, without those of missing stages."""
     values = {}
     for name, key in MAIN_SETTINGS.items():
-        found: Any = dump_settings(settings)
+        value: Any = dump_settings(settings)
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is not None:
-            values[name] = found
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            values[name] = value
     return values
 
 
 def build_main_overrides(form: Any, declared: Any = None) -> list[str]:
-    """Overrides that a run's form asks for: its values that are not the declared ones.
+    """Build the overrides of a run's form: its values that differ from the declared ones.
 
     Args:
-        given: the form, or a mapping of its fields. declared: that of the deployment; None = all values count.
+        form: the form, or a mapping of its fields.
+        declared: the deployment's form; None = all values count.
     Raises: pydantic.ValidationError for an unknown field, a wrong type or a value out of range.
     """
-    values, known = _validate_form(form), _validate_form(declared)
+    values = _validate_form(form)
+    declared_values = _validate_form(declared)
     return [
         f"{MAIN_SETTINGS[name]}={json.dumps(value)}"
         for name, value in values.items()
-        if value is not None and value != known[name]
+        if value is not None and value != declared_values[name]
     ]
 
 
 def _validate_form(form: Any) -> dict[str, Any]:
     model: Any = MainForm
-    return dict(
-        model.model_validate(form if isinstance(form, Mapping) else dict(form or {})).model_dump()
-    )
-
-
-# What whoever may start a run of a deployment decides ...
-CHANGEABLE_KEYS = (
-    "seed",
-    "threads",
-    "run",
-    "retrain",
-    "stages",
-    "model",
-    "environment",
-    "tracking.traces",
-    "tracking.system_metrics_seconds",
-)
-# ... but for what runs code, or names files and models of this machine: that is for whoever runs `posttrain up`.
-PROTECTED_KEYS = (
-    "model.path",
-    "model.trust_remote_code",
-    "model.chat_template",
-    "environment.options.path",
-    "environment.options.taskset",
-    "environment.options.pass_variables",
-    "environment.options.network",
-    "stages.prepare_data.demonstrations",
-    "stages.prepare_data.preferences",
-)
-CODE_KEY = "code"  # import paths of environments and rewards, wherever they are
-ALLOWED_CHANGES_VARIABLE = (
-    "POSTTRAIN_RUNS_MAY_CHANGE"  # of the worker: more keys, with commas between
-)
+    values = form if isinstance(form, Mapping) else dict(form or {})
+    return dict(model.model_validate(values).model_dump())
 
 
 def read_declared_parameters() -> Mapping[str, Any] | None:
-    """Parameters that the deployment of the current flow run declares; None for a run without a deployment."""
+    """Return the parameters declared by the deployment of the current flow run; None without a deployment."""
     from prefect.client.orchestration import get_client
     from prefect.context import FlowRunContext
 
@@ -163,26 +174,24 @@ def refuse_undeclared_changes(
     """Compare a run's settings with the declared ones.
 
     Args:
-        allowed: further keys that may differ, with commas between; None = those of POSTTRAIN_RUNS_MAY_CHANGE.
+        allowed: further keys that may differ, separated by commas; None = those of POSTTRAIN_RUNS_MAY_CHANGE.
     Raises: SettingsError naming every key that may not differ.
     """
     text = os.environ.get(ALLOWED_CHANGES_VARIABLE, "") if allowed is None else allowed
-    more = tuple(filter(None, (key.strip() for key in text.split(","))))
-    found = [
+    allowed_keys = tuple(filter(None, (key.strip() for key in text.split(","))))
+    refused = [
         key
         for key in _iter_changed_keys(dump_settings(requested), dump_settings(declared))
-        if not _can_change(key, more)
+        if not _can_change(key, allowed_keys)
     ]
-    new_code = (
-        sorted(_collect_import_paths(requested) - _collect_import_paths(declared))
-        if CODE_KEY not in more
-        else []
-    )
-    found += [f"{CODE_KEY} ({path})" for path in new_code]
-    if found:
+    if CODE_KEY not in allowed_keys:
+        new_code = _collect_import_paths(requested) - _collect_import_paths(declared)
+        refused += [f"{CODE_KEY} ({path})" for path in sorted(new_code)]
+    if refused:
         raise SettingsError(
-            f"a run of this deployment may not change {', '.join(found)}; leave them as declared, declare them in the "
-            f"deployment, or allow it where `posttrain up` is started: {ALLOWED_CHANGES_VARIABLE}={_format_key_names(found)}"
+            f"a run of this deployment may not change {', '.join(refused)}; leave them as declared, declare them in "
+            "the deployment, or allow it where `posttrain up` is started: "
+            f"{ALLOWED_CHANGES_VARIABLE}={_format_key_names(refused)}"
         )
 
 
@@ -203,12 +212,12 @@ def _is_at_or_below(key: str, others: tuple[str, ...]) -> bool:
 def _iter_changed_keys(
     requested: Mapping[str, Any], declared: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
-    """Dotted keys of values that differ; a list is one value, and what is absent is null."""
+    """Yield dotted keys of values that differ; a list is one value, and an absent key is null."""
     for name in dict.fromkeys([*requested, *declared]):
-        one, other = requested.get(name), declared.get(name)
-        if isinstance(one, Mapping) or isinstance(other, Mapping):
-            yield from _iter_changed_keys(one or {}, other or {}, f"{prefix}{name}.")
-        elif one != other:
+        new, old = requested.get(name), declared.get(name)
+        if isinstance(new, Mapping) or isinstance(old, Mapping):
+            yield from _iter_changed_keys(new or {}, old or {}, f"{prefix}{name}.")
+        elif new != old:
             yield f"{prefix}{name}"
 
 
@@ -216,25 +225,15 @@ def _collect_import_paths(settings: PipelineSettings) -> set[str]:
     return {*list_code_paths(settings), *find_import_paths(dict(settings.environment.options))}
 
 
-logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    PipelineForm = dict[str, Any]
-else:
-    PipelineForm = build_pipeline_model()  # same fields, ranges and documentation as the settings
-
-
-_original_settings: ContextVar[PipelineSettings | None] = ContextVar("_given", default=None)
-_applied_overrides: ContextVar[Sequence[str]] = ContextVar("_changed", default=())
-
-
 @contextlib.contextmanager
 def flow_parameters(
     settings: PipelineSettings, changed: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Parameter that stands for settings in a flow called in this process: Prefect stores it, so secrets are masked.
+    """Yield the parameter that stands for settings in a flow called in this process.
 
-    Within the block `read_settings` puts them back. `changed`: overrides that are in the settings, for the run's name.
+    Prefect stores parameters, so secrets are masked; within the block `read_settings` restores them.
+    Args:
+        changed: overrides that the settings already contain, for the run's name.
     """
     tokens = _original_settings.set(settings), _applied_overrides.set(changed)
     try:
@@ -245,13 +244,14 @@ def flow_parameters(
 
 
 def _restore_secrets(settings: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
-    """A parameter with what `flow_parameters` masked."""
-    given = _original_settings.get()
-    if given is None or isinstance(settings, str):
+    """Return a parameter with what `flow_parameters` masked."""
+    original = _original_settings.get()
+    if original is None or isinstance(settings, str):
         return settings
-    whole = dump_settings(given)
-    same = settings.get("environment") == mask_secrets(whole)["environment"]
-    return {**settings, "environment": whole["environment"]} if same else settings
+    values = dump_settings(original)
+    if settings.get("environment") != mask_secrets(values)["environment"]:
+        return settings
+    return {**settings, "environment": values["environment"]}
 
 
 def read_settings(
@@ -261,13 +261,13 @@ def read_settings(
     *,
     check_servers: bool = True,
 ) -> PipelineSettings:
-    """Settings of a flow, from a config file's path or contents, with `--set`-style overrides.
+    """Read the settings of a flow from a config file's path or contents, with `--set`-style overrides.
 
-    `main`: the form of the settings that are changed most (`flows/parameters.py`); `overrides` come after it.
-    `ask_servers`: False for flows that sample no rollouts, whose server may be away.
-
-    In a deployment's run they may differ from the declared ones in some keys only (`flows/parameters.py`),
-    which is looked at before anything that they name is imported.
+    In a deployment's run only some keys may differ from the declared ones. That is checked before anything that the
+    settings name is imported.
+    Args:
+        main: the form of the most frequently changed settings; `overrides` come after it.
+        check_servers: False for flows that sample no rollouts, whose server may be unreachable.
     Raises: ConfigError with every problem; SettingsError for a key that the run may not change.
     """
     settings = _restore_secrets(settings)
@@ -285,13 +285,11 @@ def read_settings(
 def _read_declared_settings(
     settings: Mapping[str, Any] | str, declared: Mapping[str, Any]
 ) -> PipelineSettings:
-    """Settings to compare a deployment's run with: a shipped config that it names, else the declared ones."""
+    """Read the settings to compare a deployment's run with: a shipped config that it names, else the declared ones."""
     base = declared.get("settings")
-    if (
-        isinstance(settings, str)
-        and find_config(settings) == shipped("configs") / f"{settings}.yaml"
-    ):
-        base = settings
+    if isinstance(settings, str):
+        is_shipped = find_config(settings) == shipped("configs") / f"{settings}.yaml"
+        base = settings if is_shipped else base
     if base is None:
         raise SettingsError(
             "settings: the deployment declares none, so its runs can only name a shipped config"
@@ -316,59 +314,48 @@ def _read_parameter(
         )
     values = copy.deepcopy(dict(settings))
     if overrides:
-        places = KeyLocations("settings")
-        problems = apply_overrides(values, overrides, places)
+        locations = KeyLocations("settings")
+        problems = apply_overrides(values, overrides, locations)
         if problems:
-            raise ConfigError(problems, places)
+            raise ConfigError(problems, locations)
     return build_settings(values, import_code=import_code, check_servers=check_servers)
 
 
 def extract_pipeline_name(settings: Mapping[str, Any] | str) -> str:
-    """Pipeline name for the flow run's name, else the config file's."""
+    """Return the pipeline's name for the flow run's name, else the config file's."""
     return Path(settings).stem if isinstance(settings, str) else str(settings["name"])
 
 
-_IGNORED_PREFIXES = (
-    "run.",
-    "output",
-    "tracking.",
-    "threads",
-)  # overrides that decide nothing of what is computed
-_MAX_NAMED_OVERRIDES = 3  # overrides in a name
-
-
 def describe_run_changes(parameters: Mapping[str, Any]) -> str:
-    """Changes of a flow run to its config, for its name: the form's changed values, then overrides."""
+    """Describe a flow run's changes to its config, for its name: the form's changed values, then overrides."""
     declared = read_declared_parameters() or {}
     changed = [*_applied_overrides.get(), *(parameters.get("overrides") or ())]
-    return describe_overrides(
-        [*build_main_overrides(parameters.get("main"), declared.get("main")), *changed]
-    )
+    main = build_main_overrides(parameters.get("main"), declared.get("main"))
+    return describe_overrides([*main, *changed])
 
 
 def describe_overrides(overrides: Sequence[str] | None) -> str:
-    """Overrides in a flow run's name: `sft learning_rate=3e-4, seed=1`; "" = none that change what is computed."""
-    told = [item for item in overrides or () if not item.startswith(_IGNORED_PREFIXES)]
-    parts = [
-        f"{_shorten_key(key)}={_format_override_value(key, value)}"
-        for key, _, value in (item.partition("=") for item in told)
-    ]
-    return ", ".join(parts[:_MAX_NAMED_OVERRIDES]) + (
-        f" and {len(parts) - _MAX_NAMED_OVERRIDES} more"
-        if len(parts) > _MAX_NAMED_OVERRIDES
-        else ""
-    )
+    """Describe overrides in a flow run's name: `sft learning_rate=3e-4, seed=1`; "" if none affects results."""
+    parts = []
+    for override in overrides or ():
+        if not override.startswith(_IGNORED_PREFIXES):
+            key, _, value = override.partition("=")
+            parts.append(f"{_shorten_key(key)}={_format_override_value(key, value)}")
+    text = ", ".join(parts[:_MAX_NAMED_OVERRIDES])
+    if len(parts) > _MAX_NAMED_OVERRIDES:
+        text += f" and {len(parts) - _MAX_NAMED_OVERRIDES} more"
+    return text
 
 
 def _format_override_value(key: str, value: str) -> str:
-    """Value in a name; secrets are masked as in the parameters, and a block of the environment may hold some."""
+    """Format a value; secrets are masked as in the parameters, and so is a block of the environment."""
     parts = key.split(".")
     may_be_secret = any(map(is_secret_option, parts)) or "{" in value
     return MASK if parts[0] == "environment" and may_be_secret else value[:24]
 
 
 def _shorten_key(key: str) -> str:
-    """Last part of a key, after the stage that it belongs to: several have a learning rate."""
+    """Return the last part of a key, after its stage, because several stages have a learning rate."""
     parts = key.split(".")
     stage = parts[1].replace("_", " ") if parts[0] == "stages" and len(parts) > 2 else ""
     return " ".join(filter(None, (stage, parts[-1])))

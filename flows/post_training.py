@@ -1,4 +1,4 @@
-"""The pipeline as a DAG, from data to promotion: see tasks/stage_registry.py for the stages and their order.
+"""Pipeline as a DAG, from data to promotion: see tasks/stage_registry.py for the stages and their order.
 
 Stages missing from the config are skipped; later stages start from the last one before them.
 """
@@ -65,31 +65,28 @@ logger = logging.getLogger(__name__)
 _display: contextvars.ContextVar[ProgressDisplay | None] = contextvars.ContextVar(
     "display", default=None
 )
-_started: contextvars.ContextVar[str] = contextvars.ContextVar(
-    "started", default=""
-)  # of the run to go on with
-_restart: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "restart", default=False
-)  # its unfinished stage
+# Start time of the run to resume, and whether to restart its unfinished stage.
+_started: contextvars.ContextVar[str] = contextvars.ContextVar("started", default="")
+_restart: contextvars.ContextVar[bool] = contextvars.ContextVar("restart", default=False)
 
 
 def _build_run_name() -> str:
-    """Flow run name: the pipeline, and the stage if only one was requested."""
+    """Build the flow run name: the pipeline, a single requested stage, evaluated models, overrides."""
     parameters = flow_run.parameters
-    only, overrides = parameters.get("only"), describe_run_changes(parameters)
-    given = f"evaluate {', '.join(parameters['models'])}" if parameters.get("models") else ""
+    stage = (parameters.get("only") or "").replace("_", " ")
+    overrides = describe_run_changes(parameters)
+    evaluation = f"evaluate {', '.join(parameters['models'])}" if parameters.get("models") else ""
     name = extract_pipeline_name(parameters["settings"])
-    return " · ".join(filter(None, (name, (only or "").replace("_", " "), given, overrides)))
+    return " · ".join(filter(None, (name, stage, evaluation, overrides)))
 
 
 def build_flow_run_url() -> str:
-    """URL of the flow run's page; for the embedded server, the one served by `posttrain ui`."""
+    """Return the URL of the flow run's page; for the embedded server, the page served by `posttrain ui`."""
     url = str(flow_run.ui_url or "")
     if url.startswith("http") and "PREFECT_API_URL" in os.environ:
         return url
-    home = Path(
-        os.environ.get("PREFECT_HOME", "prefect")
-    )  # of the output folder, where `posttrain ui` looks, too
+    # In the output folder, where `posttrain ui` looks as well.
+    home = Path(os.environ.get("PREFECT_HOME", "prefect"))
     served = find_served_page(home.parent, "prefect") or f"http://127.0.0.1:{PREFECT_PORT}"
     return f"{served}/runs/flow-run/{flow_run.id}"
 
@@ -116,10 +113,10 @@ def post_training(
 
     Args:
         settings: contents of a config file, or its path (relative to the flow's working directory).
-        main: the settings that are changed most; what is not as declared is applied to `settings`.
+        main: the settings that are changed most; values that differ from the declared ones are applied to `settings`.
         fresh: rerun finished stages.
         only: the stage that `fresh` applies to; None = all.
-        models: name -> folder or hub name, evaluated and compared in place of the trained models.
+        models: name -> folder or hub name, evaluated and compared instead of the trained models.
         overrides: key.path=value each, as in `--set`; applied to `settings`.
         allow_drift: resume an unfinished stage although its settings, data or code changed.
     """
@@ -146,7 +143,7 @@ def report_message(text: str) -> None:
 
 
 def get_progress_display() -> StageProgressCallback | None:
-    """The terminal display of a flow that was called in this process; None = there is none."""
+    """Return the terminal display of a flow that was called in this process; None if there is none."""
     return _display.get()
 
 
@@ -162,11 +159,11 @@ def execute_pipeline(
     restart: bool = False,
     started: str = "",
 ) -> PipelineResult:
-    """One pass over the stages within a flow run; called by every training flow through `run_with_approval`.
+    """Run the stages once within a flow run. Every training flow calls it through `run_with_approval`.
 
     Args:
-        fresh, only, models: see `post_training`. tags, on_drift, restart, started, lock: see `RunOptions` and
-            `PipelineRun`.
+        fresh, only, models: see `post_training`.
+        tags, on_drift, restart, started, lock: see `RunOptions` and `PipelineRun`.
     """
     refuse_bad_rows(settings)
     inject_fault("flow.begun")
@@ -216,13 +213,14 @@ def execute_pipeline(
 
 
 def _report_results(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
-    """Metrics, description and picture of the run on its own page; returns the text of Prefect's page."""
+    """Write metrics, description and figure to the run's page; return the text of Prefect's page."""
     parent = pipeline_run.parent
     parent.log_metrics(collect_parent_metrics(pipeline_run), 0)
     description = describe_run(pipeline_run, rows)
     parent.set_description(description)
     parent.set_tag("result", format_headline(rows))
-    if decision := _describe_decision(pipeline_run):
+    decision = _describe_decision(pipeline_run)
+    if decision:
         parent.set_tag("gate.decision", decision)  # a column of MLflow's table of runs
     inject_fault("flow.described")
     title = f"{pipeline_run.settings.name}: {pipeline_run.seconds:.0f} s"
@@ -235,22 +233,22 @@ def _report_results(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> st
 
 
 def _describe_decision(pipeline_run: PipelineRun) -> str:
-    """The gate's decision in a word or two; "" where the run has no gate.
+    """Describe the gate's decision in a word or two; "" if the run has no gate.
 
-    That of an approval which was settled before, as by the clock while the run was dead, is in the words of its answer.
+    If the approval was decided before, as by its deadline while the run was dead, the description is that of the
+    answer.
     """
     if pipeline_run.postponed_reason:
         return "postponed"
     promote = pipeline_run.results.get("promote")
     if promote is None:
         return ""
-    return DECISION_BY_STATE.get(str(promote.summary.get("approval", ""))) or str(
-        promote.summary.get("decision", "")
-    )
+    approval = DECISION_BY_STATE.get(str(promote.summary.get("approval", "")))
+    return approval or str(promote.summary.get("decision", ""))
 
 
 def _collect_facts(pipeline_run: PipelineRun) -> dict[str, Any]:
-    """Places of a finished run, its cost of tracking, and what is left to be done."""
+    """Collect the locations of a finished run, its tracking cost, and what is left to do."""
     cost = pipeline_run.tracking.cost
     facts: dict[str, Any] = {
         "output": str(pipeline_run.home),
@@ -283,24 +281,22 @@ def run_pipeline(
     """Run the flow in this process, with live progress. Arguments: see `post_training`.
 
     Args:
-        changed: overrides that are in the settings already, for the flow run's name.
+        changed: overrides that the settings already contain, for the flow run's name.
         started: start time of the run of this pipeline to resume.
-        restart: begin its unfinished stage anew.
+        restart: restart its unfinished stage.
     Raises: errors of the stages; ResumeRefused; Stopped if interrupted, with the state saved.
     """
     on_drift: OnDrift = "anew" if restart else "resume" if allow_drift else "refuse"
-    stages_folder = (
-        Path(settings.output).resolve() / settings.name / "stages"
-    )  # refused before anything is started
+    stages_folder = Path(settings.output).resolve() / settings.name / "stages"
+    # Refuse drifted stages before anything is started.
     check_unfinished_stages(
         stages_folder, settings, RunOptions(fresh=fresh, only=only, on_drift=on_drift)
     )
+    stages = settings.stages.active
+    time_left = RemainingTimeEstimator(stages, read_earlier_seconds(stages_folder, stages))
+    computes = fresh or not _is_finished(stages_folder, settings)
     token = _restart.set(restart)
     try:
-        time_left = RemainingTimeEstimator(
-            settings.stages.active, read_earlier_seconds(stages_folder, settings.stages.active)
-        )
-        computes = fresh or not _is_finished(stages_folder, settings)
         with (
             open_local_session(
                 settings,
@@ -322,7 +318,7 @@ def run_pipeline(
 
 
 def _is_finished(stages_folder: Path, settings: PipelineSettings) -> bool:
-    """True = every stage will be taken as it is; False where that cannot be told, which the run then says."""
+    """Return whether every stage will be taken from the cache; False if unknown, which the run then reports."""
     try:
         return list_finished_stages(stages_folder, settings) == list(settings.stages.active)
     except (PosttrainError, OSError):
@@ -338,13 +334,16 @@ def open_local_session(
     time_left: RemainingTimeEstimator | None = None,
     preload_libraries: bool = False,
 ) -> Iterator[None]:
-    """Context in which a flow called directly runs in this process, with live progress.
+    """Run a flow called within the block in this process, with live progress.
 
-    started: start time of the run of its pipeline to resume. time_left: of its stages, for the display.
-    computes: a stage will compute here, so its libraries are imported while Prefect's server starts, as MLflow is.
+    Args:
+        started: start time of the run of its pipeline to resume.
+        time_left: estimator with its stages, for the display.
+        preload_libraries: import the libraries of computing stages while Prefect's server starts, like MLflow.
     """
     with ProgressDisplay(quiet=quiet, time_left=time_left) as display:
-        token, begun = _display.set(display), _started.set(started)
+        display_token = _display.set(display)
+        started_token = _started.set(started)
         try:
             with apply_prefect_defaults():
                 with display.show_wait("starting"), pause_garbage_collection():
@@ -355,5 +354,5 @@ def open_local_session(
                 with use_embedded_address():
                     yield
         finally:
-            _display.reset(token)
-            _started.reset(begun)
+            _display.reset(display_token)
+            _started.reset(started_token)

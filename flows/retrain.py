@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prefect import flow
 from prefect.runtime import flow_run
@@ -87,13 +87,13 @@ def retrain(
 
     Args:
         settings: contents of a config file, or its path (relative to the flow's working directory).
-        main: the settings that are changed most; what is not as declared is applied to `settings`.
+        main: the settings that are changed most; values that differ from the declared ones are applied to `settings`.
         start: champion, or base (the config's initial model); default: retrain.start of the settings.
         force: retrain even without new data.
         reason: origin of the request; stored with the resulting versions.
         overrides: key.path=value each, as in `--set`; applied to `settings`.
         allow_drift: resume an unfinished stage although its settings, data or code changed.
-        fresh: begin the unfinished stage of an interrupted retraining anew.
+        fresh: restart the unfinished stage of an interrupted retraining.
     """
     typed = read_settings(settings, overrides, main)
     with prefect_outage.capture_outcome() as outcome:
@@ -133,17 +133,15 @@ def _retrain_and_promote(
             if plan.record is None:
                 logger.info("retraining: %s", plan.reason)
                 return PipelineResult(results={}, rows=[], run_url="", seconds=0.0)
-            return _run_planned_training(
-                home,
-                plan,
-                lock,
-                "resume" if allow_drift else "refuse" if plan.is_continuation else "anew",
-                fresh,
-            )
+            # A new retraining has other data or another start than an interrupted one, so its stages restart, and
+            # the old checkpoints are archived with a warning.
+            on_drift: OnDrift = "refuse" if plan.is_continuation else "anew"
+            if allow_drift:
+                on_drift = "resume"
+            return _run_planned_training(home, plan, lock, on_drift, fresh)
 
-    pipeline = run_with_approval(
-        settings, run_once, report_message
-    )  # manual approval is awaited without the lock
+    # Manual approval is awaited without the lock.
+    pipeline = run_with_approval(settings, run_once, report_message)
     if plans and plans[-1].record is None:
         result = RetrainResult("skipped", plans[-1].reason)
     else:
@@ -154,22 +152,25 @@ def _retrain_and_promote(
 
 
 def _build_retrain_result(pipeline: PipelineResult) -> RetrainResult:
-    """Decision of the gate or of the reviewer."""
-    said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
-    status = str(said.get("decision", ""))
-    return RetrainResult(
-        "waiting" if status == AWAITING_APPROVAL else status, str(said.get("note", "")), pipeline
-    )
+    """Build the result with the decision of the gate or of the reviewer."""
+    verdict = _read_verdict(pipeline)
+    status = str(verdict.get("decision", ""))
+    if status == AWAITING_APPROVAL:
+        status = "waiting"
+    return RetrainResult(status, str(verdict.get("note", "")), pipeline)
+
+
+def _read_verdict(pipeline: PipelineResult) -> dict[str, Any]:
+    """Return the summary of the promotion, or the facts of a run without one."""
+    if "promote" in pipeline.results:
+        return pipeline.results["promote"].summary
+    return pipeline.facts
 
 
 def _run_planned_training(
     home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift, restart: bool
 ) -> PipelineResult:
-    """Run the planned pipeline and record its outcome.
-
-    on_drift: of a retraining that goes on; a new one has other data or another start than one that was interrupted, so
-        its stages begin anew, and the old checkpoints are kept aside with a warning.
-    """
+    """Run the planned pipeline and record its outcome."""
     record, settings = plan.record, plan.settings
     assert record is not None and settings is not None
     logger.info("retraining %d: %s", record.number, plan.reason, extra={"for_people": True})
@@ -180,7 +181,7 @@ def _run_planned_training(
         "retrain.start": f"version {record.start}" if record.start else "base",
         "retrain.reason": record.reason[:500],
     }
-    # One that was killed when its run had ended, and before its outcome was recorded, goes on with that run.
+    # A retraining killed after its run ended and before its outcome was recorded continues with that run.
     started = find_finished_run(home, digest_settings(settings)) if plan.is_continuation else ""
     try:
         pipeline = execute_pipeline(
@@ -190,13 +191,15 @@ def _run_planned_training(
         record_outcome(home, record, status="failed", note=f"{type(error).__name__}: {error}"[:500])
         raise
     result = _build_retrain_result(pipeline)
-    said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
+    verdict = _read_verdict(pipeline)
     record_outcome(
         home,
         record,
-        status="failed" if result.status == "postponed" else result.status,  # it is tried again
-        version=said.get("model_version"),
-        note=str(said.get("reason", result.message)),
+        status="failed"
+        if result.status == "postponed"
+        else result.status,  # a postponed promotion is retried
+        version=verdict.get("model_version"),
+        note=str(verdict.get("reason", result.message)),
     )
     inject_fault("retrain.closed")
     return pipeline
@@ -205,14 +208,16 @@ def _run_planned_training(
 def _publish_report(
     settings: PipelineSettings, plan: RetrainingPlan | None, result: RetrainResult
 ) -> None:
-    """Write a Prefect artifact with findings and outcome; `plan`: None in a run resumed only for the approval."""
+    """Write a Prefect artifact with the plan and the outcome; `plan` is None in a run resumed only for the approval."""
     lines = [f"## {settings.name}: {result.status}", result.message]
-    lines += _format_plan(settings, plan, result) if plan is not None else []
+    if plan is not None:
+        lines += _format_plan(settings, plan, result)
     pipeline = result.pipeline
-    lines += [pipeline.page] if pipeline is not None else []
-    before = pipeline.artifact if pipeline is not None else ""
+    if pipeline is not None:
+        lines.append(pipeline.page)
+    artifact = pipeline.artifact if pipeline is not None else ""
     publish_page(
-        f"{settings.name}-retraining", "\n\n".join(lines), result.message, artifact_id=before
+        f"{settings.name}-retraining", "\n\n".join(lines), result.message, artifact_id=artifact
     )
 
 
@@ -221,21 +226,21 @@ def _format_plan(
 ) -> list[str]:
     lines = [] if plan.reason == result.message else [f"Why: {plan.reason}"]
     if plan.record is not None:
-        start = (
-            f"version {plan.record.start} of {settings.registered_model}"
-            if plan.record.start
-            else "the base model"
-        )
+        start = "the base model"
+        if plan.record.start:
+            start = f"version {plan.record.start} of {settings.registered_model}"
         lines.append(f"Retraining {plan.record.number} from {start}, seed {plan.record.seed}")
     if plan.record is not None and plan.record.dropped:
         lines.append(f"Skipped, without new data: {', '.join(plan.record.dropped)}")
     if plan.new_data.changes or plan.new_data.missing_files:
         rows = ["| data | file | change | new rows |", "|---|---|---|---|"]
         rows += [
-            f"| {c.source} | {c.file.replace('|', '/')} | {c.kind} | {c.rows} |"
-            for c in plan.new_data.changes
+            f"| {change.source} | {change.file.replace('|', '/')} | {change.kind} | {change.rows} |"
+            for change in plan.new_data.changes
         ]
-        rows += [f"| {name.replace('|', '/')} | | gone | |" for name in plan.new_data.missing_files]
+        rows += [
+            f"| {name.replace('|', '/')} | | missing | |" for name in plan.new_data.missing_files
+        ]
         lines.append("\n".join(rows))
     return lines
 

@@ -20,12 +20,13 @@ from tasks.stage_registry import describe_unknown_stage
 
 def _build_run_name() -> str:
     parameters = flow_run.parameters
-    compared = f"compare {', '.join(parameters.get('models') or ())}"
-    done = parameters["stage"].replace("_", " ") if "stage" in parameters else compared
+    if "stage" in parameters:
+        action = parameters["stage"].replace("_", " ")
+    else:
+        action = f"compare {', '.join(parameters.get('models') or ())}"
+    name = extract_pipeline_name(parameters["settings"])
     overrides = describe_overrides(parameters.get("overrides"))
-    return " · ".join(
-        filter(None, (extract_pipeline_name(parameters["settings"]), done, overrides))
-    )
+    return " · ".join(filter(None, (name, action, overrides)))
 
 
 @flow(
@@ -85,10 +86,8 @@ def compare_models(
         raise SettingsError(
             "models: empty; give at least one, such as {champion: models:/demo@champion}"
         )
-    return execute_pipeline(
-        _select_comparison_stages(read_settings(settings, overrides, check_servers=False), models),
-        models=models,
-    )
+    typed = read_settings(settings, overrides, check_servers=False)
+    return execute_pipeline(_select_comparison_stages(typed, models), models=models)
 
 
 def run_stage(
@@ -108,8 +107,8 @@ def run_stage(
         fresh: rerun this stage even if finished; earlier stages are not rerun.
         allow_drift: resume the stage although its settings, data or code changed since its checkpoint.
     """
-    part = select_settings_up_to(settings, name, model)
-    return run_pipeline(part, fresh=fresh, only=name, quiet=quiet, allow_drift=allow_drift)
+    shortened = select_settings_up_to(settings, name, model)
+    return run_pipeline(shortened, fresh=fresh, only=name, quiet=quiet, allow_drift=allow_drift)
 
 
 def evaluate_model(
@@ -118,7 +117,8 @@ def evaluate_model(
     """Evaluate one model on the config's held-out episodes.
 
     Args:
-        model: folder, hub name or registered model. name: the model's, in results and files.
+        model: folder, hub name or registered model.
+        name: the model's name in results and files.
     """
     return evaluate_models(settings, {name: model}, quiet=quiet)
 
@@ -154,7 +154,7 @@ def analyze_models(
 def _select_comparison_stages(
     settings: PipelineSettings, models: dict[str, str]
 ) -> PipelineSettings:
-    """Pipeline settings with evaluation and analysis only."""
+    """Return pipeline settings with only evaluation and analysis."""
     stages = StagesSettings(
         prepare_data=settings.stages.prepare_data,
         evaluate=resolve_evaluation_settings(settings),

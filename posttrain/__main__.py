@@ -1,4 +1,4 @@
-"""`python -m posttrain`: the same as the console script."""
+"""Entry point of `python -m posttrain`, the same as the console script."""
 
 from posttrain.cli.entry import command
 

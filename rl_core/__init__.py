@@ -9,12 +9,11 @@
     trainer.run()
     trainer.save("out/model")
 
-Training: `grpo`, `ppo`, `policy_gradient`, `distill`, `sft`, `dpo`, `reward_model`; of networks for plain observations:
-`network_ppo`; then `evaluate`,
-`generate`, `load_policy`. A task of several turns is an `Environment`. Files of a run as DataFrames: `read_metrics`,
-`read_rewards`, `read_trajectories`.
+Train with `grpo`, `ppo`, `policy_gradient`, `distill`, `sft`, `dpo` or `reward_model`; train networks on plain
+observations with `network_ppo`. Then use `evaluate`, `generate`, `load_policy`. A task of several turns is an
+`Environment`. Read files of a run as DataFrames with `read_metrics`, `read_rewards`, `read_trajectories`.
 
-Names are imported at their first use (PEP 562), so that `import rl_core` itself loads neither torch nor transformers.
+Names are imported on first use (PEP 562), so that `import rl_core` itself loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -314,7 +313,7 @@ __all__ = [
     "RegexSettings",
 ]
 
-# module -> its public names; name:alias where the public name is another one
+# module -> its public names; name:alias if the public name differs
 _PUBLIC_NAMES = {
     "rl_core.analysis.runner": "AnalysisResult analyze",
     "rl_core.api.on_policy": "distill grpo policy_gradient ppo",
@@ -382,7 +381,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'rl_core' has no attribute '{name}'")
     module, inner = _EXPORTS[name]
     value = getattr(importlib.import_module(module), inner)
-    globals()[name] = value  # found at once from now on
+    globals()[name] = value  # later lookups do not get here
     return value
 
 

@@ -3,21 +3,21 @@
     PosttrainError
     |-- SettingsError (ValueError)      a setting is unknown, mistyped, out of range, or conflicts with another
     |-- DataError (ValueError)          a tensor, record or file is invalid
-    |   |-- UnknownAnswer               a label for an answer that was not given here, or is not learned from
-    |   |-- RecordsError                bad rows of a data file: file, line, field, value found, value expected
-    |   `-- NonFiniteTensor             a loss's input, or a weight that is sampled from, holds NaN or infinity
+    |   |-- UnknownAnswer               a label for an answer that is unknown or not used for learning
+    |   |-- RecordsError                bad rows of a data file: file, line, field, value, expected value
+    |   `-- NonFiniteTensor             a loss's input or a weight used for sampling holds NaN or infinity
     |-- CheckpointError                 a checkpoint or model folder cannot be written or read
     |   |-- CorruptError                bytes differ from their manifest
-    |   |-- ModelError (ValueError)     a model that the settings name is none, or cannot be used
+    |   |-- ModelError (ValueError)     the model in the settings does not exist, or cannot be used
     |   `-- ResumeRefused               settings, data or code changed since the checkpoint was written
     |-- FolderBusy                      another process writes into the same folder
-    |-- EnvironmentFault                an environment broke its own protocol
+    |-- EnvironmentFault                an environment violated its protocol
     |-- ToolMisuse                      an action calls a tool wrongly; shown to the policy, never to the user
     |-- RewardError                     a reward function raised, hung, or returned an invalid value
     |-- CallbackError                   a callback of the training loop raised
-    |-- NonFiniteError                  too many non-finite steps in a row; the first bad tensor is named
+    |-- NonFiniteError                  too many non-finite steps in a row; names the first bad tensor
     |-- SamplerMismatch                 rollouts are not from the distribution that is trained
-    |-- ExportMismatch                  a written model is not the one that was trained and evaluated
+    |-- ExportMismatch                  a written model differs from the one that was trained and evaluated
     |-- OutOfMemory                     a single row does not fit into device memory
     |-- CheckFailed                     training ended, but a check of its result failed
     |-- BackendError                    a rollout backend or tracking store did not respond (transient: worth a retry)
@@ -49,7 +49,7 @@ class DataError(PosttrainError, ValueError):
 
 
 class UnknownAnswer(DataError):
-    """A label for an answer that was not given here, or is not learned from."""
+    """Label for an answer that is unknown or not used for learning."""
 
 
 class RecordsError(DataError):
@@ -57,7 +57,7 @@ class RecordsError(DataError):
 
 
 class NonFiniteTensor(DataError):
-    """A loss's input, a weight or a sampled log-probability is NaN or infinite; the message says which, and where."""
+    """Input of a loss, weight or sampled log-probability that is NaN or infinite; the message says which, and where."""
 
 
 class CheckpointError(PosttrainError):
@@ -69,7 +69,7 @@ class CorruptError(CheckpointError):
 
 
 class ModelError(CheckpointError, ValueError):
-    """A model that the settings name is none, or cannot be used."""
+    """The model in the settings does not exist, or cannot be used."""
 
 
 class ResumeRefused(CheckpointError):
@@ -81,7 +81,7 @@ class FolderBusy(PosttrainError):
 
 
 class EnvironmentFault(PosttrainError):
-    """An environment broke its protocol (stepped after its end, returned the wrong type, raised)."""
+    """An environment violated its protocol (stepped after its end, returned the wrong type, raised)."""
 
 
 class ToolMisuse(PosttrainError):
@@ -105,7 +105,7 @@ class SamplerMismatch(PosttrainError):
 
 
 class ExportMismatch(PosttrainError):
-    """A written model is not the one that was trained and evaluated; the message gives the figure and its limit."""
+    """A written model differs from the one that was trained and evaluated; the message gives figure and limit."""
 
 
 class OutOfMemory(PosttrainError):
@@ -125,7 +125,10 @@ class WorkerFailed(PosttrainError):
 
 
 class ServiceError(PosttrainError):
-    """A request to the training service failed; `category`: user = the request has to change, server = the service."""
+    """A request to the training service failed.
+
+    `category`: user = the request has to change, server = the service failed.
+    """
 
     def __init__(self, message: str, category: Literal["user", "server"]) -> None:
         super().__init__(message)
@@ -145,7 +148,7 @@ class Stopped(PosttrainError):
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Suggestion for an error message: the known name closest to `name`, or all names."""
+    """Return a suggestion for an error message: the known name closest to `name`, or all names."""
     names = sorted(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if match:

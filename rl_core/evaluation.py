@@ -30,14 +30,8 @@ if TYPE_CHECKING:
     from rl_core.inference.sampling import RolloutBackend
 
 
-_SEPARATE_FIELDS = (
-    "trajectories",
-    "rollouts",
-)  # fields of an Evaluation that are stored in separate files
-_TIMING_FIELDS = (
-    "tokens_per_second",
-    "seconds",
-)  # that differ from one evaluation of a model to the next
+_SEPARATE_FIELDS = ("trajectories", "rollouts")  # of an Evaluation, stored in separate files
+_TIMING_FIELDS = ("tokens_per_second", "seconds")  # vary between evaluations of the same model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +43,7 @@ class EpisodeResult:
     seed: int
     samples: int  # rollouts of this episode
     successes: int  # successful rollouts
-    reward: float  # mean over them
+    reward: float  # mean over the rollouts
 
     @property
     def key(self) -> tuple[str, int]:
@@ -67,9 +61,8 @@ class Evaluation:
     """Results of one model on the held-out episodes."""
 
     success_rate: float
-    interval: tuple[
-        float, float
-    ]  # Wilson 95%, at the effective sample size if episodes were sampled several times
+    # Wilson 95%, at the effective sample size if episodes were sampled several times.
+    interval: tuple[float, float]
     by_level: dict[str, Rate]
     by_kind: dict[str, Rate]
     pass_at_k: dict[int, float]
@@ -82,16 +75,12 @@ class Evaluation:
     tokens_per_second: float  # sampled tokens / seconds of all rollouts; 0 = unknown
     seconds: float  # 0 = unknown
     episodes: list[EpisodeResult] = field(repr=False)  # in the order of the requests
-    held_out: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # level -> `HeldOutSeparation.to_json`; {} = not known
-    failed_episodes: int = 0  # rollouts whose environment failed; they count nowhere
-    trajectories: list[Trajectory] = field(
-        default_factory=list, repr=False
-    )  # not part of `to_json`
-    rollouts: list[Rollout] = field(
-        default_factory=list, repr=False
-    )  # the same with token ids; not part of `to_json`
+    # Level -> `HeldOutSeparation.to_json`; {} = not known.
+    held_out: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed_episodes: int = 0  # rollouts whose environment failed; excluded from all results
+    # Not part of `to_json`; rollouts are the trajectories with token ids.
+    trajectories: list[Trajectory] = field(default_factory=list, repr=False)
+    rollouts: list[Rollout] = field(default_factory=list, repr=False)
 
     @property
     def samples(self) -> int:
@@ -99,8 +88,8 @@ class Evaluation:
         return sum(episode.samples for episode in self.episodes)
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """Scalars for tracking, named `eval/...`."""
-        plain = {
+        """Return scalars for tracking, named `eval/...`."""
+        values = {
             "success_rate": self.success_rate,
             "success_rate_low": self.interval[0],
             "success_rate_high": self.interval[1],
@@ -118,19 +107,19 @@ class Evaluation:
             "tokens_per_second",
             "seconds",
         ):
-            plain[name] = float(getattr(self, name))
-        plain |= {f"pass_at_{k}": value for k, value in self.pass_at_k.items()}
-        plain |= {
-            f"success_rate_by_level/{level}": rate.rate for level, rate in self.by_level.items()
-        }
-        plain |= {f"success_rate_by_kind/{kind}": rate.rate for kind, rate in self.by_kind.items()}
-        return {f"{prefix}/{name}": value for name, value in plain.items()}
+            values[name] = float(getattr(self, name))
+        values |= {f"pass_at_{k}": value for k, value in self.pass_at_k.items()}
+        for level, rate in self.by_level.items():
+            values[f"success_rate_by_level/{level}"] = rate.rate
+        for kind, rate in self.by_kind.items():
+            values[f"success_rate_by_kind/{kind}"] = rate.rate
+        return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict of what was found: equal for equal episodes.
+        """Convert the results to a JSON-serialisable dict, equal for equal episodes.
 
-        Without trajectories and rollouts, which are stored in trajectories.jsonl and tokens.jsonl, and without timings,
-        which `metrics` gives.
+        Without trajectories and rollouts, which are stored in trajectories.jsonl and tokens.jsonl, and without
+        timings, which `metrics` returns.
         """
         row = {
             f.name: getattr(self, f.name)
@@ -146,18 +135,18 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Self:
-        """Inverse of `to_json`; `trajectories` and `rollouts` are empty, timings 0.
+        """Build an evaluation from the result of `to_json`; `trajectories` and `rollouts` are empty, timings 0.
 
         Raises: DataError if the row was not written by `to_json`.
         """
         try:
-            kept = {**dict.fromkeys(_TIMING_FIELDS, 0.0), **row}
-            kept["interval"] = (float(row["interval"][0]), float(row["interval"][1]))
-            kept["by_level"] = {level: Rate(**rate) for level, rate in row["by_level"].items()}
-            kept["by_kind"] = {kind: Rate(**rate) for kind, rate in row["by_kind"].items()}
-            kept["pass_at_k"] = {int(k): float(value) for k, value in row["pass_at_k"].items()}
-            kept["episodes"] = [EpisodeResult(**episode) for episode in row["episodes"]]
-            return cls(**kept)
+            values = {**dict.fromkeys(_TIMING_FIELDS, 0.0), **row}
+            values["interval"] = (float(row["interval"][0]), float(row["interval"][1]))
+            values["by_level"] = {level: Rate(**rate) for level, rate in row["by_level"].items()}
+            values["by_kind"] = {kind: Rate(**rate) for kind, rate in row["by_kind"].items()}
+            values["pass_at_k"] = {int(k): float(value) for k, value in row["pass_at_k"].items()}
+            values["episodes"] = [EpisodeResult(**episode) for episode in row["episodes"]]
+            return cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise DataError(f"not a stored evaluation ({type(error).__name__}: {error})") from error
 
@@ -168,14 +157,14 @@ class PairedResult:
 
     success: Difference
     reward: Difference
-    episodes: int  # compared
-    unpaired: int  # episodes of only one of the two
+    episodes: int  # number of compared episodes
+    unpaired: int  # number of episodes that only one of the two played
     wins: int  # episodes with a higher success rate of the challenger
     losses: int
     p_value: float  # exact sign test of wins against losses
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict."""
+        """Convert to a JSON-serialisable dict."""
         return {
             **dataclasses.asdict(self),
             "success": self.success._asdict(),
@@ -196,18 +185,17 @@ def evaluate(
     process_group: ProcessGroup | None = None,
     failures: EpisodeFailureMonitor | None = None,
 ) -> Evaluation:
-    """Evaluation of a model: every requested episode is played `samples` times.
+    """Evaluate a model: play every requested episode `samples` times.
 
     Args:
         requests: from `rollouts.draw_heldout_requests`. samples: rollouts of each, at least 1.
         sampling: temperature 0 = greedy, with log-probabilities at temperature 1. seed: of the sampling.
-        process_group: processes that each play a share of the episodes; None = this one alone.
+        process_group: processes that each play a share of the episodes; None = only this one.
         failures: counts the episodes whose environment failed; None = up to `sampling.max_failed_share` of this call.
     Raises: DataError without requests; SettingsError for samples below 1; EnvironmentFault if too many episodes failed.
     """
-    from rl_core.distributed import (
-        SINGLE_PROCESS,  # here, as they load torch, which results do not need
-    )
+    # Imported here because they load torch, which results do not need.
+    from rl_core.distributed import SINGLE_PROCESS
     from rl_core.rollouts.collect import collect_rollouts
 
     if not requests:
@@ -215,8 +203,8 @@ def evaluate(
     if samples < 1:
         raise SettingsError(f"samples: {samples} must be at least 1")
     failures = failures or EpisodeFailureMonitor(sampling.max_failed_share)
-    before = failures.total
-    start = time.perf_counter()
+    num_failed_before = failures.total
+    start_time = time.perf_counter()
     groups = collect_rollouts(
         environment,
         backend,
@@ -229,27 +217,27 @@ def evaluate(
         process_group=process_group or SINGLE_PROCESS,
         failures=failures,
     )
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start_time
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     result = summarize_trajectories((rollout.trajectory for rollout in rollouts), seconds)
-    result.failed_episodes = failures.total - before
+    result.failed_episodes = failures.total - num_failed_before
     result.rollouts = rollouts
     inject_fault("evaluation.played")
     return result
 
 
 def summarize_trajectories(trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Evaluation:
-    """Evaluation computed from existing trajectories.
+    """Compute an evaluation from existing trajectories.
 
     Args:
         trajectories: grouped into episodes by (level, seed). seconds: duration of the rollouts; 0 = unknown.
-    Raises: DataError if there is none.
+    Raises: DataError if there are none.
     """
-    played = list(trajectories)
-    if not played:
+    trajectories = list(trajectories)
+    if not trajectories:
         raise DataError("summarize: there are no trajectories")
     grouped: dict[tuple[str, int], list[Trajectory]] = defaultdict(list)
-    for trajectory in played:
+    for trajectory in trajectories:
         grouped[trajectory.level, trajectory.seed].append(trajectory)
     episodes = [
         EpisodeResult(
@@ -263,30 +251,30 @@ def summarize_trajectories(trajectories: Iterable[Trajectory], seconds: float = 
         for (level, seed), group in grouped.items()
     ]
     total = _compute_rate(episodes)
-    turns = [turn for t in played for turn in t.turns]
-    tokens = sum(t.num_action_tokens for t in played)
+    turns = [turn for t in trajectories for turn in t.turns]
+    tokens = sum(t.num_action_tokens for t in trajectories)
     return Evaluation(
         success_rate=total.rate,
         interval=(total.low, total.high),
         by_level={
             name: _compute_rate(e for e in episodes if e.level == name)
-            for name in _list_distinct(e.level for e in episodes)
+            for name in dict.fromkeys(e.level for e in episodes)
         },
         by_kind={
             name: _compute_rate(e for e in episodes if e.kind == name)
-            for name in _list_distinct(e.kind for e in episodes)
+            for name in dict.fromkeys(e.kind for e in episodes)
         },
         pass_at_k=_compute_pass_at_ks(episodes),
-        reward_mean=_compute_mean(t.reward for t in played),
-        turns_mean=len(turns) / len(played),
-        tool_calls_mean=sum(len(turn.calls) for turn in turns) / len(played),
-        action_tokens_mean=tokens / len(played),
+        reward_mean=_compute_mean(t.reward for t in trajectories),
+        turns_mean=len(turns) / len(trajectories),
+        tool_calls_mean=sum(len(turn.calls) for turn in turns) / len(trajectories),
+        action_tokens_mean=tokens / len(trajectories),
         misuse_rate=sum(turn.is_error for turn in turns) / max(1, len(turns)),
-        truncated_rate=_compute_mean(t.stop_reason != StopReason.TERMINATED for t in played),
+        truncated_rate=_compute_mean(t.stop_reason != StopReason.TERMINATED for t in trajectories),
         tokens_per_second=tokens / seconds if seconds > 0 else 0.0,
         seconds=seconds,
         episodes=episodes,
-        trajectories=played,
+        trajectories=trajectories,
     )
 
 
@@ -298,7 +286,7 @@ def compare(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> PairedResult:
-    """Challenger minus champion, paired by episode, with bootstrap intervals over episodes.
+    """Compare challenger and champion, paired by episode, with bootstrap intervals over episodes.
 
     Raises: DataError without common episodes.
     """
@@ -324,7 +312,7 @@ def compare(
 def compute_paired_differences(
     challenger: Evaluation, champion: Evaluation, metric: Literal["success", "reward"] = "success"
 ) -> list[float]:
-    """Challenger minus champion on each common episode, samples of an episode averaged.
+    """Compute challenger minus champion on each common episode, averaged over the samples of an episode.
 
     Raises: DataError without common episodes.
     """
@@ -337,8 +325,12 @@ def compute_paired_differences(
 def _pair_episodes(
     challenger: Evaluation, champion: Evaluation
 ) -> list[tuple[EpisodeResult, EpisodeResult]]:
-    before = {episode.key: episode for episode in champion.episodes}
-    pairs = [(new, before[new.key]) for new in challenger.episodes if new.key in before]
+    champion_episodes = {episode.key: episode for episode in champion.episodes}
+    pairs = [
+        (new, champion_episodes[new.key])
+        for new in challenger.episodes
+        if new.key in champion_episodes
+    ]
     if not pairs:
         raise DataError(
             f"the two evaluations have no episode in common ({len(challenger.episodes)} and {len(champion.episodes)} "
@@ -348,25 +340,19 @@ def _pair_episodes(
 
 
 def _compute_rate(episodes: Iterable[EpisodeResult]) -> Rate:
-    kept = list(episodes)
-    return compute_clustered_rate([e.successes for e in kept], [e.samples for e in kept])
+    counts = [(episode.successes, episode.samples) for episode in episodes]
+    return compute_clustered_rate([s for s, _ in counts], [n for _, n in counts])
 
 
 def _compute_pass_at_ks(episodes: Sequence[EpisodeResult]) -> dict[int, float]:
-    """pass@1, pass@2, pass@4, ... and pass@n, n the fewest samples of an episode."""
+    """Compute pass@1, pass@2, pass@4, ... and pass@n, n the fewest samples of an episode."""
     samples, successes = [e.samples for e in episodes], [e.successes for e in episodes]
     fewest = min(samples)
     ks = sorted({2**i for i in range(fewest.bit_length()) if 2**i <= fewest} | {fewest})
-    return {
-        k: value for k in ks if (value := compute_mean_pass_at_k(samples, successes, k)) is not None
-    }
+    values = {k: compute_mean_pass_at_k(samples, successes, k) for k in ks}
+    return {k: value for k, value in values.items() if value is not None}
 
 
 def _compute_mean(values: Iterable[float]) -> float:
-    kept = [float(value) for value in values]
-    return sum(kept) / len(kept)
-
-
-def _list_distinct(values: Iterable[str]) -> list[str]:
-    """Distinct values in order of first appearance."""
-    return list(dict.fromkeys(values))
+    numbers = [float(value) for value in values]
+    return sum(numbers) / len(numbers)

@@ -1,6 +1,7 @@
-"""JSON over kept-alive HTTP connections to one server, from any number of threads; all can be cut at once.
+"""Clients for JSON servers over HTTP.
 
-Requests to a JSON server over HTTP: tried again a bounded number of times, bounded in time and size.
+`JsonConnections` keeps connections to one server alive for any number of threads and can close all of them at once.
+`post_with_retries` sends single requests, with bounded retries, time and size.
 """
 
 from __future__ import annotations
@@ -20,9 +21,15 @@ from urllib.parse import urlsplit
 
 from rl_core.errors import BackendError
 
-MAX_RESPONSE_BYTES = 256 * 2**20  # bytes
-CONNECT_TIMEOUT_S = 60.0  # for a connection to be made, which `close` cannot cut
-_UNAVAILABLE_STATUSES = (408, 425, 502, 503, 504)  # the request may be answered later
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MAX_RESPONSE_BYTES = 256 * 2**20
+MAX_REPLY_BYTES = 64 * 2**20  # of `post_with_retries`
+MAX_RETRY_WAIT_S = 60.0  # between two attempts
+CONNECT_TIMEOUT_S = 60.0  # for a connection to be made, which `close` cannot interrupt
+_TRANSIENT_STATUSES = {408, 409, 425, 429}  # and 500 or above: another attempt may succeed
+_UNAVAILABLE_STATUSES = (408, 425, 502, 503, 504)  # a later request may succeed
 _STALE_CONNECTION_ERRORS = (
     http.client.RemoteDisconnected,
     ConnectionResetError,
@@ -32,15 +39,15 @@ _STALE_CONNECTION_ERRORS = (
 
 
 class ServerUnavailable(BackendError):
-    """A request was not answered: no connection, a broken one, or a server that says it is not ready."""
+    """A request got no response: no connection, a broken one, or a server that is not ready."""
 
 
 class StaleServerResponse(ServerUnavailable):
-    """A request was answered by another process than the one that has the weights."""
+    """A request was answered by a different process than the one that holds the weights."""
 
 
 class ServerErrorResponse(BackendError):
-    """A request was answered by an error; `status` is that of the answer, `retry_after` in seconds (0 = not said)."""
+    """A request was answered with an error: `status` of the response, `retry_after` in seconds (0 = not specified)."""
 
     def __init__(self, message: str, status: int, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -48,10 +55,14 @@ class ServerErrorResponse(BackendError):
 
 
 class JsonConnections:
-    """Requests to one server. Any thread; redirections and proxies are not followed."""
+    """Connections to one server. Thread-safe; redirects and proxies are not followed."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
-        """`base_url`: scheme, host and port. Nothing is sent yet."""
+        """Configure the connections; nothing is sent yet.
+
+        Args:
+            base_url: scheme, host and port.
+        """
         self.base_url = base_url.rstrip("/")
         parts = urlsplit(self.base_url)
         self._connection_class = (
@@ -65,54 +76,59 @@ class JsonConnections:
         self._num_closes = 0
 
     def get_json(self, path: str, timeout_s: float) -> Any:
-        """Decoded answer to a GET. Raises: as `post`."""
+        """Send a GET and return the decoded response. Raises: as `post_json`."""
         return self._send_with_retry("GET", path, None, timeout_s)
 
     def post_json(
         self, path: str, body: Any, timeout_s: float, num_closes: int | None = None
     ) -> Any:
-        """Decoded answer to a POST of JSON; None for an empty one.
+        """Send a POST of JSON and return the decoded response; None for an empty one.
 
         Args:
-            cuts: `cuts` of the moment at which the request was decided on; None = now. It fails after a later `close`.
-        Raises: ServerAway without a whole answer, or without a part of it for `timeout_s`; ServerRefusal for an error.
+            num_closes: value of `num_closes` when the request was decided; None = now. The request fails after a later
+                `close`.
+        Raises: ServerUnavailable without a complete response, or if no part of it arrives for `timeout_s`;
+            ServerErrorResponse for an error.
         """
         return self._send_with_retry("POST", path, json.dumps(body).encode(), timeout_s, num_closes)
 
     @property
     def num_closes(self) -> int:
-        """Times that `close` was called; a request from before the last one is not sent."""
+        """Number of calls of `close`; a request from before the last one is not sent."""
         return self._num_closes
 
     def close(self) -> None:
-        """Cut all connections: requests that wait for an answer fail at once, and later ones open new connections."""
+        """Close all connections: waiting requests fail immediately, and later ones open new connections."""
         with self._lock:
             self._num_closes += 1
             idle, busy, self._idle = self._idle, list(self._busy), []
         for connection in idle:
             connection.close()
         for connection in busy:
-            sock = connection.sock  # its request may end, and close it, at any moment
+            sock = connection.sock  # its request may end, and close it, at any time
             with contextlib.suppress(OSError):
                 if sock is not None:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def _send_with_retry(
-        self, method: str, path: str, body: bytes | None, timeout_s: float, cuts: int | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        num_closes: int | None = None,
     ) -> Any:
-        cuts = self._num_closes if cuts is None else cuts
+        num_closes = self._num_closes if num_closes is None else num_closes
         while True:
             connection, is_used = self._acquire_connection()
             try:
-                self._connect_socket(connection, cuts, timeout_s)
-                answer, data = self._send_request(connection, method, path, body)
+                self._connect_socket(connection, num_closes, timeout_s)
+                response, data = self._send_request(connection, method, path, body)
             except (OSError, http.client.HTTPException) as error:
                 self._release_connection(connection, is_open=False)
-                if (
-                    is_used
-                    and isinstance(error, _STALE_CONNECTION_ERRORS)
-                    and self._num_closes == cuts
-                ):  # the server closed it while idle
+                # The server may have closed an idle connection.
+                is_stale = is_used and isinstance(error, _STALE_CONNECTION_ERRORS)
+                if is_stale and self._num_closes == num_closes:
                     continue
                 raise ServerUnavailable(
                     f"{self.base_url}{path}: {_describe_error(error)}"
@@ -120,36 +136,36 @@ class JsonConnections:
             except BaseException:
                 self._release_connection(connection, is_open=False)
                 raise
-            self._release_connection(connection, is_open=not answer.will_close)
-            return self._decode_response(path, answer, data)
+            self._release_connection(connection, is_open=not response.will_close)
+            return self._decode_response(path, response, data)
 
     def _connect_socket(
-        self, connection: http.client.HTTPConnection, cuts: int, timeout_s: float
+        self, connection: http.client.HTTPConnection, num_closes: int, timeout_s: float
     ) -> None:
-        """Connect, if it is not. Raises: OSError, also where `close` was called meanwhile."""
+        """Connect if necessary. Raises: OSError, also if `close` was called meanwhile."""
         if connection.sock is None:
             connection.timeout = min(timeout_s, CONNECT_TIMEOUT_S)
             connection.connect()
         connection.sock.settimeout(timeout_s)
-        if self._num_closes != cuts:  # `close` may have looked at it before it had a socket
-            raise ConnectionAbortedError("the connection was cut")
+        if self._num_closes != num_closes:  # `close` may have seen it before it had a socket
+            raise ConnectionAbortedError("the connection was closed")
 
     def _send_request(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
     ) -> tuple[http.client.HTTPResponse, bytes]:
         connection.request(method, path, body, self._headers)
-        answer = connection.getresponse()
-        data = answer.read(MAX_RESPONSE_BYTES + 1)
+        response = connection.getresponse()
+        data = response.read(MAX_RESPONSE_BYTES + 1)
         if len(data) > MAX_RESPONSE_BYTES:
-            raise OSError(f"the answer is longer than {MAX_RESPONSE_BYTES // 2**20} MiB")
-        if answer.length:  # http.client says nothing of an end before it
-            raise http.client.IncompleteRead(data, answer.length)
-        return answer, data
+            raise OSError(f"the response is longer than {MAX_RESPONSE_BYTES // 2**20} MiB")
+        if response.length:  # http.client does not report a premature end
+            raise http.client.IncompleteRead(data, response.length)
+        return response, data
 
-    def _decode_response(self, path: str, answer: http.client.HTTPResponse, data: bytes) -> Any:
-        """Content of an answer. Raises: ServerAway, ServerRefusal."""
-        if answer.status >= 300:
-            self._raise_error_response(path, answer, data)
+    def _decode_response(self, path: str, response: http.client.HTTPResponse, data: bytes) -> Any:
+        """Return the content of a response. Raises: ServerUnavailable, ServerErrorResponse."""
+        if response.status >= 300:
+            self._raise_error_response(path, response, data)
         if not data.strip():
             return None
         try:
@@ -158,24 +174,24 @@ class JsonConnections:
             return data.decode(errors="replace")
 
     def _raise_error_response(
-        self, path: str, answer: http.client.HTTPResponse, data: bytes
+        self, path: str, response: http.client.HTTPResponse, data: bytes
     ) -> None:
         text = " ".join(_extract_error_message(data).split())[:500]
-        problem = f"{self.base_url}{path}: {answer.status} {answer.reason}" + (
-            f": {text}" if text else ""
-        )
-        if answer.status in _UNAVAILABLE_STATUSES:
+        problem = f"{self.base_url}{path}: {response.status} {response.reason}"
+        if text:
+            problem += f": {text}"
+        if response.status in _UNAVAILABLE_STATUSES:
             raise ServerUnavailable(problem)
-        wait = answer.getheader("Retry-After", "")
-        raise ServerErrorResponse(problem, answer.status, float(wait) if wait.isdigit() else 0.0)
+        retry_after = _parse_retry_after(response.getheader("Retry-After", ""))
+        raise ServerErrorResponse(problem, response.status, retry_after)
 
     def _acquire_connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection for one request; True = it has served others before."""
+        """Return a connection for one request, and whether it has been used before."""
         with self._lock:
-            is_used = bool(self._idle)
-            connection = (
-                self._idle.pop() if is_used else self._connection_class(self._host, self._port)
-            )
+            if self._idle:
+                connection, is_used = self._idle.pop(), True
+            else:
+                connection, is_used = self._connection_class(self._host, self._port), False
             self._busy.add(connection)
         return connection, is_used
 
@@ -189,56 +205,55 @@ class JsonConnections:
 
 
 def _extract_error_message(data: bytes) -> str:
-    """Text of an error: the dialect's {"error": {"message"}}, FastAPI's {"detail"}, or as it stands."""
+    """Return the text of an error: OpenAI's {"error": {"message"}}, FastAPI's {"detail"}, or the raw text."""
     text = data.decode(errors="replace")
     with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
-        told = json.loads(text)
-        found = told.get("error", told.get("detail", text))
-        return str(found.get("message", found) if isinstance(found, dict) else found)
+        content = json.loads(text)
+        error = content.get("error", content.get("detail", text))
+        return str(error.get("message", error) if isinstance(error, dict) else error)
     return text
+
+
+def _parse_retry_after(text: str) -> float:
+    """Return the seconds of a Retry-After header; 0 if it is missing or a date."""
+    return float(text) if text.isdigit() else 0.0
 
 
 def _describe_error(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
-        return "no answer in time"
+        return "no response in time"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-MAX_REPLY_BYTES = 64 * 2**20  # bytes
-MAX_RETRY_WAIT_S = 60.0  # between two tries
-_TRANSIENT_STATUSES = {408, 409, 425, 429}  # and all above 499: another try may succeed
-
-
 class RequestLimits(NamedTuple):
-    """Bounds of one request with its tries."""
+    """Limits of one request with its retries."""
 
-    timeout_s: float  # of one try, from the connection to the last byte
+    timeout_s: float  # of one attempt, from the connection to the last byte
     retries: int
-    retry_delay_s: float  # doubled with each further try
+    retry_delay_s: float  # doubled with each retry
 
 
 class _RetryableError(Exception):
-    """A try without a usable answer; another one may have it."""
+    """An attempt without a usable response; another one may succeed."""
 
     def __init__(self, problem: str, wait_s: float = 0.0) -> None:
         super().__init__(problem)
-        self.wait_s = wait_s  # that the server asks for
+        self.wait_s = wait_s  # requested by the server
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Redirections are errors: they would carry the key elsewhere, and turn a POST into a GET."""
+    """Handler that makes redirects errors: they would send the key elsewhere, and turn a POST into a GET."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """None: the answer stands as it is."""
+        """Return None, so that the response itself is reported."""
 
 
 def build_v1_address(url: str, path: str) -> str:
-    """Address of an OpenAI-compatible end point, for a base with or without /v1."""
+    """Build the address of an OpenAI-compatible end point, for a base with or without /v1."""
     base = url.rstrip("/")
-    return f"{base if base.endswith('/v1') else f'{base}/v1'}/{path}"
+    if not base.endswith("/v1"):
+        base += "/v1"
+    return f"{base}/{path}"
 
 
 def post_with_retries(
@@ -250,66 +265,68 @@ def post_with_retries(
     headers: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,
 ) -> T:
-    """The server's answer, as `read` makes it.
+    """Send a POST of JSON and return the parsed response.
 
     Args:
-        read: takes the decoded JSON; raises ValueError, KeyError, IndexError or TypeError for an answer that is worth
-            another try.
-        stop: set = no further tries.
-    Raises: BackendError after the last try, or at once for a request that the server refuses.
+        parse_response: takes the decoded JSON; raises ValueError, KeyError, IndexError or TypeError for a response that
+            is
+            worth a retry.
+        stop: if set, stop retrying.
+    Raises: BackendError after the last attempt, or immediately for a request that the server refuses.
     """
     encoded = json.dumps(body).encode()
-    sent = {"Content-Type": "application/json", **(headers or {})}
+    all_headers = {"Content-Type": "application/json", **(headers or {})}
     stop, problem = stop or threading.Event(), "nothing was sent"
-    tries = 0
-    while tries <= limits.retries and not stop.is_set():
-        tries += 1
+    attempts = 0
+    while attempts <= limits.retries and not stop.is_set():
+        attempts += 1
+        request = urllib.request.Request(url, encoded, all_headers)
         try:
-            answer = _post_once(urllib.request.Request(url, encoded, sent), limits.timeout_s)
-        except _RetryableError as unanswered:
-            problem, wait_s = str(unanswered), unanswered.wait_s
+            response = _post_once(request, limits.timeout_s)
+        except _RetryableError as error:
+            problem, wait_s = str(error), error.wait_s
         else:
             try:
-                return parse_response(answer)
+                return parse_response(response)
             except (ValueError, KeyError, IndexError, TypeError) as error:
-                problem, wait_s = (
-                    f"no answer to the question ({type(error).__name__}: {str(error)[:200]})",
-                    0.0,
-                )
-        if tries <= limits.retries:
-            logger.warning("%s: %s; asked again", url, problem)
-            stop.wait(min(MAX_RETRY_WAIT_S, max(wait_s, limits.retry_delay_s * 2 ** (tries - 1))))
-    raise BackendError(f"{url} did not answer in {tries} tries (the last: {problem})")
+                reason, wait_s = f"{type(error).__name__}: {str(error)[:200]}", 0.0
+                problem = f"unexpected response ({reason})"
+        if attempts <= limits.retries:
+            logger.warning("%s: %s; retrying", url, problem)
+            backoff_s = limits.retry_delay_s * 2 ** (attempts - 1)
+            stop.wait(min(MAX_RETRY_WAIT_S, max(wait_s, backoff_s)))
+    raise BackendError(f"{url} did not answer in {attempts} tries (the last: {problem})")
 
 
 def _post_once(request: urllib.request.Request, timeout_s: float) -> Any:
-    """One try. Raises: _Unanswered; BackendError for a request that is refused."""
-    end = time.monotonic() + timeout_s
+    """Make one attempt. Raises: _RetryableError; BackendError for a refused request."""
+    deadline = time.monotonic() + timeout_s
+    opener = urllib.request.build_opener(_NoRedirects)
     try:
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_s) as answer:
-            return json.loads(_read_body(answer, end, timeout_s))
+        with opener.open(request, timeout=timeout_s) as response:
+            return json.loads(_read_body(response, deadline, timeout_s))
     except urllib.error.HTTPError as error:
-        text = _read_body(error, end, timeout_s, 500).decode(errors="replace")
+        text = _read_body(error, deadline, timeout_s, 500).decode(errors="replace")
         problem = f"{error.code} {error.reason}: {text}"
         if error.code < 500 and error.code not in _TRANSIENT_STATUSES:
             raise BackendError(f"{request.full_url} refuses the request: {problem}") from error
-        wait = error.headers.get("Retry-After", "")
-        raise _RetryableError(problem, float(wait) if wait.isdigit() else 0.0) from error
-    # ValueError: half an answer is no JSON. RecursionError: nor is one of a thousand brackets
+        wait_s = _parse_retry_after(error.headers.get("Retry-After", ""))
+        raise _RetryableError(problem, wait_s) from error
+    # ValueError: a truncated response is not JSON. RecursionError: nor is one with a thousand brackets.
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         raise _RetryableError(f"{type(error).__name__}: {error}") from error
 
 
-def _read_body(answer: Any, end: float, timeout_s: float, max_bytes: int = 0) -> bytes:
-    """Body of an answer; `most`: bytes that are enough. Raises: OSError for one that is too long or too slow."""
+def _read_body(response: Any, deadline: float, timeout_s: float, max_bytes: int = 0) -> bytes:
+    """Read the body of a response, at most `max_bytes` if set. Raises: OSError if it is too long or too slow."""
     parts, size = [], 0
-    while part := answer.read1(2**16):
+    while part := response.read1(2**16):
         parts.append(part)
         size += len(part)
         if max_bytes and size >= max_bytes:
             break
         if size > MAX_REPLY_BYTES:
-            raise OSError(f"the answer is longer than {MAX_REPLY_BYTES // 2**20} MiB")
-        if time.monotonic() > end:
-            raise OSError(f"the answer was not complete within {timeout_s:g} s")
+            raise OSError(f"the response is longer than {MAX_REPLY_BYTES // 2**20} MiB")
+        if time.monotonic() > deadline:
+            raise OSError(f"the response was not complete within {timeout_s:g} s")
     return b"".join(parts)[: max_bytes or None]

@@ -1,4 +1,4 @@
-"""Memory of the machine, and the most that this process had. Imports no torch on a machine without a GPU."""
+"""Memory of the machine, and this process's peak usage. Imports torch only for a GPU."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ if TYPE_CHECKING:
     import torch
 
 
-_CONTAINER_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)  # of a container, v2 and v1
+# Limits of a container, for cgroups v2 and v1.
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def measure_machine_memory(device: torch.device | None = None) -> int:
-    """Bytes of main memory, or of the container's limit where that is less; of a GPU, its own."""
+    """Return the bytes of main memory, or of the container's limit if that is smaller; for a GPU, of its memory."""
     if device is not None and device.type == "cuda":
         import torch
 
         return int(torch.cuda.mem_get_info(device)[1])
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = _measure_physical_memory()
     for path in map(Path, _CONTAINER_LIMITS):
         try:
             total = min(total, int(path.read_text()))
@@ -32,32 +30,31 @@ def measure_machine_memory(device: torch.device | None = None) -> int:
 
 
 def measure_free_memory(device: torch.device | None = None) -> int:
-    """Bytes that can be had without swapping, within the container's limit; of a GPU, also those that torch keeps."""
+    """Return the bytes available without swapping, within the container's limit; for a GPU, including torch's cache."""
     if device is not None and device.type == "cuda":
         import torch
 
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
-    everything, whole = (
-        measure_machine_memory(),
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-    )
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    total = measure_machine_memory()
     try:
-        lines = dict(
-            line.split(":", 1)
-            for line in Path("/proc/meminfo").read_text().splitlines()
-            if ":" in line
-        )
-        available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # another system than Linux
-        return everything
-    return max(0, min(available, everything - (whole - available)))
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return total
+    used = _measure_physical_memory() - available
+    return max(0, min(available, total - used))
+
+
+def _measure_physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_peak_resident_bytes() -> int:
-    """Highest resident memory of this process: VmHWM. 0 where the system does not tell it.
+    """Return the peak resident memory of this process (VmHWM), or 0 if the system does not report it.
 
-    Not ru_maxrss, which after `exec` still holds the parent's.
+    ru_maxrss would not do: after `exec` it still holds the parent's.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

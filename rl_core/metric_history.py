@@ -14,7 +14,9 @@ from rl_core.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-MAX_METRICS = 5000  # names kept; bounds memory if names are generated per step (for instance with a seed in them)
+MAX_METRICS = (
+    5000  # bounds memory if names are generated per step (for instance with a seed in them)
+)
 
 
 class MetricHistory:
@@ -28,8 +30,8 @@ class MetricHistory:
         if limit < 1 or max_metrics < 1:
             raise DataError(f"limit: {limit} and max_metrics {max_metrics} must be at least 1")
         self.max_metrics = max_metrics
-        self._has_warned = False  # warned about dropped names
-        self.limit = limit  # observations kept per metric, hence the longest window
+        self._has_warned = False  # about dropped names
+        self.limit = limit  # stored observations per metric, hence the longest window
         self._series: dict[str, deque[tuple[float, float]]] = {}
         self._lock = threading.RLock()
 
@@ -43,15 +45,14 @@ class MetricHistory:
                 if name not in self._series and len(self._series) >= self.max_metrics:
                     if not self._has_warned:
                         logger.warning(
-                            "more than %d metrics: '%s' and later ones are not kept",
+                            "more than %d metrics: '%s' and later ones are not stored",
                             self.max_metrics,
                             name,
                         )
                     self._has_warned = True
                 elif math.isfinite(value):
-                    self._series.setdefault(name, deque(maxlen=self.limit)).append(
-                        (float(step), float(value))
-                    )
+                    points = self._series.setdefault(name, deque(maxlen=self.limit))
+                    points.append((float(step), float(value)))
 
     @property
     def names(self) -> list[str]:
@@ -60,17 +61,17 @@ class MetricHistory:
             return sorted(self._series)
 
     def count_points(self, name: str) -> int:
-        """Number of observations kept."""
+        """Return the number of stored observations."""
         with self._lock:
             return len(self._series.get(name, ()))
 
     def is_full(self, name: str, window: int) -> bool:
-        """True if there are `window` observations. Raises: DataError for a window beyond `limit`."""
+        """Return whether there are `window` observations. Raises: DataError for a window above `limit`."""
         self._check_window(window)
         return self.count_points(name) >= window
 
     def list_points(self, name: str, window: int | None = None) -> list[tuple[float, float]]:
-        """Latest `window` observations (default: all kept) as (step, value), oldest first."""
+        """Return the latest `window` observations (default: all) as (step, value), oldest first."""
         if window is not None:
             self._check_window(window)
         with self._lock:
@@ -78,23 +79,23 @@ class MetricHistory:
         return points if window is None else points[-window:]
 
     def list_values(self, name: str, window: int | None = None) -> list[float]:
-        """Latest `window` values (default: all kept), oldest first; [] for an unknown metric."""
+        """Return the latest `window` values (default: all), oldest first; [] for an unknown metric."""
         return [value for _, value in self.list_points(name, window)]
 
     def compute_mean(self, name: str, window: int) -> float | None:
-        """Moving average; None for an unknown metric."""
+        """Return the moving average; None for an unknown metric."""
         values = self.list_values(name, window)
         return math.fsum(values) / len(values) if values else None
 
     def compute_slope(self, name: str, window: int) -> float | None:
-        """Least-squares slope per step; None with fewer than two distinct steps.
+        """Return the least-squares slope per step; None with fewer than two distinct steps.
 
         sum (s - mean s)(v - mean v) / sum (s - mean s)^2.
         """
         points = self.list_points(name, window)
         if not points:
             return None
-        import numpy as np  # a third of a second, which a check of a configuration need not spend
+        import numpy as np  # takes a third of a second, and checking a configuration does not need it
 
         steps, values = np.array(points, dtype=np.float64).T
         centered = steps - steps.mean()
@@ -102,7 +103,7 @@ class MetricHistory:
         return float(centered @ (values - values.mean())) / spread if spread > 0 else None
 
     def compute_quantile(self, name: str, q: float, window: int) -> float | None:
-        """Quantile q in [0, 1] with linear interpolation; None for an unknown metric."""
+        """Return quantile q in [0, 1] with linear interpolation; None for an unknown metric."""
         if not 0 <= q <= 1:
             raise DataError(f"q: {q} must lie in [0, 1]")
         values = self.list_values(name, window)
@@ -113,21 +114,21 @@ class MetricHistory:
         return float(np.quantile(values, q))
 
     def clear_metrics(self, names: Iterable[str] | None = None) -> None:
-        """Delete all metrics, or the given ones."""
+        """Delete all metrics, or only `names`."""
         with self._lock:
             for name in list(self._series) if names is None else names:
                 self._series.pop(name, None)
 
     def summarize_window(self, window: int) -> dict[str, dict[str, Any]]:
-        """Statistics of each metric's latest `window` values: last, mean, slope per step, p10, p50, p90, is_full."""
+        """Return last, mean, slope per step, p10, p50, p90 and is_full of each metric's latest `window` values."""
         import numpy as np
 
         with self._lock:
-            found = {}
+            summary = {}
             for name in self.names:
                 values = self.list_values(name, window)
                 low, middle, high = (float(value) for value in np.quantile(values, (0.1, 0.5, 0.9)))
-                found[name] = {
+                summary[name] = {
                     "last": values[-1],
                     "mean": self.compute_mean(name, window),
                     "slope": self.compute_slope(name, window),
@@ -136,12 +137,12 @@ class MetricHistory:
                     "p90": high,
                     "is_full": self.is_full(name, window),
                 }
-            return found
+            return summary
 
     def to_json(self, *, window: int = 10) -> str:
-        """Everything at one moment as JSON, for a dashboard.
+        """Return a consistent snapshot as JSON, for a dashboard.
 
-        {"window": 10, "summary": {name: see `summary`}, "metrics": {name: [[step, value], ...]}}
+        {"window": 10, "summary": {name: see `summarize_window`}, "metrics": {name: [[step, value], ...]}}
         """
         with self._lock:
             series = {
@@ -153,16 +154,15 @@ class MetricHistory:
         return json.dumps(values, allow_nan=False) + "\n"
 
     def state_dict(self) -> dict[str, Any]:
-        """All kept observations."""
+        """Return all stored observations."""
         with self._lock:
-            return {
-                "series": {
-                    name: [list(point) for point in points] for name, points in self._series.items()
-                }
+            series = {
+                name: [list(point) for point in points] for name, points in self._series.items()
             }
+        return {"series": series}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; `limit` is not restored."""
+        """Load a state; inverse of `state_dict`. `limit` is not restored."""
         with self._lock:
             self._series = {
                 name: deque(((float(s), float(v)) for s, v in points), maxlen=self.limit)
@@ -172,5 +172,5 @@ class MetricHistory:
     def _check_window(self, window: int) -> None:
         if not 1 <= window <= self.limit:
             raise DataError(
-                f"window: {window} must lie between 1 and {self.limit}, the number of observations kept"
+                f"window: {window} must lie between 1 and {self.limit}, the number of stored observations"
             )

@@ -1,6 +1,6 @@
 """Teacher-forced measurements on existing texts: perplexity, entropy, KL, coherence, reward model scores.
 
-Suffixes: N loss tokens, C of a chunk, V vocabulary.
+Suffixes: N loss tokens, C tokens of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS = 4096  # padded tokens per forward pass; more exceeds CPU caches without a gain
-MAX_TURNS = 8  # turns reported separately; later ones count only in the total
+MAX_TURNS = 8  # turns reported separately; later turns count only in the total
 
 
 @dataclass(frozen=True)
 class ProbedModel:
-    """A model to measure, with its renderer."""
+    """A model to measure, and its renderer."""
 
     model: PreTrainedModel
     renderer: ChatRenderer
@@ -62,40 +62,43 @@ def probe_model(
     demonstrations: Sequence[Row] = (),
     coherence: CoherenceSettings | None = None,
 ) -> ModelProbeResult:
-    """All measurements of one model.
+    """Measure everything about one model.
 
     Args:
         first: reference model for KL and hidden states; None = `subject` itself, with KL 0.
         rollouts: sampled by `subject`. demonstrations: held-out rows of {messages, tools}; those longer than the
             model's context are skipped.
     """
-    nll, count = compute_mean_nll(subject, demonstrations)
-    spread = measure_divergence(
+    nll, num_demonstrations = compute_mean_nll(subject, demonstrations)
+    divergence = measure_divergence(
         subject.model, first.model if first else None, rollouts, subject.renderer.pad_id
     )
-    yardstick = first or subject
-    score = None
+    embedding_model = first or subject
+    coherence_score = None
     if rollouts:
         states = compute_turn_embeddings(
-            yardstick.model, rollouts, pad_id=yardstick.renderer.pad_id, max_tokens=MAX_TOKENS
+            embedding_model.model,
+            rollouts,
+            pad_id=embedding_model.renderer.pad_id,
+            max_tokens=MAX_TOKENS,
         )
-        score = fmean(CoherenceReward(coherence or CoherenceSettings())(rollouts, states))
+        coherence_score = fmean(CoherenceReward(coherence or CoherenceSettings())(rollouts, states))
     return ModelProbeResult(
         perplexity=math.exp(min(nll, 700.0)) if nll is not None else None,
-        demonstrations=count,
-        entropy=spread.entropy if spread else None,
-        kl_to_first=(spread.kl if first else 0.0) if spread else None,
-        coherence=score,
+        demonstrations=num_demonstrations,
+        entropy=divergence.entropy if divergence else None,
+        kl_to_first=(divergence.kl if first else 0.0) if divergence else None,
+        coherence=coherence_score,
         trajectories=len(rollouts),
-        entropy_by_turn=spread.entropy_by_turn if spread else [],
-        kl_by_turn=spread.kl_by_turn if spread else [],
+        entropy_by_turn=divergence.entropy_by_turn if divergence else [],
+        kl_by_turn=divergence.kl_by_turn if divergence else [],
     )
 
 
 def compute_mean_nll(
     subject: ProbedModel, conversations: Sequence[Row]
 ) -> tuple[float | None, int]:
-    """Mean nats per assistant token (end-of-turn token included), and the number of conversations.
+    """Compute the mean nats per assistant token (including the end-of-turn token), and the number of conversations.
 
     Perplexity is its exponential, comparable only between models with the same tokenizer.
     """
@@ -115,16 +118,15 @@ def compute_mean_nll(
         return None, 0
     device = next(subject.model.parameters()).device
 
-    def measure(batch: TrainBatch) -> tuple[float, int]:
+    def measure_batch(batch: TrainBatch) -> tuple[float, int]:
         logprobs_BS, _ = completion_logprobs(subject.model, batch.to(device))
-        return -float(
-            logprobs_BS.double().sum()
-        ), batch.num_loss_tokens  # log-prob 0 for tokens without loss
+        nll = -float(logprobs_BS.double().sum())  # log-prob 0 for tokens without loss
+        return nll, batch.num_loss_tokens
 
     with use_eval_mode(subject.model), torch.no_grad():
         batches = build_batches(rows, MAX_TOKENS, subject.renderer.pad_id)
-        found = MemoryFit("perplexity").compute_batches(batches, measure)
-    return sum(nll for nll, _ in found) / sum(tokens for _, tokens in found), count
+        sums = MemoryFit("perplexity").compute_batches(batches, measure_batch)
+    return sum(nll for nll, _ in sums) / sum(tokens for _, tokens in sums), count
 
 
 @torch.no_grad()
@@ -134,7 +136,7 @@ def measure_divergence(
     rollouts: Sequence[Rollout],
     pad_id: int,
 ) -> PolicyDivergence | None:
-    """Entropy of `model` and KL(model || reference) at every sampled token, exact over the vocabulary.
+    """Measure the entropy of `model` and KL(model || reference) at every sampled token, exactly over the vocabulary.
 
     H = -sum_v p log p, KL = sum_v p (log p - log q), both at temperature 1 regardless of the sampling temperature.
     Returns: None without rollouts.
@@ -142,48 +144,50 @@ def measure_divergence(
     if not rollouts:
         return None
     device = next(model.parameters()).device
-    turns_N: list[int] = []
 
-    def measure(batch: TrainBatch) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    def measure_batch(
+        batch: TrainBatch,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         batch = batch.to(device)
-        theirs = iter_next_token_logprobs(reference, batch) if reference is not None else None
+        chunks = iter_next_token_logprobs(model, batch)
+        ref_chunks = iter_next_token_logprobs(reference, batch) if reference is not None else None
         entropies, kls = [], []
-        for log_p_CV in iter_next_token_logprobs(model, batch):
+        for log_p_CV in chunks:
             entropies.append(token_entropy(log_p_CV).cpu())
-            if theirs is not None:
-                kls.append(exact_forward_kl(log_p_CV, next(theirs)).cpu())
+            if ref_chunks is not None:
+                kls.append(exact_forward_kl(log_p_CV, next(ref_chunks)).cpu())
         return entropies, kls, batch.rows
 
     with use_eval_mode(model), use_eval_mode(reference or model):
-        found = MemoryFit("entropy and KL").compute_batches(
-            build_batches(list(rollouts), MAX_TOKENS, pad_id), measure
-        )
-    entropy_N = [part for entropies, _, _ in found for part in entropies]
-    kl_N = [part for _, kls, _ in found for part in kls]
-    for row in (row for _, _, rows in found for row in rows):
+        batches = build_batches(list(rollouts), MAX_TOKENS, pad_id)
+        measured = MemoryFit("entropy and KL").compute_batches(batches, measure_batch)
+    turns: list[int] = []
+    for row in (row for _, _, rows in measured for row in rows):
         spans = find_turn_spans(rollouts[row].loss_mask)
-        turns_N += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]
-    turns = torch.tensor(turns_N)
-    entropy, kl = torch.cat(entropy_N), torch.cat(kl_N) if kl_N else None
+        turns += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]
+    turns_N = torch.tensor(turns)
+    entropy_N = torch.cat([chunk for entropies, _, _ in measured for chunk in entropies])
+    kl_chunks = [chunk for _, kls, _ in measured for chunk in kls]
+    kl_N = torch.cat(kl_chunks) if kl_chunks else None
     return PolicyDivergence(
-        entropy=float(entropy.double().mean()),
-        kl=float(kl.double().mean()) if kl is not None else None,
-        entropy_by_turn=_compute_turn_means(entropy, turns),
-        kl_by_turn=_compute_turn_means(kl, turns) if kl is not None else [],
+        entropy=float(entropy_N.double().mean()),
+        kl=float(kl_N.double().mean()) if kl_N is not None else None,
+        entropy_by_turn=_compute_turn_means(entropy_N, turns_N),
+        kl_by_turn=_compute_turn_means(kl_N, turns_N) if kl_N is not None else [],
     )
 
 
-def has_same_vocabulary(one: ChatRenderer, other: ChatRenderer) -> bool:
-    """True if equal token ids mean equal text for both."""
-    return bool(one.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+def has_same_vocabulary(renderer: ChatRenderer, other: ChatRenderer) -> bool:
+    """Return whether equal token ids mean equal text for both."""
+    return bool(renderer.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
 
 def _compute_turn_means(values_N: torch.Tensor, turns_N: torch.Tensor) -> list[float]:
-    """Mean per turn, up to the first turn without data."""
+    """Compute the mean per turn, up to the first turn without data."""
     means = []
     for turn in range(MAX_TURNS):
-        chosen = values_N[turns_N == turn]
-        if not len(chosen):
+        turn_values_N = values_N[turns_N == turn]
+        if not len(turn_values_N):
             break
-        means.append(float(chosen.double().mean()))
+        means.append(float(turn_values_N.double().mean()))
     return means

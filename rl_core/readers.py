@@ -1,7 +1,7 @@
 """Readers of a run's files as pandas DataFrames: metrics, trajectories, rewards.
 
-`run` is the `output` folder of a training, a finished stage's folder, a pipeline's folder (`outputs/NAME`; `stage` says
-which of its stages, the newest result stands), or the file itself. pandas is imported at the first use.
+`run` is the `output` folder of a training, a finished stage's folder, a pipeline's folder (`outputs/NAME`; `stage`
+selects one of its stages, of which the newest result counts), or the file itself. pandas is imported on first use.
 The iterators that read one line at a time are `rl_core.analysis.read_trajectories`, `iter_metrics` and `iter_rewards`.
 """
 
@@ -28,42 +28,39 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-METRICS_FILE, REWARDS_FILE, RECENT_FILE, ANALYSIS_FILE = (
-    "metrics.jsonl",
-    "rewards.jsonl",
-    "recent_rollouts.jsonl",
-    "analysis.csv",
-)
+METRICS_FILE = "metrics.jsonl"
+REWARDS_FILE = "rewards.jsonl"
+RECENT_FILE = "recent_rollouts.jsonl"
+ANALYSIS_FILE = "analysis.csv"
 HISTORY_FILE = "metrics_history.jsonl"
 
 
 def read_metrics(run: str | Path, *, stage: str = "") -> pd.DataFrame:
-    """One row a step, one column a metric, indexed by step; NaN where a metric was not measured.
+    """Read metrics: one row per step, one column per metric, indexed by step; NaN if a metric was not measured.
 
-    Of several values at one step, as a resumed run leaves them, the newest stands.
-    Raises: DataError where there are no metrics.
+    Of several values at one step, as after a resume, the newest counts.
+    Raises: DataError if there are no metrics.
     """
     return build_metrics_frame(iter_metrics(run, stage=stage))
 
 
 def read_rewards(run: str | Path, *, stage: str = "") -> pd.DataFrame:
-    """One row a rollout of training: iteration, level, seed, sample, success, reward, masked, and every part.
+    """Read one row per training rollout: iteration, level, seed, sample, success, reward, masked, and every component.
 
-    Parts are columns `reward/NAME` (raw) and `weighted/NAME` (what it added to the reward).
-    Raises: DataError where there is no such file, or a line of it is none.
+    Components are columns `reward/NAME` (raw) and `weighted/NAME` (contribution to the reward).
+    Raises: DataError if there is no such file, or for an invalid line.
     """
     import pandas as pd
 
-    return pd.DataFrame.from_records(
-        [_flatten_reward_row(row) for row in iter_rewards(run, stage=stage)]
-    )
+    rows = [_flatten_reward_row(row) for row in iter_rewards(run, stage=stage)]
+    return pd.DataFrame.from_records(rows)
 
 
 def read_analysis(run: str | Path, *, stage: str = "") -> pd.DataFrame:
-    """Table of an analysis stage: one value a row, as model, group, name, metric, value, low, high, n.
+    """Read the table of an analysis stage: one value per row, as model, group, name, metric, value, low, high, n.
 
     `group` is all, level, kind, tool, or `minus MODEL` for a paired difference; low and high bound the 95% interval.
-    Raises: DataError where there is no analysis.
+    Raises: DataError if there is no analysis.
     """
     import pandas as pd
 
@@ -74,133 +71,122 @@ def read_analysis(run: str | Path, *, stage: str = "") -> pd.DataFrame:
         na_values={name: [""] for name in ("value", "low", "high", "n")},
     )
     if list(frame.columns) != ["model", "group", "name", "metric", "value", "low", "high", "n"]:
-        raise DataError(f"{path}: is no analysis.csv")
+        raise DataError(f"{path}: is not an analysis.csv")
     return frame
 
 
 def read_history(run: str | Path, *, stage: str = "") -> dict[str, Any]:
-    """The newest values of every metric, as a dashboard shows them, while training as well as after it.
+    """Read the newest values of every metric, as a dashboard shows them, during training as well as afterwards.
 
     Returns: {"window": 10, "summary": {name: {last, mean, slope, p10, p50, p90, is_full}}, "metrics": {name: [[step,
-    value], ...]}}; the summary is that of the newest export. A torn last line is passed over, a damaged one left out.
-    Raises: DataError where there is no such file.
+    value], ...]}}; the summary is that of the newest export. A torn last line and damaged lines are skipped.
+    Raises: DataError if there is no such file.
     """
-    path = _find_result_folder(run, [HISTORY_FILE, HISTORY_FILE.removesuffix("l")], stage) or Path(
-        run
-    )
-    lines = path / HISTORY_FILE if path.is_dir() else path
-    if lines.suffix != ".jsonl" or not lines.is_file():
-        whole = _find_file(path, HISTORY_FILE.removesuffix("l"))
+    complete_name = HISTORY_FILE.removesuffix("l")
+    path = _find_result_folder(run, [HISTORY_FILE, complete_name], stage) or Path(run)
+    lines_path = path / HISTORY_FILE if path.is_dir() else path
+    history: dict[str, Any]
+    if lines_path.suffix != ".jsonl" or not lines_path.is_file():
+        complete_path = _find_file(path, complete_name)
         try:
-            told: dict[str, Any] = json.loads(whole.read_bytes())
+            history = json.loads(complete_path.read_bytes())
         except ValueError as error:
-            raise DataError(f"{whole}: is not JSON ({error})") from None
-        return told
-    found: dict[str, Any] = {"window": 0, "summary": {}, "metrics": {}}
-    for number, row in _iter_json_lines(lines):
+            raise DataError(f"{complete_path}: is not JSON ({error})") from None
+        return history
+    history = {"window": 0, "summary": {}, "metrics": {}}
+    for number, row in _iter_json_lines(lines_path):
         if not isinstance(row.get("metrics"), dict) or not isinstance(row.get("summary"), dict):
-            raise DataError(f"{lines}:{number}: is no export of metrics")
-        found |= {"window": row.get("window", 0), "summary": row["summary"]}
+            raise DataError(f"{lines_path}:{number}: is not an export of metrics")
+        history |= {"window": row.get("window", 0), "summary": row["summary"]}
         for name, points in row["metrics"].items():
-            found["metrics"].setdefault(name, []).extend(points)
-    return found
+            history["metrics"].setdefault(name, []).extend(points)
+    return history
 
 
 def read_trajectories(run: str | Path, *, turns: bool = False, stage: str = "") -> pd.DataFrame:
-    """One row an episode, of every trajectories file of an evaluation stage (column `model`) or of one file.
+    """Read one row per episode, of all trajectories files of an evaluation stage (column `model`) or of one file.
 
     Args:
-        turns: one row a turn instead: what identifies the episode, then action, tool, observation, is_error.
-    Raises: DataError where there are no trajectories, or a line is none.
+        turns: True = one row per turn: what identifies the episode, then action, tool, observation, is_error.
+    Raises: DataError if there are no trajectories, or for an invalid line.
     """
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
     for name, path in _find_trajectory_files(run, stage):
-        made = (
-            _iter_recent_trajectories(path)
-            if path.name == RECENT_FILE
-            else ((trajectory, {}) for trajectory in iter_trajectories(path))
-        )
-        for trajectory, extra in made:
-            head = {"model": name, **extra} if name else dict(extra)
-            rows += (
-                _build_turn_rows(trajectory, head)
-                if turns
-                else [{**head, **_build_episode_row(trajectory)}]
-            )
+        model_column = {"model": name} if name else {}
+        for trajectory, extra_columns in _iter_trajectories_with_columns(path):
+            columns = {**model_column, **extra_columns}
+            if turns:
+                rows += _build_turn_rows(trajectory, columns)
+            else:
+                rows.append({**columns, **_build_episode_row(trajectory)})
     return pd.DataFrame.from_records(rows)
 
 
 def trajectory_frame(trajectories: Iterable[Trajectory]) -> pd.DataFrame:
-    """As `read_trajectories`, of trajectories in memory (`Evaluation.trajectories`)."""
+    """Build the table of `read_trajectories` from trajectories in memory (`Evaluation.trajectories`)."""
     import pandas as pd
 
-    return pd.DataFrame.from_records(
-        [_build_episode_row(trajectory) for trajectory in trajectories]
-    )
+    rows = [_build_episode_row(trajectory) for trajectory in trajectories]
+    return pd.DataFrame.from_records(rows)
 
 
 def build_metrics_frame(points: Iterable[tuple[float, Mapping[str, float]]]) -> pd.DataFrame:
-    """(step, metrics) as one row a step, sorted by step."""
+    """Build one row per step, sorted by step, from (step, metrics)."""
     import pandas as pd
 
     by_step: dict[float, dict[str, float]] = {}
     for step, metrics in points:
         by_step.setdefault(step, {}).update(metrics)
-    index = pd.Index(
-        [int(step) if float(step).is_integer() else step for step in sorted(by_step)], name="step"
-    )
+    steps = sorted(by_step)
+    labels = [int(step) if float(step).is_integer() else step for step in steps]
     names = sorted({name for metrics in by_step.values() for name in metrics})
-    columns = {
-        name: [by_step[step].get(name, math.nan) for step in sorted(by_step)] for name in names
-    }
-    return pd.DataFrame(columns, index=index)
+    columns = {name: [by_step[step].get(name, math.nan) for step in steps] for name in names}
+    return pd.DataFrame(columns, index=pd.Index(labels, name="step"))
 
 
 def iter_metrics(run: str | Path, *, stage: str = "") -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, metrics) of every line of a metrics.jsonl, one at a time; a torn last line is passed over."""
+    """Yield (step, metrics) of every line of a metrics.jsonl; skip a torn last line."""
     path = _find_file(run, METRICS_FILE, stage)
     for number, row in _iter_json_lines(path):
         if not isinstance(row.get("metrics"), dict) or not isinstance(row.get("step"), int):
             raise DataError(
-                f'{path}:{number}: holds no metrics (a line is {{"step": 3, "metrics": {{...}}}})'
+                f'{path}:{number}: contains no metrics (a line is {{"step": 3, "metrics": {{...}}}})'
             )
         yield row["step"], row["metrics"]
 
 
 def iter_rewards(run: str | Path, *, stage: str = "") -> Iterator[dict[str, Any]]:
-    """Every line of a rewards.jsonl, one at a time; a torn last line is passed over."""
+    """Yield every line of a rewards.jsonl; skip a torn last line."""
     path = _find_file(run, REWARDS_FILE, stage)
     for number, row in _iter_json_lines(path):
         if not isinstance(row.get("rewards"), dict) or "iteration" not in row:
             raise DataError(
-                f"{path}:{number}: holds no rewards of rollouts (a line has 'iteration', 'rewards', ...)"
+                f"{path}:{number}: contains no rewards of rollouts (a line has 'iteration', 'rewards', ...)"
             )
         yield row
 
 
 def _find_result_folder(run: str | Path, names: Sequence[str], stage: str = "") -> Path | None:
-    """The folder that holds a file of one of the names (globs): `run` itself, or the newest result of a stage in it.
+    """Find the folder with a file matching one of the names (globs): `run` itself, or the newest result of a stage in
+    it.
 
-    Returns: None where there is none, or where `run` is a file.
-    Raises: DataError where several stages of a pipeline have one and none is named, or the one named has none.
+    Returns: None without such a folder, or if `run` is a file.
+    Raises: DataError if several stages of a pipeline have one and none is named, or the named stage has none.
     """
     path = Path(run)
     if not path.is_dir() or (not stage and _has_file(path, names)):
         return path if path.is_dir() else None
-    newest: dict[str, Path] = {}
+    newest: dict[str, Path] = {}  # by stage
     for folder in sorted(path.glob("stages/*/*/"), key=_read_finish_time):
-        if "." not in folder.name and _has_file(
-            folder, names
-        ):  # KEY.tracking and tokens.cache are no results
+        is_result = "." not in folder.name  # unlike KEY.tracking and tokens.cache
+        if is_result and _has_file(folder, names):
             newest[folder.parent.name] = folder
     stages = ", ".join(sorted(newest))
     if stage and stage not in newest:
-        raise DataError(
-            f"{path}: no stage '{stage}' with a {names[0]}"
-            + (f"; there are: {stages}" if stages else "")
-        )
+        alternatives = f"; there are: {stages}" if stages else ""
+        raise DataError(f"{path}: no stage '{stage}' with a {names[0]}{alternatives}")
     if len(newest) > 1 and not stage:
         raise DataError(
             f"{path}: several stages have a {names[0]}: {stages}. Name one: stage='{min(newest)}'"
@@ -213,7 +199,7 @@ def _has_file(folder: Path, names: Sequence[str]) -> bool:
 
 
 def _read_finish_time(folder: Path) -> float:
-    """Time at which a stage's result was published."""
+    """Return the time at which a stage's result was published."""
     manifest = folder / "manifest.json"
     return (manifest if manifest.is_file() else folder).stat().st_mtime
 
@@ -221,57 +207,53 @@ def _read_finish_time(folder: Path) -> float:
 def _find_file(run: str | Path, name: str, stage: str = "") -> Path:
     path = Path(run)
     folder = _find_result_folder(path, [name], stage)
-    found = folder / name if folder is not None else path
-    if not found.is_file():
-        raise DataError(
-            f"{path}: there is no {name} in it"
-            if path.is_dir()
-            else f"{path}: no such file or folder"
-        )
-    return found
+    file = folder / name if folder is not None else path
+    if not file.is_file():
+        problem = f"there is no {name} in it" if path.is_dir() else "no such file or folder"
+        raise DataError(f"{path}: {problem}")
+    return file
 
 
 def _iter_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of a file, without their checksums. A line that was changed since is named and left out."""
-    place = 0
+    """Yield (line number, object) of a file, without checksums. Report and skip a line that was damaged."""
+    end = 0
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
             if len(line) == MAX_LINE and not line.endswith(b"\n"):
                 raise DataError(f"{path}:{number}: the line is longer than {MAX_LINE // 2**20} MiB")
-            start, place = place, place + len(line)
+            start, end = end, end + len(line)
             if line.endswith(b"\n") and not has_valid_checksum(line):
                 line = read_line_again(file, line, start)
             if line.endswith(b"\n") and not has_valid_checksum(line):
-                report_damaged_line(
-                    path,
-                    CheckedLine(
-                        None, start, place, f"line {number}, damaged (its checksum does not match)"
-                    ),
-                )
+                problem = f"line {number}, damaged (its checksum does not match)"
+                report_damaged_line(path, CheckedLine(None, start, end, problem))
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                if not line.endswith(b"\n"):  # cut off by a kill, or being written just now
+                if not line.endswith(b"\n"):  # torn by a kill, or still being written
                     return
                 raise DataError(f"{path}:{number}: is not JSON ({error})") from None
             if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: has to be an object")
+                raise DataError(f"{path}:{number}: must be an object")
             row.pop("crc", None)
             yield number, row
 
 
 def _flatten_reward_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: value for name, value in row.items() if name != "rewards"}
-    parts = {
-        name if name.startswith("weighted/") else f"reward/{name}": v
-        for name, v in row["rewards"].items()
+    columns = {name: value for name, value in row.items() if name != "rewards"}
+    return columns | _build_reward_columns(row["rewards"])
+
+
+def _build_reward_columns(rewards: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name if name.startswith("weighted/") else f"reward/{name}": value
+        for name, value in rewards.items()
     }
-    return plain | parts
 
 
 def _find_trajectory_files(run: str | Path, stage: str) -> list[tuple[str, Path]]:
-    """(model name, file); the name is "" where there is one file of no model in particular."""
+    """Find (model name, file); the name is "" for a file of no particular model."""
     if not Path(run).is_dir():
         return [("", Path(run))]
     evaluated, recent = ["trajectories_*.jsonl", "trajectories.jsonl"], [RECENT_FILE]
@@ -283,56 +265,49 @@ def _find_trajectory_files(run: str | Path, stage: str) -> list[tuple[str, Path]
         raise DataError(
             f"{run}: there is no trajectories file in it (trajectories_NAME.jsonl, {RECENT_FILE})"
         )
-    named = [
+    model_files = [
         (path.stem.removeprefix("trajectories_"), path)
         for path in sorted(folder.glob("trajectories_*.jsonl"))
     ]
-    return (
-        named
-        or [
-            ("", path)
-            for name in ("trajectories.jsonl", RECENT_FILE)
-            if (path := folder / name).is_file()
-        ][:1]
-    )
+    if model_files:
+        return model_files
+    paths = [folder / name for name in ("trajectories.jsonl", RECENT_FILE)]
+    return [("", path) for path in paths if path.is_file()][:1]
 
 
-def _iter_recent_trajectories(path: Path) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
-    """Trajectories of the newest iterations, with the iteration of each."""
+def _iter_trajectories_with_columns(path: Path) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
+    """Yield trajectories and further columns: the iteration of each recent training rollout."""
+    if path.name != RECENT_FILE:
+        for trajectory in iter_trajectories(path):
+            yield trajectory, {}
+        return
     for _, row in _iter_json_lines(path):
         iteration = row.pop("iteration", None)
         yield Trajectory.from_json(row), {"iteration": iteration}
 
 
 def _build_episode_row(trajectory: Trajectory) -> dict[str, Any]:
-    plain = {
+    columns = {
         name: value
         for name, value in trajectory.to_json().items()
         if name not in ("turns", "rewards", "row")
     }
-    rewards = {
-        name if name.startswith("weighted/") else f"reward/{name}": value
-        for name, value in trajectory.rewards.items()
-    }
-    calls = sum(len(turn.calls) for turn in trajectory.turns)
-    errors = sum(turn.is_error for turn in trajectory.turns)
-    columns = {f"row/{name}": value for name, value in trajectory.row.items()}
-    counts = {
-        "num_turns": len(trajectory.turns),
-        "tool_calls": calls,
-        "misused": errors,
-        "completion": trajectory.completion,
-    }
-    return {**plain, **counts, **rewards, **columns}
+    columns["num_turns"] = len(trajectory.turns)
+    columns["tool_calls"] = sum(len(turn.calls) for turn in trajectory.turns)
+    columns["misused"] = sum(turn.is_error for turn in trajectory.turns)
+    columns["completion"] = trajectory.completion
+    columns |= _build_reward_columns(trajectory.rewards)
+    columns |= {f"row/{name}": value for name, value in trajectory.row.items()}
+    return columns
 
 
-def _build_turn_rows(trajectory: Trajectory, head: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _build_turn_rows(trajectory: Trajectory, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     episode = {
         name: getattr(trajectory, name) for name in ("environment", "level", "seed", "sample")
     }
     return [
         {
-            **head,
+            **columns,
             **episode,
             "turn": index,
             "action": turn.action,

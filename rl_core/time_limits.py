@@ -1,8 +1,8 @@
-"""Calls with a time limit, on daemon threads that are made to end when they are late.
+"""Calls with a time limit, on daemon threads that are terminated when they are late.
 
 Python cannot kill a thread. An exception raised in it from outside (`PyThreadState_SetAsyncExc` of Python's C API) ends
-every loop written in Python, at its next byte code; a call that waits in C, such as a read from a socket without a
-timeout, ends when that returns. What is still there is counted, and at most MAX_HUNG calls of a process may hang.
+every loop written in Python at its next byte code; a call that blocks in C, such as a read from a socket without a
+timeout, ends when that returns. Threads that are still running are counted, and at most MAX_HUNG may hang per process.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ T = TypeVar("T")
 
 MAX_HUNG = 32
 _POLL_INTERVAL_S = 0.1
-_GRACE_S = 0.1  # for a late call to end when it is told to
+_GRACE_S = 0.1  # for a late call to end after termination was requested
 
 _hung_threads: list[threading.Thread] = []
 _lock = threading.Lock()
 
 
 class CallTimeout(Exception):
-    """A call did not return within its time."""
+    """A call did not return within its time limit."""
 
 
 class TooManyHungCalls(CallTimeout):
-    """MAX_HUNG earlier calls hang; this one was not begun."""
+    """MAX_HUNG earlier calls hang, so this one was not started."""
 
 
 class _CallTerminated(BaseException):
-    """Raised within a late call; no `except Exception` catches it."""
+    """Exception raised within a late call; no `except Exception` catches it."""
 
 
 def count_hung_calls() -> int:
-    """Number of late calls of this process that still run; each is told again to end."""
+    """Return the number of late calls of this process that still run, after requesting their termination again."""
     if not _hung_threads:
         return 0
     with _lock:
@@ -55,14 +55,15 @@ def count_hung_calls() -> int:
 def call_with_timeout(
     seconds: float, name: str, function: Callable[..., T], *args: Any, counts_cpu_time: bool = False
 ) -> T:
-    """Result of `function`, run on a thread of its own in the caller's context; whatever it raises is raised here.
+    """Return the result of `function`, run on a separate thread in the caller's context; raise its exceptions here.
 
     Args:
-        name: of the call, in the thread's name and in warnings.
-        of_cpu: `seconds` are of the thread's processor time, which a busy machine does not use up.
-    Raises: CallTimeout after `seconds`; TooManyHung.
+        name: of the call, for the thread's name and warnings.
+        counts_cpu_time: `seconds` are CPU time of the thread, which a busy machine does not use up.
+    Raises: CallTimeout after `seconds`; TooManyHungCalls.
     """
-    if (count := count_hung_calls()) >= MAX_HUNG:
+    count = count_hung_calls()
+    if count >= MAX_HUNG:
         raise TooManyHungCalls(f"{name} is out of service; {count} earlier calls still hang")
     outcome: list[tuple[Any, BaseException | None]] = []
     context = contextvars.copy_context()
@@ -75,9 +76,8 @@ def call_with_timeout(
         except BaseException as error:
             outcome.append((None, error))
 
-    thread = threading.Thread(
-        target=work, daemon=True, name=name
-    )  # daemon: exit does not wait for it
+    # A daemon thread, so that process exit does not wait for it.
+    thread = threading.Thread(target=work, daemon=True, name=name)
     thread.start()
     thread.join(seconds)
     while counts_cpu_time and thread.is_alive() and _measure_cpu_seconds(thread) < seconds:
@@ -92,7 +92,7 @@ def call_with_timeout(
 
 
 def _measure_cpu_seconds(thread: threading.Thread) -> float:
-    """Processor time that a thread has used; infinite where the system does not say, or it has just ended."""
+    """Return the CPU time that a thread has used; infinite if unknown, or if the thread has just ended."""
     try:
         stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
     except OSError:
@@ -102,7 +102,7 @@ def _measure_cpu_seconds(thread: threading.Thread) -> float:
 
 
 def terminate_thread(thread: threading.Thread) -> None:
-    """Make a late call's thread end; count it if it does not at once."""
+    """Request the end of a late call's thread; count the thread if it does not end within a short grace period."""
     _raise_in_thread(thread)
     thread.join(_GRACE_S)
     if not thread.is_alive():

@@ -1,7 +1,8 @@
 """Wall-clock profile of an iteration: seconds by named span.
 
-Code is marked by `with span("reference"):`; an enclosing `with collected() as seconds:` fills a dictionary. Nested
-spans each count their full duration; `INSIDE` lists them. Work on other threads is not recorded, only waiting for it.
+Mark code with `with span("reference"):`; an enclosing `with collect_seconds() as seconds:` fills a dictionary. Nested
+spans each count their full duration; `ENCLOSING_SPANS` lists them. Work on other threads is not recorded, only waiting
+for it.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=No
 
 @contextmanager
 def collect_seconds() -> Iterator[dict[str, float]]:
-    """Seconds (and counts) by name, of all spans in the block on this thread."""
-    found: dict[str, float] = {}
-    token = _seconds.set(found)
+    """Yield a dictionary that collects seconds (and counts) by name for all spans in the block on this thread."""
+    totals: dict[str, float] = {}
+    token = _seconds.set(totals)
     try:
-        yield found
+        yield totals
     finally:
         _seconds.reset(token)
 
 
-class span:  # noqa: N801  # lower case like a context manager function; a generator-based one takes three times as long
+# Lower case like a context manager function; a generator-based one takes three times as long.
+class span:  # noqa: N801
     """Context manager that adds the seconds of its block to a name."""
 
     __slots__ = ("_name", "_started")
@@ -52,7 +54,7 @@ class span:  # noqa: N801  # lower case like a context manager function; a gener
 
 
 def add_to_total(name: str, amount: float) -> None:
-    """Add to a name's total; no-op outside `collected`."""
-    found = _seconds.get()
-    if found is not None:
-        found[name] = found.get(name, 0.0) + amount
+    """Add to a name's total; no-op outside `collect_seconds`."""
+    totals = _seconds.get()
+    if totals is not None:
+        totals[name] = totals.get(name, 0.0) + amount

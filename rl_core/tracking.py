@@ -1,10 +1,6 @@
-"""Tracker protocol, the interface of rl_core to experiment tracking.
+"""Tracker protocol, the interface of rl_core to experiment tracking, and its basic implementations.
 
 A tracker must never block a training step: implementations append to a local journal and upload in the background.
-
-A tracker that does nothing, for trackers that take only part of what a run reports.
-
-A tracker that may be slow, away or broken, on a thread of its own: it can neither stall nor fail what it tracks.
 """
 
 from __future__ import annotations
@@ -16,6 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+QUEUE_CAPACITY = 10_000  # waiting records; later ones are dropped and counted
+CLOSE_SECONDS = 5.0
 
 
 class Tracker(Protocol):
@@ -38,11 +39,12 @@ class Tracker(Protocol):
 
 
 def sync_tracker(tracker: Tracker) -> None:
-    """Force what was recorded to the disk, if the tracker has a `sync()`; called before a checkpoint is published.
+    """Flush records to the disk if the tracker has a `sync()`. Call it before a checkpoint is published.
 
-    Else a power cut could leave a checkpoint whose steps nobody recorded.
+    Otherwise a power cut could leave a checkpoint with steps that nobody recorded.
     """
-    if (sync := getattr(tracker, "sync", None)) is not None:
+    sync = getattr(tracker, "sync", None)
+    if sync is not None:
         sync()
 
 
@@ -79,46 +81,46 @@ class MemoryTracker:
         self.done, self.total, self.message = done, total, message
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """All (step, value) pairs of one metric."""
+        """Return all (step, value) pairs of one metric."""
         return [(step, row[name]) for step, row in self.metrics if name in row]
 
 
 class SilentTracker:
-    """A `Tracker` whose methods do nothing; subclasses override what they take."""
+    """Tracker whose methods do nothing; subclasses override those that they support."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Ignore."""
+        """Do nothing."""
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Ignore."""
+        """Do nothing."""
 
     def log_dict(self, values: Mapping[str, Any], name: str) -> None:
-        """Ignore."""
+        """Do nothing."""
 
     def set_tag(self, name: str, value: str) -> None:
-        """Ignore."""
+        """Do nothing."""
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Ignore."""
-
-
-logger = logging.getLogger(__name__)
-
-QUEUE_CAPACITY = 10_000  # records that wait; later ones are dropped, and counted
-CLOSE_SECONDS = 5.0
+        """Do nothing."""
 
 
 class BackgroundTracker(SilentTracker):
-    """Hands every record to another tracker, made on the thread as well: importing its package may take seconds.
+    """Tracker that forwards records to another tracker on a separate thread, so it can neither stall nor fail a run.
 
-    An error ends that tracker with one warning. Records that find the queue full are lost; MLflow and the journal have
-    them all.
+    The other tracker is also created there: importing its package may take seconds. An error disables it with one
+    warning.
+    Records that do not fit the queue are lost there; MLflow and the journal have all of them.
     """
 
     def __init__(
         self, name: str, make: Callable[[], Tracker], capacity: int = QUEUE_CAPACITY
     ) -> None:
-        """`name`: for warnings."""
+        """Configure the tracker; the thread starts with the first record.
+
+        Args:
+            name: for warnings.
+            make: creates the other tracker.
+        """
         self.name, self._build_tracker = name, make
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(capacity)
         self._thread: threading.Thread | None = None
@@ -126,31 +128,31 @@ class BackgroundTracker(SilentTracker):
         self.is_broken = False
 
     def begin(self, name: str, params: Mapping[str, Any]) -> None:
-        """A run starts."""
+        """Forward the start of a run."""
         self._enqueue_call("begin", name, dict(params))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Scalars of one step."""
+        """Forward the scalars of one step."""
         self._enqueue_call("log_metrics", dict(metrics), step)
 
     def log_system(self, metrics: Mapping[str, float], number: int) -> None:
-        """A reading of the machine, for trackers that take them."""
+        """Forward a reading of the machine, for trackers that support it."""
         self._enqueue_call("log_system", dict(metrics), number)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """A finished file; it may be gone when the thread comes to it, which is then passed over."""
+        """Forward a finished file; it is skipped if it no longer exists when the thread gets to it."""
         self._enqueue_call("log_artifact", path, folder)
 
     def log_dict(self, values: Mapping[str, Any], name: str) -> None:
-        """A structure."""
+        """Forward a structure."""
         self._enqueue_call("log_dict", values, name)
 
     def set_tag(self, name: str, value: str) -> None:
-        """A short text."""
+        """Forward a short text."""
         self._enqueue_call("set_tag", name, value)
 
     def close(self, status: str, timeout_s: float = CLOSE_SECONDS) -> None:
-        """End the tracker; what it has not taken within `timeout_s` is left behind."""
+        """Close the tracker; records that it has not accepted within `timeout_s` are lost."""
         if self._thread is None:
             return
         self._enqueue_call("close", status)
@@ -162,13 +164,13 @@ class BackgroundTracker(SilentTracker):
         if self._thread.is_alive():
             self.is_broken = True
             logger.warning(
-                "%s does not take the run's records within %g s; they are left out there",
+                "%s does not accept the run's records within %g s; they are lost there",
                 self.name,
                 timeout_s,
             )
         elif self.num_dropped:
             logger.warning(
-                "%s was too slow: %d records were left out there", self.name, self.num_dropped
+                "%s was too slow: %d records were dropped there", self.name, self.num_dropped
             )
         self._thread = None
 
@@ -194,14 +196,13 @@ class BackgroundTracker(SilentTracker):
             try:
                 tracker = tracker or self._build_tracker()
                 call = getattr(tracker, method, None)  # begin, log_system and close are optional
-                if call is not None and not (
-                    method == "log_artifact" and not arguments[0].exists()
-                ):
+                is_missing = method == "log_artifact" and not arguments[0].exists()
+                if call is not None and not is_missing:
                     call(*arguments)
             except Exception as error:
                 self.is_broken = True
                 logger.warning(
-                    "%s takes no more records of this run: %s: %s",
+                    "%s accepts no more records of this run: %s: %s",
                     self.name,
                     type(error).__name__,
                     error,

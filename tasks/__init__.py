@@ -1,1 +1,1 @@
-"""One stage of a pipeline each: load settings, call rl_core, track."""
+"""Stages of a pipeline, their settings, tracking and lifecycle, on top of rl_core."""

@@ -1,4 +1,4 @@
-"""Commands of `posttrain` in messages, with the output folder that they need."""
+"""Commands of `posttrain` for messages, with the output folder that they need."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 
 
 def format_posttrain_command(name: str, output: Path) -> str:
-    """`posttrain NAME` for an output folder; `name` with its arguments, quoted where a shell needs it."""
+    """Format `posttrain NAME` for an output folder.
+
+    Args:
+        name: the command with its arguments, quoted for a shell.
+    """
     return f"posttrain {name}{format_output_option(output)}"
 
 
 def format_output_option(output: Path) -> str:
-    """` --output FOLDER`; "" where that is the default of the current folder."""
-    return (
-        ""
-        if output.resolve() == Path("outputs").resolve()
-        else f" --output {shlex.quote(str(output))}"
-    )
+    """Format ` --output FOLDER`; "" if the folder is the default of the current directory."""
+    if output.resolve() == Path("outputs").resolve():
+        return ""
+    return f" --output {shlex.quote(str(output))}"

@@ -1,6 +1,6 @@
-"""Addresses and environment of MLflow, for processes that need neither MLflow nor torch to know them.
+"""Addresses and environment variables of MLflow, for processes that load neither MLflow nor torch.
 
-Addresses at which `posttrain ui` serves the pages of an output folder, for links to them.
+Also the addresses at which `posttrain ui` serves the pages of an output folder, for links to them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import psutil
 from rl_core.errors import SettingsError
 from rl_core.storage.atomic_files import make_folder, write_text_unsynced
 
-_MLFLOW_APP_NAME = "posttrain"  # of pyproject.toml, in the group where MLflow looks for apps: tasks/tracking/server_app.py
+# Entry point of tasks/tracking/server_app.py in pyproject.toml, in the group where MLflow looks for apps.
+_MLFLOW_APP_NAME = "posttrain"
+
+Page = Literal["mlflow", "prefect"]
 
 
 def build_offline_environment() -> dict[str, str]:
-    """Environment variables under which MLflow and its UI call nobody, fail soon, and read no pickles."""
+    """Build the environment variables under which MLflow and its UI contact nobody, fail fast, and read no pickles."""
     return {
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",  # MLflow knows the word "true" alone, Prefect any truth
+        "DO_NOT_TRACK": "true",  # MLflow accepts only the word "true", Prefect any true value
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the shipper does the retrying; the default blocks for minutes
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # delivery retries by itself; the default blocks for minutes
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
         "MLFLOW_LOGGING_LEVEL": "WARNING",  # creating the tables of a new sqlite store is not news
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -34,52 +37,49 @@ def build_offline_environment() -> dict[str, str]:
 
 
 def build_default_uri(output: Path) -> str:
-    """The sqlite store of an output folder."""
+    """Build the URI of an output folder's sqlite store."""
     return f"sqlite:///{output.resolve() / 'mlflow' / 'mlflow.db'}"
 
 
 def build_server_options() -> tuple[str, str]:
-    """Options of `mlflow server` under which it serves without MLflow's Assistant.
+    """Build the options of `mlflow server` that switch off MLflow's Assistant.
 
-    Raises: SettingsError where what is installed is older than that app.
+    Raises: SettingsError if the installed package is older than the app.
     """
     from importlib.metadata import entry_points
 
     if not entry_points(group="mlflow.app", name=_MLFLOW_APP_NAME):
         raise SettingsError(
-            "the installed posttrain is older than this code and has no server of MLflow without the Assistant; "
-            "install it again: `make setup`, or pip install with the options of the first time"
+            "the installed posttrain is older than this code and has no MLflow server without the Assistant; "
+            "install it again: `make setup`, or pip install with the same options as the first time"
         )
     return ("--app-name", _MLFLOW_APP_NAME)
 
 
 def strip_uri_password(uri: str) -> str:
-    """The same address with user and password left out."""
+    """Return the same address without user and password."""
     parts = urlsplit(uri)
     if "@" not in parts.netloc:
         return uri
     return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
 
 
-Page = Literal["mlflow", "prefect"]
-
-
 def record_served_page(output: Path, page: Page, url: str) -> None:
-    """Note that this process serves a page, as long as it lives."""
+    """Record that this process serves a page, for as long as the process lives."""
     path = _resolve_page_record_path(output, page)
     make_folder(path.parent)
-    own = psutil.Process()
+    process = psutil.Process()
     write_text_unsynced(
-        path, json.dumps({"url": url, "pid": own.pid, "created": own.create_time()})
+        path, json.dumps({"url": url, "pid": process.pid, "created": process.create_time()})
     )
 
 
 def find_served_page(output: Path, page: Page) -> str:
-    """Address of a page whose process lives; "" = nobody serves it."""
+    """Find the address of a page whose process lives; "" = nobody serves it."""
     try:
-        noted = json.loads(_resolve_page_record_path(output, page).read_text())
-        if psutil.Process(int(noted["pid"])).create_time() == noted["created"]:
-            return str(noted["url"])
+        record = json.loads(_resolve_page_record_path(output, page).read_text())
+        if psutil.Process(int(record["pid"])).create_time() == record["created"]:
+            return str(record["url"])
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):
         pass
     return ""

@@ -1,15 +1,15 @@
-"""Words for the state of a run: the same in the terminal, on the live page, in Prefect and beside MLflow's own.
+"""Names for the status of a run, shared by the terminal, the live page, Prefect, and MLflow's own status.
 
     running     its process lives
-    waiting     finished but for a person's approval
-    postponed   finished but for a promotion that the tracking store could not be asked about
+    waiting     finished except for a person's approval
+    postponed   finished except for a promotion, because the tracking store could not be reached
     finished
     failed      by an error
     stopped     by Ctrl-C, SIGTERM or a time limit, with its state saved
-    killed      its process is gone without a word
+    killed      its process ended without closing the run
 
-The last four end a run; all but finished ones are gone on with by the same command. MLflow says KILLED for stopped and
-killed alike: a killed run has the tag `interrupted`, which says what was found.
+The last four end a run; all but finished ones are resumed by the same command. MLflow says KILLED for stopped and
+killed alike: a killed run has the tag `interrupted` with what was detected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 POSTPONED = "postponed"  # tag of a run: why its promotion was left open
-STALE_STOP_TAGS = ("error", "interrupted", POSTPONED)  # tags that a run loses when it goes on
+STALE_STOP_TAGS = ("error", "interrupted", POSTPONED)  # tags that a run loses when it is resumed
 
 _STATUS_NAMES = {
     "RUNNING": "running",
@@ -29,7 +29,7 @@ _STATUS_NAMES = {
 
 
 def describe_run_status(status: str, tags: Mapping[str, str]) -> str:
-    """Word for MLflow's status of a run with these tags; "failed" for an unknown one."""
+    """Return the name for MLflow's status of a run with these tags; "failed" for an unknown status."""
     if status == "KILLED" and tags.get("interrupted"):
         return "killed"
     if status == "FINISHED" and tags.get("approval") == "waiting":

@@ -1,10 +1,10 @@
 """Registry of the pipeline's stages: name, task, inputs and outputs of each, in the order in which they run.
 
-Everything that has to know the stages asks here: the settings, the command line, the DAG of the flow, the parent of a
-model version, profiles, pictures. Imports nothing but the standard library (`posttrain --help` reads it), so tasks are
-named by import path and imported when they are called.
+Everything that needs to know the stages asks here: the settings, the command line, the DAG of the flow, the parent of a
+model version, profiles, figures. The module imports only the standard library (`posttrain --help` reads it), so tasks
+are named by import path and imported when they are called.
 
-A stage of the user's is an `CustomStage` that the config names under `stages.own`; loading the config registers it.
+A user-defined stage is a `CustomStage` that the config names under `stages.own`; loading the config registers it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Product = Literal["data", "policy", "reward_model", "network", "evaluation", "proof"]
-
 
 # base (the starting model; None = a preset), model (the newest policy), data, reward_model (results of those stages),
 # models (the policies by stage name), evaluation, challenger (the newest trained policy's result), proof (of their
@@ -35,22 +34,23 @@ STAGE_INPUTS = (
 
 @dataclass(frozen=True)
 class CustomStage:
-    """A stage of the user's: what a file of theirs defines, and `stages.own` of a config names.
+    """A user-defined stage: an object in the user's code that `stages.own` of a config names.
 
-    `body(context)` writes into `context.folder`, the model into `context.folder / "model"`, and returns numbers for
-    people (`note` is a sentence; `metrics` go to the model's version). Its inputs are `context.inputs[name]` for each
-    of `takes` that there is, folders or hub names (of `models` one each, `model.NAME`).
+    `body(context)` writes into `context.folder`, the model into `context.folder / "model"`, and returns the summary
+    (`note` is a sentence; `metrics` go to the model's version). Its inputs are `context.inputs[name]` for each
+    available one of `takes`: folders or hub names (for `models` one per model, `model.NAME`).
     Raises: ValueError for an unknown input.
     """
 
-    body: Callable[[Any], dict[str, Any]]  # is given a tasks.pipeline.stage.StageContext
-    settings: type  # subclass of rl_core.settings.Settings, or of LoopSettings where it trains with the loop
-    takes: tuple[str, ...] = ("model",)  # of TAKES
+    body: Callable[[Any], dict[str, Any]]  # receives a tasks.pipeline.stage.StageContext
+    settings: (
+        type  # subclass of rl_core.settings.Settings, or of LoopSettings if it trains with the loop
+    )
+    takes: tuple[str, ...] = ("model",)  # from STAGE_INPUTS
     needs: tuple[str, ...] = ()
     gives: Product | None = None
-    before: str | None = (
-        None  # stage that it runs before; None = evaluate if it gives a policy, else at the end
-    )
+    # stage that it runs before; None = evaluate if it gives a policy, else at the end
+    before: str | None = None
     learns_from: str = ""
     uses_gpu: bool = True
 
@@ -68,23 +68,22 @@ class CustomStage:
 class PipelineStage:
     """One stage. Its settings are the field `name` of `StagesSettings`.
 
-    `takes` names what the flow hands to the task after the run itself, in order; see TAKES.
+    `takes` names what the flow passes to the task after the run itself, in order; see STAGE_INPUTS.
     """
 
     name: str
     task: str  # "package.module:function", called as function(pipeline_run, *takes)
     takes: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # of `takes`, what it cannot run without; the others may be None
-    gives: Product | None = (
-        None  # policy: the next stages start from it; network: nothing; None = a result for people
-    )
-    learns_from: str = ""  # field of DataSettings with the file that it imitates, where it does
+    needs: tuple[str, ...] = ()  # the required ones of `takes`; the others may be None
+    # policy: the next stages start from it; network: no stage uses it; None = a result for people
+    gives: Product | None = None
+    learns_from: str = ""  # field of DataSettings with the file that it imitates, if it does
     uses_gpu: bool = True
-    custom: CustomStage | None = None  # of the user's
+    custom: CustomStage | None = None  # set for a user-defined stage
 
     @property
     def trained_kind(self) -> Literal["policy", "reward_model", "network"] | None:
-        """Kind of model that the stage trains, and registers where it is a language model's; None = none."""
+        """Kind of model that the stage trains (and registers, if it is a language model); None = none."""
         return self.gives if self.gives in ("policy", "reward_model", "network") else None
 
 
@@ -172,26 +171,26 @@ _STAGES: tuple[PipelineStage, ...] = (
 
 
 def list_stages() -> tuple[PipelineStage, ...]:
-    """All stages, in the order in which they run."""
+    """List all stages in the order in which they run."""
     return _STAGES
 
 
 def list_stage_names() -> tuple[str, ...]:
-    """Names of all stages, in the order in which they run."""
+    """List the names of all stages in the order in which they run."""
     return tuple(stage.name for stage in _STAGES)
 
 
 def find_stage(name: str) -> PipelineStage:
-    """The stage of that name. Raises: ValueError."""
-    found = next((stage for stage in _STAGES if stage.name == name), None)
-    if found is None:
+    """Find the stage of that name. Raises: ValueError."""
+    match = next((stage for stage in _STAGES if stage.name == name), None)
+    if match is None:
         raise ValueError(f"no stage '{name}' is registered; known: {', '.join(list_stage_names())}")
-    return found
+    return match
 
 
 def describe_unknown_stage(name: str, active: Sequence[str]) -> str:
-    """Message about a stage that a pipeline lacks: the one that was probably meant, else all that it has."""
-    import difflib  # where something is wrong
+    """Describe a stage that a pipeline lacks: suggest the one that was probably meant, else list all that it has."""
+    import difflib  # imported here: needed only for errors
 
     known = name in list_stage_names()
     if not known and (near := difflib.get_close_matches(name, {*active, *list_stage_names()}, n=1)):
@@ -201,22 +200,22 @@ def describe_unknown_stage(name: str, active: Sequence[str]) -> str:
 
 
 def list_policy_stages() -> tuple[str, ...]:
-    """Names of the stages that train a policy, each starting from the one before it."""
+    """List the names of the stages that train a policy, each starting from the previous one."""
     return tuple(stage.name for stage in _STAGES if stage.trained_kind == "policy")
 
 
 def list_training_stages() -> tuple[str, ...]:
-    """Names of the stages that train a policy, a reward model or a network."""
+    """List the names of the stages that train a policy, a reward model or a network."""
     return tuple(stage.name for stage in _STAGES if stage.trained_kind is not None)
 
 
 def list_result_stages() -> tuple[str, ...]:
-    """Names of the stages whose results are for people: nothing is trained from them."""
+    """List the names of the stages whose results are for people: nothing is trained from them."""
     return tuple(stage.name for stage in _STAGES if stage.gives in (None, "evaluation", "proof"))
 
 
 def register_stage(stage: PipelineStage, *, before: str | None = None) -> None:
-    """Add a stage before another one; None = at the end.
+    """Register a stage before another one; None = at the end.
 
     Raises: ValueError for a name that is taken, an unknown `before`, or a need that is not among `takes`.
     """
@@ -232,12 +231,12 @@ def register_stage(stage: PipelineStage, *, before: str | None = None) -> None:
 
 
 def register_custom_stage(name: str, custom: CustomStage, path: str) -> None:
-    """Add a stage of the user's, or put it in place of the one that an earlier config named so.
+    """Register a user-defined stage, or replace the one that an earlier config gave this name.
 
-    Raises: as `register`.
+    Raises: as `register_stage`.
     """
     global _STAGES
-    left = tuple(stage for stage in _STAGES if stage.name != name or stage.custom is None)
+    without_old = tuple(stage for stage in _STAGES if stage.name != name or stage.custom is None)
     stage = PipelineStage(
         name=name,
         task=path,
@@ -248,18 +247,18 @@ def register_custom_stage(name: str, custom: CustomStage, path: str) -> None:
         uses_gpu=custom.uses_gpu,
         custom=custom,
     )
-    kept, _STAGES = _STAGES, left
+    previous, _STAGES = _STAGES, without_old
     try:
         register_stage(
             stage, before=custom.before or ("evaluate" if custom.gives == "policy" else None)
         )
     except ValueError:
-        _STAGES = kept
+        _STAGES = previous
         raise
 
 
 def import_stage_task(stage: PipelineStage) -> Callable[..., Any]:
-    """The stage's function, imported now."""
+    """Import the stage's function and return it."""
     path = stage.task if stage.custom is None else "tasks.stages.custom_stage:build_stage_task"
     module, _, function = path.partition(":")
     task: Callable[..., Any] = getattr(importlib.import_module(module), function)

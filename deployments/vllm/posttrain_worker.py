@@ -1,7 +1,7 @@
-"""Methods of posttrain in vLLM's workers: who they are, and weights from a folder, with proof of their arrival.
+"""Methods of posttrain in vLLM's workers: their description, and weights from a folder with a check of what arrived.
 
-Runs in vLLM's environment, as `--worker-extension-cls posttrain_worker.PosttrainWorker`; start.py says so. vLLM makes
-it a base class of its worker, and POST /collective_rpc calls its methods. For vLLM 0.30.0; imports nothing of
+Runs in vLLM's environment as `--worker-extension-cls posttrain_worker.PosttrainWorker`, which start.py passes. vLLM
+makes it a base class of its worker, and POST /collective_rpc calls its methods. For vLLM 0.30.0; imports nothing from
 posttrain.
 """
 
@@ -15,28 +15,30 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-COMPARED_BYTES = 2**24  # tensors up to this size are looked at after an update
-MOST_COMPARED = 64  # of them
+MAX_COMPARED_BYTES = 2**24  # tensors up to this size are compared after an update
+MAX_COMPARED_TENSORS = 64
 
 
 class PosttrainWorker:
-    """Methods beside vLLM's own; `vllm_config`, `model_config`, `model_runner`, `reload_weights` are the worker's."""
+    """Additional methods of vLLM's worker, which provides `vllm_config`, `model_config`, `model_runner` and
+    `reload_weights`.
+    """
 
     vllm_config: Any
     model_config: Any
     model_runner: Any
     reload_weights: Any
-    posttrain_weights = ""  # digest of those that were loaded last
+    posttrain_weights = ""  # digest of the weights loaded last; "" = the initial ones
 
     def posttrain_state(self) -> dict[str, Any]:
-        """Process and weights."""
+        """Return the instance name of the process and the digest of its weights."""
         return {
             "instance": os.environ.get("POSTTRAIN_INSTANCE", ""),
             "weights": self.posttrain_weights,
         }
 
     def posttrain_describe(self) -> dict[str, Any]:
-        """Model and abilities."""
+        """Describe the model and the capabilities."""
         config, lora = self.model_config.hf_text_config, self.vllm_config.lora_config
         return {
             **self.posttrain_state(),
@@ -56,56 +58,57 @@ class PosttrainWorker:
         }
 
     def posttrain_read_weights(self, folder: str) -> dict[str, Any]:
-        """Digest of a folder's tensors as this process reads them."""
-        found: dict[str, str] = {}
-        for _ in _tensors(Path(folder), found):
+        """Return the digest of a folder's tensors as this process reads them."""
+        digests: dict[str, str] = {}
+        for _ in _read_tensors(Path(folder), digests):
             pass
-        return {"digest": _digest_of(found)}
+        return {"digest": _combine_digests(digests)}
 
     def posttrain_load_weights(self, folder: str) -> dict[str, Any]:
-        """Load a model folder's weights in place; which of those that were looked at the model does not hold then."""
-        found: dict[str, str] = {}
+        """Load a model folder's weights in place; report compared tensors that the model does not hold afterwards."""
+        digests: dict[str, str] = {}
         sent: dict[str, torch.Tensor] = {}
         parameters = dict(self.model_runner.get_model().named_parameters())
 
-        def noted() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in _tensors(Path(folder), found):
-                own = parameters.get(name)
-                is_small = tensor.nbytes <= COMPARED_BYTES and len(sent) < MOST_COMPARED
-                if own is not None and own.shape == tensor.shape and is_small:
+        def record_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in _read_tensors(Path(folder), digests):
+                parameter = parameters.get(name)
+                is_small = tensor.nbytes <= MAX_COMPARED_BYTES and len(sent) < MAX_COMPARED_TENSORS
+                if parameter is not None and parameter.shape == tensor.shape and is_small:
                     sent[name] = tensor.clone()
                 yield name, tensor
 
-        self.posttrain_weights = "being loaded"  # what stands there if it fails in the middle
-        self.reload_weights(weights_iterator=noted())
-        held = dict(self.model_runner.get_model().named_parameters())
-        differing = [name for name, tensor in sent.items() if not _same(held[name], tensor)]
-        self.posttrain_weights = _digest_of(found)
+        self.posttrain_weights = "being loaded"  # remains if loading fails
+        self.reload_weights(weights_iterator=record_tensors())
+        loaded = dict(self.model_runner.get_model().named_parameters())
+        differing = [name for name, tensor in sent.items() if not _is_equal(loaded[name], tensor)]
+        self.posttrain_weights = _combine_digests(digests)
         return {"digest": self.posttrain_weights, "compared": len(sent), "differing": differing}
 
 
-def _same(held: torch.Tensor, sent: torch.Tensor) -> bool:
-    return torch.equal(held.detach().to("cpu"), sent.to(held.dtype))
+def _is_equal(loaded: torch.Tensor, sent: torch.Tensor) -> bool:
+    return torch.equal(loaded.detach().to("cpu"), sent.to(loaded.dtype))
 
 
-def _tensors(folder: Path, found: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a folder's safetensors files; `found` gets the digest of each, as posttrain computes it."""
+def _read_tensors(folder: Path, digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a folder's safetensors files; put each one's digest, as posttrain computes it, into
+    `digests`.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no *.safetensors that this server can read")
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # no mapping
+            for name in tensors.keys():  # noqa: SIM118  # not a mapping
                 tensor = tensors.get_tensor(name).contiguous()
                 digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
                 if tensor.numel():
                     digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-                found[name] = digest.hexdigest()
+                digests[name] = digest.hexdigest()
                 yield name, tensor
 
 
-def _digest_of(found: dict[str, str]) -> str:
-    """One digest of all tensors'."""
-    return hashlib.sha256(
-        "\n".join(f"{name} {found[name]}" for name in sorted(found)).encode()
-    ).hexdigest()
+def _combine_digests(digests: dict[str, str]) -> str:
+    """Combine the digests of all tensors into one."""
+    lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()

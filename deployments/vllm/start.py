@@ -1,9 +1,10 @@
-"""Starts vLLM as the inference server of a trainer. Standard library only; any Python.
+"""Start vLLM as the inference server of a trainer. Standard library only; any Python.
 
-    python deployments/vllm/start.py --python vllm-env/bin/python --model MODEL [--port 8000] [--lora-rank 32] [-- ...]
+    python deployments/vllm/start.py --python vllm-env/bin/python --model MODEL [--port 8000] [--lora-rank 32] [--
+    ...]
 
-What comes after `--` goes to `vllm serve` as it stands. The server listens on loopback: its orders (weights, sleep) ask
-for no key. `--print` shows the command and its environment, and starts nothing.
+Arguments after `--` go to `vllm serve` unchanged. The server listens on loopback, because its commands (weights,
+sleep) require no key. `--print` shows the command and its environment without starting it.
 """
 
 import argparse
@@ -13,51 +14,33 @@ import shlex
 import sys
 from pathlib import Path
 
-RANKS = (
-    1,
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-    320,
-    512,
-)  # highest ranks of adapters that vLLM can be started for
-NAME = "policy"  # of the model, for requests
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank that vLLM accepts
+MODEL_NAME = "policy"  # in requests
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Become the server."""
-    given = sys.argv[1:] if arguments is None else arguments
-    own, further = (
-        (given[: given.index("--")], given[given.index("--") + 1 :])
-        if "--" in given
-        else (given, [])
-    )
-    options = parse(own)
+    """Replace this process by the server."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parse_options(arguments[:end])
     instance = f"vllm-{secrets.token_hex(8)}"
-    command, environment = command_of(options, instance) + further, environment_of(instance)
+    command = build_command(options, instance) + arguments[end + 1 :]
+    environment = build_environment(instance)
     if options.print:
-        print(
-            " ".join(
-                [
-                    *(f"{name}={shlex.quote(value)}" for name, value in environment.items()),
-                    shlex.join(command),
-                ]
-            )
-        )
+        variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        print(" ".join([*variables, shlex.join(command)]))
         return
     python = Path(options.python)
     if not (python.is_file() and os.access(python, os.X_OK)):
         sys.exit(
-            f"start.py: --python: {python} is no program; make the environment of deployments/vllm/requirements.txt"
+            f"start.py: --python: {python} is not a program; create the environment of "
+            "deployments/vllm/requirements.txt"
         )
     os.execve(python, command, {**os.environ, **environment})
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Options of the command line."""
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Parse the options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--python", required=True, help="Python of the environment that vLLM is installed in"
@@ -66,34 +49,36 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--model", required=True, help="folder or hub name of the policy's base model"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="loopback, unless a network is the trainer's alone"
+        "--host",
+        default="127.0.0.1",
+        help="loopback, unless the network belongs to the trainer alone",
     )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16 or float16: the trainer's"
+        "--dtype", default="auto", help="float32, bfloat16 or float16, as in the trainer"
     )
     parser.add_argument(
         "--context", type=int, help="longest prompt and completion together; default: the model's"
     )
     parser.add_argument(
-        "--lora-rank", type=int, default=0, help="take adapters up to this rank; 0 = none"
+        "--lora-rank", type=int, default=0, help="support adapters up to this rank; 0 = none"
     )
     parser.add_argument(
-        "--sleeps", action="store_true", help="can give up its GPU memory during updates"
+        "--sleeps", action="store_true", help="can release its GPU memory during updates"
     )
     parser.add_argument("--gpu-memory", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
-    parser.add_argument("--print", action="store_true", help="show the command and start nothing")
+    parser.add_argument("--print", action="store_true", help="show the command without starting it")
     options = parser.parse_args(arguments)
     if not 0 <= options.lora_rank <= RANKS[-1]:
         parser.error(
-            f"--lora-rank: {options.lora_rank} is beyond {RANKS[-1]}, the highest that vLLM takes"
+            f"--lora-rank: {options.lora_rank} is beyond {RANKS[-1]}, the highest that vLLM supports"
         )
     return options
 
 
-def command_of(options: argparse.Namespace, instance: str) -> list[str]:
-    """The command, but for further arguments."""
+def build_command(options: argparse.Namespace, instance: str) -> list[str]:
+    """Build the command without further arguments."""
     command = [
         options.python,
         "-m",
@@ -101,7 +86,7 @@ def command_of(options: argparse.Namespace, instance: str) -> list[str]:
         "serve",
         options.model,
         "--served-model-name",
-        NAME,
+        MODEL_NAME,
         "--host",
         options.host,
         "--port",
@@ -111,13 +96,13 @@ def command_of(options: argparse.Namespace, instance: str) -> list[str]:
         "--seed",
         "0",
         "--logprobs-mode",
-        "processed_logprobs",  # of the distribution that tokens are drawn from
+        "processed_logprobs",  # of the sampling distribution
         "--generation-config",
-        "vllm",  # no defaults of the model's: every request says everything
+        "vllm",  # no defaults of the model: every request is complete
         "--fingerprint-mode",
         "custom",
         "--fingerprint-value",
-        instance,  # every answer says which process gave it
+        instance,  # every answer names its process
         "--worker-extension-cls",
         "posttrain_worker.PosttrainWorker",
         "--gpu-memory-utilization",
@@ -129,7 +114,7 @@ def command_of(options: argparse.Namespace, instance: str) -> list[str]:
         command += ["--max-model-len", str(options.context)]
     if options.lora_rank:
         rank = next(rank for rank in RANKS if rank >= options.lora_rank)
-        # the next adapter is loaded before the last one is dropped
+        # two on the CPU, because the next adapter is loaded before the last one is dropped
         command += [
             "--enable-lora",
             "--max-lora-rank",
@@ -144,8 +129,8 @@ def command_of(options: argparse.Namespace, instance: str) -> list[str]:
     return command
 
 
-def environment_of(instance: str) -> dict[str, str]:
-    """Environment variables beside those that are there."""
+def build_environment(instance: str) -> dict[str, str]:
+    """Build the additional environment variables."""
     path = [
         str(Path(__file__).resolve().parent),
         *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),

@@ -19,8 +19,7 @@ from typing import Any, Literal, Union
 DOCS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(DOCS.parent))  # called as a file, from a checkout
 
-from rl_core.analysis.metric_reference import METRIC_GROUPS  # noqa: E402
-from rl_core.analysis.training_metrics import MetricGroup  # noqa: E402
+from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricGroup  # noqa: E402
 from rl_core.settings import OnlineSettings, Settings  # noqa: E402
 from rl_core.settings.framework_aliases import (  # noqa: E402
     TRL_VERSION,
@@ -79,8 +78,8 @@ _COMING_FROM = """\
 Every name of TRL {trl} (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, `RewardConfig`,
 `DistillationConfig`, `ModelConfig`, the fields of transformers' `TrainingArguments` among them) and of verl's
 `ppo_trainer` ({verl}), with what it is here. Error messages on unknown keys and `posttrain convert` read the same
-table: `rl_core/settings/framework_aliases.py`, `rl_core/settings/framework_aliases.py`. "Same" means the same quantity; where the
-meaning differs, the last column says how. Losses were compared number by number:
+tables: `rl_core/settings/trl_aliases.csv` and `rl_core/settings/verl_aliases.csv`. "Same" means the same quantity; where
+the meaning differs, the last column says how. Losses were compared number by number:
 [losses against TRL](benchmarks/losses.md).
 
 ```bash
@@ -129,7 +128,7 @@ Where a row holds for several trainers, the setting is that of the trainer's sta
 
 """
 _VERL_NOTE = (
-    "Dotted as in verl's file; `*` stands for any part, and the first row that fits counts. A reference to another key "
+    "Dotted as in verl's file; `*` stands for any part, and the most specific row counts. A reference to another key "
     "(`${data.max_response_length}`) is resolved by `posttrain convert`."
 )
 _OTHER_TRAINERS = """\

@@ -1,7 +1,7 @@
 """Manual approval of a promotion: a deployment's run is suspended, any other run waits in its process.
 
-A run of a deployment ends its process and is started again when the form in the Prefect UI is filled in, or when
-`posttrain approve` resumes it. Any other run waits here: for the form, the command or the deadline, whichever is first.
+A deployment's run ends its process. It is restarted when the form in the Prefect UI is submitted, or when `posttrain
+approve` resumes it. Any other run waits for the form, the command or the deadline, whichever comes first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0  # polling interval for an answer
 WAITING_EVENT = (
-    "posttrain.approval.waits"  # event that deployments/automations.yaml takes for an orderly wait
+    "posttrain.approval.waits"  # deployments/automations.yaml treats it as an orderly wait
 )
 PAUSE_GRACE_SECONDS = 120  # Prefect's own timeout comes after ours, whose message is clearer
 
@@ -53,8 +53,8 @@ class Approval(RunInput):
     decision: Literal["approve", "reject"] = Field(
         description="approve moves the alias champion to this version"
     )
-    reviewer: str = Field(description="who decides; kept with the version", min_length=1)
-    note: str = Field(default="", description="why; kept with the version")
+    reviewer: str = Field(description="who decides; stored with the version", min_length=1)
+    note: str = Field(default="", description="reason; stored with the version")
 
 
 def run_with_approval(
@@ -62,9 +62,8 @@ def run_with_approval(
 ) -> PipelineResult:
     """Run the pipeline, wait for manual approval if its promotion needs one, and return the result with the decision.
 
-    If another version has become champion meanwhile, the pipeline runs once more: its stages are cached, and the
-    challenger is compared with the new champion.
-
+    If another version became champion meanwhile, the pipeline runs once more: its stages are cached, and the
+        challenger is compared with the new champion.
     Args:
         run_once: runs the pipeline; `waiting` of its result is the pending approval, if any.
         say: prints to the terminal.
@@ -72,16 +71,17 @@ def run_with_approval(
     tracking = Tracking(settings.tracking.uri, Path(settings.output), settings.experiment)
     result = _load_pending_result(settings)
     while True:
-        back = result is not None
+        is_restarted = result is not None
         if result is None:
             result = run_once()
-        if result.waiting is None or (not back and _is_requested_by_other_run(result.waiting)):
+        if result.waiting is None:
             return result
-        if not back:
-            say(
-                f"promote: {result.waiting.summary}\n{format_approval_instructions(settings, result.waiting)}"
-            )
-        request = _wait_for_decision(settings, tracking, result, back)
+        if not is_restarted and _is_requested_by_other_run(result.waiting):
+            return result
+        if not is_restarted:
+            instructions = format_approval_instructions(settings, result.waiting)
+            say(f"promote: {result.waiting.summary}\n{instructions}")
+        request = _wait_for_decision(settings, tracking, result, is_restarted)
         say(f"promote: {request.summary}")
         if request.state != "superseded":
             return _apply_decision(result, request)
@@ -89,27 +89,27 @@ def run_with_approval(
 
 
 def _is_requested_by_other_run(request: ApprovalRequest) -> bool:
-    """True if another deployment run waits for the same approval; then this run ends."""
+    """Return whether another deployment run waits for the same approval; this run then ends."""
     return bool(deployment.id) and request.flow_run_id not in ("", str(flow_run.id))
 
 
 def _apply_decision(result: PipelineResult, request: ApprovalRequest) -> PipelineResult:
-    """Result with the decision in place of the pending approval."""
+    """Return the result with the decision instead of the pending approval."""
     rows = [
         {**row, "note": request.summary} if row["stage"] == "promote" else row
         for row in result.rows
     ]
-    stages = dict(result.results)
+    results = dict(result.results)
     decision = "promoted" if request.state == "approved" else "rejected"
-    if "promote" in stages:
-        summary = {**stages["promote"].summary, "decision": decision, "note": request.summary}
-        stages["promote"] = dataclasses.replace(stages["promote"], summary=summary)
+    if "promote" in results:
+        summary = {**results["promote"].summary, "decision": decision, "note": request.summary}
+        results["promote"] = dataclasses.replace(results["promote"], summary=summary)
     facts = {**result.facts, "decision": decision, "note": request.summary}
     page = f"**{request.summary}**\n\n{result.page}"
     if result.artifact:
         publish_page("", page, request.summary, artifact_id=result.artifact)
     return dataclasses.replace(
-        result, rows=rows, results=stages, facts=facts, waiting=None, page=page
+        result, rows=rows, results=results, facts=facts, waiting=None, page=page
     )
 
 
@@ -119,17 +119,17 @@ def _wait_for_decision(
     """Wait until the request is decided. A deployment run is suspended here and restarted later.
 
     Args:
-        back: the run was restarted: the form was submitted in time, even if a worker became free only later.
+        is_restarted: the form was submitted in time, even if a worker became free only later.
     """
     request = result.waiting
     assert request is not None
-    left = request.deadline - time.time()
-    if (left > 0 or is_restarted) and deployment.id and not flow_run.parent_flow_run_id:
+    seconds_left = request.deadline - time.time()
+    if (seconds_left > 0 or is_restarted) and deployment.id and not flow_run.parent_flow_run_id:
         _store_pending_result(settings, result)
         try:
             form = suspend_flow_run(
                 wait_for_input=_build_approval_form(request, tracking),
-                timeout=max(1, int(left)),
+                timeout=max(1, int(seconds_left)),
                 key=_build_pause_key(request),
             )
         except Pause:
@@ -137,19 +137,20 @@ def _wait_for_decision(
             raise
         _apply_form_decision(tracking, request, form, ignore_deadline=True)
         _locate_pending_result(settings).unlink(missing_ok=True)
-    elif left > 0:
+    elif seconds_left > 0:
         _pause_flow_run(tracking, request)
-    if (found := reload_request(tracking, request)).is_waiting:
+    reloaded = reload_request(tracking, request)
+    if reloaded.is_waiting:
         expire_requests(tracking, request.name)
-        found = reload_request(tracking, request)
-    return found
+        reloaded = reload_request(tracking, request)
+    return reloaded
 
 
 def _emit_waiting_event() -> None:
-    """Emit an event of the suspended flow run, behind its last heartbeat.
+    """Emit an event of the suspended flow run after its last heartbeat.
 
-    Prefect's heartbeats end with the flow's body, so one may come between the suspension and that end. Nothing follows
-    it then, and the automation `posttrain-crash-zombies` would take the run that waits for one whose process is gone.
+    Prefect's heartbeats end with the flow's body, so one may follow the suspension. Without a later event the
+    automation `posttrain-crash-zombies` would treat the waiting run as crashed.
     """
     emit_event(
         event=WAITING_EVENT, resource={"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"}
@@ -157,14 +158,13 @@ def _emit_waiting_event() -> None:
 
 
 def _build_pause_key(request: ApprovalRequest) -> str:
-    """Pause key; Prefect pauses once per key, so a repeated request needs a new one."""
+    """Return the pause key; Prefect pauses once per key, so a repeated request needs a new one."""
     return re.sub(r"[^0-9a-f]+", "-", f"{request.key}-{request.asked}".lower())
 
 
 def _build_approval_form(request: ApprovalRequest, tracking: Tracking) -> type[Approval]:
-    page = tracking.build_run_url(
-        request.stage_run_id, tab="artifacts"
-    )  # "" while the store is away
+    # "" while the store is unreachable.
+    page = tracking.build_run_url(request.stage_run_id, tab="artifacts")
     review = f"[`review/` in MLflow]({page})" if page else "`review/` in the MLflow run"
     return Approval.with_initial_data(
         description=f"{request.summary}\n\nThe evidence is the artifact `...-promote` of this run, and {review}."
@@ -178,12 +178,11 @@ def _apply_form_decision(
     if not reload_request(tracking, request).is_waiting:
         return
     try:
-        by = f"{form.reviewer} (Prefect form)"
         answer_request(
             tracking,
             request,
             approve=form.decision == "approve",
-            answered_by=by,
+            answered_by=f"{form.reviewer} (Prefect form)",
             note=form.note,
             in_time=ignore_deadline,
         )
@@ -193,15 +192,15 @@ def _apply_form_decision(
 
 def _pause_flow_run(tracking: Tracking, request: ApprovalRequest) -> None:
     """Pause the flow run, so that its page shows the form, while polling for an answer from elsewhere."""
-    watch = _ApprovalWatcher(tracking, request)
+    watcher = _ApprovalWatcher(tracking, request)
     form: Approval | None = None
-    watch.start()
+    watcher.start()
     try:
         try:
-            limit = int(request.deadline - time.time()) + PAUSE_GRACE_SECONDS
+            timeout = int(request.deadline - time.time()) + PAUSE_GRACE_SECONDS
             form = pause_flow_run(
                 wait_for_input=_build_approval_form(request, tracking),
-                timeout=limit,
+                timeout=timeout,
                 poll_interval=2,
                 key=_build_pause_key(request),
             )
@@ -211,10 +210,10 @@ def _pause_flow_run(tracking: Tracking, request: ApprovalRequest) -> None:
                 "the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error
             )
         if form is None:
-            watch.is_decided.wait()
+            watcher.is_decided.wait()
     finally:
-        watch.stop_polling()
-    if form is not None and not watch.is_decided.is_set():
+        watcher.stop_polling()
+    if form is not None and not watcher.is_decided.is_set():
         _apply_form_decision(tracking, request, form)
 
 
@@ -251,7 +250,7 @@ class _ApprovalWatcher(threading.Thread):
                     resume_waiting_flow_run, self.request.flow_run_id, approve=False, by="", note=""
                 )
             except Exception as error:
-                logger.debug("the flow run is not to be resumed yet: %s", error)
+                logger.debug("the flow run cannot be resumed yet: %s", error)
 
 
 def resume_waiting_flow_run(flow_run_id: str, *, approve: bool, by: str, note: str) -> None:
@@ -264,18 +263,15 @@ def resume_waiting_flow_run(flow_run_id: str, *, approve: bool, by: str, note: s
     resume_flow_run(UUID(flow_run_id), run_input=form)
 
 
-# ---------------------------------------------------------------------------------------- runs of deployments come back
-
-
 def _locate_pending_result(settings: PipelineSettings) -> Path:
     return Path(settings.output).resolve() / settings.name / "approvals" / f"{flow_run.id}.json"
 
 
 def _store_pending_result(settings: PipelineSettings, result: PipelineResult) -> None:
-    """Store the pending result, so that the restarted run (possibly with newer code) need not recompute it."""
+    """Store the pending result, so that the restarted run, possibly with newer code, need not recompute it."""
     path = _locate_pending_result(settings)
     make_folder(path.parent)
-    kept: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rows": result.rows,
         "run_url": result.run_url,
         "seconds": result.seconds,
@@ -284,14 +280,14 @@ def _store_pending_result(settings: PipelineSettings, result: PipelineResult) ->
         "artifact": result.artifact,
         "waiting": dataclasses.asdict(result.waiting) if result.waiting else None,
     }
-    write_json_atomic(path, kept)
+    write_json_atomic(path, fields)
 
 
 def _load_pending_result(settings: PipelineSettings) -> PipelineResult | None:
-    """Stored result of this flow run from its suspension; None if it was not suspended."""
+    """Load the result of this flow run from its suspension; None if it was not suspended."""
     path = _locate_pending_result(settings)
     if not flow_run.id or not path.is_file():
         return None
-    kept = json.loads(path.read_text())
-    waiting = ApprovalRequest(**kept.pop("waiting"))
-    return PipelineResult(results={}, waiting=waiting, **kept)
+    fields = json.loads(path.read_text())
+    waiting = ApprovalRequest(**fields.pop("waiting"))
+    return PipelineResult(results={}, waiting=waiting, **fields)

@@ -1,13 +1,11 @@
-"""Prefect's sqlite database, migrated once for each version of Prefect and then copied.
+"""Prefect's embedded server of a run: started in a separate session, with a database copied from a cache.
 
-A new output folder would otherwise run all of Prefect's migrations, which takes longer than many a run of a pipeline of
-which everything is cached. What is kept has tables and no rows but the number of the migration. A database with that
-number has run them all, and its server need not look for more of them, for which it would import Alembic.
+A new output folder would otherwise run all of Prefect's migrations, which takes longer than many a fully cached
+pipeline run. The cached database has tables, and no rows except the migration number. A database with that number is
+fully migrated, so its server need not look for migrations, for which it would import Alembic.
 
-Prefect's embedded server of a run: started in its own session, and named to Prefect's client by its address.
-
-Prefect would start it by itself, in our process group, and import the whole server here for that (about a fifth of the
-time that a run of which everything is cached takes).
+Prefect would start the server in our process group and import the whole server here for that, which takes about a
+fifth of a fully cached run.
 """
 
 from __future__ import annotations
@@ -47,82 +45,95 @@ from rl_core.storage.faults import inject_fault
 
 log = logging.getLogger(__name__)
 
-_MIGRATION_TABLE = "alembic_version"  # the table with the number of the migration
-_DATABASE_VARIABLES = (
-    "PREFECT_API_DATABASE_",
-    "PREFECT_SERVER_DATABASE_",
-)  # beginnings of variables of another database
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+MIN_FREE_BYTES = 5_000_000  # for Prefect's database and its log
+PORT_TAKEN_EXIT_CODE = 3  # of uvicorn; also of a server that cannot open its database
+MAX_PORT_RETRIES = 2
+# Prefect's marks of a server that a client started: no pages, no services that only a shared server needs
+_EMBEDDED_VARIABLES = {
+    "PREFECT_UI_ENABLED": "0",
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT__SERVER_FINAL": "1",
+}
+_MIGRATION_TABLE = "alembic_version"
+_DATABASE_VARIABLES = ("PREFECT_API_DATABASE_", "PREFECT_SERVER_DATABASE_")  # of another database
 
 
 def locate_database(home: Path) -> Path:
-    """Database file of a Prefect home."""
+    """Return the database file of a Prefect home."""
     return home / "prefect.db"
 
 
 def copy_cached_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool:
-    """Give a home without a database the kept tables; False where nothing was to be done. Never raises."""
-    path, kept = locate_database(home), _locate_cached_tables()
-    if kept is None or path.exists() or not _is_migrated(kept) or _uses_other_database(environment):
+    """Copy the cached tables into a home without a database; return False if nothing was copied. Never raise."""
+    path = locate_database(home)
+    cached = _locate_cached_tables()
+    if (
+        cached is None
+        or path.exists()
+        or not _is_migrated(cached)
+        or _uses_other_database(environment)
+    ):
         return False
     try:
         make_folder(home)
         with reserve_temporary(path) as copy:
             try:
-                shutil.copyfile(kept, copy)
+                shutil.copyfile(cached, copy)
                 inject_fault("prefect.copied")
-                return move_into_place(copy, path, once=True)  # False = another run was faster
+                return move_into_place(copy, path, once=True)  # False: another run was faster
             finally:
                 copy.unlink(missing_ok=True)
     except (OSError, PosttrainError) as error:
-        log.debug("Prefect makes its own tables: %s", error)
+        log.debug("Prefect creates its tables itself: %s", error)
         return False
 
 
 def cache_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool:
-    """Keep the tables of a home's database, which a server may have open, unless they are kept. Never raises."""
-    path, kept = locate_database(home), _locate_cached_tables()
+    """Cache the tables of a home's database, which a server may have open, unless they are cached. Never raise."""
+    path = locate_database(home)
+    cached = _locate_cached_tables()
     if (
-        kept is None
-        or _is_migrated(kept)
+        cached is None
+        or _is_migrated(cached)
         or _uses_other_database(environment)
         or not _is_migrated(path)
     ):
         return False
     try:
-        make_folder(kept.parent)
-        with reserve_temporary(kept) as copy:
+        make_folder(cached.parent)
+        with reserve_temporary(cached) as copy:
             try:
                 _copy_schema(path, copy)
                 inject_fault("prefect.kept")
-                move_into_place(copy, kept)
+                move_into_place(copy, cached)
             finally:
                 copy.unlink(missing_ok=True)
         return True
     except (OSError, sqlite3.Error, PosttrainError) as error:
-        log.debug("Prefect's tables are not kept: %s", error)
+        log.debug("Prefect's tables are not cached: %s", error)
         return False
 
 
 def build_migration_environment(
     home: Path, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Variables with which the server of a home opens its database as it is; {} where migrations may be missing.
+    """Return variables with which the server of a home skips migrations; {} if migrations may be missing. Never raise.
 
-    environment: of the server. Never raises.
+    Args:
+        environment: of the server.
     """
-    kept = _locate_cached_tables()
-    if kept is None or _uses_other_database(environment):
+    cached = _locate_cached_tables()
+    if cached is None or _uses_other_database(environment):
         return {}
-    number = _read_migration(kept)
-    return (
-        {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
-        if number and number == _read_migration(locate_database(home))
-        else {}
-    )
+    number = _read_migration(cached)
+    if not number or number != _read_migration(locate_database(home)):
+        return {}
+    return {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
 
 
 def _locate_cached_tables() -> Path | None:
-    """File of the kept tables; None where this user has no cache."""
+    """Return the file of the cached tables; None if this user has no cache."""
     try:
         return resolve_cache_folder("prefect") / f"{version('prefect')}.db"
     except (OSError, PosttrainError):
@@ -134,33 +145,29 @@ def _uses_other_database(environment: Mapping[str, str]) -> bool:
 
 
 def _is_migrated(path: Path) -> bool:
-    """True = a database that has run its migrations."""
+    """Return whether a database has run its migrations."""
     return bool(_read_migration(path))
 
 
 def _read_migration(path: Path) -> str:
-    """Number of the newest migration that a database has run; "" where it is none, or has run none."""
+    """Return the number of the newest migration of a database; "" if it is none, or has run none."""
     if not path.is_file():
         return ""
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        ) as database:
-            return ",".join(
-                sorted(
-                    str(row[0])
-                    for row in database.execute(f"SELECT version_num FROM {_MIGRATION_TABLE}")
-                )
-            )
+        with contextlib.closing(_open_read_only(path)) as database:
+            rows = database.execute(f"SELECT version_num FROM {_MIGRATION_TABLE}").fetchall()
+            return ",".join(sorted(str(row[0]) for row in rows))
     except sqlite3.Error:
         return ""
 
 
+def _open_read_only(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+
+
 def _copy_schema(path: Path, copy: Path) -> None:
     with (
-        contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        ) as source,
+        contextlib.closing(_open_read_only(path)) as source,
         contextlib.closing(sqlite3.connect(copy)) as target,
     ):
         source.backup(target)
@@ -176,27 +183,20 @@ def _copy_schema(path: Path, copy: Path) -> None:
         target.execute("VACUUM")
 
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-MIN_FREE_BYTES = 5_000_000  # of Prefect's database and its log
-PORT_TAKEN_EXIT_CODE = 3  # exit code of uvicorn; of a server that cannot open its database, too
-MAX_PORT_RETRIES = 2  # tried where one was taken
-# Prefect's own marks of a server that a client started: no pages, no services that only a shared server needs
-_EMBEDDED_VARIABLES = {
-    "PREFECT_UI_ENABLED": "0",
-    "PREFECT__SERVER_EPHEMERAL": "1",
-    "PREFECT__SERVER_FINAL": "1",
-}
-
-
 class _ServerExited(Exception):
     """The server's process ended before it answered."""
 
 
 class _EmbeddedServer:
-    """The server's process and its port."""
+    """Process of the embedded server, and its port."""
 
     def __init__(self, extra_environment: Mapping[str, str], home: Path) -> None:
-        """given: environment of the server beside this process's. home: of Prefect, with the database."""
+        """Start the server.
+
+        Args:
+            extra_environment: environment of the server in addition to this process's.
+            home: of Prefect, with the database.
+        """
         self._extra_environment = {
             **extra_environment,
             **build_migration_environment(home, {**os.environ, **extra_environment}),
@@ -209,7 +209,7 @@ class _EmbeddedServer:
         return f"http://127.0.0.1:{self.port}/api"
 
     def _start_process(self) -> subprocess.Popen[Any]:
-        """The server behind our check of hosts and origins, from wherever this project is imported."""
+        """Start the server with our check of hosts and origins, from wherever this project is imported."""
         prefect = importlib.util.find_spec("prefect")
         assert prefect is not None and prefect.origin is not None
         environment = {**os.environ, **_EMBEDDED_VARIABLES, **self._extra_environment}
@@ -237,17 +237,17 @@ class _EmbeddedServer:
         )
 
     def wait_until_healthy(self, limit: float) -> None:
-        """Wait until the server answers. Raises: RuntimeError; _Ended."""
+        """Wait until the server answers. Raises: RuntimeError; _ServerExited."""
         import httpx
 
-        end, restarts = time.monotonic() + limit, 0
-        with httpx.Client(
-            trust_env=False, verify=False
-        ) as client:  # on loopback: no proxy between us, no certificate
-            while time.monotonic() < end:
+        deadline = time.monotonic() + limit
+        num_restarts = 0
+        # Loopback needs neither a proxy nor a certificate.
+        with httpx.Client(trust_env=False, verify=False) as client:
+            while time.monotonic() < deadline:
                 code = self.process.poll()
-                if code == PORT_TAKEN_EXIT_CODE and restarts < MAX_PORT_RETRIES:
-                    restarts += 1
+                if code == PORT_TAKEN_EXIT_CODE and num_restarts < MAX_PORT_RETRIES:
+                    num_restarts += 1
                     self.port = _find_free_port()
                     self.process = self._start_process()
                 elif code is not None:
@@ -259,7 +259,7 @@ class _EmbeddedServer:
         raise RuntimeError("It does not answer.")
 
     def stop_process(self) -> None:
-        """End the server."""
+        """Stop the server."""
         self.process.terminate()
         try:
             self.process.wait(5)
@@ -268,20 +268,22 @@ class _EmbeddedServer:
             self.process.wait()
 
 
-_server: _EmbeddedServer | None = None  # of this process, for all its runs
-_prestarted_server: _EmbeddedServer | None = None  # started ahead, not waited for yet
+_server: _EmbeddedServer | None = None  # shared by all runs of this process
+_prestarted_server: _EmbeddedServer | None = None  # started early, not waited for yet
 
 
 def prestart_embedded_server() -> None:
-    """Start the server ahead, while Prefect is not imported yet; `start_embedded_server` then waits for it.
+    """Start the server before Prefect is imported; `start_embedded_server` then waits for it.
 
-    Only where the environment is as `set_prefect_environment` leaves it and no file here configures Prefect: what another
-    server, database or password means is left to Prefect's own settings.
+    Do nothing unless the environment is as `set_prefect_environment` leaves it and no file here configures Prefect:
+    another server, database or password is left to Prefect's own settings.
     """
     global _prestarted_server
-    ours = {*build_prefect_environment(), "PREFECT_HOME"}
+    known_variables = {*build_prefect_environment(), "PREFECT_HOME"}
     home = os.environ.get("PREFECT_HOME", "")
-    configured = [name for name in os.environ if name.startswith("PREFECT_") and name not in ours]
+    configured = [
+        name for name in os.environ if name.startswith("PREFECT_") and name not in known_variables
+    ]
     if (
         _server is not None
         or _prestarted_server is not None
@@ -299,7 +301,7 @@ def prestart_embedded_server() -> None:
 
 
 def _has_prefect_configuration(home: Path) -> bool:
-    """True = a profile, or a file of the current folder, may configure Prefect."""
+    """Return whether a profile, or a file of the current folder, may configure Prefect."""
     if (home / "profiles.toml").exists() or Path("prefect.toml").exists():
         return True
     for name in (".env", "pyproject.toml"):
@@ -312,10 +314,11 @@ def _has_prefect_configuration(home: Path) -> bool:
 def start_embedded_server(while_starting: Callable[[], None] | None = None) -> None:
     """Start the server, unless it runs or another one is configured; see `use_embedded_address`.
 
-    meanwhile: called once it is on its way, before it is waited for; not where there is nothing to wait for.
-    In its own session it lives until we end, and on Linux no longer, even if we are killed; Ctrl-C does not reach it,
-    so that the run can still report that it was stopped.
-    Raises: BackendError if it does not answer in time, ends by itself, or neither it nor another one is allowed.
+    In its own session it lives as long as this process, on Linux even if we are killed. Ctrl-C does not reach it, so
+    the run can still report that it was stopped.
+    Args:
+        while_starting: called while the server starts; not called if there is nothing to wait for.
+    Raises: BackendError if it does not answer in time, ends unexpectedly, or neither it nor another one is allowed.
     """
     global _server, _prestarted_server
     from prefect.settings import get_current_settings
@@ -334,13 +337,11 @@ def start_embedded_server(while_starting: Callable[[], None] | None = None) -> N
     _refuse_full_disk(settings.home)
     inject_fault("prefect.starting")
     limit = settings.server.ephemeral.startup_timeout_seconds
-    given = settings.to_environment_variables(exclude_unset=True)
-    environment = {
-        **os.environ,
-        **given,
-    }  # a profile may name another database than that of the home
+    explicit = settings.to_environment_variables(exclude_unset=True)
+    # A profile may name another database than that of the home.
+    environment = {**os.environ, **explicit}
     copy_cached_tables(settings.home, environment)
-    server = _prestarted_server or _EmbeddedServer(given, settings.home)
+    server = _prestarted_server or _EmbeddedServer(explicit, settings.home)
     _prestarted_server = None
     if while_starting is not None:
         try:
@@ -357,9 +358,9 @@ def start_embedded_server(while_starting: Callable[[], None] | None = None) -> N
         raise
     except _ServerExited as error:
         raise BackendError(
-            f"Prefect's embedded server did not start: {error}. Its database, {locate_database(settings.home)}, has to be "
-            "writable; where a newer version of Prefect wrote it, or it is damaged, move it away: it holds Prefect's "
-            "pages of earlier runs, neither stages nor metrics. To see the server's own words, set "
+            f"Prefect's embedded server did not start: {error}. Its database, {locate_database(settings.home)}, has to "
+            "be writable; if a newer version of Prefect wrote it, or it is damaged, move it away: it holds Prefect's "
+            "pages of earlier runs, neither stages nor metrics. To see the server's log, set "
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL=ERROR"
         ) from error
     except Exception as error:  # RuntimeError, or any client error while the server is starting
@@ -374,7 +375,7 @@ def start_embedded_server(while_starting: Callable[[], None] | None = None) -> N
 
 
 def stop_embedded_server() -> None:
-    """End the server that this process has started; also done when the process ends."""
+    """Stop the server that this process started; also called when the process ends."""
     global _server, _prestarted_server
     for server in filter(None, (_server, _prestarted_server)):
         server.stop_process()
@@ -384,9 +385,9 @@ def stop_embedded_server() -> None:
 
 @contextlib.contextmanager
 def use_embedded_address() -> Iterator[None]:
-    """Prefect's setting of the API's address within: that of the started server, if there is one.
+    """Set Prefect's API address to that of the started server within the block, if there is one.
 
-    No automation of that server waits for heartbeats, and ending their thread takes a flow up to a second.
+    No automation of that server waits for heartbeats, and stopping their thread takes a flow up to a second.
     """
     from prefect.settings import (
         PREFECT_API_URL,
@@ -405,7 +406,7 @@ def use_embedded_address() -> Iterator[None]:
 
 
 def read_external_address() -> str:
-    """Address of the API that Prefect's client uses; "" where that is the embedded server, which ends with the run."""
+    """Return the API address of Prefect's client; "" for the embedded server, which ends with the run."""
     from prefect.settings import get_current_settings
 
     url = get_current_settings().api.url or ""
@@ -413,7 +414,7 @@ def read_external_address() -> str:
 
 
 def build_session_popen() -> Callable[..., subprocess.Popen[Any]]:
-    """`Popen` in a new session; the child gets SIGTERM when the thread that started it ends (Linux)."""
+    """Return `Popen` in a new session; the child gets SIGTERM when the thread that started it ends (Linux)."""
     try:
         prctl = ctypes.CDLL(None).prctl
     except (AttributeError, OSError, TypeError):  # not Linux: children of a killed run survive
@@ -426,26 +427,30 @@ def build_session_popen() -> Callable[..., subprocess.Popen[Any]]:
 
 
 def _find_free_port() -> int:
-    with contextlib.closing(socket.socket()) as tried:
-        tried.bind(("127.0.0.1", 0))
-        port: int = tried.getsockname()[1]
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
         return port
 
 
 def _read_file_size_limit() -> int:
-    """Bytes that a file of this process and its children may have; -1 without a limit."""
+    """Return the file size limit of this process and its children in bytes; -1 without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return -1 if soft == resource.RLIM_INFINITY else soft
 
 
 def _refuse_full_disk(home: Path) -> None:
-    """Refuse at once where the server could not write its database, for which it would be waited in vain."""
-    if 0 <= (limit := _read_file_size_limit()) < MIN_FREE_BYTES:
+    """Refuse early if the server could not write its database, instead of waiting for it in vain."""
+    limit = _read_file_size_limit()
+    if 0 <= limit < MIN_FREE_BYTES:
         raise BackendError(
             f"{home}: {os.strerror(errno.EFBIG)} for Prefect's database: files may have {limit / 1e6:.1f} MB here, it "
             f"needs {MIN_FREE_BYTES / 1e6:.0f}; {REMEDIES[errno.EFBIG]}"
         )
-    if home.is_dir() and (free := shutil.disk_usage(home).free) < MIN_FREE_BYTES:
+    if not home.is_dir():
+        return
+    free = shutil.disk_usage(home).free
+    if free < MIN_FREE_BYTES:
         raise BackendError(
             f"{home}: {os.strerror(errno.ENOSPC)} for Prefect's database: {free / 1e6:.1f} MB are free, it needs "
             f"{MIN_FREE_BYTES / 1e6:.0f}; {REMEDIES[errno.ENOSPC]}"

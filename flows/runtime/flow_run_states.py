@@ -1,6 +1,6 @@
-"""Prefect's state of a flow run that was asked to stop: Stopped, neither Failed nor Crashed.
+"""States of flow runs in Prefect: Stopped for stopped runs, Crashed for killed ones.
 
-`posttrain doctor --repair`: pending records of killed runs are uploaded, the runs marked and offered for resume.
+`posttrain doctor --repair` uploads pending records of killed runs, marks the runs and shows how to resume them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
-
 logger = logging.getLogger(__name__)
 
 
 def mark_flow_run_stopped(flow: Any, flow_run: FlowRun, state: State[Any]) -> None:
-    """Hook of a flow that failed or crashed: one that was stopped becomes Cancelled, under the name Stopped.
+    """Set a stopped flow run to Cancelled with the name Stopped; a hook of flows that fail or crash.
 
-    That is the word of the terminal, of the live page and of `posttrain runs` for the same run.
+    The terminal, the live page and `posttrain runs` use the same word.
     """
     error = state.data if isinstance(state.data, BaseException) else None
     if error is None:
-        found = state.result(raise_on_failure=False)
-        error = found if isinstance(found, BaseException) else None
+        result = state.result(raise_on_failure=False)
+        error = result if isinstance(result, BaseException) else None
     if not isinstance(error, Stopped | KeyboardInterrupt):
         return
     from prefect.client.orchestration import get_client
@@ -46,21 +45,23 @@ def mark_flow_run_stopped(flow: Any, flow_run: FlowRun, state: State[Any]) -> No
             client.set_flow_run_state(
                 flow_run.id, Cancelled(name="Stopped", message=message), force=True
             )
-    except Exception as failure:  # the run has ended as it should; only its page says another word
-        logger.debug("Prefect was not told that the run was stopped: %s", failure)
+    except Exception as api_error:  # the run itself ended correctly; only its page is wrong
+        logger.debug("Prefect could not record that the run was stopped: %s", api_error)
 
 
 def repair_crashed_runs(output: Path, uri: str | None = None) -> list[str]:
-    """Mark dead runs in MLflow and Prefect, reject overdue approvals; returns a report as lines."""
+    """Mark crashed runs in MLflow and Prefect and expire overdue approvals; return a report as lines."""
     output = output.resolve()
     tracking = Tracking(uri, output)
     local = build_default_uri(output)
     if not output.is_dir():
         return [f"nothing to repair: {output} does not exist"]
-    found = close_crashed_runs(tracking, output)
-    lines = [_describe_crashed_run(run, output) for run in found]
-    dead = [run.flow_run_id for run in found if not run.is_remote and run.flow_run_id]
-    if dead:
+    crashed_runs = close_crashed_runs(tracking, output)
+    lines = [_describe_crashed_run(run, output) for run in crashed_runs]
+    flow_run_ids = [
+        run.flow_run_id for run in crashed_runs if not run.is_remote and run.flow_run_id
+    ]
+    if flow_run_ids:
         from flows.runtime.embedded_server import start_embedded_server, use_embedded_address
         from flows.runtime.prefect_home import apply_prefect_defaults, set_prefect_environment
 
@@ -68,14 +69,12 @@ def repair_crashed_runs(output: Path, uri: str | None = None) -> list[str]:
         with apply_prefect_defaults():
             start_embedded_server()
             with use_embedded_address():
-                crashed = mark_flow_runs_crashed(dead)
-        lines.append(
-            f"marked {crashed} Prefect flow {'run' if crashed == 1 else 'runs'} as Crashed"
-        )
+                num_marked = mark_flow_runs_crashed(flow_run_ids)
+        noun = "run" if num_marked == 1 else "runs"
+        lines.append(f"marked {num_marked} Prefect flow {noun} as Crashed")
     if tracking.store.uri != local or Path(local.removeprefix("sqlite:///")).exists():
-        for name in {
-            request.name for request in list_approval_requests(tracking) if request.is_waiting
-        }:
+        requests = list_approval_requests(tracking)
+        for name in {request.name for request in requests if request.is_waiting}:
             lines += [request.summary for request in expire_requests(tracking, name)]
     return lines or ["nothing to repair: every run has ended or is alive"]
 
@@ -94,22 +93,22 @@ def _describe_crashed_run(run: CrashedRun, output: Path) -> str:
 
 
 def mark_flow_runs_crashed(ids: Iterable[str]) -> int:
-    """Mark flow runs without a live process, and their open task runs, as Crashed; returns their number.
+    """Mark flow runs without a live process, and their open task runs, as Crashed; return their number.
 
-    Only runs that Prefect considers running. An unreachable Prefect API is logged, not raised.
+    Only runs that Prefect considers active are marked. An unreachable Prefect API is logged, not raised.
     """
-    wanted = sorted({flow_run_id for flow_run_id in ids if flow_run_id})
-    if not wanted:
+    flow_run_ids = sorted({flow_run_id for flow_run_id in ids if flow_run_id})
+    if not flow_run_ids:
         return 0
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Crashed
 
-    message = "The process of this run is gone; posttrain found that out later."
+    message = "The process of this run no longer exists; posttrain detected that later."
     count = 0
     try:
         with get_client(sync_client=True) as client:
-            for flow_run_id in wanted:
+            for flow_run_id in flow_run_ids:
                 try:
                     state = client.read_flow_run(UUID(flow_run_id)).state
                 except (ObjectNotFound, ValueError):  # of another Prefect server, or not an id
@@ -124,8 +123,8 @@ def mark_flow_runs_crashed(ids: Iterable[str]) -> int:
                     count += 1
     except Exception as error:
         logger.warning(
-            "Prefect could not be told of %d dead runs: %s: %s",
-            len(wanted),
+            "%d crashed runs could not be marked in Prefect: %s: %s",
+            len(flow_run_ids),
             type(error).__name__,
             error,
         )

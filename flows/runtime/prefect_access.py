@@ -1,7 +1,7 @@
-"""Access to the Prefect servers that are started here: a password, own origins, loopback hosts.
+"""Access control of the Prefect servers started here: a password, allowed origins, loopback hosts.
 
-`python -m flows.runtime.prefect_access server start ...` is Prefect's command with the check of hosts and origins in
-front of the server, which Prefect has not; `create_app` is the same for the embedded server of a run.
+`python -m flows.runtime.prefect_access server start ...` is Prefect's command with a check of hosts and origins, which
+Prefect lacks, in front of the server. `create_app` does the same for the embedded server of a run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from rl_core.errors import BackendError
 from rl_core.storage.atomic_files import create_file_once, make_folder, open_owned_file
 from tasks.shipped import CHECKOUT
 
-SERVER_AUTH_VARIABLE, CLIENT_AUTH_VARIABLE = (
-    "PREFECT_SERVER_API_AUTH_STRING",
-    "PREFECT_API_AUTH_STRING",
-)  # Prefect's variables
+SERVER_AUTH_VARIABLE = "PREFECT_SERVER_API_AUTH_STRING"
+CLIENT_AUTH_VARIABLE = "PREFECT_API_AUTH_STRING"
 ORIGINS_VARIABLE = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -33,37 +31,38 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def locate_password_file(output: Path) -> Path:
-    """File of the password of an output folder's Prefect servers; readable by its owner alone."""
+    """Return the password file of an output folder's Prefect servers; only its owner may read it."""
     return output / "prefect" / "password"
 
 
 def generate_password() -> str:
-    """A new password in the form that Prefect takes, user:secret."""
+    """Generate a password in the form that Prefect expects, user:secret."""
     return f"posttrain:{secrets.token_urlsafe(24)}"
 
 
 def load_or_create_password(output: Path) -> str:
-    """Password of the output folder's Prefect servers: the user's own (PREFECT_SERVER_API_AUTH_STRING), else one kept
-    in `locate_password_file`, made when it is first asked for.
+    """Return the password of the output folder's Prefect servers.
 
-    Raises: BackendError where the file is another user's.
+    It is the user's (PREFECT_SERVER_API_AUTH_STRING), else the one in `locate_password_file`, created at the first
+    call.
+    Raises: BackendError if the file belongs to another user.
     """
-    if given := os.environ.get(SERVER_AUTH_VARIABLE):
-        return given
+    configured = os.environ.get(SERVER_AUTH_VARIABLE)
+    if configured:
+        return configured
     path = locate_password_file(output)
     make_folder(path.parent)
     try:
-        if not (found := _read_password_file(path)):
-            path.unlink(
-                missing_ok=True
-            )  # an empty one, which a crash of an older version left: no password at all
+        password = _read_password_file(path)
+        if not password:
+            path.unlink(missing_ok=True)  # older versions could leave an empty file after a crash
             create_file_once(path, generate_password() + "\n", mode=0o600)
-            found = _read_password_file(path)
-        return found
+            password = _read_password_file(path)
+        return password
     except PermissionError:
         raise BackendError(
-            f"{path}: cannot be read: the servers were started by somebody else; ask for its content and set "
-            f"{CLIENT_AUTH_VARIABLE} and PREFECT_API_URL, or use an output folder of your own"
+            f"{path}: cannot be read: another user started the servers; ask for its content and set "
+            f"{CLIENT_AUTH_VARIABLE} and PREFECT_API_URL, or use another output folder"
         ) from None
 
 
@@ -76,17 +75,17 @@ def _read_password_file(path: Path) -> str:
 
 
 def build_basic_auth_header(auth: str) -> dict[str, str]:
-    """Header of requests with a password; {} without one."""
+    """Return the header of requests with a password; {} without one."""
     return {"Authorization": "Basic " + base64.b64encode(auth.encode()).decode()} if auth else {}
 
 
 def format_loopback_origins(port: int) -> str:
-    """Origins of a page served on this port, with commas between."""
+    """Return the origins of a page served on this port, separated by commas."""
     return ",".join(f"http://{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))
 
 
 def build_server_environment(output: Path, port: int) -> dict[str, str]:
-    """Variables of a Prefect server of the output folder: its password, its origins, the place of this module."""
+    """Return variables of a Prefect server of the output folder: password, origins, location of this module."""
     return {
         SERVER_AUTH_VARIABLE: load_or_create_password(output),
         ORIGINS_VARIABLE: format_loopback_origins(port),
@@ -95,23 +94,23 @@ def build_server_environment(output: Path, port: int) -> dict[str, str]:
 
 
 def build_python_path(environment: Mapping[str, str]) -> str:
-    """PYTHONPATH with the checkout before it, where this project is imported from one."""
+    """Return PYTHONPATH with the checkout in front, if this project is imported from one."""
     path = [str(CHECKOUT or ""), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     return os.pathsep.join(dict.fromkeys(filter(None, path)))
 
 
 class LoopbackOnlyMiddleware:
-    """ASGI middleware that answers 403 to requests under another name than loopback, and to those of other pages.
+    """ASGI middleware that answers 403 to requests for another host than loopback, and to those of other pages.
 
-    Another name in `Host` is DNS rebinding; an `Origin` that is not this server's is another page of the browser,
-    one of another local server included. Programs send no `Origin`.
+    Another name in `Host` is DNS rebinding; a foreign `Origin` is another page of the browser, possibly one of another
+    local server. Programs send no `Origin`.
     """
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request, or refuse it."""
         if scope["type"] not in ("http", "websocket") or _is_same_loopback_origin(scope["headers"]):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -138,19 +137,19 @@ def _is_same_loopback_origin(headers: list[tuple[bytes, bytes]]) -> bool:
 
 
 def _parse_loopback_port(url: str) -> int | None:
-    """Port of an http address on loopback; None for any other text."""
+    """Return the port of an http address on loopback; None for any other text."""
     try:
         parts = urlsplit(url)
-        is_here = (
+        is_loopback = (
             parts.scheme == "http" and parts.hostname in _LOOPBACK_HOSTS and "@" not in parts.netloc
         )
-        return (parts.port or 80) if is_here and not parts.path else None
+        return (parts.port or 80) if is_loopback and not parts.path else None
     except ValueError:
         return None
 
 
 def create_app() -> LoopbackOnlyMiddleware:
-    """Prefect's server as its embedded server makes it, behind the check."""
+    """Create Prefect's embedded server application behind the check."""
     with pause_garbage_collection(is_command=True):
         from prefect.server.api.server import create_app as prefect_app
 
@@ -160,16 +159,16 @@ def create_app() -> LoopbackOnlyMiddleware:
 
 
 def main() -> None:
-    """Prefect's command line, with every server that it runs behind the check."""
+    """Run Prefect's command line with every server behind the check."""
     import uvicorn
     from prefect.cli import app
 
     run = uvicorn.run
 
-    def checked(app: Any, **options: Any) -> None:
+    def run_checked(app: Any, **options: Any) -> None:
         run(LoopbackOnlyMiddleware(app), **options)
 
-    uvicorn.run = checked
+    uvicorn.run = run_checked
     sys.argv[0] = "prefect"
     app()
 

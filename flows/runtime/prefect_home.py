@@ -1,6 +1,6 @@
 """Prefect's settings for a run: location of its database, start without a server, verbosity.
 
-The command line calls `set_prefect_environment` before it imports Prefect. Settings made by the user stay.
+The command line calls `set_prefect_environment` before it imports Prefect. Settings made by the user are kept.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from unittest.mock import patch
 from flows.runtime import prefect_access
 from rl_core.storage.atomic_files import make_folder
 
+# Modules that draw waits and pings from the global random generator.
 _RANDOM_CONSUMERS = (
     "prefect.utilities.math",
     "websockets.client",
     "websockets.asyncio.connection",
-)  # waits, pings
-HEARTBEAT_SECONDS = 30  # the least that Prefect takes; its default is 180
-PREFECT_PORT = 4200  # where `posttrain ui` serves the page
+)
+HEARTBEAT_SECONDS = 30  # Prefect's minimum; its default is 180
+PREFECT_PORT = 4200  # of the page of `posttrain ui`
 
 
 def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
-    """Environment variables for running Prefect without a separate server.
+    """Build the environment variables for running Prefect without a separate server.
 
     Args:
         output: the output folder, which then also holds Prefect's database; None = the user's Prefect home.
@@ -38,18 +39,18 @@ def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
         "DO_NOT_TRACK": "true",
         # The first start of the embedded server creates its database; the default of 20 s is tight on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        # A call to an API that is away waits 2 + 4 + 8 seconds, which outlast a restart; the default is a minute.
+        # A call to an unreachable API retries for 2 + 4 + 8 seconds, which outlasts a restart; the default is a minute.
         "PREFECT_CLIENT_MAX_RETRIES": "3",
-        # One that takes connections and is silent is waited for as often; the default is a minute each time.
+        # An API that accepts connections but does not answer is retried as often; the default is a minute each time.
         "PREFECT_API_REQUEST_TIMEOUT": "30",
-        # A server with our automations takes three missing heartbeats for a crash (deployments/automations.yaml).
+        # A server with our automations treats three missing heartbeats as a crash (deployments/automations.yaml).
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows,posttrain",
         # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the full log.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-        # Prefect's threads say of every event that a server which went away does not take it; we say it once.
+        # Prefect's threads report every event that an unreachable server does not accept; we report it once.
         "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
-        # The metric upload thread logs outside a flow context, of which Prefect would warn on the terminal.
+        # The metric upload thread logs outside a flow context; Prefect would warn about that on the terminal.
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
     if output is not None and not {"PREFECT_API_URL", "PREFECT_PROFILE"} & os.environ.keys():
@@ -58,7 +59,7 @@ def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
 
 
 def set_prefect_environment(output: Path | None = None) -> None:
-    """Set the variables that the user has not set. No effect once Prefect is imported."""
+    """Set the variables that the user has not set. They have no effect once Prefect is imported."""
     for name, value in build_prefect_environment(output).items():
         os.environ.setdefault(name, value)
     if output is not None:
@@ -67,22 +68,21 @@ def set_prefect_environment(output: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def apply_prefect_defaults() -> Iterator[None]:
-    """The same defaults as Prefect settings, for a process that imported Prefect before `set_prefect_environment` was called.
+    """Apply the same defaults as Prefect settings, for a process that has already imported Prefect.
 
-    A script that imports a flow needs nothing else. Settings of the user, of a profile and of a test stay.
+    A script that imports a flow needs nothing else. Settings of the user, of a profile and of a test are kept.
     """
     from prefect.logging.configuration import setup_logging
     from prefect.settings import get_current_settings, temporary_settings
 
     isolate_random_generator()
-    given = get_current_settings().model_dump(exclude_unset=True)
-    missing = {
-        setting: value
-        for name, value in {**build_prefect_environment(), **_resolve_embedded_access()}.items()
-        if name not in os.environ
-        and (setting := _find_prefect_setting(name)) is not None
-        and not _is_set_by_user(setting, given)
-    }
+    user_settings = get_current_settings().model_dump(exclude_unset=True)
+    missing = {}
+    for name, value in {**build_prefect_environment(), **_resolve_embedded_access()}.items():
+        setting = _find_prefect_setting(name)
+        is_known = name not in os.environ and setting is not None
+        if is_known and not _is_set_by_user(setting, user_settings):
+            missing[setting] = value
     if not missing:
         yield
         return
@@ -92,18 +92,17 @@ def apply_prefect_defaults() -> Iterator[None]:
         if name.startswith("PREFECT_LOGGING_HANDLERS")
     }
     with temporary_settings(missing):
-        with patch.dict(
-            os.environ, {**handlers, **os.environ}
-        ):  # no settings: read from the environment alone
+        # Prefect reads the handlers only from the environment.
+        with patch.dict(os.environ, {**handlers, **os.environ}):
             setup_logging()
         yield
 
 
 def isolate_random_generator() -> None:
-    """Have Prefect's client draw waits and pings from a generator of its own, in this process and for good.
+    """Give Prefect's client its own random generator for waits and pings, permanently in this process.
 
-    It would draw from Python's global one, whenever its threads come to it: rewards and environments of the user's that
-    draw from `random` as well would not give the same numbers again.
+    Its threads would draw from Python's global generator at arbitrary times, so rewards and environments of the user
+    that use `random` would not be reproducible.
     """
     for name in _RANDOM_CONSUMERS:
         module = importlib.import_module(name)
@@ -112,20 +111,20 @@ def isolate_random_generator() -> None:
 
 
 def _resolve_embedded_access() -> dict[str, str]:
-    """Password of the embedded server and its client, new with each process; {} where another server is configured."""
+    """Return the password of the embedded server and its client, new in each process; {} with another server."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
     if settings.api.url is not None:
         return {}
-    known = settings.server.api.auth_string or settings.api.auth_string
-    return build_embedded_access(known.get_secret_value() if known is not None else "")
+    configured = settings.server.api.auth_string or settings.api.auth_string
+    return build_embedded_access(configured.get_secret_value() if configured is not None else "")
 
 
 def build_embedded_access(password: str = "") -> dict[str, str]:
-    """Variables of the embedded server and its client; the password is this process's own where none is given."""
+    """Return variables of the embedded server and its client; without a password, use that of this process."""
     password = password or _create_process_password()
-    # No page belongs to it: an origin that nothing has.
+    # The server has no page, so the allowed origin matches nothing.
     return {
         prefect_access.SERVER_AUTH_VARIABLE: password,
         prefect_access.CLIENT_AUTH_VARIABLE: password,
@@ -135,12 +134,12 @@ def build_embedded_access(password: str = "") -> dict[str, str]:
 
 @functools.cache
 def _create_process_password() -> str:
-    """One for all runs of this process, as they share the server."""
+    """Create one password for all runs of this process, which share the server."""
     return prefect_access.generate_password()
 
 
 def _find_prefect_setting(variable: str) -> Any:
-    """Prefect setting of an environment variable; None if there is none."""
+    """Return the Prefect setting of an environment variable; None if there is none."""
     import prefect.settings
 
     return getattr(prefect.settings, variable, None)

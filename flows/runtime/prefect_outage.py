@@ -1,6 +1,6 @@
-"""A flow in this process whose Prefect API went away: its own outcome counts, not that Prefect could not be told.
+"""Outcome of a flow whose Prefect API became unreachable: the flow's own result or error is preserved.
 
-Prefect reports the end of a flow to its API, and raises where that does not answer, whatever the flow came to.
+Prefect reports the end of a flow to its API and raises if the API does not answer, whatever the flow's outcome.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-api_unreachable = threading.Event()  # Prefect could not be told how a flow ended
+api_unreachable = threading.Event()  # the end of a flow could not be reported to Prefect
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,9 @@ _outcomes: contextvars.ContextVar[list[FlowOutcome] | None] = contextvars.Contex
 
 @contextlib.contextmanager
 def capture_outcome() -> Iterator[FlowOutcome]:
-    """Note the outcome of the block, which is the body of a flow, for the `run` that it runs in, if any."""
-    outcome, outcomes = FlowOutcome(), _outcomes.get()
+    """Record the outcome of the block, which is the body of a flow, for the enclosing `run_flow`, if any."""
+    outcome = FlowOutcome()
+    outcomes = _outcomes.get()
     if outcomes is not None:
         outcomes.append(outcome)
     try:
@@ -51,17 +52,15 @@ def capture_outcome() -> Iterator[FlowOutcome]:
 
 
 def _warn_if_api_silent() -> None:
-    """Say why a flow takes minutes to end: Prefect asks an API that takes connections and is silent several times."""
-    from tasks.pipeline.prefect_stages import (  # not for commands that run no flow
-        REPEAT_TIMEOUT_SECONDS,
-        check_prefect_api,
-    )
+    """Warn that a flow takes minutes to end: Prefect retries an API that accepts connections but does not answer."""
+    # Imported here, because not all commands run a flow.
+    from tasks.pipeline.prefect_stages import REPEAT_TIMEOUT_SECONDS, check_prefect_api
 
     try:
         check_prefect_api(REPEAT_TIMEOUT_SECONDS)
     except TimeoutError as error:
         logger.warning(
-            "Prefect's API is silent (%s); the run is over, and its end is told for some minutes",
+            "Prefect's API does not answer (%s); the run is over, but reporting its end may take some minutes",
             error,
         )
     except OSError:
@@ -69,7 +68,7 @@ def _warn_if_api_silent() -> None:
 
 
 def run_flow(flow: Callable[[], ResultT]) -> ResultT:
-    """Result of a flow called directly; its own error, where Prefect raises another one after that."""
+    """Call a flow and return its result; raise its own error if Prefect raises another one after it."""
     outcomes: list[FlowOutcome] = []
     token = _outcomes.set(outcomes)
     try:
@@ -80,7 +79,7 @@ def run_flow(flow: Callable[[], ResultT]) -> ResultT:
         outcome = outcomes[-1]
         api_unreachable.set()
         logger.warning(
-            "Prefect's API is away and shows this run as running: %s: %s",
+            "Prefect's API is unreachable and shows this run as running: %s: %s",
             type(error).__name__,
             error,
         )

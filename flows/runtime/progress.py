@@ -1,9 +1,4 @@
-"""Text within the width of the terminal, which would break words; whole in a file or a pipe.
-
-Estimates of the time that a stage and the whole run still take.
-
-Terminal progress of a pipeline: one bar per stage, or plain lines without a terminal.
-"""
+"""Terminal progress of a pipeline: one bar per stage, or plain lines without a terminal; estimates of the time left."""
 
 from __future__ import annotations
 
@@ -31,13 +26,19 @@ from rich.text import Text
 
 from flows.runtime.terminal import escape_control_characters
 
-_MIN_COLUMNS = 36  # columns, however narrow the terminal is
+LOGGERS = ("rl_core", "tasks", "flows", "posttrain")
+PLAIN_LINE_SECONDS = 10.0  # between plain lines of a stage
+NARROW_COLUMNS = 100  # narrower terminals get short bars
+_MIN_COLUMNS = 36  # even if the terminal is narrower
+_MIN_SHARE = 0.02  # of a stage, before its speed is estimated
+_MIN_SECONDS = 2.0
 
 
 def wrap_to_terminal(text: str, console: Console | None = None) -> str:
-    """Lines that are too long wrapped between words, with an indent two columns deeper than theirs.
+    """Wrap long lines between words, indented two columns deeper; return the text unchanged in a file or a pipe.
 
-    console: the one that they are printed on; None = standard output.
+    Args:
+        console: the one that prints the text; None = standard output.
     """
     terminal = console or Console()
     if not terminal.is_terminal:
@@ -60,14 +61,10 @@ def _wrap_line(line: str, width: int) -> str:
     )
 
 
-_MIN_SHARE = 0.02  # of a stage, from which on its speed is told
-_MIN_SECONDS = 2.0
-
-
 class RemainingTimeEstimator:
-    """Speed of the stage that runs, and what the later stages took the last time.
+    """Estimator of the time left, from the speed of the running stage and earlier durations of later stages.
 
-    A resumed stage begins in the middle: its speed is that since it went on.
+    The speed of a resumed stage is that since its resumption.
     """
 
     def __init__(
@@ -76,54 +73,58 @@ class RemainingTimeEstimator:
         earlier: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """stages: of the run, in order. earlier: seconds that they took in an earlier run, where that is known."""
+        """Configure the estimator.
+
+        Args:
+            stages: of the run, in order.
+            earlier: seconds that they took in an earlier run, if known.
+        """
         self.stages, self._earlier, self._clock = list(stages), dict(earlier or {}), clock
-        self._count_starts: dict[
-            str, tuple[float, int, int]
-        ] = {}  # when counting to a total began, from where, and the total
+        # By stage: start time of counting to a total, first count, total.
+        self._count_starts: dict[str, tuple[float, int, int]] = {}
 
     def observe_progress(self, stage: str, done: int, total: int) -> None:
-        """Take in the progress of a stage. Another total is another count (pairs, then steps): its speed is its own."""
+        """Record the progress of a stage. A new total starts a new count with its own speed (pairs, then steps)."""
         if stage not in self._count_starts or self._count_starts[stage][2] != total:
             self._count_starts[stage] = (self._clock(), done, total)
 
     def estimate_stage_seconds(self, stage: str, done: int, total: int) -> float | None:
-        """Seconds; None where it cannot be told yet."""
+        """Estimate the seconds left of a stage; None if that is unknown."""
         if stage not in self._count_starts or total <= 0 or done >= total:
             return 0.0 if total > 0 and done >= total else None
-        began, first, _ = self._count_starts[stage]
-        passed, share = self._clock() - began, (done - first) / total
-        if passed < _MIN_SECONDS or share < _MIN_SHARE:
+        start, first, _ = self._count_starts[stage]
+        elapsed, share = self._clock() - start, (done - first) / total
+        if elapsed < _MIN_SECONDS or share < _MIN_SHARE:
             return None
-        return passed * (total - done) / (done - first)
+        return elapsed * (total - done) / (done - first)
 
     def estimate_run_seconds(self, stage: str, done: int, total: int) -> float | None:
-        """Seconds; None where a later stage never ran before."""
-        own = self.estimate_stage_seconds(stage, done, total)
-        if own is None or stage not in self.stages:
+        """Estimate the seconds left of the run; None if a later stage never ran before."""
+        stage_seconds = self.estimate_stage_seconds(stage, done, total)
+        if stage_seconds is None or stage not in self.stages:
             return None
         later = self.stages[self.stages.index(stage) + 1 :]
         if any(name not in self._earlier for name in later):
             return None
-        return own + sum(self._earlier[name] for name in later)
+        return stage_seconds + sum(self._earlier[name] for name in later)
 
     def format_stage_position(self, stage: str) -> str:
-        """`3/7`; "" for a stage that the settings do not name."""
+        """Return a position such as `3/7`; "" for a stage that the settings do not name."""
         return f"{self.stages.index(stage) + 1}/{len(self.stages)}" if stage in self.stages else ""
 
 
 def read_earlier_seconds(stages_folder: Path, names: Sequence[str]) -> dict[str, float]:
-    """Seconds that the newest finished folder of each stage took; stages without one are left out."""
-    found = {}
+    """Read the seconds that the newest finished folder of each stage took, without stages that have none."""
+    seconds = {}
     for name in names:
         summaries = sorted(
             (stages_folder / name).glob("*/summary.json"), key=_read_modification_time
         )
         try:
-            found[name] = float(json.loads(summaries[-1].read_text())["seconds"])
+            seconds[name] = float(json.loads(summaries[-1].read_text())["seconds"])
         except (IndexError, OSError, ValueError, KeyError, TypeError):
             continue
-    return found
+    return seconds
 
 
 def _read_modification_time(path: Path) -> float:
@@ -133,15 +134,10 @@ def _read_modification_time(path: Path) -> float:
         return 0.0
 
 
-LOGGERS = ("rl_core", "tasks", "flows", "posttrain")
-PLAIN_LINE_SECONDS = 10.0  # between plain lines of a stage
-NARROW_COLUMNS = 100  # columns of a terminal below which the bars are short
-
-
 class _WarningHandler(logging.Handler):
     """Log handler that prints warnings of this project above the bars, in quiet runs too.
 
-    And what is logged with `extra={"for_people": True}`, without its level.
+    It also prints records with `extra={"for_people": True}`, without their level.
     """
 
     def __init__(self, console: Console) -> None:
@@ -165,10 +161,10 @@ class _WarningHandler(logging.Handler):
 
 
 class _CountColumn(MofNCompleteColumn):
-    """Done and total; nothing for what only takes its time."""
+    """Column with done and total; empty for a task without a total."""
 
     def render(self, task: Task) -> Text:
-        """`3/7`, or ""."""
+        """Render `3/7`, or nothing."""
         return Text() if task.total is None else super().render(task)
 
 
@@ -182,9 +178,11 @@ class ProgressDisplay:
         console: Console | None = None,
         time_left: RemainingTimeEstimator | None = None,
     ) -> None:
-        """time_left: of the run, with its stages; None = stages are neither numbered nor timed.
+        """Configure the display.
 
-        quiet: no progress; warnings go to standard error, as standard output may be read by a program (`--json`).
+        Args:
+            quiet: no progress; warnings go to standard error, because a program may read standard output (`--json`).
+            time_left: of the run, with its stages; None = stages are neither numbered nor timed.
         """
         self.console = console or Console(stderr=quiet)
         self.is_quiet = quiet
@@ -198,7 +196,7 @@ class ProgressDisplay:
             BarColumn(bar_width=10 if self.console.width < NARROW_COLUMNS else 24),
             _CountColumn(table_column=Column(no_wrap=True)),
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
-            # One line for each stage, whatever the width: what does not fit is cut at the end of the line.
+            # Each stage keeps one line at any width; its end is cut.
             TextColumn(
                 "{task.fields[message]}",
                 table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
@@ -213,9 +211,8 @@ class ProgressDisplay:
             self._progress.start()
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self._warnings)
-            logging.getLogger(name).setLevel(
-                logging.INFO
-            )  # shown on Prefect's page; the terminal shows only warnings
+            # Prefect's page shows INFO; the terminal shows only warnings.
+            logging.getLogger(name).setLevel(logging.INFO)
         return self
 
     def __exit__(
@@ -242,12 +239,12 @@ class ProgressDisplay:
             self._tasks[stage] = self._progress.add_task(
                 self._format_stage_name(stage), total=total, message=""
             )
-        told = " · ".join(filter(None, (self._format_time_left(stage, done, total), message)))
-        self._progress.update(self._tasks[stage], completed=done, total=total, message=told)
+        text = " · ".join(filter(None, (self._format_time_left(stage, done, total), message)))
+        self._progress.update(self._tasks[stage], completed=done, total=total, message=text)
 
     @contextmanager
     def show_wait(self, description: str) -> Iterator[None]:
-        """Context that shows elapsed seconds while waiting outside a stage."""
+        """Show elapsed seconds within the block, while waiting outside a stage."""
         task = (
             self._progress.add_task(description, total=None, message="") if self.is_live else None
         )
@@ -258,20 +255,21 @@ class ProgressDisplay:
                 self._progress.remove_task(task)
 
     def _format_stage_name(self, stage: str) -> str:
-        """`stage 3/7 sft`."""
-        place = self._time_left.format_stage_position(stage)
-        return f"stage {place} {stage.replace('_', ' ')}" if place else stage.replace("_", " ")
+        """Return a name such as `stage 3/7 sft`."""
+        position = self._time_left.format_stage_position(stage)
+        name = stage.replace("_", " ")
+        return f"stage {position} {name}" if position else name
 
     def _format_time_left(self, stage: str, done: int, total: int) -> str:
-        """Time left of the stage and of the run; "" where neither is known."""
-        own, whole = (
-            self._time_left.estimate_stage_seconds(stage, done, total),
-            self._time_left.estimate_run_seconds(stage, done, total),
-        )
-        if not own:
+        """Format the time left of the stage and of the run; "" if neither is known."""
+        stage_seconds = self._time_left.estimate_stage_seconds(stage, done, total)
+        if not stage_seconds:
             return ""
-        more = f", run {_format_duration(whole)}" if whole is not None and whole - own >= 1 else ""
-        return f"{_format_duration(own)} left{more}"
+        text = f"{_format_duration(stage_seconds)} left"
+        run_seconds = self._time_left.estimate_run_seconds(stage, done, total)
+        if run_seconds is not None and run_seconds - stage_seconds >= 1:
+            text += f", run {_format_duration(run_seconds)}"
+        return text
 
     def _stop_other_clocks(self, stage: str) -> None:
         """Stop the clocks of other stages, as stages run one after the other."""
@@ -281,17 +279,15 @@ class ProgressDisplay:
 
     def _print_plain_line(self, stage: str, done: int, total: int, message: str) -> None:
         now = time.monotonic()
-        if (
-            done < total
-            and now - self._last_line_at.get(stage, -PLAIN_LINE_SECONDS) < PLAIN_LINE_SECONDS
-        ):
+        last = self._last_line_at.get(stage, -PLAIN_LINE_SECONDS)
+        if done < total and now - last < PLAIN_LINE_SECONDS:
             return
         self._last_line_at[stage] = now
-        told = " · ".join(
+        text = " · ".join(
             filter(None, (f"{done}/{total}", self._format_time_left(stage, done, total), message))
         )
         self.console.print(
-            f"{self._format_stage_name(stage)}: {told}",
+            f"{self._format_stage_name(stage)}: {text}",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -305,7 +301,7 @@ class ProgressDisplay:
 
 
 def _format_duration(seconds: float) -> str:
-    """Duration in at most two units."""
+    """Format a duration in at most two units."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,8 +1,6 @@
-"""Summary of a run: result table, metrics of the parent run, description in MLflow.
+"""Summary of a pipeline run: its result, the final table, metrics of the parent run, the description in MLflow.
 
-Result of a pipeline run, as flows return it.
-
-Commands that answer a pending approval, as printed by a waiting run and by `posttrain approve`.
+Also the commands that answer a pending approval, as printed by a waiting run and by `posttrain approve`.
 """
 
 from __future__ import annotations
@@ -29,19 +27,23 @@ from tasks.tracking import MAX_RESULT_LENGTH, shorten_result
 if TYPE_CHECKING:
     from tasks.pipeline.pipeline_run import PipelineRun
 
+_ACCURACY_KEYS = {
+    "accuracy": "",
+    "low": "_low",
+    "high": "_high",
+}  # key of a row: suffix in the summary
+
 
 def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
-    """Rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}.
+    """Build the rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}.
 
-    A model that was evaluated and that no stage of the run made has its figures in the row of the evaluation, with its
-    name as `model`; of several, each has a row of its own.
+    The figures of an evaluated model that no stage of the run trained are in the row of the evaluation, with its name
+    as `model`; several such models have a row each.
     """
-    evaluated = (
-        pipeline_run.results["evaluate"].summary["models"]
-        if "evaluate" in pipeline_run.results
-        else {}
-    )
-    others = [name for name in evaluated if name not in pipeline_run.results]
+    evaluated: dict[str, Any] = {}
+    if "evaluate" in pipeline_run.results:
+        evaluated = pipeline_run.results["evaluate"].summary["models"]
+    other_models = [name for name in evaluated if name not in pipeline_run.results]
     rows = []
     for name, result in pipeline_run.results.items():
         row: dict[str, Any] = {
@@ -54,9 +56,10 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
         }
         if name in evaluated:
             row |= _extract_model_figures(evaluated[name])
-        if name == "evaluate" and len(others) == 1:
-            row |= _extract_model_figures(evaluated[others[0]])
-            row |= {"model": _format_model_name(pipeline_run, others[0]), "metric": others[0]}
+        if name == "evaluate" and len(other_models) == 1:
+            (model,) = other_models
+            row |= _extract_model_figures(evaluated[model])
+            row |= {"model": _format_model_name(pipeline_run, model), "metric": model}
         if name == "reward_model":
             row |= {
                 key: result.summary[f"accuracy{suffix}"] for key, suffix in _ACCURACY_KEYS.items()
@@ -64,73 +67,58 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
         if name == "policy" and pipeline_run.settings.stages.policy is not None:
             row["uses_reward_model"] = "learned" in pipeline_run.settings.stages.policy.rewards
         if name == "evaluate":
-            rates = [found["tokens_per_second"] for found in evaluated.values()]
+            rates = [figures["tokens_per_second"] for figures in evaluated.values()]
             row["tokens_per_second"] = sum(rates) / len(rates) if rates else None
         rows.append(row)
-        if name == "evaluate" and len(others) > 1:
-            plain = {
-                "seconds": 0.0,
-                "cached": False,
-                "url": row["url"],
-                "note": "",
-                "is_model": True,
-            }
+        if name == "evaluate" and len(other_models) > 1:
             rows += [
                 {
-                    **plain,
-                    "stage": _format_model_name(pipeline_run, other),
-                    "metric": other,
-                    **_extract_model_figures(evaluated[other]),
+                    **_build_empty_row(_format_model_name(pipeline_run, model), row["url"], ""),
+                    "is_model": True,
+                    "metric": model,
+                    **_extract_model_figures(evaluated[model]),
                 }
-                for other in others
+                for model in other_models
             ]
     if pipeline_run.postponed_reason:
-        rows.append(
-            {
-                "stage": "promote",
-                "seconds": 0.0,
-                "cached": False,
-                "url": "",
-                "note": pipeline_run.postponed_reason,
-            }
-        )
+        rows.append(_build_empty_row("promote", "", pipeline_run.postponed_reason))
     return rows
 
 
+def _build_empty_row(stage: str, url: str, note: str) -> dict[str, Any]:
+    return {"stage": stage, "seconds": 0.0, "cached": False, "url": url, "note": note}
+
+
 def _extract_model_figures(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Success with interval, where a verifier knows it, and reward of an evaluated model."""
-    knows = evaluation.get("knows_success", True)
-    rate = (
-        {
+    """Return reward and, if a verifier knows it, success with interval of an evaluated model."""
+    figures = {"reward": evaluation["reward"]}
+    if evaluation.get("knows_success", True):
+        figures |= {
             "success": evaluation["success"],
             "low": evaluation["success_low"],
             "high": evaluation["success_high"],
         }
-        if knows
-        else {}
-    )
-    return {**rate, "reward": evaluation["reward"]}
+    return figures
 
 
 def _format_model_name(pipeline_run: PipelineRun, name: str) -> str:
-    """Name of a model that the run was given, with the version where it is a registered one."""
-    given = pipeline_run.options.evaluated_models.get(name, "")
-    version = pipeline_run.models.find_resolved_version(given)
+    """Format the name of an evaluated model, with the version of a registered one."""
+    reference = pipeline_run.options.evaluated_models.get(name, "")
+    version = pipeline_run.models.find_resolved_version(reference)
     return f"{name} (version {version})" if version and not name.endswith(f"-v{version}") else name
 
 
 def _format_row_label(row: Mapping[str, Any]) -> str:
-    stage = str(row["stage"]).replace("_", " ") if not row.get("is_model") else str(row["stage"])
+    stage = str(row["stage"])
+    if not row.get("is_model"):
+        stage = stage.replace("_", " ")
     return f"{stage} {row['model']}" if row.get("model") else stage
-
-
-_ACCURACY_KEYS = {"accuracy": "", "low": "_low", "high": "_high"}
 
 
 def format_result_table(
     rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping[str, Any], width: int | None
 ) -> str:
-    """Result table as text, with links."""
+    """Format the result table with links."""
     table = Table(title=None, pad_edge=False)
     for name, justify in (
         ("stage", "left"),
@@ -191,7 +179,7 @@ def _format_rate(row: Mapping[str, Any]) -> str:
 
 
 def collect_parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
-    """Metrics of the parent run for comparison in the runs table."""
+    """Collect the metrics of the parent run for comparison in the runs table."""
     cost = pipeline_run.tracking.cost
     metrics: dict[str, float] = {
         "pipeline/seconds": pipeline_run.seconds,
@@ -212,69 +200,70 @@ def collect_parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
 
 
 def format_headline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One-line summary: success of the trained models, the newest first, and the gate's decision, which is cut last.
+    """Return one line: success of the trained models, the newest first, and the gate's decision, which is cut last.
 
-    Tables of runs show its beginning alone.
+    Tables of runs show only its beginning.
     """
-    known = [row for row in rows if row.get("success") is not None]
-    if not any(row.get("model") or row.get("is_model") for row in known):  # else in the order given
-        known.reverse()
-    rates = "; ".join(f"{row.get('model') or row['stage']} {_format_rate(row)}" for row in known)
+    evaluated_rows = [row for row in rows if row.get("success") is not None]
+    if not any(
+        row.get("model") or row.get("is_model") for row in evaluated_rows
+    ):  # else in the order of the command
+        evaluated_rows.reverse()
+    rates = "; ".join(
+        f"{row.get('model') or row['stage']} {_format_rate(row)}" for row in evaluated_rows
+    )
     decision = "; ".join(str(row["note"]) for row in rows if row["stage"] == "promote")
     if rates and decision:
-        rates = shorten_result(
-            rates, max(MAX_RESULT_LENGTH // 3, MAX_RESULT_LENGTH - len(decision) - 2)
-        )
-    return shorten_result(
-        "; ".join(filter(None, (rates, decision))) or "".join(str(row["note"]) for row in rows[-1:])
-    )
+        length = max(MAX_RESULT_LENGTH // 3, MAX_RESULT_LENGTH - len(decision) - 2)
+        rates = shorten_result(rates, length)
+    last_note = "".join(str(row["note"]) for row in rows[-1:])
+    return shorten_result("; ".join(filter(None, (rates, decision))) or last_note)
 
 
 def describe_run(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown description of the parent run in MLflow: the result, its stages, and links to what the run left."""
+    """Build the Markdown description of the parent run in MLflow: result, stages, links to outputs."""
     links = " · ".join(f"[{name}]({url})" for name, url in _list_run_links(pipeline_run))
-    lines = [
-        links,
-        "",
-        f"**{format_headline(rows)}**",
-        "",
-    ]  # the page folds what comes below a hundred pixels
+    # Links and headline come first: the page folds everything below a hundred pixels.
+    lines = [links, "", f"**{format_headline(rows)}**", ""]
     lines += [
         "| stage | success (95% interval) | reward | seconds | result |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        linked = (
-            f"[{_format_row_label(row)}]({row['url']})" if row["url"] else _format_row_label(row)
-        )
+        label = _format_row_label(row)
+        if row["url"]:
+            label = f"[{label}]({row['url']})"
         reward = "" if row.get("reward") is None else f"{row['reward']:.3f}"
         note = str(row["note"]).replace("|", "/")
         lines.append(
-            f"| {linked} | {_format_rate(row)} | {reward} | {_format_seconds(row)} | {note} |"
+            f"| {label} | {_format_rate(row)} | {reward} | {_format_seconds(row)} | {note} |"
         )
     return "\n".join(lines)
 
 
 def _list_run_links(pipeline_run: PipelineRun) -> list[tuple[str, str]]:
-    """(name, address) of the report, the figures, the curves of the last training, settings, and the flow run."""
-    run_id, results = pipeline_run.parent.run_id or "", pipeline_run.results
+    """Return (name, URL) of the report, the figures, the curves of the last training, settings, and the flow run."""
+    run_id = pipeline_run.parent.run_id or ""
+    results = pipeline_run.results
 
-    def page(run: str, tab: str) -> str:
+    def build_url(run: str, tab: str) -> str:
         return pipeline_run.tracking.build_run_url(run, tab=tab)
 
-    links = [("Pipeline", page(run_id, "artifacts/figures/pipeline.png"))]
+    links = [("Pipeline", build_url(run_id, "artifacts/figures/pipeline.png"))]
     if "analyze" in results:
         analysis = results["analyze"].run_id
-        links.insert(0, ("Report", page(analysis, "artifacts/report.html")))
-        links.append(("Success by level", page(analysis, "artifacts/figures/success_by_level.png")))
+        links.insert(0, ("Report", build_url(analysis, "artifacts/report.html")))
+        links.append(
+            ("Success by level", build_url(analysis, "artifacts/figures/success_by_level.png"))
+        )
     trained = [name for name in list_training_stages() if name in results and results[name].run_id]
     links += [
         (f"Curves of {name.replace('_', ' ')}", pipeline_run.tracking.build_charts_url(name))
         for name in trained[-1:]
     ]
     if "evaluate" in results:
-        links.append(("Episodes", page(results["evaluate"].run_id, "traces")))
-    links.append(("Settings", page(run_id, "artifacts/config.json")))
+        links.append(("Episodes", build_url(results["evaluate"].run_id, "traces")))
+    links.append(("Settings", build_url(run_id, "artifacts/config.json")))
     links.append(("Prefect flow run", pipeline_run.options.flow_run.url))
     return [(name, url) for name, url in links if url]
 
@@ -289,36 +278,29 @@ class PipelineResult:
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)
     ok: bool = True
-    waiting: ApprovalRequest | None = None  # manual approval asked for before the champion moves
+    waiting: ApprovalRequest | None = None  # manual approval, required before the champion changes
     page: str = ""  # the result in Markdown, for Prefect's pages
-    artifact: str = ""  # id of the Prefect artifact that shows it; "" = there is none
+    artifact: str = ""  # id of the Prefect artifact that shows it; "" = none
 
     def format_table(self, width: int | None = None) -> str:
-        """Final table: stage, success with its interval, reward, tokens/s, seconds, links."""
+        """Format the final table: stage, success with its interval, reward, tokens/s, seconds, links."""
         return format_result_table(self.rows, self.run_url, self.facts, width)
 
 
 def format_approval_instructions(settings: PipelineSettings, request: ApprovalRequest) -> str:
-    """Text for the terminal of a waiting run: location of the evidence, and the commands to type in another one."""
-    where = (
-        " --config CONFIG" if settings.tracking.uri else format_output_option(Path(settings.output))
-    )
-    evidence = (
-        Path(settings.output).resolve()
-        / settings.name
-        / "stages"
-        / "promote"
-        / request.key
-        / "review"
-    )
+    """Format the text for the terminal of a waiting run: the evidence, and the commands for another terminal."""
+    output = Path(settings.output)
+    store_options = " --config CONFIG" if settings.tracking.uri else format_output_option(output)
+    review = output.resolve() / settings.name / "stages" / "promote" / request.key / "review"
     return (
-        f"evidence  {evidence / 'report.html'}\n{_format_form_link(request)}{format_approval_commands(request, where)}\n"
+        f"evidence  {review / 'report.html'}\n"
+        f"{_format_form_link(request)}{format_approval_commands(request, store_options)}\n"
         "Ctrl-C leaves it waiting; the same command continues from here."
     )
 
 
 def _format_form_link(request: ApprovalRequest) -> str:
-    """Line with the page of the form; "" for the run's own server, which has no pages, and addresses of other shape."""
+    """Format the line with the form's page; "" for the run's own server, which has no pages, or an unknown address."""
     api = request.prefect_api.rstrip("/")
     if not api.endswith("/api") or not request.flow_run_id:
         return ""
@@ -326,6 +308,13 @@ def _format_form_link(request: ApprovalRequest) -> str:
 
 
 def format_approval_commands(request: ApprovalRequest, store_options: str) -> str:
-    """The two commands that decide; `where`: options that name the folder or store."""
+    """Format the two commands that decide.
+
+    Args:
+        store_options: options that select the folder or store.
+    """
     start = f"posttrain approve {shlex.quote(request.run)}"
-    return f"approve   {start} --yes --note 'WHY'{store_options}\nreject    {start} --no --note 'WHY'{store_options}"
+    return (
+        f"approve   {start} --yes --note 'WHY'{store_options}\n"
+        f"reject    {start} --no --note 'WHY'{store_options}"
+    )

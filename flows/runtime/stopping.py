@@ -1,6 +1,7 @@
-"""SIGTERM outside a training loop (which saves and stops by itself): unwinds the stack like Ctrl-C, in bounded time.
+"""SIGTERM and Ctrl-C: unwind the stack, and end the process in bounded time.
 
-So is the time after Ctrl-C, once the iteration that it waits for has ended.
+A training loop saves and stops by itself. Elsewhere SIGTERM unwinds the stack like Ctrl-C. After Ctrl-C the time is
+bounded once the current iteration has ended.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-# Set by the first SIGTERM, and by Ctrl-C within `bounded(interrupt=True)`. Its exception may be swallowed by a
-# destructor, a callback from C or a bare `except`, all frequent in imports; then the next stage, or the next iteration
-# of a loop, stops.
+# Set by the first SIGTERM, and by Ctrl-C within `bound_shutdown_time(include_interrupt=True)`. Its exception may be
+# swallowed by a destructor, a callback from C or a bare `except`, all frequent in imports; then the next stage, or the
+# next iteration of a loop, stops.
 stop_requested = threading.Event()
 
-FORCED_EXIT_SECONDS = 7.0  # after such a signal; what has not unwound by then (a long call into C, a server that hangs) is left
-EXIT_CALLBACK_SECONDS = 1.0  # for noting that the run was stopped
-POLL_SECONDS = 0.1  # between two looks at a training loop that finishes its iteration
+# After a signal; a long call into C or a hanging server may not have unwound by then.
+FORCED_EXIT_SECONDS = 7.0
+EXIT_CALLBACK_SECONDS = 1.0  # for recording that the run was stopped
+POLL_SECONDS = 0.1  # while a training loop finishes its iteration
 
 _forced_exit_callbacks: list[Callable[[], None]] = []
 
 
 class TerminatedBySignal(KeyboardInterrupt):
-    """SIGTERM arrived. Not an Exception, as KeyboardInterrupt: imports and start-up code would catch it."""
+    """SIGTERM arrived. Not an Exception, like KeyboardInterrupt: imports and start-up code would catch it."""
 
 
 def unwind_on_sigterm() -> None:
-    """Install a handler: SIGTERM raises Terminated in the main thread."""
+    """Install a handler with which SIGTERM raises TerminatedBySignal in the main thread."""
     stop_requested.clear()
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
@@ -57,7 +59,7 @@ def schedule_sigterm(seconds: float | None) -> None:
 
 @contextlib.contextmanager
 def on_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
-    """Have `say` called, in another thread, if the process has to be ended within the block."""
+    """Call `callback` in another thread if the process has to be ended within the block."""
     _forced_exit_callbacks.append(callback)
     try:
         yield
@@ -75,82 +77,82 @@ def bound_shutdown_time(
 ) -> Iterator[None]:
     """End this process `seconds` after a SIGTERM that arrives within the block, whatever then still runs.
 
+    A thread learns of the signal from the file that the interpreter's handler writes to. That works even while the
+    main thread is in C, and whoever handles the signal there (Prefect within a flow, the training loop within
+    training).
     Args:
-        seconds: None = LAST_SECONDS. code: exit code of a process that is ended so by SIGTERM.
-        interrupt: do so after Ctrl-C as well, once no training loop has it wait for its iteration any more.
-        resumes: True = what is ended so has checkpoints, from which the same command goes on.
-
-    A thread learns of the signal from the file that the interpreter's own handler writes to: also while the main thread
-    is in C, and whoever handles the signal there (Prefect does within a flow, the training loop within training).
+        seconds: None = FORCED_EXIT_SECONDS.
+        code: exit code of a process that is ended this way by SIGTERM.
+        include_interrupt: also after Ctrl-C, once no training loop waits for its iteration.
+        is_resumable: the command has checkpoints from which it resumes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    given = (read, seconds, code, include_interrupt, is_resumable)
-    threading.Thread(target=_exit_after_signal, args=given, name="stop", daemon=True).start()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    thread_arguments = (read_end, seconds, code, include_interrupt, is_resumable)
+    threading.Thread(
+        target=_exit_after_signal, args=thread_arguments, name="stop", daemon=True
+    ).start()
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):
-            signal.set_wakeup_fd(before)
-        os.close(
-            write
-        )  # the thread reads the end, unless it has seen the signal: then the end of the process is bound
+            signal.set_wakeup_fd(previous)
+        # The thread reads the end of file, unless it has seen the signal and will end the process.
+        os.close(write_end)
 
 
 @contextlib.contextmanager
 def suspend_shutdown_bound() -> Iterator[None]:
-    """Take the bound away within a `bounded` block, for one that handles SIGTERM itself and waits for children."""
-    before = signal.set_wakeup_fd(-1)
+    """Suspend `bound_shutdown_time` within the block, for code that handles SIGTERM and waits for children."""
+    previous = signal.set_wakeup_fd(-1)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous)
 
 
 def _exit_after_signal(
-    read: int, seconds: float | None, code: int, interrupt: bool, resumes: bool
+    read_end: int, seconds: float | None, code: int, include_interrupt: bool, is_resumable: bool
 ) -> None:
-    signum = _wait_for_signal(read, interrupt)
+    signum = _wait_for_signal(read_end, include_interrupt)
     if signum is None:
-        os.close(read)
+        os.close(read_end)
         return
     stop_requested.set()
     threading.Event().wait(FORCED_EXIT_SECONDS if seconds is None else seconds)
-    for say in list(_forced_exit_callbacks):
-        thread = threading.Thread(target=say, daemon=True)
+    for callback in list(_forced_exit_callbacks):
+        thread = threading.Thread(target=callback, daemon=True)
         thread.start()
         thread.join(EXIT_CALLBACK_SECONDS)
-    how = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
-    more = "; the same command resumes from the last checkpoint" if resumes else ""
-    print(f"posttrain: stopped by {how}{more}", file=sys.stderr)
+    cause = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
+    hint = "; the same command resumes from the last checkpoint" if is_resumable else ""
+    print(f"posttrain: stopped by {cause}{hint}", file=sys.stderr)
     sys.stderr.flush()
     os._exit(code if signum == signal.SIGTERM else 128 + signum)
 
 
-def _wait_for_signal(read: int, interrupt: bool) -> int | None:
-    """The signal that ends the process in bounded time; None = the block is over without one."""
+def _wait_for_signal(read_end: int, include_interrupt: bool) -> int | None:
+    """Return the signal that bounds the shutdown; None if the block ends without one."""
     interrupted = False
     while True:
         if interrupted and not _has_running_training_loop():
             return signal.SIGINT
-        if interrupted and not select.select([read], [], [], POLL_SECONDS)[0]:
+        if interrupted and not select.select([read_end], [], [], POLL_SECONDS)[0]:
             continue
-        seen = os.read(read, 64)
-        if signal.SIGTERM in seen:
+        signums = os.read(read_end, 64)
+        if signal.SIGTERM in signums:
             return signal.SIGTERM
-        if not seen:
+        if not signums:
             return signal.SIGINT if interrupted else None
-        interrupted = interrupted or (interrupt and signal.SIGINT in seen)
+        interrupted = interrupted or (include_interrupt and signal.SIGINT in signums)
 
 
 def _has_running_training_loop() -> bool:
-    """True = a training loop handles Ctrl-C: it saves and stops after its iteration, however long that takes."""
-    signals = sys.modules.get(
-        "rl_core.training.signals"
-    )  # a loop can only run where it is imported
+    """Return whether a training loop handles Ctrl-C: it saves and stops after its iteration, however long."""
+    signals = sys.modules.get("rl_core.training.signals")  # imported by every loop
     handler = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     return signals is not None and isinstance(handler, signals.StopRequests)

@@ -1,7 +1,4 @@
-"""Text from files and arguments, made safe to print on a terminal.
-
-Progress of a command without stages: one line that is written over on a terminal, or a line now and then.
-"""
+"""Terminal output: text from files and arguments made safe to print, and a status line for commands without stages."""
 
 from __future__ import annotations
 
@@ -11,25 +8,23 @@ import time
 from typing import TextIO
 
 # Control characters, which move the cursor, rename the window or ring (C0 without tab and line feed, DEL, C1); marks
-# that turn the direction of writing round; halves of surrogate pairs, which no terminal's encoding has.
+# that reverse the writing direction; surrogates, which no terminal encoding supports.
 _CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+_LINE_INTERVAL_SECONDS = 15.0  # between two lines without a terminal
 
 
 def escape_control_characters(text: str) -> str:
-    """The text with those characters as escapes, such as \\x1b."""
+    r"""Return the text with control characters as escapes, such as \x1b."""
     return _CONTROL_CHARACTERS.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
-_LINE_INTERVAL_SECONDS = 15.0  # between two lines where there is no terminal
-
-
 class StatusLine:
-    """One line about what is being done."""
+    """Line about the current work: overwritten on a terminal, else printed now and then."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """stream: None = standard output."""
+        """Configure the stream; None = standard output."""
         self._stream = sys.stdout if stream is None else stream
         self._is_terminal = self._stream.isatty()
         self._last_printed_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Description of a sweep, and the settings of one trial of it."""
+"""Description of a sweep, and the settings of one trial."""
 
 from __future__ import annotations
 
@@ -20,26 +20,22 @@ _FIXED_KEYS = ("name", "output", "tracking", "run", "seed", "seeds")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """One sweep, as it was asked for."""
+    """Sweep as the user requested it."""
 
     config: str
     overrides: tuple[str, ...] = ()
     dimensions: tuple[Dimension, ...]
     method: SearchMethod = "grid"
-    trials: int = 20  # configurations that are drawn; a grid has its own number
+    trials: int = 20  # drawn configurations; a grid has its own number
     seeds: int = 1  # of each configuration
     seed_stage: str | None = None  # the stage whose seed varies; None = every stage that trains
-    metric: str = (
-        "success"  # of the newest policy's evaluation, or a metric that a training stage logs
-    )
+    metric: str = "success"  # of the newest policy's evaluation, or logged by a training stage
     minimize: bool = False
-    finalists: int = 3  # configurations that play fresh episodes
-    is_remote: bool = (
-        False  # trials run on the nodes of a cluster, so GPUs and servers need not be here
-    )
+    finalists: int = 3  # configurations evaluated on fresh episodes
+    is_remote: bool = False  # trials run on a cluster, so GPUs and servers need not be here
 
     def load_base_settings(self) -> PipelineSettings:
-        """Settings without those that vary. Raises: ConfigError; SettingsError where they cannot be swept."""
+        """Load the settings without the varied ones. Raises: ConfigError; SettingsError if they cannot be swept."""
         settings = load_settings(self.config, self.overrides, check_servers=not self.is_remote)
         self._refuse_unsweepable_settings(settings)
         return settings
@@ -52,11 +48,8 @@ class SweepPlan:
             raise SettingsError("a sweep needs a stage that trains; the configuration names none")
         for dimension in self.dimensions:
             if dimension.key.split(".")[0] in _FIXED_KEYS:
-                advice = (
-                    "use --seeds N"
-                    if dimension.key.startswith("seed")
-                    else "it changes nothing that is computed"
-                )
+                is_seed = dimension.key.startswith("seed")
+                advice = "use --seeds N" if is_seed else "it does not affect results"
                 raise SettingsError(f"--set {dimension.key}: cannot vary in a sweep; {advice}")
         if self.seed_stage is not None and self.seed_stage not in trains:
             raise SettingsError(
@@ -64,7 +57,7 @@ class SweepPlan:
             )
         if self.metric in EVALUATION_METRICS and self.minimize:
             raise SettingsError(
-                f"--minimize: {self.metric} is to be large; name a metric that training logs with it"
+                f"--minimize: a large {self.metric} is better; use it with a metric that training logs"
             )
         if self.metric in EVALUATION_METRICS and settings.stages.evaluate is None:
             raise SettingsError(
@@ -73,9 +66,9 @@ class SweepPlan:
             )
 
     def validate_trial_settings(self) -> None:
-        """Look at what trials will be set to, before any begins: all of a grid, else each setting by itself.
+        """Check the settings of trials before any starts: all of a grid, else each varied setting separately.
 
-        Raises: ConfigError for a combination of a grid, or a setting none of whose values can be.
+        Raises: ConfigError for a combination of a grid, or for a setting without a valid value.
         """
         if self.method == "grid":
             for params in build_grid(self.dimensions):
@@ -87,18 +80,18 @@ class SweepPlan:
                 try:
                     self.load_trial_settings({dimension.key: value}, 0)
                     break
-                except SettingsError as error:  # it may go together with a value of another setting
+                except SettingsError as error:  # may be valid with a value of another setting
                     problem = problem or error
             else:
                 assert problem is not None
                 raise problem
 
     def compute_sweep_id(self, base: PipelineSettings) -> str:
-        """Name of the sweep's folder. More trials or seeds of the same space are the same sweep."""
+        """Compute the name of the sweep's folder. More trials or seeds of the same space are the same sweep."""
         return digest_settings(
             {
                 "settings": dump_settings(base),
-                "dimensions": [dataclasses.asdict(one) for one in self.dimensions],
+                "dimensions": [dataclasses.asdict(dimension) for dimension in self.dimensions],
                 "method": self.method,
                 "metric": self.metric,
                 "minimize": self.minimize,
@@ -107,7 +100,7 @@ class SweepPlan:
         )[:10]
 
     def load_trial_settings(self, params: Params, seed: int) -> PipelineSettings:
-        """Settings of one trial; `seed` counts from 0, which is the configuration's own. Raises: ConfigError."""
+        """Load the settings of one trial; seed 0 is the configuration's own seed. Raises: ConfigError."""
         varied = [f"{key}={value}" for key, value in params.items()]
         settings = load_settings(
             self.config, [*self.overrides, *varied], check_servers=not self.is_remote
@@ -120,14 +113,14 @@ class SweepPlan:
         return dataclasses.replace(settings, seeds={**settings.seeds, **seeds})
 
     def locate_folder(self, base: PipelineSettings) -> Path:
-        """Folder of the sweep."""
+        """Return the folder of the sweep."""
         return Path(base.output).resolve() / base.name / "sweeps" / self.compute_sweep_id(base)
 
 
 def resolve_metric(requested: str | None, base: PipelineSettings) -> str:
-    """The metric that was asked for; None = success of the evaluation, or its reward where nothing tells success.
+    """Return the requested metric; None = success of the evaluation, or its reward if the environment has no verifier.
 
-    Raises: SettingsError where success is asked for by name and nothing tells it.
+    Raises: SettingsError if success is requested by name and unknown.
     """
     if requested not in (None, "success") or base.stages.evaluate is None:
         return requested or "success"
@@ -135,21 +128,21 @@ def resolve_metric(requested: str | None, base: PipelineSettings) -> str:
         return "success"
     if requested:
         raise SettingsError(
-            f"--metric {requested}: nothing tells it in environment '{base.environment.name}': set "
-            "environment.options.verifier, or choose by --metric reward"
+            f"--metric {requested}: environment '{base.environment.name}' has no verifier: set "
+            "environment.options.verifier, or use --metric reward"
         )
     return "reward"
 
 
 def format_configuration(params: Mapping[str, str]) -> str:
-    """A configuration in a few words: the last part of each key, and its value, numbers to three digits."""
+    """Format a configuration briefly: the last part of each key, and its value, numbers to three digits."""
     return ", ".join(
         f"{key.rpartition('.')[2]}={_shorten_number(value)}" for key, value in params.items()
     )
 
 
 def _shorten_number(value: str) -> str:
-    """A drawn number to three digits; what a person wrote stays as it is."""
+    """Round a drawn number to three digits; keep what a person wrote."""
     if len(value) <= 10 or not re.fullmatch(r"-?\d+\.\d+(e-?\d+)?", value):
         return value
     return f"{float(value):.3g}"

@@ -1,7 +1,7 @@
-"""Trials of a sweep on the nodes of a Ray cluster: an actor a lane holds the resources, and runs the trials' process.
+"""Trials of a sweep on the nodes of a Ray cluster: one actor per lane holds the resources and runs the trial process.
 
-All nodes see the output folder under the same path: trials share finished stages there by the stages' own locks, and
-one whose node is lost goes on elsewhere from its checkpoints.
+All nodes see the output folder under the same path. Trials share finished stages there through the stages' locks, and
+a trial whose node is lost resumes on another node from its checkpoints.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from tasks.config import PipelineSettings
 logger = logging.getLogger(__name__)
 
 RAY_OPTION = "--ray"
-LOCAL_CLUSTER = "local"  # a Ray of the sweep's own, on this machine
-_READ_SECONDS = 1.0  # that a call waits for lines
-_WARN_AFTER_SECONDS = 30.0  # without a free node, until it is said
-# Variables that a trial on another machine needs as they are here; everything else there is the node's own.
+LOCAL_CLUSTER = "local"  # start a Ray cluster on this machine
+_READ_SECONDS = 1.0  # timeout of a call that reads lines
+_WARN_AFTER_SECONDS = 30.0  # without a free node
+# Variables forwarded to trials on other machines; all others are those of the node.
 _FORWARDED_PREFIXES = ("POSTTRAIN_", "MLFLOW_", "HF_", "TRANSFORMERS_", "WANDB_")
-_MAX_CONCURRENT_CALLS = 4  # of an actor at a time: reading waits while others are made
+_MAX_CONCURRENT_CALLS = 4  # of an actor: reading blocks while others are made
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResources:
     """Resources that a trial holds on its node."""
 
-    cpus: int = 1  # threads of its trainer, too
-    gpus: float | None = None  # None = one, where the cluster has any
+    cpus: int = 1  # also the threads of its trainer
+    gpus: float | None = None  # None = one, if the cluster has any
     memory_bytes: int = 0
 
     def count_fitting_trials(self, node: Mapping[str, float]) -> int:
-        """Trials that a node of these resources can hold at a time."""
-        wanted = {"CPU": self.cpus, "GPU": self.gpus or 0.0, "memory": self.memory_bytes}
-        return min(int(node.get(name, 0.0) / need) for name, need in wanted.items() if need)
+        """Return how many trials a node with these resources can hold at a time."""
+        needs = {"CPU": self.cpus, "GPU": self.gpus or 0.0, "memory": self.memory_bytes}
+        return min(int(node.get(name, 0.0) / need) for name, need in needs.items() if need)
 
 
 class TrialHost:
-    """The actor: starts the process on its node, and hands lines on."""
+    """Ray actor that starts the process on its node and forwards lines."""
 
     def __init__(self, home: str, log: str, environment: Mapping[str, str]) -> None:
-        """Errors are told by the first call, as a value: Ray would wrap them into a page of text."""
+        """Start the process. The first call returns errors as values: Ray would wrap them into a page of text."""
         self._error: Exception | None = None
         try:
             _refuse_missing_folder(home)
@@ -75,46 +75,45 @@ class TrialHost:
         self._lines.put(None)
 
     def read(self) -> tuple[list[str], bool] | Exception:
-        """Lines since the last call, and True where none follows; waits a little for the first one."""
+        """Return the lines since the last call, and True if none follows; wait briefly for the first one."""
         if self._error is not None:
             return self._error
-        found: list[str] = []
+        lines: list[str] = []
         try:
-            while (
-                line := self._lines.get_nowait()
-                if found
-                else self._lines.get(timeout=_READ_SECONDS)
-            ) is not None:
-                found.append(line)
+            line = self._lines.get(timeout=_READ_SECONDS)
+            while line is not None:
+                lines.append(line)
+                line = self._lines.get_nowait()
         except queue.Empty:
-            return found, False
+            return lines, False
         self._lines.put(None)
-        return found, True
+        return lines, True
 
     def do(self, method: str, *arguments: Any) -> Any:
-        """A method of the process, or its property `is_alive`."""
+        """Call a method of the process, or read its property `is_alive`."""
         if self._error is not None:
             return self._error
-        found = getattr(self._process, method)
-        return found(*arguments) if callable(found) else found
+        attribute = getattr(self._process, method)
+        return attribute(*arguments) if callable(attribute) else attribute
 
 
 def _refuse_missing_folder(home: str) -> None:
-    """Raises: SettingsError for a node that does not see the sweep's folder."""
+    """Refuse a node that does not see the sweep's folder. Raises: SettingsError."""
     if not Path(home).is_dir():
         raise SettingsError(
-            f"{RAY_OPTION}: a node of the cluster ({os.uname().nodename}) does not see {home}; set output to storage that "
-            "all nodes share"
+            f"{RAY_OPTION}: a node of the cluster ({os.uname().nodename}) does not see {home}; "
+            "set output to storage that all nodes share"
         )
 
 
 class RemoteTrialProcess:
-    """A `TrialProcess` on a node of the cluster."""
+    """`TrialProcess` on a node of the cluster."""
 
     def __init__(self, session: RaySession, host: Any, stop: threading.Event) -> None:
-        """`stop`: once set, a node that does not answer is not waited for."""
-        self._session, self._host, self._stop, self._is_over = session, host, stop, False
-        self._unread_lines: deque[str] = deque()  # lines that nobody has taken yet
+        """Attach to a host. Once `stop` is set, a silent node is not waited for."""
+        self._session, self._host, self._stop = session, host, stop
+        self._is_over = False
+        self._unread_lines: deque[str] = deque()
 
     @property
     def is_alive(self) -> bool:
@@ -126,25 +125,25 @@ class RemoteTrialProcess:
         self._call_host("do", "send", line)
 
     def iter_lines(self) -> Iterator[str]:
-        """See `TrialProcess`. Raises: SettingsError, too, for a node that cannot run trials."""
+        """See `TrialProcess`. Raises: also SettingsError for a node that cannot run trials."""
         while self._unread_lines or not self._is_over:
             while self._unread_lines:
                 yield self._unread_lines.popleft()
             if not self._is_over:
-                found, self._is_over = self._call_host("read")
-                self._unread_lines.extend(found)
+                lines, self._is_over = self._call_host("read")
+                self._unread_lines.extend(lines)
 
     def terminate(self) -> None:
         """See `TrialProcess`."""
         if not self._is_over:
-            self._host.do.remote("terminate")  # not waited for: there may be no node for it yet
+            self._host.do.remote("terminate")  # without waiting: it may have no node yet
 
     def close_input(self) -> None:
         """See `TrialProcess`."""
         self._call_host("do", "close_input")
 
     def end(self) -> int:
-        """See `TrialProcess`; gives the node's resources back."""
+        """See `TrialProcess`; release the node's resources."""
         try:
             return int(self._call_host("do", "end"))
         except (NodeLost, PosttrainError):
@@ -154,19 +153,21 @@ class RemoteTrialProcess:
             self._session.stop_worker(self._host)
 
     def _call_host(self, method: str, *arguments: Any) -> Any:
-        """Result of the host's method. Raises: NodeLost; SettingsError of a host that could not begin."""
+        """Return the result of the host's method. Raises: NodeLost; SettingsError of a host that could not start."""
         call = getattr(self._host, method).remote(*arguments)
-        waited, said, since_stop = 0.0, False, 0.0
+        waited_seconds = seconds_since_stop = 0.0
+        has_warned = False
         while not self._session.wait_for_calls([call], _READ_SECONDS):
-            waited += _READ_SECONDS
-            since_stop += _READ_SECONDS * self._stop.is_set()
-            if since_stop > STOP_SECONDS:
-                raise NodeLost("it did not answer when it was to stop")
-            if not said and waited > _WARN_AFTER_SECONDS:
+            waited_seconds += _READ_SECONDS
+            if self._stop.is_set():
+                seconds_since_stop += _READ_SECONDS
+            if seconds_since_stop > STOP_SECONDS:
+                raise NodeLost("it did not answer the request to stop")
+            if not has_warned and waited_seconds > _WARN_AFTER_SECONDS:
                 logger.warning(
-                    "a trial waits for free resources of the Ray cluster, or for a node that is silent"
+                    "a trial waits for free resources of the Ray cluster, or for a silent node"
                 )
-                said = True
+                has_warned = True
         try:
             value = self._session.fetch_result(call)
         except WorkerLost as lost:
@@ -178,21 +179,22 @@ class RemoteTrialProcess:
 
 
 class RayTrialPool:
-    """A Ray cluster as the place of trials."""
+    """Ray cluster that runs trials."""
 
-    shares_memory = False  # Ray hands out that of its nodes
+    shares_memory = False  # Ray manages the memory of its nodes
 
     def __init__(self, address: str, parallel: int, resources: TrialResources) -> None:
-        """Nothing is started yet.
+        """Configure the pool; nothing starts yet.
 
         Args:
-            address: host:port of a running cluster, `auto`, or LOCAL. parallel: trials at a time.
-        Raises: SettingsError where Ray is not installed.
+            address: host:port of a running cluster, `auto`, or LOCAL_CLUSTER.
+            parallel: trials at a time.
+        Raises: SettingsError if Ray is not installed.
         """
         check_ray_installed(RAY_OPTION, "leave --ray out")
         self.parallel, self.resources = parallel, resources
-        joined = None if address == LOCAL_CLUSTER else address
-        self._session = RaySession(joined, parallel * resources.cpus, RAY_OPTION)
+        cluster_address = None if address == LOCAL_CLUSTER else address
+        self._session = RaySession(cluster_address, parallel * resources.cpus, RAY_OPTION)
 
     @property
     def threads(self) -> int | None:
@@ -200,7 +202,7 @@ class RayTrialPool:
         return self.resources.cpus
 
     def open_pool(self, settings: PipelineSettings) -> None:
-        """Join the cluster, or start it. Raises: SettingsError also where the trials do not fit into it."""
+        """Join the cluster, or start it. Raises: SettingsError, also if the trials do not fit into it."""
         try:
             self._session.connect_ray()
             self._refuse_insufficient_resources(settings)
@@ -218,29 +220,31 @@ class RayTrialPool:
         self.resources = dataclasses.replace(
             self.resources, gpus=gpus, memory_bytes=estimate_trial_bytes(settings)
         )
-        room = sum(self.resources.count_fitting_trials(node) for node in nodes)
-        if room < self.parallel:
+        capacity = sum(self.resources.count_fitting_trials(node) for node in nodes)
+        if capacity < self.parallel:
             needs = [
                 f"{self.resources.cpus} CPUs",
                 f"{self.resources.memory_bytes / 2**30:.1f} GiB",
             ]
-            needs += [f"{self.resources.gpus:g} GPUs"] if self.resources.gpus else []
+            if self.resources.gpus:
+                needs.append(f"{self.resources.gpus:g} GPUs")
             raise SettingsError(
                 f"--parallel {self.parallel}: a trial holds {', '.join(needs)}, and the {len(nodes)} nodes of the "
-                f"cluster have room for {room} at a time; use --parallel {max(1, room)}, --trial-cpus or --trial-gpus"
+                f"cluster have room for {capacity} at a time; "
+                f"use --parallel {max(1, capacity)}, --trial-cpus or --trial-gpus"
             )
 
     def start_process(
         self, index: int, home: Path, log: Path, stop: threading.Event
     ) -> RemoteTrialProcess:
-        """A process for trials on some node. Its first line comes when there is one with free resources."""
-        handed = {
+        """Start a process for trials on some node. Its first line comes once a node has free resources."""
+        forwarded = {
             name: value
             for name, value in os.environ.items()
             if name.startswith(_FORWARDED_PREFIXES)
         }
         environment = {
-            **handed,
+            **forwarded,
             "PYTHONPATH": build_child_import_path(),
             "OMP_NUM_THREADS": str(self.resources.cpus),
         }
@@ -257,5 +261,5 @@ class RayTrialPool:
         return RemoteTrialProcess(self._session, host, stop)
 
     def close_pool(self) -> None:
-        """End what is left, and leave the cluster."""
+        """End all processes and leave the cluster."""
         self._session.close()

@@ -35,12 +35,13 @@ _CURVE_METRICS = (
     "reward/mean",
     "train/loss",
 )
+_CSV_NUMBERS = ("seeds", "mean", "low", "high", "fresh", "fresh_low", "fresh_high", "seconds")
 
 
 def build_report_rows(
     record: SweepRecord, plan: SweepPlan, choice: SweepChoice | None
 ) -> list[dict[str, Any]]:
-    """One row a configuration, the best first; those without a result last."""
+    """Build one row per configuration, the best first; those without a result last."""
     rows = [
         _build_report_row(number, params, record, plan, choice)
         for number, params in enumerate(record.params)
@@ -64,9 +65,11 @@ def _build_report_row(
     ]
     interval = compute_seed_interval(values) if values else None
     fresh = choice.fresh.get(number) if choice is not None else None
-    played = compute_seed_interval(fresh) if fresh else None
+    fresh_interval = compute_seed_interval(fresh) if fresh else None
     states = [trial.status for trial in trials]
-    waiting = plan.seeds - len(trials) if "pruned" not in states else 0
+    counts: dict[str, int] = {state: states.count(state) for state in dict.fromkeys(states)}
+    if "pruned" not in states:
+        counts["waiting"] = plan.seeds - len(trials)
     return {
         "number": number,
         "settings": dict(params),
@@ -75,17 +78,10 @@ def _build_report_row(
         "mean": interval.rate if interval else None,
         "low": _drop_infinite(interval.low) if interval else None,
         "high": _drop_infinite(interval.high) if interval else None,
-        "fresh": played.rate if played else None,
-        "fresh_low": _drop_infinite(played.low) if played else None,
-        "fresh_high": _drop_infinite(played.high) if played else None,
-        "status": ", ".join(
-            f"{state} {count}"
-            for state, count in (
-                *((each, states.count(each)) for each in dict.fromkeys(states)),
-                ("waiting", waiting),
-            )
-            if count
-        ),
+        "fresh": fresh_interval.rate if fresh_interval else None,
+        "fresh_low": _drop_infinite(fresh_interval.low) if fresh_interval else None,
+        "fresh_high": _drop_infinite(fresh_interval.high) if fresh_interval else None,
+        "status": ", ".join(f"{state} {count}" for state, count in counts.items() if count),
         "why": next((trial.why for trial in trials if trial.why), ""),
         "seconds": round(sum(trial.seconds for trial in trials), 1),
         "is_winner": choice is not None and choice.winner == number,
@@ -99,9 +95,9 @@ def _drop_infinite(value: float) -> float | None:
 def format_report_table(
     rows: Sequence[Mapping[str, Any]], plan: SweepPlan, width: int | None = None
 ) -> str:
-    """The rows as text. A setting is not broken in its middle, unless it takes more than a third of 80 columns."""
+    """Format the rows as a table. A setting is broken only if it takes more than a third of 80 columns."""
     words = [word for row in rows for word in format_configuration(row["settings"]).split()]
-    widest = {"settings": min(27, max((len(word) for word in words), default=0))}
+    min_widths = {"settings": min(27, max((len(word) for word in words), default=0))}
     grid = Table(title=None, pad_edge=False)
     for name, justify in (
         ("", "left"),
@@ -112,7 +108,8 @@ def format_report_table(
         ("seconds", "right"),
         ("trials", "left"),
     ):
-        grid.add_column(name, justify=justify, overflow="fold", min_width=widest.get(name))  # type: ignore[arg-type]
+        min_width = min_widths.get(name)
+        grid.add_column(name, justify=justify, overflow="fold", min_width=min_width)  # type: ignore[arg-type]
     for row in rows:
         grid.add_row(
             "*" if row["is_winner"] else "",
@@ -145,15 +142,16 @@ def _format_interval(row: Mapping[str, Any], *names: str) -> str:
 
 
 def render_markdown(rows: Sequence[Mapping[str, Any]], plan: SweepPlan, verdict: str) -> str:
-    """Description of the sweep's run in the tracking store."""
+    """Render the description of the sweep's run in the tracking store."""
     lines = [verdict, "", f"Winner: {CHOICE_METHOD} (alpha {ALPHA}).", ""]
     lines += [
         f"| settings | seeds | {plan.metric} (95% over seeds) | on fresh episodes | trials |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
+        emphasis = "**" if row["is_winner"] else ""
         cells = (
-            f"{'**' * row['is_winner']}{format_configuration(row['settings'])}{'**' * row['is_winner']}",
+            f"{emphasis}{format_configuration(row['settings'])}{emphasis}",
             str(row["seeds"]),
             _format_interval(row, "mean", "low", "high"),
             _format_interval(row, "fresh", "fresh_low", "fresh_high"),
@@ -177,36 +175,32 @@ def write_report_files(
         "choice": choice.to_json() if choice else None,
     }
     write_json_atomic(record.home / REPORT_FILES[1], results)
-    shown = [_read_row_curves(row, record, plan) for row in rows]
-    names = [
-        name
-        for name in _CURVE_METRICS
-        if any(name in curves for _, found in shown for curves in found)
-    ]
-    name = names[0] if names else ""
+    row_curves = [_read_row_curves(row, record, plan) for row in rows]
+    logged = {name for trials in row_curves for curves in trials for name in curves}
+    metric = next((name for name in _CURVE_METRICS if name in logged), "")
     configurations = [
         SweptConfiguration(
             format_configuration(row["settings"]),
             row["settings"],
             row["mean"],
-            [curves[name] for curves in found if name in curves],
+            [curves[metric] for curves in trials if metric in curves],
         )
-        for row, found in shown
+        for row, trials in zip(rows, row_curves, strict=True)
     ]
-    draw_sweep_figure(record.home / REPORT_FILES[2], configurations, plan.metric, name)
+    draw_sweep_figure(record.home / REPORT_FILES[2], configurations, plan.metric, metric)
     inject_fault("sweep.reported")
 
 
 def _read_row_curves(
     row: Mapping[str, Any], record: SweepRecord, plan: SweepPlan
-) -> tuple[Mapping[str, Any], list[dict[str, TrainingCurve]]]:
-    """A row with the curves of its trials' last training stage."""
-    found = []
+) -> list[dict[str, TrainingCurve]]:
+    """Read the curves of the last training stage of each of a row's trials."""
+    curves = []
     for seed in range(plan.seeds):
         trial = record.outcomes.get((row["number"], seed))
         if trial is not None and trial.policy in trial.stages:
-            found.append(_read_stage_curves(Path(trial.stages[trial.policy]["folder"])))
-    return row, found
+            curves.append(_read_stage_curves(Path(trial.stages[trial.policy]["folder"])))
+    return curves
 
 
 def _read_stage_curves(folder: Path) -> dict[str, TrainingCurve]:
@@ -217,59 +211,25 @@ def _read_stage_curves(folder: Path) -> dict[str, TrainingCurve]:
 
 
 def _render_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line a configuration."""
+    """Render one line per configuration."""
     keys = list(dict.fromkeys(key for row in rows for key in row["settings"]))
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(
-        [
-            "number",
-            *keys,
-            "seeds",
-            "mean",
-            "low",
-            "high",
-            "fresh",
-            "fresh_low",
-            "fresh_high",
-            "seconds",
-            "status",
-            "winner",
-        ]
-    )
+    writer.writerow(["number", *keys, *_CSV_NUMBERS, "status", "winner"])
     for row in rows:
-        numbers = [
-            row[name]
-            for name in (
-                "seeds",
-                "mean",
-                "low",
-                "high",
-                "fresh",
-                "fresh_low",
-                "fresh_high",
-                "seconds",
-            )
-        ]
-        cells = ["" if number is None else number for number in numbers]
-        writer.writerow(
-            [
-                row["number"],
-                *(row["settings"].get(key, "") for key in keys),
-                *cells,
-                row["status"],
-                int(row["is_winner"]),
-            ]
-        )
+        numbers = ["" if row[name] is None else row[name] for name in _CSV_NUMBERS]
+        settings = [row["settings"].get(key, "") for key in keys]
+        writer.writerow([row["number"], *settings, *numbers, row["status"], int(row["is_winner"])])
     return text.getvalue()
 
 
 def format_outcome(outcome: TrialOutcome, plan: SweepPlan) -> str:
-    """The end of one trial as a line for the terminal."""
+    """Format the end of one trial as a line for the terminal."""
     seed = f", seed {outcome.seed}" if plan.seeds > 1 else ""
-    said = {
+    result = {
         "finished": f"{plan.metric} {outcome.value:.4g}" if outcome.value is not None else "",
-        "pruned": "given up by successive halving",
+        "pruned": "stopped by successive halving",
         "failed": f"failed: {outcome.why}",
     }[outcome.status]
-    return f"trial {outcome.number}: {format_configuration(outcome.params)}{seed}: {said} ({outcome.seconds:.0f} s)"
+    configuration = format_configuration(outcome.params)
+    return f"trial {outcome.number}: {configuration}{seed}: {result} ({outcome.seconds:.0f} s)"

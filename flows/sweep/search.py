@@ -1,16 +1,17 @@
-"""The settings that a sweep varies: lists and ranges in the values of `--set`.
+"""Search space of a sweep, and the source of its configurations.
+
+Values of `--set` that vary are lists and ranges:
 
     --set stages.policy.learning_rate=1e-4,3e-4,1e-3     a list
     --set stages.policy.learning_rate=1e-5..1e-3:5:log   a range: 5 points, spaced evenly in the logarithm
-    --set stages.policy.group_size=4..8                  a range of whole numbers: each of them
+    --set stages.policy.group_size=4..8                  a range of integers: each of them
     --set stages.policy.learning_rate=1e-5..1e-3:log     a range to draw from (random, bayes, halving)
 
-A value without a comma outside of brackets and quotes, and without "..", is an ordinary override.
+A value without ".." and without a comma outside brackets and quotes is an ordinary override.
 
-The next configuration of a sweep: in order from a grid, or by Optuna (random, Bayesian, successive halving).
-
-A search is rebuilt from what the sweep's folder holds: configurations that were asked for before are told to it first,
-and each new one is drawn with a seed of its own number, so that a sweep that was killed goes on to the same ones.
+Configurations come in order from a grid, or from Optuna (random, Bayesian, successive halving). A search is rebuilt
+from the sweep's folder: it first observes the earlier configurations, and each new one is drawn with a seed derived
+from its number. A killed sweep therefore resumes with the same configurations.
 """
 
 from __future__ import annotations
@@ -25,16 +26,21 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from rl_core.errors import SettingsError
 
-Params: TypeAlias = dict[str, str]  # key -> value as YAML text
+Params: TypeAlias = dict[str, str]  # key: value as YAML text
+SearchMethod = Literal["grid", "random", "bayes", "halving"]
+SEARCH_METHODS: tuple[SearchMethod, ...] = ("grid", "random", "bayes", "halving")
+
+MAX_GRID_CONFIGURATIONS = 10_000
+HALVING_FACTOR = 3  # one in so many configurations continues after a rung of successive halving
+RUNG_SHARES = (1 / HALVING_FACTOR**2, 1 / HALVING_FACTOR)  # of the training
 
 _NUMBER_PATTERN = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE_PATTERN = re.compile(rf"({_NUMBER_PATTERN})\.\.({_NUMBER_PATTERN})(?::(\d+))?(:log)?")
-MAX_GRID_CONFIGURATIONS = 10_000  # configurations of a grid
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """One setting that varies, over a list of values or a range of numbers."""
+    """Setting that varies over a list of values or a range of numbers."""
 
     key: str
     choices: tuple[str, ...] = ()  # YAML texts; () = a range
@@ -46,24 +52,24 @@ class Dimension:
 
     @property
     def is_range(self) -> bool:
-        """True = numbers between `low` and `high`."""
+        """Whether the values are numbers between `low` and `high`."""
         return not self.choices
 
     def format_value(self, value: float | str) -> str:
-        """A value as YAML text."""
+        """Format a value as YAML text."""
         if isinstance(value, str):
             return value
         return str(int(value)) if self.is_whole else repr(float(value))
 
     def list_samples(self) -> tuple[str, ...]:
-        """All values of a list; the middle of a range and its ends."""
+        """Return all values of a list, or the middle of a range and its ends."""
         if not self.is_range:
             return self.choices
         middle = math.sqrt(self.low * self.high) if self.is_log else (self.low + self.high) / 2
         return tuple(self.format_value(value) for value in (middle, self.low, self.high))
 
     def list_grid_values(self) -> tuple[str, ...]:
-        """All values of a list; the points of a range. Raises: SettingsError for a range without points."""
+        """Return all values of a list, or the points of a range. Raises: SettingsError for a range without points."""
         if not self.is_range:
             return self.choices
         if self.points is None and not self.is_whole:
@@ -74,31 +80,31 @@ class Dimension:
         count = self.points or int(self.high - self.low) + 1
         shares = [index / max(1, count - 1) for index in range(count)]
         if self.is_log:
-            values = [
-                math.exp(math.log(self.low) + s * (math.log(self.high) - math.log(self.low)))
-                for s in shares
-            ]
+            log_low, log_high = math.log(self.low), math.log(self.high)
+            values = [math.exp(log_low + share * (log_high - log_low)) for share in shares]
             values[0], values[-1] = (self.low, self.high) if count > 1 else (self.low, self.low)
         else:
-            values = [self.low + s * (self.high - self.low) for s in shares]
+            values = [self.low + share * (self.high - self.low) for share in shares]
         rounded = [round(value) if self.is_whole else float(f"{value:.6g}") for value in values]
         return tuple(dict.fromkeys(self.format_value(value) for value in rounded))
 
 
 def parse_set_options(texts: Iterable[str]) -> tuple[list[str], list[Dimension]]:
-    """Ordinary overrides, and the settings that vary, of `--set` texts. Raises: SettingsError."""
-    plain: list[str] = []
+    """Split `--set` texts into ordinary overrides and varied settings. Raises: SettingsError."""
+    overrides: list[str] = []
     dimensions: list[Dimension] = []
     for text in texts:
         key, equals, value = text.partition("=")
-        found = _parse_dimension(key.strip(), value.strip()) if equals else None
-        if found is None:
-            plain.append(text)
-        elif any(known.key == found.key for known in dimensions):
-            raise SettingsError(f"--set {found.key}: varies twice; give all its values in one list")
+        dimension = _parse_dimension(key.strip(), value.strip()) if equals else None
+        if dimension is None:
+            overrides.append(text)
+        elif any(other.key == dimension.key for other in dimensions):
+            raise SettingsError(
+                f"--set {dimension.key}: varies twice; give all its values in one list"
+            )
         else:
-            dimensions.append(found)
-    return plain, dimensions
+            dimensions.append(dimension)
+    return overrides, dimensions
 
 
 def _parse_dimension(key: str, value: str) -> Dimension | None:
@@ -134,36 +140,38 @@ def _parse_range(key: str, low: str, high: str, points: str | None, log: str | N
 
 
 def split_list_text(text: str) -> list[str]:
-    """Parts of a text between commas that stand outside of brackets, braces and quotes."""
+    """Split a text at commas outside brackets, braces and quotes."""
     parts, depth, quote, start = [], 0, "", 0
-    for place, letter in enumerate(text):
+    for index, character in enumerate(text):
         if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in "[{(":
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
             depth += 1
-        elif letter in "]})":
+        elif character in "]})":
             depth -= 1
-        elif letter == "," and depth <= 0:
-            parts.append(text[start:place].strip())
-            start = place + 1
+        elif character == "," and depth <= 0:
+            parts.append(text[start:index].strip())
+            start = index + 1
     return [*parts, text[start:].strip()]
 
 
 def build_grid(dimensions: Sequence[Dimension]) -> list[Params]:
-    """Every combination, the last setting changing fastest. Raises: SettingsError for more than MOST."""
+    """Build every combination; the last setting changes fastest. Raises: SettingsError for too many."""
     values = [dimension.list_grid_values() for dimension in dimensions]
-    if (count := math.prod(map(len, values))) > MAX_GRID_CONFIGURATIONS:
+    count = math.prod(map(len, values))
+    if count > MAX_GRID_CONFIGURATIONS:
         raise SettingsError(
-            f"the grid has {count:,} configurations, at most {MAX_GRID_CONFIGURATIONS:,} are taken; use --method random"
+            f"the grid has {count:,} configurations, the limit is {MAX_GRID_CONFIGURATIONS:,}; use --method random"
         )
     keys = [dimension.key for dimension in dimensions]
-    return [dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*values)]
+    combinations = itertools.product(*values)
+    return [dict(zip(keys, combination, strict=True)) for combination in combinations]
 
 
 def parse_number(text: str) -> float | None:
-    """A value as a number, for axes; None where it is none."""
+    """Parse a value as a number, for axes; None if it is none."""
     try:
         number = float(text)
     except ValueError:
@@ -171,25 +179,13 @@ def parse_number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-SearchMethod = Literal["grid", "random", "bayes", "halving"]
-SEARCH_METHODS: tuple[SearchMethod, ...] = ("grid", "random", "bayes", "halving")
-
-HALVING_FACTOR = 3  # one of ETA configurations goes on from a rung of successive halving
-RUNG_SHARES = (
-    1 / HALVING_FACTOR**2,
-    1 / HALVING_FACTOR,
-)  # shares of the training after which it decides
-
-
 @dataclass
 class PriorConfiguration:
-    """A configuration that was asked for before."""
+    """Configuration of an earlier process."""
 
     params: Params
     values: list[float] = field(default_factory=list)  # of its finished seeds
-    rungs: list[float] = field(
-        default_factory=list
-    )  # metric at each rung that the first seed reached
+    rungs: list[float] = field(default_factory=list)  # metric at each rung of the first seed
     is_finished: bool = False  # all its seeds have ended
     is_pruned: bool = False
 
@@ -198,17 +194,17 @@ class ConfigurationSearch(Protocol):
     """Source of configurations."""
 
     def suggest(self) -> Params | None:
-        """The next configuration; None = there is no other."""
+        """Return the next configuration; None if there is none."""
 
     def observe(self, number: int, value: float | None, *, pruned: bool = False) -> None:
-        """The end of configuration `number`; value: mean over its seeds, None = it failed."""
+        """Record the end of a configuration; value: mean over its seeds, None = it failed."""
 
     def should_continue(self, number: int, rung: int, value: float) -> bool:
-        """False = configuration `number` stops at this rung (from 0), where its metric is `value`."""
+        """Return False if a configuration stops at this rung (from 0), where its metric is `value`."""
 
 
 class GridSearch:
-    """Every combination, in order."""
+    """Search over every combination, in order."""
 
     def __init__(
         self, dimensions: Sequence[Dimension], prior: Sequence[PriorConfiguration]
@@ -217,26 +213,26 @@ class GridSearch:
         self._next = len(prior)
 
     def suggest(self) -> Params | None:
-        """The next combination."""
+        """Return the next combination."""
         if self._next >= len(self._configurations):
             return None
         self._next += 1
         return dict(self._configurations[self._next - 1])
 
     def observe(self, number: int, value: float | None, *, pruned: bool = False) -> None:
-        """Nothing: the order is fixed."""
+        """Ignore results: the order is fixed."""
 
     def should_continue(self, number: int, rung: int, value: float) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
 class OptunaSearch:
-    """Configurations drawn by Optuna.
+    """Search with configurations drawn by Optuna.
 
     random: uniform, or log-uniform. bayes: the tree-structured Parzen estimator (Bergstra et al. 2011, Algorithms for
-    Hyper-Parameter Optimization, section 4). halving: the same, and asynchronous successive halving at RUNGS of the
-    training (Li et al. 2020, arXiv:1810.05934, algorithm 2), decided by a configuration's first seed.
+    Hyper-Parameter Optimization, section 4). halving: the same, with asynchronous successive halving at RUNG_SHARES of
+    the training (Li et al. 2020, arXiv:1810.05934, algorithm 2), decided by a configuration's first seed.
     """
 
     def __init__(
@@ -249,7 +245,7 @@ class OptunaSearch:
         seed: int,
         minimize: bool,
     ) -> None:
-        """Raises: SettingsError where Optuna is not installed."""
+        """Create the study and restore the prior configurations. Raises: SettingsError if Optuna is not installed."""
         self._optuna = optuna = _import_optuna()
         self._dimensions, self._method, self._trials, self._seed = dimensions, method, trials, seed
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -264,9 +260,9 @@ class OptunaSearch:
         self._distributions = {
             dimension.key: self._build_distribution(dimension) for dimension in dimensions
         }
-        self._running_trials: dict[int, Any] = {}  # trials that run, by number
-        for known in prior:
-            self._restore_configuration(known)
+        self._running_trials: dict[int, Any] = {}  # by number
+        for configuration in prior:
+            self._restore_configuration(configuration)
 
     def _build_sampler(self, number: int) -> Any:
         text = f"{self._seed}:sweep:{number}"
@@ -277,15 +273,16 @@ class OptunaSearch:
         return samplers.TPESampler(seed=seed, n_startup_trials=max(3, self._trials // 4))
 
     def _build_distribution(self, dimension: Dimension) -> Any:
-        kinds = self._optuna.distributions
+        distributions = self._optuna.distributions
         if not dimension.is_range:
-            return kinds.CategoricalDistribution(dimension.choices)
-        kind = kinds.IntDistribution if dimension.is_whole else kinds.FloatDistribution
-        low, high = (int(n) if dimension.is_whole else n for n in (dimension.low, dimension.high))
-        return kind(low, high, log=dimension.is_log)
+            return distributions.CategoricalDistribution(dimension.choices)
+        if dimension.is_whole:
+            low, high = int(dimension.low), int(dimension.high)
+            return distributions.IntDistribution(low, high, log=dimension.is_log)
+        return distributions.FloatDistribution(dimension.low, dimension.high, log=dimension.is_log)
 
     def _restore_configuration(self, configuration: PriorConfiguration) -> None:
-        """Tell the study of a configuration of an earlier process, or take up one that was not finished."""
+        """Add a configuration of an earlier process to the study, or resume one that was not finished."""
         values = {
             dimension.key: _parse_dimension_value(dimension, configuration.params[dimension.key])
             for dimension in self._dimensions
@@ -298,29 +295,27 @@ class OptunaSearch:
                 trial.report(value, HALVING_FACTOR**rung)
             return
         states = self._optuna.trial.TrialState
-        state = (
-            states.PRUNED
-            if configuration.is_pruned
-            else states.COMPLETE
-            if configuration.values
-            else states.FAIL
-        )
+        mean = None
+        if configuration.is_pruned:
+            state = states.PRUNED
+        elif configuration.values:
+            state = states.COMPLETE
+            mean = sum(configuration.values) / len(configuration.values)
+        else:
+            state = states.FAIL
+        rungs = {HALVING_FACTOR**rung: metric for rung, metric in enumerate(configuration.rungs)}
         self._study.add_trial(
             self._optuna.trial.create_trial(
                 params=values,
                 distributions=self._distributions,
                 state=state,
-                value=sum(configuration.values) / len(configuration.values)
-                if configuration.values and not configuration.is_pruned
-                else None,
-                intermediate_values={
-                    HALVING_FACTOR**rung: value for rung, value in enumerate(configuration.rungs)
-                },
+                value=mean,
+                intermediate_values=rungs,
             )
         )
 
     def suggest(self) -> Params | None:
-        """The next draw, given all that is known by now."""
+        """Draw the next configuration, given all results so far."""
         number = len(self._study.trials)
         if number >= self._trials:
             return None
@@ -333,10 +328,10 @@ class OptunaSearch:
         }
 
     def observe(self, number: int, value: float | None, *, pruned: bool = False) -> None:
-        """Tell the study."""
+        """Report the result to the study."""
         trial = self._running_trials.pop(number, None)
         if trial is None:
-            return  # recalled
+            return  # restored from an earlier process
         states = self._optuna.trial.TrialState
         if pruned:
             self._study.tell(trial, state=states.PRUNED)
@@ -346,7 +341,7 @@ class OptunaSearch:
             self._study.tell(trial, value)
 
     def should_continue(self, number: int, rung: int, value: float) -> bool:
-        """The pruner's decision."""
+        """Return the pruner's decision."""
         trial = self._running_trials.get(number)
         if trial is None or self._method != "halving":
             return True
@@ -359,8 +354,8 @@ def _import_optuna() -> Any:
         import optuna
     except ImportError as error:
         raise SettingsError(
-            "--method random, bayes and halving need the package optuna; install it, or posttrain[sweep]. A grid needs "
-            "nothing"
+            "--method random, bayes and halving need the package optuna; install it, or posttrain[sweep]. "
+            "--method grid does not need it"
         ) from error
     return optuna
 
@@ -377,7 +372,11 @@ def create_search(
     prior: Sequence[PriorConfiguration],
     options: Mapping[str, Any],
 ) -> ConfigurationSearch:
-    """The search of a method; options: trials, seed, minimize (see `OptunaSearch`). Raises: SettingsError."""
+    """Create the search of a method. Raises: SettingsError.
+
+    Args:
+        options: trials, seed, minimize (see `OptunaSearch`).
+    """
     if method == "grid":
         return GridSearch(dimensions, prior)
     return OptunaSearch(dimensions, prior, method=method, **options)

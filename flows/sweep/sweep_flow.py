@@ -1,10 +1,8 @@
-"""The choice of a sweep's winner: fresh episodes are played by the finalists in a worker process, and compared.
+"""Flow of a sweep: trials in worker processes, the winner on fresh episodes, the report, the promotion gate.
 
-The flow of a sweep: trials in worker processes, the winner on fresh episodes, the report, the promotion gate.
-
-The pipeline's lock is held until the winner is chosen, so no other run of the pipeline writes meanwhile; trials share
-finished stages by the stages' own locks. Killed at any time, the same command goes on: trials with an outcome are not
-run again, the others resume from their checkpoints.
+The pipeline's lock is held until the winner is chosen, so that no other run of the pipeline writes meanwhile. Trials
+share finished stages through the stages' locks. After a kill at any time the same command resumes: trials with an
+outcome are not run again, the others resume from their checkpoints.
 """
 
 from __future__ import annotations
@@ -75,158 +73,30 @@ logger = logging.getLogger(__name__)
 
 CHOICE_FILE = "choice.json"
 NEEDED_STAGES = ("prepare_data", "evaluate")
-_FINALISTS_NUMBER = (
-    9999  # folder of the run that plays the fresh episodes, among those of the trials
-)
-
-
-def choose_winner(
-    plan: SweepPlan,
-    base: PipelineSettings,
-    record: SweepRecord,
-    build_job: Callable[..., dict[str, Any]],
-    worker: TrialWorker,
-) -> tuple[SweepChoice | None, PipelineSettings | None]:
-    """The winner with its figures, and the settings of its run at the gate; (None, None) without a finished trial.
-
-    Args:
-        job: makes a job of (number, seed, settings, ...). player: the process that plays them.
-    """
-    ranked = rank_configurations(record.outcomes, plan)
-    if not ranked:
-        return None, None
-    winner = ranked[0]
-    finalists = select_finalists(ranked, plan, _read_base_params(plan))
-    equal = sum(one.interval.rate == winner.interval.rate for one in ranked) - 1
-    choice = SweepChoice(
-        winner.number, winner.params, plan.metric, winner.interval.rate, CHOICE_METHOD, equal=equal
-    )
-    settings = plan.load_trial_settings(winner.params, winner.best_seed)
-    if plan.metric not in EVALUATION_METRICS:
-        choice = dataclasses.replace(choice, why=f"{plan.metric} is no outcome of episodes")
-    elif (evaluation := base.stages.evaluate) is not None:
-        report_message(f"{len(finalists)} configurations play fresh held-out episodes")
-        fresh = dataclasses.replace(evaluation, episodes_draw=evaluation.episodes_draw + 1)
-        models = {
-            format_trial_name(one.number, seed): folder
-            for one in finalists
-            for seed, folder in one.models.items()
-        }
-        folder, why = _play_fresh_episodes(
-            _replace_evaluation(base, fresh), models, build_job, worker
-        )
-        if folder is None:
-            choice = dataclasses.replace(choice, why=f"no fresh episodes ({why})")
-        else:
-            choice = _add_fresh_results(
-                choice, winner, finalists, folder, models, plan, base.seed, fresh.episodes_draw
-            )
-            own = settings.stages.evaluate
-            assert own is not None
-            settings = _replace_evaluation(
-                settings, dataclasses.replace(own, episodes_draw=fresh.episodes_draw)
-            )
-    write_json_atomic(record.home / CHOICE_FILE, choice.to_json())
-    inject_fault("sweep.chosen")
-    return choice, settings
-
-
-def _read_base_params(plan: SweepPlan) -> dict[str, str]:
-    """The values that the configuration itself has for what varies, as far as a trial has the same text."""
-    base = load_settings(plan.config, plan.overrides)
-    found = {}
-    for dimension in plan.dimensions:
-        value: Any = base
-        for part in dimension.key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
-        texts = [text for text in dimension.choices if _is_same_value(text, value)]
-        found[dimension.key] = texts[0] if texts else str(value)
-    return found
-
-
-def _is_same_value(text: str, value: Any) -> bool:
-    try:
-        return float(text) == float(value)
-    except (TypeError, ValueError):
-        return text == str(value)
-
-
-def _replace_evaluation(settings: PipelineSettings, evaluation: Any) -> PipelineSettings:
-    return dataclasses.replace(
-        settings, stages=dataclasses.replace(settings.stages, evaluate=evaluation)
-    )
-
-
-def _play_fresh_episodes(
-    settings: PipelineSettings,
-    models: Mapping[str, str],
-    build_job: Callable[..., dict[str, Any]],
-    worker: TrialWorker,
-) -> tuple[Path | None, str]:
-    """Folder of the evaluation of these models; None with a reason where fresh episodes cannot be played."""
-    skip = [name for name in list_stage_names() if name not in NEEDED_STAGES]
-    name = f"{settings.name} · finalists on fresh episodes"
-    work = build_job(_FINALISTS_NUMBER, 0, settings, name=name, models=dict(models), skip=skip)
-    try:
-        fields = worker.run_job(work, lambda value: True, lambda *_: None)
-    except WorkerFailed as error:
-        fields = {"why": str(error)}
-    except BaseException:
-        worker.request_stop()
-        raise
-    finally:
-        worker.close_process()
-    if "folder" not in fields:
-        logger.warning("the sweep's finalists played no fresh episodes: %s", fields["why"])
-        return None, str(fields["why"])
-    return Path(fields["folder"]), ""
-
-
-def _add_fresh_results(
-    choice: SweepChoice,
-    winner: RankedConfiguration,
-    finalists: Sequence[RankedConfiguration],
-    folder: Path,
-    models: Mapping[str, str],
-    plan: SweepPlan,
-    seed: int,
-    draw: int,
-) -> SweepChoice:
-    """The choice with what the evaluation in `folder` says."""
-    played = {name: read_evaluation(folder, name) for name in models}
-    episodes = {
-        name: {episode.key: float(getattr(episode, plan.metric)) for episode in found.episodes}
-        for name, found in played.items()
-    }
-    fresh, comparisons = compare_finalists(
-        winner.number, finalists, episodes, metric=plan.metric, seed=seed
-    )
-    return dataclasses.replace(choice, draw=draw, fresh=fresh, comparisons=comparisons)
-
-
+_FINALISTS_NUMBER = 9999  # number of the folder of the fresh episodes, among those of the trials
 _POLL_SECONDS = 0.2
-_MEMORY_POLL_SECONDS = 2.0  # between two looks at the free memory
-_MAX_LOST_NODES = 3  # by one trial, which then has failed
+_MEMORY_POLL_SECONDS = 2.0
+_MAX_LOST_NODES = 3  # by one trial, which then fails
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """A finished sweep."""
+    """Finished sweep."""
 
     rows: list[dict[str, Any]]
     choice: SweepChoice | None  # None = no configuration has a result
     text: str  # table, verdict and files, for the terminal
-    pipeline: PipelineResult | None = None  # the winner's own run, with the gate
+    pipeline: PipelineResult | None = None  # the winner's run through the gate
 
     @property
     def ok(self) -> bool:
-        """True = there is a winner, and its run went through."""
+        """Whether there is a winner, and its run succeeded."""
         return self.choice is not None and (self.pipeline is None or self.pipeline.ok)
 
 
 @dataclass(frozen=True)
 class _SweepRequest:
-    """A sweep as its flow gets it: Prefect stores a flow's parameters, and settings may hold secrets."""
+    """Arguments of a sweep's flow, not passed as parameters: Prefect stores those, and settings may hold secrets."""
 
     plan: SweepPlan
     base: PipelineSettings
@@ -236,7 +106,7 @@ class _SweepRequest:
 
 
 _requested_sweep: contextvars.ContextVar[_SweepRequest | None] = contextvars.ContextVar(
-    "_asked", default=None
+    "_requested_sweep", default=None
 )
 
 
@@ -252,19 +122,19 @@ def run_sweep(
     """Run the flow in this process, with live progress.
 
     Args:
-        parallel: trials at a time, in processes of their own.
-        gate: offer the winner to the promotion gate, where the pipeline has one.
-        ray: address of the Ray cluster that trials run on, see `RayTrialPool`; None = this machine.
-        resources: of a trial on the cluster; memory as counted.
+        parallel: trials at a time, each in a separate process.
+        gate: submit the winner to the promotion gate, if the pipeline has one.
+        ray: address of the Ray cluster that runs the trials, see `RayTrialPool`; None = this machine.
+        resources: of a trial on the cluster; its memory is estimated.
     Raises: SettingsError before anything runs; FolderBusy; Stopped with the state saved.
     """
     base = plan.load_base_settings()
     plan.validate_trial_settings()
-    place: LocalTrialPool | RayTrialPool = LocalTrialPool(parallel)
+    pool: LocalTrialPool | RayTrialPool = LocalTrialPool(parallel)
     if ray is not None:
-        place = RayTrialPool(ray, parallel, resources or TrialResources())
-    place.open_pool(base)
-    token = _requested_sweep.set(_SweepRequest(plan, base, parallel, gate, place))
+        pool = RayTrialPool(ray, parallel, resources or TrialResources())
+    pool.open_pool(base)
+    token = _requested_sweep.set(_SweepRequest(plan, base, parallel, gate, pool))
     try:
         with open_local_session(base, quiet=quiet):
             result: SweepResult = prefect_outage.run_flow(
@@ -272,13 +142,14 @@ def run_sweep(
             )
     finally:
         _requested_sweep.reset(token)
-        place.close_pool()
+        pool.close_pool()
     return result
 
 
 def _describe_dimensions(plan: SweepPlan) -> dict[str, str]:
     return {
-        one.key: ",".join(one.choices) or f"{one.low:g}..{one.high:g}" for one in plan.dimensions
+        dimension.key: ",".join(dimension.choices) or f"{dimension.low:g}..{dimension.high:g}"
+        for dimension in plan.dimensions
     }
 
 
@@ -292,25 +163,20 @@ def _describe_dimensions(plan: SweepPlan) -> dict[str, str]:
 )
 def sweep(pipeline: str, varied: list[str]) -> SweepResult:
     """Run trials of one pipeline that differ in some settings; called by `run_sweep`."""
-    asked = _requested_sweep.get()
-    assert asked is not None, f"a sweep of {pipeline} over {varied} is started by run_sweep"
+    request = _requested_sweep.get()
+    assert request is not None, f"a sweep of {pipeline} over {varied} is started by run_sweep"
     with prefect_outage.capture_outcome() as outcome:
-        outcome.result = _SweepRun(asked).run_sweep()
+        outcome.result = _SweepRun(request).run_sweep()
     result: SweepResult = outcome.result
     return result
 
 
 class _SweepRun:
-    """One sweep under way."""
+    """Sweep in progress."""
 
     def __init__(self, request: _SweepRequest) -> None:
-        self.plan, self.base, self.parallel, self.gate = (
-            request.plan,
-            request.base,
-            request.parallel,
-            request.gate,
-        )
-        self.pool = request.pool
+        self.plan, self.base, self.pool = request.plan, request.base, request.pool
+        self.parallel, self.gate = request.parallel, request.gate
         self.home = self.plan.locate_folder(self.base)
         self.record = SweepRecord(self.home)
         self.tracking = Tracking(
@@ -320,39 +186,35 @@ class _SweepRun:
         self.peak = estimate_trial_bytes(self.base)
         self.workers = [self._create_worker(index) for index in range(self.parallel)]
         self.errors: list[BaseException] = []
-        self.running: dict[int, str] = {}  # lane -> what it does
+        self.running: dict[int, str] = {}  # lane: its current trial
         self.last_progress: tuple[int, int, str] | None = None  # on the terminal
 
     def run_sweep(self) -> SweepResult:
-        """Everything in its order."""
+        """Run the trials, choose the winner, write the report, submit the winner to the gate."""
         pipeline_home = self.home.parent.parent
         with FolderLock(pipeline_home / ".lock", wait_s=self.base.run.wait_seconds):
             started = time.strftime("%Y-%m-%d %H:%M:%S")
-            known = self.record.open_folder(
+            is_resumed = self.record.open_folder(
                 {
                     "started": started,
                     "varied": _describe_dimensions(self.plan),
                     "threads": self._resolve_trial_threads(),
                 }
             )
-            if known:
-                done = len(self.record.outcomes)
-                report_message(
-                    f"going on with the sweep of {self.record.values['started']}: {done} trials are done"
-                )
+            if is_resumed:
+                num_done = len(self.record.outcomes)
+                started = self.record.values["started"]
+                report_message(f"resuming the sweep of {started}: {num_done} trials are done")
             close_crashed_runs(self.tracking, self.home)
             self.tracking.deliver_all_journals(self.home)
-            if self.base.model.path is not None:  # before trials would look for it side by side
+            if self.base.model.path is not None:  # before trials resolve it concurrently
                 self.tracking.resolve_model(self.base.model.path, pipeline_home / "base_models")
             run = self._start_tracked_run()
             try:
                 result, winner = self._run_trials_and_choose(run)
             except BaseException as error:
-                run.close(
-                    "KILLED"
-                    if isinstance(error, Stopped | KeyboardInterrupt | SystemExit)
-                    else "FAILED"
-                )
+                is_stopped = isinstance(error, Stopped | KeyboardInterrupt | SystemExit)
+                run.close("KILLED" if is_stopped else "FAILED")
                 raise
             run.close("FINISHED")
             self.tracking.deliver_all_journals(self.home)
@@ -361,11 +223,11 @@ class _SweepRun:
         return self._run_promotion_gate(result, winner)
 
     def _resolve_trial_threads(self) -> int | None:
-        """Threads of a trial; noted with the sweep, as sums depend on them."""
+        """Return the threads of a trial; recorded with the sweep, because sums depend on them."""
         return self.pool.threads if self.base.threads is None else None
 
     def _start_tracked_run(self) -> RunTracker:
-        """The sweep's run in the tracking store, above those of its trials."""
+        """Start the sweep's run in the tracking store, the parent of its trials."""
         name = f"{self.base.name} · sweep {self.record.values['started']}"
         run = self.tracking.start_run(
             name,
@@ -376,12 +238,10 @@ class _SweepRun:
                 "method": self.plan.method,
                 "metric": self.plan.metric,
             },
-            description="The sweep is running; its result will stand here.",
+            description="The sweep is running; its result will appear here.",
         )
         self.record.update_values(run_id=run.run_id)
         return run
-
-    # -- trials -------------------------------------------------------------------------------------------------
 
     def _run_trials_and_choose(
         self, run: RunTracker
@@ -404,28 +264,24 @@ class _SweepRun:
         )
         rows = build_report_rows(self.record, self.plan, choice)
         write_report_files(self.record, self.plan, rows, choice)
-        verdict = (
-            choice.describe_choice(format_configuration(choice.params))
-            if choice is not None
-            else "no configuration has a result"
-        )
+        verdict = "no configuration has a result"
+        if choice is not None:
+            verdict = choice.describe_choice(format_configuration(choice.params))
         self._publish_report(run, rows, choice, verdict)
         files = "\n".join(f"{name:<14}{self.home / name}" for name in REPORT_FILES)
         page = self.tracking.build_run_url(run.run_id or "")
-        text = f"{format_report_table(rows, self.plan)}\n{verdict}\n\n{files}" + (
-            f"\nMLflow run    {page}" if page else ""
-        )
+        text = f"{format_report_table(rows, self.plan)}\n{verdict}\n\n{files}"
+        if page:
+            text += f"\nMLflow run    {page}"
         return SweepResult(rows, choice, text), winner
 
     def _run_lanes(self, schedule: TrialSchedule) -> None:
         lanes = []
         for index in range(self.parallel):
             context = contextvars.copy_context()  # Prefect's: a trial is a task of this flow run
-            lanes.append(
-                threading.Thread(
-                    target=context.run, args=(self._run_lane, schedule, index), name=f"lane-{index}"
-                )
-            )
+            arguments = (self._run_lane, schedule, index)
+            lane = threading.Thread(target=context.run, args=arguments, name=f"lane-{index}")
+            lanes.append(lane)
         for lane in lanes:
             lane.start()
         try:
@@ -435,16 +291,13 @@ class _SweepRun:
                 if stopping.stop_requested.is_set():
                     self._stop_all()
                 self._show_progress(schedule)
-        finally:  # also an interrupt: workers save and stop
-            self._stop_all_unless_done(lanes)
+        finally:  # on an interrupt, too, workers save and stop
+            if any(lane.is_alive() for lane in lanes):
+                self._stop_all()
+                for lane in lanes:
+                    lane.join(10.0)
         if self.errors:
             raise self.errors[0]
-
-    def _stop_all_unless_done(self, lanes: list[threading.Thread]) -> None:
-        if any(lane.is_alive() for lane in lanes):
-            self._stop_all()
-            for lane in lanes:
-                lane.join(10.0)
 
     def _stop_all(self) -> None:
         self.stop.set()
@@ -452,13 +305,13 @@ class _SweepRun:
             worker.request_stop()
 
     def _run_lane(self, schedule: TrialSchedule, index: int) -> None:
-        """Run trials one after the other in one worker process."""
+        """Run trials one after another in one worker process."""
         try:
-            while (unit := schedule.take_next_trial()) is not None:
+            while (trial := schedule.take_next_trial()) is not None:
                 if not self._wait_for_memory(schedule, index):
-                    schedule.release_trial(unit)
+                    schedule.release_trial(trial)
                     return
-                self._run_trial(schedule, unit, index)
+                self._run_trial(schedule, trial, index)
         except BaseException as error:
             self.errors.append(error)
             self._stop_all()
@@ -466,21 +319,21 @@ class _SweepRun:
             self.workers[index].close_process()
 
     def _wait_for_memory(self, schedule: TrialSchedule, index: int) -> bool:
-        """Wait until another trial fits; False = the sweep stops. One alone always begins."""
-        said = False
-        while (
-            self.pool.shares_memory
-            and index > 0
-            and schedule.num_running > 1
-            and measure_free_memory() < self.peak
-        ):
-            if not said:
+        """Wait until another trial fits; return False if the sweep stops. A single trial always starts."""
+        if not self.pool.shares_memory or index == 0:
+            return True
+        has_warned = False
+        while schedule.num_running > 1:
+            free = measure_free_memory()
+            if free >= self.peak:
+                break
+            if not has_warned:
                 logger.warning(
                     "a trial waits: %.1f GiB are free, it takes %.1f",
-                    measure_free_memory() / 2**30,
+                    free / 2**30,
                     self.peak / 2**30,
                 )
-            said = True
+            has_warned = True
             if self.stop.wait(_MEMORY_POLL_SECONDS):
                 return False
         return True
@@ -489,28 +342,28 @@ class _SweepRun:
         label = f"{format_configuration(scheduled.params)}, seed {scheduled.seed}"
         tags = {f"sweep.{key}"[:250]: value[:250] for key, value in scheduled.params.items()}
 
-        def progress(stage: str, done: int, total: int, message: str) -> None:
-            self.running[index] = (
-                f"{format_configuration(scheduled.params)} s{scheduled.seed} {stage} {done}/{total}"
-            )
+        def show_progress(stage: str, done: int, total: int, message: str) -> None:
+            configuration = format_configuration(scheduled.params)
+            self.running[index] = f"{configuration} s{scheduled.seed} {stage} {done}/{total}"
 
         @task(name="trial", task_run_name=label, cache_policy=NO_CACHE, persist_result=False)
         def trial() -> dict[str, Any]:
-            for left in reversed(
-                range(_MAX_LOST_NODES)
-            ):  # the job anew each time: it knows the rungs that were reached
+            for retries_left in reversed(range(_MAX_LOST_NODES)):
+                # Rebuild the job each time: it contains the rungs reached so far.
                 job = self._build_job(
                     scheduled.number, scheduled.seed, scheduled.settings, tags=tags
                 )
                 try:
                     return self.workers[index].run_job(
-                        job, lambda value: schedule.should_continue(scheduled, value), progress
+                        job, lambda value: schedule.should_continue(scheduled, value), show_progress
                     )
                 except NodeLost as lost:
-                    what = (
-                        "it goes on elsewhere, from its checkpoints" if left else "it is given up"
+                    consequence = "the trial fails"
+                    if retries_left:
+                        consequence = "it resumes on another node from its checkpoints"
+                    report_message(
+                        f"{label}: the node of the trial was lost ({lost}); {consequence}"
                     )
-                    report_message(f"{label}: the node of the trial was lost ({lost}); {what}")
             raise WorkerFailed(f"the node of the trial was lost {_MAX_LOST_NODES} times")
 
         try:
@@ -534,7 +387,7 @@ class _SweepRun:
         )
 
     def _create_worker(self, index: int) -> TrialWorker:
-        """The worker of a lane."""
+        """Create the worker of a lane."""
         log = self.home / f"worker-{index}.log"
         return TrialWorker(
             log, lambda: self.pool.start_process(index, self.home, log, self.stop), self.stop
@@ -547,18 +400,19 @@ class _SweepRun:
         settings: PipelineSettings,
         *,
         tags: Mapping[str, str] | None = None,
-        **more: Any,
+        **fields: Any,
     ) -> dict[str, Any]:
-        """A trial for the process that runs it."""
-        if settings.threads is None and (threads := self.record.values.get("threads")):
+        """Build the job of a trial for the process that runs it."""
+        threads = self.record.values.get("threads")
+        if settings.threads is None and threads:
             settings = dataclasses.replace(settings, threads=threads)
-        halved = self.plan.method == "halving" and seed == 0
+        uses_rungs = self.plan.method == "halving" and seed == 0
         job = TrialJob(
             home=str(self.record.locate_trial_folder(number, seed)),
             name=f"{self.base.name} · trial {number}, seed {seed}",
             settings=dump_settings(settings),
             metric=self.plan.metric,
-            rungs=len(self.record.read_rungs(number, seed)) if halved else None,
+            rungs=len(self.record.read_rungs(number, seed)) if uses_rungs else None,
             parent_folder=str(self.home),
             tags={
                 "sweep": self.home.name,
@@ -568,27 +422,23 @@ class _SweepRun:
             },
             models={},
         )
-        return {**vars(job), **more}
-
-    # -- what people see ----------------------------------------------------------------------------------------
+        return {**vars(job), **fields}
 
     def _report_outcome(self, outcome: TrialOutcome) -> None:
         report_message(format_outcome(outcome, self.plan))
 
     def _show_progress(self, schedule: TrialSchedule) -> None:
         total = self.plan.seeds * max(len(self.record.params), self._count_configurations())
-        now = (len(self.record.outcomes), total, "; ".join(dict(self.running).values())[:100])
-        show: Callable[..., None] | None = get_progress_display()
-        if show is not None and now != self.last_progress:
-            self.last_progress = now
-            show("sweep", *now)
+        progress = (len(self.record.outcomes), total, "; ".join(dict(self.running).values())[:100])
+        display: Callable[..., None] | None = get_progress_display()
+        if display is not None and progress != self.last_progress:
+            self.last_progress = progress
+            display("sweep", *progress)
 
     def _count_configurations(self) -> int:
-        return (
-            len(build_grid(self.plan.dimensions))
-            if self.plan.method == "grid"
-            else self.plan.trials
-        )
+        if self.plan.method == "grid":
+            return len(build_grid(self.plan.dimensions))
+        return self.plan.trials
 
     def _publish_report(
         self, run: RunTracker, rows: list[dict[str, Any]], choice: SweepChoice | None, verdict: str
@@ -600,20 +450,150 @@ class _SweepRun:
         metrics = {"sweep/trials": float(len(self.record.outcomes))}
         if choice is not None:
             metrics["sweep/chosen_by"] = choice.chosen_by
-            if (found := choice.interval) is not None:
-                metrics["sweep/fresh"] = found.rate
+            if choice.interval is not None:
+                metrics["sweep/fresh"] = choice.interval.rate
         run.log_metrics(metrics, 0)
 
     def _run_promotion_gate(self, result: SweepResult, winner: PipelineSettings) -> SweepResult:
-        """The winner's own run of the whole pipeline: training is cached, the gate plays the fresh episodes."""
-        report_message("the winner goes to the promotion gate")
-        tags = {
-            "sweep": self.home.name,
-            "sweep.winner": format_configuration(result.choice.params)[:250]
-            if result.choice
-            else "",
-        }
+        """Run the whole pipeline of the winner: training is cached, the gate evaluates on the fresh episodes."""
+        report_message("the winner is submitted to the promotion gate")
+        configuration = format_configuration(result.choice.params) if result.choice else ""
+        tags = {"sweep": self.home.name, "sweep.winner": configuration[:250]}
         pipeline = run_with_approval(
             winner, lambda: execute_pipeline(winner, tags=tags, on_drift="beside"), report_message
         )
         return dataclasses.replace(result, pipeline=pipeline)
+
+
+def choose_winner(
+    plan: SweepPlan,
+    base: PipelineSettings,
+    record: SweepRecord,
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+) -> tuple[SweepChoice | None, PipelineSettings | None]:
+    """Choose the winner; return it with its figures, and the settings of its run at the gate.
+
+    Args:
+        build_job: builds a job from (number, seed, settings, ...).
+        worker: the process that plays fresh episodes.
+    Returns: (None, None) without a finished trial.
+    """
+    ranked = rank_configurations(record.outcomes, plan)
+    if not ranked:
+        return None, None
+    winner = ranked[0]
+    finalists = select_finalists(ranked, plan, _read_base_params(plan))
+    num_equal = sum(other.interval.rate == winner.interval.rate for other in ranked) - 1
+    choice = SweepChoice(
+        winner.number,
+        winner.params,
+        plan.metric,
+        winner.interval.rate,
+        CHOICE_METHOD,
+        equal=num_equal,
+    )
+    settings = plan.load_trial_settings(winner.params, winner.best_seed)
+    if plan.metric not in EVALUATION_METRICS:
+        choice = dataclasses.replace(choice, why=f"{plan.metric} is not measured on episodes")
+    elif base.stages.evaluate is not None:
+        report_message(f"{len(finalists)} configurations play fresh held-out episodes")
+        evaluation = base.stages.evaluate
+        fresh = dataclasses.replace(evaluation, episodes_draw=evaluation.episodes_draw + 1)
+        models = {
+            format_trial_name(finalist.number, seed): folder
+            for finalist in finalists
+            for seed, folder in finalist.models.items()
+        }
+        folder, problem = _play_fresh_episodes(
+            _replace_evaluation(base, fresh), models, build_job, worker
+        )
+        if folder is None:
+            choice = dataclasses.replace(choice, why=f"no fresh episodes ({problem})")
+        else:
+            choice = _add_fresh_results(
+                choice, winner, finalists, folder, models, plan, base.seed, fresh.episodes_draw
+            )
+            winner_evaluation = settings.stages.evaluate
+            assert winner_evaluation is not None
+            settings = _replace_evaluation(
+                settings,
+                dataclasses.replace(winner_evaluation, episodes_draw=fresh.episodes_draw),
+            )
+    write_json_atomic(record.home / CHOICE_FILE, choice.to_json())
+    inject_fault("sweep.chosen")
+    return choice, settings
+
+
+def _read_base_params(plan: SweepPlan) -> dict[str, str]:
+    """Return the configuration's own values of the varied settings, in the text of a trial if there is one."""
+    base = load_settings(plan.config, plan.overrides)
+    params = {}
+    for dimension in plan.dimensions:
+        value: Any = base
+        for part in dimension.key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        texts = [text for text in dimension.choices if _is_same_value(text, value)]
+        params[dimension.key] = texts[0] if texts else str(value)
+    return params
+
+
+def _is_same_value(text: str, value: Any) -> bool:
+    try:
+        return float(text) == float(value)
+    except (TypeError, ValueError):
+        return text == str(value)
+
+
+def _replace_evaluation(settings: PipelineSettings, evaluation: Any) -> PipelineSettings:
+    return dataclasses.replace(
+        settings, stages=dataclasses.replace(settings.stages, evaluate=evaluation)
+    )
+
+
+def _play_fresh_episodes(
+    settings: PipelineSettings,
+    models: Mapping[str, str],
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+) -> tuple[Path | None, str]:
+    """Return the folder of the evaluation of these models, or None with a reason if it failed."""
+    skip = [name for name in list_stage_names() if name not in NEEDED_STAGES]
+    name = f"{settings.name} · finalists on fresh episodes"
+    job = build_job(_FINALISTS_NUMBER, 0, settings, name=name, models=dict(models), skip=skip)
+    try:
+        fields = worker.run_job(job, lambda value: True, lambda *_: None)
+    except WorkerFailed as error:
+        fields = {"why": str(error)}
+    except BaseException:
+        worker.request_stop()
+        raise
+    finally:
+        worker.close_process()
+    if "folder" not in fields:
+        logger.warning("the sweep's finalists played no fresh episodes: %s", fields["why"])
+        return None, str(fields["why"])
+    return Path(fields["folder"]), ""
+
+
+def _add_fresh_results(
+    choice: SweepChoice,
+    winner: RankedConfiguration,
+    finalists: Sequence[RankedConfiguration],
+    folder: Path,
+    models: Mapping[str, str],
+    plan: SweepPlan,
+    seed: int,
+    draw: int,
+) -> SweepChoice:
+    """Add the results of the evaluation in `folder` to the choice."""
+    episodes = {}
+    for name in models:
+        evaluation = read_evaluation(folder, name)
+        episodes[name] = {
+            episode.key: float(getattr(episode, plan.metric)) for episode in evaluation.episodes
+        }
+    fresh, comparisons = compare_finalists(
+        winner.number, finalists, episodes, metric=plan.metric, seed=seed
+    )
+    return dataclasses.replace(choice, draw=draw, fresh=fresh, comparisons=comparisons)

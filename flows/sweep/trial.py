@@ -1,4 +1,4 @@
-"""One trial of a sweep, in this process: a pipeline run that shares finished stages and ends with its evaluation."""
+"""Trial of a sweep, in this process: a pipeline run that shares finished stages and ends with its evaluation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tasks.tracking import read_metrics
 
 logger = logging.getLogger(__name__)
 
-SKIPPED_STAGES = ("analyze", "export", "promote")  # the winner's own run has them
+SKIPPED_STAGES = ("analyze", "export", "promote")  # only the winner's run has them
 _TRAINING_METRICS = {
     "success": ("eval/success_rate", "train/success_rate"),
     "reward": ("eval/reward_mean", "reward/mean"),
 }
-_RECENT_SHARE = 5  # one in so many of the values so far is averaged at a rung
+_RECENT_SHARE = 5  # a rung averages the newest 1 / _RECENT_SHARE of the values
 
 
 class TrialPruned(Exception):
@@ -39,35 +39,38 @@ class TrialPruned(Exception):
 
 @dataclass(frozen=True)
 class TrialJob:
-    """A trial as it is handed to the process that runs it."""
+    """Trial as it is passed to the process that runs it."""
 
     home: str
     name: str  # of its run
     settings: Mapping[str, Any]
     metric: str
-    rungs: int | None  # that it has reached before; None = nothing is decided while it trains
+    rungs: int | None  # number reached before; None = it is not pruned
     parent_folder: str
     tags: Mapping[str, str]
-    models: Mapping[str, str]  # to play fresh episodes with; {} = a trial
+    models: Mapping[str, str]  # evaluated on fresh episodes; {} = a trial
     skip: tuple[str, ...] = SKIPPED_STAGES
 
     def build_run_options(
         self, on_metrics: Callable[[str, Mapping[str, float], int], None] | None = None
     ) -> RunOptions:
-        """Options of its pipeline run."""
-        place = TrialLocation(
+        """Build the options of its pipeline run."""
+        location = TrialLocation(
             home=Path(self.home),
             name=self.name,
             parent_folder=Path(self.parent_folder),
             on_metrics=on_metrics,
         )
         return RunOptions(
-            on_drift="beside", tags=dict(self.tags), evaluated_models=dict(self.models), trial=place
+            on_drift="beside",
+            tags=dict(self.tags),
+            evaluated_models=dict(self.models),
+            trial=location,
         )
 
 
 class _RungReporter:
-    """Reports of a stage's metric at shares of its training; the answer may stop it."""
+    """Reporter of a stage's metric at shares of its training; the search may stop the training there."""
 
     def __init__(
         self,
@@ -83,20 +86,17 @@ class _RungReporter:
         self.is_pruned = False
 
     def on_metrics(self, stage: str, metrics: Mapping[str, float], step: int) -> None:
-        """Take in what a stage measured."""
+        """Record the metrics of a stage."""
         if stage == self._stage:
             for name in self._names:
                 if name in metrics:
                     self._values.setdefault(name, []).append(metrics[name])
 
     def on_progress(self, label: str, done: int, total: int, message: str) -> None:
-        """Report at a rung, and stop the training where the search says so."""
-        if (
-            label != self._stage
-            or self._next_rung >= len(RUNG_SHARES)
-            or not total
-            or done / total < RUNG_SHARES[self._next_rung]
-        ):
+        """Report at a rung, and stop the training if the search decides so."""
+        if label != self._stage or self._next_rung >= len(RUNG_SHARES):
+            return
+        if not total or done / total < RUNG_SHARES[self._next_rung]:
             return
         values = next((self._values[name] for name in self._names if name in self._values), None)
         if values is None:
@@ -114,33 +114,34 @@ def run_trial(
     decide: Callable[[float], bool],
     on_progress: Callable[[str, int, int, str], None],
 ) -> dict[str, Any]:
-    """Run the job's pipeline up to its evaluation; returns fields of `TrialOutcome`.
+    """Run the job's pipeline up to its evaluation; return fields of `TrialOutcome`.
 
     Args:
         stop: set by a signal; training saves and stops.
-        decide: is told the metric at a rung; False = the trial is given up.
-    Raises: Pruned; Stopped; whatever the stages raise.
+        decide: called with the metric at a rung; False = stop the trial.
+    Raises: TrialPruned; Stopped; errors of the stages.
     """
     settings = build_settings(job.settings)
-    watched = _find_last_training_stage(settings)
-    rungs = None if job.rungs is None else _RungReporter(job, watched, stop, decide, job.rungs)
-    began, cpu = time.monotonic(), time.process_time()
+    stage = _find_last_training_stage(settings)
+    reporter = None if job.rungs is None else _RungReporter(job, stage, stop, decide, job.rungs)
+    start = time.monotonic()
+    cpu_start = time.process_time()
 
-    def progress(label: str, done: int, total: int, message: str = "") -> None:
+    def report_progress(label: str, done: int, total: int, message: str = "") -> None:
         on_progress(label, done, total, message)
-        if rungs is not None:
-            rungs.on_progress(label, done, total, message)
+        if reporter is not None:
+            reporter.on_progress(label, done, total, message)
 
-    options = job.build_run_options(rungs.on_metrics if rungs is not None else None)
+    options = job.build_run_options(reporter.on_metrics if reporter is not None else None)
     try:
-        with PipelineRun(settings, options, on_progress=progress, stop=stop) as run:
+        with PipelineRun(settings, options, on_progress=report_progress, stop=stop) as run:
             run_dag(run, job.models, wrap_stage_call, skip=job.skip)
             value, metrics = _measure_metric(run, job.metric)
             rows = build_result_rows(run)
             run.parent.log_metrics({**collect_parent_metrics(run), "sweep/value": value}, 0)
             run.parent.set_tag("result", format_headline(rows))
     except Stopped as error:
-        if rungs is not None and rungs.is_pruned:
+        if reporter is not None and reporter.is_pruned:
             raise TrialPruned from error
         raise
     trained = [result for name, result in run.results.items() if name in list_training_stages()]
@@ -159,17 +160,17 @@ def run_trial(
         },
         "policy": trained[-1].stage if trained else "",
         "model": str(trained[-1].model) if trained else "",
-        "seconds": round(time.monotonic() - began, 3),
-        "cpu_seconds": round(time.process_time() - cpu, 3),
+        "seconds": round(time.monotonic() - start, 3),
+        "cpu_seconds": round(time.process_time() - cpu_start, 3),
         "peak_bytes": measure_peak_bytes(),
         "run_id": run.parent.run_id or "",
     }
 
 
 def evaluate_on_fresh_episodes(job: TrialJob, stop: threading.Event) -> dict[str, Any]:
-    """Play the job's held-out episodes with its models; returns the folder of the evaluation.
+    """Play the job's held-out episodes with its models; return the folder of the evaluation.
 
-    Raises: as `run_trial`; DataError where the environment has no fresh episodes left.
+    Raises: as `run_trial`; DataError if the environment has no fresh episodes left.
     """
     with PipelineRun(build_settings(job.settings), job.build_run_options(), stop=stop) as run:
         run_dag(run, job.models, wrap_stage_call, skip=job.skip)
@@ -177,12 +178,12 @@ def evaluate_on_fresh_episodes(job: TrialJob, stop: threading.Event) -> dict[str
 
 
 def measure_peak_bytes() -> int:
-    """The most memory that this process and its children ever held."""
-    used = (
+    """Return the peak memory of this process and its children."""
+    kilobytes = (
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    return 1024 * sum(used)
+    return 1024 * sum(kilobytes)
 
 
 def _find_last_training_stage(settings: PipelineSettings) -> str:
@@ -194,7 +195,7 @@ def _find_last_training_stage(settings: PipelineSettings) -> str:
 
 
 def _measure_metric(run: PipelineRun, metric: str) -> tuple[float, dict[str, float]]:
-    """The sweep's metric of a finished trial, and what else its stages tell."""
+    """Return the sweep's metric of a finished trial, and further metrics of its stages."""
     trained = [name for name in reversed(list(run.results)) if name in list_training_stages()]
     numbers = run.results[trained[0]].summary.get("metrics") or {}
     metrics = {
@@ -213,16 +214,14 @@ def _measure_metric(run: PipelineRun, metric: str) -> tuple[float, dict[str, flo
         ]
         if logged:
             return logged[-1], metrics
-    known = sorted(
-        {
-            name
-            for stage in trained
-            for _, row in read_metrics(_locate_journal(run, stage))
-            for name in row
-        }
-    )
+    logged_names = {
+        name
+        for stage in trained
+        for _, row in read_metrics(_locate_journal(run, stage))
+        for name in row
+    }
     raise SettingsError(
-        f"--metric {metric}: no stage of the trial logs it; it logs {', '.join(known)}"
+        f"--metric {metric}: no stage of the trial logs it; it logs {', '.join(sorted(logged_names))}"
     )
 
 

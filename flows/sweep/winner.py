@@ -1,12 +1,12 @@
-"""The winner of a sweep: chosen on the evaluation's episodes, measured on fresh ones.
+"""Winner of a sweep: chosen on the evaluation's episodes, measured on fresh ones.
 
 The best of many looks better than it is: its figure is the largest of many noisy ones (Cawley and Talbot 2010, JMLR
-11:2079, section 5). So the choice and the figure are of different episodes. The configuration with the best mean over
-its seeds on the evaluation's episodes wins. It and the next best ones (and the configuration's own settings, where they
-are among the trials) then play held-out episodes that no trial was evaluated or validated on. The winner's figure is of
-those episodes alone, and needs no correction, as they had no part in the choice (data splitting: Cox 1975,
-doi:10.1093/biomet/62.2.441). Its gain over each other finalist is tested on the same episodes, with p-values adjusted
-for their number (Holm 1979).
+11:2079, section 5). The choice and the figure therefore use different episodes. The configuration with the best mean
+over its seeds on the evaluation's episodes wins. Then it and the runners-up (and the configuration's own settings, if
+they are among the trials) play held-out episodes on which no trial was evaluated or validated. The winner's figure
+comes from those episodes alone and needs no correction, because they had no part in the choice (data splitting: Cox
+1975, doi:10.1093/biomet/62.2.441). Its gain over each other finalist is tested on the same episodes, with p-values
+adjusted for their number (Holm 1979).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHOICE_METHOD = (
 
 @dataclass(frozen=True)
 class RankedConfiguration:
-    """A configuration with its finished trials."""
+    """Configuration with its finished trials."""
 
     number: int
     params: Params
@@ -45,72 +45,71 @@ class RankedConfiguration:
 
     @property
     def best_seed(self) -> int:
-        """The seed whose model is offered: the first with the best value; the values were chosen by, too."""
+        """Seed whose model is submitted: the first with the best value on the episodes of the choice."""
         return max(self.models, key=lambda seed: self.values[list(self.models).index(seed)])
 
 
 @dataclass(frozen=True)
 class FinalistGain:
-    """The winner against another finalist on fresh episodes, both as means over their seeds."""
+    """Gain of the winner over another finalist on fresh episodes, both as means over their seeds."""
 
     number: int
     difference: float
     low: float
     high: float
-    p_value: float  # of no gain
+    p_value: float  # null hypothesis: no gain
     adjusted: float
     episodes: int
 
 
 @dataclass(frozen=True)
 class SweepChoice:
-    """The winner, and what fresh episodes say of it."""
+    """Winner, and its results on fresh episodes."""
 
     winner: int
     params: Params
     metric: str
     chosen_by: float  # its value on the episodes of the choice
     method: str
-    draw: int | None = None  # of the held-out episodes; None = there were no fresh ones
-    fresh: dict[int, list[float]] = field(
-        default_factory=dict
-    )  # finalist -> value of each seed on fresh episodes
+    draw: int | None = None  # of the held-out episodes; None = no fresh ones
+    # Finalist: value of each seed on fresh episodes.
+    fresh: dict[int, list[float]] = field(default_factory=dict)
     comparisons: list[FinalistGain] = field(default_factory=list)
-    why: str = ""  # there are no fresh episodes
+    why: str = ""  # reason why there are no fresh episodes
     equal: int = 0  # other configurations with the same value
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict."""
+        """Return the choice as a dict."""
         return asdict(self)
 
     @property
     def interval(self) -> Rate | None:
-        """The winner's mean on fresh episodes, with its interval over seeds."""
+        """Mean of the winner on fresh episodes, with its interval over seeds."""
         return compute_seed_interval(self.fresh[self.winner]) if self.fresh else None
 
     def describe_choice(self, label: str) -> str:
-        """The result in a sentence or two."""
-        best = (
-            f"is the first of {self.equal + 1} equally good"
-            if self.equal
-            else "is best of those tried"
+        """Describe the result in a sentence or two."""
+        rank = "is best of those tried"
+        if self.equal:
+            rank = f"is the first of {self.equal + 1} equally good"
+        summary = (
+            f"{label} {rank}: {self.metric} {_format_number(self.chosen_by)} where it was chosen"
         )
-        how = f"{label} {best}: {self.metric} {_format_number(self.chosen_by)} where it was chosen"
-        if (found := self.interval) is None:
-            return f"{how}; {self.why or 'not measured on fresh episodes'}, so that figure is too good to be true"
-        spread = (
-            f" [{_format_number(found.low)}, {_format_number(found.high)}] over {found.n} seeds"
-            if found.n > 1
-            else ""
-        )
-        text = f"{how}, {_format_number(found.rate)}{spread} on fresh held-out episodes"
-        if alike := [one for one in self.comparisons if one.adjusted > ALPHA]:
-            return f"{text}; not better for sure than {len(alike)} of {len(self.comparisons)} other finalists"
-        return (
-            f"{text}; better than the other finalists (adjusted p at most {ALPHA})"
-            if self.comparisons
-            else text
-        )
+        interval = self.interval
+        if interval is None:
+            reason = self.why or "not measured on fresh episodes"
+            return f"{summary}; {reason}, so that figure is too optimistic"
+        spread = ""
+        if interval.n > 1:
+            low, high = _format_number(interval.low), _format_number(interval.high)
+            spread = f" [{low}, {high}] over {interval.n} seeds"
+        text = f"{summary}, {_format_number(interval.rate)}{spread} on fresh held-out episodes"
+        num_similar = sum(gain.adjusted > ALPHA for gain in self.comparisons)
+        if num_similar:
+            return f"{text}; not significantly better than {num_similar} of {len(self.comparisons)} other finalists"
+        if self.comparisons:
+            return f"{text}; better than the other finalists (adjusted p at most {ALPHA})"
+        return text
 
 
 def _format_number(value: float) -> str:
@@ -120,32 +119,34 @@ def _format_number(value: float) -> str:
 def rank_configurations(
     outcomes: Mapping[tuple[int, int], TrialOutcome], plan: SweepPlan
 ) -> list[RankedConfiguration]:
-    """Configurations all of whose seeds have finished, the best first; equal ones in the order of their numbers."""
-    found = []
+    """Rank the configurations whose seeds have all finished, the best first; ties in the order of their numbers."""
+    ranked = []
     for number in sorted({number for number, _ in outcomes}):
         trials = [outcomes.get((number, seed)) for seed in range(plan.seeds)]
-        done = [
+        finished = [
             trial
             for trial in trials
             if trial is not None and trial.status == "finished" and trial.value is not None
         ]
-        if len(done) == plan.seeds:
-            values = tuple(trial.value for trial in done if trial.value is not None)
-            models = {trial.seed: trial.model for trial in done}
-            found.append(
+        if len(finished) == plan.seeds:
+            values = tuple(trial.value for trial in finished if trial.value is not None)
+            models = {trial.seed: trial.model for trial in finished}
+            ranked.append(
                 RankedConfiguration(
-                    number, done[0].params, values, compute_seed_interval(values), models
+                    number, finished[0].params, values, compute_seed_interval(values), models
                 )
             )
-    return sorted(found, key=lambda one: one.interval.rate if plan.minimize else -one.interval.rate)
+    sign = 1 if plan.minimize else -1
+    return sorted(ranked, key=lambda configuration: sign * configuration.interval.rate)
 
 
 def select_finalists(
     ranked: Sequence[RankedConfiguration], plan: SweepPlan, base_params: Params
 ) -> list[RankedConfiguration]:
-    """The best configurations, the winner first, and the configuration's own settings where they were tried."""
-    first = list(ranked[: plan.finalists])
-    return [*first, *(one for one in ranked[plan.finalists :] if one.params == base_params)]
+    """Select the best configurations, the winner first, and the configuration's own settings if they were tried."""
+    others = ranked[plan.finalists :]
+    base = [configuration for configuration in others if configuration.params == base_params]
+    return [*ranked[: plan.finalists], *base]
 
 
 def compare_finalists(
@@ -156,52 +157,52 @@ def compare_finalists(
     metric: str,
     seed: int,
 ) -> tuple[dict[int, list[float]], list[FinalistGain]]:
-    """Values of the finalists on fresh episodes, and the winner's gains.
+    """Return the values of the finalists on fresh episodes, and the winner's gains.
 
     Args:
-        episodes: model name (`model_name`) -> outcome by episode.
+        episodes: outcome by episode, by model name (`format_trial_name`).
     """
-    fresh = {
-        one.number: [
-            _compute_mean(episodes[format_trial_name(one.number, each)].values())
-            for each in one.models
+    fresh: dict[int, list[float]] = {}
+    means: dict[int, dict[Any, float]] = {}
+    for finalist in finalists:
+        outcomes = [
+            episodes[format_trial_name(finalist.number, model_seed)]
+            for model_seed in finalist.models
         ]
-        for one in finalists
-    }
-    means = {
-        one.number: _average_by_episode(
-            [episodes[format_trial_name(one.number, each)] for each in one.models]
-        )
-        for one in finalists
-    }
+        fresh[finalist.number] = [_compute_mean(outcome.values()) for outcome in outcomes]
+        means[finalist.number] = _average_by_episode(outcomes)
     rows: list[tuple[int, Any, float, int]] = []
-    for one in finalists:
-        if one.number == winner:
+    for finalist in finalists:
+        if finalist.number == winner:
             continue
-        shared = sorted(means[winner].keys() & means[one.number].keys())
-        ours, theirs = ([means[number][key] for key in shared] for number in (winner, one.number))
+        shared = sorted(means[winner].keys() & means[finalist.number].keys())
+        winner_values = [means[winner][key] for key in shared]
+        other_values = [means[finalist.number][key] for key in shared]
         interval = bootstrap_paired_difference(
-            ours, theirs, samples=2000, seed=seed, confidence=1 - ALPHA
+            winner_values, other_values, samples=2000, seed=seed, confidence=1 - ALPHA
         )
         test = run_gain_test(
-            [a - b for a, b in zip(ours, theirs, strict=True)],
+            [a - b for a, b in zip(winner_values, other_values, strict=True)],
             bounded=metric == "success",
             seed=seed,
         )
-        rows.append((one.number, interval, test.p_value, len(shared)))
+        rows.append((finalist.number, interval, test.p_value, len(shared)))
     adjusted = adjust_p_values_holm([p_value for _, _, p_value, _ in rows])
-    return fresh, [
-        FinalistGain(number, found.difference, found.low, found.high, p_value, corrected, count)
-        for (number, found, p_value, count), corrected in zip(rows, adjusted, strict=True)
+    gains = [
+        FinalistGain(
+            number, interval.difference, interval.low, interval.high, p_value, corrected, count
+        )
+        for (number, interval, p_value, count), corrected in zip(rows, adjusted, strict=True)
     ]
+    return fresh, gains
 
 
 def _average_by_episode(seeds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-    """Mean over seeds of each episode that all of them have played."""
-    shared = set.intersection(*(set(one) for one in seeds))
-    return {key: _compute_mean(one[key] for one in seeds) for key in shared}
+    """Average each episode over seeds, for episodes that all seeds played."""
+    shared = set.intersection(*(set(outcomes) for outcomes in seeds))
+    return {key: _compute_mean(outcomes[key] for outcomes in seeds) for key in shared}
 
 
 def _compute_mean(values: Any) -> float:
-    kept = list(values)
-    return sum(kept) / len(kept)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)

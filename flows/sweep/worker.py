@@ -1,10 +1,10 @@
-"""The process that runs trials, one after another: started by `pool.py`, which it does not outlive.
+"""Program of the process that runs trials, one after another; started by `trial_process.py`, it ends with its parent.
 
     python -m flows.sweep.worker PARENT DESCRIPTOR
 
-Standard input has a job a line; on DESCRIPTOR it writes what happens, a JSON object a line:
+Standard input has one job per line. On DESCRIPTOR it writes events, one JSON object per line:
 
-    {"event": "ready"}                             it takes a job
+    {"event": "ready"}                             it accepts a job
     {"event": "progress", "stage", "done", "total", "message"}
     {"event": "rung", "value"}                     answered by a line {"goes_on": true}
     {"event": "ended", "outcome"}                  fields of `TrialOutcome`
@@ -13,12 +13,14 @@ Standard input has a job a line; on DESCRIPTOR it writes what happens, a JSON ob
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import IO, Any
 
 from flows.runtime.import_setup import append_working_directory
@@ -30,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(parent: int, descriptor: int) -> int:
-    """Take jobs until standard input ends; returns the exit code."""
+    """Run jobs until standard input ends; return the exit code."""
     bind_to_parent(parent)
     unwind_on_sigterm()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent says what happens
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
     append_working_directory()
     with os.fdopen(descriptor, "w", buffering=1) as events:
         try:
@@ -45,11 +47,8 @@ def run_worker(parent: int, descriptor: int) -> int:
 
 
 def _serve_jobs(events: IO[str]) -> None:
-    from flows.sweep.trial import (  # torch and MLflow
-        TrialJob,
-        evaluate_on_fresh_episodes,
-        run_trial,
-    )
+    # Imports torch and MLflow.
+    from flows.sweep.trial import TrialJob, evaluate_on_fresh_episodes, run_trial
 
     while True:
         _write_event(events, event="ready")
@@ -63,25 +62,19 @@ def _serve_jobs(events: IO[str]) -> None:
             _write_event(events, event="rung", value=value)
             return bool(json.loads(sys.stdin.readline())["goes_on"])
 
-        def progress(stage: str, done: int, total: int, message: str) -> None:
+        def report_progress(stage: str, done: int, total: int, message: str) -> None:
             _write_event(
                 events, event="progress", stage=stage, done=done, total=total, message=message
             )
 
-        _write_event(
-            events,
-            event="ended",
-            outcome=_run_job(
-                lambda job=job, stop=stop: (
-                    evaluate_on_fresh_episodes(job, stop)
-                    if job.models
-                    else run_trial(job, stop, decide, progress)
-                )
-            ),
-        )
+        if job.models:
+            run = functools.partial(evaluate_on_fresh_episodes, job, stop)
+        else:
+            run = functools.partial(run_trial, job, stop, decide, report_progress)
+        _write_event(events, event="ended", outcome=_run_job(run))
 
 
-def _run_job(run: Any) -> dict[str, Any]:
+def _run_job(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     from flows.sweep.trial import TrialPruned, measure_peak_bytes
 
     try:
@@ -90,9 +83,9 @@ def _run_job(run: Any) -> dict[str, Any]:
         return {"status": "pruned", "peak_bytes": measure_peak_bytes()}
     except Stopped:
         raise
-    except PosttrainError as error:  # its text is for people
+    except PosttrainError as error:  # its text needs no type
         return {"status": "failed", "why": str(error), "peak_bytes": measure_peak_bytes()}
-    except Exception as error:  # a trial's fault is its own: the sweep goes on
+    except Exception as error:  # one failed trial does not stop the sweep
         logger.exception("a trial failed")
         return {
             "status": "failed",

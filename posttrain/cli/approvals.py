@@ -1,4 +1,4 @@
-"""`posttrain approve`: lists and decides pending approvals, from any process with access to the tracking store."""
+"""Command `posttrain approve`: list and decide pending approvals from any process with access to the tracking store."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tasks.tracking.store import read_user_name
 
 
 def list_pending_approvals(output: Path, uri: str | None) -> list[dict[str, Any]]:
-    """Approvals that wait, for programs."""
+    """Return the pending approvals as records."""
     tracking = Tracking(uri, output)
-    known = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
-    return [dataclasses.asdict(request) for request in known if request.is_waiting]
+    requests = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
+    return [dataclasses.asdict(request) for request in requests if request.is_waiting]
 
 
 def decide_approval(
@@ -45,51 +45,47 @@ def decide_approval(
     """Decide on a run's approval, or list the pending ones.
 
     Args:
-        output: the output folder. uri: tracking store, as in a config.
-        run: a run's name or id as shown by `posttrain runs`, or its pipeline; None = list pending approvals.
-        approve: the decision; None = show the request. by: the reviewer. note: the reason.
-        where: command-line options that select folder or store, for the printed commands.
+        output: the output folder.
+        uri: tracking store, as in a config.
+        run: a run's name or id as listed by `posttrain runs`, or its pipeline; None = list pending approvals.
+        approve: the decision; None = show the request.
+        by: the reviewer.
+        note: the reason.
+        store_options: command-line options that select folder or store, for the printed commands.
     Returns: text to print.
     Raises: DataError for an unknown run; SettingsError if there is nothing to decide.
     """
     tracking = Tracking(uri, output)
-    known = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
+    requests = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
     if run is None:
         if approve is not None:
             raise SettingsError(
                 "name the run to decide on; `posttrain approve` alone lists pending approvals"
             )
-        return format_pending_requests(
-            [request for request in known if request.is_waiting], output, store_options
-        )
-    if (
-        approve is not None
-        and (given := _find_repeated_decision(known, run, APPROVED if approve else REJECTED))
-        is not None
-    ):
-        reapply_answer(tracking, given)
-        return "\n".join(
-            [
-                f"answered before: {given.summary}",
-                *_resume_waiting_flow(given, approve, tracking.output),
-            ]
-        )
-    request = find_pending_request(tracking, known, run)
+        pending = [request for request in requests if request.is_waiting]
+        return format_pending_requests(pending, output, store_options)
+    if approve is not None:
+        repeated = _find_repeated_decision(requests, run, APPROVED if approve else REJECTED)
+        if repeated is not None:
+            reapply_answer(tracking, repeated)
+            resumed = _resume_waiting_flow(repeated, approve, tracking.output)
+            return "\n".join([f"answered before: {repeated.summary}", *resumed])
+    request = find_pending_request(tracking, requests, run)
     if approve is None:
         page = tracking.find_run_page(request.stage_run_id)
         return f"{request.summary}\n\nevidence  {page}\n{format_approval_commands(request, store_options)}"
-    done = answer_request(
+    decided = answer_request(
         tracking,
         request,
         approve=approve,
         answered_by=by or f"{read_user_name()}@{platform.node()}",
         note=note,
     )
-    lines = [done.summary]
-    if done.state == "superseded":
-        resume = format_posttrain_command(f"resume {shlex.quote(done.run)}", tracking.output)
-        lines.append(f"`{resume}` runs the comparison again; a waiting run does so itself")
-    lines += _resume_waiting_flow(done, approve, tracking.output)
+    lines = [decided.summary]
+    if decided.state == "superseded":
+        resume = format_posttrain_command(f"resume {shlex.quote(decided.run)}", tracking.output)
+        lines.append(f"`{resume}` repeats the comparison; a waiting run does so itself")
+    lines += _resume_waiting_flow(decided, approve, tracking.output)
     return "\n".join(lines)
 
 
@@ -99,33 +95,37 @@ def _has_tracking_store(tracking: Tracking) -> bool:
 
 
 def _find_repeated_decision(
-    known: Sequence[ApprovalRequest], run: str, answer: str
+    requests: Sequence[ApprovalRequest], run: str, answer: str
 ) -> ApprovalRequest | None:
-    """The newest request of a run, if it has this very answer and none is pending.
+    """Return the newest request of a run if it has this very answer and none is pending.
 
-    A command that was killed behind its answer is given again: nothing is wrong, and a flow run may still wait for it.
+    A command that was killed after it stored its answer is repeated: that is no error, and a flow run may still wait.
     """
-    mine = [request for request in known if _matches_run(request.run, request.run_id, run)]
-    if not mine or any(request.is_waiting for request in mine) or mine[0].state != answer:
+    matching = [request for request in requests if _matches_run(request.run, request.run_id, run)]
+    if (
+        not matching
+        or any(request.is_waiting for request in matching)
+        or matching[0].state != answer
+    ):
         return None
-    return mine[0]
+    return matching[0]
 
 
 def find_pending_request(
     tracking: Tracking, known: Sequence[ApprovalRequest], run: str
 ) -> ApprovalRequest:
-    """Pending approval request of a run. Raises: DataError, SettingsError."""
-    mine = [request for request in known if _matches_run(request.run, request.run_id, run)]
-    waiting = [request for request in mine if request.is_waiting]
-    if len(waiting) == 1:
-        return waiting[0]
-    if waiting:
-        names = ", ".join(f"'{request.run}'" for request in waiting)
+    """Return the pending approval request of a run. Raises: DataError, SettingsError."""
+    matching = [request for request in known if _matches_run(request.run, request.run_id, run)]
+    pending = [request for request in matching if request.is_waiting]
+    if len(pending) == 1:
+        return pending[0]
+    if pending:
+        names = ", ".join(f"'{request.run}'" for request in pending)
         raise SettingsError(
             f"'{run}' matches several pending runs: {names}; give one of these names"
         )
-    if mine:
-        raise SettingsError(f"'{run}' is not pending: {mine[0].summary}")
+    if matching:
+        raise SettingsError(f"'{run}' is not pending: {matching[0].summary}")
     rows = (
         [row for row in tracking.list_runs() if not row.parent_run_id]
         if _has_tracking_store(tracking)
@@ -146,14 +146,14 @@ def find_pending_request(
 
 
 def _matches_run(name: str, run_id: str, text: str) -> bool:
-    """True if a user's input refers to this run: its name, its pipeline's name, or a prefix of its id."""
+    """Return whether the user's text refers to this run: its name, its pipeline's name, or a prefix of its id."""
     return text in (name, name.partition(" · ")[0]) or (len(text) >= 6 and run_id.startswith(text))
 
 
 def format_pending_requests(
     waiting: Sequence[ApprovalRequest], output: Path, store_options: str = ""
 ) -> str:
-    """Pending approvals, with the commands to decide them."""
+    """Format pending approvals with the commands that decide them."""
     if not waiting:
         return f"nothing in {output.absolute()} waits for approval"
     return "\n\n".join(
@@ -163,7 +163,7 @@ def format_pending_requests(
 
 
 def _resume_waiting_flow(request: ApprovalRequest, approve: bool, output: Path) -> list[str]:
-    """Resume the flow run if it waits on a shared Prefect server; a waiting process polls by itself."""
+    """Resume the flow run if it waits on a shared Prefect server; a waiting process polls instead."""
     if not request.prefect_api or not request.flow_run_id:
         return []
     from flows.runtime.prefect_home import set_prefect_environment
@@ -175,8 +175,8 @@ def _resume_waiting_flow(request: ApprovalRequest, approve: bool, output: Path) 
     from flows.runtime.approval_wait import resume_waiting_flow_run
     from posttrain.operations.connection import find_prefect_password
 
-    word = find_prefect_password(output, request.prefect_api)
-    access = {PREFECT_API_AUTH_STRING: word} if word else {}
+    password = find_prefect_password(output, request.prefect_api)
+    access = {PREFECT_API_AUTH_STRING: password} if password else {}
     try:
         with temporary_settings({PREFECT_API_URL: request.prefect_api, **access}):
             resume_waiting_flow_run(

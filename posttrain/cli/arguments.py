@@ -1,4 +1,4 @@
-"""Pieces that the parsers of commands share: a command with its examples, common options, types of values."""
+"""Shared parts of the command parsers: commands with examples, common options, value types."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 from tasks.stage_registry import list_stage_names
 
-DEFAULT_OUTPUT = "outputs"  # folder of pipelines
+DEFAULT_OUTPUT = "outputs"
+STAGE_HELP = f"one of {', '.join(list_stage_names())}, or one that the config defines"
 
 
 def add_command_parser(
     commands: Any, name: str, summary: str, examples: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Parser of a new command among `commands`, with examples below its help and with `--debug`."""
+    """Add a command with examples below its help and with `--debug`; return its parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -31,7 +32,7 @@ def add_command_parser(
 
 
 class _ExamplesHelpFormatter(argparse.HelpFormatter):
-    """Help within the width of the terminal; an example that is longer goes on in lines that a shell takes as one."""
+    """Help within the width of the terminal; longer examples are folded so that a shell still accepts them."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         heading, *examples = text.splitlines()
@@ -43,12 +44,15 @@ class _ExamplesHelpFormatter(argparse.HelpFormatter):
 
 
 def _fold_example(example: str, width: int) -> Iterator[str]:
-    """Lines of an example, cut at spaces outside quotes, an option with its value; a note in brackets has its own."""
+    """Yield the lines of an example that is wider than the terminal.
+
+    Lines are cut at spaces outside quotes, and an option stays with its value. A note in brackets gets its own line.
+    """
     if len(example) <= width:
         yield example
         return
-    shown, gap, note = example.partition("    (")
-    line, *words = re.findall(r" *(?:--?[a-z-]+ (?=[^-]))?(?:'[^']*'|[^\s'])+", shown)
+    command, separator, note = example.partition("    (")
+    line, *words = re.findall(r" *(?:--?[a-z-]+ (?=[^-]))?(?:'[^']*'|[^\s'])+", command)
     for word in words:
         if len(line) + len(word) + 2 > width:  # with the backslash
             yield f"{line} \\"
@@ -57,23 +61,20 @@ def _fold_example(example: str, width: int) -> Iterator[str]:
     yield line
     yield from (
         textwrap.wrap(f"({note}", width, initial_indent="    ", subsequent_indent="     ")
-        if gap
+        if separator
         else ()
     )
-
-
-# ------------------------------------------------------------------------------------------------------------ options
 
 
 def add_config_argument(
     parser: argparse.ArgumentParser, *, option: bool = False, required: bool = False
 ) -> None:
-    """The configuration, as an argument or as the option `--config`, and `--set`."""
-    about = "the pipeline's YAML file, or the name of a shipped one, such as demo"
+    """Add the configuration, as an argument or as the option `--config`, and `--set`."""
+    help_text = "the pipeline's YAML file, or the name of a shipped one, such as demo"
     if option:
-        parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=about)
+        parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=help_text)
     else:
-        parser.add_argument("config", metavar="CONFIG", help=about)
+        parser.add_argument("config", metavar="CONFIG", help=help_text)
     parser.add_argument(
         "--set",
         "-s",
@@ -86,19 +87,19 @@ def add_config_argument(
 
 
 def add_output_option(parser: argparse.ArgumentParser) -> None:
-    """The option `--output`."""
-    about = "output folder, without --config (default: outputs)"
-    parser.add_argument("--output", "-o", default=DEFAULT_OUTPUT, help=about)
+    """Add the option `--output`."""
+    help_text = "output folder, without --config (default: outputs)"
+    parser.add_argument("--output", "-o", default=DEFAULT_OUTPUT, help=help_text)
 
 
 def add_config_and_output_options(parser: argparse.ArgumentParser) -> None:
-    """The options `--config` and `--output`, either of which says where the runs are."""
+    """Add the options `--config` and `--output`; either locates the runs."""
     add_config_argument(parser, option=True)
     add_output_option(parser)
 
 
 def add_allow_drift_option(parser: argparse.ArgumentParser) -> None:
-    """The option `--allow-drift`."""
+    """Add the option `--allow-drift`."""
     parser.add_argument(
         "--allow-drift",
         action="store_true",
@@ -107,24 +108,24 @@ def add_allow_drift_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quiet_option(parser: argparse.ArgumentParser) -> None:
-    """The option `--quiet`."""
+    """Add the option `--quiet`."""
     parser.add_argument(
         "--quiet", "-q", action="store_true", help="no live progress, only the final table"
     )
 
 
 def add_json_option(parser: argparse.ArgumentParser, help_text: str = "for programs") -> None:
-    """The option `--json`."""
+    """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help=help_text)
 
 
 def add_note_option(parser: argparse.ArgumentParser) -> None:
-    """The option `--note`, for people who decide on a version."""
-    parser.add_argument("--note", default="", help="why; kept as a tag of the version")
+    """Add the option `--note`, for people who decide on a version."""
+    parser.add_argument("--note", default="", help="reason; stored as a tag of the version")
 
 
 def add_stop_after_option(parser: argparse.ArgumentParser) -> None:
-    """The option `--stop-after`."""
+    """Add the option `--stop-after`."""
     parser.add_argument(
         "--stop-after",
         type=parse_duration,
@@ -134,11 +135,8 @@ def add_stop_after_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- values
-
-
 def parse_duration(text: str) -> float:
-    """A duration above 0."""
+    """Parse a number of seconds above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -149,14 +147,14 @@ def parse_duration(text: str) -> float:
 
 
 def parse_positive_integer(text: str) -> int:
-    """An integer of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def parse_positive_number(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -167,7 +165,7 @@ def parse_positive_number(text: str) -> float:
 
 
 def parse_port(text: str) -> int:
-    """The number of a port."""
+    """Parse a port number."""
     number = parse_positive_integer(text)
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")
@@ -175,7 +173,7 @@ def parse_port(text: str) -> int:
 
 
 def parse_stage_name(text: str) -> str:
-    """Name of a stage: a shipped one, or one of the config's own, which is not read yet."""
+    """Parse a stage name: a shipped one, or one that the config defines; the config is not read yet."""
     if text not in list_stage_names() and not re.fullmatch("[a-z][a-z0-9_]*", text):
         raise argparse.ArgumentTypeError(
             f"invalid choice: {text!r} (choose from {', '.join(list_stage_names())})"

@@ -1,4 +1,4 @@
-"""`posttrain data FILE`: format, counts, lengths, duplicates, contradictions and examples of a data file."""
+"""Report of `posttrain data FILE`: format, counts, lengths, duplicates, contradictions and examples of a data file."""
 
 from __future__ import annotations
 
@@ -26,30 +26,26 @@ from rl_core.errors import DataError
 if TYPE_CHECKING:
     from rl_core.data.chat import ChatRenderer
 
-
 _NUM_EXAMPLES = 3
-_MAX_LISTED_ROWS = 5  # places named in a line
-_MAX_BAR_CHARACTERS = 30  # characters of the longest bar
+_MAX_LISTED_ROWS = 5  # named in one line
+_MAX_BAR_CHARACTERS = 30
 _NUM_BINS = 10
-_KINDS: tuple[RowKind, ...] = (
-    "preferences",
-    "demonstrations",
-)  # a labelled completion is a demonstration as well
+# Preferences come first: a labelled completion is also a demonstration.
+_KINDS: tuple[RowKind, ...] = ("preferences", "demonstrations")
+_INDENT = " " * 18
 
 Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _DataFileContents:
-    """Rows of a file or folder that can be used, and what was found on the way."""
+    """Usable rows of a file or folder, and statistics of reading them."""
 
     kind: RowKind
     formats: Counter[str] = field(default_factory=Counter)
     unread_columns: set[str] = field(default_factory=set)
     rows: CompressedRows = field(default_factory=CompressedRows)
-    row_locations: list[str] = field(
-        default_factory=list
-    )  # of each row: "line 3", with the file's name in a folder
+    row_locations: list[str] = field(default_factory=list)  # "line 3", in a folder "FILE line 3"
     problems: list[str] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     contradictions: list[tuple[int, int]] = field(default_factory=list)
@@ -66,36 +62,35 @@ def describe_data_file(
     max_rows: int = 20_000,
     near_duplicate_threshold: float = 0.8,
 ) -> str:
-    """Report on a file, or all data files of a folder.
+    """Return a report on a file, or on all data files of a folder.
 
     Args:
-        kind: demonstrations or preferences; "" = by the columns.
+        kind: demonstrations or preferences; "" = detected by the columns.
         renderer: of the model that counts tokens and renders the examples; None = characters and plain text.
         context: longest sequence of that model.
-        heldout: a file that must not overlap with this one.
+        heldout_path: a file that must not overlap with this one.
         max_rows: rows read of each file.
-        near: Jaccard similarity of near duplicates; 0 = not looked for.
+        near_duplicate_threshold: Jaccard similarity of near duplicates; 0 = they are not searched.
     Raises: DataError if the file as a whole cannot be read, or no format is recognised.
     """
-    found = _read_data_files(path, kind or _detect_row_kind(path), max_rows)
-    texts = [_join_row_text(row) for row in found.rows]
-    lines = [str(path), *_format_header(found, max_rows)]
-    if found.rows:
-        lines += _format_lengths(found.rows, texts, renderer, context)
-        lines += _format_duplicates(found, texts, near_duplicate_threshold)
+    contents = _read_data_files(path, kind or _detect_row_kind(path), max_rows)
+    texts = [_join_row_text(row) for row in contents.rows]
+    lines = [str(path), *_format_header(contents, max_rows)]
+    if contents.rows:
+        lines += _format_lengths(contents.rows, texts, renderer, context)
+        lines += _format_duplicates(contents, texts, near_duplicate_threshold)
         if heldout_path is not None:
             lines += _format_heldout_overlap(
-                found, texts, heldout_path, max_rows, near_duplicate_threshold
+                contents, texts, heldout_path, max_rows, near_duplicate_threshold
             )
-        lines += _format_examples(found.rows, renderer)
+        lines += _format_examples(contents.rows, renderer)
     return "\n".join(lines)
 
 
 def _detect_row_kind(path: Path) -> RowKind:
-    """Kind whose formats fit most of the first rows."""
-    rows = [
-        row for file in list_data_files(path)[:1] for _, row in islice(read_rows(file, None), 100)
-    ]
+    """Return the kind whose formats match most of the first rows."""
+    first_file = list_data_files(path)[:1]
+    rows = [row for file in first_file for _, row in islice(read_rows(file, None), 100)]
     scores = {
         kind: sum(isinstance(row, dict) and detect_format(row, kind) is not None for row in rows)
         for kind in _KINDS
@@ -112,41 +107,44 @@ def _detect_row_kind(path: Path) -> RowKind:
 
 
 def _read_data_files(path: Path, kind: RowKind, max_rows: int) -> _DataFileContents:
-    found = _DataFileContents(kind)
+    contents = _DataFileContents(kind)
     files = list_data_files(path)
     if not files:
         raise DataError(f"{path}: has no data file in it")
     for file in files:
         records = _read_records_quietly(file, kind, max_rows)
-        found.formats += records.formats
-        found.unread_columns |= records.unread_columns
-        start, prefix = len(found.rows), f"{file.name} " if len(files) > 1 else ""
-        found.rows.extend_rows(records.rows)
-        found.row_locations += [f"{prefix}line {line}" for line in records.lines]
-        found.problems += [
-            f"{prefix}line {p.line}: {p.field + ': ' if p.field else ''}{p.reason}"
-            for p in records.problems
+        contents.formats += records.formats
+        contents.unread_columns |= records.unread_columns
+        start = len(contents.rows)
+        prefix = f"{file.name} " if len(files) > 1 else ""
+        contents.rows.extend_rows(records.rows)
+        contents.row_locations += [f"{prefix}line {line}" for line in records.lines]
+        contents.problems += [
+            f"{prefix}line {problem.line}: {problem.field + ': ' if problem.field else ''}{problem.reason}"
+            for problem in records.problems
         ]
-        found.copies += [(start + a, start + b) for a, b in records.repeats.copies]
-        found.contradictions += [(start + a, start + b) for a, b in records.repeats.contradictions]
-        found.num_rows += records.num_rows
-    return found
+        contents.copies += [(start + a, start + b) for a, b in records.repeats.copies]
+        contents.contradictions += [
+            (start + a, start + b) for a, b in records.repeats.contradictions
+        ]
+        contents.num_rows += records.num_rows
+    return contents
 
 
 def _read_records_quietly(file: Path, kind: RowKind, max_rows: int) -> Records:
-    """Rows of a file, bad ones left out; what the reader logs is told by the report."""
-    quiet = logging.getLogger("rl_core.data")
-    before, quiet.disabled = quiet.disabled, True
-    names = ("rl_core.data.records", "rl_core.data.splits")
-    for name in names:
-        logging.getLogger(name).disabled = True
+    """Read the rows of a file without bad ones; mute the reader's log, whose content the report shows."""
+    names = ("rl_core.data", "rl_core.data.records", "rl_core.data.splits")
+    loggers = [logging.getLogger(name) for name in names]
+    was_disabled = loggers[0].disabled
+    for logger in loggers:
+        logger.disabled = True
     try:
         reader = read_demonstrations if kind == "demonstrations" else read_preferences
         return reader(file, on_bad_row="skip", max_rows=max_rows)
     finally:
-        quiet.disabled = before
-        for name in names:
-            logging.getLogger(name).disabled = False
+        loggers[0].disabled = was_disabled
+        for logger in loggers[1:]:
+            logger.disabled = False
 
 
 def _format_header(contents: _DataFileContents, max_rows: int) -> Iterator[str]:
@@ -155,16 +153,13 @@ def _format_header(contents: _DataFileContents, max_rows: int) -> Iterator[str]:
         f"{name or 'not recognised'} ({count} rows)"
         for name, count in contents.formats.most_common()
     )
-    whole = (
-        " (the first of each file; --max-rows reads more)"
-        if max(contents.formats.values()) >= max_rows
-        else ""
-    )
-    yield f"rows            {contents.num_rows}{whole}, {len(contents.problems)} cannot be used"
+    is_partial = max(contents.formats.values()) >= max_rows
+    extent = " (the first of each file; --max-rows reads more)" if is_partial else ""
+    yield f"rows            {contents.num_rows}{extent}, {len(contents.problems)} cannot be used"
     for problem in contents.problems[:_MAX_LISTED_ROWS]:
-        yield f"                  {problem}"
+        yield f"{_INDENT}{problem}"
     if len(contents.problems) > _MAX_LISTED_ROWS:
-        yield f"                  and {len(contents.problems) - _MAX_LISTED_ROWS} more"
+        yield f"{_INDENT}and {len(contents.problems) - _MAX_LISTED_ROWS} more"
     yield f"not read        {', '.join(sorted(contents.unread_columns)) or 'no column'}"
     if contents.kind == "demonstrations":
         turns = Counter(
@@ -179,30 +174,25 @@ def _format_header(contents: _DataFileContents, max_rows: int) -> Iterator[str]:
 
 
 def _join_row_text(row: Row) -> str:
-    """Everything that is said in a row, for comparisons."""
+    """Join all text of a row, for comparisons."""
     names = ("messages", "prompt", "chosen", "rejected", "completion")
     return "\n".join(_join_messages(row[name]) for name in names if name in row)
 
 
 def _join_messages(side: str | list[Row]) -> str:
-    return (
-        side if isinstance(side, str) else "\n".join(f"{m['role']}: {m['content']}" for m in side)
-    )
+    if isinstance(side, str):
+        return side
+    return "\n".join(f"{message['role']}: {message['content']}" for message in side)
 
 
 def _compute_prompt_key(row: Row) -> str:
-    return normalize_prompt(
-        extract_opening_text(row["messages"])
-        if "messages" in row
-        else extract_prompt_text(row["prompt"])
-    )
-
-
-# ----------------------------------------------------------------------------------------------- lengths
+    if "messages" in row:
+        return normalize_prompt(extract_opening_text(row["messages"]))
+    return normalize_prompt(extract_prompt_text(row["prompt"]))
 
 
 def _tokenize_sequences(row: Row, renderer: ChatRenderer) -> list[tuple[list[int], list[bool]]]:
-    """Token ids and loss mask of each sequence of a row."""
+    """Return token ids and loss mask of each sequence of a row."""
     from rl_core.data.pairs import build_row_sides
     from rl_core.data.training_sequences import build_training_sequences
 
@@ -217,10 +207,11 @@ def _tokenize_sequences(row: Row, renderer: ChatRenderer) -> list[tuple[list[int
 def _format_lengths(
     rows: Sequence[Row], texts: Sequence[str], renderer: ChatRenderer | None, context: int | None
 ) -> list[str]:
-    """Histogram of the longest sequence of each row."""
+    """Format a histogram of the longest sequence of each row."""
     if renderer is None:
-        lengths, unit = [len(text) for text in texts], "characters (--model MODEL counts tokens)"
-        return [f"lengths         {unit}", *_format_histogram(lengths)]
+        lengths = [len(text) for text in texts]
+        title = "lengths         characters (--model MODEL counts tokens)"
+        return [title, *_format_histogram(lengths)]
     from rl_core.data.token_cache import TokenCache, estimate_text_bytes
     from rl_core.data.tokenising import TokenisationJob
 
@@ -229,21 +220,22 @@ def _format_lengths(
         "", lambda: rows, renderer, job, estimate_text_bytes(rows)
     )
     lengths = [length for length in tokens.compute_longest(len(rows)).tolist() if length]
-    learnt = int(tokens.rows.loss_tokens.sum())
-    lines = [f"lengths         tokens; {tokens.rows.num_tokens} in all, {learnt} with loss"]
+    num_loss_tokens = int(tokens.rows.loss_tokens.sum())
+    lines = [
+        f"lengths         tokens; {tokens.rows.num_tokens} in all, {num_loss_tokens} with loss"
+    ]
     if tokens.refused:
+        lines.append(f"{_INDENT}{len(tokens.refused)} rows are refused by the chat template")
+    num_too_long = sum(length > context for length in lengths) if context is not None else 0
+    if num_too_long:
         lines.append(
-            f"                  {len(tokens.refused)} rows are refused by the chat template"
-        )
-    if context is not None and (over := sum(length > context for length in lengths)):
-        lines.append(
-            f"                  {over} rows are longer than the model's context of {context}"
+            f"{_INDENT}{num_too_long} rows are longer than the model's context of {context}"
         )
     return [*lines, *_format_histogram(lengths)]
 
 
 def _format_histogram(lengths: Sequence[int]) -> list[str]:
-    """Text bars over equal ranges, and the median, 95% and longest."""
+    """Format bars over equal ranges, and the median, 95% quantile and longest."""
     if not lengths:
         return []
     ordered = sorted(lengths)
@@ -251,47 +243,43 @@ def _format_histogram(lengths: Sequence[int]) -> list[str]:
     width = max(1, -(-(high - low + 1) // _NUM_BINS))
     counts = Counter((length - low) // width for length in lengths)
     lines = []
-    for place in range((high - low) // width + 1):
-        start, count = low + place * width, counts[place]
+    for index in range((high - low) // width + 1):
+        start, count = low + index * width, counts[index]
         bar = "#" * -(-count * _MAX_BAR_CHARACTERS // max(counts.values()))
         lines.append(
-            f"                  {start:>7} - {start + width - 1:<7} {bar:<{_MAX_BAR_CHARACTERS}} {count}"
+            f"{_INDENT}{start:>7} - {start + width - 1:<7} {bar:<{_MAX_BAR_CHARACTERS}} {count}"
         )
-    middle, most = (
-        ordered[len(ordered) // 2],
-        ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)],
-    )
-    return [*lines, f"                  median {middle}, 95% up to {most}, longest {high}"]
-
-
-# ---------------------------------------------------------------------------------------------- repeats
+    median = ordered[len(ordered) // 2]
+    quantile = ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]
+    return [*lines, f"{_INDENT}median {median}, 95% up to {quantile}, longest {high}"]
 
 
 def _format_row_pairs(row_pairs: Sequence[tuple[int, int]], row_locations: Sequence[str]) -> str:
-    shown = "; ".join(
+    """Return the locations of the first pairs in brackets; "" without a pair."""
+    if not row_pairs:
+        return ""
+    parts = [
         f"{row_locations[row]} and {row_locations[first]}"
         for row, first in row_pairs[:_MAX_LISTED_ROWS]
-    )
-    return (
-        f" ({shown}{f'; and {len(row_pairs) - _MAX_LISTED_ROWS} more' * (len(row_pairs) > _MAX_LISTED_ROWS)})"
-        if row_pairs
-        else ""
-    )
+    ]
+    if len(row_pairs) > _MAX_LISTED_ROWS:
+        parts.append(f"and {len(row_pairs) - _MAX_LISTED_ROWS} more")
+    return f" ({'; '.join(parts)})"
 
 
 def _format_duplicates(
     contents: _DataFileContents, texts: Sequence[str], near: float
 ) -> Iterator[str]:
     prompts = Counter(map(_compute_prompt_key, contents.rows))
-    same = _format_row_pairs(contents.copies, contents.row_locations)
-    yield f"copies          {len(contents.copies)} rows are exact copies of earlier ones{same}"
+    copies = _format_row_pairs(contents.copies, contents.row_locations)
+    yield f"copies          {len(contents.copies)} rows are exact copies of earlier ones{copies}"
     yield f"prompts         {len(prompts)} distinct; {sum(prompts.values()) - len(prompts)} rows repeat one"
     if near and not is_datasketch_available():
-        yield "near copies     not looked for: needs the package datasketch (pip install 'posttrain[data]')"
+        yield "near copies     not searched: needs the package datasketch (pip install 'posttrain[data]')"
     elif near:
-        close = find_near_duplicates(texts, None, near)
-        pairs = _format_row_pairs([(a, b) for a, b, _ in close], contents.row_locations)
-        yield f"near copies     {len(close)} rows share {near:.0%} of their shingles with an earlier one{pairs}"
+        duplicates = find_near_duplicates(texts, None, near)
+        pairs = _format_row_pairs([(a, b) for a, b, _ in duplicates], contents.row_locations)
+        yield f"near copies     {len(duplicates)} rows share {near:.0%} of their shingles with an earlier one{pairs}"
     if contents.kind == "preferences":
         pairs = _format_row_pairs(contents.contradictions, contents.row_locations)
         yield f"contradictions  {len(contents.contradictions)} rows contradict earlier ones{pairs}"
@@ -301,53 +289,51 @@ def _format_heldout_overlap(
     contents: _DataFileContents, texts: Sequence[str], heldout: Path, max_rows: int, near: float
 ) -> Iterator[str]:
     other = _read_data_files(heldout, contents.kind, max_rows)
-    keys: dict[str, int] = {}
-    for place, row in enumerate(other.rows):
-        keys.setdefault(_compute_prompt_key(row), place)
-    shared = [
-        (place, keys[key])
-        for place, key in enumerate(map(_compute_prompt_key, contents.rows))
-        if key in keys
-    ]
-    named = "; ".join(
+    positions: dict[str, int] = {}
+    for position, row in enumerate(other.rows):
+        positions.setdefault(_compute_prompt_key(row), position)
+    keys = map(_compute_prompt_key, contents.rows)
+    shared = [(position, positions[key]) for position, key in enumerate(keys) if key in positions]
+    parts = [
         f"{contents.row_locations[a]} and its {other.row_locations[b]}"
         for a, b in shared[:_MAX_LISTED_ROWS]
-    )
-    more = f"; and {len(shared) - _MAX_LISTED_ROWS} more" * (len(shared) > _MAX_LISTED_ROWS)
-    yield f"overlap         {len(shared)} rows have a prompt of {heldout}{f' ({named}{more})' * bool(shared)}"
+    ]
+    if len(shared) > _MAX_LISTED_ROWS:
+        parts.append(f"and {len(shared) - _MAX_LISTED_ROWS} more")
+    locations = f" ({'; '.join(parts)})" if shared else ""
+    yield f"overlap         {len(shared)} rows have a prompt of {heldout}{locations}"
     if near and is_datasketch_available():
-        close = find_near_duplicates(texts, [_join_row_text(row) for row in other.rows], near)
-        yield f"                {len(close)} rows share {near:.0%} of their shingles with a row of it"
-
-
-# --------------------------------------------------------------------------------------------- examples
+        duplicates = find_near_duplicates(texts, [_join_row_text(row) for row in other.rows], near)
+        yield f"                {len(duplicates)} rows share {near:.0%} of their shingles with a row of it"
 
 
 def _format_examples(rows: Sequence[Row], renderer: ChatRenderer | None) -> Iterator[str]:
-    """First, middle and last row, with the tokens that carry loss."""
+    """Format the first, middle and last row, with the tokens that carry loss."""
     from rl_core.data.template_report import format_loss_runs
 
-    chosen = sorted({0, len(rows) // 2, len(rows) - 1})[:_NUM_EXAMPLES]
-    for place in chosen:
+    indices = sorted({0, len(rows) // 2, len(rows) - 1})[:_NUM_EXAMPLES]
+    for index in indices:
         yield ""
-        yield f"example, row {place + 1} of those that can be used"
+        yield f"example, usable row {index + 1}"
         if renderer is None:
-            yield from _format_messages(rows[place])
+            yield from _format_messages(rows[index])
             continue
-        for ids, mask in _tokenize_sequences(rows[place], renderer):
+        for ids, mask in _tokenize_sequences(rows[index], renderer):
             yield from format_loss_runs(renderer, ids, mask)
 
 
 def _format_messages(row: Row) -> Iterator[str]:
-    """Messages of a row, each with `loss` or `context`."""
+    """Format the messages of a row, each with `loss` or `context`."""
     for name in ("messages", "prompt", "chosen", "rejected", "completion"):
         side = row.get(name)
         if side is None:
             continue
         turns = [{"role": name, "content": side}] if isinstance(side, str) else side
         for turn in turns:
-            learns = turn["role"] in ("assistant", "text", "chosen", "rejected", "completion")
-            learns = learns and turn.get("weight", 1) != 0 and name != "prompt"
+            has_loss = turn["role"] in ("assistant", "text", "chosen", "rejected", "completion")
+            has_loss = has_loss and turn.get("weight", 1) != 0 and name != "prompt"
             text = turn["content"].replace("\n", "\\n")
             extra = ", ".join(key for key in turn if key not in ("role", "content", "weight"))
-            yield f"{'loss' if learns else 'context':7}  {turn['role']:9}  |{text}|{f'  ({extra})' * bool(extra)}"
+            label = "loss" if has_loss else "context"
+            suffix = f"  ({extra})" if extra else ""
+            yield f"{label:7}  {turn['role']:9}  |{text}|{suffix}"

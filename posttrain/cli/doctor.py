@@ -1,6 +1,6 @@
-"""`posttrain doctor --calibrate`: measure this machine, and write its speeds for `posttrain plan --machine`.
+"""Checks of `posttrain doctor`: packages, devices, folders, servers, crashed runs.
 
-`posttrain doctor`: checks of this machine, its packages, devices, folders and servers.
+`posttrain doctor --calibrate` measures this machine and writes its speeds for `posttrain plan --machine`.
 """
 
 from __future__ import annotations
@@ -28,88 +28,18 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from flows.runtime.terminal import StatusLine
-from posttrain.cli.runs_table import detect_terminal_columns
+from posttrain.cli.tables import detect_terminal_columns
 from rl_core.errors import SettingsError
 from tasks.command_hints import format_posttrain_command
 from tasks.shipped import shipped
 
 Clock = Callable[[], float]
 
-DEFAULT_CALIBRATION_FILE = "machine.yaml"
-_PIPELINE_IMPORTS = (
-    "prefect",
-    "mlflow",
-    "flows.post_training",
-)  # what a pipeline's process has beside rl_core
-
-
-def write_machine_calibration(
-    path: Path, *, as_json: bool, clock: Clock = time.perf_counter
-) -> str:
-    """Measure for about a minute and write the file; text about it, or the settings as JSON.
-
-    Raises: SettingsError, before anything is measured, where there is no folder for the file; BackendError where a
-        process that measures memory fails; CheckpointError where the file cannot be written.
-    """
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        problem = (
-            "is a folder"
-            if path.is_dir()
-            else f"cannot be written: {path.parent} is no folder that takes files"
-        )
-        raise SettingsError(f"--output: {path} {problem}; name a file for the speeds")
-
-    import yaml
-
-    from rl_core.resources.machine_calibration import calibrate_machine
-    from rl_core.storage.atomic_files import write_text_atomic
-    from tasks.config import dump_settings
-
-    began, progress = time.monotonic(), StatusLine(sys.stderr)
-    progress.print_line(
-        f"measuring {_read_processor_name()}, which takes about a minute where nothing else runs"
-    )
-    machine = calibrate_machine(
-        _read_processor_name(), pipeline_imports=_PIPELINE_IMPORTS, clock=clock, progress=progress
-    )
-    progress.clear_line()
-    values = dump_settings(machine)
-    head = "# Speeds of one machine, for `posttrain plan CONFIG --machine FILE`: posttrain doctor --calibrate\n"
-    write_text_atomic(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    if as_json:
-        return json.dumps(values, indent=1)
-    lines = [f"{machine.name}, {machine.threads} threads, {machine.memory_bytes / 2**30:.1f} GiB"]
-    for name in ("training", "scoring", "decoding"):
-        points = ", ".join(
-            f"{one.median / 1e9:,.0f} ({one.hidden_size})" for one in getattr(machine, name)
-        )
-        lines.append(f"{name}: {points} GFLOP/s (at width)")
-    lines.append(
-        f"memory: copies {machine.copy_bytes_per_second / 1e9:.1f} GB/s, reads "
-        f"{machine.read_bytes_per_second / 1e9:.1f} GB/s; a process takes "
-        f"{machine.library_bytes / 2**20:.0f} MiB, with the pipeline {machine.pipeline_bytes / 2**20:.0f} MiB more"
-    )
-    lines.append(
-        f"{path} written after {time.monotonic() - began:.0f} s: posttrain plan CONFIG --machine {path}"
-    )
-    return "\n".join(lines)
-
-
-def _read_processor_name() -> str:
-    """Name of the processor, as far as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
-    )
-    return named or platform.processor() or platform.machine()
-
-
 GIB = 2**30
 HEALTH_TIMEOUT_SECONDS = 5.0  # of a server's health check
 CONSTRAINTS = shipped("constraints.txt")
+DEFAULT_CALIBRATION_FILE = "machine.yaml"
+_PIPELINE_IMPORTS = ("prefect", "mlflow", "flows.post_training")  # of a pipeline, besides rl_core
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +53,12 @@ class DoctorFinding:
 
     @property
     def is_bad(self) -> bool:
-        """True if pipelines cannot run."""
+        """Whether pipelines cannot run."""
         return self.state == "bad"
 
 
 def examine_machine(output: Path, tracking_uri: str | None = None) -> list[DoctorFinding]:
-    """Check Python, packages, devices, memory, the output folder and the stores. Leaves no files behind.
+    """Check Python, packages, devices, memory, the output folder and the stores. Leave no files behind.
 
     Args:
         output: output folder of pipelines.
@@ -148,21 +78,22 @@ def examine_machine(output: Path, tracking_uri: str | None = None) -> list[Docto
 
 
 def format_findings(findings: list[DoctorFinding]) -> str:
-    """Findings as text within the terminal, each followed by its advice, if any."""
-    words = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+    """Format findings within the terminal, each followed by its advice, if any."""
+    states = {"ok": "ok  ", "note": "note", "bad": "BAD "}
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        head, margin = f"{words[finding.state]}  {finding.name.ljust(width)}  ", " " * (8 + width)
+        head = f"{states[finding.state]}  {finding.name.ljust(width)}  "
+        margin = " " * len(head)
         lines += _wrap_finding(finding.detail, head, margin)
         if finding.advice:
             lines += _wrap_finding(f"-> {finding.advice}", margin, f"{margin}   ")
     num_bad = sum(finding.is_bad for finding in findings)
-    lines.append(
-        f"\n{num_bad} needed {'thing is' if num_bad == 1 else 'things are'} missing"
-        if num_bad
-        else "\nall is there"
-    )
+    if num_bad:
+        noun = "requirement is" if num_bad == 1 else "requirements are"
+        lines += ["", f"{num_bad} {noun} missing"]
+    else:
+        lines += ["", "all requirements are met"]
     return "\n".join(lines)
 
 
@@ -180,20 +111,17 @@ def _wrap_finding(text: str, head: str, margin: str) -> list[str]:
     ) or [head.rstrip()]
 
 
-# ------------------------------------------------------------------------------------------------------------ packages
-
-
 def _check_packages() -> Iterator[DoctorFinding]:
     try:
-        described = metadata.metadata("posttrain")
+        package = metadata.metadata("posttrain")
         requirements = metadata.requires("posttrain") or []
     except metadata.PackageNotFoundError:
         yield DoctorFinding(
             "posttrain", "bad", "is not installed", "run `make setup`, or `pip install -e .`"
         )
         return
-    yield DoctorFinding("posttrain", "ok", described["Version"])
-    yield _check_python(str(described["Requires-Python"] or ""))
+    yield DoctorFinding("posttrain", "ok", package["Version"])
+    yield _check_python(str(package["Requires-Python"] or ""))
     pins = _read_pinned_versions()
     for text in requirements:
         requirement = Requirement(text)
@@ -208,7 +136,7 @@ def _check_python(allowed: str) -> DoctorFinding:
             "python",
             "bad",
             f"{version}; needed {allowed}",
-            "make the environment with another Python",
+            "create the environment with another Python",
         )
     return DoctorFinding("python", "ok", version)
 
@@ -234,7 +162,7 @@ def _check_package(requirement: Requirement, pin: str | None) -> DoctorFinding:
 
 
 def _read_pinned_versions() -> dict[str, str]:
-    """Tested versions by canonical name; {} if installed without a checkout."""
+    """Return the tested versions by canonical name; {} if installed without a checkout."""
     pins = {}
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
     for line in lines:
@@ -252,9 +180,6 @@ def _normalize_package_name(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-# ------------------------------------------------------------------------------------------------------------- machine
-
-
 def _check_devices() -> Iterator[DoctorFinding]:
     try:
         import torch
@@ -268,17 +193,17 @@ def _check_devices() -> Iterator[DoctorFinding]:
         return
     from rl_core.cpu.openmp_spin import count_usable_processors, free_processors
 
-    usable, free = count_usable_processors(), free_processors(0.3)
     limit = os.environ.get("OMP_NUM_THREADS")
-    yield DoctorFinding(
-        "threads",
-        "ok",
-        f"{usable} of {os.cpu_count()} CPU cores usable, {free} free now, torch takes {torch.get_num_threads()}"
-        + (f" (OMP_NUM_THREADS={limit})" if limit else ""),
+    threads = (
+        f"{torch.get_num_threads()} (OMP_NUM_THREADS={limit})"
+        if limit
+        else f"{torch.get_num_threads()}"
     )
+    cores = f"{count_usable_processors()} of {os.cpu_count()} CPU cores usable, {free_processors(0.3)} free now"
+    yield DoctorFinding("threads", "ok", f"{cores}, torch takes {threads}")
     yield _check_compiled_code()
     if not torch.cuda.is_available():
-        built = (
+        reason = (
             "this torch is built without CUDA"
             if torch.version.cuda is None
             else "torch sees no GPU"
@@ -286,7 +211,7 @@ def _check_devices() -> Iterator[DoctorFinding]:
         yield DoctorFinding(
             "gpu",
             "note",
-            f"none: {built}",
+            f"none: {reason}",
             "fine for the demo; for large models see docs/quickstart.md, 'GPUs'",
         )
         return
@@ -299,7 +224,7 @@ def _check_devices() -> Iterator[DoctorFinding]:
 
 
 def _check_compiled_code() -> DoctorFinding:
-    """Code that training and rollouts in float32 run on this processor."""
+    """Check the code that training and rollouts in float32 run on this processor."""
     from rl_core.cpu import packed_gemm
 
     path = packed_gemm.describe_processor_code()
@@ -317,26 +242,26 @@ def _check_memory() -> DoctorFinding:
 
 
 def _find_existing_parent(path: Path) -> Path:
-    """The folder itself, or its nearest existing parent."""
+    """Return the folder itself, or its nearest existing parent."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def _check_output_folder(output: Path) -> DoctorFinding:
-    place = _find_existing_parent(output)
-    if not place.is_dir():
+    folder = _find_existing_parent(output)
+    if not folder.is_dir():
         return DoctorFinding(
-            "output", "bad", f"{place} is a file", "give another folder with --output"
+            "output", "bad", f"{folder} is a file", "give another folder with --output"
         )
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         return DoctorFinding(
-            "output", "bad", f"{place} is not writable: {error.strerror}", "give another folder"
+            "output", "bad", f"{folder} is not writable: {error.strerror}", "give another folder"
         )
-    made = "" if place == output.absolute() else " (created on the first run)"
-    return DoctorFinding("output", "ok", f"{output.absolute()}{made}")
+    note = "" if folder == output.absolute() else " (created on the first run)"
+    return DoctorFinding("output", "ok", f"{output.absolute()}{note}")
 
 
 def _check_disk_space(output: Path) -> DoctorFinding:
@@ -347,9 +272,6 @@ def _check_disk_space(output: Path) -> DoctorFinding:
             "disk", "bad", detail, "a run needs at least 1 GiB; free some, or give another --output"
         )
     return DoctorFinding("disk", "note" if free < 5 * GIB else "ok", detail)
-
-
-# -------------------------------------------------------------------------------------------------------------- stores
 
 
 def _check_mlflow_store(uri: str | None, output: Path) -> DoctorFinding:
@@ -365,15 +287,11 @@ def _check_mlflow_store(uri: str | None, output: Path) -> DoctorFinding:
         path = Path(uri.removeprefix("sqlite:///"))
         if not path.exists():
             return DoctorFinding("mlflow store", "ok", f"{shown} (created on the first run)")
-        problem, advice = (
-            _probe_sqlite(path),
-            "restore the file, or move it away to start a new one",
-        )
+        problem = _probe_sqlite(path)
+        advice = "restore the file, or move it away to start a new one"
     else:
-        problem, advice = (
-            _probe_database(uri),
-            "check the address, the driver and that the database is up",
-        )
+        problem = _probe_database(uri)
+        advice = "check the address, the driver and that the database is up"
     if problem:
         return DoctorFinding("mlflow store", "bad", f"{shown}: {problem}", advice)
     return DoctorFinding("mlflow store", "ok", shown)
@@ -393,7 +311,7 @@ def _check_prefect_api() -> DoctorFinding:
 
 
 def _check_sandbox() -> DoctorFinding:
-    """Confinement of child processes that run model-written code and external scorers, by a trial."""
+    """Try the confinement of child processes that run model-written code and external scorers."""
     from rl_core.environments.sandbox import PARTS
     from rl_core.environments.subprocess_host import ChildFailed, probe_sandbox
 
@@ -403,51 +321,52 @@ def _check_sandbox() -> DoctorFinding:
         return DoctorFinding(
             "sandbox", "bad", f"no child process starts: {error}", "see docs/security.md"
         )
-    holds = ", ".join(part for part in PARTS if part not in missing)
+    working = ", ".join(part for part in PARTS if part not in missing)
     if not missing:
-        return DoctorFinding("sandbox", "ok", f"of model-written code: {holds}")
-    lacking = "; ".join(f"not {part}: {reason}" for part, reason in missing.items())
+        return DoctorFinding("sandbox", "ok", f"of model-written code: {working}")
+    failures = "; ".join(f"not {part}: {reason}" for part, reason in missing.items())
     return DoctorFinding(
         "sandbox",
         "note",
-        f"of model-written code: {holds or 'nothing'}; {lacking}",
+        f"of model-written code: {working or 'nothing'}; {failures}",
         "docs/security.md says what that leaves open",
     )
 
 
 def _check_crashed_runs(output: Path) -> Iterator[DoctorFinding]:
-    """Runs that were killed but are still marked as running."""
+    """Report runs that were killed but are still marked as running."""
     from tasks.lifecycle.crashed_runs import find_crashed_runs
 
-    dead = [run for run in find_crashed_runs(output.absolute()) if not run.is_remote]
-    if dead:
-        wholes = [run.name for run in dead if run.is_pipeline]
-        num_stages = len(dead) - len(wholes)
-        runs = f"{len(wholes)} {'run was' if len(wholes) == 1 else 'runs were'} killed: {', '.join(wholes)}"
-        stages = f"{num_stages} {'stage' if num_stages == 1 else 'stages'}"
-        detail = (
-            f"{runs}{f' (in {stages})' if num_stages else ''}"
-            if wholes
-            else f"{stages} of earlier runs killed"
-        )
-        repair = format_posttrain_command("doctor --repair", output)
-        yield DoctorFinding("runs", "note", detail, f"{repair} marks them and shows how to resume")
+    crashed = [run for run in find_crashed_runs(output.absolute()) if not run.is_remote]
+    if not crashed:
+        return
+    pipelines = [run.name for run in crashed if run.is_pipeline]
+    num_stages = len(crashed) - len(pipelines)
+    stages = f"{num_stages} {'stage' if num_stages == 1 else 'stages'}"
+    if pipelines:
+        verb = "run was" if len(pipelines) == 1 else "runs were"
+        where = f" (in {stages})" if num_stages else ""
+        detail = f"{len(pipelines)} {verb} killed: {', '.join(pipelines)}{where}"
+    else:
+        detail = f"{stages} of earlier runs killed"
+    repair = format_posttrain_command("doctor --repair", output)
+    yield DoctorFinding("runs", "note", detail, f"{repair} marks them and shows how to resume")
 
 
 def _probe_health(url: str) -> str:
-    """Error of a server's health check; "" = healthy."""
+    """Return the error of a server's health check; "" = healthy."""
     try:
         with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_SECONDS):
             return ""
     except urllib.error.HTTPError as error:
-        # Servers that require a token answer with an error status; they are up.
+        # A server that requires a token is up.
         return "" if error.code in (401, 403) else f"answered {error.code}"
     except (OSError, ValueError) as error:
         return f"no answer ({getattr(error, 'reason', None) or error})"
 
 
 def _probe_sqlite(path: Path) -> str:
-    """Error of opening an sqlite file; "" = it is a database."""
+    """Return the error of opening an sqlite file; "" = it is a database."""
     try:
         connection = sqlite3.connect(
             f"file:{path}?mode=ro", uri=True, timeout=HEALTH_TIMEOUT_SECONDS
@@ -462,14 +381,76 @@ def _probe_sqlite(path: Path) -> str:
 
 
 def _probe_database(uri: str) -> str:
-    """Error of connecting to a database server; "" = connected."""
+    """Return the error of connecting to a database server; "" = connected."""
     import sqlalchemy
 
     try:
         engine = sqlalchemy.create_engine(uri, pool_pre_ping=True)
         with engine.connect():
             return ""
-    except (
-        Exception
-    ) as error:  # drivers raise their own exceptions, a missing driver an ImportError
+    except Exception as error:  # of the driver, or ImportError for a missing driver
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def write_machine_calibration(
+    path: Path, *, as_json: bool, clock: Clock = time.perf_counter
+) -> str:
+    """Measure this machine for about a minute and write the file; return a summary, or the settings as JSON.
+
+    Raises: SettingsError, before anything is measured, if the file's folder does not exist; BackendError if a process
+        that measures memory fails; CheckpointError if the file cannot be written.
+    """
+    problem = ""
+    if path.is_dir():
+        problem = "is a folder"
+    elif not os.access(path.parent, os.W_OK):
+        problem = f"cannot be written: {path.parent} is not a writable folder"
+    if problem:
+        raise SettingsError(f"--output: {path} {problem}; name a file for the speeds")
+
+    import yaml
+
+    from rl_core.resources.machine_calibration import calibrate_machine
+    from rl_core.storage.atomic_files import write_text_atomic
+    from tasks.config import dump_settings
+
+    start = time.monotonic()
+    progress = StatusLine(sys.stderr)
+    processor = _read_processor_name()
+    progress.print_line(f"measuring {processor}, which takes about a minute on an idle machine")
+    machine = calibrate_machine(
+        processor, pipeline_imports=_PIPELINE_IMPORTS, clock=clock, progress=progress
+    )
+    progress.clear_line()
+    values = dump_settings(machine)
+    head = "# Speeds of one machine, for `posttrain plan CONFIG --machine FILE`: posttrain doctor --calibrate\n"
+    write_text_atomic(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    if as_json:
+        return json.dumps(values, indent=1)
+    lines = [f"{machine.name}, {machine.threads} threads, {machine.memory_bytes / 2**30:.1f} GiB"]
+    for name in ("training", "scoring", "decoding"):
+        points = ", ".join(
+            f"{speed.median / 1e9:,.0f} ({speed.hidden_size})" for speed in getattr(machine, name)
+        )
+        lines.append(f"{name}: {points} GFLOP/s (at width)")
+    lines.append(
+        f"memory: copies {machine.copy_bytes_per_second / 1e9:.1f} GB/s, reads "
+        f"{machine.read_bytes_per_second / 1e9:.1f} GB/s; a process takes "
+        f"{machine.library_bytes / 2**20:.0f} MiB, with the pipeline {machine.pipeline_bytes / 2**20:.0f} MiB more"
+    )
+    lines.append(
+        f"{path} written after {time.monotonic() - start:.0f} s: posttrain plan CONFIG --machine {path}"
+    )
+    return "\n".join(lines)
+
+
+def _read_processor_name() -> str:
+    """Return the name of the processor, as far as the system provides it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
+    return name or platform.processor() or platform.machine()

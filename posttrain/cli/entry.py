@@ -1,4 +1,4 @@
-"""Console script `posttrain`: Ctrl-C while its modules are still imported ends it without a traceback."""
+"""Entry point of the console script `posttrain`. Ctrl-C during its imports ends it without a traceback."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from flows.runtime.import_setup import disable_bytecode_under_file_limit
 
 
 def command() -> NoReturn:
-    """Run the command; until it can answer Ctrl-C in words, the kernel answers it."""
+    """Run the command.
+
+    While modules are imported, SIGINT has its default action: the kernel ends the process silently.
+    """
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # a job in the background ignores the signal
+    if handler is signal.default_int_handler:  # background jobs ignore the signal
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     disable_bytecode_under_file_limit()
     from posttrain.cli.main import command as run_command

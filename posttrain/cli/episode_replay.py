@@ -1,4 +1,4 @@
-"""`posttrain replay`: a recorded episode, played again against the environment and the reward functions."""
+"""Replay of recorded episodes against the environment and the reward functions (`posttrain replay`)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from tasks.stages.loading import build_pipeline_environment
 def replay_recorded_episode(
     settings: PipelineSettings, name: str, *, trace: bool = False
 ) -> tuple[str, bool]:
-    """Text for people, and True if the replay gave what was recorded.
+    """Replay an episode; return a report, and True if the replay gave what was recorded.
 
     Args:
-        name: of an episode, as in messages and `posttrain replay`. trace: show tracebacks of the replay too.
-    Raises: DataError for an episode that was not kept.
+        name: of an episode, as in messages and `posttrain replay`.
+        trace: show tracebacks of the replay, too.
+    Raises: DataError for an episode that is not stored.
     """
-    wanted = EpisodeName.parse(name)
+    episode_name = EpisodeName.parse(name)
     home = _resolve_pipeline_folder(settings)
-    found = list(_find_recordings(home, wanted))
-    if not found:
+    recordings = list(_find_recordings(home, episode_name))
+    if not recordings:
         raise DataError(
-            f"episode {name} is not kept in {home}. Kept are the first failed episodes of a stage (`posttrain replay` "
-            "lists them), episodes of the newest iterations of a training, and all of an evaluation"
+            f"episode {name} is not stored in {home}. Stored are the first failed episodes of a stage (`posttrain "
+            "replay` lists them), episodes of a training's newest iterations, and all episodes of an evaluation"
         )
-    where, recorded = found[0]
+    location, recorded = recordings[0]
     data = _list_stage_folders(home / "stages" / "prepare_data")
     environment = build_pipeline_environment(settings, data[0] if data else None)
     outcome = replay_episode(
@@ -47,13 +48,13 @@ def replay_recorded_episode(
         _load_reward_functions(settings, recorded),
         timeout_s=_read_step_timeout(settings),
     )
-    lines = [f"{name}, recorded in {where}"]
-    if len(found) > 1:
-        lines.append(f"{len(found)} recorded episodes have this name; this is the first")
+    lines = [f"{name}, recorded in {location}"]
+    if len(recordings) > 1:
+        lines.append(f"{len(recordings)} recorded episodes have this name; this is the first")
     lines += [
         *_format_recording(recorded),
         "",
-        "played again:",
+        "replayed:",
         *outcome.lines,
         "",
         _format_verdict(recorded, outcome),
@@ -64,18 +65,18 @@ def replay_recorded_episode(
 
 
 def format_failed_episodes(settings: PipelineSettings) -> str:
-    """The failed episodes that are kept, newest stage folder first, one line each."""
+    """List the stored failed episodes, newest stage folder first, one line each."""
     lines = [
-        f"{found['episode']}  {found['what'].splitlines()[0][:160]}"
-        for found in list_failed_episodes(settings)
+        f"{failure['episode']}  {failure['what'].splitlines()[0][:160]}"
+        for failure in list_failed_episodes(settings)
     ]
-    return (
-        "\n".join(lines) or f"no failed episodes are kept in {_resolve_pipeline_folder(settings)}"
-    )
+    if not lines:
+        return f"no failed episodes are stored in {_resolve_pipeline_folder(settings)}"
+    return "\n".join(lines)
 
 
 def list_failed_episodes(settings: PipelineSettings) -> list[dict[str, str]]:
-    """The same for programs: {episode, what}."""
+    """Return the stored failed episodes as records {episode, what}."""
     return [
         {"episode": str(name), "what": episode.failure_label}
         for stage in sorted((_resolve_pipeline_folder(settings) / "stages").glob("*/"))
@@ -89,7 +90,7 @@ def _resolve_pipeline_folder(settings: PipelineSettings) -> Path:
 
 
 def load_newest_run_settings(output: Path) -> PipelineSettings:
-    """Settings of the newest run in a folder. Raises: DataError where there is none."""
+    """Load the settings of the newest run in a folder. Raises: DataError if there is none."""
     for record in list_recorded_runs(output.resolve()):
         if record.settings is not None:
             return load_recorded_settings(record, output, is_resumed=False)
@@ -100,7 +101,7 @@ def load_newest_run_settings(output: Path) -> PipelineSettings:
 
 @dataclass(frozen=True)
 class _RecordingLocation:
-    """Place of a recording, for people."""
+    """File and line of a recording."""
 
     path: Path
     line: int
@@ -112,7 +113,7 @@ class _RecordingLocation:
 def _find_recordings(
     home: Path, episode_name: EpisodeName
 ) -> Iterator[tuple[_RecordingLocation, FailedEpisode | Trajectory]]:
-    """Recordings of an episode, those of the stage's newest folder first, failed ones first."""
+    """Yield recordings of an episode: those of the stage's newest folder first, failed ones first."""
     for folder in _list_stage_folders(home / "stages" / episode_name.stage):
         path = folder / FAILED_EPISODES
         for line, (name, episode) in enumerate(read_failed_episodes(path), start=1):
@@ -130,6 +131,7 @@ def _read_matching_trajectories(
 ) -> Iterator[tuple[_RecordingLocation, Trajectory]]:
     if not path.is_file():
         return
+    wanted = (episode_name.source, episode_name.level, episode_name.seed, episode_name.sample)
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file, start=1):
             try:
@@ -138,19 +140,14 @@ def _read_matching_trajectories(
                 trajectory = Trajectory.from_json(row)
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise DataError(f"{path}:{number}: this is no trajectory") from None
-            of = episode_name.source if iteration is None else str(iteration)
-            found = (of, trajectory.level, trajectory.seed, trajectory.sample)
-            if found == (
-                episode_name.source,
-                episode_name.level,
-                episode_name.seed,
-                episode_name.sample,
-            ):
+            source = episode_name.source if iteration is None else str(iteration)
+            recorded = (source, trajectory.level, trajectory.seed, trajectory.sample)
+            if recorded == wanted:
                 yield _RecordingLocation(path, number), trajectory
 
 
 def _list_stage_folders(stage: Path) -> list[Path]:
-    """Folders of a stage, open and finished ones, the newest first."""
+    """List the folders of a stage, open and finished ones, the newest first."""
     folders = [path for path in stage.glob("*") if path.is_dir() and path.suffix in ("", ".open")]
     return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)
 
@@ -158,13 +155,15 @@ def _list_stage_folders(stage: Path) -> list[Path]:
 def _load_reward_functions(
     settings: PipelineSettings, recorded: FailedEpisode | Trajectory
 ) -> dict[str, RewardFunction]:
-    """The user's reward functions that scored it: episodes of an evaluation have the environment's reward alone."""
+    """Load the user's reward functions that scored the episode; an evaluation uses none of them."""
     policy = settings.stages.policy
-    scored = isinstance(recorded, FailedEpisode) and recorded.failed_in.startswith("reward ")
+    failed_in_reward = isinstance(recorded, FailedEpisode) and recorded.failed_in.startswith(
+        "reward "
+    )
     names = [name for name in (policy.rewards if policy is not None else {}) if ":" in name]
     if isinstance(recorded, Trajectory):
         names = [name for name in names if name in recorded.rewards]
-    elif not scored:
+    elif not failed_in_reward:
         names = []
     try:
         return {name: import_reward_function(name) for name in names}
@@ -181,18 +180,19 @@ def _format_recording(recorded: FailedEpisode | Trajectory) -> list[str]:
     if isinstance(recorded, FailedEpisode):
         lines = [f"it failed: {recorded.failure_label}"]
         return lines + [f"    {line}" for line in recorded.trace.rstrip().splitlines()]
-    end = f"ended by {recorded.stop_reason}, success {recorded.success}, reward {recorded.reward:g}"
-    return [
-        f"{end}; rewards {', '.join(f'{name} {value:g}' for name, value in recorded.rewards.items())}"
-    ]
+    ending = (
+        f"ended by {recorded.stop_reason}, success {recorded.success}, reward {recorded.reward:g}"
+    )
+    rewards = ", ".join(f"{name} {value:g}" for name, value in recorded.rewards.items())
+    return [f"{ending}; rewards {rewards}"]
 
 
 def _format_verdict(recorded: FailedEpisode | Trajectory, outcome: EpisodeReplay) -> str:
     if not outcome.differences:
         same = "the same error" if isinstance(recorded, FailedEpisode) else "the same result"
-        return f"{same} as recorded: it does not depend on chance"
+        return f"{same} as recorded: the episode is deterministic"
     return (
         f"it differs from the recording in {len(outcome.differences)} places, the first: {outcome.differences[0]}\n"
-        "An environment has to be a function of (seed, level, actions), a reward function one of the trajectory: no "
+        "An environment must depend only on (seed, level, actions), a reward function only on the trajectory: no "
         "global random numbers, no time, no order of sets, no state between calls. Or the code has changed since"
     )

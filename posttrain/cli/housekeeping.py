@@ -1,6 +1,7 @@
-"""`posttrain gc`: prints or executes the plan of tasks/retention.py.
+"""Housekeeping of an output folder: `posttrain gc` and `posttrain sync`.
 
-`posttrain sync`: deliver what runs recorded while their tracking store was away, or before it lost its database.
+`gc` prints or executes the plan of tasks/retention.py. `sync` delivers what runs recorded while their tracking store
+was unreachable, or before it lost its database.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tasks.tracking.replay import count_undelivered, list_journals, read_start_r
 
 @dataclass
 class CleanupReport:
-    """Plans by pipeline, and what became of them."""
+    """Retention plans by pipeline, and the outcome of executing them."""
 
     plans: dict[str, RetentionPlan] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)  # pipelines with a live run
@@ -33,30 +34,26 @@ class CleanupReport:
 
     @property
     def bytes(self) -> int:
-        """Bytes of everything planned."""
+        """Bytes of all planned items."""
         return sum(plan.bytes for plan in self.plans.values())
 
     def format_text(self) -> str:
-        """For people."""
+        """Format the report for the terminal."""
         lines = []
         for name, plan in self.plans.items():
-            lines += [
-                *_format_retention_plan(name, plan),
-                *(f"  {problem}" for problem in self.problems.get(name, [])),
-            ]
-        lines += [
-            f"{name}: skipped, a run is writing ({why})" for name, why in self.skipped.items()
-        ]
-        rest = "" if self.is_done else "; nothing was changed, --yes removes it"
-        return "\n".join(
-            [
-                *lines,
-                f"{'freed' if self.is_done else 'would free'} {_format_size(self.bytes)}{rest}",
-            ]
-        )
+            lines += _format_retention_plan(name, plan)
+            lines += [f"  {problem}" for problem in self.problems.get(name, [])]
+        for name, reason in self.skipped.items():
+            lines.append(f"{name}: skipped, a run is writing ({reason})")
+        size = _format_size(self.bytes)
+        if self.is_done:
+            lines.append(f"freed {size}")
+        else:
+            lines.append(f"would free {size}; nothing was changed, --yes removes it")
+        return "\n".join(lines)
 
     def to_record(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the report as a record."""
         pipelines = {
             name: {
                 "kept_runs": plan.num_retained_runs,
@@ -86,11 +83,12 @@ def collect_garbage(
     pipelines: Sequence[str] = (),
     delete: bool = False,
 ) -> CleanupReport:
-    """Retention plan of each pipeline; with `delete`, also executes it.
+    """Plan the retention of each pipeline; with `delete`, also execute it.
 
     Args:
-        output: the output folder. uri: tracking store, as in a config.
-        keep: newest runs per pipeline whose results are kept.
+        output: the output folder.
+        uri: tracking store, as in a config.
+        num_kept_runs: newest runs per pipeline whose results are kept.
         pipelines: only these; () = all in the folder.
     Raises: DataError for an unknown pipeline.
     """
@@ -102,18 +100,17 @@ def collect_garbage(
         if name not in known:
             raise DataError(f"no pipeline '{name}' in {output}; {suggest_name(name, known)}")
     tracking = Tracking(uri, output)
-    found = CleanupReport(is_done=delete)
+    report = CleanupReport(is_done=delete)
     for name in pipelines or known:
         try:
-            with FolderLock(
-                output / name / ".lock"
-            ):  # held by running pipelines, which are skipped
-                plan = found.plans[name] = plan_retention(tracking, output / name, num_kept_runs)
+            # Running pipelines hold the lock and are skipped.
+            with FolderLock(output / name / ".lock"):
+                plan = report.plans[name] = plan_retention(tracking, output / name, num_kept_runs)
                 if delete:
-                    found.problems[name] = _remove_planned_data(tracking, plan)
+                    report.problems[name] = _remove_planned_data(tracking, plan)
         except FolderBusy as error:
-            found.skipped[name] = str(error)
-    return found
+            report.skipped[name] = str(error)
+    return report
 
 
 def _format_retention_plan(name: str, plan: RetentionPlan) -> list[str]:
@@ -127,7 +124,10 @@ def _format_retention_plan(name: str, plan: RetentionPlan) -> list[str]:
 
 
 def _remove_planned_data(tracking: Tracking, plan: RetentionPlan) -> list[str]:
-    """Delete from the store first: a folder without its run is harmless, a run without its folder is misleading."""
+    """Delete the planned data and return problems.
+
+    The store comes first: a folder without its run is harmless, a run without its folder is misleading.
+    """
     inject_fault("gc.planned")
     problems = remove_from_store(tracking.store, plan.runs, plan.versions, plan.models, plan.traces)
     inject_fault("gc.store")
@@ -149,7 +149,7 @@ def _format_size(count: float) -> str:
 
 
 def deliver_journals(output: Path, uri: str | None) -> tuple[str, bool]:
-    """Deliver all journals of an output folder; returns a report, and True if nothing waits any more.
+    """Deliver all journals of an output folder; return a report, and True if nothing is left to deliver.
 
     Args:
         uri: the tracking store; None = MLFLOW_TRACKING_URI, else the one that each run was recorded for.
@@ -159,38 +159,44 @@ def deliver_journals(output: Path, uri: str | None) -> tuple[str, bool]:
     folders = list(list_journals(output))
     if not folders:
         raise DataError(f"no runs in {output}; give the runs' --config, or their --output folder")
-    known = Tracking(uri, output)
-    given = uri is not None or known.store.uri != known.store.default_uri
-    stores: dict[str, Tracking] = {}
-    lines = []
-    before = sum((count_undelivered(folder) for folder in folders), UndeliveredCounts())
-    for folder in folders:
-        recorded = str(read_start_record(folder).get("store") or "")
-        tracking = (
-            known if given or not recorded or recorded == known.uri else Tracking(recorded, output)
-        )
-        stores.setdefault(strip_uri_password(tracking.uri), tracking)
-    for name, tracking in stores.items():
-        chosen = [
-            f
-            for f in folders
-            if len(stores) == 1 or str(read_start_record(f).get("store") or known.uri) == name
-        ]
-        tracking.deliver_journals(chosen)
-        left = sum((count_undelivered(folder) for folder in chosen), UndeliveredCounts())
-        lines.append(f"{name}: {_format_delivery(len(chosen), left, tracking)}")
-    left = sum((count_undelivered(folder) for folder in folders), UndeliveredCounts())
-    if before.total > left.total:
-        lines.append(f"delivered: {before.total - left.total} records")
-    return "\n".join(lines), left.total == 0
-
-
-def _format_delivery(runs: int, left: UndeliveredCounts, tracking: Tracking) -> str:
-    if not left.total:
-        return f"has everything of {runs} runs"
-    why = (
-        "it does not answer"
-        if tracking.store.is_unreachable
-        else "their runs are alive, and deliver by themselves"
+    default_tracking = Tracking(uri, output)
+    is_explicit = (
+        uri is not None or default_tracking.store.uri != default_tracking.store.default_uri
     )
-    return f"{left} still wait: {why}"
+    stores: dict[str, Tracking] = {}
+    recorded_stores = {
+        folder: str(read_start_record(folder).get("store") or "") for folder in folders
+    }
+    for recorded in recorded_stores.values():
+        if is_explicit or recorded in ("", default_tracking.uri):
+            tracking = default_tracking
+        else:
+            tracking = Tracking(recorded, output)
+        stores.setdefault(strip_uri_password(tracking.uri), tracking)
+    lines = []
+    num_before = _count_undelivered(folders).total
+    for name, tracking in stores.items():
+        delivered = [
+            folder
+            for folder in folders
+            if len(stores) == 1 or (recorded_stores[folder] or default_tracking.uri) == name
+        ]
+        tracking.deliver_journals(delivered)
+        remaining = _count_undelivered(delivered)
+        lines.append(f"{name}: {_format_delivery(len(delivered), remaining, tracking)}")
+    num_remaining = _count_undelivered(folders).total
+    if num_before > num_remaining:
+        lines.append(f"delivered: {num_before - num_remaining} records")
+    return "\n".join(lines), num_remaining == 0
+
+
+def _count_undelivered(folders: Sequence[Path]) -> UndeliveredCounts:
+    return sum((count_undelivered(folder) for folder in folders), UndeliveredCounts())
+
+
+def _format_delivery(num_runs: int, remaining: UndeliveredCounts, tracking: Tracking) -> str:
+    if not remaining.total:
+        return f"has everything of {num_runs} runs"
+    if tracking.store.is_unreachable:
+        return f"{remaining} still wait: the store does not answer"
+    return f"{remaining} still wait: their runs are alive and deliver them themselves"

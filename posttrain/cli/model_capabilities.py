@@ -1,15 +1,14 @@
-"""`posttrain doctor --model`: a model's fast paths on this machine, and what its chat template does."""
+"""Explanation of `posttrain doctor --model`: a model's fast paths on this machine, and its chat template."""
 
 from __future__ import annotations
 
 import tempfile
-import textwrap
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.model_references import resolve_model_references
-from posttrain.cli.runs_table import detect_terminal_columns
+from posttrain.cli.tables import detect_terminal_columns, format_table
 from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.settings import ModelSettings
 
@@ -18,32 +17,29 @@ if TYPE_CHECKING:
 
     from rl_core.capabilities import Decision
 
-
-_MAX_LOADED_BYTES = (
-    2 << 30
-)  # of weights: up to here the model is loaded, and what only a trial run tells is tried
+_MAX_LOADED_BYTES = 2 << 30  # of weights: smaller models are loaded and tried
 _MAX_COLUMNS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class ModelExplanation:
-    """Text about a model."""
+    """Explanation of a model."""
 
     text: str
-    is_refused: bool = False  # nothing exact can be trained with its chat template
-    record: dict[str, Any] = field(default_factory=dict)  # the same for programs
+    is_refused: bool = False  # its chat template does not allow exact training
+    record: dict[str, Any] = field(default_factory=dict)  # as JSON
 
 
 def explain_model(
     model: str, settings: ModelSettings | None, output: Path, tracking_uri: str | None = None
 ) -> ModelExplanation:
-    """A table of every fast path, with the reason and the path taken otherwise; then the chat template's properties.
+    """Explain every fast path with its reason and fallback, then the properties of the chat template.
 
     Args:
         model: a model folder, a finished stage's folder, a hub name or models:/NAME@ALIAS.
         settings: dtype, device, adapters and chat template that the model is meant for; None = the defaults.
         output: the folder whose registry knows registered models.
-    Raises: CheckpointError or SettingsError when there is no such model.
+    Raises: CheckpointError or SettingsError if there is no such model.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -53,34 +49,33 @@ def explain_model(
     disable_progress_bar()
     settings = settings or ModelSettings()
     device = causal_lm.resolve_device(settings).type
-    with tempfile.TemporaryDirectory(
-        prefix="posttrain-"
-    ) as scratch:  # a registered model may have to be downloaded
-        place = _resolve_model_path(model, output, tracking_uri, Path(scratch))
-        found, is_loaded = _load_model(place, settings)
-        template = _explain_chat_template(place, settings)
-    kind = type(lora.unwrap_model(found)).__name__
+    # A registered model may have to be downloaded.
+    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:
+        path = _resolve_model_path(model, output, tracking_uri, Path(scratch))
+        loaded, is_loaded = _load_model(path, settings)
+        template = _explain_chat_template(path, settings)
+    class_name = type(lora.unwrap_model(loaded)).__name__
     adapters = " with adapters" if settings.lora is not None else ""
-    head = (
-        f"{model}: {kind}{adapters}, {causal_lm.count_parameters(found) / 1e6:,.1f} million parameters, "
+    title = (
+        f"{model}: {class_name}{adapters}, {causal_lm.count_parameters(loaded) / 1e6:,.1f} million parameters, "
         f"{settings.dtype} on {device}"
     )
     source = "its weights were loaded" if is_loaded else "its config alone was read"
-    decisions = list(inspect_capabilities(found, device))
+    decisions = list(inspect_capabilities(loaded, device))
     lines = [
-        head,
+        title,
         f"({source})",
         "",
-        *_format_decisions(decisions),
+        _format_decisions(decisions),
         "",
         "chat template",
         template.text,
     ]
     record = {
         "model": model,
-        "class": kind,
+        "class": class_name,
         "adapters": bool(adapters),
-        "parameters": causal_lm.count_parameters(found),
+        "parameters": causal_lm.count_parameters(loaded),
         "dtype": settings.dtype,
         "device": device,
         "weights_loaded": is_loaded,
@@ -92,7 +87,7 @@ def explain_model(
 
 
 def _explain_chat_template(model_path: str, settings: ModelSettings) -> ModelExplanation:
-    """The chat template's properties with an example, or the reason for which it cannot be used."""
+    """Describe the chat template with an example, or the reason why it cannot be used."""
     from rl_core.data.chat import ChatRenderer
     from rl_core.data.template_report import describe_template
     from rl_core.models import causal_lm
@@ -108,17 +103,20 @@ def _explain_chat_template(model_path: str, settings: ModelSettings) -> ModelExp
 
 
 def _resolve_model_path(model: str, output: Path, tracking_uri: str | None, scratch: Path) -> str:
-    """The model folder or hub name."""
-    place = next(iter(resolve_model_references([model]).values()), model)
-    if not place.startswith("models:/"):
-        return place
+    """Return the model folder or hub name."""
+    path = next(iter(resolve_model_references([model]).values()), model)
+    if not path.startswith("models:/"):
+        return path
     from tasks.tracking import Tracking
 
-    return str(Tracking(tracking_uri, output).registry.resolve_model(place, scratch))
+    return str(Tracking(tracking_uri, output).registry.resolve_model(path, scratch))
 
 
 def _load_model(model_path: str, settings: ModelSettings) -> tuple[PreTrainedModel, bool]:
-    """The model, in training mode; and whether it has its weights, which large ones and hub names are spared."""
+    """Load the model in training mode; return it, and whether it has its weights.
+
+    Large models and hub names are built from their config alone.
+    """
     from transformers import AutoModelForCausalLM
 
     from rl_core.models import causal_lm, lora
@@ -127,21 +125,23 @@ def _load_model(model_path: str, settings: ModelSettings) -> tuple[PreTrainedMod
     if not weights or sum(file.stat().st_size for file in weights) > _MAX_LOADED_BYTES:
         return causal_lm.load_without_weights(model_path, settings), False
     model = causal_lm.load_pretrained(AutoModelForCausalLM, model_path, settings)
-    return (
-        model if settings.lora is None else lora.add_adapter(model, settings.lora)
-    ).train(), True
+    if settings.lora is not None:
+        model = lora.add_adapter(model, settings.lora)
+    return model.train(), True
 
 
-def _format_decisions(decisions: list[Decision]) -> list[str]:
-    """One path a paragraph: its name, the answer, the reason, and what is used instead."""
-    width = max(len(decision.name) for decision in decisions)
-    columns = min(_MAX_COLUMNS, max(60, detect_terminal_columns() or _MAX_COLUMNS)) - width - 9
-    lines = []
+def _format_decisions(decisions: list[Decision]) -> str:
+    """Format each fast path: its name, the answer, the reason and the fallback."""
+    rows = []
     for decision in decisions:
-        answer = "trial" if decision.is_undecided else "yes" if decision.allowed else "no"
-        texts = textwrap.wrap(decision.reason, columns)
-        if not decision.allowed and not decision.is_undecided:
-            texts += textwrap.wrap(f"-> {decision.fallback}", columns)
-        lines.append(f"{decision.name.ljust(width)}  {answer:5}  {texts[0]}")
-        lines += [f"{'':{width}}         {text}" for text in texts[1:]]
-    return lines
+        text = decision.reason
+        if decision.is_undecided:
+            answer = "trial"
+        elif decision.allowed:
+            answer = "yes"
+        else:
+            answer = "no"
+            text += f"\n-> {decision.fallback}"
+        rows.append((decision.name, answer.ljust(5), text))
+    columns = detect_terminal_columns() or _MAX_COLUMNS
+    return format_table(None, rows, width=min(_MAX_COLUMNS, max(60, columns)))

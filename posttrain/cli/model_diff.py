@@ -1,6 +1,6 @@
-"""`posttrain analyze` of trajectory files, without Prefect.
+"""Comparison of two models on the same held-out episodes (`posttrain diff`): differences, regressions, divergence.
 
-`posttrain diff`: two models on the same held-out episodes: how they differ, what got worse, and where they part.
+Also `posttrain analyze` of trajectory files, without Prefect.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from tasks.stages.evaluate import resolve_trajectories_path
 from tasks.stages.loading import build_pipeline_environment
 from tasks.tracking import Tracking
 
+_MAX_TEXT_CHARACTERS = 160  # of an action or a prompt
+
 
 def analyze_trajectory_files(
     paths: Sequence[Path], settings: PipelineSettings | None, out: Path
 ) -> Path:
-    """Analyse trajectory files (or all in a folder), oldest model first; returns the report's path.
+    """Analyse trajectory files (or all in a folder), oldest model first; return the report's path.
 
     With a config, the result is logged as a run of its experiment, and the report shows the environment's images.
     Raises: DataError if there is no trajectory file, or one cannot be read.
@@ -61,13 +63,13 @@ def analyze_trajectory_files(
     return result.report
 
 
-_MAX_TEXT_CHARACTERS = 160  # characters of an action or a prompt
-
-
 def resolve_diffed_models(
     settings: PipelineSettings, references: tuple[str, str]
 ) -> dict[str, str]:
-    """Name -> model of the two, in their order. Raises: SettingsError for one that is none, or is named twice."""
+    """Return name -> model of the two, in their order.
+
+    Raises: SettingsError for a reference that is no model, or if both are the same.
+    """
     home = Path(settings.output).resolve() / settings.name
     models = resolve_model_references([resolve_stage_model(name, home) for name in references])
     if len(models) != 2:
@@ -80,9 +82,9 @@ def resolve_diffed_models(
 def evaluate_diff(
     settings: PipelineSettings, models: dict[str, str], *, examples: int, quiet: bool
 ) -> tuple[ModelDiff, bool]:
-    """The difference of two models on the config's held-out episodes; True = the environment knows success.
+    """Compare two models on the config's held-out episodes; return the difference, and whether success is known.
 
-    Episodes that the two have played before with these settings are not played again.
+    Episodes that both played before with these settings are taken from the cache.
     """
     from flows.single_stage import evaluate_models
 
@@ -92,12 +94,12 @@ def evaluate_diff(
         resolve_trajectories_path(result.path, first),
         resolve_trajectories_path(result.path, second),
     )
-    found = diff_models(paths, (first, second), examples=examples, seed=settings.seed)
-    return found, all(row["knows_success"] for row in result.summary["models"].values())
+    diff = diff_models(paths, (first, second), examples=examples, seed=settings.seed)
+    return diff, all(row["knows_success"] for row in result.summary["models"].values())
 
 
 def format_diff(diff: ModelDiff, *, knows_success: bool = True) -> str:
-    """The difference for the terminal."""
+    """Format the difference for the terminal."""
     paired = diff.paired
     lines = [f"A  {paired.first}", f"B  {paired.second}", ""]
     if knows_success:
@@ -107,7 +109,7 @@ def format_diff(diff: ModelDiff, *, knows_success: bool = True) -> str:
             f"{paired.total.episodes} episodes; exact p: sign-flip {diff.exact_p_value:.3g}, sign {paired.p_value:.3g}"
         )
     else:
-        lines.append("success is not known here: no verifier tells it")
+        lines.append("success is unknown: the environment has no verifier")
     reward = paired.reward
     lines.append(
         f"B - A in reward   {reward.difference:+.4f} [{reward.low:+.4f}, {reward.high:+.4f}]"
@@ -143,33 +145,34 @@ def _list_paired_groups(diff: ModelDiff) -> list[PairedGroup]:
 
 
 def _format_gain(row: PairedGroup) -> str:
-    gain = row.success
-    return f"{100 * gain.difference:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}], {row.episodes} episodes"
+    success = row.success
+    interval = f"[{100 * success.low:+.1f}, {100 * success.high:+.1f}]"
+    return f"{100 * success.difference:+.1f} points {interval}, {row.episodes} episodes"
 
 
 def _format_regression(row: PairedGroup) -> str:
-    sure = "" if row.success.high < 0 else " (the interval holds 0)"
-    return f"{row.name} {100 * row.success.difference:+.1f}{sure}"
+    note = "" if row.success.high < 0 else " (the interval holds 0)"
+    return f"{row.name} {100 * row.success.difference:+.1f}{note}"
 
 
 def _format_behaviour(diff: ModelDiff) -> list[str]:
-    one, other = diff.behaviour
+    before, after = diff.behaviour
     rows: list[tuple[str, Any, Any, str]] = [
-        ("turns", one.turns, other.turns, ".2f"),
-        ("tool calls", one.tool_calls, other.tool_calls, ".2f"),
-        ("action tokens", one.action_tokens, other.action_tokens, ".1f"),
-        ("misuse of tools", one.misuse_rate, other.misuse_rate, ".1%"),
-        ("cut by a limit", one.truncated_rate, other.truncated_rate, ".1%"),
-        ("lucky successes", one.ungrounded_rate, other.ungrounded_rate, ".1%"),
+        ("turns", before.turns, after.turns, ".2f"),
+        ("tool calls", before.tool_calls, after.tool_calls, ".2f"),
+        ("action tokens", before.action_tokens, after.action_tokens, ".1f"),
+        ("misuse of tools", before.misuse_rate, after.misuse_rate, ".1%"),
+        ("cut by a limit", before.truncated_rate, after.truncated_rate, ".1%"),
+        ("lucky successes", before.ungrounded_rate, after.ungrounded_rate, ".1%"),
     ]
-    tools = sorted(one.tools.keys() | other.tools.keys())
+    tools = sorted(before.tools.keys() | after.tools.keys())
     rows += [
-        (f"calls of {name}", one.tools.get(name, 0.0), other.tools.get(name, 0.0), ".2f")
+        (f"calls of {name}", before.tools.get(name, 0.0), after.tools.get(name, 0.0), ".2f")
         for name in tools
     ]
     return [
-        f"  {name:<16} {first:{form}} -> {second:{form}}"
-        for name, first, second, form in rows
+        f"  {name:<16} {first:{number_format}} -> {second:{number_format}}"
+        for name, first, second, number_format in rows
         if first or second
     ]
 
@@ -178,12 +181,15 @@ def _format_episode(episode: DivergentEpisode) -> list[str]:
     head = f"  {episode.level} {episode.seed} ({episode.kind}): {_shorten_text(episode.prompt)}"
     if episode.turn is None:
         return [head, f"    the same actions; ends {episode.ends[0]} and {episode.ends[1]}"]
-    lines = [head, f"    they part at turn {episode.turn + 1}"]
-    for letter, action, seen, end in zip(
+    lines = [head, f"    they diverge at turn {episode.turn + 1}"]
+    for letter, action, observation, end in zip(
         "AB", episode.actions, episode.observations, episode.ends, strict=True
     ):
-        told = f"{_shorten_text(action)!r}" if action else f"had ended ({end})"
-        lines.append(f"      {letter}: {told}" + (f" -> {_shorten_text(seen)!r}" if seen else ""))
+        outcome = f"{_shorten_text(action)!r}" if action else f"had ended ({end})"
+        lines.append(
+            f"      {letter}: {outcome}"
+            + (f" -> {_shorten_text(observation)!r}" if observation else "")
+        )
     return lines
 
 

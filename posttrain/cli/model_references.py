@@ -1,8 +1,6 @@
-"""Models named by the stage that made them: policy, sft/KEY, sft/epochs/2, sft/KEY/epochs/2.
+"""Models named on the command line: stage references, display names, an early check that the model exists.
 
-Models named on the command line: detection and short display names.
-
-Early check of a model that a command names: before any server starts, in place of a minute later.
+A stage reference is policy, sft/KEY, sft/epochs/2 or sft/KEY/epochs/2. The check runs before any server starts.
 """
 
 from __future__ import annotations
@@ -26,14 +24,16 @@ from tasks.tracking.registry import (
 _STAGE_REFERENCE = re.compile(
     rf"([a-z][a-z0-9_]*)(?:/([0-9a-f]{{4,16}}))?(?:/{EPOCH_MODELS}/(\d+))?"
 )
-_STAGE_KEY = re.compile(r"[0-9a-f]{16}")
+_STAGE_KEY = re.compile(r"[0-9a-f]{16}")  # name of a finished stage's folder
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_TIMEOUT_SECONDS = 5.0
 
 
 def resolve_stage_model(reference: str, home: Path) -> str:
-    """Folder of the model that a finished stage left, the newest one's without a key; another reference as it is.
+    """Return the model folder of a finished stage, the newest one without a key; return other references unchanged.
 
     Args:
-        reference: STAGE, STAGE/KEY (its first digits will do), each with /epochs/N for the model of an epoch.
+        reference: STAGE, STAGE/KEY (its first digits suffice), each with /epochs/N for the model of an epoch.
         home: the pipeline's folder.
     Raises: SettingsError for a stage of the pipeline that has no such model.
     """
@@ -45,37 +45,31 @@ def resolve_stage_model(reference: str, home: Path) -> str:
     folders = [
         path for path in (home / "stages" / stage).glob("*") if _STAGE_KEY.fullmatch(path.name)
     ]
-    found = [
+    matching = [
         path
         for path in folders
         if path.name.startswith(key) and (path / inner / "config.json").is_file()
     ]
-    if not found:
-        wanted = f"{key}: " if key else ""
-        keys = ", ".join(sorted(path.name for path in folders)) or "none"
-        what = f"model of epoch {epoch} (keep_epochs)" if epoch else "finished model"
-        hint = (
-            suggest_name(key, [path.name for path in folders])
-            if key and folders
-            else f"finished ones: {keys}"
-        )
-        raise SettingsError(f"{reference}: {wanted}no {what} of this stage in {home}; {hint}")
-    if key and len(found) > 1:
-        raise SettingsError(
-            f"{reference}: several keys begin so: {', '.join(sorted(path.name for path in found))}"
-        )
-    return str(max(found, key=lambda path: path.stat().st_mtime) / inner)
-
-
-_STAGE_KEY_FOLDER = re.compile(r"[0-9a-f]{16}")  # a finished stage's folder
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+    if not matching:
+        names = sorted(path.name for path in folders)
+        kind = f"model of epoch {epoch} (keep_epochs)" if epoch else "finished model"
+        hint = f"finished ones: {', '.join(names) or 'none'}"
+        if key and names:
+            hint = suggest_name(key, names)
+        prefix = f"{reference}: {key}: " if key else f"{reference}: "
+        raise SettingsError(f"{prefix}no {kind} of this stage in {home}; {hint}")
+    if key and len(matching) > 1:
+        names = sorted(path.name for path in matching)
+        raise SettingsError(f"{reference}: several keys begin so: {', '.join(names)}")
+    return str(max(matching, key=lambda path: path.stat().st_mtime) / inner)
 
 
 def resolve_model_references(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> model folder, registered model or hub name; {} if all paths are trajectory files or folders of them.
+    """Return name -> model folder, registered model or hub name.
 
     A finished stage's folder stands for its model, named after the stage.
-    Raises: DataError if only some are models, or where nobody may look.
+    Returns: {} if all paths are trajectory files or folders of them.
+    Raises: DataError if only some are models, or if a path cannot be read.
     """
     sources = [_find_model(path) for path in paths]
     if not any(sources):
@@ -95,60 +89,54 @@ def resolve_model_references(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _find_model(path: str) -> str | None:
-    """Model that a path refers to, if any. Raises: DataError where nobody may look."""
+    """Return the model that a path refers to, if any. Raises: DataError if the path cannot be read."""
     folder = Path(path)
     try:
-        for place in (folder, folder / "model"):
-            if (place / "config.json").is_file():
-                return str(place.resolve())
-        is_there = folder.exists()
+        for candidate in (folder, folder / "model"):
+            if (candidate / "config.json").is_file():
+                return str(candidate.resolve())
+        exists = folder.exists()
     except OSError as error:
         raise DataError(f"{path[:200]}: cannot be read: {error.strerror}") from None
-    hub = not is_there and _HUB_NAME.fullmatch(path) and not path.endswith((".jsonl", ".json"))
-    return path if path.startswith("models:/") or hub else None
+    is_data_file = path.endswith((".jsonl", ".json"))
+    is_hub_name = not exists and not is_data_file and _HUB_NAME.fullmatch(path) is not None
+    return path if path.startswith("models:/") or is_hub_name else None
 
 
 def format_model_name(source: str) -> str:
-    """Short name of a model, valid in file names; a version gets its model's name: models:/demo/3 is demo-v3.
+    """Return a short name of a model, valid in file names.
 
-    The model of an epoch is sft-epoch-2.
+    Examples: models:/demo/3 is demo-v3; the model of an epoch is sft-epoch-2.
     """
-    if (
-        source.startswith("models:/")
-        and (parts := source.removeprefix("models:/").rsplit("/", 1))[-1].isdecimal()
-    ):
-        return re.sub(r"[^\w.@-]+", "_", "-v".join(parts))
+    if source.startswith("models:/"):
+        name_and_version = source.removeprefix("models:/").rsplit("/", 1)
+        if name_and_version[-1].isdecimal():
+            return re.sub(r"[^\w.@-]+", "_", "-v".join(name_and_version))
     parts = source.removeprefix("models:/").rstrip("/").split("/")
     if len(parts) > 1 and parts[-1] == "model":
         parts.pop()
-    if (
-        len(parts) > 3
-        and parts[-2] == EPOCH_MODELS
-        and parts[-1].isdecimal()
-        and _STAGE_KEY_FOLDER.fullmatch(parts[-3])
-    ):
+    is_epoch = len(parts) > 3 and parts[-2] == EPOCH_MODELS and parts[-1].isdecimal()
+    if is_epoch and _STAGE_KEY.fullmatch(parts[-3]):
         return re.sub(r"[^\w.@-]+", "_", f"{parts[-4]}-epoch-{parts[-1]}")
-    if len(parts) > 1 and _STAGE_KEY_FOLDER.fullmatch(parts[-1]):
+    if len(parts) > 1 and _STAGE_KEY.fullmatch(parts[-1]):
         parts.pop()
     return re.sub(r"[^\w.@-]+", "_", parts[-1])
 
 
-HUB_TIMEOUT_SECONDS = 5.0  # that the hub has to answer
-
-
 def refuse_missing_model(name: str, output: Path, uri: str | None) -> None:
-    """Look a model up: a folder, a registered version, or a name of the hub; nothing is downloaded.
+    """Look a model up: a folder, a registered version, or a name of the hub. Download nothing.
 
     Args:
-        output: the output folder. uri: tracking store, as in a config.
-    Raises: SettingsError with what is known; BackendError where the tracking store does not answer.
+        output: the output folder.
+        uri: tracking store, as in a config.
+    Raises: SettingsError with suggestions; BackendError if the tracking store does not answer.
     """
     if is_registered_reference(name):
         tracking = Tracking(uri, output)
         database = tracking.store.uri.removeprefix("sqlite:///")
-        is_file = database != tracking.store.uri
-        if is_file and (match := REFERENCE.fullmatch(name)):
-            if not Path(database).exists():  # looking makes none
+        match = REFERENCE.fullmatch(name)
+        if database != tracking.store.uri and match is not None:
+            if not Path(database).exists():  # opening it would create it
                 raise SettingsError(f"{name}: no model is registered yet; {database} is not there")
             refuse_unregistered_model(
                 match["name"],
@@ -162,56 +150,50 @@ def refuse_missing_model(name: str, output: Path, uri: str | None) -> None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            inside = (
-                f"; did you mean {path / 'model'}?"
-                if (path / "model" / "config.json").is_file()
-                else ""
-            )
+            has_model = (path / "model" / "config.json").is_file()
+            hint = f"; did you mean {path / 'model'}?" if has_model else ""
             raise SettingsError(
-                f"{name}: is a folder without a config.json, so it is no model{inside}"
+                f"{name}: is a folder without a config.json, so it is no model{hint}"
             )
         return
     if path.exists():
         raise SettingsError(f"{name}: is a file; name the folder that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not HUB_NAME.fullmatch(name):
         raise SettingsError(f"{name}: there is no such folder{_suggest_nearby_folder(path)}")
-    if problem := _find_hub_problem(name):
+    problem = _find_hub_problem(name)
+    if problem:
         raise SettingsError(
             f"{name}: there is no such folder, and {problem}{_suggest_nearby_folder(path)}"
         )
 
 
 def _suggest_nearby_folder(path: Path) -> str:
-    """Folder of a model beside, whose name is near."""
+    """Suggest a sibling model folder with a similar name; "" if there is none."""
     try:
-        known = [item.name for item in path.parent.iterdir() if (item / "config.json").is_file()]
+        names = [item.name for item in path.parent.iterdir() if (item / "config.json").is_file()]
     except OSError:
         return ""
-    return f"; {suggest_name(path.name, known)}" if known else ""
+    return f"; {suggest_name(path.name, names)}" if names else ""
 
 
 def _find_hub_problem(name: str) -> str:
-    """Reason for which the hub has no such model, or cannot be asked; "" = it has, or a copy of it is here."""
+    """Return why the hub has no such model or cannot be asked; "" = the model exists, or a copy is cached."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return ""
     if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "") not in ("", "0"):
-        return "no copy of a model of that name from the hub, which is not to be asked (HF_HUB_OFFLINE)"
+        return "no copy of a model of that name from the hub, which is disabled (HF_HUB_OFFLINE)"
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_SECONDS)
     except EntryNotFoundError:
         return f"'{name}' on the hub has no config.json"
     except HfHubHTTPError as error:
         code = getattr(error.response, "status_code", None)
-        return (
-            f"the hub has no model of that name that you may read (answer {code})"
-            if code in (401, 403, 404)
-            else ""
-        )
-    except (
-        Exception
-    ) as error:  # of the HTTP library: no network, a name that does not resolve, a proxy, time
+        if code in (401, 403, 404):
+            return f"the hub has no model of that name that you may read (answer {code})"
+        return ""
+    except Exception as error:  # of the HTTP library: no network, DNS, a proxy, a timeout
         return f"the hub, where models of that name are looked up, does not answer ({type(error).__name__})"
     return ""

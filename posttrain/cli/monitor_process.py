@@ -1,4 +1,4 @@
-"""`posttrain run --monitor`: the live page in a process of its own, for as long as the run takes."""
+"""Live page of `posttrain run --monitor`, in a separate process for the duration of the run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from rl_core.errors import SettingsError
 from rl_core.storage.atomic_files import make_folder
 from tasks.processes.child_processes import bind_to_parent
 
-# The child asks the kernel to end it with its parent, and is then `posttrain monitor`.
-_PROGRAM = "from posttrain.cli.monitor_process import tie_to_run; tie_to_run(); from posttrain.cli.main import command; command()"
+# The child asks the kernel to end it with its parent, then becomes `posttrain monitor`.
+_PROGRAM = (
+    "from posttrain.cli.monitor_process import tie_to_run; tie_to_run(); "
+    "from posttrain.cli.main import command; command()"
+)
 _PARENT = "POSTTRAIN_RUN_PROCESS"
 STOP_SECONDS = 5.0
 
 
 @contextlib.contextmanager
 def serve_monitor_page(output: Path, is_enabled: bool) -> Iterator[None]:
-    """Serve the live page within the block; prints its link as soon as it answers.
+    """Serve the live page within the block; print its link once it answers.
 
-    Raises: SettingsError where Gradio is not installed.
+    Raises: SettingsError if Gradio is not installed.
     """
     if not is_enabled:
         yield
@@ -73,5 +76,5 @@ def _print_page_link(lines: IO[str]) -> None:
 
 
 def tie_to_run() -> None:
-    """Have this process, the page's, end with the run that started it."""
+    """End this process, which serves the page, with the run that started it."""
     bind_to_parent(int(os.environ.pop(_PARENT)))

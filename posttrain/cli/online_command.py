@@ -1,8 +1,6 @@
-"""Parser of `posttrain online`. Standard library only.
+"""Command `posttrain online`: update worker, gate, replay of a recorded buffer, report.
 
-`posttrain online`: the update worker, and replays of a recorded buffer.
-
-Everything is imported at its call, so that `posttrain --help` starts at once.
+Handlers import what they need when they are called, so that `posttrain --help` starts quickly.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from posttrain.cli.arguments import add_command_parser
 if TYPE_CHECKING:
     from rl_core.settings import OnlineSettings
 
-
 _CONFIG_HELP = "the YAML file of online learning, or the name of a shipped one (default: online)"
+_FOLDER_HELP = "folder of the service, as outputs/demo/online/version-1"
 
 
 def _add_online_parser(commands: Any) -> None:
@@ -32,57 +30,29 @@ def _add_online_parser(commands: Any) -> None:
         "online consolidate demo",
         "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
     ]
-    about = "learn from recorded traffic under guardrails: worker, gate (beside a server), replay (of a buffer), report"
-    parser = add_command_parser(commands, "online", about, examples)
-    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="part")
-    worker = parts.add_parser(
-        "worker", help="learn from what a server writes into the buffer, until Ctrl-C"
+    summary = "learn from recorded traffic under guardrails: worker, gate of a server, replay of a buffer, report"
+    parser = add_command_parser(commands, "online", summary, examples)
+    subcommands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, dest="part"
     )
-    replay = parts.add_parser(
+    worker = subcommands.add_parser(
+        "worker", help="learn from the buffer that a server writes, until Ctrl-C"
+    )
+    replay = subcommands.add_parser(
         "replay", help="learn from a recorded buffer alone, with the live worker's numbers"
     )
-    gate = parts.add_parser("gate", help="play canary episodes of every new snapshot, until Ctrl-C")
-    report = parts.add_parser(
-        "report", help="one HTML file about a service: learning, guardrails, gate, alarms"
+    gate = subcommands.add_parser(
+        "gate", help="play canary episodes of every new snapshot, until Ctrl-C"
     )
-    resume = parts.add_parser(
-        "resume", help="have learning go on after an alarm, with a new reference"
-    )
-    resume.add_argument(
-        "folder", metavar="FOLDER", help="of the service, as outputs/demo/online/version-1"
-    )
-    standby = parts.add_parser("standby")  # of the server's own: no help
-    for one in (worker, gate, standby):
-        one.add_argument(
-            "--heartbeat", metavar="N", type=int, help=argparse.SUPPRESS
-        )  # socket of the supervisor
-    report.add_argument(
-        "folder", metavar="FOLDER", help="of the service, as outputs/demo/online/version-1"
-    )
-    report.add_argument(
-        "--output", "-o", metavar="FILE", help="default: report.html in that folder"
-    )
-    for one in (worker, gate, standby, replay):
-        one.add_argument("config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG_HELP)
-        _add_set_option(one)
-    export = parts.add_parser(
-        "export", help="what was right in a recorded buffer as demonstrations, for `retrain`"
-    )
-    export.add_argument("config", metavar="FILE", help="online.yaml of the service's folder")
-    _add_set_option(export)
-    export.add_argument(
-        "--output", "-o", metavar="FILE", required=True, help="JSON lines, written anew"
-    )
-    consolidate = parts.add_parser(
-        "consolidate", help="take what went live to the promotion gate of its pipeline"
-    )
-    consolidate.add_argument(
-        "config", metavar="CONFIG", help="the pipeline: its YAML file, or the name of a shipped one"
-    )
-    _add_set_option(consolidate)
-    consolidate.add_argument(
-        "--output", "-o", metavar="FOLDER", help="in place of the pipeline's `output`"
-    )
+    standby = subcommands.add_parser("standby")  # internal: started by the server, without help
+    for process in (worker, gate, standby):
+        # Descriptor of the supervisor's socket.
+        process.add_argument("--heartbeat", metavar="N", type=int, help=argparse.SUPPRESS)
+    for process in (worker, gate, standby, replay):
+        process.add_argument(
+            "config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG_HELP
+        )
+        _add_set_option(process)
     replay.add_argument(
         "--buffer",
         metavar="DIR",
@@ -90,7 +60,39 @@ def _add_online_parser(commands: Any) -> None:
         help="folder of the recorded buffer, or the service's folder",
     )
     replay.add_argument(
-        "--output", metavar="DIR", required=True, help="folder of the replay; a stopped one goes on"
+        "--output",
+        metavar="DIR",
+        required=True,
+        help="folder of the replay; an interrupted one resumes",
+    )
+    report = subcommands.add_parser(
+        "report", help="one HTML file about a service: learning, guardrails, gate, alarms"
+    )
+    report.add_argument("folder", metavar="FOLDER", help=_FOLDER_HELP)
+    report.add_argument(
+        "--output", "-o", metavar="FILE", help="default: report.html in that folder"
+    )
+    resume = subcommands.add_parser(
+        "resume", help="resume learning after an alarm, with a new reference"
+    )
+    resume.add_argument("folder", metavar="FOLDER", help=_FOLDER_HELP)
+    export = subcommands.add_parser(
+        "export", help="write correct answers of a recorded buffer as demonstrations, for `retrain`"
+    )
+    export.add_argument("config", metavar="FILE", help="online.yaml of the service's folder")
+    _add_set_option(export)
+    export.add_argument(
+        "--output", "-o", metavar="FILE", required=True, help="JSON lines; overwritten"
+    )
+    consolidate = subcommands.add_parser(
+        "consolidate", help="submit the live snapshot to the promotion gate of its pipeline"
+    )
+    consolidate.add_argument(
+        "config", metavar="CONFIG", help="the pipeline: its YAML file, or the name of a shipped one"
+    )
+    _add_set_option(consolidate)
+    consolidate.add_argument(
+        "--output", "-o", metavar="FOLDER", help="overrides the pipeline's `output`"
     )
 
 
@@ -109,7 +111,7 @@ PARSERS: dict[str, Callable[[Any], None]] = {"online": _add_online_parser}
 
 
 def run_online_command(arguments: argparse.Namespace) -> int:
-    """Run one of its commands."""
+    """Run one of its subcommands."""
     if arguments.part == "report":
         return _write_service_report(arguments)
     if arguments.part == "resume":
@@ -133,54 +135,54 @@ def run_online_command(arguments: argparse.Namespace) -> int:
     if arguments.part in ("worker", "gate", "standby"):
         return _run_online_process(arguments, settings)
     output = Path(arguments.output)
-    found = replay_buffer(
+    totals = replay_buffer(
         settings, Path(arguments.buffer), output, lambda text: print(text, flush=True)
     )
-    taken, updates = found["online/updates_taken"], found["online/updates"]
-    print(
-        f"{updates:g} updates over {found['online/records']:g} records, {taken:g} taken; {output / REPLAY_FILE}"
+    counts = (
+        f"{totals['online/updates']:g} updates over {totals['online/records']:g} records, "
+        f"{totals['online/updates_taken']:g} taken"
     )
-    print(f"weights {found['weights']}\naverage {found['average']}")
+    print(f"{counts}; {output / REPLAY_FILE}")
+    print(f"weights {totals['weights']}\naverage {totals['average']}")
     return 0
 
 
 def _run_online_process(arguments: argparse.Namespace, settings: OnlineSettings) -> int:
-    """A process beside a server, until it is asked to stop."""
+    """Run a process that accompanies a server until it is asked to stop."""
     from posttrain.online.supervision import Heartbeat
     from posttrain.online.worker_processes import learn_from_buffer, run_gate
 
     part = arguments.part
     if arguments.heartbeat is not None:
-        os.nice(settings.service.nice)  # answers come first
+        os.nice(settings.service.nice)  # requests have priority
     if part == "standby":
         from posttrain.online.worker_processes import wait_for_role
 
         if not (part := wait_for_role(arguments.heartbeat, settings)):
             return 0
     run = learn_from_buffer if part == "worker" else run_gate
-    with Heartbeat(arguments.heartbeat, settings.service.update_seconds) as heart:
-        return 128 + run(settings, lambda text: print(text, flush=True), heart)
+    with Heartbeat(arguments.heartbeat, settings.service.update_seconds) as heartbeat:
+        return 128 + run(settings, lambda text: print(text, flush=True), heartbeat)
 
 
 def _write_service_report(arguments: argparse.Namespace) -> int:
-    """Write the report of a service's folder."""
+    """Write the report of a service folder."""
     from posttrain.online.service_report import write_service_report
 
-    print(
-        write_service_report(
-            Path(arguments.folder), Path(arguments.output) if arguments.output else None
-        )
-    )
+    output = Path(arguments.output) if arguments.output else None
+    print(write_service_report(Path(arguments.folder), output))
     return 0
 
 
 def _consolidate_snapshot(arguments: argparse.Namespace) -> int:
-    """The live snapshot through evaluation and promotion gate."""
+    """Evaluate the live snapshot and submit it to the promotion gate."""
     from posttrain.cli.run_setup import connect_mlflow, print_warning
     from tasks.config import load_settings
 
-    given = [*arguments.set, *([f"output={arguments.output}"] if arguments.output else [])]
-    settings = load_settings(arguments.config, given, check_servers=False, warn=print_warning)
+    overrides = list(arguments.set)
+    if arguments.output:
+        overrides.append(f"output={arguments.output}")
+    settings = load_settings(arguments.config, overrides, check_servers=False, warn=print_warning)
     connect_mlflow(Path(settings.output).resolve())
     from flows.consolidate import run_consolidation
 
@@ -190,7 +192,7 @@ def _consolidate_snapshot(arguments: argparse.Namespace) -> int:
 
 
 def _export_demonstrations(settings: OnlineSettings, output: Path) -> int:
-    """Write the right episodes, or answers of conversations, of the service's buffer."""
+    """Write the successful episodes, or correct answers of conversations, of the service's buffer."""
     import json
 
     from rl_core.online.build_worker import BUFFER_FOLDER, create_online_environment
@@ -198,15 +200,12 @@ def _export_demonstrations(settings: OnlineSettings, output: Path) -> int:
     from rl_core.storage.atomic_files import write_text_atomic
 
     environment = create_online_environment(settings.environment)
-    rows = [
-        json.dumps(row, ensure_ascii=False)
-        for row in extract_demonstrations(
-            Path(settings.folder) / BUFFER_FOLDER, settings.labels, environment
-        )
-    ]
-    write_text_atomic(output, "\n".join(rows) + "\n")
-    what = "episodes" if environment is not None else "conversations"
+    buffer = Path(settings.folder) / BUFFER_FOLDER
+    rows = list(extract_demonstrations(buffer, settings.labels, environment))
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    write_text_atomic(output, "\n".join(lines) + "\n")
+    unit = "episodes" if environment is not None else "conversations"
     print(
-        f"{output}: {len(rows)} {what}; `stages.prepare_data.demonstrations` of a retraining takes them"
+        f"{output}: {len(rows)} {unit}; set `stages.prepare_data.demonstrations` to this file to retrain on them"
     )
     return 0

@@ -1,8 +1,6 @@
-"""Parsers of the commands in `posttrain.cli.operate_commands`. Standard library only.
+"""Commands that operate an installation: `up`, `down`, `status`, `ui`, `monitor`, `sync`, `gc`, `doctor`.
 
-Commands around the servers: up, down, status, the pages, and the doctor.
-
-Each imports what it needs at its call, so that `posttrain --help` starts at once.
+Handlers import what they need when they are called, so that `posttrain --help` starts quickly.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli import run_setup as loading
+from posttrain.cli import run_setup
 from posttrain.cli.arguments import (
     DEFAULT_OUTPUT,
     add_command_parser,
@@ -26,7 +24,6 @@ from posttrain.cli.arguments import (
     parse_port,
     parse_positive_integer,
 )
-from posttrain.cli.completion import SHELLS
 from rl_core.errors import PosttrainError, SettingsError
 
 if TYPE_CHECKING:
@@ -36,17 +33,17 @@ if TYPE_CHECKING:
 
 def _add_up_parser(commands: Any) -> None:
     examples = [
-        "up    (until Ctrl-C; again: says what runs and repairs what does not)",
+        "up    (until Ctrl-C; a second call shows what runs and repairs the rest)",
         "up --detach    (in the background; posttrain down ends it)",
         "up --detach --output /data/outputs --prefect-port 4300 --mlflow-port 5100",
         "up --detach --database postgresql://me@localhost/team",
         "up --service my_service.yaml    (a training service, too)",
-        "up --serve mine.yaml    (its champion is served, and the next one as soon as it is promoted)",
+        "up --serve mine.yaml    (serve its champion, and the next one once it is promoted)",
         "up --rollouts mine.yaml    (vLLM, which samples its rollouts)",
         "up --monitor    (the live page of all runs, too)",
     ]
-    about = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
-    parser = add_command_parser(commands, "up", about, examples)
+    summary = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
+    parser = add_command_parser(commands, "up", summary, examples)
     add_output_option(parser)
     parser.add_argument("--detach", "-d", action="store_true", help="run in the background")
     parser.add_argument("--prefect-port", type=parse_port, metavar="PORT", help="default: 4200")
@@ -75,30 +72,30 @@ def _add_up_parser(commands: Any) -> None:
     parser.add_argument(
         "--service",
         metavar="CONFIG",
-        help="keep up a training service as well: its YAML file, or the name of a shipped one; its folder is service/ "
+        help="also run a training service: its YAML file, or the name of a shipped one; its folder is service/ "
         "in the output folder, unless the file names one",
     )
     parser.add_argument(
         "--serve",
         metavar="CONFIG",
-        help="serve the champion of this pipeline too, as its `serving:` says",
+        help="also serve the champion of this pipeline, as its `serving:` says",
     )
     parser.add_argument(
         "--rollouts",
         metavar="CONFIG",
-        help="keep up the inference server that samples this pipeline's rollouts too: vLLM, in an environment of its "
-        "own, as stages.policy.rollouts says",
+        help="also run the inference server that samples this pipeline's rollouts: vLLM, in a separate environment, "
+        "as stages.policy.rollouts says",
     )
     parser.add_argument(
         "--monitor",
         action="store_true",
-        help="keep up the live page as well (needs posttrain[monitor])",
+        help="also serve the live page (needs posttrain[monitor])",
     )
     parser.add_argument(
         "--monitor-port",
         type=parse_port,
         metavar="PORT",
-        help="of that page, which is then kept up (default: 7860)",
+        help="port of that page; implies --monitor (default: 7860)",
     )
     parser.add_argument(
         "--serve-port", type=parse_port, metavar="PORT", help="default: the config's serving.port"
@@ -111,18 +108,147 @@ def _add_up_parser(commands: Any) -> None:
     )
 
 
+def run_up_command(arguments: argparse.Namespace) -> int:
+    """Start servers, worker and deployments, or repair running ones."""
+    from posttrain.operations.commands import start_servers
+
+    names = (
+        "prefect_port",
+        "mlflow_port",
+        "database",
+        "pool",
+        "runs",
+        "gpu_slots",
+        "deployments",
+        "service",
+    )
+    options = {
+        name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
+    }
+    if arguments.serve is not None:
+        options |= _resolve_served_pipeline(arguments)
+    extra_servers: list[ExtraServers] = []
+    if arguments.rollouts is not None:
+        options["rollouts"] = _add_rollout_server(arguments, extra_servers)
+    if arguments.service is not None:
+        options["service"] = _add_training_service(arguments, extra_servers)
+    if arguments.monitor or arguments.monitor_port is not None:
+        options["monitor_port"] = _add_monitor_page(arguments, extra_servers)
+    start_servers(
+        Path(arguments.output),
+        options,
+        detach=arguments.detach,
+        extra_servers=partial(_build_extra_services, extra_servers),
+    )
+    return 0
+
+
+def _build_extra_services(
+    extra_servers: list[ExtraServers], output: Path, mlflow: str
+) -> list[ServiceSpec]:
+    """Build the services that `up` runs only on request."""
+    return [spec for servers in extra_servers for spec in servers(output, mlflow)]
+
+
+def _add_rollout_server(arguments: argparse.Namespace, extra_servers: list[ExtraServers]) -> str:
+    """Add the inference server of a pipeline; return the path of its config.
+
+    Raises: ConfigError, SettingsError.
+    """
+    from posttrain.operations.inference_server import (
+        build_inference_specs,
+        check_inference_settings,
+    )
+    from tasks.config import load_settings
+    from tasks.shipped import find_config
+
+    settings = load_settings(arguments.rollouts, import_code=False, check_servers=False)
+    check_inference_settings(settings)
+    extra_servers.append(partial(build_inference_specs, settings))
+    return str(find_config(arguments.rollouts).resolve())
+
+
+def _add_training_service(arguments: argparse.Namespace, extra_servers: list[ExtraServers]) -> str:
+    """Add a training service; return the path of its file. Raises: ConfigError."""
+    from posttrain.settings_files import load_service_settings
+    from posttrain.training_service.supervisor import prepare_pipeline_specs
+    from tasks.shipped import find_config
+
+    path = find_config(arguments.service)
+    overrides = []
+    if not _sets_service_folder(path):
+        overrides.append(f"folder={Path(arguments.output).resolve() / 'service'}")
+    settings = load_service_settings(path, overrides)
+    extra_servers.append(partial(prepare_pipeline_specs, settings))
+    return str(Path(path).resolve())
+
+
+def _add_monitor_page(arguments: argparse.Namespace, extra_servers: list[ExtraServers]) -> int:
+    """Add the live page; return its port. Raises: SettingsError without Gradio."""
+    from posttrain.monitor.server import build_page_services, choose_page_port
+
+    port = choose_page_port(arguments.monitor_port)
+    extra_servers.append(partial(build_page_services, port))
+    return port
+
+
+def _resolve_served_pipeline(arguments: argparse.Namespace) -> dict[str, str | int]:
+    """Return the options of `up` for the pipeline that is served.
+
+    Raises: ConfigError; SettingsError without `serving:`.
+    """
+    from tasks.config import load_settings
+    from tasks.shipped import find_config
+
+    settings = load_settings(arguments.serve, import_code=False, check_servers=False)
+    if settings.serving is None:
+        raise SettingsError(
+            f"--serve: {arguments.serve} has no `serving:`; add it (`serving: {{}}` = its defaults)"
+        )
+    port = arguments.serve_port or settings.serving.port
+    config = str(find_config(arguments.serve).resolve())
+    return {"serve": config, "serve_port": port, "learn": int(settings.online is not None)}
+
+
+def _sets_service_folder(config: Path) -> bool:
+    """Return whether a user's service file sets its folder; a shipped one uses the output folder."""
+    from tasks.config.yaml_loader import read_yaml
+    from tasks.shipped import SERVICE_CONFIG, shipped
+
+    is_shipped = Path(config).resolve().parent == Path(shipped("configs")).resolve()
+    return not is_shipped and "folder" in read_yaml(Path(config), (SERVICE_CONFIG,)).data
+
+
 def _add_down_parser(commands: Any) -> None:
-    about = "stop `posttrain up`: the worker and its runs (which save first), then the servers"
+    summary = "stop `posttrain up`: the worker and its runs (which save first), then the servers"
     add_output_option(
-        add_command_parser(commands, "down", about, ["down", "down --output /data/outputs"])
+        add_command_parser(commands, "down", summary, ["down", "down --output /data/outputs"])
     )
 
 
+def run_down_command(arguments: argparse.Namespace) -> int:
+    """Stop everything that `up` started."""
+    from posttrain.operations.commands import stop_servers
+
+    print(stop_servers(Path(arguments.output)))
+    return 0
+
+
 def _add_status_parser(commands: Any) -> None:
-    about = "state of the servers of `posttrain up`; exits with 1 unless all are up"
-    parser = add_command_parser(commands, "status", about, ["status", "status --json"])
+    summary = "state of the servers of `posttrain up`; exits with 1 unless all are up"
+    parser = add_command_parser(commands, "status", summary, ["status", "status --json"])
     add_output_option(parser)
     add_json_option(parser)
+
+
+def run_status_command(arguments: argparse.Namespace) -> int:
+    """Print the state of the servers of `up`."""
+    from posttrain.operations.commands import describe_status
+
+    run_setup.refuse_unreadable_folder(arguments.output)
+    text, is_up = describe_status(Path(arguments.output), as_json=arguments.json)
+    print(text)
+    return 0 if is_up else 1
 
 
 def _add_ui_parser(commands: Any) -> None:
@@ -147,10 +273,31 @@ def _add_ui_parser(commands: Any) -> None:
         )
 
 
+def run_ui_command(arguments: argparse.Namespace) -> int:
+    """Serve the MLflow and the Prefect pages until Ctrl-C."""
+    settings = run_setup.load_optional_settings(arguments)
+    from posttrain.cli.tracking_pages import serve_tracking_pages
+    from posttrain.operations.connection import find_running_servers, format_links
+
+    output = Path(settings.output if settings else arguments.output)
+    state = find_running_servers(output)
+    if state is not None:
+        print(f"`posttrain up` serves both:\n{format_links(state, output)}")
+        return 0
+    serve_tracking_pages(
+        output,
+        settings.tracking.uri if settings else None,
+        host=arguments.host,
+        mlflow_port=arguments.mlflow_port,
+        prefect_port=arguments.prefect_port,
+    )
+    return 0
+
+
 def _add_monitor_parser(commands: Any) -> None:
     examples = ["monitor", "monitor --run demo --port 7861", "monitor --run demo --export numbers"]
-    about = "serve a live page of running and finished runs on this machine until Ctrl-C (needs posttrain[monitor])"
-    parser = add_command_parser(commands, "monitor", about, examples)
+    summary = "serve a live page of running and finished runs on this machine until Ctrl-C (needs posttrain[monitor])"
+    parser = add_command_parser(commands, "monitor", summary, examples)
     add_output_option(parser)
     parser.add_argument(
         "--run",
@@ -167,6 +314,79 @@ def _add_monitor_parser(commands: Any) -> None:
     )
 
 
+def run_monitor_command(arguments: argparse.Namespace) -> int:
+    """Serve the live page until Ctrl-C, or export a run as files."""
+    from posttrain.monitor import server
+
+    output, run = Path(arguments.output), arguments.run or ""
+    if arguments.export is None:
+        server.serve_page(output, run, arguments.port)
+        return 0
+    for path in server.export_run_files(output, run, Path(arguments.export)):
+        print(path)
+    return 0
+
+
+def _add_sync_parser(commands: Any) -> None:
+    examples = ["sync", "sync --config gsm8k", "sync --output /data/outputs"]
+    summary = "deliver what runs recorded while the tracking store was unreachable, or before it lost its database"
+    parser = add_command_parser(commands, "sync", summary, examples)
+    add_config_and_output_options(parser)
+
+
+def run_sync_command(arguments: argparse.Namespace) -> int:
+    """Deliver records that the tracking store has not received yet."""
+    settings = run_setup.load_optional_settings(arguments)
+    from posttrain.cli.housekeeping import deliver_journals
+
+    text, is_complete = deliver_journals(*run_setup.resolve_tracking_store(arguments, settings))
+    run_setup.print_wrapped(text)
+    return 0 if is_complete else 1
+
+
+def _add_gc_parser(commands: Any) -> None:
+    examples = ["gc --keep 5", "gc --keep 5 --pipeline demo --yes"]
+    summary = "remove data needed by no alias, champion lineage or open run; a dry run unless --yes is given"
+    parser = add_command_parser(commands, "gc", summary, examples)
+    parser.add_argument(
+        "--keep",
+        type=parse_positive_integer,
+        default=5,
+        metavar="N",
+        help="newest runs to keep per pipeline (default: 5)",
+    )
+    parser.add_argument(
+        "--pipeline",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="only this pipeline; may be repeated",
+    )
+    parser.add_argument("--yes", action="store_true", help="actually remove")
+    add_json_option(parser)
+    add_config_and_output_options(parser)
+
+
+def run_gc_command(arguments: argparse.Namespace) -> int:
+    """List or remove unreferenced data."""
+    settings = run_setup.load_optional_settings(arguments)
+    from posttrain.cli.housekeeping import collect_garbage
+
+    output, uri = run_setup.resolve_tracking_store(arguments, settings)
+    report = collect_garbage(
+        output,
+        uri,
+        num_kept_runs=arguments.keep,
+        pipelines=arguments.pipeline,
+        delete=arguments.yes,
+    )
+    if arguments.json:
+        print(json.dumps(report.to_record(), indent=1))
+    else:
+        run_setup.print_wrapped(report.format_text())
+    return 0
+
+
 def _add_doctor_parser(commands: Any) -> None:
     examples = [
         "doctor",
@@ -175,10 +395,12 @@ def _add_doctor_parser(commands: Any) -> None:
         "doctor --model Qwen/Qwen3-0.6B",
         "doctor --calibrate --output machine.yaml",
     ]
-    about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
-    parser = add_command_parser(commands, "doctor", about, examples)
+    summary = (
+        "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
+    )
+    parser = add_command_parser(commands, "doctor", summary, examples)
     parser.add_argument(
-        "--repair", action="store_true", help="mark killed runs as dead and offer to resume them"
+        "--repair", action="store_true", help="mark killed runs and show how to resume them"
     )
     add_json_option(parser)
     parser.add_argument(
@@ -201,188 +423,8 @@ def _add_doctor_parser(commands: Any) -> None:
     add_config_and_output_options(parser)
 
 
-def _add_completion_parser(commands: Any) -> None:
-    examples = [
-        "completion bash    (> ~/.local/share/bash-completion/completions/posttrain)",
-        "completion zsh    (>> ~/.zshrc)",
-        "completion fish    (> ~/.config/fish/completions/posttrain.fish)",
-    ]
-    about = "print a script that completes commands and options in your shell"
-    parser = add_command_parser(commands, "completion", about, examples)
-    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-
-
-PARSERS: dict[str, Callable[[Any], None]] = {
-    "up": _add_up_parser,
-    "down": _add_down_parser,
-    "status": _add_status_parser,
-    "ui": _add_ui_parser,
-    "monitor": _add_monitor_parser,
-    "doctor": _add_doctor_parser,
-    "completion": _add_completion_parser,
-}
-
-
-def run_up_command(arguments: argparse.Namespace) -> int:
-    """Start servers, worker and deployments, or repair running ones."""
-    from posttrain.operations.commands import start_servers as start
-
-    names = (
-        "prefect_port",
-        "mlflow_port",
-        "database",
-        "pool",
-        "runs",
-        "gpu_slots",
-        "deployments",
-        "service",
-    )
-    given = {
-        name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
-    }
-    if arguments.serve is not None:
-        given |= _resolve_served_pipeline(arguments)
-    more: list[ExtraServers] = []
-    if arguments.rollouts is not None:
-        given["rollouts"] = _add_rollout_server(arguments, more)
-    if arguments.service is not None:
-        given["service"] = _add_training_service(arguments, more)
-    if arguments.monitor or arguments.monitor_port is not None:
-        given["monitor_port"] = _add_monitor_page(arguments, more)
-    start(
-        Path(arguments.output),
-        given,
-        detach=arguments.detach,
-        extra_servers=partial(_build_extra_services, more),
-    )
-    return 0
-
-
-def _build_extra_services(more: list[ExtraServers], output: Path, mlflow: str) -> list[ServiceSpec]:
-    """Servers beside those that `up` always has."""
-    return [spec for servers in more for spec in servers(output, mlflow)]
-
-
-def _add_rollout_server(arguments: argparse.Namespace, more: list[ExtraServers]) -> str:
-    """Config of the pipeline whose inference server is kept up, which is added. Raises: ConfigError, SettingsError."""
-    from posttrain.operations.inference_server import (
-        build_inference_specs,
-        check_inference_settings,
-    )
-    from tasks.config import load_settings
-    from tasks.shipped import find_config
-
-    settings = load_settings(arguments.rollouts, import_code=False, check_servers=False)
-    check_inference_settings(settings)
-    more.append(partial(build_inference_specs, settings))
-    return str(find_config(arguments.rollouts).resolve())
-
-
-def _add_training_service(arguments: argparse.Namespace, more: list[ExtraServers]) -> str:
-    """File of the training service that is kept up, which is added. Raises: ConfigError."""
-    from posttrain.settings_files import load_service_settings
-    from posttrain.training_service.supervisor import prepare_pipeline_specs
-    from tasks.shipped import find_config
-
-    place = find_config(arguments.service)
-    folder = (
-        []
-        if _sets_service_folder(place)
-        else [f"folder={Path(arguments.output).resolve() / 'service'}"]
-    )
-    settings = load_service_settings(place, folder)
-    more.append(partial(prepare_pipeline_specs, settings))
-    return str(Path(place).resolve())
-
-
-def _add_monitor_page(arguments: argparse.Namespace, more: list[ExtraServers]) -> int:
-    """Port of the live page that is kept up, which is added. Raises: SettingsError without Gradio."""
-    from posttrain.monitor.server import build_page_services, choose_page_port
-
-    port = choose_page_port(arguments.monitor_port)
-    more.append(partial(build_page_services, port))
-    return port
-
-
-def _resolve_served_pipeline(arguments: argparse.Namespace) -> dict[str, str | int]:
-    """Options of `up` for the pipeline that is served. Raises: ConfigError; SettingsError without `serving:`."""
-    from tasks.config import load_settings
-    from tasks.shipped import find_config
-
-    settings = load_settings(arguments.serve, import_code=False, check_servers=False)
-    if settings.serving is None:
-        raise SettingsError(
-            f"--serve: {arguments.serve} has no `serving:`; add it (`serving: {{}}` = its defaults)"
-        )
-    port = arguments.serve_port or settings.serving.port
-    place = str(find_config(arguments.serve).resolve())
-    return {"serve": place, "serve_port": port, "learn": int(settings.online is not None)}
-
-
-def _sets_service_folder(config: Path) -> bool:
-    """True = a service's own file sets its folder; that of a shipped one is the output folder's."""
-    from tasks.config.yaml_loader import read_yaml
-    from tasks.shipped import SERVICE_CONFIG, shipped
-
-    is_shipped = Path(config).resolve().parent == Path(shipped("configs")).resolve()
-    return not is_shipped and "folder" in read_yaml(Path(config), (SERVICE_CONFIG,)).data
-
-
-def run_down_command(arguments: argparse.Namespace) -> int:
-    """Stop everything that `up` started."""
-    from posttrain.operations.commands import stop_servers as stop
-
-    print(stop(Path(arguments.output)))
-    return 0
-
-
-def run_status_command(arguments: argparse.Namespace) -> int:
-    """Print the state of the servers of `up`."""
-    from posttrain.operations.commands import describe_status as look
-
-    loading.refuse_unreadable_folder(arguments.output)
-    text, good = look(Path(arguments.output), as_json=arguments.json)
-    print(text)
-    return 0 if good else 1
-
-
-def run_ui_command(arguments: argparse.Namespace) -> int:
-    """Serve the MLflow and the Prefect pages until Ctrl-C."""
-    settings = loading.load_optional_settings(arguments)
-    from posttrain.cli.tracking_pages import serve_tracking_pages
-    from posttrain.operations.connection import find_running_servers
-
-    output = Path(settings.output if settings else arguments.output)
-    if (state := find_running_servers(output)) is not None:
-        from posttrain.operations.connection import format_links
-
-        print(f"`posttrain up` serves both:\n{format_links(state, output)}")
-        return 0
-    serve_tracking_pages(
-        output,
-        settings.tracking.uri if settings else None,
-        host=arguments.host,
-        mlflow_port=arguments.mlflow_port,
-        prefect_port=arguments.prefect_port,
-    )
-    return 0
-
-
-def run_monitor_command(arguments: argparse.Namespace) -> int:
-    """Serve the live page until Ctrl-C, or export a run as files."""
-    from posttrain.monitor import server
-
-    output, run = Path(arguments.output), arguments.run or ""
-    if arguments.export is None:
-        server.serve_page(output, run, arguments.port)
-        return 0
-    for path in server.export_run_files(output, run, Path(arguments.export)):
-        print(path)
-    return 0
-
-
 def run_doctor_command(arguments: argparse.Namespace) -> int:
-    """Check this machine for missing requirements, repair dead runs, or explain a model's fast paths."""
+    """Check this machine, repair crashed runs, calibrate, or explain a model's fast paths."""
     if arguments.faults:
         from rl_core.storage.faults import format_fault_points, list_fault_points
 
@@ -393,16 +435,15 @@ def run_doctor_command(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         from posttrain.cli.doctor import DEFAULT_CALIBRATION_FILE, write_machine_calibration
 
-        place = DEFAULT_CALIBRATION_FILE if arguments.output == DEFAULT_OUTPUT else arguments.output
-        print(write_machine_calibration(Path(place), as_json=arguments.json))
+        is_default = arguments.output == DEFAULT_OUTPUT
+        path = DEFAULT_CALIBRATION_FILE if is_default else arguments.output
+        print(write_machine_calibration(Path(path), as_json=arguments.json))
         return 0
-    settings = loading.load_optional_settings(arguments)
+    settings = run_setup.load_optional_settings(arguments)
     from posttrain.cli.doctor import examine_machine, format_findings
 
-    output, uri = (
-        Path(settings.output if settings else arguments.output),
-        settings.tracking.uri if settings else None,
-    )
+    output = Path(settings.output if settings else arguments.output)
+    uri = settings.tracking.uri if settings else None
     with contextlib.suppress(PosttrainError):  # an unreachable server becomes a finding
         from posttrain.operations.connection import connect_to_servers
 
@@ -416,15 +457,25 @@ def run_doctor_command(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         from posttrain.cli.model_capabilities import explain_model
 
-        explanation = explain_model(
-            arguments.model, settings.model if settings else None, output, uri
-        )
+        model_settings = settings.model if settings else None
+        explanation = explain_model(arguments.model, model_settings, output, uri)
         print(json.dumps(explanation.record, indent=1) if arguments.json else explanation.text)
         return 1 if explanation.is_refused else 0
     findings = examine_machine(output, uri)
-    print(
-        json.dumps([dataclasses.asdict(one) for one in findings], indent=1)
-        if arguments.json
-        else format_findings(findings)
-    )
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+    else:
+        print(format_findings(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0
+
+
+PARSERS: dict[str, Callable[[Any], None]] = {
+    "up": _add_up_parser,
+    "down": _add_down_parser,
+    "status": _add_status_parser,
+    "ui": _add_ui_parser,
+    "monitor": _add_monitor_parser,
+    "sync": _add_sync_parser,
+    "gc": _add_gc_parser,
+    "doctor": _add_doctor_parser,
+}

@@ -1,8 +1,6 @@
-"""An argument parser that says what was probably meant: commands, options, choices. Standard library only.
+"""Argument parser of `posttrain`: grouped help, suggestions for mistyped words, all commands.
 
-Help of `posttrain` itself: commands in groups, and the five to start with. Standard library only.
-
-Argument parser of the `posttrain` command. Standard library only, so that `--help` starts at once.
+Only the standard library is imported, so that `--help` starts quickly.
 """
 
 from __future__ import annotations
@@ -14,70 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from posttrain.cli import (
+    completion,
     evaluate_commands,
     inspect_commands,
     online_command,
     operate_commands,
     plan_command,
     prefer_command,
+    prepare_commands,
     serve_command,
     service_command,
     train_commands,
 )
 
-
-class SuggestingParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` with hints at the nearest known name; its subparsers are of this class, too."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Any = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """As the base class; an option that this command has not is refused here, where its options are known."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            options = [name for action in self._actions for name in action.option_strings]
-            hints = [
-                _suggest_nearest(word.partition("=")[0], options)
-                for word in rest
-                if word.startswith("-")
-            ]
-            hint = next((hint for hint in hints if hint), "")
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return found, rest
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        choices = action.choices
-        if choices is None or value in choices:
-            return
-        names = [str(choice) for choice in choices]
-        hint = _suggest_nearest(str(value), names) or f"; choose from {', '.join(names)}"
-        if isinstance(action, argparse._SubParsersAction):
-            self.error(f"there is no command {value!r}{hint}")
-        raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
-
-    def error(self, message: str) -> NoReturn:
-        """The usage in short, and the message; exit code 2."""
-        self.print_usage(_get_stderr())
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _get_stderr() -> Any:
-    import sys
-
-    return sys.stderr
-
-
-def _suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'run'?`, or "" where nothing is near."""
-    import difflib  # where something is wrong
-
-    names: Sequence[str] = list(known)
-    starts = [one for one in names if len(name) > 2 and one.startswith(name)]
-    match = starts or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"; did you mean '{match[0]}'?" if match else ""
-
-
-# Commands as `--help` lists them.
+# Commands in the order of `--help`.
 GROUPS: dict[str, tuple[str, ...]] = {
     "prepare": ("init", "convert", "data", "validate", "plan"),
     "train": ("run", "stage", "resume", "sweep", "retrain", "online"),
@@ -103,15 +51,67 @@ _FIRST_COMMANDS = {
 _EXIT_CODES = (
     "0 done   1 failed   2 wrong settings or data   130, 143 stopped; the same command resumes"
 )
-_NAME_COLUMNS = 18  # columns of names
+_NAME_COLUMNS = 18
+_COMMAND_COLUMNS = 26  # of "posttrain NAME"
+
+
+class SuggestingParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` that suggests the nearest known name; subparsers are of this class, too."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as the base class does, but refuse unknown options here, where the known ones can be suggested."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            hints = [
+                _suggest_nearest(word.partition("=")[0], options)
+                for word in unknown
+                if word.startswith("-")
+            ]
+            hint = next((hint for hint in hints if hint), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = action.choices
+        if choices is None or value in choices:
+            return
+        names = [str(choice) for choice in choices]
+        hint = _suggest_nearest(str(value), names) or f"; choose from {', '.join(names)}"
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f"there is no command {value!r}{hint}")
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
+
+    def error(self, message: str) -> NoReturn:
+        """Print the short usage and the message; exit with code 2."""
+        self.print_usage(_get_stderr())
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _get_stderr() -> Any:
+    import sys
+
+    return sys.stderr
+
+
+def _suggest_nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return "; did you mean 'run'?", or "" if no known name is near."""
+    import difflib  # only needed after a mistake
+
+    names: Sequence[str] = list(candidates)
+    completions = [known for known in names if len(name) > 2 and known.startswith(name)]
+    match = completions or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean '{match[0]}'?" if match else ""
 
 
 class OverviewParser(SuggestingParser):
-    """The parser of `posttrain` itself."""
+    """Parser of `posttrain` itself, whose help lists the commands in groups."""
 
     def format_help(self) -> str:
-        """Commands in their groups, within the width of the terminal."""
-        abouts = _collect_command_help(self)
+        """Format the commands in their groups, within the width of the terminal."""
+        summaries = _collect_command_help(self)
         lines = [
             "usage: posttrain COMMAND ...",
             "",
@@ -120,13 +120,14 @@ class OverviewParser(SuggestingParser):
             "start here",
         ]
         lines += _format_help_rows(
-            {f"posttrain {name}": about for name, about in _FIRST_COMMANDS.items()}, 26
+            {f"posttrain {name}": summary for name, summary in _FIRST_COMMANDS.items()},
+            _COMMAND_COLUMNS,
         )
         for heading, names in GROUPS.items():
             lines += [
                 "",
                 heading,
-                *_format_help_rows({name: abouts[name] for name in names if name in abouts}),
+                *_format_help_rows({name: summaries[name] for name in names if name in summaries}),
             ]
         options = {"-h, --help": "this; `posttrain COMMAND --help`: one command, with examples"}
         lines += ["", "options", *_format_help_rows({**options, "--version": "print the version"})]
@@ -134,14 +135,15 @@ class OverviewParser(SuggestingParser):
         return "\n".join(lines) + "\n"
 
     def format_usage(self) -> str:
-        """One line instead of a list of all commands."""
+        """Return one line instead of a list of all commands."""
         return "usage: posttrain COMMAND ...    (posttrain --help lists the commands)\n"
 
 
 def format_first_commands() -> str:
-    """The five commands that matter at first."""
+    """Format the five commands to start with."""
     rows = _format_help_rows(
-        {f"posttrain {name}": about for name, about in _FIRST_COMMANDS.items()}, 26
+        {f"posttrain {name}": summary for name, summary in _FIRST_COMMANDS.items()},
+        _COMMAND_COLUMNS,
     )
     return "\n".join(
         [
@@ -155,18 +157,18 @@ def format_first_commands() -> str:
 
 
 def _collect_command_help(parser: argparse.ArgumentParser) -> Mapping[str, str]:
-    """One line about each command."""
+    """Return the one-line summary of each command."""
     (commands,) = [
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     ]
     return {choice.dest: choice.help or "" for choice in commands._choices_actions}
 
 
-def _format_help_rows(abouts: Mapping[str, str], margin: int = _NAME_COLUMNS) -> Iterator[str]:
-    for name, about in abouts.items():
-        first, *more = _wrap_help_text(about, " " * margin)
+def _format_help_rows(summaries: Mapping[str, str], margin: int = _NAME_COLUMNS) -> Iterator[str]:
+    for name, summary in summaries.items():
+        first, *further_lines = _wrap_help_text(summary, " " * margin)
         yield f"  {name}".ljust(margin) + first[margin:]
-        yield from more
+        yield from further_lines
 
 
 def _wrap_help_text(text: str, indent: str) -> list[str]:
@@ -177,32 +179,34 @@ def _wrap_help_text(text: str, indent: str) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Parser of all commands."""
+    """Build the parser of all commands."""
     parser = OverviewParser(prog="posttrain", description=DESCRIPTION)
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version")
     parser.set_defaults(debug=False, command=None)
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", parser_class=SuggestingParser
     )
-    rooms = (
-        train_commands,
-        plan_command,
-        inspect_commands,
-        evaluate_commands,
-        operate_commands,
-        serve_command,
-        service_command,
-        online_command,
-        prefer_command,
+    tables = (
+        prepare_commands.PARSERS,
+        plan_command.PARSERS,
+        train_commands.PARSERS,
+        online_command.PARSERS,
+        inspect_commands.PARSERS,
+        evaluate_commands.PARSERS,
+        prefer_command.PARSERS,
+        serve_command.PARSERS,
+        service_command.PARSERS,
+        operate_commands.PARSERS,
+        completion.PARSERS,
     )
-    parsers = {name: add for room in rooms for name, add in room.PARSERS.items()}
-    for name in sorted(parsers, key=COMMAND_ORDER.index):
-        parsers[name](commands)
+    add_parser = {name: add for table in tables for name, add in table.items()}
+    for name in COMMAND_ORDER:
+        add_parser[name](commands)
     return parser
 
 
 class _PrintVersion(argparse.Action):
-    """Action that prints the version, looked up lazily."""
+    """Action that prints the version, which is looked up only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any, **named: Any) -> None:
         from importlib.metadata import PackageNotFoundError, version

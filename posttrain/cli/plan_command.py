@@ -1,7 +1,4 @@
-"""Parser of `posttrain plan`. Standard library only.
-
-`posttrain plan`: needs of each stage before it runs; simulation of the policy stage.
-"""
+"""Command `posttrain plan`: resources of each stage before it runs; simulation of the policy stage."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.runtime.terminal import StatusLine, escape_control_characters
-from posttrain.cli import run_setup as loading
+from posttrain.cli import run_setup
 from posttrain.cli.arguments import (
     add_command_parser,
     add_config_argument,
@@ -30,6 +27,11 @@ if TYPE_CHECKING:
     from rl_core.settings.planning import ClusterRates
     from tasks.config import PipelineSettings
 
+_DEFAULT_WORKERS = (1, 2, 4)
+_DEFAULT_STALENESS_BOUNDS = (0, 1, 4)
+_MAX_SIMULATED_GPUS = 10_000  # even an idle GPU costs simulated events
+_MIN_COUNTED_ITERATIONS = 10  # after the warm-up
+
 
 def _add_plan_parser(commands: Any) -> None:
     examples = [
@@ -40,17 +42,17 @@ def _add_plan_parser(commands: Any) -> None:
         "plan demo --simulate --workers 1,2,4 --staleness 0,1,4",
         "plan grpo.yaml --simulate --gpus 64 --rates rates.yaml",
     ]
-    about = "memory, work and hours of each stage before it runs; with --simulate rollout workers or a cluster"
-    parser = add_command_parser(commands, "plan", about, examples)
+    summary = "estimate memory, work and hours of each stage; with --simulate, simulate rollout workers or a cluster"
+    parser = add_command_parser(commands, "plan", summary, examples)
     add_config_argument(parser)
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
+    hardware = parser.add_mutually_exclusive_group()
+    hardware.add_argument(
         "--gpus",
         type=_parse_gpus_option,
         metavar="GPUS",
         help="number and kind, as 8xH200 or A100; with --simulate a number, whose shares for rollouts are compared",
     )
-    where.add_argument(
+    hardware.add_argument(
         "--machine",
         metavar="FILE",
         help="speeds that `posttrain doctor --calibrate` measured (default: this machine's memory, no times)",
@@ -90,13 +92,13 @@ def _add_plan_parser(commands: Any) -> None:
         "--iterations",
         type=parse_positive_integer,
         metavar="N",
-        help="with --simulate: simulated (default: 12, more for a larger --staleness)",
+        help="with --simulate: iterations to simulate (default: 12, more for a larger --staleness)",
     )
     add_json_option(parser, "as --format json")
 
 
 def _add_length_options(parser: argparse.ArgumentParser) -> None:
-    """Mean lengths, which a configuration does not tell."""
+    """Add the mean lengths, which a configuration does not contain."""
     longest = "(default: the longest that the settings allow)"
     parser.add_argument(
         "--row-tokens",
@@ -120,22 +122,22 @@ def _add_length_options(parser: argparse.ArgumentParser) -> None:
         "--rows",
         type=parse_positive_integer,
         metavar="N",
-        help="rows of the data, where its files do not tell them",
+        help="rows of the data, if its files do not say",
     )
 
 
 def _parse_gpus_option(text: str) -> int | str:
-    """A number of GPUs, or their number and kind, which is looked up later."""
+    """Parse a number of GPUs, or a number and kind that is looked up later."""
     return parse_positive_integer(text) if text.isdecimal() else text
 
 
 def _parse_integer_list(text: str) -> tuple[int, ...]:
-    """Positive integers, separated by commas."""
+    """Parse positive integers, separated by commas."""
     return tuple(parse_positive_integer(part.strip()) for part in text.split(","))
 
 
 def _parse_staleness_bounds(text: str) -> tuple[int, ...]:
-    """Integers from 0 to 64, separated by commas."""
+    """Parse integers from 0 to 64, separated by commas."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) <= 64 for part in parts):
         raise argparse.ArgumentTypeError(
@@ -147,27 +149,22 @@ def _parse_staleness_bounds(text: str) -> tuple[int, ...]:
 PARSERS = {"plan": _add_plan_parser}
 
 
-_DEFAULT_WORKERS, _DEFAULT_STALENESS_BOUNDS = (1, 2, 4), (0, 1, 4)
-_MAX_SIMULATED_GPUS = 10_000  # an idle one costs simulated events, too
-_MIN_COUNTED_ITERATIONS = 10  # iterations after the warm-up, at the least
-
-
 def run_plan_command(arguments: argparse.Namespace) -> int:
-    """Print what each stage needs, or simulate the policy stage."""
+    """Print the resources of each stage, or simulate the policy stage."""
     if arguments.simulate:
         return _print_simulation(arguments)
     return _print_resource_plan(arguments)
 
 
 def _print_resource_plan(arguments: argparse.Namespace) -> int:
-    """Memory, work and time of every stage on a machine or on GPUs."""
+    """Print memory, work and time of every stage on a machine or on GPUs."""
     from posttrain.planning.target import PlanLengths, build_machine_target, parse_gpu_target
     from rl_core.settings.planning import MachineSettings
 
     _refuse_unused_options(
         arguments,
         ("rates", "workers", "staleness", "cores", "iterations"),
-        "--simulate is needed, too",
+        "needs --simulate",
     )
     machine = None
     if arguments.machine is not None:
@@ -179,9 +176,9 @@ def _print_resource_plan(arguments: argparse.Namespace) -> int:
             f"--gpus: {arguments.gpus} of which kind? Write {arguments.gpus}xH200 (or add --simulate)"
         )
     gpus = None if arguments.gpus is None else parse_gpu_target(arguments.gpus)
-    if gpus is not None:  # the plan is for another machine than this one, which may have no GPU
+    if gpus is not None:  # this machine may have none
         arguments.set = [*arguments.set, "model.device=auto"]
-    settings = loading.load_pipeline_settings(arguments, import_code=False)
+    settings = run_setup.load_pipeline_settings(arguments, import_code=False)
     _refuse_unreadable_model(settings)
     target = build_machine_target(machine) if gpus is None else gpus
     lengths = PlanLengths(
@@ -197,29 +194,32 @@ def _print_resource_plan(arguments: argparse.Namespace) -> int:
         format_plan,
     )
 
-    found = plan_pipeline(settings, target, lengths)
-    if not found.stages:
+    plan = plan_pipeline(settings, target, lengths)
+    if not plan.stages:
         raise SettingsError("plan: no stage of the configuration trains or plays a language model")
-    lacking = [one for one in found.stages if not fits_target(one, target)]
-    changes = {one.name: find_fitting_changes(one, settings, target, lengths) for one in lacking}
+    changes = {
+        stage.name: find_fitting_changes(stage, settings, target, lengths)
+        for stage in plan.stages
+        if not fits_target(stage, target)
+    }
     if arguments.json or arguments.format == "json":
-        print(json.dumps(build_plan_record(found, target, changes), indent=2))
+        print(json.dumps(build_plan_record(plan, target, changes), indent=2))
     else:
-        print(wrap_to_terminal(escape_control_characters(format_plan(found, target, changes))))
+        print(wrap_to_terminal(escape_control_characters(format_plan(plan, target, changes))))
     return 0
 
 
 def _refuse_unreadable_model(settings: PipelineSettings) -> None:
-    """Refuse a model whose config cannot be read, before this machine is measured and libraries are imported."""
+    """Refuse a model without a readable config before this machine is measured and libraries are imported."""
     if (settings.model.path or "").startswith("models:"):
         raise SettingsError(
             f"model.path: {settings.model.path} is in the registry; name its folder with --set model.path=..."
         )
-    loading.refuse_unknown_base_model(settings)
+    run_setup.refuse_unknown_base_model(settings)
 
 
 def _print_simulation(arguments: argparse.Namespace) -> int:
-    """Simulate the policy stage in several layouts, and print them beside the synchronous one."""
+    """Simulate the policy stage in several layouts and print them next to the synchronous one."""
     from posttrain.planning.layout_comparison import (
         build_layout_rows,
         compare_gpu_shares,
@@ -230,33 +230,33 @@ def _print_simulation(arguments: argparse.Namespace) -> int:
     from posttrain.planning.simulation import require_simpy
 
     if arguments.machine is not None or isinstance(arguments.gpus, str):
-        given = "--machine" if arguments.machine is not None else f"--gpus {arguments.gpus}"
-        raise SettingsError(f"{given}: --simulate takes --gpus N, a number, and --rates FILE")
-    lengths = ("row_tokens", "prompt_tokens", "completion_tokens", "rows")
+        option = "--machine" if arguments.machine is not None else f"--gpus {arguments.gpus}"
+        raise SettingsError(f"{option}: --simulate takes --gpus N, a number, and --rates FILE")
+    length_options = ("row_tokens", "prompt_tokens", "completion_tokens", "rows")
     _refuse_unused_options(
         arguments,
-        lengths,
-        "--simulate takes the lengths from --rates FILE, or from a finished stage",
+        length_options,
+        "--simulate reads the lengths from --rates FILE, or from a finished stage",
     )
     if arguments.gpus is not None:
         _refuse_unused_options(
             arguments,
             ("workers", "cores"),
-            "--gpus compares shares of GPUs, each with a process of its own",
+            "--gpus compares shares of GPUs, each with a separate process",
         )
         if arguments.gpus > _MAX_SIMULATED_GPUS:
             raise SettingsError(
                 f"--gpus: {arguments.gpus:,}: at most {_MAX_SIMULATED_GPUS:,} are simulated"
             )
     require_simpy()
-    settings = loading.load_pipeline_settings(arguments, import_code=False)
+    settings = run_setup.load_pipeline_settings(arguments, import_code=False)
     layout = _build_layout(settings, arguments)
     rates, source = _load_rates(settings, arguments)
     bounds = tuple(dict.fromkeys(arguments.staleness or _DEFAULT_STALENESS_BOUNDS))
     iterations = _resolve_iterations(arguments.iterations, max(bounds))
     progress = StatusLine(sys.stderr)
     if arguments.gpus is not None:
-        found = compare_gpu_shares(
+        layouts = compare_gpu_shares(
             layout,
             rates,
             arguments.gpus,
@@ -264,23 +264,23 @@ def _print_simulation(arguments: argparse.Namespace) -> int:
             iterations=iterations,
             progress=progress,
         )
-        what = f"{arguments.gpus} GPUs"
+        subject = f"{arguments.gpus} GPUs"
     else:
         workers = tuple(dict.fromkeys(arguments.workers or _DEFAULT_WORKERS))
-        found = compare_worker_counts(
+        layouts = compare_worker_counts(
             layout, rates, workers, staleness=bounds, iterations=iterations, progress=progress
         )
-        what = (
-            f"{format_count(workers[0], 'worker')}"
-            if len(workers) == 1
-            else f"{len(workers)} numbers of workers"
-        )
+        subject = f"{len(workers)} numbers of workers"
+        if len(workers) == 1:
+            subject = format_count(workers[0], "worker")
     progress.clear_line()
     if arguments.json or arguments.format == "json":
-        print(json.dumps({"rates": source, "layouts": build_layout_rows(found)}, indent=2))
+        print(json.dumps({"rates": source, "layouts": build_layout_rows(layouts)}, indent=2))
         return 0
-    title = f"{settings.name}: {what}, {layout.prompts} x {layout.group_size} rollouts an iteration"
-    print(escape_control_characters(format_layout_table(found, title)))
+    title = (
+        f"{settings.name}: {subject}, {layout.prompts} x {layout.group_size} rollouts an iteration"
+    )
+    print(escape_control_characters(format_layout_table(layouts, title)))
     print(escape_control_characters(f"rates: {source}"))
     return 0
 
@@ -288,39 +288,39 @@ def _print_simulation(arguments: argparse.Namespace) -> int:
 def _refuse_unused_options(
     arguments: argparse.Namespace, names: Sequence[str], reason: str
 ) -> None:
-    """Refuse options that would change nothing. Raises: SettingsError for the first that was given."""
+    """Refuse options that would change nothing. Raises: SettingsError for the first one that is set."""
     for name in names:
         if getattr(arguments, name) is not None:
             raise SettingsError(f"--{name.replace('_', '-')}: {reason}")
 
 
 def _resolve_iterations(requested: int | None, bound: int) -> int:
-    """Iterations to simulate. Raises: SettingsError where too few are left after the warm-up."""
+    """Return the number of iterations to simulate. Raises: SettingsError if the warm-up leaves too few."""
     from posttrain.planning.simulation import count_warm_up_iterations
 
-    least = count_warm_up_iterations(bound) + bound + 1
+    warm_up = count_warm_up_iterations(bound)
+    minimum = warm_up + bound + 1
     if requested is None:
-        rounds = max(
-            3, math.ceil(_MIN_COUNTED_ITERATIONS / (bound + 1))
-        )  # whole ones: as many batches may end at once
-        return count_warm_up_iterations(bound) + rounds * (bound + 1)
-    if requested < least:
+        # Whole rounds, because bound + 1 batches may end together.
+        rounds = max(3, math.ceil(_MIN_COUNTED_ITERATIONS / (bound + 1)))
+        return warm_up + rounds * (bound + 1)
+    if requested < minimum:
         raise SettingsError(
-            f"--iterations: {requested} tell no speed with --staleness {bound}: {bound + 1} batches begin at once, their "
-            f"shortest rollouts are learned from first, and {count_warm_up_iterations(bound)} iterations are left out for that; "
-            f"simulate at least {least}"
+            f"--iterations: {requested} are too few with --staleness {bound}: {bound + 1} batches begin together, "
+            f"their shortest rollouts are learned from first, and {warm_up} iterations are left out for that; "
+            f"simulate at least {minimum}"
         )
     return requested
 
 
 def _build_layout(settings: PipelineSettings, arguments: argparse.Namespace) -> ClusterLayout:
-    """Batch and schedule that the policy stage names. Raises: SettingsError where there is no such stage."""
+    """Build the layout from the batch and schedule of the policy stage. Raises: SettingsError without one."""
     from posttrain.planning.simulation_inputs import ClusterLayout
 
     stage = settings.stages.policy
     if stage is None:
         raise SettingsError(
-            "plan: the configuration has no stage policy, whose rollouts would be simulated"
+            "plan: the configuration has no policy stage whose rollouts could be simulated"
         )
     return ClusterLayout(
         prompts=stage.prompts_per_iteration,
@@ -335,15 +335,15 @@ def _build_layout(settings: PipelineSettings, arguments: argparse.Namespace) -> 
 def _load_rates(
     settings: PipelineSettings, arguments: argparse.Namespace
 ) -> tuple[ClusterRates, str]:
-    """Durations, and their source in words. Raises: SettingsError where nothing was measured."""
+    """Return the durations and a description of their source. Raises: SettingsError if nothing was measured."""
     from posttrain.planning.simulation_inputs import DEFAULT_ROW_SHARE, estimate_cluster_rates
     from rl_core.settings.planning import ClusterRates
 
     if arguments.rates is not None:
         from posttrain.settings_files import read_settings_file
 
-        found, _ = read_settings_file(ClusterRates, arguments.rates)
-        return found, str(arguments.rates)
+        rates, _ = read_settings_file(ClusterRates, arguments.rates)
+        return rates, str(arguments.rates)
     from tasks.tracking.journal import read_metrics
 
     folder, stage = _find_newest_measured_stage(settings)
@@ -362,25 +362,27 @@ def _load_rates(
 
 
 def _find_newest_measured_stage(settings: PipelineSettings) -> tuple[Path, dict[str, Any]]:
-    """Folder and settings of the newest finished policy stage that one worker sampled, in turns with the updates.
+    """Return folder and settings of the newest finished policy stage with one synchronous worker.
 
-    Raises: SettingsError where there is none.
+    Only in such a stage do the metrics give the durations of its parts. Raises: SettingsError if there is none.
     """
     home = Path(settings.output, settings.name, "stages", "policy")
-    alone: list[tuple[float, Path, dict[str, Any]]] = []
-    others: list[tuple[float, Path, dict[str, Any]]] = []
+    synchronous: list[tuple[float, Path, dict[str, Any]]] = []
+    has_other = False
     for path in home.glob("*/metrics.jsonl"):
-        with contextlib.suppress(CorruptError):  # not finished, or damaged
+        with contextlib.suppress(CorruptError):  # unfinished or damaged
             stage = read_manifest(path.parent)["settings"]
             rollouts = stage.get("rollouts", {})
-            is_alone = rollouts.get("count", 1) == 1 and not rollouts.get("max_staleness", 0)
-            (alone if is_alone else others).append((path.stat().st_mtime, path.parent, stage))
-    if not alone:
-        found = f"no finished policy stage of {settings.name} in {settings.output}"
-        if others:
-            found += " that one worker sampled in turns with the updates, which tells the durations of its parts"
+            if rollouts.get("count", 1) == 1 and not rollouts.get("max_staleness", 0):
+                synchronous.append((path.stat().st_mtime, path.parent, stage))
+            else:
+                has_other = True
+    if not synchronous:
+        problem = f"no finished policy stage of {settings.name} in {settings.output}"
+        if has_other:
+            problem += " with one synchronous worker, whose metrics give the durations of its parts"
         raise SettingsError(
-            f"plan: {found}; run it once (`posttrain run`), or name a file of durations with --rates"
+            f"plan: {problem}; run it once (`posttrain run`), or name a file of durations with --rates"
         )
-    _, folder, stage = max(alone, key=lambda one: one[0])
+    _, folder, stage = max(synchronous, key=lambda candidate: candidate[0])
     return folder, stage

@@ -1,6 +1,6 @@
-"""Parser of `posttrain prefer`. Standard library only.
+"""Command `posttrain prefer`: collect human preferences on a local page.
 
-`posttrain prefer`. Everything is imported at its call, so that `posttrain --help` starts at once.
+The handler imports what it needs when it is called, so that `posttrain --help` starts quickly.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ def _add_prefer_parser(commands: Any) -> None:
         "prefer mine.yaml --answers pairs.jsonl --set prefer.ask=scores",
         "prefer mine.yaml --export    (the data file alone, without a page)",
     ]
-    about = "have people compare or score answers on a page of this machine; the result is data to train on"
-    parser = add_command_parser(commands, "prefer", about, examples)
+    summary = "let people compare or score answers on a local page; the result is training data"
+    parser = add_command_parser(commands, "prefer", summary, examples)
     add_config_argument(parser)
     parser.add_argument(
         "--answers",
         metavar="FILE",
-        help='answers to rate in place of those of models: JSON lines with "prompt" and "answers" (two, or one to '
+        help='answers to rate instead of those of models: JSON lines with "prompt" and "answers" (two, or one to '
         "score), or preference rows of any format",
     )
     parser.add_argument(
-        "--more", action="store_true", help="let the models answer again, though there are answers"
+        "--more", action="store_true", help="sample answers again even if there are answers already"
     )
     parser.add_argument(
-        "--port", type=parse_port, metavar="PORT", help="in place of prefer.port (default: 8331)"
+        "--port", type=parse_port, metavar="PORT", help="overrides prefer.port (default: 8331)"
     )
     parser.add_argument(
         "--export", action="store_true", help="write the data file and end, without a page"
@@ -54,8 +54,7 @@ PARSERS: dict[str, Callable[[Any], None]] = {"prefer": _add_prefer_parser}
 def run_prefer_command(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C, or write the data file."""
     from posttrain.cli.run_setup import connect_mlflow, print_warning
-    from posttrain.preferences.rating_server import RatingTask, export_ratings
-    from posttrain.preferences.rating_server import serve_ratings as run
+    from posttrain.preferences.rating_server import RatingTask, export_ratings, serve_ratings
     from rl_core.settings import RatingSettings
     from tasks.config import load_settings
 
@@ -67,7 +66,7 @@ def run_prefer_command(arguments: argparse.Namespace) -> int:
         rating = dataclasses.replace(rating, port=arguments.port)
     answers = Path(arguments.answers).expanduser() if arguments.answers else None
     if answers is not None and not answers.is_file():
-        raise SettingsError(f"--answers: {answers} is no file")
+        raise SettingsError(f"--answers: {answers} is not a file")
     output = Path(arguments.output or settings.output).resolve()
     task = RatingTask(settings, rating, output, answers, arguments.more)
     if arguments.export:
@@ -77,5 +76,5 @@ def run_prefer_command(arguments: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    run(task, say=lambda text: print(text, flush=True))
+    serve_ratings(task, say=lambda text: print(text, flush=True))
     return 0

@@ -1,4 +1,4 @@
-"""`posttrain compare`: any number of runs side by side: settings, stages, curves, results on the same episodes."""
+"""Comparison of any number of runs (`posttrain compare`): settings, stages, curves, results on the same episodes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.cli.tables import format_table
 from rl_core.analysis.statistics import bootstrap_paired_difference, sign_test
 from rl_core.analysis.training_curves import (
     SweptConfiguration,
@@ -22,6 +23,7 @@ from rl_core.analysis.trajectories import find_turning_point, read_trajectories
 from rl_core.errors import DataError, SettingsError
 from rl_core.evaluation import Evaluation
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
+from rl_core.types import Trajectory
 from tasks.stage_registry import list_policy_stages, list_stage_names, list_training_stages
 from tasks.stages.evaluate import read_evaluation, resolve_trajectories_path
 from tasks.tracking import RunRow, Tracking, find_run, list_stage_runs
@@ -35,16 +37,16 @@ CURVES = (
     "train/loss",
     "policy/loss",
 )
-MAX_EXAMPLE_EPISODES = 5  # episodes whose outcomes differ, for each pair
-_MAX_LISTED_RUNS = 5000  # runs among which names are looked up
+MAX_EXAMPLE_EPISODES = 5  # with different outcomes, per pair of runs
+_MAX_LISTED_RUNS = 5000  # searched for names
 
 
 @dataclass(frozen=True)
 class _ComparedRun:
-    """One run with the finished stages that it made or took."""
+    """Run with the finished stages that it ran or took from the cache."""
 
     row: RunRow
-    stages: dict[str, Path]  # folders that are here
+    stages: dict[str, Path]  # existing folders
 
     @property
     def name(self) -> str:
@@ -58,44 +60,46 @@ class _ComparedRun:
 
     @property
     def knows_success(self) -> bool:
-        """False where nothing told success in its evaluation, which has rewards alone."""
-        folder = self.stages.get("evaluate")
-        path = folder / "summary.json" if folder is not None else None
-        models = (
-            json.loads(path.read_text()).get("models", {})
-            if path is not None and path.is_file()
-            else {}
-        )
+        """Whether its evaluation knows success; otherwise it has only rewards."""
+        models = {}
+        if "evaluate" in self.stages:
+            path = self.stages["evaluate"] / "summary.json"
+            if path.is_file():
+                models = json.loads(path.read_text()).get("models", {})
         return all(row.get("knows_success", True) for row in models.values())
 
     def read_newest_evaluation(self) -> tuple[Evaluation, Path] | None:
-        """Evaluation of the newest policy, and the file of its episodes."""
+        """Read the evaluation of the newest policy; return it with the file of its episodes."""
         folder = self.stages.get("evaluate")
         if folder is None:
             return None
         for model in (*reversed(list_policy_stages()), "base"):
-            if resolve_trajectories_path(folder, model).is_file():
-                return read_evaluation(folder, model), resolve_trajectories_path(folder, model)
+            path = resolve_trajectories_path(folder, model)
+            if path.is_file():
+                return read_evaluation(folder, model), path
         return None
 
 
 def compare_tracked_runs(
     output: Path, uri: str | None, run_names: Sequence[str], report_folder: Path | None = None
 ) -> dict[str, Any]:
-    """Comparison of runs as plain values; the first is what the others are compared with.
+    """Compare runs with the first one; return the comparison as a record.
 
     Args:
-        wanted: names, ids or pipelines, as `posttrain runs` lists them. out: folder for compare.json and curves.png.
+        run_names: names, ids or pipelines, as `posttrain runs` lists them.
+        report_folder: folder for compare.json and curves.png.
     Raises: DataError for an unknown run; SettingsError for fewer than two.
     """
     output = output.resolve()
     rows = Tracking(uri, output).list_runs(limit=_MAX_LISTED_RUNS)
-    found = list({row.run_id: row for row in (find_run(rows, name) for name in run_names)}.values())
-    if len(found) < 2:
+    named_rows = [find_run(rows, name) for name in run_names]
+    compared_rows = list({row.run_id: row for row in named_rows}.values())
+    if len(compared_rows) < 2:
         raise SettingsError("compare: name at least two different runs (posttrain runs lists them)")
-    runs = [_ComparedRun(row, _find_stage_folders(rows, row, output)) for row in found]
+    runs = [_ComparedRun(row, _find_stage_folders(rows, row, output)) for row in compared_rows]
     curves = {run.name: _read_run_curves(run) for run in runs}
-    told = {
+    differences = find_setting_differences(compared_rows)
+    comparison = {
         "runs": [
             {
                 "run": run.name,
@@ -104,9 +108,7 @@ def compare_tracked_runs(
             }
             for run in runs
         ],
-        "settings": _transpose_settings(
-            {run.name: find_setting_differences(found)[run.row.run_id] for run in runs}
-        ),
+        "settings": _transpose_settings({run.name: differences[run.row.run_id] for run in runs}),
         "stages": {
             name: {run.name: run.stages[name].name if name in run.stages else "" for run in runs}
             for name in list_stage_names()
@@ -117,31 +119,33 @@ def compare_tracked_runs(
     }
     if report_folder is not None:
         make_folder(report_folder)
-        write_json_atomic(report_folder / "compare.json", told)
-        drawn = next(
-            (name for name in CURVES if any(name in found for found in curves.values())), ""
-        )
-        draw_learning_curves(
-            report_folder / "curves.png",
-            [
-                SweptConfiguration(name, {}, None, [found[drawn]])
-                for name, found in curves.items()
-                if drawn in found
-            ],
-            drawn,
-        )
-    return told
+        write_json_atomic(report_folder / "compare.json", comparison)
+        _draw_curves(report_folder / "curves.png", curves)
+    return comparison
+
+
+def _draw_curves(path: Path, curves: Mapping[str, Mapping[str, TrainingCurve]]) -> None:
+    """Draw the first curve of `CURVES` that any run has."""
+    metric = next(
+        (name for name in CURVES if any(name in run_curves for run_curves in curves.values())), ""
+    )
+    configurations = [
+        SweptConfiguration(run, {}, None, [run_curves[metric]])
+        for run, run_curves in curves.items()
+        if metric in run_curves
+    ]
+    draw_learning_curves(path, configurations, metric)
 
 
 def find_setting_differences(rows: Sequence[RunRow]) -> dict[str, dict[str, str]]:
-    """By run id, the settings that are not the same in all these runs, of whichever pipelines they are."""
+    """Return, by run id, the settings that differ between these runs, also across pipelines."""
     return find_differing_settings(
         dataclasses.replace(row, tags={**row.tags, "pipeline": ""}) for row in rows
     )
 
 
 def _find_stage_folders(rows: Sequence[RunRow], run: RunRow, output: Path) -> dict[str, Path]:
-    """Folders of the stages that a run made, or took from an earlier one."""
+    """Return the folders of the stages that a run ran or took from an earlier run."""
     keys = {
         row.tags["stage"]: row.tags["stage_key"]
         for row in list_stage_runs(rows, run)
@@ -157,8 +161,8 @@ def _find_stage_folders(rows: Sequence[RunRow], run: RunRow, output: Path) -> di
 
 
 def _transpose_settings(settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    keys = dict.fromkeys(key for found in settings.values() for key in found)
-    return {key: {run: found.get(key, "-") for run, found in settings.items()} for key in keys}
+    keys = dict.fromkeys(key for values in settings.values() for key in values)
+    return {key: {run: values.get(key, "-") for run, values in settings.items()} for key in keys}
 
 
 def _read_run_curves(run: _ComparedRun) -> dict[str, TrainingCurve]:
@@ -173,69 +177,72 @@ def _read_run_curves(run: _ComparedRun) -> dict[str, TrainingCurve]:
 
 
 def _summarize_curves(curves: Mapping[str, Mapping[str, TrainingCurve]]) -> dict[str, Any]:
-    """Last value of each curve in each run, and the first step at which a run leaves the first one's."""
-    told: dict[str, Any] = {}
+    """Return the last value of each curve in each run, and the first step at which a run leaves the first one's."""
+    summaries: dict[str, Any] = {}
     first = next(iter(curves))
     for name in CURVES:
-        have = {
-            run: found[name]
-            for run, found in curves.items()
-            if name in found and found[name].values
+        compared = {
+            run: run_curves[name]
+            for run, run_curves in curves.items()
+            if name in run_curves and run_curves[name].values
         }
-        if len(have) < 2:
+        if len(compared) < 2:
             continue
-        told[name] = {
-            "last": {run: curve.values[-1] for run, curve in have.items()},
-            "parts_at": {
-                run: _find_divergence_step(have[first], curve)
-                for run, curve in have.items()
+        divergence = {}
+        if first in compared:
+            divergence = {
+                run: _find_divergence_step(compared[first], curve)
+                for run, curve in compared.items()
                 if run != first
             }
-            if first in have
-            else {},
+        summaries[name] = {
+            "last": {run: curve.values[-1] for run, curve in compared.items()},
+            "parts_at": divergence,
         }
-    return told
+    return summaries
 
 
-def _find_divergence_step(one: TrainingCurve, other: TrainingCurve) -> float | None:
-    """First step that both have with different values; None = they never part."""
-    values = dict(zip(one.steps, one.values, strict=True))
+def _find_divergence_step(first: TrainingCurve, other: TrainingCurve) -> float | None:
+    """Return the first shared step with different values; None = the curves never diverge."""
+    values = dict(zip(first.steps, first.values, strict=True))
     pairs = zip(other.steps, other.values, strict=True)
     return next((step for step, value in pairs if step in values and values[step] != value), None)
 
 
 def _compare_episodes(first: _ComparedRun, other: _ComparedRun) -> dict[str, Any]:
-    """The other run minus the first on the episodes that both have played."""
-    told: dict[str, Any] = {"first": first.name, "second": other.name}
-    ours, theirs = first.read_newest_evaluation(), other.read_newest_evaluation()
-    if ours is None or theirs is None:
-        lacking = first.name if ours is None else other.name
-        return {**told, "why": f"'{lacking}' has no evaluation here"}
-    before = {episode.key: episode for episode in ours[0].episodes}
+    """Compare the other run with the first on the episodes that both played."""
+    names = {"first": first.name, "second": other.name}
+    first_results, other_results = first.read_newest_evaluation(), other.read_newest_evaluation()
+    if first_results is None or other_results is None:
+        missing = first.name if first_results is None else other.name
+        return {**names, "why": f"'{missing}' has no evaluation here"}
+    first_episodes = {episode.key: episode for episode in first_results[0].episodes}
     pairs = [
-        (before[episode.key], episode) for episode in theirs[0].episodes if episode.key in before
+        (first_episodes[episode.key], episode)
+        for episode in other_results[0].episodes
+        if episode.key in first_episodes
     ]
     if not pairs:
         return {
-            **told,
-            "why": "they have played no episode in common (evaluate.levels, episodes, episodes_seed)",
+            **names,
+            "why": "they have no episode in common (evaluate.levels, episodes, episodes_seed)",
         }
     metric = "success" if first.knows_success and other.knows_success else "reward"
     value = operator.attrgetter(metric)
     gain = bootstrap_paired_difference(
         [value(new) for _, new in pairs], [value(old) for old, _ in pairs]
     )
-    wins, losses = (
-        sum(sign * (value(new) - value(old)) > 0 for old, new in pairs) for sign in (1, -1)
-    )
+    wins = sum(value(new) > value(old) for old, new in pairs)
+    losses = sum(value(new) < value(old) for old, new in pairs)
     levels = dict.fromkeys(old.level for old, _ in pairs)
+    differing = [old.key for old, new in pairs if value(old) != value(new)]
     return {
-        **told,
+        **names,
         "episodes": len(pairs),
         "metric": metric,
         metric: [
-            _compute_mean([value(episode) for episode in side[0].episodes])
-            for side in (ours, theirs)
+            _compute_mean([value(episode) for episode in results[0].episodes])
+            for results in (first_results, other_results)
         ],
         "gain": gain._asdict(),
         "wins": wins,
@@ -247,9 +254,7 @@ def _compare_episodes(first: _ComparedRun, other: _ComparedRun) -> dict[str, Any
             )
             for level in levels
         },
-        "part": _find_diverging_episodes(
-            ours[1], theirs[1], [old.key for old, new in pairs if value(old) != value(new)]
-        ),
+        "part": _find_diverging_episodes(first_results[1], other_results[1], differing),
     }
 
 
@@ -258,141 +263,124 @@ def _compute_mean(values: Sequence[float]) -> float:
 
 
 def _find_diverging_episodes(
-    ours: Path, theirs: Path, keys: Sequence[tuple[str, int]]
+    first: Path, other: Path, keys: Sequence[tuple[str, int]]
 ) -> list[dict[str, Any]]:
-    """The first episodes with different outcomes: where their turns part, and what is done there."""
-    wanted = set(keys[:MAX_EXAMPLE_EPISODES])
-    sides = []
-    for path in (ours, theirs):
-        played = (
-            one
-            for one in read_trajectories(path)
-            if (one.level, one.seed) in wanted and one.sample == 0
-        )
-        sides.append({(one.level, one.seed): one for one in played})
-    told = []
-    for key in keys[:MAX_EXAMPLE_EPISODES]:
-        pair = [side.get(key) for side in sides]
-        if pair[0] is None or pair[1] is None:
+    """Return the first episodes with different outcomes: the turn where they diverge, and the actions there."""
+    keys = keys[:MAX_EXAMPLE_EPISODES]
+    first_trajectories = _read_first_samples(first, keys)
+    other_trajectories = _read_first_samples(other, keys)
+    examples = []
+    for key in keys:
+        if key not in first_trajectories or key not in other_trajectories:
             continue
-        turn = find_turning_point(pair[0], pair[1])
-        said = [
-            one.turns[turn].action if turn is not None and turn < len(one.turns) else ""
-            for one in pair
-            if one
-        ]
-        told.append(
+        pair = (first_trajectories[key], other_trajectories[key])
+        turn = find_turning_point(*pair)
+        examples.append(
             {
                 "level": key[0],
                 "seed": key[1],
                 "prompt": pair[0].prompt,
-                "success": [one.success for one in pair if one],
-                "reward": [one.reward for one in pair if one],
+                "success": [trajectory.success for trajectory in pair],
+                "reward": [trajectory.reward for trajectory in pair],
                 "turn": turn,
-                "actions": said,
+                "actions": [_read_action(trajectory, turn) for trajectory in pair],
             }
         )
-    return told
+    return examples
+
+
+def _read_first_samples(
+    path: Path, keys: Sequence[tuple[str, int]]
+) -> dict[tuple[str, int], Trajectory]:
+    wanted = set(keys)
+    return {
+        (trajectory.level, trajectory.seed): trajectory
+        for trajectory in read_trajectories(path)
+        if (trajectory.level, trajectory.seed) in wanted and trajectory.sample == 0
+    }
+
+
+def _read_action(trajectory: Trajectory, turn: int | None) -> str:
+    if turn is None or turn >= len(trajectory.turns):
+        return ""
+    return trajectory.turns[turn].action
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """A comparison for the terminal."""
-    runs = [row["run"] for row in comparison["runs"]]
-    letters = dict(
-        zip(
-            runs,
-            itertools.chain("ABCDEFGHIJKLMNOPQRSTUVWXYZ", map(str, itertools.count(27))),
-            strict=False,
-        )
-    )
+    """Format a comparison for the terminal; runs are called A, B, ..."""
+    letters = _assign_letters([row["run"] for row in comparison["runs"]])
     lines = [
         f"{letters[row['run']]}  {row['run']}  {row['status']}  {row['result'][:90]}"
         for row in comparison["runs"]
     ]
-    lines += ["", "settings that differ"]
-    lines += _format_columns(
-        [(key, [values[run] for run in runs]) for key, values in comparison["settings"].items()],
-        letters,
-    )
+    lines += ["", "settings that differ", *_format_settings(comparison["settings"], letters)]
     lines += ["", "stages"]
     for name, keys in comparison["stages"].items():
-        same = len(set(keys.values())) == 1
-        lines.append(
-            f"  {name:<14}"
-            + (
-                "shared by all"
-                if same
-                else "  ".join(f"{letters[r]} {k[:8] or '-'}" for r, k in keys.items())
-            )
-        )
+        text = "  ".join(f"{letters[run]} {key[:8] or '-'}" for run, key in keys.items())
+        if len(set(keys.values())) == 1:
+            text = "shared by all"
+        lines.append(f"  {name:<14}{text}")
     lines += [
         "",
-        "curves of the last training stage: last value, and the first step that is not that of A",
+        "curves of the last training stage: last value, and the first step that differs from A",
     ]
     for name, curve in comparison["curves"].items():
-        parts = [
-            f"{letters[run]} {value:.4g}"
-            + (
-                f" (from step {curve['parts_at'][run]:g})"
-                if curve["parts_at"].get(run) is not None
-                else ""
-            )
-            for run, value in curve["last"].items()
-        ]
+        parts = []
+        for run, value in curve["last"].items():
+            step = curve["parts_at"].get(run)
+            note = f" (from step {step:g})" if step is not None else ""
+            parts.append(f"{letters[run]} {value:.4g}{note}")
         lines.append(f"  {name:<20}" + "  ".join(parts))
     for pair in comparison["episodes"]:
         lines += ["", *_format_episode_pair(pair, letters)]
     return "\n".join(lines)
 
 
-def _format_columns(
-    rows: Sequence[tuple[str, Sequence[str]]], letters: Mapping[str, str]
+def _assign_letters(runs: Sequence[str]) -> dict[str, str]:
+    labels = itertools.chain("ABCDEFGHIJKLMNOPQRSTUVWXYZ", map(str, itertools.count(27)))
+    return dict(zip(runs, labels, strict=False))
+
+
+def _format_settings(
+    settings: Mapping[str, Mapping[str, str]], letters: Mapping[str, str]
 ) -> list[str]:
-    if not rows:
+    if not settings:
         return ["  none"]
-    width = max(len(key) for key, _ in rows)
-    cells = [
-        [letter for letter in letters.values()],
-        *([value[:40] for value in values] for _, values in rows),
+    rows = [
+        [f"  {key}", *(values[run][:40] for run in letters)] for key, values in settings.items()
     ]
-    widths = [max(len(line[index]) for line in cells) for index in range(len(letters))]
-    heads = ["", *(key for key, _ in rows)]
-    return [
-        f"  {head:<{width}}  "
-        + "  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)).rstrip()
-        for head, line in zip(heads, cells, strict=True)
-    ]
+    return format_table(["", *letters.values()], rows).splitlines()
 
 
 def _format_episode_pair(pair: Mapping[str, Any], letters: Mapping[str, str]) -> list[str]:
-    one, other = letters[pair["first"]], letters[pair["second"]]
+    first, other = letters[pair["first"]], letters[pair["second"]]
     if "why" in pair:
-        return [f"{other} against {one}: {pair['why']}"]
+        return [f"{other} against {first}: {pair['why']}"]
     gain, metric = pair["gain"], pair["metric"]
-    before, after = (_format_value(value, metric) for value in pair[metric])
-    difference, low, high = (
-        _format_change(gain[name], metric) for name in ("difference", "low", "high")
-    )
+    first_value, other_value = (_format_value(value, metric) for value in pair[metric])
+    difference = _format_change(gain["difference"], metric)
+    low, high = _format_change(gain["low"], metric), _format_change(gain["high"], metric)
     lines = [
-        f"{other} against {one} on {pair['episodes']} shared episodes: {metric} {after} against {before}, {difference} "
-        f"[{low}, {high}]; better on {pair['wins']}, worse on {pair['losses']}, sign test p = {pair['p_value']:.3g}"
+        f"{other} against {first} on {pair['episodes']} shared episodes: {metric} {other_value} against {first_value}, "
+        f"{difference} [{low}, {high}]; better on {pair['wins']}, worse on {pair['losses']}, "
+        f"sign test p = {pair['p_value']:.3g}"
     ]
     levels = ", ".join(
         f"{level} {_format_change(value, metric)}" for level, value in pair["gain_by_level"].items()
     )
     lines.append(f"  by level: {levels}")
     for episode in pair["part"]:
-        where = (
-            "in the answer's scoring"
-            if episode["turn"] is None
-            else f"at turn {episode['turn'] + 1}"
-        )
-        acts = " | ".join(
+        where = "in the answer's scoring"
+        if episode["turn"] is not None:
+            where = f"at turn {episode['turn'] + 1}"
+        actions = " | ".join(
             f"{name}: {text[:50]!r}"
-            for name, text in zip((one, other), episode["actions"], strict=True)
+            for name, text in zip((first, other), episode["actions"], strict=True)
         )
-        outcome = _format_outcome(episode, (one, other), metric)
-        lines.append(f"  {episode['level']} {episode['seed']}: {outcome}, parts {where}  {acts}")
+        outcome = _format_outcome(episode, (first, other), metric)
+        lines.append(
+            f"  {episode['level']} {episode['seed']}: {outcome}, diverges {where}  {actions}"
+        )
     return lines
 
 
@@ -405,10 +393,10 @@ def _format_change(value: float, metric: str) -> str:
 
 
 def _format_outcome(episode: Mapping[str, Any], letters: Sequence[str], metric: str) -> str:
-    """Names of the sides that were right; where nobody can tell, the reward of each."""
+    """Name the runs that were right; if success is unknown, list the reward of each."""
     if metric != "success":
         return ", ".join(
             f"{name} {value:.4g}" for name, value in zip(letters, episode[metric], strict=True)
         )
-    right = [name for name, ok in zip(letters, episode["success"], strict=True) if ok]
+    right = [name for name, is_right in zip(letters, episode["success"], strict=True) if is_right]
     return f"{' and '.join(right) or 'neither'} right"

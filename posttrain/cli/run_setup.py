@@ -1,6 +1,6 @@
-"""First lines of a run: what runs, what is there already, where its files are, where it can be watched.
+"""Steps before a command starts: load settings, refuse unknown models, configure Prefect, print the banner.
 
-Settings and servers that a command's arguments name.
+The banner says what runs, what is cached, where the files are and where the run can be watched.
 """
 
 from __future__ import annotations
@@ -25,38 +25,41 @@ if TYPE_CHECKING:
     from flows.sweep.plan import SweepPlan
     from tasks.config import PipelineSettings
 
-
 _BANNER_COLUMNS = 79
 
 
 def format_run_banner(
     settings: PipelineSettings, *, fresh: bool = False, stages: Sequence[str] | None = None
 ) -> str:
-    """Lines to print before anything heavy is imported.
+    """Return the lines to print before anything heavy is imported.
 
     Args:
-        fresh: finished stages are run again. stages: those that are run; None = all of the settings.
+        fresh: finished stages run again.
+        stages: those that run; None = all of the settings.
     """
     names = list(settings.stages.active if stages is None else stages)
     lines = _wrap_banner_line(
         f"{settings.name}: {' -> '.join(name.replace('_', ' ') for name in names)}", "  "
     )
     home = Path(settings.output).resolve() / settings.name
-    if (
-        done := []
-        if fresh
-        else [name for name in _list_finished_stages(settings, home) if name in names]
-    ):
-        told = f"cached   {', '.join(name.replace('_', ' ') for name in done)}, unless data files have changed"
-        lines += _wrap_banner_line(told, " " * 9)
+    finished = [] if fresh else _list_finished_stages(settings, home)
+    cached = ", ".join(name.replace("_", " ") for name in finished if name in names)
+    if cached:
+        text = f"cached   {cached}, unless data files have changed"
+        lines += _wrap_banner_line(text, " " * 9)
     return "\n".join([*lines, *_list_locations(settings, home)])
 
 
 def format_sweep_banner(plan: SweepPlan, base: PipelineSettings) -> str:
-    """The same of a sweep: what varies, how many trials, and its folder. Raises: SettingsError."""
+    """Return the banner of a sweep: what varies, the number of trials, and the folder.
+
+    Raises: SettingsError.
+    """
     from flows.sweep.search import build_grid
 
-    varied = [f"{one.key} ({len(one.choices) or 'range'})" for one in plan.dimensions]
+    varied = [
+        f"{dimension.key} ({len(dimension.choices) or 'range'})" for dimension in plan.dimensions
+    ]
     configurations = len(build_grid(plan.dimensions)) if plan.method == "grid" else plan.trials
     seeds = f" x {plan.seeds} seeds" if plan.seeds > 1 else ""
     trials = f"{configurations} configuration{'s' * (configurations != 1)}{seeds}"
@@ -72,20 +75,19 @@ def _wrap_banner_line(text: str, indent: str) -> list[str]:
 
 
 def _list_locations(settings: PipelineSettings, home: Path) -> list[str]:
-    """Folder of the files, and the commands that show how it goes."""
-    where = format_output_option(Path(settings.output))
-    served = _read_served_pages(Path(settings.output))
+    """List the folder of the files and the commands or pages that show progress."""
+    output_option = format_output_option(Path(settings.output))
+    urls = _read_served_pages(Path(settings.output))
     lines = [f"files    {home}"]
-    if "monitor" in served or find_spec("gradio") is not None:
-        lines.append(f"live     {served.get('monitor', f'posttrain monitor{where}')}")
-    pages = [url for name in ("mlflow", "prefect") if (url := served.get(name))] or [
-        f"posttrain ui{where}"
-    ]
-    return [*lines, f"results  {', '.join((f'posttrain runs{where}', *pages))}"]
+    if "monitor" in urls or find_spec("gradio") is not None:
+        lines.append(f"live     {urls.get('monitor', f'posttrain monitor{output_option}')}")
+    pages = [urls[name] for name in ("mlflow", "prefect") if urls.get(name)]
+    pages = pages or [f"posttrain ui{output_option}"]
+    return [*lines, f"results  {', '.join((f'posttrain runs{output_option}', *pages))}"]
 
 
 def _read_served_pages(output: Path) -> dict[str, str]:
-    """Addresses of the pages that `posttrain up` serves for a folder, by name; {} where it does not run."""
+    """Return name -> URL of the pages that `posttrain up` serves for a folder; {} if it does not run."""
     from posttrain.operations.connection import find_running_servers
 
     state = find_running_servers(output)
@@ -93,7 +95,7 @@ def _read_served_pages(output: Path) -> dict[str, str]:
 
 
 def _list_finished_stages(settings: PipelineSettings, home: Path) -> list[str]:
-    """Stages that are finished under these settings; [] where that cannot be told, which the run then says."""
+    """List the stages finished under these settings; [] if that is unknown, which the run then reports."""
     if not (home / "stages").is_dir():
         return []
     from tasks.pipeline.changed_conditions import list_finished_stages
@@ -107,10 +109,11 @@ def _list_finished_stages(settings: PipelineSettings, home: Path) -> list[str]:
 def load_pipeline_settings(
     arguments: argparse.Namespace, import_code: bool = True, *, check_servers: bool = False
 ) -> PipelineSettings:
-    """Settings of the configuration that is named, with `--set`.
+    """Load the settings of the named configuration, with `--set`.
 
-    ask_servers: for commands that train, which end at once where the server of their rollouts does not answer, or
-    where there is no GPU for weights in few bits.
+    Args:
+        check_servers: for commands that train: fail at once if the server of their rollouts does not answer, or if
+            quantized weights have no GPU.
     """
     from tasks.config import load_settings
 
@@ -131,7 +134,7 @@ def print_warning(text: str) -> None:
 def load_optional_settings(
     arguments: argparse.Namespace, import_code: bool = False
 ) -> PipelineSettings | None:
-    """Settings of --config, if given; without `import_code` the code that they name is not imported."""
+    """Load the settings of --config, if set; import the code they name only with `import_code`."""
     if arguments.config is None and arguments.set:
         raise SettingsError("--set changes a configuration; give one with --config")
     return None if arguments.config is None else load_pipeline_settings(arguments, import_code)
@@ -155,41 +158,39 @@ def print_banner_and_start_prefect(
     stages: Sequence[str] | None = None,
     banner: str = "",
 ) -> Iterator[None]:
-    """Say at once what runs and where it can be watched; Prefect's server starts while the block imports the flow.
+    """Print the banner; start Prefect's server while the block imports the flow.
 
-    After `prepare`, in commands that run the pipeline's flow. fresh: stages are run again, finished or not.
-    stages: those that are run, where that is not all of the settings. told: the lines, where they are not a pipeline's.
+    Call it after `configure_prefect`, in commands that run the pipeline's flow.
+    Args:
+        fresh: finished stages run again.
+        stages: those that run, if not all of the settings.
+        banner: the lines of something other than a pipeline.
     """
-    pass  # DROPPED
     from flows.runtime.embedded_server import prestart_embedded_server
     from flows.runtime.import_setup import pause_garbage_collection
 
     if not quiet:
-        print(
-            escape_control_characters(
-                banner or format_run_banner(settings, fresh=fresh, stages=stages)
-            ),
-            flush=True,
-        )
+        banner = banner or format_run_banner(settings, fresh=fresh, stages=stages)
+        print(escape_control_characters(banner), flush=True)
     prestart_embedded_server()
     with pause_garbage_collection(is_command=True):
         yield
 
 
 def refuse_unknown_models(settings: PipelineSettings, *names: str | None) -> None:
-    """Refuse models of the command line that are not there, before anything starts or is written."""
+    """Refuse models of the command line that do not exist, before anything starts or is written."""
     from posttrain.cli.model_references import refuse_missing_model
 
-    connect_mlflow(settings.output)  # where `up` runs, its store is asked
+    connect_mlflow(settings.output)  # ask the store of `posttrain up` if it runs
     for name in filter(None, names):
         refuse_missing_model(name, Path(settings.output), settings.tracking.uri)
 
 
 def refuse_unknown_base_model(settings: PipelineSettings) -> None:
-    """Refuse a base model that is not there, before anything starts or is written.
+    """Refuse a base model that does not exist, before anything starts or is written.
 
-    Nothing is asked of a folder, which was looked at with the settings, nor once a stage has trained from the model:
-    a run of which everything is cached needs neither the hub nor the store.
+    A folder was checked with the settings. Once a stage has trained from the model, nothing is looked up: a fully
+    cached run needs neither the hub nor the store.
     """
     name = settings.model.path
     if name is None or os.path.isdir(os.path.expanduser(name)):
@@ -209,22 +210,37 @@ def refuse_unknown_base_model(settings: PipelineSettings) -> None:
 
 
 def refuse_bad_rows(settings: PipelineSettings) -> None:
-    """Before any server starts, and before a run of the refused data is recorded anywhere."""
+    """Refuse unusable data rows before a server starts and before the run is recorded anywhere."""
     from tasks.config.machine_checks import refuse_bad_rows
 
     refuse_bad_rows(settings)
 
 
 def refuse_unreadable_folder(output: str | Path) -> None:
-    """Refuse an output folder that this user may not look into. Raises: SettingsError."""
+    """Refuse an output folder that this user may not read. Raises: SettingsError."""
     if os.path.isdir(output) and not os.access(output, os.R_OK | os.X_OK):
         raise SettingsError(f"{output}: cannot be read: {os.strerror(errno.EACCES)}")
 
 
 def connect_mlflow(output: str | Path) -> Path:
-    """Use the MLflow server of `posttrain up` if it runs; returns the folder. Raises: as `refuse_unreadable_folder`."""
+    """Use the MLflow server of `posttrain up` if it runs; return the folder. Raises: SettingsError."""
     refuse_unreadable_folder(output)
     from posttrain.operations.connection import connect_to_servers
 
     connect_to_servers(Path(output), needs_prefect=False)
     return Path(output)
+
+
+def resolve_tracking_store(
+    arguments: argparse.Namespace, settings: PipelineSettings | None
+) -> tuple[Path, str | None]:
+    """Return the output folder and tracking URI of the configuration, or of `--output`."""
+    output = connect_mlflow(settings.output if settings else arguments.output)
+    return output, settings.tracking.uri if settings else None
+
+
+def print_wrapped(text: str) -> None:
+    """Print text of models, environments or people: wrapped in a terminal, with control characters escaped."""
+    from flows.runtime.progress import wrap_to_terminal
+
+    print(wrap_to_terminal(escape_control_characters(text)))

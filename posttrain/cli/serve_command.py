@@ -1,6 +1,6 @@
-"""Parser of `posttrain serve`. Standard library only.
+"""Command `posttrain serve`: serve a model over HTTP.
 
-`posttrain serve`. Everything is imported at its call, so that `posttrain --help` starts at once.
+The handler imports what it needs when it is called, so that `posttrain --help` starts quickly.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 def _add_serve_parser(commands: Any) -> None:
     examples = [
         "serve demo    (the champion of this pipeline, until Ctrl-C)",
-        "serve demo --learn    (and it learns from what it is asked)",
+        "serve demo --learn    (and learn from its traffic)",
         "serve models:/demo/3 --port 8400",
         "serve outputs/demo/stages/policy/0123456789abcdef --set serving.slots=16",
         "serve Qwen/Qwen3-0.6B --name small",
     ]
-    about = "serve a model over HTTP on this machine, in the dialect of OpenAI's clients (chat completions)"
-    parser = add_command_parser(commands, "serve", about, examples)
+    summary = "serve a model over HTTP on this machine, in the dialect of OpenAI's clients (chat completions)"
+    parser = add_command_parser(commands, "serve", summary, examples)
     parser.add_argument(
         "target",
         metavar="CONFIG|MODEL",
@@ -39,18 +39,18 @@ def _add_serve_parser(commands: Any) -> None:
         "models:/NAME@ALIAS, a model or stage folder, or a hub name",
     )
     parser.add_argument(
-        "--port", type=parse_port, metavar="PORT", help="in place of serving.port (default: 8321)"
+        "--port", type=parse_port, metavar="PORT", help="overrides serving.port (default: 8321)"
     )
     parser.add_argument("--name", metavar="NAME", help="name by which clients ask for the model")
     parser.add_argument(
         "--learn",
         action="store_true",
-        help="learn from what is answered, as `online:` of the CONFIG says: a worker and a gate run beside it",
+        help="learn from the traffic as configured by `online:` of the CONFIG, with a worker and a gate process",
     )
     parser.add_argument(
         "--wait",
         action="store_true",
-        help="start without a champion too: requests are refused until there is one",
+        help="start even without a champion; requests are refused until there is one",
     )
     parser.add_argument(
         "--output",
@@ -76,26 +76,27 @@ def run_serve_command(arguments: argparse.Namespace) -> int:
     import logging
 
     serving = resolve_serving(arguments)
-    from posttrain.serving.server_process import serve_model as run
+    from posttrain.serving.server_process import serve_model
 
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for room in ("posttrain.serving", "posttrain.online"):
-        logging.getLogger(room).setLevel(logging.INFO)
-    run(serving, wait_for_champion=arguments.wait, say=lambda text: print(text, flush=True))
+    for name in ("posttrain.serving", "posttrain.online"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    serve_model(serving, wait_for_champion=arguments.wait, say=lambda text: print(text, flush=True))
     return 0
 
 
 def resolve_serving(arguments: argparse.Namespace) -> ServingConfig:
-    """All that is to be served. Raises: ConfigError, SettingsError naming a model or config that is not there."""
+    """Resolve everything that is to be served.
+
+    Raises: ConfigError or SettingsError for a model or config that does not exist.
+    """
     from tasks.shipped import find_config
 
     target = arguments.target
-    is_config = target.endswith((".yaml", ".yml")) or find_config(target).suffix in (
-        ".yaml",
-        ".yml",
-    )
+    suffixes = (".yaml", ".yml")
+    is_config = target.endswith(suffixes) or find_config(target).suffix in suffixes
     return _resolve_config_serving(arguments) if is_config else _resolve_model_serving(arguments)
 
 
@@ -112,7 +113,7 @@ def _resolve_config_serving(arguments: argparse.Namespace) -> ServingConfig:
     serving = _apply_serving_options(settings.serving or ServingSettings(), arguments)
     output = Path(arguments.output or settings.output).resolve()
     connect_mlflow(output)
-    place = ModelSource(
+    source = ModelSource(
         serving.model or f"models:/{settings.registered_model}@champion",
         output,
         settings.tracking.uri,
@@ -121,7 +122,7 @@ def _resolve_config_serving(arguments: argparse.Namespace) -> ServingConfig:
     return ServingConfig(
         serving,
         serving.name or settings.name,
-        place,
+        source,
         settings.model,
         settings.environment,
         learning,
@@ -164,41 +165,42 @@ def _resolve_model_serving(arguments: argparse.Namespace) -> ServingConfig:
 def _apply_serving_options(
     serving: ServingSettings, arguments: argparse.Namespace
 ) -> ServingSettings:
-    """With the options of the command line."""
-    given = {
+    """Apply the options of the command line."""
+    options = {
         name: getattr(arguments, name)
         for name in ("port", "name")
         if getattr(arguments, name) is not None
     }
-    return dataclasses.replace(serving, **given)
+    return dataclasses.replace(serving, **options)
 
 
 def _read_set_options(overrides: list[str]) -> tuple[ServingSettings, ModelSettings]:
-    """Settings of the groups serving and model that --set names. Raises: ConfigError."""
+    """Parse the settings of the groups serving and model in --set. Raises: ConfigError."""
     from rl_core.settings import ModelSettings, ServingSettings
     from tasks.config.problems import ConfigError, KeyLocations
     from tasks.config.schema import parse_settings
     from tasks.config.yaml_loader import apply_overrides
 
     values: dict[str, dict[str, object]] = {"serving": {}, "model": {}}
-    places = KeyLocations("--set")
-    problems = apply_overrides(values, overrides, places)
-    others = sorted(set(values) - {"serving", "model"})
-    if others:
+    locations = KeyLocations("--set")
+    problems = apply_overrides(values, overrides, locations)
+    unknown = sorted(set(values) - {"serving", "model"})
+    if unknown:
         raise SettingsError(
-            f"--set {others[0]}: a model has the groups serving and model alone; serve a CONFIG"
+            f"--set {unknown[0]}: a model has the groups serving and model alone; serve a CONFIG"
         )
-    serving, found = parse_settings(ServingSettings, values["serving"])
-    model, more = parse_settings(ModelSettings, values["model"])
-    if problems + found + more or serving is None or model is None:
-        raise ConfigError(problems + found + more, places)
+    serving, serving_problems = parse_settings(ServingSettings, values["serving"])
+    model, model_problems = parse_settings(ModelSettings, values["model"])
+    problems = problems + serving_problems + model_problems
+    if problems or serving is None or model is None:
+        raise ConfigError(problems, locations)
     return serving, model
 
 
 def _refuse_unknown_target(target: str) -> None:
-    """Raises: SettingsError for what is neither a folder nor a name of a model."""
-    place = Path(target).expanduser()
-    if target.startswith("models:/") or place.is_dir():
+    """Refuse a target that is neither a folder nor the name of a model. Raises: SettingsError."""
+    path = Path(target).expanduser()
+    if target.startswith("models:/") or path.is_dir():
         return
     is_path = target.startswith((".", "/", "~")) or target.count("/") != 1
     if is_path or not re.fullmatch(r"[\w.-]+/[\w.-]+", target):
@@ -209,7 +211,7 @@ def _refuse_unknown_target(target: str) -> None:
 
 
 def _derive_served_name(target: str) -> str:
-    """Name of a model for its clients: demo for models:/demo@champion, else the last part of a path or name."""
+    """Derive the name for clients: demo for models:/demo@champion, else the last part of a path or name."""
     if target.startswith("models:/"):
         return re.split(r"[@/]", target.removeprefix("models:/"))[0]
     parts = [part for part in Path(target).expanduser().resolve().parts if part != "model"]

@@ -1,8 +1,6 @@
-"""Parser of `posttrain service`. Standard library only.
+"""Command `posttrain service`: run the training service; manage its keys, runs, queue and logs.
 
-`posttrain service`: the training service, its keys, runs, queue and logs.
-
-Everything is imported at its call, so that `posttrain --help` starts at once.
+Handlers import what they need when they are called, so that `posttrain --help` starts quickly.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from posttrain.training_service.store import ServiceStore
     from rl_core.settings import ServiceSettings
 
-
 _CONFIG_HELP = "the service's YAML file, or the name of a shipped one (default: service)"
 
 
@@ -32,15 +29,54 @@ def _add_service_parser(commands: Any) -> None:
         "service cancel r-0123456789abcdef01234567",
         "service promote tinker://RUN/weights/best",
     ]
-    about = "serve training to clients of the tinker SDK: up, key, runs, queue, cancel, promote, logs, audit"
-    parser = add_command_parser(commands, "service", about, examples)
-    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="part")
-    up = parts.add_parser(
-        "up", help="start server and worker; they are started again when they die"
+    summary = "serve training to clients of the tinker SDK: up, key, runs, queue, cancel, promote, logs, audit"
+    parser = add_command_parser(commands, "service", summary, examples)
+    subcommands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, dest="part"
     )
+    up = subcommands.add_parser("up", help="start server and worker; restart them when they die")
     up.add_argument("config", metavar="CONFIG", nargs="?", default="service", help=_CONFIG_HELP)
     _add_set_option(up)
-    key = _add_subcommand_parser(parts, "key", "API keys: create, list, revoke")
+    _add_key_parser(subcommands)
+    runs = _add_subcommand_parser(subcommands, "runs", "training runs, the newest first")
+    _add_number_option(runs, "at most (default: 20)")
+    add_json_option(runs)
+    queue = _add_subcommand_parser(
+        subcommands, "queue", "open requests by kind, and waiting and service times"
+    )
+    add_json_option(queue)
+    cancel = _add_subcommand_parser(
+        subcommands, "cancel", "cancel a waiting request, or all waiting requests of a run"
+    )
+    cancel.add_argument(
+        "name", metavar="REQUEST|RUN", help="id of a request (r-...) or of a training run"
+    )
+    promote = _add_subcommand_parser(
+        subcommands,
+        "promote",
+        "make the version of a saved path the champion of its registered model",
+    )
+    promote.add_argument(
+        "path",
+        metavar="PATH",
+        help="tinker://RUN/weights/NAME, saved while worker.registered was set",
+    )
+    logs = _add_subcommand_parser(subcommands, "logs", "last lines of the logs")
+    logs.add_argument(
+        "process",
+        metavar="PROCESS",
+        nargs="?",
+        choices=("server", "worker"),
+        help="server or worker",
+    )
+    _add_number_option(logs, "lines (default: 20)")
+    audit = _add_subcommand_parser(subcommands, "audit", "who did what, the newest first")
+    _add_number_option(audit, "at most (default: 20)")
+    add_json_option(audit)
+
+
+def _add_key_parser(subcommands: Any) -> None:
+    key = _add_subcommand_parser(subcommands, "key", "API keys: create, list, revoke")
     actions = key.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
     create = actions.add_parser("create", help="a new key; its secret is printed once")
     create.add_argument("name", metavar="NAME", help="name of its user")
@@ -54,77 +90,29 @@ def _add_service_parser(commands: Any) -> None:
         "--queue",
         type=parse_positive_integer,
         metavar="N",
-        help="requests that wait or run (default: no limit)",
+        help="waiting and running requests (default: no limit)",
     )
-    add_json_option(actions.add_parser("list", help="all keys, without secrets"))
-    revoke = actions.add_parser("revoke", help="make a key useless within seconds")
+    list_keys = actions.add_parser("list", help="all keys, without secrets")
+    add_json_option(list_keys)
+    revoke = actions.add_parser("revoke", help="revoke a key within seconds")
     revoke.add_argument("name", metavar="NAME", help="name or id of the key")
-    for action in (create, actions.choices["list"], revoke):
+    for action in (create, list_keys, revoke):
         _add_service_config_option(action)
-    runs = _add_subcommand_parser(parts, "runs", "training runs, the newest first")
-    runs.add_argument(
-        "--number",
-        "-n",
-        type=parse_positive_integer,
-        default=20,
-        metavar="N",
-        help="at most (default: 20)",
-    )
-    add_json_option(runs)
-    add_json_option(
-        _add_subcommand_parser(
-            parts, "queue", "open requests by kind, and waiting and service times"
-        )
-    )
-    cancel = _add_subcommand_parser(
-        parts, "cancel", "cancel a request that waits, or all that wait of a run"
-    )
-    cancel.add_argument(
-        "name", metavar="REQUEST|RUN", help="id of a request (r-...) or of a training run"
-    )
-    promote = _add_subcommand_parser(
-        parts, "promote", "make the version of a saved path the champion of its registered model"
-    )
-    promote.add_argument(
-        "path",
-        metavar="PATH",
-        help="tinker://RUN/weights/NAME, saved while worker.registered was set",
-    )
-    logs = _add_subcommand_parser(parts, "logs", "last lines of the logs")
-    logs.add_argument(
-        "process",
-        metavar="PROCESS",
-        nargs="?",
-        choices=("server", "worker"),
-        help="server or worker",
-    )
-    logs.add_argument(
-        "--number",
-        "-n",
-        type=parse_positive_integer,
-        default=20,
-        metavar="N",
-        help="lines (default: 20)",
-    )
-    audit = _add_subcommand_parser(parts, "audit", "who did what, the newest first")
-    audit.add_argument(
-        "--number",
-        "-n",
-        type=parse_positive_integer,
-        default=20,
-        metavar="N",
-        help="at most (default: 20)",
-    )
-    add_json_option(audit)
 
 
-def _add_subcommand_parser(parts: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = parts.add_parser(
+def _add_subcommand_parser(subcommands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subcommands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
     )
     if name != "key":
         _add_service_config_option(parser)
     return parser
+
+
+def _add_number_option(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument(
+        "--number", "-n", type=parse_positive_integer, default=20, metavar="N", help=help_text
+    )
 
 
 def _add_service_config_option(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +135,7 @@ PARSERS: dict[str, Callable[[Any], None]] = {"service": _add_service_parser}
 
 
 def run_service_command(arguments: argparse.Namespace) -> int:
-    """Run one of its commands."""
+    """Run one of its subcommands."""
     from posttrain.settings_files import load_service_settings
 
     settings = load_service_settings(arguments.config, arguments.set)
@@ -179,7 +167,7 @@ def _print_table(
     rows: Sequence[Sequence[object]],
     empty_message: str,
 ) -> None:
-    """Rows as a table, or with `--json` as objects with the titles as keys."""
+    """Print rows as a table, or with `--json` as objects with the titles as keys."""
     if arguments.json:
         keys = [title.lower().replace(" ", "_") for title in titles]
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
@@ -187,25 +175,21 @@ def _print_table(
     if not rows:
         print(empty_message)
         return
-    texts = [list(titles), *([_format_cell(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(titles))]
-    for row in texts:
-        print(
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        )
+    from posttrain.cli.tables import format_table
+
+    print(format_table(titles, [[_format_cell(cell) for cell in row] for row in rows]))
 
 
 def _format_cell(value: object) -> str:
-    """A cell on one line; paths are what clients sent."""
+    """Format a cell on one line with control characters escaped; clients choose the paths."""
     from flows.runtime.terminal import escape_control_characters
 
     return escape_control_characters(str(value)).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _read_key_names(store: ServiceStore) -> dict[str, str]:
-    """Names of keys by their ids."""
-    listed = store.list_keys()
-    return {key.key_id: key.name for key in listed}
+    """Return the names of the keys by their ids."""
+    return {key.key_id: key.name for key in store.list_keys()}
 
 
 def _manage_keys(store: ServiceStore, arguments: argparse.Namespace) -> int:
@@ -218,12 +202,11 @@ def _manage_keys(store: ServiceStore, arguments: argparse.Namespace) -> int:
     elif arguments.action == "revoke":
         if not store.revoke_key(arguments.name):
             raise DataError(
-                f"key '{arguments.name}': there is none in use; posttrain service key list shows them"
+                f"key '{arguments.name}': no such active key; posttrain service key list shows them"
             )
         store.record_audit_entry("operator", "key_revoke", arguments.name)
         print(f"{arguments.name} is revoked")
     else:
-        listed = store.list_keys()
         rows = [
             (
                 key.key_id,
@@ -234,7 +217,7 @@ def _manage_keys(store: ServiceStore, arguments: argparse.Namespace) -> int:
                 _format_time(key.used),
                 "revoked" if key.revoked else "",
             )
-            for key in listed
+            for key in store.list_keys()
         ]
         titles = ("ID", "NAME", "PER MINUTE", "QUEUE", "CREATED", "USED", "STATE")
         _print_table(
@@ -268,22 +251,21 @@ def _list_training_runs(store: ServiceStore, arguments: argparse.Namespace) -> i
 def _list_queued_requests(store: ServiceStore, arguments: argparse.Namespace) -> int:
     from posttrain.training_service.store.overview import compute_kind_stats
 
-    def seconds(values: dict[str, float], quantile: str) -> str:
-        return f"{values[quantile]:.3f}" if values else ""
+    def format_quantile(seconds: dict[str, float], quantile: str) -> str:
+        return f"{seconds[quantile]:.3f}" if seconds else ""
 
+    stats = compute_kind_stats(store.count_open_requests(), store.list_request_timings())
     rows = [
         (
             kind,
-            found.waiting,
-            found.running,
-            seconds(found.waited_seconds, "0.5"),
-            seconds(found.waited_seconds, "0.99"),
-            seconds(found.served_seconds, "0.5"),
-            seconds(found.served_seconds, "0.99"),
+            requests.waiting,
+            requests.running,
+            format_quantile(requests.waited_seconds, "0.5"),
+            format_quantile(requests.waited_seconds, "0.99"),
+            format_quantile(requests.served_seconds, "0.5"),
+            format_quantile(requests.served_seconds, "0.99"),
         )
-        for kind, found in compute_kind_stats(
-            store.count_open_requests(), store.list_request_timings()
-        ).items()
+        for kind, requests in stats.items()
     ]
     titles = (
         "KIND",
@@ -302,20 +284,18 @@ def _cancel_requests(store: ServiceStore, arguments: argparse.Namespace) -> int:
     name = arguments.name
     ids = [name] if store.find_result(name) is not None else []
     if not ids:
-        ids = [
-            one.request_id for one in store.list_requests(name, 100_000) if one.state == "waiting"
-        ]
+        requests = store.list_requests(name, 100_000)
+        ids = [request.request_id for request in requests if request.state == "waiting"]
         if not ids and store.find_run(name) is None:
             raise DataError(
                 f"'{name}' is neither a request nor a training run; posttrain service runs lists runs"
             )
-    done = [request_id for request_id in ids if store.cancel_request(request_id)]
-    for request_id in done:
+    cancelled = [request_id for request_id in ids if store.cancel_request(request_id)]
+    for request_id in cancelled:
         store.record_audit_entry("operator", "request_cancel", request_id)
-    print(
-        f"{len(done)} cancelled"
-        + ("" if len(done) == len(ids) and ids else "; what runs or is final is not")
-    )
+    is_complete = bool(ids) and len(cancelled) == len(ids)
+    rest = "" if is_complete else "; running and finished requests are not"
+    print(f"{len(cancelled)} cancelled{rest}")
     return 0
 
 
@@ -331,9 +311,7 @@ def _list_audit_entries(store: ServiceStore, arguments: argparse.Namespace) -> i
         )
         for entry in store.list_audit_entries(None, arguments.number).items
     ]
-    _print_table(
-        arguments, ("TIME", "KEY", "ACTION", "SUBJECT", "DETAIL"), rows, "nothing was done yet"
-    )
+    _print_table(arguments, ("TIME", "KEY", "ACTION", "SUBJECT", "DETAIL"), rows, "no entries yet")
     return 0
 
 
@@ -343,11 +321,8 @@ def _print_log_tails(settings: ServiceSettings, arguments: argparse.Namespace) -
 
     for name in [arguments.process] if arguments.process else ["server", "worker"]:
         path = resolve_log_path(settings, name)
-        lines = (
-            path.read_text(errors="replace").splitlines()[-arguments.number :]
-            if path.is_file()
-            else []
-        )
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        lines = text.splitlines()[-arguments.number :]
         print(f"--- {path}")
         print(escape_control_characters("\n".join(lines)) if lines else "(empty)")
     return 0
@@ -361,29 +336,30 @@ def _promote_checkpoint(
 
     from posttrain.cli.run_setup import connect_mlflow
 
-    found = store.find_checkpoint(arguments.path)
-    if found is None:
+    checkpoint = store.find_checkpoint(arguments.path)
+    if checkpoint is None:
         raise DataError(
             f"'{arguments.path}': there are no saved weights of this path, or they have expired"
         )
-    if found.version is None:
-        remedy = {
-            "none": "register what is saved from now on: worker.registered=all",
+    if checkpoint.version is None:
+        remedies = {
+            "none": "register future checkpoints with worker.registered=all",
             "failed": "it could not be registered; posttrain service logs worker",
-        }.get(
-            found.registration, "the worker registers it when nothing else is to be done; try again"
+        }
+        remedy = remedies.get(
+            checkpoint.registration, "the worker registers it when it is idle; try again"
         )
         raise DataError(f"'{arguments.path}' has no version in the model registry; {remedy}")
     connect_mlflow(str(Path(settings.folder).parent))
     from tasks.tracking import Tracking
 
-    name, _, version = found.version.rpartition("/")
+    name, _, version = checkpoint.version.rpartition("/")
     tracking = Tracking(settings.mlflow or None, Path(settings.folder), "service")
-    before = tracking.find_champion(name)
+    previous = tracking.find_champion(name)
     tracking.set_champion(name, int(version))
-    store.record_audit_entry("operator", "checkpoint_promote", found.path, found.version)
-    was = "" if before is None else f" (before: version {before.version})"
-    print(f"{found.version} is champion of {name}{was}")
+    store.record_audit_entry("operator", "checkpoint_promote", checkpoint.path, checkpoint.version)
+    note = "" if previous is None else f" (before: version {previous.version})"
+    print(f"{checkpoint.version} is champion of {name}{note}")
     return 0
 
 

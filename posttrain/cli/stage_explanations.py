@@ -1,4 +1,4 @@
-"""`posttrain why`: why a stage was run or taken from an earlier run, and what would make it run now."""
+"""Explanations of `posttrain why`: why a stage ran or was cached, and what would make it run now."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tasks.pipeline.changed_conditions import (
 from tasks.pipeline.stage_fingerprint import StageDecision, read_decisions
 from tasks.pipeline.stage_result import STAGE_LOG
 
-_MAX_DECISIONS = 5  # newest decisions
+_MAX_DECISIONS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class StageStatus:
-    """Comparison of a stage's newest result with the settings and code of now."""
+    """Comparison of a stage's newest result with the current settings and code."""
 
     stage: str
     has_result: bool
@@ -30,18 +30,18 @@ class StageStatus:
     checkpoints: tuple[str, ...] = ()  # of unfinished stages, the newest first
 
     def format_lines(self) -> list[str]:
-        """The same for people."""
-        state = "changed" if self.changes else "settings and code as before"
+        """Format the status for the terminal."""
+        state = "changed" if self.changes else "settings and code unchanged"
         return [
             f"{self.stage}: {state if self.has_result else 'has no result yet'}",
             *(f"  {change}" for change in self.changes),
-            *(f"  not finished: a checkpoint ({begun})" for begun in self.checkpoints),
+            *(f"  not finished: a checkpoint ({checkpoint})" for checkpoint in self.checkpoints),
         ]
 
 
 @dataclasses.dataclass(frozen=True)
 class StageExplanation:
-    """Decisions about a stage, the newest first, and what a run would find now, of it and of each stage before it."""
+    """Decisions about a stage, the newest first, and what a run would find now in it and in each earlier stage."""
 
     stage: str
     folder: str  # of the pipeline
@@ -50,65 +50,69 @@ class StageExplanation:
     log: str = ""  # of the newest run of the stage; "" = there is none
 
     def to_record(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the explanation as a record."""
         return dataclasses.asdict(self)
 
     def format_text(self) -> str:
-        """The same for people."""
+        """Format the explanation for the terminal."""
         lines = []
         for decision in self.decisions:
             lines.append(f"{decision.time}  {decision.key}  {decision}")
             lines += [f"    {change}" for change in decision.changes]
         if not lines:
             lines.append(f"{self.stage} was never run in {self.folder}")
-        lines += ["", "now:", *(f"  {line}" for one in self.now for line in one.format_lines())]
+        lines += [
+            "",
+            "now:",
+            *(f"  {line}" for status in self.now for line in status.format_lines()),
+        ]
         lines.append("  content of inputs is compared when the stage runs")
-        return "\n".join([*lines, *([f"  log of the newest run: {self.log}"] if self.log else [])])
+        if self.log:
+            lines.append(f"  log of the newest run: {self.log}")
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineExplanation:
-    """The newest decision about each stage, in the order in which they run, and what a run would find now."""
+    """Newest decision about each stage in run order, and what a run would find now."""
 
     stages: tuple[StageExplanation, ...]
 
     def to_record(self) -> list[dict[str, Any]]:
-        """The same for programs."""
-        return [one.to_record() for one in self.stages]
+        """Return the explanations as records."""
+        return [stage.to_record() for stage in self.stages]
 
     def format_text(self) -> str:
-        """The same for people."""
+        """Format the explanation for the terminal."""
         lines = []
-        for one in self.stages:
-            if not one.decisions:
-                lines.append(f"{one.stage}: was never run in {one.folder}")
-            for decision in one.decisions:
-                lines.append(f"{one.stage}: {decision.time}  {decision.key}  {decision}")
+        for explanation in self.stages:
+            if not explanation.decisions:
+                lines.append(f"{explanation.stage}: was never run in {explanation.folder}")
+            for decision in explanation.decisions:
+                lines.append(f"{explanation.stage}: {decision.time}  {decision.key}  {decision}")
                 lines += [f"    {change}" for change in decision.changes]
-        lines += [
-            "",
-            "now:",
-            *(f"  {line}" for one in self.stages for now in one.now for line in now.format_lines()),
-        ]
-        return "\n".join([*lines, "  content of inputs is compared when a stage runs"])
+        lines += ["", "now:"]
+        for explanation in self.stages:
+            for status in explanation.now:
+                lines += [f"  {line}" for line in status.format_lines()]
+        lines.append("  content of inputs is compared when a stage runs")
+        return "\n".join(lines)
 
 
 def explain_pipeline(settings: PipelineSettings) -> PipelineExplanation:
-    """The newest decision about every stage that the settings have."""
-    found = [
-        explain_stage(settings, stage)
-        for stage in stage_registry.list_stage_names()
-        if stage in settings.stages.active
-    ]
-    return PipelineExplanation(
-        tuple(
-            dataclasses.replace(one, decisions=one.decisions[:1], now=one.now[-1:]) for one in found
-        )
-    )
+    """Explain every active stage by its newest decision."""
+    explanations = []
+    for stage in stage_registry.list_stage_names():
+        if stage in settings.stages.active:
+            full = explain_stage(settings, stage)
+            explanations.append(
+                dataclasses.replace(full, decisions=full.decisions[:1], now=full.now[-1:])
+            )
+    return PipelineExplanation(tuple(explanations))
 
 
 def explain_stage(settings: PipelineSettings, stage: str) -> StageExplanation:
-    """Decisions about a stage, and how the settings and code of now differ from its newest result.
+    """Explain the decisions about a stage, and how the current settings and code differ from its newest result.
 
     Raises: SettingsError for a stage that the settings do not have.
     """
@@ -129,7 +133,7 @@ def explain_stage(settings: PipelineSettings, stage: str) -> StageExplanation:
 
 
 def _find_newest_log(folder: Path) -> str:
-    """The stage's log that was written last, of a finished run or of one that goes on or failed; "" = there is none."""
+    """Return the stage's most recently written log, whether the run finished or not; "" = there is none."""
     logs = sorted(
         folder.glob(f"*/{STAGE_LOG}"),
         key=lambda path: (path.stat().st_mtime, ".tracking" not in str(path)),
@@ -138,8 +142,9 @@ def _find_newest_log(folder: Path) -> str:
 
 
 def _compare_with_newest(settings: PipelineSettings, stage: str, folder: Path) -> StageStatus:
-    """Differences that a run would find."""
+    """Compare the newest result with the current settings and code."""
     if read_newest_fingerprint(folder) is None:
         return StageStatus(stage, has_result=False)
-    begun = tuple(str(one) for one in list_unfinished_stages(folder))
-    return StageStatus(stage, True, tuple(find_current_differences(folder, settings)), begun)
+    changes = tuple(find_current_differences(folder, settings))
+    checkpoints = tuple(str(checkpoint) for checkpoint in list_unfinished_stages(folder))
+    return StageStatus(stage, True, changes, checkpoints)

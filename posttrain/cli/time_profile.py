@@ -1,4 +1,4 @@
-"""`posttrain profile`: time profile of a training stage's iterations."""
+"""Time profile of a training stage's iterations (`posttrain profile`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MEDIAN_FORMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class ProfilePhase:
-    """One row of the profile."""
+    """Row of the profile."""
 
     label: str
     seconds: float  # mean per iteration
@@ -53,7 +53,7 @@ class ProfilePhase:
 
 
 def compute_phase_times(records: Sequence[tuple[int, Mapping[str, float]]]) -> list[ProfilePhase]:
-    """Disjoint parts of the iteration time, longest first; the first iteration is warm-up.
+    """Split the iteration time into disjoint parts, longest first. The first iteration is warm-up.
 
     Args:
         records: (step, metrics) from the journal; an iteration has perf/step_seconds, a validation perf/eval_seconds.
@@ -66,32 +66,34 @@ def compute_phase_times(records: Sequence[tuple[int, Mapping[str, float]]]) -> l
     if len(iterations) < 2:
         return []
     measured = [metrics for _, metrics in records[iterations[0] + 1 :]]
-    spent: dict[str, float] = {}
+    seconds_by_phase: dict[str, float] = {}
     for metrics in measured:
         for name in {*_PHASE_LABELS, "step"}:
-            spent[name] = spent.get(name, 0.0) + metrics.get(f"perf/{name}_seconds", 0.0)
-    total = spent.pop("step") + sum(spent[name] for name in _OUTSIDE_STEP)
-    own = dict(spent)
+            seconds_by_phase[name] = seconds_by_phase.get(name, 0.0) + metrics.get(
+                f"perf/{name}_seconds", 0.0
+            )
+    total = seconds_by_phase.pop("step") + sum(seconds_by_phase[name] for name in _OUTSIDE_STEP)
+    exclusive = dict(seconds_by_phase)  # without nested phases
     for inner, outer in ENCLOSING_SPANS.items():
-        if spent[outer]:  # a stage without the outer span has the inner one on its own
-            own[outer] -= spent[inner]
-    own["other"] = total - sum(own.values())
+        if seconds_by_phase[outer]:  # without the outer span the inner one is not nested
+            exclusive[outer] -= seconds_by_phase[inner]
+    exclusive["other"] = total - sum(exclusive.values())
     labels = _PHASE_LABELS | {"other": "the rest: batches, statistics"}
     parts = [
         ProfilePhase(labels[name], seconds / (len(iterations) - 1), seconds / total)
-        for name, seconds in own.items()
+        for name, seconds in exclusive.items()
     ]
     return sorted((part for part in parts if part.share >= 0.0005), key=lambda part: -part.seconds)
 
 
 def shorten_stage(settings: PipelineSettings, name: str, iterations: int) -> PipelineSettings:
-    """Pipeline settings with `iterations` iterations of a stage, in its first curriculum stage, without early stopping.
+    """Shorten a stage to `iterations` iterations of its first curriculum stage, without early stopping.
 
-    Its models are registered under a separate name, so that the real one gets no new version.
+    Its models are registered under a separate name, so that the real model gets no new version.
     """
     stage = getattr(settings.stages, name)
-    lengths = [name for name in ("max_steps", "iterations") if hasattr(stage, name)]
-    changes: dict[str, Any] = dict.fromkeys(lengths[:1], iterations)
+    length_fields = [field for field in ("max_steps", "iterations") if hasattr(stage, field)]
+    changes: dict[str, Any] = dict.fromkeys(length_fields[:1], iterations)
     for field, value in (("patience", None), ("early_stop", None), ("require_genuine", False)):
         if hasattr(stage, field):
             changes[field] = value
@@ -115,22 +117,23 @@ def profile_stage(
 ) -> list[tuple[int, dict[str, float]]]:
     """Run a few iterations of a training stage; earlier stages come from finished runs, or run first.
 
-    The model of these iterations goes again: it would be the newest of its stage for `diff`, `replay` and the readers.
+    The model of these iterations is removed: otherwise `diff`, `replay` and the readers would take it for the newest.
     Returns: (step, metrics) from its journal.
     """
     from flows.single_stage import run_stage
 
-    found = run_stage(shorten_stage(settings, name, iterations), name, quiet=quiet).results[name]
-    records = read_metrics(Path(found.folder))
-    if not found.cached:
-        remove_folder(found.folder)
+    shortened = shorten_stage(settings, name, iterations)
+    result = run_stage(shortened, name, quiet=quiet).results[name]
+    records = read_metrics(Path(result.folder))
+    if not result.cached:
+        remove_folder(result.folder)
     return records
 
 
 def build_profile_record(
     name: str, records: Sequence[tuple[int, Mapping[str, float]]]
 ) -> dict[str, Any]:
-    """Profile for programs: parts with seconds an iteration and their shares, and medians of what was counted."""
+    """Return the profile as a record: parts with seconds per iteration and shares, and medians of the counters."""
     return {
         "stage": name,
         "iterations": len(_list_measured_iterations(records)),
@@ -142,22 +145,24 @@ def build_profile_record(
 def _list_measured_iterations(
     records: Sequence[tuple[int, Mapping[str, float]]],
 ) -> list[Mapping[str, float]]:
-    """Metrics of the iterations after the first."""
+    """Return the metrics of the iterations after the first."""
     return [metrics for _, metrics in records if "perf/step_seconds" in metrics][1:]
 
 
 def _compute_medians(records: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    counted = {
-        name: [one[name] for one in _list_measured_iterations(records) if name in one]
-        for name in _MEDIAN_FORMATS
-    }
-    return {name: statistics.median(values) for name, values in counted.items() if values}
+    iterations = _list_measured_iterations(records)
+    medians = {}
+    for name in _MEDIAN_FORMATS:
+        values = [metrics[name] for metrics in iterations if name in metrics]
+        if values:
+            medians[name] = statistics.median(values)
+    return medians
 
 
 def format_profile_table(
     name: str, records: Sequence[tuple[int, Mapping[str, float]]], width: int | None = None
 ) -> str:
-    """Profile as text."""
+    """Format the profile as a table."""
     parts = compute_phase_times(records)
     if not parts:
         return f"{name}: fewer than two iterations were recorded, so there is nothing to compare"
@@ -170,10 +175,10 @@ def format_profile_table(
         table.add_row(part.label, f"{part.seconds:.4f}", f"{part.share:.1%}")
     table.add_section()
     table.add_row("all", f"{sum(part.seconds for part in parts):.4f}", "")
-    out = io.StringIO()
-    Console(file=out, width=width or 100, no_color=True).print(table)
-    lines = [out.getvalue().rstrip()]
+    text = io.StringIO()
+    Console(file=text, width=width or 100, no_color=True).print(table)
+    lines = [text.getvalue().rstrip()]
     for metric, median in _compute_medians(records).items():
-        label, form = _MEDIAN_FORMATS[metric]
-        lines.append(f"{form.format(median)} {label} (median)")
+        label, number_format = _MEDIAN_FORMATS[metric]
+        lines.append(f"{number_format.format(median)} {label} (median)")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""`posttrain ui`: MLflow and Prefect pages of an output folder, served on loopback until Ctrl-C.
+"""MLflow and Prefect pages of an output folder, served on loopback until Ctrl-C (`posttrain ui`).
 
-Both are child processes in their own process groups that end with this process, even on SIGKILL. A service already
-running elsewhere (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
+Both are child processes in separate process groups that end with this process, even on SIGKILL. A service that runs
+elsewhere (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[2:]])
 
 @dataclass
 class PageServer:
-    """One web page: name, link, and serving process (None = runs elsewhere)."""
+    """Web page: name, link, and serving process (None = runs elsewhere)."""
 
     name: str
     url: str
@@ -55,10 +55,9 @@ class PageServer:
     notes: list[str] = field(default_factory=list)
 
     def is_healthy(self) -> bool:
-        """True if the page is up."""
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({})
-        )  # loopback needs no proxy
+        """Return whether the page is up."""
+        # Loopback must not go through a proxy.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(self.health, timeout=2) as response:
                 return bool(response.status == 200)
@@ -66,7 +65,7 @@ class PageServer:
             return False
 
     def read_log_tail(self) -> str:
-        """Last output lines of the process."""
+        """Return the last output lines of the process."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
@@ -81,7 +80,7 @@ class PageServer:
 
 
 class PageServers:
-    """Both pages, as a context manager."""
+    """Context manager that serves both pages."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class PageServers:
         mlflow_port: int = 5000,
         prefect_port: int = 4200,
     ) -> None:
-        """Nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
+        """Configure the pages; nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
         if host not in ("127.0.0.1", "localhost", "::1"):
             raise SettingsError(
                 f"host: '{host}' is not loopback; the MLflow page asks for no password, so use an SSH tunnel"
@@ -120,8 +119,6 @@ class PageServers:
         trace: TracebackType | None,
     ) -> None:
         self.stop_processes()
-
-    # -- the two servers ----------------------------------------------------------------------------------------
 
     def _start_mlflow(self) -> PageServer:
         store = self._tracking.store
@@ -156,11 +153,11 @@ class PageServers:
         return service
 
     def _start_prefect(self) -> PageServer:
-        elsewhere = os.environ.get("PREFECT_API_URL")
-        if elsewhere:
+        external_url = os.environ.get("PREFECT_API_URL")
+        if external_url:
             return PageServer(
                 "Prefect",
-                elsewhere.removesuffix("/").removesuffix("/api"),
+                external_url.removesuffix("/").removesuffix("/api"),
                 notes=["(runs elsewhere)"],
             )
         service = self._build_service("Prefect", "/api/health")
@@ -172,8 +169,8 @@ class PageServers:
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
             **prefect_access.build_server_environment(self.output, port),
         }
-        kept = shlex.quote(str(prefect_access.locate_password_file(self.output)))
-        service.notes.append(f"(asks once for the password: cat {kept})")
+        password_file = shlex.quote(str(prefect_access.locate_password_file(self.output)))
+        service.notes.append(f"(asks once for the password: cat {password_file})")
         command = [
             prefect_access.__name__,
             "server",
@@ -190,21 +187,21 @@ class PageServers:
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     def _build_service(self, name: str, health: str) -> PageServer:
-        wanted = self._ports[name]
-        port = self._ports[name] = self._find_free_port(wanted)
+        preferred = self._ports[name]
+        port = self._ports[name] = self._find_free_port(preferred)
         url = f"http://{self._format_netloc(port)}"
         service = PageServer(
             name, url, url + health, self.output / "logs" / f"{name.lower()}-ui.log"
         )
-        if port != wanted:
-            service.notes.append(f"(port {wanted} is taken)")
+        if port != preferred:
+            service.notes.append(f"(port {preferred} is taken)")
         return service
 
     def _find_free_port(self, preferred: int) -> int:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         for port in range(preferred, min(65536, preferred + MAX_PORTS_TRIED)):
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # As servers do: a port with connections in TIME_WAIT counts as free.
+                # Like servers: a port with connections in TIME_WAIT counts as free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((self.host, port))
@@ -234,7 +231,7 @@ class PageServers:
                 stderr=subprocess.STDOUT,
                 env={**environment, **os.environ, **_select_forced_variables(environment)},
                 cwd=self.output,
-                start_new_session=True,  # Ctrl-C reaches only this process, and a group can be signalled as a whole
+                start_new_session=True,  # Ctrl-C reaches only this process; groups are signalled as a whole
             )
 
     def _wait_until_healthy(self) -> None:
@@ -246,16 +243,14 @@ class PageServers:
                 if service.is_healthy():
                     waiting.remove(service)
             if waiting and time.monotonic() > deadline:
-                late = waiting[0]
+                silent = waiting[0]
                 raise BackendError(
-                    f"the {late.name} server does not answer at {late.url}; last lines:\n{late.read_log_tail()}"
+                    f"the {silent.name} server does not answer at {silent.url}; last lines:\n{silent.read_log_tail()}"
                 )
             time.sleep(0.1)
 
-    # -- until the end ------------------------------------------------------------------------------------------
-
     def watch_processes(self) -> None:
-        """Watch the servers; never returns. Raises: BackendError if a server ends by itself."""
+        """Watch the servers; never return. Raises: BackendError if a server ends unexpectedly."""
         while True:
             for service in self.services:
                 service.check_alive()
@@ -281,7 +276,7 @@ class PageServers:
 
 
 def _select_forced_variables(environment: dict[str, str]) -> dict[str, str]:
-    """Variables that override the user's: without them a page sends telemetry, prompts, or lets others in."""
+    """Return the variables that override the user's: otherwise a page sends telemetry, prompts, or lets others in."""
     names = (
         "MLFLOW_DISABLE_TELEMETRY",
         "PREFECT_SERVER_ANALYTICS_ENABLED",
@@ -295,7 +290,7 @@ def _select_forced_variables(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Signal a child's process group (led by the child); False if it is empty."""
+    """Signal a child's process group (led by the child); return False if it is empty."""
     try:
         os.killpg(process.pid, number)
         return True
@@ -315,18 +310,18 @@ def serve_tracking_pages(
     mlflow_port: int = 5000,
     prefect_port: int = 4200,
 ) -> None:
-    """Serve both pages until Ctrl-C or SIGTERM; prints the links once both answer.
+    """Serve both pages until Ctrl-C or SIGTERM; print the links once both answer.
 
     Args:
         output: the output folder, whose stores are shown.
-        tracking_uri: the MLflow store; None as for runs (MLFLOW_TRACKING_URI, else the folder's own).
+        tracking_uri: the MLflow store; None as for runs (MLFLOW_TRACKING_URI, else the folder's store).
         host: a loopback name; MLflow's page has no password.
         mlflow_port, prefect_port: if taken, the next free port is used.
-    Raises: SettingsError, BackendError if a server does not start or ends by itself.
+    Raises: SettingsError; BackendError if a server does not start, or ends unexpectedly.
     """
     make_folder(output)
     # SIGINT too: shells start background jobs with SIGINT ignored.
-    before = {
+    previous_handlers = {
         number: signal.signal(number, _raise_interrupt)
         for number in (signal.SIGTERM, signal.SIGINT)
     }
@@ -349,5 +344,5 @@ def serve_tracking_pages(
     except KeyboardInterrupt:
         print("\nstopped")
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -1,16 +1,16 @@
-"""Live page of `posttrain monitor`, read from a run's files and from MLflow.
+"""Live page of `posttrain monitor`, read from a run's files and from MLflow's store.
 
-    tail          JSON lines of a growing file, each read once
-    series        one metric in bounded memory: moving averages, points for drawing
-    runs          runs of an output folder, their stages and liveness
-    store         runs of MLflow's sqlite store whose files are gone, read without a lock
-    reader        all of the above in one object, refreshed while the page is open
-    episodes      latest trajectories, rewards and tool use
-    charts        a run as tables and charts: plain dictionaries
-    views         content of the tabs (with agent_views and machine_views)
-    export        a run as CSV and JSON
-    script, style JavaScript and CSS
-    page, server  the Gradio page, on loopback
+    tail            reads each JSON line of a growing file once
+    series          one metric in bounded memory: moving averages, points for drawing
+    runs            runs of an output folder, their stages and liveness
+    reader          incremental reader of an output folder and of MLflow's sqlite store
+    episodes        latest trajectories, rewards and tool use
+    charts          a run as tables and charts: plain dictionaries
+    views           content of the tabs (with overview_views, agent_views and service_views)
+    export          a run as CSV and JSON
+    page_responses  JSON responses to the page's requests
+    document        the HTML document, from page.html, page.css and page.js
+    page, server    the Gradio controls and the server, on loopback
 
 Nothing here writes to an output folder, takes a lock in it, or imports torch or MLflow; only `page` and `server` import
 Gradio.

@@ -1,11 +1,11 @@
-"""The tabs about the policy: rewards, tools, curriculum, trajectories."""
+"""Tabs about the policy: rewards, tools, curriculum, trajectories."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -16,10 +16,12 @@ from posttrain.monitor.charts import (
     DrawingOptions,
     PageSelection,
     build_chart,
+    build_charts_block,
     build_charts_by_scale,
     build_family_chart,
     build_line,
     build_move_marks,
+    build_note,
     build_overlay_chart,
     build_table,
     format_metric_value,
@@ -40,11 +42,6 @@ from tasks.command_hints import format_posttrain_command
 
 MAX_EPISODES = 60  # in the list of trajectories
 
-_ROLLBACK_METRICS = (
-    ("curriculum/watched", "watched for a rollback"),
-    ("curriculum/entry_level", "level at entry"),
-)
-
 OUTCOME_FILTERS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "all": lambda row: True,
     "right": lambda row: bool(row.get("success")),
@@ -52,13 +49,24 @@ OUTCOME_FILTERS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "with misuse": has_misuse,
 }
 
+_ROLLBACK_METRICS = (
+    ("curriculum/watched", "watched for a rollback"),
+    ("curriculum/entry_level", "level at entry"),
+)
+_REWARD_TILES = (
+    ("reward/mean", "total reward", "mean over the last 10 iterations"),
+    ("train/success_rate", "true success", "mean over the last 10 iterations"),
+    ("reward/correlation/total", "correlation of the two", "Pearson's r over rollouts"),
+    ("reward/masked_rate", "masked rollouts", "no reward could be computed"),
+)
+
 
 def _build_empty_note(text: str) -> list[dict[str, Any]]:
-    return [{"kind": "note", "id": "nothing", "tone": "small", "lines": [text]}]
+    return [build_note("nothing", [text], "small")]
 
 
 def _list_metrics_below(stage: StageView, prefix: str) -> list[tuple[str, str]]:
-    """(metric, its last part) of the metrics right below a prefix."""
+    """List the metrics directly below a prefix, each with the last part of its name."""
     return [
         (name, name.removeprefix(prefix))
         for name in sorted(stage.table.series)
@@ -66,207 +74,185 @@ def _list_metrics_below(stage: StageView, prefix: str) -> list[tuple[str, str]]:
     ]
 
 
-# -------------------------------------------------------------------------------------------------------- rewards
-
-
 def build_rewards_tab(
     run: RunView, pairs: ComparedStages, choice: PageSelection
 ) -> list[dict[str, Any]]:
-    """Reward components, raw and weighted, their correlation with success, and the alarm."""
+    """Build the rewards tab: components, raw and weighted, their correlation with success, and the alarm."""
     if not pairs or "reward/mean" not in pairs[0][1].table.series:
         return _build_empty_note(
             "This stage has no rewards. They come with the stage policy; choose it above once it has begun."
         )
     stage = pairs[0][1]
-    drawn = choice.drawing_options
-    raw = [
-        pair
-        for pair in _list_metrics_below(stage, "reward/")
-        if pair[1] not in ("mean", "std", "alarm", "total")
-    ]
-    parts = [
-        build_family_chart(
-            "total",
-            "Total reward",
-            [("reward/mean", "mean"), ("reward/std", "std over rollouts")],
-            pairs,
-            drawn,
-            unit="per episode",
-        ),
-        build_family_chart(
-            "weighted",
-            "Weighted parts",
-            _list_metrics_below(stage, "reward/weighted/"),
-            pairs,
-            drawn,
-            unit="add up to the total",
-        ),
-        *build_charts_by_scale("raw", raw, pairs, drawn, title="Raw: {}", unit="before weighing"),
-        build_family_chart(
-            "correlation",
-            "Correlation with true success",
-            _list_metrics_below(stage, "reward/correlation/"),
-            pairs,
-            drawn,
-            unit="Pearson's r",
-            span=(-1.0, 1.0),
-        ),
-    ]
-    blocks: list[dict[str, Any]] = [
-        _build_reward_tiles(stage),
-        *filter(None, (build_reward_share_bars(stage, choice),)),
-    ]
+    blocks: list[dict[str, Any]] = [_build_reward_tiles(stage)]
+    if (bars := build_reward_share_bars(stage, choice)) is not None:
+        blocks.append(bars)
     alarm = stage.table.series.get("reward/alarm")
-    if alarm is not None and float(alarm.read_arrays()[2].max()) > 0:
-        found = build_family_chart(
-            "alarm",
-            "Alarm",
-            [("reward/alarm", "alarm")],
-            pairs,
-            DrawingOptions(1, drawn.by_time),
-            span=(0.0, 1.0),
-        )
-        parts.append(found)
     if alarm is not None and alarm.last > 0:
         lines = [
             "The alarm is on: the total reward rises while success falls.",
             "Compare the correlations of the components below.",
         ]
-        blocks.append({"kind": "note", "id": "alarm", "tone": "bad", "lines": lines})
-    charts = [found for found in parts if found is not None]
-    blocks.append({"kind": "charts", "id": "rewards", "title": "", "note": "", "charts": charts})
-    count, table_rows = (
-        summarize_reward_components(stage.folder / "rewards.jsonl") if stage.folder else (0, [])
-    )
-    if count:
-        rows = [
-            [
-                row["part"],
-                format_number(row["raw"]),
-                format_number(row["weighted"]),
-                format_number(row["on_success"]),
-                format_number(row["on_failure"]),
-                format_number(row["correlation"], 2),
-            ]
-            for row in table_rows
-        ]
-        columns = (
-            "part",
-            "#raw mean",
-            "#weighted mean",
-            "#when right",
-            "#when wrong",
-            "#correlation with success",
-        )
-        note = f"Means over the newest {count:,} rollouts of training; the last three columns are of the weighted part."
-        blocks.append(build_table("parts", "Breakdown of the newest rollouts", columns, rows, note))
+        blocks.append(build_note("alarm", lines, "bad"))
+    blocks.append(build_charts_block("rewards", _build_reward_charts(stage, pairs, choice)))
+    if (table := _build_components_table(stage)) is not None:
+        blocks.append(table)
     return blocks
+
+
+def _build_reward_charts(
+    stage: StageView, pairs: ComparedStages, choice: PageSelection
+) -> list[dict[str, Any]]:
+    options = choice.drawing_options
+    totals = [("reward/mean", "mean"), ("reward/std", "std over rollouts")]
+    weighted = _list_metrics_below(stage, "reward/weighted/")
+    correlations = _list_metrics_below(stage, "reward/correlation/")
+    raw = [
+        (name, label)
+        for name, label in _list_metrics_below(stage, "reward/")
+        if label not in ("mean", "std", "alarm", "total")
+    ]
+    charts = [
+        build_family_chart("total", "Total reward", totals, pairs, options, unit="per episode"),
+        build_family_chart(
+            "weighted", "Weighted parts", weighted, pairs, options, unit="add up to the total"
+        ),
+        *build_charts_by_scale("raw", raw, pairs, options, title="Raw: {}", unit="before weighing"),
+        build_family_chart(
+            "correlation",
+            "Correlation with true success",
+            correlations,
+            pairs,
+            options,
+            unit="Pearson's r",
+            span=(-1.0, 1.0),
+        ),
+    ]
+    alarm = stage.table.series.get("reward/alarm")
+    if alarm is not None and float(alarm.read_arrays()[2].max()) > 0:
+        alarms, unsmoothed = [("reward/alarm", "alarm")], DrawingOptions(1, options.by_time)
+        charts.append(
+            build_family_chart("alarm", "Alarm", alarms, pairs, unsmoothed, span=(0.0, 1.0))
+        )
+    return [chart for chart in charts if chart is not None]
+
+
+def _build_components_table(stage: StageView) -> dict[str, Any] | None:
+    """Build the breakdown of the newest rollouts; None without records."""
+    if stage.folder is None:
+        return None
+    count, components = summarize_reward_components(stage.folder / "rewards.jsonl")
+    if not count:
+        return None
+    rows = [
+        [
+            row["part"],
+            format_number(row["raw"]),
+            format_number(row["weighted"]),
+            format_number(row["on_success"]),
+            format_number(row["on_failure"]),
+            format_number(row["correlation"], 2),
+        ]
+        for row in components
+    ]
+    columns = (
+        "part",
+        "#raw mean",
+        "#weighted mean",
+        "#when right",
+        "#when wrong",
+        "#correlation with success",
+    )
+    note = f"Means over the newest {count:,} rollouts of training; the last three columns are of the weighted part."
+    return build_table("parts", "Breakdown of the newest rollouts", columns, rows, note)
 
 
 def _build_reward_tiles(stage: StageView) -> dict[str, Any]:
     series = stage.table.series
-    wanted = (
-        ("reward/mean", "total reward", "mean over the last 10 iterations"),
-        ("train/success_rate", "true success", "mean over the last 10 iterations"),
-        ("reward/correlation/total", "correlation of the two", "Pearson's r over rollouts"),
-        ("reward/masked_rate", "masked rollouts", "no reward could be computed"),
-    )
     items = [
         {
             "label": label,
             "value": format_metric_value(name, series[name].compute_mean(10)),
             "sub": sub,
         }
-        for name, label, sub in wanted
+        for name, label, sub in _REWARD_TILES
         if name in series
     ]
-    if "reward/alarm" in series:
-        times = float(series["reward/alarm"].read_arrays()[2].sum()) * series["reward/alarm"].stride
-        value = "on" if series["reward/alarm"].last > 0 else "off"
+    if (alarm := series.get("reward/alarm")) is not None:
+        times = float(alarm.read_arrays()[2].sum()) * alarm.stride
         items.append(
             {
                 "label": "alarm",
-                "value": value,
+                "value": "on" if alarm.last > 0 else "off",
                 "sub": f"total rises while success falls: {times:.0f} times",
             }
         )
     return {"kind": "tiles", "id": "rewards now", "items": items}
 
 
-# ---------------------------------------------------------------------------------------------------------- tools
-
-
 def build_tools_tab(
     run: RunView, pairs: ComparedStages, choice: PageSelection
 ) -> list[dict[str, Any]]:
-    """Tool calls and misuse over training, and by tool in the latest episodes."""
+    """Build the tools tab: tool calls and misuse over training, and by tool in the latest episodes."""
     blocks: list[dict[str, Any]] = []
-    if pairs:
-        first = ("tool/calls", "tool/misuse_rate", "train/turns")
-        names: list[str] = [name for name in first if name in pairs[0][1].table.series]
-        names += [n for n, _ in _list_metrics_below(pairs[0][1], "tool/") if n not in names]
-        if names:
-            charts = [
-                build_overlay_chart(
-                    name,
-                    pairs,
-                    choice.drawing_options,
-                    span=(0.0, 0.1) if name == "tool/misuse_rate" else None,
-                )
-                for name in names
-            ]
-            blocks.append(
-                {"kind": "charts", "id": "tools", "title": "", "note": "", "charts": charts}
-            )
-    told = [
-        (source, rows, summarize_tool_calls(rows)) for source, rows in _read_recorded_episodes(run)
-    ]
-    newest = next((found for _, _, found in told if found), [])
+    if pairs and (charts := _build_tool_charts(pairs, choice)):
+        blocks.append(build_charts_block("tools", charts))
+    summaries = []
+    for source, path in list_episode_files(run).items():
+        episodes = read_episodes(path)
+        if calls := summarize_tool_calls(episodes):
+            summaries.append((source, len(episodes), calls))
+    newest = summaries[0][2] if summaries else []
     if pairs and (bars := build_tool_bars(pairs[0][1], choice, newest)) is not None:
         blocks.insert(0, bars)
-    for source, rows, found in told:
-        if not found:
-            continue
-        cells = [
-            [
-                row["tool"],
-                f"{row['calls']:,}",
-                format_number(row["per_episode"], 2),
-                {"t": format_percent(row["share_of_episodes"]), "bar": row["share_of_episodes"]},
-                format_percent(row["error_rate"]),
-                format_percent(row["success_rate"]),
-            ]
-            for row in found
-        ]
-        columns = (
-            "tool",
-            "#calls",
-            "#per episode",
-            "episodes that call it",
-            "#misuse",
-            "#success when called",
-        )
-        note = f"The newest {len(rows):,} trajectories."
-        blocks.append(
-            build_table(f"tools:{source}", source[0].upper() + source[1:], columns, cells, note)
-        )
+    blocks += [_build_tool_table(*summary) for summary in summaries]
     return blocks or _build_empty_note(
         "No tool was called yet: neither training nor evaluation has played an episode."
     )
 
 
-def _read_recorded_episodes(run: RunView) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    for source, path in list_episode_files(run).items():
-        yield source, read_episodes(path)
+def _build_tool_charts(pairs: ComparedStages, choice: PageSelection) -> list[dict[str, Any]]:
+    stage = pairs[0][1]
+    first = ("tool/calls", "tool/misuse_rate", "train/turns")
+    names = [name for name in first if name in stage.table.series]
+    names += [name for name, _ in _list_metrics_below(stage, "tool/") if name not in names]
+    charts = []
+    for name in names:
+        span = (0.0, 0.1) if name == "tool/misuse_rate" else None
+        charts.append(build_overlay_chart(name, pairs, choice.drawing_options, span=span))
+    return charts
 
 
-# ----------------------------------------------------------------------------------------------------- curriculum
+def _build_tool_table(
+    source: str, num_episodes: int, calls: list[dict[str, Any]]
+) -> dict[str, Any]:
+    rows = [
+        [
+            row["tool"],
+            f"{row['calls']:,}",
+            format_number(row["per_episode"], 2),
+            {"t": format_percent(row["share_of_episodes"]), "bar": row["share_of_episodes"]},
+            format_percent(row["error_rate"]),
+            format_percent(row["success_rate"]),
+        ]
+        for row in calls
+    ]
+    columns = (
+        "tool",
+        "#calls",
+        "#per episode",
+        "episodes that call it",
+        "#misuse",
+        "#success when called",
+    )
+    title = source[0].upper() + source[1:]
+    note = f"The newest {num_episodes:,} trajectories."
+    return build_table(f"tools:{source}", title, columns, rows, note)
 
 
 def build_curriculum_tab(
     run: RunView, pairs: ComparedStages, choice: PageSelection
 ) -> list[dict[str, Any]]:
-    """Curriculum stage over iterations, pending exit conditions, and all moves with reasons."""
+    """Build the curriculum tab: its stage over iterations, pending exit conditions, and all moves with reasons."""
     if not pairs or "curriculum/stage" not in pairs[0][1].table.series:
         return _build_empty_note(
             "This stage has no curriculum. It comes with the stage policy; choose it above once it has begun."
@@ -275,88 +261,33 @@ def build_curriculum_tab(
     settings = (run.config.get("stages") or {}).get(stage.label) or {}
     planned = [row for row in settings.get("curriculum") or [] if isinstance(row, dict)]
     names = [str(row.get("name", index)) for index, row in enumerate(planned)]
-    now = int(stage.table.series["curriculum/stage"].last)
-    names += [str(index) for index in range(len(names), now + 1)]
-    blocks: list[dict[str, Any]] = [_build_curriculum_tiles(stage, names, now)]
-    charts: list[dict[str, Any] | None] = [_build_stage_chart(run, stage, names, choice)]
-    levels = _list_metrics_below(stage, "train/success_rate_by_level/")
-    charts.append(
-        build_family_chart(
-            "levels",
-            "Success by level",
-            levels,
-            pairs,
-            choice.drawing_options,
-            unit="share",
-            span=(0.0, 1.0),
-        )
-    )
-    averages = [*_list_metrics_below(stage, "curriculum/average/"), *_ROLLBACK_METRICS]
-    charts += build_charts_by_scale(
-        "average",
-        averages,
-        pairs,
-        choice.drawing_options,
-        title="Decides: {}",
-        unit="average over its own window",
-    )
-    blocks.append(
-        {
-            "kind": "charts",
-            "id": "curriculum",
-            "title": "",
-            "note": "",
-            "charts": [c for c in charts if c is not None],
-        }
-    )
-    if planned:
-        blocks.append(_build_plan_table(planned, now, stage, settings, is_over=run.is_over))
-    rows = [
-        [
-            f"{float(move.get('iteration', 0)):,.0f}",
-            {
-                "t": str(move.get("kind", "")),
-                "badge": "info" if move.get("kind") == "advance" else "bad",
-            },
-            str(move.get("from", "")),
-            str(move.get("to", "")),
-            str(move.get("why", "")),
-            ", ".join(
-                f"{name} {format_number(value, 4)}"
-                for name, value in (move.get("metrics") or {}).items()
-            ),
-        ]
-        for move in reversed(stage.curriculum)
+    current = int(stage.table.series["curriculum/stage"].last)
+    names += [str(index) for index in range(len(names), current + 1)]
+    charts = _build_curriculum_charts(run, pairs, names, choice)
+    blocks = [
+        _build_curriculum_tiles(stage, names, current),
+        build_charts_block("curriculum", charts),
     ]
-    if rows:
-        columns = ("#iteration", "move", "from", "to", "~why", "~measured")
-        blocks.append(build_table("moves", "History, the newest first", columns, rows))
-    else:
-        blocks.append(
-            {
-                "kind": "note",
-                "id": "moves",
-                "tone": "small",
-                "lines": ["No move yet: still in the first stage."],
-            }
-        )
+    if planned:
+        blocks.append(_build_plan_table(planned, current, stage, settings, is_over=run.is_over))
+    blocks.append(_build_moves_table(stage))
     return blocks
 
 
-def _build_curriculum_tiles(stage: StageView, names: Sequence[str], now: int) -> dict[str, Any]:
+def _build_curriculum_tiles(stage: StageView, names: Sequence[str], current: int) -> dict[str, Any]:
     series = stage.table.series
     kinds = Counter(str(move.get("kind", "")) for move in stage.curriculum)
-    here = series.get("curriculum/stage_iterations")
+    iterations = series.get("curriculum/stage_iterations")
     filled = series.get("curriculum/window_filled")
     items = [
         {
             "label": "stage of the curriculum",
-            "value": names[now],
-            "sub": f"{now + 1} of {len(names)}",
+            "value": names[current],
+            "sub": f"{current + 1} of {len(names)}",
         },
         {
             "label": "iterations in it",
-            "value": format_number(here.last, 0) if here else MISSING_VALUE,
+            "value": format_number(iterations.last, 0) if iterations else MISSING_VALUE,
             "sub": "",
         },
         {"label": "advances", "value": str(kinds["advance"]), "sub": "to the next stage"},
@@ -373,79 +304,110 @@ def _build_curriculum_tiles(stage: StageView, names: Sequence[str], now: int) ->
     return {"kind": "tiles", "id": "where", "items": items}
 
 
-def _build_stage_chart(
-    run: RunView, stage: StageView, names: Sequence[str], choice: PageSelection
-) -> dict[str, Any]:
-    plain = type(choice.drawing_options)(window=1, by_time=choice.by_time)
-    lines = [build_line(stage.table.series["curriculum/stage"], "stage", 0, plain, run.started)]
-    identity = f"stage:{stage.label}:{choice.by_time}"
-    moves = build_move_marks(stage, plain, run.started)
-    return build_chart(
-        identity, "Stage of the curriculum", lines, plain, x="iteration", names=names, moves=moves
+def _build_curriculum_charts(
+    run: RunView, pairs: ComparedStages, names: Sequence[str], choice: PageSelection
+) -> list[dict[str, Any]]:
+    stage, options = pairs[0][1], choice.drawing_options
+    unsmoothed = DrawingOptions(window=1, by_time=choice.by_time)
+    series = stage.table.series["curriculum/stage"]
+    stage_chart = build_chart(
+        f"stage:{stage.label}:{choice.by_time}",
+        "Stage of the curriculum",
+        [build_line(series, "stage", 0, unsmoothed, run.started)],
+        unsmoothed,
+        x="iteration",
+        names=names,
+        moves=build_move_marks(stage, unsmoothed, run.started),
     )
+    levels = _list_metrics_below(stage, "train/success_rate_by_level/")
+    level_chart = build_family_chart(
+        "levels", "Success by level", levels, pairs, options, unit="share", span=(0.0, 1.0)
+    )
+    averages = [*_list_metrics_below(stage, "curriculum/average/"), *_ROLLBACK_METRICS]
+    average_charts = build_charts_by_scale(
+        "average",
+        averages,
+        pairs,
+        options,
+        title="Decides: {}",
+        unit="average over its own window",
+    )
+    charts = [stage_chart, level_chart, *average_charts]
+    return [chart for chart in charts if chart is not None]
 
 
 def _build_plan_table(
     planned: Sequence[Mapping[str, Any]],
-    now: int,
+    current: int,
     stage: StageView,
     settings: Mapping[str, Any],
     *,
     is_over: bool,
 ) -> dict[str, Any]:
-    """Stages with level mix and exit conditions, including current values for the active stage."""
+    """Build the table of stages with level mix and exit conditions; of the current stage with present values."""
     rows = []
-    early = settings.get("early_stop")
+    early_stop = settings.get("early_stop")
     for index, row in enumerate(planned):
-        total = sum(row.get("levels", {}).values()) or 1.0
-        mix = ", ".join(
-            f"{name} {weight / total:.0%}" for name, weight in row.get("levels", {}).items()
-        )
+        is_current = index == current
+        weights = row.get("levels", {})
+        total = sum(weights.values()) or 1.0
+        mix = ", ".join(f"{name} {weight / total:.0%}" for name, weight in weights.items())
         conditions = [
-            _describe_condition(found, stage, index == now)
-            for found in row.get("exit_conditions") or []
+            _describe_condition(condition, stage, is_current)
+            for condition in row.get("exit_conditions") or []
         ]
-        if early and index == len(planned) - 1:
-            conditions.append(
-                f"{_describe_condition(early, stage, index == now)} (ends the training)"
-            )
-        joined = f" {'or' if row.get('require') == 'any' else 'and'} ".join(conditions)
-        status = "info" if index == now else "good" if index < now else "none"
-        word = (
-            ("ended here" if is_over else "now")
-            if index == now
-            else "passed"
-            if index < now
-            else "to come"
-        )
-        rows.append(
-            [
-                str(row.get("name", index)),
-                {"t": word, "badge": status},
-                mix,
-                joined or "the end of the iterations",
-            ]
-        )
+        if early_stop and index == len(planned) - 1:
+            condition = _describe_condition(early_stop, stage, is_current)
+            conditions.append(f"{condition} (ends the training)")
+        connective = " or " if row.get("require") == "any" else " and "
+        if is_current:
+            status = {"t": "ended here" if is_over else "now", "badge": "info"}
+        elif index < current:
+            status = {"t": "passed", "badge": "good"}
+        else:
+            status = {"t": "to come", "badge": "none"}
+        exit_text = connective.join(conditions) or "the end of the iterations"
+        rows.append([str(row.get("name", index)), status, mix, exit_text])
     return build_table("plan", "Plan", ("stage", "", "mix of levels", "~is left when"), rows)
 
 
-def _describe_condition(row: Mapping[str, Any], stage: StageView, present: bool) -> str:
-    what = f"{row.get('statistic', 'mean')} of " if row.get("statistic", "mean") != "mean" else ""
-    text = f"{what}{row.get('metric')} {row.get('comparison', '>=')} {row.get('threshold')} over {row.get('window')}"
-    kind = "slope" if row.get("statistic") == "slope" else "average"
+def _describe_condition(row: Mapping[str, Any], stage: StageView, is_current: bool) -> str:
+    statistic = row.get("statistic", "mean")
+    prefix = f"{statistic} of " if statistic != "mean" else ""
+    comparison = f"{row.get('comparison', '>=')} {row.get('threshold')}"
+    text = f"{prefix}{row.get('metric')} {comparison} over {row.get('window')}"
+    kind = "slope" if statistic == "slope" else "average"
     series = stage.table.series.get(f"curriculum/{kind}/{row.get('metric')}")
-    return (
-        f"{text} (now {format_number(series.last, 4)})" if present and series is not None else text
-    )
+    if is_current and series is not None:
+        return f"{text} (now {format_number(series.last, 4)})"
+    return text
 
 
-# --------------------------------------------------------------------------------------------------- trajectories
+def _build_moves_table(stage: StageView) -> dict[str, Any]:
+    rows = []
+    for move in reversed(stage.curriculum):
+        kind = str(move.get("kind", ""))
+        metrics = (move.get("metrics") or {}).items()
+        rows.append(
+            [
+                f"{float(move.get('iteration', 0)):,.0f}",
+                {"t": kind, "badge": "info" if kind == "advance" else "bad"},
+                str(move.get("from", "")),
+                str(move.get("to", "")),
+                str(move.get("why", "")),
+                ", ".join(f"{name} {format_number(value, 4)}" for name, value in metrics),
+            ]
+        )
+    if not rows:
+        return build_note("moves", ["No move yet: still in the first stage."], "small")
+    columns = ("#iteration", "move", "from", "to", "~why", "~measured")
+    return build_table("moves", "History, the newest first", columns, rows)
 
 
 def build_trajectories_tab(
     run: RunView, pairs: ComparedStages, choice: PageSelection
 ) -> list[dict[str, Any]]:
-    """Latest trajectories of one file, turn by turn."""
+    """Build the trajectories tab: the latest trajectories of one file, turn by turn."""
     files = list_episode_files(run)
     if not files:
         return _build_empty_note(
@@ -461,53 +423,31 @@ def build_trajectories_tab(
     note = f"{source}: {len(rows):,} of the newest {len(episodes):,} trajectories"
     if len(rows) > MAX_EPISODES:
         note += f"; the newest {MAX_EPISODES} of them are listed"
-    has_image = (run.config.get("environment") or {}).get("name") == "pixel_grid"
-    shown = [_build_episode(run, row, has_image, files[source]) for row in rows[:MAX_EPISODES]]
+    items = [_build_episode(run, row, files[source]) for row in rows[:MAX_EPISODES]]
     return [
-        {"kind": "note", "id": "count", "tone": "small", "lines": [note + "."]},
-        {"kind": "episodes", "id": "episodes", "source": source, "rows": shown},
+        build_note("count", [f"{note}."], "small"),
+        {"kind": "episodes", "id": "episodes", "source": source, "rows": items},
     ]
 
 
-def _build_episode(
-    run: RunView, row: Mapping[str, Any], has_image: bool, path: Path
-) -> dict[str, Any]:
+def _build_episode(run: RunView, row: Mapping[str, Any], path: Path) -> dict[str, Any]:
     level, seed = str(row.get("level", "")), row.get("seed", 0)
     turns = [turn for turn in row["turns"] if isinstance(turn, dict)]
-    number_of = f"{len(turns)} turn{'s' if len(turns) != 1 else ''}"
-    # Training counts from 0 where it records, from 1 where it shows how far it is.
-    where = (
-        f"iteration {int(row['iteration']) + 1} · " if isinstance(row.get("iteration"), int) else ""
-    )
-    parts = ", ".join(
-        f"{name} {format_number(value)}" for name, value in (row.get("rewards") or {}).items()
-    )
-    answer = row.get("answer")
-    facts = [
-        ["right answer", str(row.get("target") or MISSING_VALUE)],
-        ["its answer", "none" if answer is None else str(answer)],
-        ["reward", f"{format_number(row.get('reward'))}" + (f" ({parts})" if parts else "")],
-        ["ended by", str(row.get("stop_reason", "")).replace("_", " ")],
-        [
-            "play it again",
-            format_posttrain_command(
-                f"replay {shlex.quote(format_replay_name(path, row))}", run.output
-            ),
-        ],
-        [
-            "tokens",
-            f"{row.get('num_action_tokens', 0)} written, {row.get('num_completion_tokens', 0)} with what came back",
-        ],
-    ]
-    image = (
-        f"image.png?{urlencode({'run': run.id, 'level': level, 'seed': seed})}" if has_image else ""
-    )
+    num_turns = f"{len(turns)} turn{'s' if len(turns) != 1 else ''}"
+    # Training counts iterations from 0 in its records, from 1 in its progress.
+    iteration = ""
+    if isinstance(row.get("iteration"), int):
+        iteration = f"iteration {int(row['iteration']) + 1} · "
+    image = ""
+    if (run.config.get("environment") or {}).get("name") == "pixel_grid":
+        image = f"image.png?{urlencode({'run': run.id, 'level': level, 'seed': seed})}"
+    reward = format_number(row.get("reward"))
     return {
         "id": f"{row.get('iteration', '')}:{level}:{seed}:{row.get('sample', 0)}",
         "prompt": str(row.get("prompt", "")),
-        "sub": f"{where}{level} · {row.get('kind', '')} · {number_of} · reward {format_number(row.get('reward'))}",
+        "sub": f"{iteration}{level} · {row.get('kind', '')} · {num_turns} · reward {reward}",
         "success": bool(row.get("success")),
-        "facts": facts,
+        "facts": _list_episode_facts(run, row, path),
         "image": image,
         "turns": [
             {
@@ -521,13 +461,29 @@ def _build_episode(
     }
 
 
+def _list_episode_facts(run: RunView, row: Mapping[str, Any], path: Path) -> list[list[str]]:
+    """List facts of an episode as [label, text]."""
+    answer = row.get("answer")
+    reward = format_number(row.get("reward"))
+    if components := row.get("rewards"):
+        parts = ", ".join(f"{name} {format_number(value)}" for name, value in components.items())
+        reward = f"{reward} ({parts})"
+    replay = f"replay {shlex.quote(format_replay_name(path, row))}"
+    num_written, num_all = row.get("num_action_tokens", 0), row.get("num_completion_tokens", 0)
+    return [
+        ["right answer", str(row.get("target") or MISSING_VALUE)],
+        ["its answer", "none" if answer is None else str(answer)],
+        ["reward", reward],
+        ["ended by", str(row.get("stop_reason", "")).replace("_", " ")],
+        ["replay it", format_posttrain_command(replay, run.output)],
+        ["tokens", f"{num_written} written, {num_all} with observations"],
+    ]
+
+
 def _format_tool_call(call: object) -> str:
     if not isinstance(call, dict):
         return ""
-    arguments = call.get("arguments")
-    inner = (
-        ", ".join(f"{k}={json.dumps(v)}" for k, v in arguments.items())
-        if isinstance(arguments, dict)
-        else ""
-    )
-    return f"calls {call.get('name')}({inner})"
+    arguments, text = call.get("arguments"), ""
+    if isinstance(arguments, dict):
+        text = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
+    return f"calls {call.get('name')}({text})"

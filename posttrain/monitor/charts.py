@@ -1,10 +1,6 @@
-"""Names of metrics for people; the raw name appears on hover, with its meaning from the metric reference.
+"""Charts and tables of a run as plain dictionaries for the browser; metric labels; the selection of an open page.
 
-Charts and tables as plain dictionaries for the browser.
-
-Selection of an open page: run, stage, smoothing, metrics, trajectory file.
-
-JSON for the browser of whatever runs have written down.
+Pages show a metric's label; its raw name, with its meaning from the metric reference, appears on hover.
 """
 
 from __future__ import annotations
@@ -22,8 +18,14 @@ import orjson
 
 from posttrain.monitor.runs import RunView, StageView
 from posttrain.monitor.series import MetricSeries, compute_moving_average, downsample_curve
-from rl_core.analysis.metric_reference import METRIC_GROUPS
-from rl_core.analysis.training_metrics import MetricDescription
+from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricDescription
+
+MISSING_VALUE = "\u2013"
+NUM_COLOURS = 8  # of the style sheet; further lines reuse them, dashed
+DEFAULT_WINDOW = 10  # observations of the moving average
+
+# The selected run first, then those it is compared with.
+ComparedStages = Sequence[tuple[RunView, StageView]]
 
 _LABELS = {
     "train/success_rate": "Success in training",
@@ -98,70 +100,12 @@ _LABELS = {
     "curriculum/average/*": "Moving average, {}",
 }
 
-
-@functools.lru_cache(maxsize=4096)
-def find_label(name: str) -> str:
-    """Name for people; the metric's own where there is none."""
-    if (label := _LABELS.get(name)) is not None:
-        return label
-    for pattern, label in _LABEL_PATTERNS:
-        if found := pattern.fullmatch(name):
-            return label.format(found[1].replace("_", " "))
-    return name
-
-
 _LABEL_PATTERNS = [
     (re.compile(re.escape(name).replace(r"\*", "([^/]+)")), label)
     for name, label in _LABELS.items()
     if "*" in name
 ]
-
-
-@functools.lru_cache(maxsize=4096)
-def build_hint(name: str) -> str:
-    """Raw name, meaning and warning sign, for the mouse that rests on a name."""
-    found = _find_reference_row(name)
-    if found is None:
-        return name
-    worry = f"\nWorry: {found.worry}" if found.worry else ""
-    return f"{name}: {found.meaning}{worry}"
-
-
-def is_share(name: str) -> bool:
-    """True = the metric reference has it between 0 and 1, a part of a whole."""
-    found = _find_reference_row(name)
-    return found is not None and found.unit == "share"
-
-
-@functools.lru_cache(maxsize=4096)
-def _find_reference_row(name: str) -> MetricDescription | None:
-    exact, rows = _load_metric_reference()
-    return exact.get(name) or next(
-        (metric for pattern, metric in rows if pattern.fullmatch(name)), None
-    )
-
-
-@functools.cache
-def _load_metric_reference() -> tuple[
-    dict[str, MetricDescription], list[tuple[re.Pattern[str], MetricDescription]]
-]:
-    """Rows by name, and those with fields, the ones with the most text outside their fields first."""
-    metrics = [metric for group in METRIC_GROUPS for metric in group.metrics]
-    open_ones = [metric for metric in metrics if "{" in metric.name]
-    open_ones.sort(key=lambda metric: -len(_NAME_FIELD.sub("", metric.name)))
-    patterns = [(_compile_name_pattern(metric.name), metric) for metric in open_ones]
-    return {metric.name: metric for metric in metrics}, patterns
-
-
 _NAME_FIELD = re.compile(r"\{\w+\}")
-
-
-def _compile_name_pattern(name: str) -> re.Pattern[str]:
-    return re.compile("[^/]+".join(re.escape(part) for part in _NAME_FIELD.split(name)))
-
-
-MISSING_VALUE = "\u2013"  # missing value
-NUM_COLOURS = 8  # of the style sheet; further lines reuse them, dashed
 
 # Units by prefix or suffix of a metric's name; first match.
 _UNITS = (
@@ -204,45 +148,115 @@ _UNSMOOTHED_PREFIXES = ("curriculum/",)
 class DrawingOptions:
     """Drawing options of curves."""
 
-    window: int = 10  # observations of the moving average; 1 = none
+    window: int = DEFAULT_WINDOW  # observations of the moving average; 1 = none
     by_time: bool = False  # x axis: minutes since the start of the run instead of steps
 
     def select_for_metric(self, name: str) -> DrawingOptions:
-        """Options for one metric; no moving average for scheduled or averaged metrics."""
-        plain = name.endswith(_UNSMOOTHED_SUFFIXES) or name.startswith(_UNSMOOTHED_PREFIXES)
-        return DrawingOptions(1, self.by_time) if plain else self
+        """Return the options for one metric: no moving average for scheduled or averaged metrics."""
+        if name.endswith(_UNSMOOTHED_SUFFIXES) or name.startswith(_UNSMOOTHED_PREFIXES):
+            return DrawingOptions(1, self.by_time)
+        return self
+
+
+@dataclass(frozen=True)
+class PageSelection:
+    """The selection on one open page."""
+
+    run: str = ""  # "" = the newest run
+    compare: tuple[str, ...] = ()
+    stage: str = ""  # "" = the stage that trains, or trained last
+    window: int = DEFAULT_WINDOW
+    by_time: bool = False
+    groups: tuple[str, ...] = ()  # metric prefixes on the tab of curves; () = train, reward, policy
+    metrics: tuple[str, ...] = ()  # individually selected metrics; they override groups
+    source: str = ""  # trajectory file; "" = the first
+    outcome: str = "all"  # all, right, wrong, with misuse
+
+    @property
+    def drawing_options(self) -> DrawingOptions:
+        """Smoothing and x axis of the curves."""
+        return DrawingOptions(self.window, self.by_time)
+
+
+@functools.lru_cache(maxsize=4096)
+def find_label(name: str) -> str:
+    """Find the label of a metric; without one, return its name."""
+    if (label := _LABELS.get(name)) is not None:
+        return label
+    for pattern, label in _LABEL_PATTERNS:
+        if match := pattern.fullmatch(name):
+            return label.format(match[1].replace("_", " "))
+    return name
+
+
+@functools.lru_cache(maxsize=4096)
+def build_hint(name: str) -> str:
+    """Build the hover text of a metric: raw name, meaning, warning sign."""
+    description = _find_description(name)
+    if description is None:
+        return name
+    worry = f"\nWorry: {description.worry}" if description.worry else ""
+    return f"{name}: {description.meaning}{worry}"
+
+
+def is_share(name: str) -> bool:
+    """Return whether the metric reference says that a metric is a share between 0 and 1."""
+    description = _find_description(name)
+    return description is not None and description.unit == "share"
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_description(name: str) -> MetricDescription | None:
+    by_name, patterns = _load_metric_reference()
+    if (description := by_name.get(name)) is not None:
+        return description
+    return next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
+
+
+@functools.cache
+def _load_metric_reference() -> tuple[
+    dict[str, MetricDescription], list[tuple[re.Pattern[str], MetricDescription]]
+]:
+    """Load the descriptions by name, and as patterns those with fields, most text outside their fields first."""
+    metrics = [metric for group in METRIC_GROUPS for metric in group.metrics]
+    with_fields = [metric for metric in metrics if "{" in metric.name]
+    with_fields.sort(key=lambda metric: -len(_NAME_FIELD.sub("", metric.name)))
+    patterns = [(_compile_name_pattern(metric.name), metric) for metric in with_fields]
+    return {metric.name: metric for metric in metrics}, patterns
+
+
+def _compile_name_pattern(name: str) -> re.Pattern[str]:
+    return re.compile("[^/]+".join(re.escape(part) for part in _NAME_FIELD.split(name)))
 
 
 def find_unit(name: str) -> str:
-    """Unit of a metric; "" = none."""
+    """Find the unit of a metric; "" = none."""
     if name in ("policy/entropy_coef", "policy/kl_coef"):
         return ""
-    known = next(
-        (unit for part, unit in _UNITS if name.startswith(part) or name.endswith(part)), ""
-    )
-    return known or ("share" if is_share(name) else "")
+    units = (unit for part, unit in _UNITS if name.startswith(part) or name.endswith(part))
+    return next(units, "") or ("share" if is_share(name) else "")
 
 
 def build_line(
     series: MetricSeries,
     name: str,
     colour: int,
-    drawn: DrawingOptions,
+    options: DrawingOptions,
     start: float,
     *,
     dash: bool = False,
 ) -> dict[str, Any]:
-    """One line: observations, and optionally their moving average.
+    """Build one line: observations, and optionally their moving average.
 
     Args:
         start: seconds since the epoch of minute 0.
     """
     steps, times, values = series.read_arrays()
-    xs = (times - start) / 60 if drawn.by_time else steps
-    order = np.argsort(xs, kind="stable")  # a resumed run plays steps again
+    xs = (times - start) / 60 if options.by_time else steps
+    order = np.argsort(xs, kind="stable")  # a resumed run repeats steps
     xs, values = xs[order], values[order]
     x, y = downsample_curve(xs, values)
-    found: dict[str, Any] = {
+    line: dict[str, Any] = {
         "name": name,
         "colour": colour % NUM_COLOURS,
         "dash": dash or colour >= NUM_COLOURS,
@@ -250,19 +264,19 @@ def build_line(
         "y": y,
         "last": None if math.isnan(series.last) else series.last,
     }
-    window = max(1, drawn.window // series.stride)
+    window = max(1, options.window // series.stride)
     if window > 1 and len(values) > 3:
         averages = compute_moving_average(values, window)
-        found["ax"], found["avg"] = downsample_curve(xs, averages)
-        found["last"] = float(averages[-1])
-    return found
+        line["ax"], line["avg"] = downsample_curve(xs, averages)
+        line["last"] = float(averages[-1])
+    return line
 
 
 def build_chart(
     identity: str,
     title: str,
     lines: Sequence[dict[str, Any]],
-    drawn: DrawingOptions,
+    options: DrawingOptions,
     *,
     unit: str = "",
     x: str = "step",
@@ -270,110 +284,100 @@ def build_chart(
     moves: Sequence[dict[str, Any]] = (),
     names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One chart.
+    """Build one chart.
 
     Args:
         span: (lowest, highest) that the y axis shows at least.
-        moves: vertical lines, see `marks`.
-        names: what the values 0, 1, 2, ... are called; the line is then drawn in steps.
+        moves: vertical lines, see `build_move_marks`.
+        names: names of the values 0, 1, 2, ...; the line is then drawn in steps.
     """
-    axis = "minutes since the run began" if drawn.by_time else x
-    found: dict[str, Any] = {
+    chart: dict[str, Any] = {
         "id": identity,
         "title": title,
         "unit": unit,
-        "x": axis,
+        "x": "minutes since the run began" if options.by_time else x,
         "lines": list(lines),
     }
     if (label := find_label(title)) != title:
-        found["label"] = label
+        chart["label"] = label
     if (hint := build_hint(title)) != title:
-        found["hint"] = hint
+        chart["hint"] = hint
     if unit == "share":  # drawn as percent
-        found |= {"unit": "", "percent": True}
+        chart |= {"unit": "", "percent": True}
     if span is not None:
-        found["range"] = list(span)
+        chart["range"] = list(span)
     if names:
-        found |= {"names": list(names), "step": True, "range": [-0.3, len(names) - 0.7]}
-    found["marks"] = list(moves)
-    return found
+        chart |= {"names": list(names), "step": True, "range": [-0.3, len(names) - 0.7]}
+    chart["marks"] = list(moves)
+    return chart
 
 
-def build_move_marks(stage: StageView, drawn: DrawingOptions, start: float) -> list[dict[str, Any]]:
-    """The curriculum's moves as vertical lines, rollbacks in their own colour."""
-    found = []
+def build_move_marks(
+    stage: StageView, options: DrawingOptions, start: float
+) -> list[dict[str, Any]]:
+    """Build vertical lines for the curriculum's moves; rollbacks have another colour."""
     series = stage.table.series.get("reward/mean")
     if not stage.curriculum or series is None:
         return []
+    marks = []
     steps, times, _ = series.read_arrays()
     for move in stage.curriculum:
         try:
             iteration = float(move["iteration"])
         except (KeyError, TypeError, ValueError):
             continue
-        index = min(
-            len(steps) - 1, max(0, round(iteration) - 1)
-        )  # the n-th iteration is the n-th observation
-        at = (float(times[index]) - start) / 60 if drawn.by_time else float(steps[index])
-        kind = str(move.get("kind", ""))
-        label = (
-            str(move.get("to", "")).strip("()")
-            if kind == "advance"
-            else f"{kind} to {move.get('to', '')}"
-        )
-        found.append({"x": at, "label": label, "kind": "" if kind == "advance" else "rollback"})
-    return found
+        # The n-th iteration is the n-th observation.
+        index = min(len(steps) - 1, max(0, round(iteration) - 1))
+        x = (float(times[index]) - start) / 60 if options.by_time else float(steps[index])
+        kind, target = str(move.get("kind", "")), str(move.get("to", ""))
+        if kind == "advance":
+            marks.append({"x": x, "label": target.strip("()"), "kind": ""})
+        else:
+            marks.append({"x": x, "label": f"{kind} to {target}", "kind": "rollback"})
+    return marks
 
 
 def choose_x_axis_name(stage: StageView) -> str:
-    """X-axis name of a stage's steps."""
-    series = stage.table.series
-    first = series.get("reward/mean")
-    return "iteration" if first is not None and first.last_step == first.count else "step"
+    """Return the x-axis name of a stage's steps."""
+    rewards = stage.table.series.get("reward/mean")
+    return "iteration" if rewards is not None and rewards.last_step == rewards.count else "step"
 
 
 def build_overlay_chart(
     name: str,
-    runs: Sequence[tuple[RunView, StageView]],
-    drawn: DrawingOptions,
+    runs: ComparedStages,
+    options: DrawingOptions,
     *,
     span: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """One metric of one stage, one line per run; `runs[0]` is the selected run."""
+    """Build a chart of one metric of one stage, one line per run; `runs[0]` is the selected run."""
     lines = []
+    metric_options = options.select_for_metric(name)
     for index, (run, stage) in enumerate(runs):
         series = stage.table.series.get(name)
-        if series is not None:
-            found = build_line(
-                series,
-                shorten_run_name(run, runs[0][0]),
-                index,
-                drawn.select_for_metric(name),
-                run.started,
-            )
-            if len(runs) == 1:  # the title names the metric
-                found["name"] = (
-                    f"mean of {drawn.select_for_metric(name).window}" if "avg" in found else "now"
-                )
-            lines.append(found)
+        if series is None:
+            continue
+        label = shorten_run_name(run, runs[0][0])
+        line = build_line(series, label, index, metric_options, run.started)
+        if len(runs) == 1:  # the title names the metric
+            line["name"] = f"mean of {metric_options.window}" if "avg" in line else "now"
+        lines.append(line)
     run, stage = runs[0]
-    moves = build_move_marks(stage, drawn, run.started)
-    identity = f"{stage.label}:{name}:{'t' if drawn.by_time else 's'}"
-    drawn_chart = build_chart(
-        identity,
+    chart = build_chart(
+        f"{stage.label}:{name}:{'t' if options.by_time else 's'}",
         name,
         lines,
-        drawn,
+        options,
         unit=find_unit(name),
         x=choose_x_axis_name(stage),
         span=span,
-        moves=moves,
+        moves=build_move_marks(stage, options, run.started),
     )
-    return drawn_chart | ({"compares": True} if len(runs) > 1 else {})
+    return chart | ({"compares": True} if len(runs) > 1 else {})
 
 
 def shorten_run_name(run: RunView, selected_run: RunView) -> str:
-    """Name of a compared run, short enough for a legend of one line: day and time, with the pipeline if another's."""
+    """Shorten the name of a compared run to a one-line legend: day and time, and another pipeline's name."""
     day = run.started_text[5:16]
     return day if run.pipeline == selected_run.pipeline else f"{run.pipeline} {day}"
 
@@ -381,95 +385,107 @@ def shorten_run_name(run: RunView, selected_run: RunView) -> str:
 def build_charts_by_scale(
     identity: str,
     names: Iterable[tuple[str, str]],
-    runs: Sequence[tuple[RunView, StageView]],
-    drawn: DrawingOptions,
+    runs: ComparedStages,
+    options: DrawingOptions,
     *,
     title: str = "{}",
     unit: str = "",
 ) -> list[dict[str, Any]]:
-    """As `family`, with a chart of its own for each metric whose scale is another than the first one's.
+    """Build charts as `build_family_chart` does, one for each group of metrics of similar scale.
 
     Args:
-        title: of such a chart, with the metric's label in it.
+        names: metrics with their labels.
+        title: of each chart; {} is replaced by the labels of its metrics.
     """
-    groups: list[tuple[float, list[tuple[str, str]]]] = []
+    groups: list[tuple[float, list[tuple[str, str]]]] = []  # scale, metrics with labels
     for name, label in names:
-        found = [
-            values
-            for _, stage in runs
-            if (s := stage.table.series.get(name)) and len(values := s.read_arrays()[2])
-        ]
-        if not found:
+        scale = _measure_scale(name, runs)
+        if scale is None:
             continue
-        size = max(float(np.abs(values).max()) for values in found)
-        near = next((group for top, group in groups if _is_same_scale(top, size)), None)
-        if near is not None:
-            near.append((name, label))
+        group = next((group for other, group in groups if _is_same_scale(other, scale)), None)
+        if group is not None:
+            group.append((name, label))
         else:
-            groups.append((size, [(name, label)]))
+            groups.append((scale, [(name, label)]))
     charts = []
     for index, (_, group) in enumerate(groups):
-        labels = ", ".join(label for _, label in group)
+        group_title = title.format(", ".join(label for _, label in group))
         charts.append(
-            build_family_chart(
-                f"{identity}:{index}", title.format(labels), group, runs, drawn, unit=unit
-            )
+            build_family_chart(f"{identity}:{index}", group_title, group, runs, options, unit=unit)
         )
-    return [found for found in charts if found is not None]
+    return [chart for chart in charts if chart is not None]
 
 
-def _is_same_scale(one: float, other: float) -> bool:
-    """True = the smaller of two curves is still read on the axis of the larger."""
-    return one == 0 or other == 0 or max(one, other) <= 5 * min(one, other)
+def _measure_scale(name: str, runs: ComparedStages) -> float | None:
+    """Return the largest absolute value of a metric over all runs; None without values."""
+    tables = [stage.table.series for _, stage in runs]
+    values = [table[name].read_arrays()[2] for table in tables if name in table]
+    return max((float(np.abs(part).max()) for part in values if len(part)), default=None)
+
+
+def _is_same_scale(scale: float, other: float) -> bool:
+    """Return whether the smaller of two curves can be read on the axis of the larger."""
+    return scale == 0 or other == 0 or max(scale, other) <= 5 * min(scale, other)
 
 
 def build_family_chart(
     identity: str,
     title: str,
     names: Iterable[tuple[str, str]],
-    runs: Sequence[tuple[RunView, StageView]],
-    drawn: DrawingOptions,
+    runs: ComparedStages,
+    options: DrawingOptions,
     *,
     unit: str = "",
     span: tuple[float, float] | None = None,
 ) -> dict[str, Any] | None:
-    """Several metrics in one chart, one colour each; other runs dashed. None if no run has any of them."""
+    """Build a chart of several metrics, one colour each; other runs are dashed. None if no run has any of them."""
     lines = []
     for colour, (name, label) in enumerate(names):
+        metric_options = options.select_for_metric(name)
         for index, (run, stage) in enumerate(runs):
             series = stage.table.series.get(name)
-            if series is not None:
-                shown = label if index == 0 else f"{label}, {shorten_run_name(run, runs[0][0])}"
-                drawn_line = build_line(
-                    series,
-                    shown,
-                    colour,
-                    drawn.select_for_metric(name),
-                    run.started,
-                    dash=index > 0,
-                )
-                lines.append(drawn_line | ({"quiet": True} if index else {}))
+            if series is None:
+                continue
+            if index == 0:
+                lines.append(build_line(series, label, colour, metric_options, run.started))
+            else:
+                run_label = f"{label}, {shorten_run_name(run, runs[0][0])}"
+                line = build_line(series, run_label, colour, metric_options, run.started, dash=True)
+                lines.append(line | {"quiet": True})
     if not lines:
         return None
     run, stage = runs[0]
-    identity = f"{identity}:{stage.label}:{'t' if drawn.by_time else 's'}"
-    moves = build_move_marks(stage, drawn, run.started)
     return build_chart(
-        identity,
+        f"{identity}:{stage.label}:{'t' if options.by_time else 's'}",
         title,
         lines,
-        drawn,
+        options,
         unit=unit,
         x=choose_x_axis_name(stage),
         span=span,
-        moves=moves,
+        moves=build_move_marks(stage, options, run.started),
     )
+
+
+def build_charts_block(
+    identity: str, charts: Sequence[dict[str, Any]], title: str = "", note: str = ""
+) -> dict[str, Any]:
+    """Build a block of charts."""
+    return {"kind": "charts", "id": identity, "title": title, "note": note, "charts": list(charts)}
+
+
+def build_note(identity: str, lines: Sequence[str], tone: str = "") -> dict[str, Any]:
+    """Build a note: a heading and further lines. `tone`: small, bad, or "" for a large note."""
+    note: dict[str, Any] = {"kind": "note", "id": identity}
+    if tone:
+        note["tone"] = tone
+    return note | {"lines": list(lines)}
 
 
 def build_table(
     identity: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str = ""
 ) -> dict[str, Any]:
-    """A table; a column named '#name' holds numbers, '~name' long text."""
+    """Build a table; a column named '#name' has numbers, '~name' long text."""
     kinds = {"#": "num", "~": "text"}
     heads = [{"t": name.lstrip("#~"), "c": kinds.get(name[:1], "")} for name in columns]
     return {
@@ -483,7 +499,7 @@ def build_table(
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """Number formatted for display."""
+    """Format a number for display."""
     if value is None or not math.isfinite(value):
         return MISSING_VALUE
     if value and (abs(value) < 10**-digits or abs(value) >= 1e7):
@@ -492,66 +508,37 @@ def format_number(value: float | None, digits: int = 3) -> str:
 
 
 def format_metric_value(name: str, value: float | None, digits: int = 3) -> str:
-    """Value of a metric for display: shares as percentages."""
+    """Format the value of a metric for display: shares as percentages."""
     return format_percent(value) if find_unit(name) == "share" else format_number(value, digits)
 
 
 def build_metric_cell(name: str) -> str | dict[str, str]:
-    """Cell of a table that names a metric for people."""
+    """Build the cell of a table that names a metric."""
     label, hint = find_label(name), build_hint(name)
     return name if label == hint else {"t": label, "title": hint}
 
 
 def format_percent(value: float | None) -> str:
-    """Share as a percentage."""
+    """Format a share as a percentage."""
     return MISSING_VALUE if value is None or not math.isfinite(value) else f"{value:.1%}"
 
 
 def format_duration(seconds: float | None) -> str:
-    """Duration formatted for display."""
+    """Format a duration for display."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         return MISSING_VALUE
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return (
-        f"{minutes} min {rest:02d} s"
-        if minutes < 60
-        else f"{minutes // 60} h {minutes % 60:02d} min"
-    )
-
-
-DEFAULT_WINDOW = 10  # observations of the moving average, unless another number is chosen
-
-ComparedStages = Sequence[
-    tuple[RunView, StageView]
-]  # the chosen run first, then those it is compared with
-
-
-@dataclass(frozen=True)
-class PageSelection:
-    """Selection made on one open page."""
-
-    run: str = ""  # "" = the newest run
-    compare: tuple[str, ...] = ()
-    stage: str = ""  # "" = the stage that trains, or trained last
-    window: int = DEFAULT_WINDOW
-    by_time: bool = False
-    groups: tuple[str, ...] = ()  # metric prefixes on the tab of curves; () = train, reward, policy
-    metrics: tuple[str, ...] = ()  # individually chosen metrics; they override groups
-    source: str = ""  # trajectory file; "" = the first
-    outcome: str = "all"  # all, right, wrong, with misuse
-
-    @property
-    def drawing_options(self) -> DrawingOptions:
-        """Smoothing and x axis of the curves."""
-        return DrawingOptions(self.window, self.by_time)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def encode_browser_json(value: Any) -> bytes:
-    """As orjson.dumps; half a surrogate pair becomes "?", an integer beyond 64 bits a text.
+    """Encode JSON; half a surrogate pair becomes "?", an integer beyond 64 bits a string.
 
-    Both may be in what a run has left: the name of a folder that is not UTF-8, an observation.
+    Both may occur in a run's files: in a folder name that is not UTF-8, in an observation.
     """
     try:
         return orjson.dumps(value)

@@ -1,4 +1,4 @@
-"""Latest trajectories and rewards of a run, from the ends of their files, in bounded time and memory."""
+"""Latest trajectories and rewards of a run, read from the ends of their files in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy as np
 from posttrain.monitor.runs import RunView
 from posttrain.monitor.tail import read_last_rows
 
-MAX_TRAJECTORY_BYTES = 1 << 20  # read of a file's end: about a thousand trajectories
+MAX_TRAJECTORY_BYTES = 1 << 20  # read from a file's end: about a thousand trajectories
 MAX_REWARD_BYTES = 512 << 10
 _TRAJECTORY_FILE_NAME = re.compile(r"trajectories_(.+)\.jsonl")
 
 
 def list_episode_files(run: RunView) -> dict[str, Path]:
-    """Trajectory files of a run by description; training first."""
+    """List the trajectory files of a run by description; training first."""
     training: dict[str, Path] = {}
     others: dict[str, Path] = {}
     for stage in run.stages:
@@ -31,41 +31,37 @@ def list_episode_files(run: RunView) -> dict[str, Path]:
         if recent.is_file():
             training[f"{stage.label}: newest training rollouts"] = recent
         try:
-            found = sorted(stage.folder.glob("trajectories_*.jsonl"))
+            paths = sorted(stage.folder.glob("trajectories_*.jsonl"))
         except OSError:
             continue  # renamed or removed just now
-        for path in found:
+        for path in paths:
             match = _TRAJECTORY_FILE_NAME.fullmatch(path.name)
             others[f"{stage.label}: held-out episodes of {match[1] if match else path.stem}"] = path
     return training | others
 
 
 def format_replay_name(path: Path, row: Mapping[str, Any]) -> str:
-    """Name of an episode for `posttrain replay`: stage, iteration or evaluated model, level, seed, sample."""
+    """Format an episode's name for `posttrain replay`: stage, iteration or evaluated model, level, seed, sample."""
     match = _TRAJECTORY_FILE_NAME.fullmatch(path.name)
-    of = match[1] if match else row.get("iteration", "")
-    return f"{path.parent.parent.name}/{of}/{row.get('level', '')}/{row.get('seed', 0)}/{row.get('sample', 0)}"
+    stage, origin = path.parent.parent.name, match[1] if match else row.get("iteration", "")
+    return f"{stage}/{origin}/{row.get('level', '')}/{row.get('seed', 0)}/{row.get('sample', 0)}"
 
 
 def read_episodes(path: Path) -> list[dict[str, Any]]:
-    """Latest trajectories of a file, newest first; invalid lines are skipped."""
-    rows = [
-        row
-        for row in read_last_rows(path, MAX_TRAJECTORY_BYTES)
-        if isinstance(row.get("turns"), list)
-    ]
-    return list(reversed(rows))
+    """Read the latest trajectories of a file, newest first; skip invalid lines."""
+    rows = read_last_rows(path, MAX_TRAJECTORY_BYTES)
+    return [row for row in reversed(rows) if isinstance(row.get("turns"), list)]
 
 
 def has_misuse(row: Mapping[str, Any]) -> bool:
-    """True if the policy got an error observation."""
+    """Return whether the policy got an error observation."""
     return any(turn.get("is_error") for turn in row["turns"] if isinstance(turn, dict))
 
 
 def summarize_tool_calls(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per tool, most used first, and one for misuse without a tool.
+    """Summarize calls per tool, most used first; misuse without a tool has its own row.
 
-    {tool, calls, per_episode, share_of_episodes, error_rate, success_rate (of the episodes that used it)}
+    Returns: {tool, calls, per_episode, share_of_episodes, error_rate, success_rate (of the episodes that used it)}
     """
     calls: Counter[str] = Counter()
     errors: Counter[str] = Counter()
@@ -96,29 +92,20 @@ def summarize_tool_calls(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def summarize_reward_components(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Recent means of each reward component, and their correlation with success.
+    """Summarize recent means of each reward component, and their correlation with success.
 
     Returns: number of rollouts read; per part {part, raw, weighted, on_success, on_failure, correlation}, means of the
-    weighted part (of the raw one where there is no weighted), correlation with success (None where either is constant).
+    weighted part (of the raw one if there is no weighted), correlation with success (None if either is constant).
     """
-    rows = [
-        row
-        for row in read_last_rows(path, MAX_REWARD_BYTES)
-        if isinstance(row.get("rewards"), dict)
-    ]
-    rows = [row for row in rows if not row.get("masked")]
+    rows = read_last_rows(path, MAX_REWARD_BYTES)
+    rows = [row for row in rows if isinstance(row.get("rewards"), dict) and not row.get("masked")]
     if not rows:
         return 0, []
     success = np.array([float(bool(row.get("success"))) for row in rows])
-    names = sorted(
-        {name for row in rows for name in row["rewards"] if not name.startswith("weighted/")}
-    )
-    table = [
-        _summarize_component(
-            "total", np.array([_parse_number(row.get("reward")) for row in rows]), None, success
-        )
-    ]
-    for name in names:
+    names = {name for row in rows for name in row["rewards"] if not name.startswith("weighted/")}
+    totals = np.array([_parse_number(row.get("reward")) for row in rows])
+    table = [_summarize_component("total", totals, None, success)]
+    for name in sorted(names):
         raw = np.array([_parse_number(row["rewards"].get(name)) for row in rows])
         weighted = np.array([_parse_number(row["rewards"].get(f"weighted/{name}")) for row in rows])
         table.append(_summarize_component(name, weighted, raw, success))
@@ -128,17 +115,16 @@ def summarize_reward_components(path: Path) -> tuple[int, list[dict[str, Any]]]:
 def _summarize_component(
     name: str, weighted: np.ndarray, raw: np.ndarray | None, success: np.ndarray
 ) -> dict[str, Any]:
-    known = np.isfinite(weighted)
-    won, lost = weighted[known & (success > 0)], weighted[known & (success == 0)]
-    values, wins = weighted[known], success[known]
-    varied = len(values) > 2 and float(values.std()) > 1e-12 and float(wins.std()) > 0
+    is_known = np.isfinite(weighted)
+    values, wins = weighted[is_known], success[is_known]
+    varies = len(values) > 2 and float(values.std()) > 1e-12 and float(wins.std()) > 0
     return {
         "part": name,
         "raw": None if raw is None else _compute_mean(raw[np.isfinite(raw)]),
         "weighted": _compute_mean(values),
-        "on_success": _compute_mean(won),
-        "on_failure": _compute_mean(lost),
-        "correlation": float(np.corrcoef(values, wins)[0, 1]) if varied else None,
+        "on_success": _compute_mean(values[wins > 0]),
+        "on_failure": _compute_mean(values[wins == 0]),
+        "correlation": float(np.corrcoef(values, wins)[0, 1]) if varies else None,
     }
 
 
@@ -151,15 +137,15 @@ def _compute_mean(values: np.ndarray) -> float | None:
 
 
 class EpisodeImages:
-    """PNG images of episodes, rendered on demand; only for shipped environments."""
+    """Renderer of episodes as PNG images, on demand; only for shipped environments."""
 
     def __init__(self) -> None:
         self._load_renderer = lru_cache(maxsize=8)(_build_renderer)
 
     def render_png(self, environment: Mapping[str, Any], level: str, seed: int) -> bytes | None:
-        """Image of an episode; None if its environment has none or is not a shipped one.
+        """Render the image of an episode; None if its environment has none or is not a shipped one.
 
-        A custom environment is given by import path, in its name or its options; viewing a run must not execute it.
+        A custom environment is named by import path, in its name or its options; viewing a run must not execute it.
         """
         from rl_core.environments import list_environment_code
 
@@ -168,9 +154,7 @@ class EpisodeImages:
             return None
         try:
             return self._load_renderer(name, repr(sorted(options.items())))(level, seed)
-        except (
-            Exception
-        ):  # settings of another version, a data file that is gone: no picture is worth the page
+        except Exception:  # settings of another version, a missing data file: the page does without
             return None
 
 
@@ -182,8 +166,8 @@ def _build_renderer(name: str, options: str) -> Callable[[str, int], bytes | Non
 
     environment = make_environment(name, dict(ast.literal_eval(options)))
 
-    def draw(level: str, seed: int) -> bytes | None:
+    def draw_png(level: str, seed: int) -> bytes | None:
         image = getattr(environment.episode(seed, level), "image", None)
         return encode_png(image()) if callable(image) else None
 
-    return draw
+    return draw_png

@@ -18,7 +18,7 @@ METRIC_COLUMNS = ("run", "stage", "metric", "step", "time", "value")
 
 
 def format_metrics_csv(run: RunView) -> Iterator[str]:
-    """All values of the run's journals, one per line, in blocks; `time` in seconds since the epoch.
+    """Format all values of the run's journals, one per line, in blocks; `time` in seconds since the epoch.
 
     A stage without a journal yields the points in memory, which may be downsampled.
     """
@@ -28,30 +28,28 @@ def format_metrics_csv(run: RunView) -> Iterator[str]:
             yield _format_csv_lines(_list_stored_points(run, stage))
             continue
         tail, offset = JsonLinesTail(stage.journal.tail.path), -1
-        while tail.offset > offset:  # not "while there are rows": a block may hold no valid row
+        while tail.offset > offset:  # not "while there are rows": a block may have no valid row
             offset = tail.offset
-            rows = tail.read_rows(1 << 20)
-            yield _format_csv_lines(
-                (
-                    run.id,
-                    stage.label,
-                    name,
-                    row.get("step"),
-                    _convert_to_seconds(row.get("time")),
-                    value,
-                )
-                for row in rows
-                if isinstance(row.get("metrics"), dict)
-                for name, value in row["metrics"].items()
-            )
+            yield _format_csv_lines(_list_values(run, stage, tail.read_rows(1 << 20)))
+
+
+def _list_values(
+    run: RunView, stage: StageView, rows: list[dict[str, Any]]
+) -> Iterator[tuple[Any, ...]]:
+    for row in rows:
+        metrics = row.get("metrics")
+        if not isinstance(metrics, dict):
+            continue
+        step, seconds = row.get("step"), _convert_to_seconds(row.get("time"))
+        for name, value in metrics.items():
+            yield run.id, stage.label, name, step, seconds, value
 
 
 def _list_stored_points(run: RunView, stage: StageView) -> Iterator[tuple[Any, ...]]:
     for name, series in stage.table.series.items():
-        for step, when, value in zip(
-            *(part.tolist() for part in series.read_arrays()), strict=True
-        ):
-            yield run.id, stage.label, name, int(step), when, value
+        steps, times, values = (column.tolist() for column in series.read_arrays())
+        for step, time_s, value in zip(steps, times, values, strict=True):
+            yield run.id, stage.label, name, int(step), time_s, value
 
 
 def _convert_to_seconds(milliseconds: object) -> float | None:
@@ -65,7 +63,7 @@ def _format_csv_lines(rows: Any) -> str:
 
 
 def _collect_stage_facts(stage: StageView) -> dict[str, Any]:
-    """Columns of a stage shared by both files."""
+    """Collect the columns of a stage that both files share."""
     return {
         "stage": stage.label,
         "status": stage.status,
@@ -79,29 +77,26 @@ def _collect_stage_facts(stage: StageView) -> dict[str, Any]:
 
 
 def format_stages_csv(run: RunView) -> str:
-    """Stages as CSV."""
+    """Format the stages as CSV."""
     rows = [(run.id, *_collect_stage_facts(stage).values()) for stage in run.stages]
     return _format_csv_lines([("run", *_collect_stage_facts(StageView("", ""))), *rows])
 
 
 def format_run_json(run: RunView) -> str:
-    """Summary: stages, settings, curriculum moves, each metric's last value and mean."""
-    stages = [
-        _collect_stage_facts(stage)
-        | {
-            "curriculum": stage.curriculum,
-            "metrics": {
-                name: {
-                    "last": series.last,
-                    "step": series.last_step,
-                    "mean_10": series.compute_mean(10),
-                    "count": series.count,
-                }
-                for name, series in sorted(stage.table.series.items())
-            },
+    """Format a summary as JSON: stages, settings, curriculum moves, each metric's last value and mean."""
+    stages = []
+    for stage in run.stages:
+        metrics = {
+            name: {
+                "last": series.last,
+                "step": series.last_step,
+                "mean_10": series.compute_mean(10),
+                "count": series.count,
+            }
+            for name, series in sorted(stage.table.series.items())
         }
-        for stage in run.stages
-    ]
+        facts = _collect_stage_facts(stage)
+        stages.append(facts | {"curriculum": stage.curriculum, "metrics": metrics})
     values = {
         "run": run.id,
         "mlflow_run_id": run.run_id,
@@ -117,7 +112,7 @@ def format_run_json(run: RunView) -> str:
 
 
 def export_run(run: RunView, folder: Path) -> list[Path]:
-    """Write metrics.csv, stages.csv and run.json into a folder, created if absent. Raises: DataError on failure."""
+    """Write metrics.csv, stages.csv and run.json into a folder; create it if needed. Raises: DataError on failure."""
     try:
         make_folder(folder)
         paths = [folder / name for name in ("metrics.csv", "stages.csv", "run.json")]

@@ -1,7 +1,4 @@
-"""Choices that the page's lists offer for a run: runs, stages, metrics and their groups, files of trajectories.
-
-Answers to the page's questions: what is chosen, as JSON, without the charts that the page shows already.
-"""
+"""JSON responses to the page's requests: the selected tab, without charts that the page already shows."""
 
 from __future__ import annotations
 
@@ -22,89 +19,96 @@ from posttrain.monitor.runs import RunView
 from posttrain.monitor.views import TAB_NAMES, build_view, group_metrics_by_prefix
 
 MAX_WINDOW = 100  # observations of the moving average
-_LIST_PARAMETERS = ("compare", "groups", "metrics")  # of the address: names with commas between
+MAX_REMEMBERED_VERSIONS = 64  # versions of a tab, over all pages
+_LIST_PARAMETERS = ("compare", "groups", "metrics")  # of the address: comma-separated names
 
 
 @dataclass(frozen=True)
 class ListEntries:
-    """Entries of each list; (label, value) where they differ."""
+    """Entries of the page's selection lists; (label, value) where the two differ."""
 
     runs: Sequence[tuple[str, str]]  # "" = the newest
     others: Sequence[tuple[str, str]]  # runs to compare with
     stages: Sequence[str]
-    groups: Mapping[str, int]  # of all stages, with their metrics of the chosen stage
-    metrics: Sequence[str]  # of the chosen stage
+    groups: Mapping[str, int]  # of all stages, with the number of metrics in the selected stage
+    metrics: Sequence[str]  # of the selected stage
     files: Sequence[str]
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any entry."""
+        """Digest that changes with any entry."""
         return hashlib.sha256(encode_browser_json(self)).hexdigest()[:16]
 
 
 def collect_list_entries(reader: RunReader, choice: PageSelection) -> ListEntries:
-    """Entries for this choice, under the reader's lock."""
+    """Collect the entries of the lists for a selection; the caller holds the reader's lock."""
     run = reader.load_run(choice.run)
-    listed = [(found.title, found.id) for found in reader.list_runs()]
+    runs = [(view.title, view.id) for view in reader.list_runs()]
     grouped = group_metrics_by_prefix(run, choice.stage)
+    stages, files = [], []
+    if run is not None:
+        stages = [stage.label for stage in run.stages if stage.table.series]
+        files = list(list_episode_files(run))
     return ListEntries(
-        runs=[("the newest", ""), *listed],
-        others=[item for item in listed if run is None or item[1] != run.id],
-        stages=[stage.label for stage in run.stages if stage.table.series]
-        if run is not None
-        else [],
+        runs=[("the newest", ""), *runs],
+        others=[entry for entry in runs if run is None or entry[1] != run.id],
+        stages=stages,
         groups={name: len(grouped.get(name, ())) for name in _list_metric_groups(run)},
         metrics=[name for group in grouped.values() for name in group],
-        files=list(list_episode_files(run)) if run is not None else [],
+        files=files,
     )
 
 
 def _list_metric_groups(run: RunView | None) -> list[str]:
-    """Groups of metrics of all stages: Gradio refuses a question under way that names one no longer offered."""
-    return (
-        sorted({name for stage in run.stages for name in group_metrics_by_prefix(run, stage.label)})
-        if run is not None
-        else []
-    )
+    """List the metric groups of all stages: Gradio refuses a pending request that names one no longer offered."""
+    if run is None:
+        return []
+    stages = [stage.label for stage in run.stages]
+    return sorted({name for stage in stages for name in group_metrics_by_prefix(run, stage)})
 
 
 def parse_selection(
     reader: RunReader, query: Mapping[str, str], default: str = ""
 ) -> PageSelection:
-    """Choice that an address or a question of the page names; what does not exist counts as not named.
+    """Parse the selection in an address or a request of the page; ignore names that do not exist.
 
     Args:
-        named: `first` marks a page that has just been opened; later, a run that has gone stays chosen.
-        default: id of the run that is shown where none is named; "" = the newest.
+        query: `first` marks a page that has just been opened; later, a run that no longer exists stays selected.
+        default: id of the run to show if none is named; "" = the newest.
     """
     run = query.get("run", default)
-    known = [found.id for found in reader.list_runs()]
+    known = [view.id for view in reader.list_runs()]
     view = reader.load_run(run if run in known else default)
     stage = query.get("stage", "")
-    stage = stage if view is not None and view.find_stage(stage) is not None else ""
-    metrics = {name for names in group_metrics_by_prefix(view, stage).values() for name in names}
-    compare, groups, singly = (
+    if view is None or view.find_stage(stage) is None:
+        stage = ""
+    available = {name for names in group_metrics_by_prefix(view, stage).values() for name in names}
+    compare, groups, metrics = (
         [part for part in query.get(name, "").split(",") if part] for name in _LIST_PARAMETERS
     )
-    window = query.get("window", "")
+    outcome = query.get("outcome", "all")
     return PageSelection(
         run=run if run in known or "first" not in query else default,
         compare=tuple(name for name in compare if name in known),
         stage=stage,
-        window=min(MAX_WINDOW, max(1, int(window)))
-        if window.isdecimal() and len(window) < 10
-        else DEFAULT_WINDOW,
+        window=_parse_window(query.get("window", "")),
         by_time=query.get("axis") == "minutes",
         groups=tuple(groups),
-        metrics=tuple(name for name in singly if name in metrics),
+        metrics=tuple(name for name in metrics if name in available),
         source=query.get("source", ""),
-        outcome=outcome if (outcome := query.get("outcome", "all")) in OUTCOME_FILTERS else "all",
+        outcome=outcome if outcome in OUTCOME_FILTERS else "all",
     )
 
 
+def _parse_window(text: str) -> int:
+    if not text.isdecimal() or len(text) >= 10:
+        return DEFAULT_WINDOW
+    return min(MAX_WINDOW, max(1, int(text)))
+
+
 def build_address(choice: PageSelection) -> dict[str, Any]:
-    """The part of the page's address that names what is chosen, without what is chosen by itself."""
-    named = {
+    """Build the part of the page's address that names the selection, without defaults."""
+    parameters = {
         "run": choice.run,
         "compare": ",".join(choice.compare),
         "stage": choice.stage,
@@ -112,68 +116,67 @@ def build_address(choice: PageSelection) -> dict[str, Any]:
         "window": str(choice.window) if choice.window != DEFAULT_WINDOW else "",
         "axis": "minutes" if choice.by_time else "",
     }
-    return {name: value for name, value in named.items() if value}
-
-
-MAX_REMEMBERED_VERSIONS = 64  # versions of a tab, over all pages
+    return {name: value for name, value in parameters.items() if value}
 
 
 class PageResponses:
-    """Answers for any number of open pages; thread-safe.
+    """Responses for any number of open pages; thread-safe.
 
-    A page names the version of a tab that it has drawn. Of that version the digests of its charts are remembered, and a
-    chart that has not changed since is sent as {"id", "same"}; a version that is no longer remembered gets everything.
+    A page names the version of a tab that it has drawn. The digests of that version's charts are remembered, and a
+    chart that has not changed since is sent as {"id", "same"}. For a version no longer remembered, everything is sent.
     """
 
     def __init__(self, reader: RunReader, run: str = "") -> None:
-        """`run`: id of the run that is shown where none is named; "" = the newest."""
+        """Prepare responses. `run`: id of the run to show if none is named; "" = the newest."""
         self._reader, self._run = reader, run
         self._sent_digests: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         self._lock = threading.Lock()
 
     def build_response(self, query: Mapping[str, str]) -> bytes:
-        """JSON of `views.view` with the page's address and the fingerprint of what its lists offer.
+        """Build the JSON of `views.build_view` with the page's address and the fingerprint of its lists.
 
         Args:
-            named: what is chosen (`offers.parse_selection`), `tab`, and `seen`: the version that the page has drawn. Blocks
-                are left out where that is the present one.
+            query: the selection (see `parse_selection`), `tab`, and `seen`: the version that the page has drawn. Blocks
+                are left out if that is the current one.
         """
         tab = query.get("tab", "")
         tab = tab if tab in TAB_NAMES else TAB_NAMES[0]
         with self._reader.lock:
             choice = parse_selection(self._reader, query, self._run)
-            found = build_view(self._reader, choice, tab)
-            listed = collect_list_entries(self._reader, choice)
-        found |= {"address": build_address(choice), "offers": listed.fingerprint}
+            view = build_view(self._reader, choice, tab)
+            entries = collect_list_entries(self._reader, choice)
+        view |= {"address": build_address(choice), "offers": entries.fingerprint}
         seen = query.get("seen", "")
-        if seen == found["version"]:
-            del found["blocks"]
+        if seen == view["version"]:
+            del view["blocks"]
         else:
-            found["blocks"] = self._omit_unchanged_charts(found["blocks"], found["version"], seen)
-        return encode_browser_json(found)
+            view["blocks"] = self._omit_unchanged_charts(view["blocks"], view["version"], seen)
+        return encode_browser_json(view)
 
     def _omit_unchanged_charts(
         self, blocks: list[dict[str, Any]], version: str, seen: str
     ) -> list[dict[str, Any]]:
         with self._lock:
-            known = self._sent_digests.get(seen, {})
-            kept: dict[str, bytes] = {}
-            reduced = [self._reduce_block(block, known, kept) for block in blocks]
-            self._sent_digests[version] = kept
+            seen_digests = self._sent_digests.get(seen, {})
+            digests: dict[str, bytes] = {}
+            reduced = [_reduce_block(block, seen_digests, digests) for block in blocks]
+            self._sent_digests[version] = digests
             self._sent_digests.move_to_end(version)
             while len(self._sent_digests) > MAX_REMEMBERED_VERSIONS:
                 self._sent_digests.popitem(last=False)
         return reduced
 
-    def _reduce_block(
-        self, block: dict[str, Any], known: Mapping[str, bytes], kept: dict[str, bytes]
-    ) -> dict[str, Any]:
-        if block["kind"] != "charts":
-            return block
-        charts: list[Any] = []
-        for chart in block["charts"]:
-            text, name = encode_browser_json(chart), f"{block['id']} {chart['id']}"
-            kept[name] = hashlib.blake2b(text, digest_size=12).digest()
-            same = known.get(name) == kept[name]
-            charts.append({"id": chart["id"], "same": True} if same else orjson.Fragment(text))
-        return block | {"charts": charts}
+
+def _reduce_block(
+    block: dict[str, Any], seen_digests: Mapping[str, bytes], digests: dict[str, bytes]
+) -> dict[str, Any]:
+    """Replace charts that the page has drawn by {"id", "same"}; add the digests of all charts to `digests`."""
+    if block["kind"] != "charts":
+        return block
+    charts: list[Any] = []
+    for chart in block["charts"]:
+        text, name = encode_browser_json(chart), f"{block['id']} {chart['id']}"
+        digests[name] = hashlib.blake2b(text, digest_size=12).digest()
+        is_same = seen_digests.get(name) == digests[name]
+        charts.append({"id": chart["id"], "same": True} if is_same else orjson.Fragment(text))
+    return block | {"charts": charts}

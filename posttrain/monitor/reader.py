@@ -1,14 +1,11 @@
-"""Subfolders of folders, listed again only where an entry was added or removed.
-
-Runs from MLflow's sqlite store, read without MLflow and without locks, for runs whose files are gone.
-
-The file is opened as immutable, so that writers are never blocked. A read during a write may be inconsistent; sqlite
-then raises, and the previous result is kept until the next refresh.
-
-Reader of an output folder, shared by any number of open pages.
+"""Reader of an output folder, shared by any number of open pages, and of MLflow's sqlite store.
 
 Reading is incremental and bounded: files are checked on request, at most once a second; each byte of a journal is read
 once; a metric keeps a bounded number of points; runs not viewed recently are evicted.
+
+Runs whose files no longer exist come from MLflow's store, read without MLflow and without locks. The database is opened
+as immutable, so that writers are never blocked. A read during a write may be inconsistent; sqlite then raises, and the
+previous result stays until the next refresh.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,53 +37,55 @@ from posttrain.monitor.tail import read_json_object
 from rl_core.errors import SettingsError, suggest_name
 from tasks.run_status import describe_run_status
 
-MIN_CACHED_AGE_NS = 2_000_000_000  # age of a folder's last change after which its listing is kept
+MIN_CACHED_AGE_NS = 2_000_000_000  # a listing is cached if the folder has not changed for this long
+MAX_STORE_RUNS = 300  # pipeline runs, the newest
+MAX_STORE_POINTS = 500_000  # metric values of one run
+PROMOTE_STAGE = "promote"
+MIN_REFRESH_SECONDS = 1.0  # minimum interval between file checks, over all pages
+MAX_LOADED_RUNS = 8  # runs with metrics in memory, least recently viewed evicted first
+LISTING_SECONDS = 2.0  # interval between folder listings
 
 
 class FolderListingCache:
-    """Listings of any number of folders; not thread-safe."""
+    """Subfolders of any number of folders, listed again only if an entry was added or removed; not thread-safe."""
 
     def __init__(self) -> None:
-        self._listings: dict[
-            Path, tuple[int, list[Path]]
-        ] = {}  # folder -> time of its last change, its subfolders
+        # Folder -> (time of its last change in ns, subfolders).
+        self._listings: dict[Path, tuple[int, list[Path]]] = {}
 
     def list_subfolders(self, path: Path) -> list[Path]:
-        """By name, without hidden ones; [] if the folder is gone."""
+        """List subfolders by name, without hidden ones; [] if the folder does not exist."""
         try:
             changed = path.stat().st_mtime_ns
-            kept = self._listings.get(path)
-            if kept is not None and kept[0] == changed:
-                return kept[1]
-            with os.scandir(path) as entries:  # it says what is a folder, without a look at each
+            cached = self._listings.get(path)
+            if cached is not None and cached[0] == changed:
+                return cached[1]
+            with os.scandir(
+                path
+            ) as entries:  # knows which entries are folders without a stat of each
                 names = sorted(
-                    one.name for one in entries if one.name[0] != "." and _is_folder(one)
+                    entry.name for entry in entries if entry.name[0] != "." and _is_folder(entry)
                 )
         except OSError:
             self._listings.pop(path, None)
             return []
-        found = [path / name for name in names]
-        if (
-            time.time_ns() - changed > MIN_CACHED_AGE_NS
-        ):  # else an entry of the same tick of the clock might be missed
-            self._listings[path] = (changed, found)
-        return found
+        subfolders = [path / name for name in names]
+        # Of a younger change, another entry of the same clock tick might be missed.
+        if time.time_ns() - changed > MIN_CACHED_AGE_NS:
+            self._listings[path] = (changed, subfolders)
+        return subfolders
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself, or to where this user may not look
+    except OSError:  # a link to itself, or into a folder that this user may not read
         return False
-
-
-MAX_STORE_RUNS = 300  # pipeline runs, the newest
-MAX_STORE_POINTS = 500_000  # metric values of one run
 
 
 @dataclass
 class MlflowRunRow:
-    """One run of the store."""
+    """One run of MLflow's store."""
 
     run_id: str
     name: str
@@ -99,7 +98,7 @@ class MlflowRunRow:
 
 
 class MlflowStore:
-    """Store of an output folder; empty if there is none."""
+    """MLflow's store of an output folder; empty if there is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,14 +112,14 @@ class MlflowStore:
             yield connection
 
     def list_runs(self) -> list[MlflowRunRow]:
-        """Latest pipeline runs and their stages, newest first; read again only if the file has changed."""
+        """List the latest pipeline runs and their stages, newest first; read again only if the file has changed."""
         try:
-            found = self.path.stat()
-            seen = (found.st_size, found.st_mtime)
-            if seen != self._file_version:
+            status = self.path.stat()
+            file_version = (status.st_size, status.st_mtime)
+            if file_version != self._file_version:
                 with self._open_connection() as connection:
                     self._runs = _query_runs(connection)
-                self._file_version = seen
+                self._file_version = file_version
         except FileNotFoundError:
             self._runs, self._file_version = [], None
         except (OSError, sqlite3.Error):
@@ -128,7 +127,7 @@ class MlflowStore:
         return self._runs
 
     def read_metrics(self, run_id: str) -> list[dict[str, Any]]:
-        """Rows as in metrics.jsonl; [] if they cannot be read now."""
+        """Read rows in the format of metrics.jsonl; [] if they cannot be read now."""
         query = (
             "SELECT key, value, timestamp, step FROM metrics WHERE run_uuid = ? AND is_nan = 0 "
             "ORDER BY timestamp, step LIMIT ?"
@@ -139,8 +138,8 @@ class MlflowStore:
         except (OSError, sqlite3.Error):
             return []
         return [
-            {"step": step, "time": when, "metrics": {name: value}}
-            for name, value, when, step in rows
+            {"step": step, "time": time_ms, "metrics": {name: value}}
+            for name, value, time_ms, step in rows
         ]
 
 
@@ -152,12 +151,12 @@ def _query_runs(connection: sqlite3.Connection) -> list[MlflowRunRow]:
         (20 * MAX_STORE_RUNS,),
     ).fetchall()
     tags: dict[str, dict[str, str]] = {}
-    wanted = (
+    tag_names = (
         "('mlflow.parentRunId', 'pipeline', 'stage', 'stage_key', 'result', 'error', 'interrupted', 'approval', "
         "'curriculum.moves', 'online.service', 'service.run')"
     )
     for run_id, key, value in connection.execute(
-        f"SELECT run_uuid, key, value FROM tags WHERE key IN {wanted} OR key LIKE 'cached.%'"
+        f"SELECT run_uuid, key, value FROM tags WHERE key IN {tag_names} OR key LIKE 'cached.%'"
     ):
         tags.setdefault(run_id, {})[key] = value
     return [
@@ -175,12 +174,6 @@ def _query_runs(connection: sqlite3.Connection) -> list[MlflowRunRow]:
     ]
 
 
-PROMOTE_STAGE = "promote"
-MIN_REFRESH_SECONDS = 1.0  # minimum interval between file checks, over all pages
-MAX_LOADED_RUNS = 8  # runs with metrics in memory, least recently viewed evicted first
-LISTING_SECONDS = 2.0  # interval between folder listings
-
-
 class RunReader:
     """Incremental reader of an output folder; thread-safe."""
 
@@ -190,22 +183,20 @@ class RunReader:
         self.lock = threading.RLock()  # held by readers of tables that a refresh may change
         self._parents: dict[Path, RunJournal] = {}
         self._stages: dict[Path, RunJournal] = {}
+        # Tables from the store: run id -> (run id and end, table).
         self._tables: OrderedDict[str, tuple[tuple[str, float | None], MetricSeriesTable]] = (
             OrderedDict()
-        )  # from the store
+        )
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._views: dict[str, tuple[float, RunView]] = {}
         self._listing_time = 0.0
         self._run_list: list[RunView] = []
-        self._stages_by_run: dict[
-            tuple[Path, str], list[RunJournal]
-        ] = {}  # (pipeline's folder, name of the run's) -> stages
+        # (pipeline folder, name of the run's folder) -> stages.
+        self._stages_by_run: dict[tuple[Path, str], list[RunJournal]] = {}
         self._folders = FolderListingCache()
 
-    # -- runs ---------------------------------------------------------------------------------------------------
-
     def list_runs(self) -> list[RunView]:
-        """All runs, newest first, without metrics; runs without files come from MLflow's store."""
+        """List all runs, newest first, without metrics; runs without files come from MLflow's store."""
         with self.lock:
             now = time.monotonic()
             if now - self._listing_time >= LISTING_SECONDS or not self._listing_time:
@@ -213,70 +204,73 @@ class RunReader:
             return list(self._run_list)
 
     def _find_runs(self) -> list[RunView]:
-        found = []
+        views = []
         present: set[Path] = set()
-        for home in self._folders.list_subfolders(self.output):
-            kinds = self._folders.list_subfolders(home / "stages")
-            stages = [
+        for pipeline_folder in self._folders.list_subfolders(self.output):
+            stage_folders = [
                 path
-                for kind in kinds
+                for kind in self._folders.list_subfolders(pipeline_folder / "stages")
                 for path in self._folders.list_subfolders(kind)
-                if _is_journal(path)
+                if path.name.endswith(".tracking")
             ]
-            for path in stages:
+            for path in stage_folders:
                 _find_or_create_journal(self._stages, path).events.read_new_events()
-            present |= set(stages)
-            self._group_stages_by_run(home, stages)
-            record, written = (
-                read_json_object(home / "run.json"),
-                _read_modification_time(home / "run.json"),
-            )
-            for path in self._folders.list_subfolders(home / "runs"):
+            present |= set(stage_folders)
+            self._group_stages_by_run(pipeline_folder, stage_folders)
+            record = read_json_object(pipeline_folder / "run.json")
+            record_modified = _read_modification_time(pipeline_folder / "run.json")
+            for path in self._folders.list_subfolders(pipeline_folder / "runs"):
                 present.add(path)
                 journal = _find_or_create_journal(self._parents, path)
                 journal.events.read_new_events()
                 if journal.events.started:
-                    found.append(self._build_run_summary(home, journal, record, written))
-        for known in (self._parents, self._stages):
-            for path in [path for path in known if path not in present]:
-                del known[path]
-        local = {view.run_id for view in found if view.run_id}
-        stored = (
-            run
+                    views.append(
+                        self._build_run_summary(pipeline_folder, journal, record, record_modified)
+                    )
+        for journals in (self._parents, self._stages):
+            for path in [path for path in journals if path not in present]:
+                del journals[path]
+        local_ids = {view.run_id for view in views if view.run_id}
+        views += [
+            _build_stored_run_summary(run, self.output)
             for run in self.store.list_runs()
-            if _is_pipeline_run(run) and run.run_id not in local
-        )
-        found += [_build_stored_run_summary(run, self.output) for run in stored]
-        return sorted(found, key=lambda view: view.started, reverse=True)
+            if _is_pipeline_run(run) and run.run_id not in local_ids
+        ]
+        return sorted(views, key=lambda view: view.started, reverse=True)
 
     def _build_run_summary(
-        self, home: Path, journal: RunJournal, record: dict[str, Any], written: float
+        self,
+        pipeline_folder: Path,
+        journal: RunJournal,
+        record: dict[str, Any],
+        record_modified: float,
     ) -> RunView:
-        """A run without its stages.
+        """Build the view of a run without its stages.
 
-        record, written: run.json of the pipeline and the time of its last change.
+        Args:
+            record: run.json of the pipeline.
+            record_modified: time of its last change.
         """
         events = journal.events
         started_text = events.name.rpartition(" · ")[2] or journal.folder.name
         if record.get("started") != started_text:
             record = {}  # describes a later run
-        signs = (
-            journal,
-            *(() if events.status else self._list_stage_journals(journal)),
-        )  # of one that is over, its own end
+        journals = [journal]
+        if not events.status:  # of a run that is over, only its end counts
+            journals += self._list_stage_journals(journal)
         modified = max(
-            max(found.modified, _read_modification_time(found.tail.path)) for found in signs
+            max(part.modified, _read_modification_time(part.tail.path)) for part in journals
         )
-        status, why = determine_run_status(events, record, written, modified)
+        status, reason = determine_run_status(events, record, record_modified, modified)
         shipped = read_json_object(journal.folder / ".tracking" / "shipped.json")
         answer = read_json_object(journal.folder / "run.json").get("answer")
         answer = answer if isinstance(answer, dict) else {}
         return RunView(
-            id=f"{home.name}/{journal.folder.name}",
-            pipeline=home.name,
+            id=f"{pipeline_folder.name}/{journal.folder.name}",
+            pipeline=pipeline_folder.name,
             started_text=started_text,
             status=status,
-            status_reason=why,
+            status_reason=reason,
             started=events.started,
             ended=events.ended,
             seconds=journal.read_elapsed_seconds(is_live=status in ("running", "silent")),
@@ -286,59 +280,53 @@ class RunReader:
             result=insert_approval_answer(events.tags.get("result", ""), answer),
             approval_answer=answer,
             config=events.texts.get("config.json", {}),
-            output=home.parent,
+            output=pipeline_folder.parent,
         )
 
-    def _group_stages_by_run(self, home: Path, stages: list[Path]) -> None:
-        """Sort the stages of a pipeline by the run in which they began."""
-        for key in [key for key in self._stages_by_run if key[0] == home]:
+    def _group_stages_by_run(self, pipeline_folder: Path, stage_folders: list[Path]) -> None:
+        """Group the stages of a pipeline by the run in which they began."""
+        for key in [key for key in self._stages_by_run if key[0] == pipeline_folder]:
             del self._stages_by_run[key]
-        for path in stages:
+        for path in stage_folders:
             journal = self._stages[path]
-            self._stages_by_run.setdefault(
-                (home, os.path.basename(journal.events.parent)), []
-            ).append(journal)
+            key = (pipeline_folder, os.path.basename(journal.events.parent))
+            self._stages_by_run.setdefault(key, []).append(journal)
 
     def _list_stage_journals(self, parent: RunJournal) -> list[RunJournal]:
-        """Journals of the stages that began in this run, matched by name, as the output folder may have been moved."""
+        """List the journals of the stages that began in a run, by name, as the output folder may have been moved."""
         return self._stages_by_run.get((parent.folder.parent.parent, parent.folder.name), [])
 
     def resolve_run_id(self, name: str) -> str:
-        """Run id for `name`: an id, a prefix of an id, or a pipeline's name (its newest run).
+        """Return the run id for an id, a prefix of an id, or a pipeline's name (its newest run).
 
         Raises: SettingsError for an unknown name, with suggestions.
         """
         runs = self.list_runs()
-        fits = [
+        matches = [
             run.id for run in runs if name in (run.id, run.pipeline, run.started_text, run.run_id)
         ]
-        fits = fits or [run.id for run in runs if run.id.startswith(name)]
-        if fits:
-            return fits[0]
-        known = [run.id for run in runs]
-        raise SettingsError(
-            f"--run: no run '{name}' in {self.output}: {suggest_name(name, [*known, *(run.pipeline for run in runs)])}"
-        )
-
-    # -- one run ------------------------------------------------------------------------------------------------
+        matches = matches or [run.id for run in runs if run.id.startswith(name)]
+        if matches:
+            return matches[0]
+        names = [run.id for run in runs] + [run.pipeline for run in runs]
+        raise SettingsError(f"--run: no run '{name}' in {self.output}: {suggest_name(name, names)}")
 
     def load_run(self, identity: str) -> RunView | None:
-        """One run with its stages and metrics; "" = the newest. None if it does not exist (any more)."""
+        """Load a run with its stages and metrics; "" = the newest. Return None if it does not exist (any more)."""
         with self.lock:
-            head = next((view for view in self.list_runs() if identity in ("", view.id)), None)
-            if head is None:
+            summary = next((view for view in self.list_runs() if identity in ("", view.id)), None)
+            if summary is None:
                 return None
-            kept = self._views.get(head.id)
+            cached = self._views.get(summary.id)
             now = time.monotonic()
-            if kept is not None and now - kept[0] < MIN_REFRESH_SECONDS:
-                return kept[1]
-            self._evict_old_runs(head.id)
-            view = (
-                self._load_run_from_store(head)
-                if head.source == "mlflow"
-                else self._load_run_from_files(head)
-            )
-            self._views[head.id] = (now, view)
+            if cached is not None and now - cached[0] < MIN_REFRESH_SECONDS:
+                return cached[1]
+            self._evict_old_runs(summary.id)
+            if summary.source == "mlflow":
+                view = self._load_run_from_store(summary)
+            else:
+                view = self._load_run_from_files(summary)
+            self._views[summary.id] = (now, view)
             return view
 
     def _evict_old_runs(self, identity: str) -> None:
@@ -346,72 +334,92 @@ class RunReader:
         self._loaded[identity] = None
         self._loaded.move_to_end(identity)
         while len(self._loaded) > MAX_LOADED_RUNS:
-            gone, _ = self._loaded.popitem(last=False)
-            self._views.pop(gone, None)
-            home, _, started = gone.partition("/")
-            parent = self._parents.get(self.output / home / "runs" / started)
+            evicted, _ = self._loaded.popitem(last=False)
+            self._views.pop(evicted, None)
+            pipeline, _, started = evicted.partition("/")
+            parent = self._parents.get(self.output / pipeline / "runs" / started)
             if parent is not None:
-                for journal in (parent, *self._list_stage_journals(parent)):
-                    (self._parents if journal is parent else self._stages).pop(journal.folder, None)
+                for stage in self._list_stage_journals(parent):
+                    self._stages.pop(stage.folder, None)
+                self._parents.pop(parent.folder, None)
                 self._listing_time = 0.0  # forces a new listing, without metrics
 
     def _load_run_from_files(self, view: RunView) -> RunView:
-        home, _, started = view.id.partition("/")
-        parent = self._parents[self.output / home / "runs" / started]
+        pipeline, _, started = view.id.partition("/")
+        folder = self.output / pipeline
+        parent = self._parents[folder / "runs" / started]
         parent.read_new_metrics()
         view.system = parent.table
         view.stages = []
-        folder = self.output / home
-        everyone = [
-            journal
-            for (at, _), found in self._stages_by_run.items()
-            if at == folder
-            for journal in found
+        # Stages with the time at which they began or were reused.
+        timed_stages = [
+            (journal.events.started, self._build_stage_view(view, journal, ""))
+            for journal in self._list_stage_journals(parent)
         ]
-        members = {_read_stage_key(journal): journal for journal in everyone}
-        by_run: dict[Any, RunJournal] = {}
-        if any(origin not in members for _, origin in parent.events.cached.values()):
-            by_run = {
-                read_json_object(j.folder / ".tracking" / "shipped.json").get("run_id"): j
-                for j in everyone
-            }
-        placed: list[tuple[float, StageView]] = []
-        for journal in self._list_stage_journals(parent):
-            placed.append((journal.events.started, self._build_stage_view(view, journal, "")))
-        for label, (when, origin) in parent.events.cached.items():
-            found = members.get(origin) or by_run.get(origin)
-            if found is None:
-                placed.append((when, StageView(label, "cached", result="its files are gone")))
-            elif (
-                label == PROMOTE_STAGE != found.folder.parent.name
-            ):  # of a champion: there was nothing to decide
-                note = parent.events.tags.get("gate.reason", "")
-                placed.append((when, StageView(label, "cached", done=1.0, total=1.0, result=note)))
-            elif found not in self._list_stage_journals(parent):
-                placed.append((when, self._build_stage_view(view, found, label)))
-        view.stages = [stage for _, stage in sorted(placed, key=lambda item: item[0])]
+        timed_stages += self._build_cached_stages(view, parent, folder)
+        view.stages = [stage for _, stage in sorted(timed_stages, key=lambda item: item[0])]
         self._add_stages_from_store(view)
         known = {stage.label for stage in view.stages}
-        to_come = [
-            name for name in _list_planned_stages(view, parent.events.params) if name not in known
-        ]
+        status = STATUS_NOT_RUN if view.is_over else STATUS_PENDING
         view.stages += [
-            StageView(name, STATUS_NOT_RUN if view.is_over else STATUS_PENDING) for name in to_come
+            StageView(name, status)
+            for name in _list_planned_stages(view, parent.events.params)
+            if name not in known
         ]
         return view
 
+    def _build_cached_stages(
+        self, view: RunView, parent: RunJournal, folder: Path
+    ) -> list[tuple[float, StageView]]:
+        """Build the stages that a run reused, each with the time of its reuse."""
+        journals = [
+            journal
+            for (pipeline_folder, _), members in self._stages_by_run.items()
+            if pipeline_folder == folder
+            for journal in members
+        ]
+        by_origin: dict[Any, RunJournal] = {
+            _read_stage_key(journal): journal for journal in journals
+        }
+        if any(origin not in by_origin for _, origin in parent.events.cached.values()):
+            # Some are named by their MLflow run.
+            by_run_id = {
+                read_json_object(journal.folder / ".tracking" / "shipped.json").get(
+                    "run_id"
+                ): journal
+                for journal in journals
+            }
+            by_origin = by_run_id | by_origin
+        timed_stages: list[tuple[float, StageView]] = []
+        for label, (time_s, origin) in parent.events.cached.items():
+            journal = by_origin.get(origin)
+            if journal is None:
+                stage = StageView(label, "cached", result="its files no longer exist")
+            elif label == PROMOTE_STAGE != journal.folder.parent.name:
+                # The champion itself: there was nothing to decide.
+                reason = parent.events.tags.get("gate.reason", "")
+                stage = StageView(label, "cached", done=1.0, total=1.0, result=reason)
+            elif journal in self._list_stage_journals(parent):
+                continue
+            else:
+                stage = self._build_stage_view(view, journal, label)
+            timed_stages.append((time_s, stage))
+        return timed_stages
+
     def _build_stage_view(self, run: RunView, journal: RunJournal, cached_as: str) -> StageView:
         journal.read_new_metrics()
-        events = journal.events
-        finished = journal.folder.with_name(_read_stage_key(journal))
-        being_written = finished.with_name(f"{finished.name}.open")
-        folder = (
-            finished if finished.is_dir() else being_written if being_written.is_dir() else None
-        )
-        summary = read_json_object(finished / "summary.json") if folder == finished else {}
+        events, table = journal.events, journal.table
+        finished_folder = journal.folder.with_name(_read_stage_key(journal))
+        open_folder = finished_folder.with_name(f"{finished_folder.name}.open")
+        folder, summary = None, {}
+        if finished_folder.is_dir():
+            folder, summary = finished_folder, read_json_object(finished_folder / "summary.json")
+        elif open_folder.is_dir():
+            folder = open_folder
         status = events.status or ("running" if run.status in ("running", "silent") else "killed")
         done, total, message = journal.progress
-        table = journal.table
+        result = summary.get("note") or events.tags.get("error") or events.tags.get("result") or ""
+        moves = summary.get("curriculum") or events.texts.get("curriculum.json", {}).get("history")
         stage = StageView(
             label=cached_as or events.name.replace(" ", "_"),
             status="cached" if cached_as else status,
@@ -423,20 +431,10 @@ class RunReader:
             done=done,
             total=total,
             message=message,
-            result=insert_approval_answer(
-                str(
-                    summary.get("note")
-                    or events.tags.get("error")
-                    or events.tags.get("result")
-                    or ""
-                ),
-                run.approval_answer,
-            ),
+            result=insert_approval_answer(str(result), run.approval_answer),
             table=table,
             params=events.params,
-            curriculum=_select_moves(
-                summary.get("curriculum") or events.texts.get("curriculum.json", {}).get("history")
-            ),
+            curriculum=_select_moves(moves),
         )
         if not total:
             stage.done, stage.total = _estimate_progress(stage)
@@ -446,76 +444,71 @@ class RunReader:
         stage.seconds_left = estimate_seconds_left(stage, time.time())
         return stage
 
-    # -- from MLflow --------------------------------------------------------------------------------------------
-
     def _add_stages_from_store(self, view: RunView) -> None:
-        """Add stages without journals (as after --fresh) from MLflow."""
+        """Add stages without journals (as after --fresh) from MLflow's store."""
         if not view.run_id:
             return
         known = {stage.label for stage in view.stages}
-        for stored in reversed(self.store.list_runs()):
-            label = stored.tags.get("stage", stored.name).replace(" ", "_")
-            if stored.parent == view.run_id and label not in known:
-                view.stages.append(self._build_stored_stage(stored, label))
+        view.stages += self._load_stored_stages(view.run_id, known)
 
     def _load_run_from_store(self, view: RunView) -> RunView:
-        view.stages = []
-        for stored in reversed(self.store.list_runs()):
-            if stored.parent == view.run_id:
-                view.stages.append(
-                    self._build_stored_stage(
-                        stored, stored.tags.get("stage", stored.name).replace(" ", "_")
-                    )
-                )
+        view.stages = self._load_stored_stages(view.run_id)
         view.system = self._load_stored_table(view.run_id, view.ended)
         return view
 
-    def _build_stored_stage(self, stored: MlflowRunRow, label: str) -> StageView:
-        status = _determine_stored_status(stored)
-        return StageView(
-            label=label,
-            status=status,
-            started=stored.started,
-            ended=stored.ended or 0.0,
-            done=float(status == "finished"),
-            total=1.0,
-            result=stored.tags.get("result") or stored.tags.get("error", ""),
-            table=self._load_stored_table(stored.run_id, stored.ended),
-        )
+    def _load_stored_stages(self, run_id: str, known: Set[str] = frozenset()) -> list[StageView]:
+        """Load the stages of a run from MLflow's store, oldest first, except `known` ones."""
+        stages = []
+        for stored in reversed(self.store.list_runs()):
+            label = stored.tags.get("stage", stored.name).replace(" ", "_")
+            if stored.parent != run_id or label in known:
+                continue
+            status = _determine_stored_status(stored)
+            stages.append(
+                StageView(
+                    label=label,
+                    status=status,
+                    started=stored.started,
+                    ended=stored.ended or 0.0,
+                    done=float(status == "finished"),
+                    total=1.0,
+                    result=stored.tags.get("result") or stored.tags.get("error", ""),
+                    table=self._load_stored_table(stored.run_id, stored.ended),
+                )
+            )
+        return stages
 
     def _load_stored_table(self, run_id: str, ended: float | None) -> MetricSeriesTable:
-        seen = (run_id, ended)
-        kept = self._tables.get(run_id)
-        if kept is not None and kept[0] == seen:
+        version = (run_id, ended)
+        cached = self._tables.get(run_id)
+        if cached is not None and cached[0] == version:
             self._tables.move_to_end(run_id)
-            return kept[1]
+            return cached[1]
         table = MetricSeriesTable()
         table.add_rows(self.store.read_metrics(run_id))
-        self._tables[run_id] = (seen, table)
+        self._tables[run_id] = (version, table)
         while len(self._tables) > 4 * MAX_LOADED_RUNS:
             self._tables.popitem(last=False)
         return table
 
 
 def _is_pipeline_run(run: MlflowRunRow) -> bool:
-    """False for stages, and for services, which have pages of their own."""
+    """Return False for stages, and for services, which have their own tabs."""
     return run.parent is None and not run.tags.keys() & {"online.service", "service.run"}
 
 
 def _determine_stored_status(run: MlflowRunRow) -> str:
-    """Status of a run without files; one that has no end cannot be alive any more."""
+    """Determine the status of a run without files; one without an end cannot be alive any more."""
     return "killed" if run.status == "RUNNING" else describe_run_status(run.status, run.tags)
 
 
 def _build_stored_run_summary(run: MlflowRunRow, output: Path) -> RunView:
-    status = _determine_stored_status(run)
-    pipeline = run.tags.get("pipeline") or run.experiment
     return RunView(
         id=f"mlflow:{run.run_id}",
-        pipeline=pipeline,
+        pipeline=run.tags.get("pipeline") or run.experiment,
         started_text=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started)),
-        status=status,
-        status_reason="its files are gone; this is what MLflow keeps of it",
+        status=_determine_stored_status(run),
+        status_reason="its files no longer exist; this is what MLflow's store has of it",
         started=run.started,
         ended=run.ended or 0.0,
         modified=run.ended or run.started,
@@ -527,23 +520,19 @@ def _build_stored_run_summary(run: MlflowRunRow, output: Path) -> RunView:
 
 
 def _read_modification_time(path: Path) -> float:
-    """Modification time of a file, in seconds since the epoch; 0 = absent."""
+    """Read the modification time of a file, in seconds since the epoch; 0 = missing."""
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def _find_or_create_journal(known: dict[Path, RunJournal], path: Path) -> RunJournal:
-    """The folder's journal, made where it is not known yet."""
-    found = known.get(path)
-    if found is None:
-        found = known[path] = RunJournal(path)
-    return found
-
-
-def _is_journal(path: Path) -> bool:
-    return path.name.endswith(".tracking")
+def _find_or_create_journal(journals: dict[Path, RunJournal], path: Path) -> RunJournal:
+    """Return the journal of a folder; create it if it is unknown."""
+    journal = journals.get(path)
+    if journal is None:
+        journal = journals[path] = RunJournal(path)
+    return journal
 
 
 def _read_stage_key(journal: RunJournal) -> str:
@@ -551,11 +540,11 @@ def _read_stage_key(journal: RunJournal) -> str:
 
 
 def _list_planned_stages(view: RunView, params: dict[str, str]) -> list[str]:
-    """Stages of the settings, in order."""
+    """List the stages of the settings, in order."""
     stages = view.config.get("stages")
     if isinstance(stages, dict):
         planned = [name for name, value in stages.items() if value is not None and name != "own"]
-        return [*planned, *(stages.get("own") or {})]  # those of the user's have names of their own
+        return [*planned, *(stages.get("own") or {})]  # custom stages are named by the user
     names = [
         name.split(".")[1]
         for name, value in params.items()
@@ -564,12 +553,12 @@ def _list_planned_stages(view: RunView, params: dict[str, str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _select_moves(history: object) -> list[dict[str, object]]:
+def _select_moves(history: object) -> list[dict[str, Any]]:
     return [row for row in history if isinstance(row, dict)] if isinstance(history, list) else []
 
 
 def _estimate_progress(stage: StageView) -> tuple[float, float]:
-    """(done, total) derived from metrics, for runs without recorded progress; (0, 0) = unknown."""
+    """Estimate (done, total) from metrics, for runs without recorded progress; (0, 0) = unknown."""
     series = stage.table.series
     try:
         if "iterations" in stage.params and "reward/mean" in series:

@@ -1,6 +1,6 @@
-"""`posttrain monitor`: serves the page on loopback until Ctrl-C, without external requests or telemetry.
+"""Server of the live page: `posttrain monitor`, and one of the servers of `posttrain up --monitor`.
 
-The live page among the servers of `posttrain up --monitor`.
+It listens on loopback and makes no external requests.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import contextlib
 import importlib.util
 import logging
 import os
-import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,10 @@ from posttrain.monitor.export import (
 from posttrain.monitor.page_responses import PageResponses
 from posttrain.monitor.reader import RunReader
 from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment, fetch_json
-from rl_core.errors import BackendError, DataError, SettingsError
+from posttrain.web.server_setup import LOOPBACK_HOST, find_free_port, run_server
+from rl_core.errors import DataError, SettingsError
 
-PAGE_HOST = "127.0.0.1"
 DEFAULT_PORT = 7860
-MAX_PORTS_TRIED = 100
 PROCESS_NICENESS = 10  # lower priority than training
 
 # The browser refuses content from other origins.
@@ -40,6 +37,71 @@ _CONTENT_SECURITY_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; frame-src 'none'"
 )
+# Set before Gradio is imported, overriding the user's environment.
+_GRADIO_ENVIRONMENT = {
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def serve_page(output: Path, run: str = "", port: int | None = None) -> None:
+    """Serve the page until Ctrl-C or SIGTERM; print the link once it answers.
+
+    Args:
+        run: see `RunReader.resolve_run_id`; "" follows the newest run.
+        port: if taken, the next free port is used; None = 7860.
+    Raises: SettingsError for an invalid folder, run or port, or without Gradio; BackendError without a free port.
+    """
+    reader = _open_reader(output)
+    run_id = reader.resolve_run_id(run) if run else ""
+    preferred_port = port or DEFAULT_PORT
+    free_port = find_free_port(preferred_port)
+    app = build_app(reader, run_id)
+    import uvicorn
+
+    with contextlib.suppress(OSError):  # not permitted; reading is cheap anyway
+        os.nice(PROCESS_NICENESS)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=LOOPBACK_HOST,
+            port=free_port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+
+    def print_link() -> None:
+        note = f"  (port {preferred_port} is taken)" if free_port != preferred_port else ""
+        print(
+            f"monitor  http://{LOOPBACK_HOST}:{free_port}{note}\nCtrl-C stops the page; runs continue",
+            flush=True,
+        )
+
+    # Before a browser asks for it.
+    threading.Thread(target=reader.load_run, args=(run_id,), daemon=True).start()
+    run_server(server, print_link)
+    print("\nstopped", flush=True)
+
+
+def export_run_files(output: Path, run: str, folder: Path) -> list[Path]:
+    """Export a run as files, without a page. `run`: see `RunReader.resolve_run_id`; "" = the newest.
+
+    Raises: SettingsError for an unknown folder or run, DataError without runs or disk space.
+    """
+    reader = _open_reader(output)
+    view = reader.load_run(reader.resolve_run_id(run) if run else "")
+    if view is None:
+        raise DataError(f"no runs in {reader.output}; start one: posttrain run demo")
+    for stage in view.stages:
+        if stage.journal is not None:
+            offset = -1  # a truncated last line is never read: stop when there is no progress
+            while stage.journal.tail.offset > offset:
+                offset = stage.journal.tail.offset
+                stage.journal.read_new_metrics()
+    return export_run(view, folder)
 
 
 def _open_reader(output: Path) -> RunReader:
@@ -61,54 +123,12 @@ def _open_reader(output: Path) -> RunReader:
     return RunReader(output)
 
 
-def export_run_files(output: Path, run: str, folder: Path) -> list[Path]:
-    """Export a run as files, without a page. `run`: see `Reader.choose`; "" = the newest.
-
-    Raises: SettingsError for an unknown folder or run, DataError without runs or disk space.
-    """
-    reader = _open_reader(output)
-    found = reader.load_run(reader.resolve_run_id(run) if run else "")
-    if found is None:
-        raise DataError(f"no runs in {reader.output}; start one: posttrain run demo")
-    for stage in found.stages:
-        if stage.journal is not None:
-            offset = -1  # a truncated last line is never read: stop when there is no progress
-            while stage.journal.tail.offset > offset:
-                offset = stage.journal.tail.offset
-                stage.journal.read_new_metrics()
-    return export_run(found, folder)
-
-
-def find_free_port(preferred_port: int) -> int:
-    """`wanted`, or the next free port. Raises: SettingsError, BackendError without one."""
-    for port in range(preferred_port, min(65536, preferred_port + MAX_PORTS_TRIED)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-            try:
-                probe.bind((PAGE_HOST, port))
-                return port
-            except PermissionError as error:
-                raise SettingsError(
-                    f"--port {preferred_port}: {error.strerror}; use one above 1023"
-                ) from None
-            except OSError:
-                continue
-    raise BackendError(
-        f"no free port on {PAGE_HOST} from {preferred_port} on; name another with --port"
-    )
-
-
 def build_app(reader: RunReader, run: str = "") -> Any:
-    """The web application (FastAPI): the page at /, images and files.
+    """Build the web application (FastAPI): the page at /, images and files.
 
     Raises: SettingsError if Gradio is not installed.
     """
-    for name, value in (
-        ("GRADIO_ANALYTICS_ENABLED", "False"),
-        ("HF_HUB_OFFLINE", "1"),
-        ("DO_NOT_TRACK", "1"),
-    ):
-        os.environ[name] = value  # before Gradio is imported, overriding the user's environment
+    os.environ.update(_GRADIO_ENVIRONMENT)
     try:
         import gradio as gr
     except ImportError as error:
@@ -132,7 +152,7 @@ def build_app(reader: RunReader, run: str = "") -> Any:
         app,
         build_page(reader, run),
         path="/",
-        server_name=PAGE_HOST,
+        server_name=LOOPBACK_HOST,
         footer_links=[],
         run_history=False,
         theme=theme,
@@ -150,7 +170,7 @@ class _ContentPolicyMiddleware:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def with_policy(message: Any) -> None:
+        async def send_with_policy(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [
                     *message.get("headers", []),
@@ -158,18 +178,18 @@ class _ContentPolicyMiddleware:
                 ]
             await send(message)
 
-        await self.app(scope, receive, with_policy if scope["type"] == "http" else send)
+        await self.app(scope, receive, send_with_policy if scope["type"] == "http" else send)
 
 
-def _add_view_routes(app: Any, answers: PageResponses) -> None:
-    """Add the route that the page asks for what it shows, and the one that says that the page answers."""
+def _add_view_routes(app: Any, responses: PageResponses) -> None:
+    """Add the route for the contents of the page, and the health check."""
     from fastapi.responses import PlainTextResponse, Response
 
-    def shown(request: Any) -> Response:
-        data = answers.build_response(dict(request.query_params))
+    def respond(request: Any) -> Response:
+        data = responses.build_response(dict(request.query_params))
         return Response(data, media_type="application/json", headers={"Cache-Control": "no-store"})
 
-    app.add_route("/view", shown, methods=["GET"])  # on a thread of its own, as it reads files
+    app.add_route("/view", respond, methods=["GET"])  # runs on a thread, as it reads files
     app.add_route("/healthz", lambda request: PlainTextResponse("ok"), methods=["GET"])
 
 
@@ -180,83 +200,32 @@ def _add_file_routes(app: Any, reader: RunReader) -> None:
     images = EpisodeImages()
 
     @app.get("/image.png")
-    def image(run: str, level: str, seed: int) -> Response:
-        found = reader.load_run(run)
-        data = (
-            images.render_png(found.config.get("environment") or {}, level, seed)
-            if found is not None
-            else None
-        )
+    def serve_image(run: str, level: str, seed: int) -> Response:
+        view, data = reader.load_run(run), None
+        if view is not None:
+            data = images.render_png(view.config.get("environment") or {}, level, seed)
         if data is None:
             return Response(status_code=404)
         return Response(data, media_type="image/png", headers={"Cache-Control": "max-age=3600"})
 
     @app.get("/export/{name}")
-    def files(name: str, run: str) -> Response:
-        found = reader.load_run(run)
-        if found is None:
-            return Response("this run is gone", status_code=404, media_type="text/plain")
-        attached = {"Content-Disposition": f'attachment; filename="{name}"'}
+    def serve_export(name: str, run: str) -> Response:
+        view = reader.load_run(run)
+        if view is None:
+            return Response("this run no longer exists", status_code=404, media_type="text/plain")
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         if name == "metrics.csv":
-            return StreamingResponse(
-                format_metrics_csv(found), media_type="text/csv", headers=attached
-            )
+            content = format_metrics_csv(view)
+            return StreamingResponse(content, media_type="text/csv", headers=headers)
         if name == "stages.csv":
-            return Response(format_stages_csv(found), media_type="text/csv", headers=attached)
+            return Response(format_stages_csv(view), media_type="text/csv", headers=headers)
         if name == "run.json":
-            return Response(format_run_json(found), media_type="application/json", headers=attached)
+            return Response(format_run_json(view), media_type="application/json", headers=headers)
         return Response("no such file", status_code=404, media_type="text/plain")
 
 
-def serve_page(output: Path, run: str = "", port: int | None = None) -> None:
-    """Serve the page until Ctrl-C or SIGTERM; prints the link once it answers.
-
-    Args:
-        run: see `Reader.choose`; "" follows the newest run.
-        port: if taken, the next free port is used; None = 7860.
-    Raises: SettingsError for an invalid folder, run or port, or without Gradio; BackendError without a free port.
-    """
-    reader = _open_reader(output)
-    chosen = reader.resolve_run_id(run) if run else ""
-    wanted = port or DEFAULT_PORT
-    number = find_free_port(wanted)
-    app = build_app(reader, chosen)
-    import uvicorn
-
-    with contextlib.suppress(OSError):  # not permitted; reading is cheap anyway
-        os.nice(PROCESS_NICENESS)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=PAGE_HOST,
-            port=number,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-    )
-    note = f"  (port {wanted} is taken)" if number != wanted else ""
-
-    def announce() -> None:
-        while not server.started and not server.should_exit:
-            time.sleep(0.05)
-        if server.started:
-            print(
-                f"monitor  http://{PAGE_HOST}:{number}{note}\nCtrl-C stops the page; runs continue",
-                flush=True,
-            )
-
-    threading.Thread(target=announce, daemon=True).start()
-    threading.Thread(
-        target=reader.load_run, args=(chosen,), daemon=True
-    ).start()  # before a browser asks for it
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down and re-raises the signal
-        server.run()
-    print("\nstopped", flush=True)
-
-
 def choose_page_port(preferred_port: int | None) -> int:
-    """Port of the page; None = the usual one. Raises: SettingsError where Gradio is not installed."""
+    """Return the port of the page; None = the default one. Raises: SettingsError if Gradio is not installed."""
     if importlib.util.find_spec("gradio") is None:
         raise SettingsError(
             "--monitor: the live page needs Gradio: pip install 'posttrain[monitor]'"
@@ -265,27 +234,29 @@ def choose_page_port(preferred_port: int | None) -> int:
 
 
 def build_page_services(port: int, output: Path, mlflow: str) -> list[ServiceSpec]:
-    """The page on exactly this port. `mlflow` is not used: the page reads files."""
-    url = f"http://{PAGE_HOST}:{port}"
+    """Build the specification of the page on exactly this port. `mlflow` is not used: the page reads files."""
+    url = f"http://{LOOPBACK_HOST}:{port}"
     environment = build_base_environment(output, "monitor")
-    environment["PYTHONPATH"] = build_python_path(
-        environment
-    )  # this posttrain, even if another version is installed
-    command = (
-        sys.executable,
-        "-m",
-        "posttrain.cli.main",
-        "monitor",
-        "--output",
-        str(output),
-        "--port",
-        str(port),
-    )
+    # This posttrain, even if another version is installed.
+    environment["PYTHONPATH"] = build_python_path(environment)
+    command = [sys.executable, "-m", "posttrain.cli.main", "monitor"]
+    command += ["--output", str(output), "--port", str(port)]
 
-    def works() -> bool:
+    def check_health() -> bool:
         try:
             return bool(fetch_json(f"{url}/healthz") == "ok")
         except (OSError, ValueError):
             return False
 
-    return [ServiceSpec("monitor", command, environment, ROOT, url, works, "--monitor-port", port)]
+    return [
+        ServiceSpec(
+            "monitor",
+            tuple(command),
+            environment,
+            ROOT,
+            url,
+            check_health,
+            "--monitor-port",
+            port,
+        )
+    ]

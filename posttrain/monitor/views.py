@@ -20,7 +20,9 @@ from posttrain.monitor.charts import (
     MISSING_VALUE,
     ComparedStages,
     PageSelection,
+    build_charts_block,
     build_metric_cell,
+    build_note,
     build_overlay_chart,
     build_table,
     encode_browser_json,
@@ -47,7 +49,11 @@ from tasks.command_hints import format_posttrain_command
 
 log = logging.getLogger(__name__)
 
-# Shown first, if logged; shares are drawn on the full axis.
+MAX_CHARTS = 24  # on one tab
+RELATIVE_ROUNDING = 1e-9  # smaller relative differences are rounding errors
+_MAX_HEADLINE_CHARTS = 6
+_DEFAULT_GROUPS = ("train", "reward", "policy")
+# Shown first, if logged.
 _HEADLINE_METRICS = (
     "train/success_rate",
     "eval/success_rate",
@@ -59,7 +65,8 @@ _HEADLINE_METRICS = (
     "policy/entropy",
     "train/grad_norm",
 )
-_SHARE_SUFFIXES = ("success_rate", "accuracy", "misuse_rate")
+_SUCCESS_METRICS = ("train/success_rate", "eval/success_rate", "eval/accuracy", "train/accuracy")
+_SHARE_SUFFIXES = ("success_rate", "accuracy", "misuse_rate")  # drawn on the full axis
 _STATUS_TONES = {
     "running": "info",
     "finished": "good",
@@ -69,99 +76,93 @@ _STATUS_TONES = {
     "stopped": "bad",
     "silent": "bad",
 }
-MAX_CHARTS = 24  # on one tab
-RELATIVE_ROUNDING = 1e-9  # relative differences below this are rounding
+_WARNINGS = {
+    "killed": "This run was killed.",
+    "failed": "This run failed.",
+    "silent": "This run is silent.",
+}
 
 
 def build_view(reader: RunReader, choice: PageSelection, tab: str) -> dict[str, Any]:
-    """{head, tab, blocks, version} for the browser; `version` changes with the blocks."""
+    """Build {head, tab, blocks, version} for the browser; `version` changes with the blocks."""
     with reader.lock:  # another page's view would add metrics to the tables meanwhile
-        return _build_tab_view(reader, choice, tab)
+        run = reader.load_run(choice.run)
+        head = _build_empty_header(reader) if run is None else _build_header(run)
+        if tab == SERVICE_TAB:
+            blocks = build_service_tab(reader.output)
+        elif tab == ONLINE_TAB:
+            blocks = build_online_tab(reader.output)
+        elif run is None:
+            blocks = [_build_welcome_note(reader, choice)]
+        else:
+            blocks = _build_run_blocks(reader, run, choice, tab)
+        digest = hashlib.sha256(encode_browser_json([tab, blocks])).hexdigest()[:16]
+        return {"head": head, "tab": tab, "blocks": blocks, "version": digest}
 
 
-def _build_tab_view(reader: RunReader, choice: PageSelection, tab: str) -> dict[str, Any]:
-    run = reader.load_run(choice.run)
-    if tab == SERVICE_TAB:
-        return _add_version(
-            _build_empty_header(reader) if run is None else _build_header(run),
-            tab,
-            build_service_tab(reader.output),
-        )
-    if tab == ONLINE_TAB:
-        return _add_version(
-            _build_empty_header(reader) if run is None else _build_header(run),
-            tab,
-            build_online_tab(reader.output),
-        )
-    if run is None:
-        return _add_version(_build_empty_header(reader), tab, [_build_welcome_note(reader, choice)])
+def _build_run_blocks(
+    reader: RunReader, run: RunView, choice: PageSelection, tab: str
+) -> list[dict[str, Any]]:
     stage = run.find_stage(choice.stage)
     pairs: list[tuple[RunView, StageView]] = []
     if stage is not None:
         pairs.append((run, stage))
         for name in choice.compare:
             other = reader.load_run(name) if name != run.id else None
-            found = other.find_stage(stage.label) if other is not None else None
-            if other is not None and found is not None:
-                pairs.append((other, found))
+            other_stage = other.find_stage(stage.label) if other is not None else None
+            if other is not None and other_stage is not None:
+                pairs.append((other, other_stage))
     try:
         blocks = TAB_BUILDERS[tab](run, pairs, choice)
-    except (
-        Exception
-    ) as error:  # files of another version or incomplete: one tab fails, the page continues
+    except Exception as error:  # incomplete files, or of another version: the other tabs still work
         log.warning("%s of %s cannot be drawn", tab, run.id, exc_info=True)
-        blocks = [
-            _build_empty_note(
-                f"This cannot be drawn from what is there: {type(error).__name__}: {error}"
-            )
-        ]
-    if run.status in ("killed", "failed", "silent") and run.source == "files":
-        blocks.insert(0, _build_warning_note(run))
-    return _add_version(_build_header(run), tab, blocks)
-
-
-def _add_version(head: dict[str, Any], tab: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    digest = hashlib.sha256(encode_browser_json([tab, blocks])).hexdigest()[:16]
-    return {"head": head, "tab": tab, "blocks": blocks, "version": digest}
+        text = f"This cannot be drawn from the run's files: {type(error).__name__}: {error}"
+        blocks = [_build_empty_note(text)]
+    if run.status in _WARNINGS and run.source == "files":
+        lines = [_WARNINGS[run.status], run.status_reason or "No reason is known."]
+        blocks.insert(0, build_note("warning", lines, "bad"))
+    return blocks
 
 
 def _build_header(run: RunView) -> dict[str, Any]:
     now = time.time()
-    live = run.status in ("running", "silent")
+    is_live = run.status in ("running", "silent")
     running = [stage for stage in run.stages if stage.status == "running"]
-    current = running[-1] if running else None
-    what = run.result or run.status_reason
-    fraction = left = None
-    if current is not None and live:
-        what = current.label.replace("_", " ")
+    activity, reason = run.result or run.status_reason, ""
+    fraction = seconds_left = None
+    if running and is_live:
+        current = running[-1]
+        activity = current.label.replace("_", " ")
         if current.total > 1:
-            what += f" · {current.done:,.0f} of {current.total:,.0f}"
+            activity += f" · {current.done:,.0f} of {current.total:,.0f}"
         if current.message:
-            what += f" · {current.message}"
+            activity += f" · {current.message}"
         fraction = min(1.0, current.done / current.total) if current.total else None
-        left = current.seconds_left
+        seconds_left = current.seconds_left
+    if run.result and not is_live:
+        reason = run.result
+    elif run.status != "killed":
+        reason = run.status_reason
     return {
         "status": run.status,
         "tone": _STATUS_TONES.get(run.status, ""),
         "name": f"{run.pipeline} · {run.started_text}",
-        "now": "" if not live and run.result else what if live else "",
-        "why": run.result
-        if not live and run.result
-        else run.status_reason
-        if run.status != "killed"
-        else "",
+        "now": activity if is_live else "",
+        "why": reason,
         "fraction": fraction,
-        "left": left,
-        "elapsed": _compute_elapsed_seconds(run, now, live=live),
+        "left": seconds_left,
+        "elapsed": _compute_elapsed_seconds(run, now, is_live=is_live),
         "age": now - run.modified if run.modified else None,
-        "live": live,
+        "live": is_live,
     }
 
 
-def _compute_elapsed_seconds(run: RunView, now: float, *, live: bool) -> float | None:
+def _compute_elapsed_seconds(run: RunView, now: float, *, is_live: bool) -> float | None:
     if run.seconds is not None:
         return run.seconds
-    return ((now if live else run.ended or run.modified) - run.started) if run.started else None
+    if not run.started:
+        return None
+    return (now if is_live else run.ended or run.modified) - run.started
 
 
 def _build_empty_header(reader: RunReader) -> dict[str, Any]:
@@ -185,62 +186,36 @@ def _build_welcome_note(reader: RunReader, choice: PageSelection) -> dict[str, A
             f"The run {choice.run} no longer exists.",
             "Its folder was moved or removed. Choose another above.",
         ]
-        return {"kind": "note", "id": "welcome", "lines": lines}
-    if not reader.output.is_dir():
+    elif not reader.output.is_dir():
         lines = [
             f"The folder {reader.output} no longer exists.",
             "The page resumes as soon as it is back.",
         ]
-        return {"kind": "note", "id": "welcome", "lines": lines}
-    lines = [
-        "No runs here yet.",
-        f"This page watches {reader.output}. It shows a run as soon as one starts there:",
-        "$ posttrain run demo",
-    ]
-    return {"kind": "note", "id": "welcome", "lines": lines}
-
-
-def _build_warning_note(run: RunView) -> dict[str, Any]:
-    words = {
-        "killed": "This run was killed.",
-        "failed": "This run failed.",
-        "silent": "This run is silent.",
-    }
-    return {
-        "kind": "note",
-        "id": "warning",
-        "tone": "bad",
-        "lines": [words[run.status], run.status_reason or "No reason is known."],
-    }
-
-
-# ------------------------------------------------------------------------------------------------------- overview
+    else:
+        lines = [
+            "No runs here yet.",
+            f"This page watches {reader.output}. It shows a run as soon as one starts there:",
+            "$ posttrain run demo",
+        ]
+    return build_note("welcome", lines)
 
 
 def build_overview_tab(
     run: RunView, pairs: ComparedStages, choice: PageSelection
 ) -> list[dict[str, Any]]:
-    """Stages, headline curves, throughput and load."""
-    blocks = [
-        *build_alarm_notes(run),
-        *filter(None, (build_headline_tiles(run, pairs[0][1] if pairs else None),)),
-        build_stage_table(run),
-    ]
+    """Build the overview tab: alarms, headline numbers, stages, headline curves, throughput and load."""
+    blocks = build_alarm_notes(run)
+    if (tiles := build_headline_tiles(run, pairs[0][1] if pairs else None)) is not None:
+        blocks.append(tiles)
+    blocks.append(build_stage_table(run))
     if pairs and (charts := _build_headline_charts(pairs, choice)):
         title = f"Stage {pairs[0][1].label.replace('_', ' ')}"
-        note = _describe_averages(choice)
-        blocks.append(
-            {"kind": "charts", "id": "headlines", "title": title, "note": note, "charts": charts}
-        )
-    load = build_load_charts(run)[:3]
-    if load:
-        blocks.append(
-            {"kind": "charts", "id": "load", "title": "Machine", "note": "", "charts": load}
-        )
-    if (
-        differing := build_settings_diff_table(pairs)
-    ) is not None:  # last: nothing above moves when a run is compared
-        blocks.append(differing)
+        blocks.append(build_charts_block("headlines", charts, title, _describe_averages(choice)))
+    if load_charts := build_load_charts(run)[:3]:
+        blocks.append(build_charts_block("load", load_charts, "Machine"))
+    # Last, so that nothing above moves when a run is compared.
+    if (differences := build_settings_diff_table(pairs)) is not None:
+        blocks.append(differences)
     return blocks
 
 
@@ -248,29 +223,23 @@ def _describe_averages(choice: PageSelection) -> str:
     if choice.window <= 1:
         return ""
     return (
-        f"Thick lines are moving averages over {choice.window} observations, and so are the numbers beside the names. "
-        "Drag to zoom, double-click to reset. Metrics that are chosen singly under Curves stand here, too."
+        f"Thick lines are moving averages over {choice.window} observations, as are the numbers next to the names. "
+        "Drag to zoom, double-click to reset. Single metrics selected under Curves are shown here, too."
     )
 
 
 def _build_headline_charts(pairs: ComparedStages, choice: PageSelection) -> list[dict[str, Any]]:
-    names = set(pairs[0][1].table.series)
-    wanted = [
-        name
-        for name in _HEADLINE_METRICS
-        if name in names and _has_variation(pairs[0][1].table.series[name])
-    ]
-    speed = build_speed_charts(pairs, choice)[:1]
-    pinned = [
-        name for name in choice.metrics if name in names and name not in wanted[: 6 - len(speed)]
-    ]
-    return [
-        _build_metric_chart(name, pairs, choice) for name in (*pinned, *wanted[: 6 - len(speed)])
-    ] + speed
+    series = pairs[0][1].table.series
+    speed_charts = build_speed_charts(pairs, choice)[:1]
+    names = [name for name in _HEADLINE_METRICS if name in series and _has_variation(series[name])]
+    names = names[: _MAX_HEADLINE_CHARTS - len(speed_charts)]
+    selected = [name for name in choice.metrics if name in series and name not in names]
+    charts = [_build_metric_chart(name, pairs, choice) for name in (*selected, *names)]
+    return charts + speed_charts
 
 
 def _has_variation(series: MetricSeries) -> bool:
-    """True if a curve varies beyond rounding; a KL of exactly 0 gets no chart."""
+    """Return whether a curve varies beyond rounding; a KL of exactly 0 gets no chart."""
     values = series.read_arrays()[2]
     if len(values) < 2:
         return False
@@ -284,39 +253,17 @@ def _build_metric_chart(name: str, pairs: ComparedStages, choice: PageSelection)
 
 
 def build_stage_table(run: RunView) -> dict[str, Any]:
-    """One row per stage: status, progress, elapsed and remaining seconds, result."""
+    """Build a table with one row per stage: status, progress, elapsed and remaining seconds, result."""
     now = time.time()
     rows = []
     for stage in run.stages:
-        share = min(1.0, stage.done / stage.total) if stage.total else None
-        far = (
-            f"{stage.done:,.0f} / {stage.total:,.0f}"
-            if stage.total > 1
-            else format_percent(share)
-            if share is not None
-            else ""
-        )
-        elapsed = None
-        if stage.started and stage.status != "cached":
-            last = (
-                now
-                if stage.status == "running"
-                else stage.journal.modified
-                if stage.journal is not None
-                else 0.0
-            )
-            elapsed = max(
-                0.0, (stage.ended or last) - stage.started
-            )  # of a killed one: up to its last record
-            elapsed = (
-                elapsed if stage.seconds is None else stage.seconds
-            )  # the time between two processes is not its
+        elapsed = _compute_stage_seconds(stage, now)
         message = stage.message if stage.status == "running" else stage.result
         rows.append(
             [
                 stage.label.replace("_", " "),
                 {"t": stage.status, "badge": _STATUS_TONES.get(stage.status, "none")},
-                {"t": far, "bar": share} if share is not None else "",
+                _build_progress_cell(stage),
                 format_duration(elapsed) if elapsed is not None else "",
                 format_duration(stage.seconds_left) if stage.seconds_left is not None else "",
                 _format_success(run, stage),
@@ -328,20 +275,39 @@ def build_stage_table(run: RunView) -> dict[str, Any]:
     return build_table("stages", "Stages", columns, rows)
 
 
+def _build_progress_cell(stage: StageView) -> str | dict[str, Any]:
+    if not stage.total:
+        return ""
+    share = min(1.0, stage.done / stage.total)
+    text = format_percent(share)
+    if stage.total > 1:
+        text = f"{stage.done:,.0f} / {stage.total:,.0f}"
+    return {"t": text, "bar": share}
+
+
+def _compute_stage_seconds(stage: StageView, now: float) -> float | None:
+    """Compute the time that a stage has taken; None if it has not begun or is cached."""
+    if not stage.started or stage.status == "cached":
+        return None
+    if stage.seconds is not None:  # without the time between two processes
+        return stage.seconds
+    end = stage.ended
+    if not end and stage.status == "running":
+        end = now
+    elif not end and stage.journal is not None:  # killed: up to its last record
+        end = stage.journal.modified
+    return max(0.0, end - stage.started)
+
+
 def _format_success(run: RunView, stage: StageView) -> str:
-    """Success on held-out episodes where the run was evaluated, else in training; what a reward model ranks rightly."""
+    """Format the success on held-out episodes if evaluated, else in training, or a reward model's accuracy."""
     if (rate := find_heldout_success(run, stage.label)) is not None:
         return format_percent(rate)
-    for name in (
-        "train/success_rate",
-        "eval/success_rate",
-        "eval/accuracy",
-        "train/accuracy",
-    ):
+    for name in _SUCCESS_METRICS:
         series = stage.table.series.get(name)
         if series is not None:
-            told = format_percent(series.compute_mean(10))
-            return f"ranks {told}" if name.endswith("/accuracy") else told
+            text = format_percent(series.compute_mean(10))
+            return f"ranks {text}" if name.endswith("/accuracy") else text
     return ""
 
 
@@ -350,56 +316,59 @@ def _format_speed(stage: StageView) -> str:
     return format_number(series.compute_mean(20), 0) if series is not None else ""
 
 
-# --------------------------------------------------------------------------------------------------------- curves
-
-
 def group_metrics_by_prefix(run: RunView | None, stage: str) -> dict[str, list[str]]:
-    """Metrics of a stage by the first part of their name, without system metrics, which have their own tab."""
-    found: dict[str, list[str]] = {}
-    chosen = run.find_stage(stage) if run is not None else None
-    for name in sorted(chosen.table.series) if chosen is not None else ():
+    """Group the metrics of a stage by the first part of their name, without system metrics, which have a tab."""
+    groups: dict[str, list[str]] = {}
+    view = run.find_stage(stage) if run is not None else None
+    for name in sorted(view.table.series) if view is not None else ():
         if not name.startswith("system/"):
-            found.setdefault(name.partition("/")[0], []).append(name)
-    return found
+            groups.setdefault(name.partition("/")[0], []).append(name)
+    return groups
 
 
 def build_curves_tab(
     run: RunView, pairs: ComparedStages, choice: PageSelection
 ) -> list[dict[str, Any]]:
-    """Selected metrics, one chart each, with compared runs overlaid."""
+    """Build the curves tab: the selected metrics, one chart each, with compared runs overlaid."""
     if not pairs:
         return [_build_empty_note("No stage of this run has recorded a metric yet.")]
-    known = group_metrics_by_prefix(run, pairs[0][1].label)
-    groups = [name for name in choice.groups if name in known] or [
-        n for n in ("train", "reward", "policy") if n in known
-    ]
-    names = [name for name in choice.metrics if name in pairs[0][1].table.series]
-    names = names or [name for group in groups or list(known)[:2] for name in known[group]]
-    curved = [
-        name
-        for name in names
-        if any(name in s.table.series and _has_variation(s.table.series[name]) for _, s in pairs)
-    ]
+    stage = pairs[0][1]
+    names = _select_metrics(run, stage, choice)
+    curves = [name for name in names if _varies_in_any(name, pairs)]
     blocks: list[dict[str, Any]] = []
-    if curved:
+    if curves:
         note = _describe_averages(choice)
-        if len(curved) > MAX_CHARTS:
-            note = f"The first {MAX_CHARTS} of {len(curved)} metrics; select metrics above. {note}"
-        charts = [_build_metric_chart(name, pairs, choice) for name in curved[:MAX_CHARTS]]
-        blocks.append(
-            {"kind": "charts", "id": "curves", "title": "", "note": note, "charts": charts}
-        )
-    once = [name for name in names if name not in curved]
-    if once:
+        if len(curves) > MAX_CHARTS:
+            note = f"The first {MAX_CHARTS} of {len(curves)} metrics; select metrics above. {note}"
+        charts = [_build_metric_chart(name, pairs, choice) for name in curves[:MAX_CHARTS]]
+        blocks.append(build_charts_block("curves", charts, note=note))
+    constants = [name for name in names if name not in curves]
+    if constants:
         rows = [
-            [build_metric_cell(name), *[_format_last_value(stage, name) for _, stage in pairs]]
-            for name in once
+            [build_metric_cell(name), *(_format_last_value(stage, name) for _, stage in pairs)]
+            for name in constants
         ]
         heads = ["metric", *(f"#{other.pipeline} {other.started_text}" for other, _ in pairs)]
         blocks.append(build_table("single", "Measured once, or always the same", heads, rows))
-    if pairs[0][1].table.series:
-        blocks.append(build_metric_table(pairs[0][1], choice))
+    if stage.table.series:
+        blocks.append(build_metric_table(stage, choice))
     return blocks or [_build_empty_note("Nothing was measured under these names yet.")]
+
+
+def _select_metrics(run: RunView, stage: StageView, choice: PageSelection) -> list[str]:
+    """Return the metrics of a stage that are selected singly, else those of the selected or default groups."""
+    names = [name for name in choice.metrics if name in stage.table.series]
+    if names:
+        return names
+    known = group_metrics_by_prefix(run, stage.label)
+    groups = [name for name in choice.groups if name in known]
+    groups = groups or [name for name in _DEFAULT_GROUPS if name in known] or list(known)[:2]
+    return [name for group in groups for name in known[group]]
+
+
+def _varies_in_any(name: str, pairs: ComparedStages) -> bool:
+    tables = [stage.table.series for _, stage in pairs]
+    return any(name in series and _has_variation(series[name]) for series in tables)
 
 
 def _format_last_value(stage: StageView, name: str) -> str:
@@ -408,45 +377,29 @@ def _format_last_value(stage: StageView, name: str) -> str:
 
 
 def _build_empty_note(text: str) -> dict[str, Any]:
-    return {"kind": "note", "id": "nothing", "tone": "small", "lines": [text]}
-
-
-# --------------------------------------------------------------------------------------------------------- export
+    return build_note("nothing", [text], "small")
 
 
 def build_export_tab(
     run: RunView, pairs: ComparedStages, choice: PageSelection
 ) -> list[dict[str, Any]]:
-    """Links to all files."""
-
-    def link(name: str, label: str, sub: str) -> dict[str, str]:
-        return {
-            "href": f"export/{name}?{urlencode({'run': run.id}, quote_via=quote)}",
-            "label": label,
-            "sub": sub,
-        }
-
+    """Build the export tab: links to all files."""
+    files = (
+        ("metrics.csv", "every value of every stage: stage, metric, step, time, value"),
+        ("run.json", "stages, settings, curriculum, and for each metric its last value and mean"),
+        ("stages.csv", "the table of stages"),
+    )
+    query = urlencode({"run": run.id}, quote_via=quote)
     items = [
-        link(
-            "metrics.csv",
-            "metrics.csv",
-            "every value of every stage: stage, metric, step, time, value",
-        ),
-        link(
-            "run.json",
-            "run.json",
-            "stages, settings, curriculum, and for each metric its last value and mean",
-        ),
-        link("stages.csv", "stages.csv", "the table of stages"),
+        {"href": f"export/{name}?{query}", "label": name, "sub": description}
+        for name, description in files
     ]
+    command = f"monitor --run {shlex.quote(run.id)} --export FOLDER"
     lines = [
         "The same from a terminal, for this run:",
-        f"$ {format_posttrain_command(f'monitor --run {shlex.quote(run.id)} --export FOLDER', run.output)}",
+        f"$ {format_posttrain_command(command, run.output)}",
     ]
-    return [
-        {"kind": "links", "id": "links", "items": items},
-        {"kind": "note", "id": "how", "lines": lines},
-    ]
+    return [{"kind": "links", "id": "links", "items": items}, build_note("how", lines)]
 
 
 TAB_BUILDERS: dict[
@@ -461,6 +414,6 @@ TAB_BUILDERS: dict[
     "system": build_system_tab,
     "export": build_export_tab,
 }
-SERVICE_TAB = "service"  # of the output folder rather than of a run
-ONLINE_TAB = "online"  # as well
+# Tabs of the output folder rather than of a run.
+SERVICE_TAB, ONLINE_TAB = "service", "online"
 TAB_NAMES = (*list(TAB_BUILDERS)[:-1], ONLINE_TAB, SERVICE_TAB, "export")

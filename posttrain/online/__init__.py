@@ -1,1 +1,1 @@
-"""Online learning as processes: the update worker beside a server, and replays of a recorded buffer."""
+"""Online learning as processes: the supervised update worker and gate of a server, replays of a recorded buffer."""

@@ -1,4 +1,4 @@
-"""`posttrain online report`: one HTML file about a learning service."""
+"""HTML report about a learning service (`posttrain online report`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from rl_core.storage.atomic_files import write_text_atomic
 
 REPORT_FILE = "report.html"
 _MAX_POINTS = 600  # of a curve
-_MAX_EXPERIENCES = 20  # experiences in the table
+_MAX_EXPERIENCES = 20  # in the table
+_MAX_EVENTS = 200  # in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +38,16 @@ class ReportSection:
     text_columns: int = 1
 
     def render_html(self) -> str:
-        """The section."""
+        """Render the section as HTML."""
         parts = [f"<section><h2>{escape_text(self.title)}</h2>"]
-        parts += [f"<p>{escape_text(self.note)}</p>"] if self.note else []
-        parts += [
-            f"<figure>{svg}<figcaption>{escape_text(caption)}</figcaption></figure>"
-            for caption, svg in self.figures
-        ]
+        if self.note:
+            parts.append(f"<p>{escape_text(self.note)}</p>")
+        for caption, svg in self.figures:
+            parts.append(f"<figure>{svg}<figcaption>{escape_text(caption)}</figcaption></figure>")
         if self.table is not None and self.table[1]:
+            heads = [escape_text(head) for head in self.table[0]]
             rows = [[escape_text(cell) for cell in row] for row in self.table[1]]
-            parts.append(
-                render_table(
-                    [escape_text(head) for head in self.table[0]],
-                    rows,
-                    text_columns=self.text_columns,
-                )
-            )
+            parts.append(render_table(heads, rows, text_columns=self.text_columns))
         elif not self.figures:
             parts.append("<p>Nothing yet.</p>")
         return "".join([*parts, "</section>"])
@@ -60,64 +55,68 @@ class ReportSection:
 
 @dataclass(slots=True)
 class OnlineServiceRecord:
-    """All that a service's folder tells."""
+    """The contents of a service's folder."""
 
     folder: Path
     facts: dict[str, Any]
-    updates: list[dict[str, Any]]  # one record each, the oldest first
-    worker_metrics: dict[str, Any]  # the worker's newest
+    updates: list[dict[str, Any]]  # one record each, oldest first
+    worker_metrics: dict[str, Any]  # the newest
     gate: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def extract_series(self, *path: str) -> list[tuple[float, float]]:
-        """(update, value) of a number of the updates that have it."""
-        found = []
+        """Extract (update, value) of a field from the updates that have it. `path`: nested keys."""
+        points = []
         for update in self.updates:
             value: Any = update
             for name in path:
                 value = value.get(name) if isinstance(value, dict) else None
             if isinstance(value, int | float) and not isinstance(value, bool):
-                found.append((float(update["number"]), float(value)))
-        return found
+                points.append((float(update["number"]), float(value)))
+        return points
 
 
 def read_service_record(folder: Path) -> OnlineServiceRecord:
-    """The record of a service. Raises: DataError for a folder that holds none."""
+    """Read the record of a service. Raises: DataError for a folder without one."""
     updates: dict[int, dict[str, Any]] = {}
     for path in _list_rotated_files(folder / CONTRIBUTION_FILE):
         for line in path.read_text(errors="replace").splitlines():
             try:
                 row = json.loads(line)
-                updates[int(row["number"])] = row  # of one that was computed again, the last
-            except (ValueError, KeyError, TypeError):  # torn by a kill
+                updates[int(row["number"])] = row  # the last one, if it was recomputed
+            except (ValueError, KeyError, TypeError):  # torn by a crash
                 continue
     facts = read_service_facts(folder)
     if not facts and not updates:
         raise DataError(
-            f"{folder}: holds no record of online learning; name the folder of a service, as "
+            f"{folder}: contains no record of online learning; name the folder of a service, as "
             "outputs/NAME/online/version-N, or that of `posttrain online worker`"
         )
-    numbers = read_json_object(folder / METRICS_FILE)
-    ordered = [updates[number] for number in sorted(updates)]
     return OnlineServiceRecord(
-        folder, facts, ordered, numbers, read_gate_state(folder), read_events(folder)
+        folder,
+        facts,
+        updates=[updates[number] for number in sorted(updates)],
+        worker_metrics=read_json_object(folder / METRICS_FILE),
+        gate=read_gate_state(folder),
+        events=read_events(folder),
     )
 
 
 def _list_rotated_files(path: Path) -> list[Path]:
-    """A rotated log's files, the oldest first."""
-    found = [
-        (int(p.name.rpartition(".")[2]), p)
-        for p in path.parent.glob(f"{path.name}.*")
-        if p.name.rpartition(".")[2].isdigit()
-    ]
-    return [p for _, p in sorted(found, reverse=True)] + ([path] if path.is_file() else [])
+    """List the files of a rotated log, oldest first."""
+    numbered = []
+    for rotated in path.parent.glob(f"{path.name}.*"):
+        number = rotated.name.rpartition(".")[2]
+        if number.isdigit():
+            numbered.append((int(number), rotated))
+    paths = [rotated for _, rotated in sorted(numbered, reverse=True)]
+    return [*paths, path] if path.is_file() else paths
 
 
 def write_service_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a service's folder; returns its path. Raises: DataError; CheckpointError."""
+    """Write the report of a service's folder and return its path. Raises: DataError; CheckpointError."""
     record = read_service_record(folder)
-    place = output or folder / REPORT_FILE
+    path = output or folder / REPORT_FILE
     name = record.facts.get("name") or folder.name
     began = f", since {_format_time(record.facts['began'])}" if record.facts.get("began") else ""
     start = f" from version {record.facts['version']}" if record.facts.get("version") else ""
@@ -131,71 +130,64 @@ def write_service_report(folder: Path, output: Path | None = None) -> Path:
     ]
     lead = escape_text(f"{name}{start}{began}: {len(record.updates)} updates on record.")
     body = f"<p class='lead'>{lead}</p>{''.join(section.render_html() for section in sections)}"
-    write_text_atomic(place, render_page(f"Online learning of {name}", body))
-    return place
+    write_text_atomic(path, render_page(f"Online learning of {name}", body))
+    return path
 
 
 def _summarize_service(record: OnlineServiceRecord) -> ReportSection:
+    metrics = record.worker_metrics
     taken = sum(not update.get("refused") for update in record.updates)
     refused = Counter(str(update["refused"]) for update in record.updates if update.get("refused"))
-    paused = record.worker_metrics.get("paused") or ""
-    facts = [
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in refused.items())
+    paused = metrics.get("paused") or ""
+    rows = [
         ("updates on record", f"{len(record.updates)}, {taken} taken"),
-        ("refused", ", ".join(f"{why}: {count}" for why, count in refused.items()) or "none"),
+        ("refused", reasons or "none"),
         ("learning", f"paused: {paused}" if paused else "on"),
-        ("live snapshot", _format_number(record.worker_metrics.get("online/live_version"))),
-        ("newest snapshot", _format_number(record.worker_metrics.get("online/snapshot_version"))),
-        (
-            "experiences in the buffer",
-            _format_number(record.worker_metrics.get("online/buffer_size")),
-        ),
-        ("precision of pseudo-labels", _format_precision(record.worker_metrics)),
-        ("fresh rollouts", _format_number(record.worker_metrics.get("online/fresh/rollouts"))),
+        ("live snapshot", _format_number(metrics.get("online/live_version"))),
+        ("newest snapshot", _format_number(metrics.get("online/snapshot_version"))),
+        ("experiences in the buffer", _format_number(metrics.get("online/buffer_size"))),
+        ("precision of pseudo-labels", _format_precision(metrics)),
+        ("fresh rollouts", _format_number(metrics.get("online/fresh/rollouts"))),
     ]
-    return ReportSection("Now", table=(("", ""), facts), text_columns=2)
+    return ReportSection("Now", table=(("", ""), rows), text_columns=2)
 
 
-def _format_precision(numbers: Mapping[str, Any]) -> str:
-    if "online/pseudo_label_precision" not in numbers:
+def _format_precision(metrics: Mapping[str, Any]) -> str:
+    name = "online/pseudo_label_precision"
+    if name not in metrics:
         return "no feedback on a pseudo-label yet"
-    low, high = (
-        numbers["online/pseudo_label_precision_low"],
-        numbers["online/pseudo_label_precision_high"],
-    )
-    count = numbers["online/pseudo_labels_checked"]
-    used = "" if numbers.get("online/trusts_consensus", 1.0) else "; too low to be learned from"
-    return f"{numbers['online/pseudo_label_precision']:.1%} (95%: {low:.1%} to {high:.1%}; {count:g} checked{used})"
+    low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+    count = metrics["online/pseudo_labels_checked"]
+    is_trusted = metrics.get("online/trusts_consensus", 1.0)
+    note = "" if is_trusted else "; too low to be learned from"
+    return f"{metrics[name]:.1%} (95%: {low:.1%} to {high:.1%}; {count:g} checked{note})"
 
 
 def _summarize_components(record: OnlineServiceRecord) -> ReportSection:
-    """Share of each component in what told the answers of one request apart."""
+    """Summarize each component's share of the differences between the answers to one request."""
     spread: dict[str, float] = defaultdict(float)
     totals: dict[str, list[float]] = defaultdict(list)
     for update in record.updates:
-        for one in update.get("experiences", ()):
-            names, rows = (
-                one["rewards"]["components"],
-                [row for row in one["rewards"]["rollouts"] if row],
-            )
-            for index, name in enumerate(names):
-                values = [row["weighted"][index] for row in rows]
+        for experience in update.get("experiences", ()):
+            rewards = experience["rewards"]
+            rollouts = [rollout for rollout in rewards["rollouts"] if rollout]
+            for index, name in enumerate(rewards["components"]):
+                values = [rollout["weighted"][index] for rollout in rollouts]
                 totals[name] += values
                 if len(values) > 1:
                     mean = sum(values) / len(values)
                     spread[name] += sum((value - mean) ** 2 for value in values)
-    whole = sum(spread.values())
-    rows = [
-        (
-            name,
-            f"{sum(values) / len(values):.4g}" if values else "-",
-            f"{spread[name] / whole:.1%}" if whole else "-",
-        )
-        for name, values in totals.items()
-    ]
-    rows.sort(key=lambda row: -spread[row[0]])
+    total_spread = sum(spread.values())
+    rows = []
+    for name in sorted(totals, key=lambda name: -spread[name]):
+        values = totals[name]
+        mean_text = f"{sum(values) / len(values):.4g}" if values else "-"
+        share_text = f"{spread[name] / total_spread:.1%}" if total_spread else "-"
+        rows.append((name, mean_text, share_text))
     note = (
         "An update learns from differences between the answers to one request. The share is that of the squared "
-        "differences which a component makes; where the components work against each other it says nothing of the sign."
+        "differences due to a component; it does not show whether components work against each other."
     )
     return ReportSection(
         "Components that drove learning", note, (("component", "mean contribution", "share"), rows)
@@ -203,50 +195,46 @@ def _summarize_components(record: OnlineServiceRecord) -> ReportSection:
 
 
 def _draw_guardrails(record: OnlineServiceRecord) -> ReportSection:
-    drawn = [
+    targets = record.extract_series("kl_control", "target_kl")
+    target = targets[-1][1] if targets else None
+    curves = [
         (
             "KL to the old policy, nats per token",
             record.extract_series("kl_control", "mean_kl"),
-            next(
-                (value for _, value in reversed(record.extract_series("kl_control", "target_kl"))),
-                None,
-            ),
+            target,
         ),
         ("KL coefficient", record.extract_series("kl_control", "coefficient"), None),
         ("gradient norm, before it is clipped", record.extract_series("gradients", "norm"), None),
         ("learning rate", record.extract_series("learning_rate"), None),
     ]
-    figures = [(title, draw_curve_svg(points, target)) for title, points, target in drawn if points]
-    bounds = sum(bool(update.get("is_lower_bound")) for update in record.updates)
-    note = (
-        f"KL of {bounds} updates is a lower bound, from recorded tokens: the snapshot was gone."
-        if bounds
-        else ""
-    )
+    figures = [(title, draw_curve_svg(points, level)) for title, points, level in curves if points]
+    num_bounds = sum(bool(update.get("is_lower_bound")) for update in record.updates)
+    note = ""
+    if num_bounds:
+        note = f"KL of {num_bounds} updates is a lower bound, from recorded tokens: the snapshot no longer existed."
     return ReportSection("Guardrails", note, figures=figures)
 
 
 def _rank_experiences(record: OnlineServiceRecord) -> ReportSection:
-    weight: dict[str, float] = defaultdict(float)
-    known: dict[str, dict[str, Any]] = {}
+    weights: dict[str, float] = defaultdict(float)
+    experiences: dict[str, dict[str, Any]] = {}
     for update in record.updates:
-        for one in update.get("experiences", ()) if not update.get("refused") else ():
-            weight[one["request_id"]] += one["importance_weight"] * sum(
-                abs(value) for value in one["advantages"]
-            )
-            known[one["request_id"]] = one
-    best = sorted(weight, key=lambda request: -weight[request])[:_MAX_EXPERIENCES]
-    rows = [
-        (
-            request,
-            known[request]["label"]["source"],
-            f"{known[request]['label']['confidence']:.2f}",
-            str(known[request]["policy_version"]),
-            f"{weight[request]:.3g}",
+        if update.get("refused"):
+            continue
+        for experience in update.get("experiences", ()):
+            request_id = experience["request_id"]
+            size = sum(abs(value) for value in experience["advantages"])
+            weights[request_id] += experience["importance_weight"] * size
+            experiences[request_id] = experience
+    rows = []
+    for request_id in sorted(weights, key=lambda name: -weights[name])[:_MAX_EXPERIENCES]:
+        label, version = (
+            experiences[request_id]["label"],
+            experiences[request_id]["policy_version"],
         )
-        for request in best
-    ]
-    note = "Weight: importance weight times the absolute advantages of its answers, over all updates that took it."
+        confidence, weight = f"{label['confidence']:.2f}", f"{weights[request_id]:.3g}"
+        rows.append((request_id, label["source"], confidence, str(version), weight))
+    note = "Weight: importance weight times the absolute advantages of its answers, over all updates that used it."
     return ReportSection(
         "Experiences that mattered most",
         note,
@@ -257,8 +245,13 @@ def _rank_experiences(record: OnlineServiceRecord) -> ReportSection:
 
 def _list_gate_decisions(record: OnlineServiceRecord) -> ReportSection:
     rows = [
-        (_format_time(one["time"]), str(one["version"]), one["verdict"], one["reason"])
-        for one in reversed(record.gate.get("decisions", []))
+        (
+            _format_time(decision["time"]),
+            str(decision["version"]),
+            decision["verdict"],
+            decision["reason"],
+        )
+        for decision in reversed(record.gate.get("decisions", []))
     ]
     return ReportSection(
         "Decisions of the gate", "", (("when", "snapshot", "decision", "why"), rows), text_columns=4
@@ -267,40 +260,36 @@ def _list_gate_decisions(record: OnlineServiceRecord) -> ReportSection:
 
 def _list_events(record: OnlineServiceRecord) -> ReportSection:
     rows = [
-        (_format_time(one["time"]), one["kind"], one["text"])
-        for one in reversed(record.events)
-        if one.get("kind") not in ("promoted", "rejected", "abandoned")
+        (_format_time(event["time"]), event["kind"], event["text"])
+        for event in reversed(record.events)
+        if event.get("kind") not in ("promoted", "rejected", "abandoned")
     ]
-    return ReportSection(
-        "Alarms, rollbacks, restarts", "", (("when", "event", "text"), rows[:200]), text_columns=3
-    )
+    table = (("when", "event", "text"), rows[:_MAX_EVENTS])
+    return ReportSection("Alarms, rollbacks, restarts", "", table, text_columns=3)
 
 
 def draw_curve_svg(points: Sequence[tuple[float, float]], target: float | None = None) -> str:
-    """A line over updates as SVG, thinned to a few hundred points; `target`: a level to compare with."""
+    """Draw a line over updates as SVG, thinned to a few hundred points. `target`: a level to compare with."""
     width, height, left, low = 640, 170, 64, 24
     step = max(1, len(points) // _MAX_POINTS)
-    shown = [*points[::step], points[-1]]
-    values = [value for _, value in shown] + ([target] if target is not None else [])
+    thinned = [*points[::step], points[-1]]
+    values = [value for _, value in thinned] + ([target] if target is not None else [])
     bottom, top = min(values), max(values)
-    span, first, last = (top - bottom) or 1.0, shown[0][0], shown[-1][0]
+    value_range, first, last = (top - bottom) or 1.0, thinned[0][0], thinned[-1][0]
 
-    def place(x: float, y: float) -> str:
-        return (
-            f"{left + (width - left - 8) * (x - first) / ((last - first) or 1.0):.1f},"
-            f"{height - low - (height - low - 12) * (y - bottom) / span:.1f}"
-        )
+    def format_position(update: float, value: float) -> str:
+        x = left + (width - left - 8) * (update - first) / ((last - first) or 1.0)
+        y = height - low - (height - low - 12) * (value - bottom) / value_range
+        return f"{x:.1f},{y:.1f}"
 
-    line = " ".join(place(x, y) for x, y in shown)
+    line = " ".join(format_position(update, value) for update, value in thinned)
     parts = [
         f"<svg viewBox='0 0 {width} {height}' role='img' style='max-width:720px;fill:var(--faint);font-size:11px'>"
     ]
     if target is not None:
-        level, dashed = (
-            f"{place(first, target)} {place(last, target)}",
-            "stroke:var(--orange);stroke-dasharray:5 4",
-        )
-        parts.append(f"<polyline points='{level}' style='{dashed};fill:none'/>")
+        level = f"{format_position(first, target)} {format_position(last, target)}"
+        style = "stroke:var(--orange);stroke-dasharray:5 4;fill:none"
+        parts.append(f"<polyline points='{level}' style='{style}'/>")
     parts.append(f"<polyline points='{line}' style='stroke:var(--blue);fill:none'/>")
     for value, y in ((top, 12), (bottom, height - low)):
         parts.append(f"<text x='{left - 6}' y='{y + 4}' text-anchor='end'>{value:.3g}</text>")

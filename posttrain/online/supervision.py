@@ -1,10 +1,9 @@
-"""Signs of life of a supervised process: bytes through a socket that it inherited.
+"""Supervision of worker and gate: heartbeats over a socket, restarts after a crash or hang, a standby process.
 
-A thread sends them for as long as the main thread gets on: while it waits it has to say so every moment, in the middle
-of an update it has the time of one. A process that is stopped, or whose interpreter is stuck, sends nothing at all.
-When the server at the other end is gone, the process ends itself.
-
-A process beside the server, kept running: noticed at once when it dies, within seconds when it hangs.
+The process inherits one end of a socket. A thread sends a byte through it as long as the main thread makes progress: a
+waiting process has to report that every moment, one that works has the time of the longest piece of work. A process
+that is stopped, or whose interpreter hangs, sends nothing. A crash is detected at the next step, a hang within seconds.
+If the server at the other end no longer exists, the process ends itself.
 """
 
 from __future__ import annotations
@@ -23,16 +22,33 @@ from pathlib import Path
 from rl_core.storage.atomic_files import open_log_file
 from rl_core.storage.faults import inject_fault
 
+log = logging.getLogger(__name__)
+
 BEAT_SECONDS = 0.5
-IDLE_SECONDS = 1.5  # within which a process that only waits has to say so again
-ORPHAN_SECONDS = 2.0  # to save what it has, once its server is gone
+IDLE_SECONDS = 1.5  # a waiting process has to report again within this time
+ORPHAN_SECONDS = 2.0  # to save the state once the server no longer exists
+
+HANG_SECONDS = 2.5  # without a heartbeat, not counting the time spent waiting for a processor
+STARVED_SECONDS = 60.0  # without a heartbeat in total, after which a process counts as hung anyway
+START_SECONDS = 300.0  # until the first heartbeat
+STEADY_SECONDS = 10.0  # after this lifetime the next start is immediate; earlier failures back off
+MAX_RESTART_DELAY = 30.0
+STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
+LOG_BYTES = 4 * 2**20
+# Of the log of a failed process: bytes read from its end, characters of the reported line.
+LOG_TAIL_BYTES, MAX_LINE_CHARACTERS = 4096, 500
 
 
 class Heartbeat:
-    """The sender; a context manager. Without a descriptor it does nothing."""
+    """Sender of heartbeats; a context manager. Without a descriptor it does nothing."""
 
     def __init__(self, descriptor: int | None, work_seconds: float) -> None:
-        """descriptor: of the socket. work_seconds: of the longest piece of work."""
+        """Open the socket.
+
+        Args:
+            descriptor: of the socket; None = not supervised.
+            work_seconds: limit for the longest piece of work.
+        """
         self._socket = socket.socket(fileno=descriptor) if descriptor is not None else None
         self._work_seconds = work_seconds
         self._alive_until = time.monotonic() + work_seconds
@@ -48,12 +64,12 @@ class Heartbeat:
         self._stop_event.set()
 
     def report_working(self) -> None:
-        """A piece of work begins."""
+        """Report that a piece of work begins."""
         self._alive_until = time.monotonic() + self._work_seconds
         inject_fault("online.working")
 
     def report_waiting(self) -> None:
-        """There is nothing to do; said again every moment."""
+        """Report that there is nothing to do; call it again every moment."""
         self._alive_until = time.monotonic() + IDLE_SECONDS
 
     def _send_beats(self) -> None:
@@ -70,32 +86,17 @@ class Heartbeat:
     def _exit_as_orphan(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._stop_event.wait(ORPHAN_SECONDS):
-            os._exit(1)  # a kill costs nothing but time: what is not saved is computed again
-
-
-log = logging.getLogger(__name__)
-
-HANG_SECONDS = 2.5  # without a sign of life, those not counted in which it waited for a processor
-STARVED_SECONDS = 60.0  # in all, after which it counts as hung even so
-START_SECONDS = 300.0  # for the first one
-STEADY_SECONDS = (
-    10.0  # of life, after which the next start is at once; one that fails faster has to wait
-)
-MAX_RESTART_DELAY = 30.0
-STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
-LOG_BYTES = 4 * 2**20
-LOG_TAIL_BYTES, MAX_LINE_CHARACTERS = (
-    4096,
-    500,
-)  # of a log, that are looked at and told when its process has failed
+            os._exit(1)  # costs only time: unsaved work is recomputed
 
 
 class StandbyProcess:
-    """A spare process that has imported everything, and becomes the next worker or gate: a restart takes a second or
-    two in place of the time that torch takes to load."""
+    """A spare process that has imported everything and becomes the next worker or gate.
+
+    With it, a restart takes one or two seconds instead of the time in which torch loads.
+    """
 
     def __init__(self, command: Sequence[str], log_path: Path) -> None:
-        """command: as for `SupervisedProcess`; the process says by a byte that it is ready."""
+        """Prepare the standby. `command`: as for `SupervisedProcess`; the process sends a byte when it is ready."""
         self._command, self._log = list(command), log_path
         self._spare: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
@@ -105,7 +106,7 @@ class StandbyProcess:
         return self._spare[0] if self._spare is not None else None
 
     def ensure_started(self) -> None:
-        """Start a spare where there is none."""
+        """Start a spare process unless one runs."""
         if self._spare is not None and self._spare[0].poll() is not None:
             self._spare[1].close()
             self._spare = None
@@ -113,73 +114,77 @@ class StandbyProcess:
             self._spare = spawn_with_heartbeat(self._command, self._log)
 
     def claim_process(self, role: str) -> tuple[subprocess.Popen[bytes], socket.socket] | None:
-        """The spare as this part from now on; None where none is ready."""
-        if (
-            self._spare is None
-            or self._spare[0].poll() is not None
-            or not has_received_beat(self._spare[1])
-        ):
+        """Assign a role to the spare process and return it; None if no process is ready."""
+        if self._spare is None:
             return None
-        spare, self._spare = self._spare, None
+        process, connection = self._spare
+        if process.poll() is not None or not has_received_beat(connection):
+            return None
+        self._spare = None
         try:
-            spare[1].sendall(f"{role}\n".encode())
+            connection.sendall(f"{role}\n".encode())
         except OSError:
             return None
-        return spare
+        return process, connection
 
     def stop_process(self) -> None:
-        """End the spare."""
+        """Kill the spare process."""
         if self._spare is not None:
-            self._spare[1].close()
-            self._spare[0].kill()
-            self._spare[0].wait()
+            process, connection = self._spare
+            connection.close()
+            process.kill()
+            process.wait()
             self._spare = None
 
 
 def spawn_with_heartbeat(
     command: Sequence[str], log_path: Path
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process with the number of its heartbeat's descriptor as last argument, and our end. Raises: OSError."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
+    """Start a process that gets its socket's descriptor as last argument.
+
+    Returns: the process, and this end of the socket.
+    Raises: OSError.
+    """
+    connection, child_end = socket.socketpair()
+    connection.setblocking(False)
     try:
-        with open_log_file(log_path, append_up_to=LOG_BYTES) as out, theirs:
+        with open_log_file(log_path, append_up_to=LOG_BYTES) as out, child_end:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,
             )
     except OSError:
-        ours.close()
+        connection.close()
         raise
-    return process, ours
+    return process, connection
 
 
-def has_received_beat(ours: socket.socket) -> bool:
-    """True = the other end has sent something."""
+def has_received_beat(connection: socket.socket) -> bool:
+    """Return whether the other end has sent something since the last call."""
     try:
-        return bool(ours.recv(65_536))
+        return bool(connection.recv(65_536))
     except OSError:  # nothing there
         return False
 
 
 def read_processor_waits(pid: int) -> dict[str, float]:
-    """Seconds that each thread of a process was ready to run and waited for a processor; {} where Linux does not say.
+    """Read the seconds that each thread of a process was ready to run but waited for a processor; {} if unknown.
 
     Source: Linux, Documentation/scheduler/sched-stats.rst (/proc/PID/schedstat, second field, nanoseconds).
     """
-    found = {}
+    seconds = {}
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            found[path.parent.name] = int(path.read_text().split()[1]) / 1e9
-    return found
+            seconds[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+    return seconds
 
 
 class SupervisedProcess:
-    """One process. `step` is called several times a second and never blocks."""
+    """A process that is restarted when it ends or hangs. `step` is called several times a second and never blocks."""
 
     def __init__(
         self,
@@ -191,53 +196,56 @@ class SupervisedProcess:
         report_exit: Callable[[str], None] = lambda text: None,
         standby: StandbyProcess | None = None,
     ) -> None:
-        """command: is given the number of its heartbeat's descriptor as last argument. tell: takes a sentence about
-        every end that nobody asked for."""
+        """Prepare the process; the first `step` starts it.
+
+        Args:
+            command: gets the descriptor of its heartbeat as last argument.
+            report_exit: called with a sentence about each unexpected end.
+            standby: takes over instead of a new process, if ready.
+        """
         self.name, self._command, self._log = name, list(command), log_path
         self._clock, self._report_exit, self._standby = clock, report_exit, standby
         self.process: subprocess.Popen[bytes] | None = None
         self.restarts = 0
-        self.failures = 0  # in a row
+        self.failures = 0  # consecutive
         self._beats: socket.socket | None = None
         self._started_at = self._last_beat = self._retry_at = 0.0
         self._has_beaten = False
-        self._log_start = 0  # bytes of the log that are of earlier processes
-        self._processor_waits: dict[
-            str, float
-        ] = {}  # at its last sign of life, see `read_processor_waits`
+        self._log_start = 0  # bytes of the log written by earlier processes
+        # At its last heartbeat, see `read_processor_waits`.
+        self._processor_waits: dict[str, float] = {}
 
     @property
     def is_up(self) -> bool:
-        """True = it runs, and has given a sign of life."""
+        """True = it runs and has sent a heartbeat."""
         return self.process is not None and self._has_beaten
 
     def step(self) -> None:
-        """Start it, look at it, or end it, as is due."""
+        """Start, check or kill the process, as is due."""
         now = self._clock()
         if self.process is None:
             if now >= self._retry_at:
                 self._start_process(now)
             return
         if (code := self.process.poll()) is not None:
-            self._record_exit(
-                now,
-                f"ended with exit code {code}{self._read_last_line()}"
-                if code >= 0
-                else f"was ended by signal {-code}",
-            )
+            reason = f"was ended by signal {-code}"
+            if code >= 0:
+                reason = f"ended with exit code {code}{self._read_last_line()}"
+            self._record_exit(now, reason)
             return
         assert self._beats is not None
         if has_received_beat(self._beats):
             self._last_beat, self._has_beaten = now, True
             self._processor_waits = read_processor_waits(self.process.pid)
         limit = HANG_SECONDS if self._has_beaten else START_SECONDS
-        if now - self._last_beat > limit and not self._is_starved(now - self._last_beat - limit):
+        late_s = now - self._last_beat - limit
+        if late_s > 0 and not self._is_starved(late_s):
             self._send_signal(signal.SIGKILL)
             self.process.wait()
-            self._record_exit(now, f"gave no sign of life for {limit:g} s and was killed")
+            self._record_exit(now, f"sent no heartbeat for {limit:g} s and was killed")
 
     def stop_process(self) -> None:
-        """End it and wait: SIGTERM, then SIGKILL."""
+        """Stop the process and wait for its end: SIGTERM, then SIGKILL."""
         if self.process is None:
             return
         self._send_signal(signal.SIGTERM)
@@ -250,9 +258,9 @@ class SupervisedProcess:
 
     def _start_process(self, now: float) -> None:
         self._log_start = self._log.stat().st_size if self._log.is_file() else 0
-        found = self._standby.claim_process(self.name) if self._standby is not None else None
+        spare = self._standby.claim_process(self.name) if self._standby is not None else None
         try:
-            self.process, self._beats = found or spawn_with_heartbeat(self._command, self._log)
+            self.process, self._beats = spare or spawn_with_heartbeat(self._command, self._log)
         except OSError as error:  # temporarily out of memory, processes or disk
             self._record_exit(now, f"cannot be started: {error}")
             return
@@ -262,42 +270,36 @@ class SupervisedProcess:
         self._clear_process()
         self.failures = 1 if now - self._started_at > STEADY_SECONDS else self.failures + 1
         self.restarts += 1
-        wait = (
-            0.0
-            if self.failures == 1
-            else min(MAX_RESTART_DELAY, 0.5 * 2 ** min(self.failures - 2, 10))
-        )
-        self._retry_at = now + wait
-        log.warning("%s %s; next start in %g s (%s)", self.name, reason, wait, self._log)
+        delay = 0.0
+        if self.failures > 1:
+            delay = min(MAX_RESTART_DELAY, 0.5 * 2 ** min(self.failures - 2, 10))
+        self._retry_at = now + delay
+        log.warning("%s %s; next start in %g s (%s)", self.name, reason, delay, self._log)
         self._report_exit(f"the {self.name} {reason}")
 
-    def _is_starved(self, late: float) -> bool:
-        """True = it wanted to run and could not, for as long as it is late: other programs take the processors."""
-        if not self._has_beaten or self.process is None or late > STARVED_SECONDS - HANG_SECONDS:
+    def _is_starved(self, late_s: float) -> bool:
+        """Return whether a thread waited for a processor for as long as the heartbeat is late: the machine is busy."""
+        if not self._has_beaten or self.process is None or late_s > STARVED_SECONDS - HANG_SECONDS:
             return False
-        now = read_processor_waits(self.process.pid)
-        return (
-            max(
-                (waited - self._processor_waits.get(thread, 0.0) for thread, waited in now.items()),
-                default=0.0,
-            )
-            >= late
-        )
+        waits = [
+            seconds - self._processor_waits.get(thread, 0.0)
+            for thread, seconds in read_processor_waits(self.process.pid).items()
+        ]
+        return max(waits, default=0.0) >= late_s
 
     def _read_last_line(self) -> str:
-        """The last line that the process wrote, which says why it failed; "" = it wrote nothing."""
+        """Read the last line that the process wrote, which usually names the error; "" if it wrote nothing."""
         try:
             with self._log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                start = (
-                    self._log_start if self._log_start <= size else 0
-                )  # else the log was begun anew
+                # A log shorter than that was replaced.
+                start = self._log_start if self._log_start <= size else 0
                 file.seek(max(start, size - LOG_TAIL_BYTES))
                 lines = file.read().decode(errors="replace").split("\n")
         except OSError:
             return ""
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f": {last[:MAX_LINE_CHARACTERS]}" if last else ""
+        lines = [line.strip() for line in lines if line.strip()]
+        return f": {lines[-1][:MAX_LINE_CHARACTERS]}" if lines else ""
 
     def _clear_process(self) -> None:
         self.process, self._has_beaten = None, False

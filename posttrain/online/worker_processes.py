@@ -1,9 +1,4 @@
-"""The update worker as a process, and the replay of a recorded buffer: the same steps over the same records.
-
-The gate as a process beside the server: canary episodes of every new snapshot.
-
-The spare process: everything is loaded, and it waits to become the worker or the gate.
-"""
+"""Processes of online learning: update worker, gate, standby, and the replay of a recorded buffer."""
 
 from __future__ import annotations
 
@@ -42,14 +37,16 @@ from rl_core.training.signals import StopRequests
 
 REPLAY_FILE = "replay.json"
 WORKER_POLL_SECONDS = 0.1
+GATE_POLL_SECONDS = 0.5
+MAX_LOG_BYTES = 4 * 2**20
 
 
 def learn_from_buffer(
     settings: OnlineSettings, say: Callable[[str], None] = print, heartbeat: Heartbeat | None = None
 ) -> int:
-    """Learn from what a server writes into the buffer, until SIGTERM or Ctrl-C; returns the signal.
+    """Learn from what a server writes into the buffer, until SIGTERM or Ctrl-C. Return the signal.
 
-    The state is saved at the end; after a kill the worker goes on from its last checkpoint, with equal numbers.
+    The state is saved at the end. After a crash the worker resumes from its last checkpoint, with the same numbers.
     """
     folder = make_folder(Path(settings.folder))
     heartbeat = heartbeat or Heartbeat(None, settings.service.update_seconds)
@@ -59,9 +56,9 @@ def learn_from_buffer(
         UpdateAudit(folder, settings.audit) as audit,
         build_update_worker(settings, folder, audit=audit) as worker,
     ):
-        held = len(worker.buffer)
         say(
-            f"learning from {folder / BUFFER_FOLDER}: update {worker.updates}, {held} experiences; Ctrl-C stops it"
+            f"learning from {folder / BUFFER_FOLDER}: update {worker.updates}, {len(worker.buffer)} experiences; "
+            "Ctrl-C stops it"
         )
         _write_worker_metrics(worker, folder)
         while stops.signum is None:
@@ -79,21 +76,23 @@ def learn_from_buffer(
 def replay_buffer(
     settings: OnlineSettings, buffer: Path, output: Path, say: Callable[[str], None] = print
 ) -> dict[str, float | str]:
-    """Learn from a recorded buffer alone, into another folder: the numbers are those of the live worker.
+    """Learn from a recorded buffer into another folder, with the same numbers as the live worker.
 
-    A replay that was stopped goes on when it is called again.
+    A replay that was stopped resumes when it is called again.
     Returns: what is written to replay.json: updates, records, SHA-256 of the weights and of their average, metrics.
-    Raises: DataError where there is no record, or the first ones were removed; SettingsError for the live folder.
+    Raises: DataError if there are no records or the first ones were removed; SettingsError for the live folder.
     """
     if not list_segments(buffer):
-        inner = buffer / BUFFER_FOLDER
-        if not list_segments(inner):
+        subfolder = buffer / BUFFER_FOLDER
+        if not list_segments(subfolder):
             raise DataError(
-                f"{buffer}: holds no segments of a buffer; name the folder that the server writes into"
+                f"{buffer}: contains no segments of a buffer; name the folder that the server writes into"
             )
-        buffer = inner
+        buffer = subfolder
     if output.resolve() in (buffer.resolve(), buffer.resolve().parent):
-        raise SettingsError(f"--output: {output} is the live worker's own folder; name another one")
+        raise SettingsError(
+            f"--output: {output} is the folder of the live worker; name another one"
+        )
     make_folder(output)
     with (
         StopRequests() as stops,
@@ -104,33 +103,28 @@ def replay_buffer(
             _write_worker_metrics(worker, output)
         worker.save_checkpoint()
         if stops.signum is not None:
-            say(f"stopped after update {worker.updates}; the same command goes on")
+            say(f"stopped after update {worker.updates}; the same command resumes it")
             raise KeyboardInterrupt
-        found: dict[str, float | str] = {
+        result: dict[str, float | str] = {
             "weights": digest_weights(collect_trainable_weights(worker.learner.model)),
             "average": digest_weights(worker.learner.copy_served_weights()),
             **worker.collect_metrics(),
         }
-    write_json_atomic(output / REPLAY_FILE, found)
-    return found
+    write_json_atomic(output / REPLAY_FILE, result)
+    return result
 
 
 def _write_worker_metrics(worker: UpdateWorker, folder: Path) -> None:
-    write_text_unsynced(
-        folder / METRICS_FILE,
-        json.dumps({"paused": worker.paused, **worker.collect_metrics()}) + "\n",
-    )
-
-
-GATE_POLL_SECONDS = 0.5
+    metrics = {"paused": worker.paused, **worker.collect_metrics()}
+    write_text_unsynced(folder / METRICS_FILE, json.dumps(metrics) + "\n")
 
 
 def run_gate(
     settings: OnlineSettings, say: Callable[[str], None] = print, heartbeat: Heartbeat | None = None
 ) -> int:
-    """Test snapshots until SIGTERM or Ctrl-C; returns the signal.
+    """Test every new snapshot in canary episodes, until SIGTERM or Ctrl-C. Return the signal.
 
-    Raises: SettingsError where there is no environment, whose episodes a gate needs; FolderBusy beside another gate.
+    Raises: SettingsError without an environment, whose episodes a gate needs; FolderBusy if another gate runs.
     """
     folder = make_folder(Path(settings.folder))
     environment = create_online_environment(settings.environment)
@@ -142,13 +136,8 @@ def run_gate(
     heartbeat.report_working()
     with StopRequests() as stops, FolderLock(make_folder(folder / "gate")):
         policy = load_policy(settings.model, seed=settings.seed)
-        gate = CanaryGate(
-            folder,
-            settings,
-            policy,
-            environment,
-            WeightSnapshots(folder / SNAPSHOTS_FOLDER, cached=3),
-        )
+        snapshots = WeightSnapshots(folder / SNAPSHOTS_FOLDER, cached=3)
+        gate = CanaryGate(folder, settings, policy, environment, snapshots)
         say(f"gate of {folder}: {gate.gate.candidates} snapshots were tested; Ctrl-C stops it")
         while stops.signum is None:
             heartbeat.report_working()
@@ -158,26 +147,22 @@ def run_gate(
         return stops.signum
 
 
-MAX_LOG_BYTES = 4 * 2**20
-
-
 def wait_for_role(descriptor: int, settings: OnlineSettings) -> str:
-    """Load what a start needs, say so, and wait; returns the part to play, "" where the server is gone.
+    """Load what a start needs, report readiness, and wait for a role. Return the role; "" if the server has ended.
 
-    The model is read once, for the code that it loads; the part reads it again, and its checkpoint.
+    The model is loaded here only for the code that this imports; the role loads it again, and its checkpoint.
     """
     load_policy(settings.model, seed=settings.seed)
     with socket.socket(fileno=os.dup(descriptor)) as server:
         server.setblocking(True)
         try:
             server.sendall(b"r")
-            part = server.recv(64).decode().strip()
+            role = server.recv(64).decode().strip()
         except OSError:
             return ""
-    if part:
-        with open_log_file(
-            Path(settings.folder) / f"{part}.log", append_up_to=MAX_LOG_BYTES
-        ) as log:
+    if role:
+        log_path = Path(settings.folder) / f"{role}.log"
+        with open_log_file(log_path, append_up_to=MAX_LOG_BYTES) as log:
             for output in (1, 2):
                 os.dup2(log.fileno(), output)
-    return part
+    return role

@@ -1,7 +1,7 @@
 """`deployments/automations.yaml`, applied to a Prefect server by name: created or updated, never duplicated.
 
-The file is what `prefect automation create --from-file` takes, a list or `automations:` with a list, and one thing
-more: a deployment or block may be given by name where Prefect wants an id, which is known only once it exists:
+The file has the format of `prefect automation create --from-file`: a list, or `automations:` with a list. In addition,
+a deployment or block may be named where Prefect wants an id, which exists only once the object does:
 
     actions:
       - {type: run-deployment, source: selected, deployment_id: post-training/nightly-retrain}
@@ -10,7 +10,6 @@ more: a deployment or block may be given by name where Prefect wants an id, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,12 @@ from rl_core.errors import DataError
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
 
-
 _ACTION_KEYS = ("actions", "actions_on_trigger", "actions_on_resolve")
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedAutomation:
-    """Outcome for one automation."""
+    """The outcome for one automation."""
 
     name: str
     what: str  # made, updated, unchanged, skipped
@@ -39,7 +37,7 @@ class MissingReference(Exception):
 
 
 def read_automations(path: Path) -> list[dict[str, Any]]:
-    """Automations of a file. Raises: DataError unless it is a list of automations with distinct names."""
+    """Read the automations of a file. Raises: DataError unless it is a list of automations with distinct names."""
     import yaml
 
     try:
@@ -58,13 +56,9 @@ def read_automations(path: Path) -> list[dict[str, Any]]:
     for number, item in enumerate(data, 1):
         name = item.get("name")
         if not isinstance(name, str) or not name:
-            raise DataError(
-                f"{path}: automation {number} has no `name`, by which it is found again"
-            )
+            raise DataError(f"{path}: automation {number} has no `name`, which identifies it")
         if name in names:
-            raise DataError(
-                f"{path}: '{name}' is there twice; give each automation a name of its own"
-            )
+            raise DataError(f"{path}: '{name}' appears twice; give each automation its own name")
         names.append(name)
     return data
 
@@ -72,40 +66,41 @@ def read_automations(path: Path) -> list[dict[str, Any]]:
 async def apply_automations(client: PrefectClient, path: Path) -> list[AppliedAutomation]:
     """Create or update the server's automations from the file, matched by name.
 
-    An automation with a missing block is skipped with a note; one disabled in the UI stays so unless the file
+    An automation with a missing block is skipped with a note; one disabled in the UI stays disabled unless the file
     sets `enabled`.
     Raises: DataError if Prefect refuses one.
     """
     from prefect.events.schemas.automations import AutomationCore
     from pydantic import ValidationError
 
-    done = []
+    outcomes = []
     for item in read_automations(path):
         name = str(item["name"])
         try:
             wanted = AutomationCore.model_validate(await _resolve_references(client, item))
         except MissingReference as error:
-            done.append(AppliedAutomation(name, "skipped", str(error)))
+            outcomes.append(AppliedAutomation(name, "skipped", str(error)))
             continue
         except ValidationError as error:
             raise DataError(
                 f"{path}: automation '{name}' is not valid:\n{_format_problems(error)}"
             ) from None
-        done.append(await _create_or_update(client, wanted, has_explicit_enabled="enabled" in item))
-    return done
+        outcome = await _create_or_update(client, wanted, has_explicit_enabled="enabled" in item)
+        outcomes.append(outcome)
+    return outcomes
 
 
 async def _create_or_update(
     client: PrefectClient, wanted: Any, *, has_explicit_enabled: bool
 ) -> AppliedAutomation:
-    found = await client.read_automations_by_name(wanted.name)
-    if not found:
+    existing = await client.read_automations_by_name(wanted.name)
+    if not existing:
         await client.create_automation(wanted)
         return AppliedAutomation(wanted.name, "made")
-    first, *others = sorted(found, key=lambda automation: str(automation.id))
-    for other in others:  # from `prefect automation create`, which adds another one each time
-        await client.delete_automation(other.id)
-    note = f"{len(others)} of the same name removed" if others else ""
+    first, *duplicates = sorted(existing, key=lambda automation: str(automation.id))
+    for duplicate in duplicates:  # `prefect automation create` adds one each time
+        await client.delete_automation(duplicate.id)
+    note = f"{len(duplicates)} of the same name removed" if duplicates else ""
     if not has_explicit_enabled:
         wanted = wanted.model_copy(update={"enabled": first.enabled})
     if _normalize_automation(wanted) == _normalize_automation(first):
@@ -113,22 +108,21 @@ async def _create_or_update(
     from prefect.events.schemas.automations import AutomationCore
 
     # Rebuilt so that defaults count as set, as the client sends only set fields; the owner cannot be changed.
-    told = wanted.model_dump(mode="json", exclude={"owner_resource"})
-    await client.update_automation(first.id, AutomationCore.model_validate(told))
+    fields = wanted.model_dump(mode="json", exclude={"owner_resource"})
+    await client.update_automation(first.id, AutomationCore.model_validate(fields))
     return AppliedAutomation(wanted.name, "updated", note)
 
 
-def _normalize_automation(automation: Any) -> dict[str, Any]:
+def _normalize_automation(automation: Any) -> Any:
     from prefect.events.schemas.automations import AutomationCore
 
-    plain: dict[str, Any] = automation.model_dump(
-        mode="json", include=set(AutomationCore.model_fields)
+    return _normalize_value(
+        automation.model_dump(mode="json", include=set(AutomationCore.model_fields))
     )
-    return _normalize_value(plain)
 
 
 def _normalize_value(value: Any) -> Any:
-    """Normal form for comparison: without server-assigned trigger ids, with sorted event names."""
+    """Normalize a value for comparison: drop server-assigned trigger ids, sort event names."""
     if isinstance(value, dict):
         return {key: _normalize_value(item) for key, item in value.items() if key != "id"}
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -182,18 +176,18 @@ async def _find_deployment_id(client: PrefectClient, name: str) -> str:
 async def _find_block_id(client: PrefectClient, name: str) -> str:
     from prefect.exceptions import ObjectNotFound
 
-    kind, _, own = name.partition("/")
+    kind, _, block_name = name.partition("/")
     try:
-        return str((await client.read_block_document_by_name(own, kind)).id)
+        return str((await client.read_block_document_by_name(block_name, kind)).id)
     except (ObjectNotFound, ValueError):
         raise MissingReference(
-            f"there is no block '{name}'; make it in the Prefect UI under Blocks, then `posttrain up` again"
+            f"there is no block '{name}'; create it in the Prefect UI under Blocks, then run `posttrain up` again"
         ) from None
 
 
 def _format_problems(error: Any) -> str:
-    lines: Sequence[str] = [
-        f"  {'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
-        for problem in error.errors()[:10]
-    ]
+    lines = []
+    for problem in error.errors()[:10]:
+        field = ".".join(str(part) for part in problem["loc"])
+        lines.append(f"  {field}: {problem['msg']}")
     return "\n".join(lines)

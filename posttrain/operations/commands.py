@@ -1,4 +1,4 @@
-"""`posttrain up`, `posttrain down`, `posttrain status`."""
+"""Commands `posttrain up`, `posttrain down` and `posttrain status`."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
 from rl_core.storage.atomic_files import make_folder, open_log_file
 from tasks.command_hints import format_posttrain_command
 
-DATABASE_VARIABLE = (
-    "POSTTRAIN_DATABASE"  # alternative to --database, which other users of the machine can read
-)
+# Alternative to --database, which other users of the machine can read.
+DATABASE_VARIABLE = "POSTTRAIN_DATABASE"
 READY_SECONDS = 900.0  # timeout of a background start or a repair
 DOWN_SECONDS = 150.0
 MAX_REPAIR_FAILURES = 3  # failures of a server during a repair; the supervisor keeps retrying
@@ -80,38 +79,36 @@ def start_servers(
 
     Args:
         output: the folder.
-        given: fields of `Options` set on the command line; others have their defaults.
+        option_values: fields of `ServerOptions` set on the command line; others have their defaults.
         detach: run the supervisor in the background; otherwise return when the servers are stopped.
-        also: servers beside, for the address of MLflow.
+        extra_servers: builds further servers.
     Raises: SettingsError, BackendError, FolderBusy; DataError if the servers are up but a registration failed.
     """
     check_platform()
     output = output.resolve()
     make_folder(output)
-    places = StatePaths(output)
+    paths = StatePaths(output)
     address = str(option_values.get("database") or os.environ.get(DATABASE_VARIABLE) or "")
     if address:
         option_values = {**option_values, "database": strip_password(address)}
     if option_values.get("deployments"):
-        option_values = {
-            **option_values,
-            "deployments": _check_deployments_folder(Path(option_values["deployments"])),
-        }
-    if is_running(places):
-        _repair_servers(places, option_values)
+        folder = _check_deployments_folder(Path(option_values["deployments"]))
+        option_values = {**option_values, "deployments": folder}
+    if is_running(paths):
+        _repair_servers(paths, option_values)
         return
     options = ServerOptions(**option_values)
-    _check_same_database(places, options)
-    elsewhere = _find_external_mlflow(options)
+    _check_same_database(paths, options)
+    external_mlflow = _find_external_mlflow(options)
     _check_environment(options)
     if detach:
-        _start_in_background(places, option_values, address)
+        _start_in_background(paths, option_values, address)
         return
     supervisor = Supervisor(
         output,
         options,
         address or SQLITE,
-        external_mlflow=elsewhere,
+        external_mlflow=external_mlflow,
         say=_print_line,
         extra_servers=extra_servers,
     )
@@ -139,27 +136,26 @@ def _print_started(state: SupervisorState, output: Path) -> None:
 
 
 def _check_same_database(paths: StatePaths, options: ServerOptions) -> None:
-    """Raise if the database differs from that of the last start, as servers would come up empty."""
+    """Refuse another database than that of the last start: the servers would come up empty. Raises: SettingsError."""
     try:
         last = str(json.loads(paths.last_options_file.read_text())["database"])
     except (OSError, ValueError, KeyError, TypeError):
         return
     if last != options.database:
         raise SettingsError(
-            f"--database: the servers of {paths.output} were last on {last}, now {options.database} is asked for; "
-            f"give the same again (--database, or {DATABASE_VARIABLE}), or remove {paths.last_options_file} to start over"
+            f"--database: the servers of {paths.output} were last on {last}, not {options.database}; name the same "
+            f"database (--database, or {DATABASE_VARIABLE}), or remove {paths.last_options_file} to start over"
         )
 
 
 def _find_external_mlflow(options: ServerOptions) -> str:
-    """MLflow server configured in the user's environment; "" = start one."""
+    """Find the MLflow server configured in the user's environment; "" = start one."""
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-    own = f"http://127.0.0.1:{options.mlflow_port}"
-    if not uri or is_same_address(uri, own):
+    if not uri or is_same_address(uri, f"http://127.0.0.1:{options.mlflow_port}"):
         return ""
     if not uri.startswith(("http://", "https://")):
         raise SettingsError(
-            "MLFLOW_TRACKING_URI names a database; unset it, and `posttrain up` serves the output folder's own, or "
+            "MLFLOW_TRACKING_URI names a database; unset it, and `posttrain up` serves that of the output folder, or "
             "PostgreSQL with --database"
         )
     check_mlflow_server(uri, "MLFLOW_TRACKING_URI")
@@ -167,58 +163,54 @@ def _find_external_mlflow(options: ServerOptions) -> str:
 
 
 def _check_environment(options: ServerOptions) -> None:
-    """Raise if the shell's PREFECT_API_URL points to another server, whose runs these servers would not see."""
-    url, own = os.environ.get("PREFECT_API_URL", ""), f"{format_prefect_url(options)}/api"
-    if url and not is_same_address(url, own):
+    """Refuse a PREFECT_API_URL of another server, which would track the shell's runs. Raises: SettingsError."""
+    url, local_url = os.environ.get("PREFECT_API_URL", ""), f"{format_prefect_url(options)}/api"
+    if url and not is_same_address(url, local_url):
         raise SettingsError(
-            f"PREFECT_API_URL is {url}, but `posttrain up` starts a Prefect server at {own}: runs from this shell "
-            "would not be on it; unset PREFECT_API_URL, or use that server alone: prefect worker start --pool "
+            f"PREFECT_API_URL is {url}, but `posttrain up` starts a Prefect server at {local_url}: runs from this "
+            "shell would not be on it; unset PREFECT_API_URL, or use only that server: prefect worker start --pool "
             f"{options.pool} --type process"
         )
 
 
-# ------------------------------------------------------------------------------------------------- while it is running
-
-
 def _repair_servers(paths: StatePaths, option_values: dict[str, Any]) -> None:
-    """Print what runs, restart what does not, register again."""
+    """Restart the servers that are down, register again, and print what runs.
+
+    Raises: SettingsError for other options; BackendError if a server does not start; DataError if a registration fails.
+    """
     state = _wait_for_state(paths, lambda state: state.phase == "up", "is still starting")
     options = dataclasses.asdict(state.options)
     for name, value in option_values.items():
         if options[name] != value:
+            change = _describe_option_change(name, options[name], value)
             raise SettingsError(
-                f"{OPTION_NAMES[name]}: the servers of {paths.output} run {_describe_option_change(name, options[name], value)}; "
+                f"{OPTION_NAMES[name]}: the servers of {paths.output} run {change}; "
                 f"`{format_posttrain_command('down', paths.output)}` first, then `posttrain up` with the new value"
             )
-    broken = [service.name for service in state.services if service.phase != "up"]
-    _print_line(
-        f"already running{f', but not {chr(44).join(broken)}: starting' if broken else ''}; registering again ..."
-    )
-    asked = state.repairs
+    down = ",".join(service.name for service in state.services if service.phase != "up")
+    problem = f", but not {down}: starting" if down else ""
+    _print_line(f"already running{problem}; registering again ...")
+    repairs_before = state.repairs
+    restarts_before = {service.name: service.restarts for service in state.services}
     state.supervisor.send_signal(REPAIR_SIGNAL)
 
-    before = {service.name: service.restarts for service in state.services}
-
-    def done(state: SupervisorState) -> bool:
+    def is_repaired(state: SupervisorState) -> bool:
         for service in state.services:
-            if service.restarts - before[service.name] >= MAX_REPAIR_FAILURES:
+            if service.restarts - restarts_before[service.name] >= MAX_REPAIR_FAILURES:
                 raise BackendError(
-                    f"the {service.name} server {service.message}, again and again; log: {service.log}"
+                    f"the {service.name} server {service.message} repeatedly; log: {service.log}"
                 )
-        return (
-            state.repairs > asked
-            and bool(state.registration)
-            and all(s.phase == "up" for s in state.services)
-        )
+        are_all_up = all(service.phase == "up" for service in state.services)
+        return state.repairs > repairs_before and bool(state.registration) and are_all_up
 
-    state = _wait_for_state(paths, done, "does not get everything up")
+    state = _wait_for_state(paths, is_repaired, "does not get everything up")
     _print_line(format_links(state, paths.output))
     if state.problem:
         raise DataError(state.problem)
 
 
 def _describe_option_change(name: str, present: Any, wanted: Any) -> str:
-    """An option of the running servers, in words, where another value is asked for."""
+    """Describe an option of the running servers that differs from the requested value."""
     if name == "learn":
         return "with it" if present else "without it"
     return "without it" if present is None else f"with {present}, not {wanted}"
@@ -227,6 +219,7 @@ def _describe_option_change(name: str, present: Any, wanted: Any) -> str:
 def _wait_for_state(
     paths: StatePaths, until: Callable[[SupervisorState], bool], problem: str, child: Any = None
 ) -> SupervisorState:
+    """Wait for a state of the supervisor, or for the end of its process `child`. Raises: BackendError and others."""
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         state = read_state(paths)
@@ -249,7 +242,7 @@ def _wait_for_state(
 def _start_in_background(paths: StatePaths, option_values: dict[str, Any], address: str) -> None:
     command = [*COMMAND, "up", "--output", str(paths.output)]
     for name, value in option_values.items():
-        if name not in ("database", "learn"):  # the pipeline's config says whether it learns
+        if name not in ("database", "learn"):  # the pipeline's config decides whether it learns
             command += [OPTION_NAMES[name], str(value)]
     environment = {
         **os.environ,
@@ -270,17 +263,16 @@ def _start_in_background(paths: StatePaths, option_values: dict[str, Any], addre
             start_new_session=True,
         )
     _print_line(f"starting in the background (log: {log}) ...")
+
+    def is_up(state: SupervisorState) -> bool:
+        return state.phase == "up" and state.supervisor.pid == child.pid
+
     try:
-        state = _wait_for_state(
-            paths,
-            lambda state: state.phase == "up" and state.supervisor.pid == child.pid,
-            "is slow",
-            child,
-        )
+        state = _wait_for_state(paths, is_up, "is slow", child)
     except KeyboardInterrupt:
         child.send_signal(signal.SIGTERM)
         _print_line("stopping what was started ...")
-        child.wait()  # a second Ctrl-C leaves it to end by itself
+        child.wait()  # a second Ctrl-C stops only the waiting
         raise
     _print_line(format_links(state, paths.output))
     _print_line(f"`{format_posttrain_command('down', paths.output)}` stops all of it")
@@ -289,86 +281,79 @@ def _start_in_background(paths: StatePaths, option_values: dict[str, Any], addre
 
 
 def _read_child_error(paths: StatePaths, code: int) -> Exception:
-    """Error printed by the supervisor, as an exception."""
-    text = paths.resolve_log_path("up").read_text(errors="replace")
-    message = (
-        text.rpartition("posttrain: ")[2].strip()
-        or f"exit code {code}; see {paths.resolve_log_path('up')}"
-    )
+    """Read the error that the supervisor printed, as an exception."""
+    log = paths.resolve_log_path("up")
+    message = log.read_text(errors="replace").rpartition("posttrain: ")[2].strip()
+    message = message or f"exit code {code}; see {log}"
     for kind in (BackendError, FolderBusy):
         if message.startswith(f"{kind.__name__}: "):
             return kind(message.partition(": ")[2])
     return SettingsError(message) if code == 2 else BackendError(message)
 
 
-# ------------------------------------------------------------------------------------------------------ down and status
-
-
 def stop_servers(output: Path) -> str:
-    """Stop all servers of an output folder, in order; returns a report.
+    """Stop all servers of an output folder, in order. Return a report.
 
     Raises: BackendError if something cannot be stopped.
     """
     output = output.resolve()
-    places, mark = StatePaths(output), format_mark(output)
-    done = ""
-    if is_running(places):
-        state = read_state(places)
+    paths, mark = StatePaths(output), format_mark(output)
+    report = ""
+    if is_running(paths):
+        state = read_state(paths)
         if state is None:
             raise BackendError(
-                f"{places.state_file}: cannot be read though a supervisor runs; try again in a moment"
+                f"{paths.state_file}: cannot be read though a supervisor runs; try again in a moment"
             )
         _print_line(
-            "stopping: the worker and its runs (they save where they are), then the servers ..."
+            "stopping: the worker and its runs (they save their state), then the servers ..."
         )
         state.supervisor.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + DOWN_SECONDS
-        while is_running(places) and time.monotonic() < deadline:
+        while is_running(paths) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if is_running(places):
+        if is_running(paths):
             state.supervisor.send_signal(signal.SIGKILL)  # its keepers end the servers
             time.sleep(1.0)
-        done = "stopped"
+        report = "stopped"
     if ended := terminate_marked(mark, grace=45.0):
-        done = (
-            done or f"no supervisor was running; ended {len(ended)} processes that one left behind"
-        )
-    places.state_file.unlink(missing_ok=True)
-    if left := find_marked_processes(mark):
+        leftovers = f"no supervisor was running; ended {len(ended)} processes that one left behind"
+        report = report or leftovers
+    paths.state_file.unlink(missing_ok=True)
+    if remaining := find_marked_processes(mark):
+        pids = ", ".join(str(process.pid) for process in remaining)
         raise BackendError(
-            f"processes {', '.join(str(process.pid) for process in left)} do not end; kill -9 them, or look at what "
-            "they wait for (a file system that is gone?)"
+            f"processes {pids} do not end; kill -9 them, or check what they wait for (an unreachable file system?)"
         )
-    return done or f"nothing was running for {output}"
+    return report or f"nothing was running for {output}"
 
 
 def describe_status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
-    """State of the servers of an output folder as text; True if all are up."""
+    """Describe the state of the servers of an output folder as text; True if all are up."""
     output = output.resolve()
-    places = StatePaths(output)
-    state = read_state(places) if is_running(places) else None
+    paths = StatePaths(output)
+    state = read_state(paths) if is_running(paths) else None
     if state is None:
-        left = find_marked_processes(format_mark(output))
-        if as_json:
-            return json.dumps({"phase": "down", "left": [process.pid for process in left]}), False
-        if is_running(places):
-            return "starting; nothing to see yet", False
-        if left:
-            return (
-                f"no supervisor is running, but {len(left)} of its processes are (first: {left[0].pid}); "
-                f"`{format_posttrain_command('up', output)}` ends them and starts new ones, "
-                f"`{format_posttrain_command('down', output)}` ends them",
-                False,
-            )
-        return (
-            f"not running for {output}; start it: {format_posttrain_command('up', output)}",
-            False,
-        )
-    good = (
-        state.phase == "up"
-        and all(service.phase == "up" for service in state.services)
-        and not state.problem
-    )
+        return _describe_missing_state(paths, as_json=as_json), False
+    are_all_up = state.phase == "up" and all(service.phase == "up" for service in state.services)
+    is_good = are_all_up and not state.problem
     if as_json:
-        return json.dumps(dataclasses.asdict(state), indent=2), good
-    return format_status_table(state, output, auth=load_or_create_password(output)), good
+        return json.dumps(dataclasses.asdict(state), indent=2), is_good
+    return format_status_table(state, output, auth=load_or_create_password(output)), is_good
+
+
+def _describe_missing_state(paths: StatePaths, *, as_json: bool) -> str:
+    """Describe an output folder without a readable state: starting, stopped, or with leftover processes."""
+    output = paths.output
+    leftovers = find_marked_processes(format_mark(output))
+    if as_json:
+        return json.dumps({"phase": "down", "left": [process.pid for process in leftovers]})
+    if is_running(paths):
+        return "starting; no state yet"
+    up = format_posttrain_command("up", output)
+    if leftovers:
+        return (
+            f"no supervisor is running, but {len(leftovers)} of its processes are (first: {leftovers[0].pid}); "
+            f"`{up}` ends them and starts new ones, `{format_posttrain_command('down', output)}` ends them"
+        )
+    return f"not running for {output}; start it: {up}"

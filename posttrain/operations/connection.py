@@ -1,10 +1,6 @@
-"""Checks of Prefect's address, profile and version before use, and explanations of known server errors.
+"""Connection to running servers: discovery, checks of addresses and versions, known errors, status output.
 
-Each error names the value found, its origin and the next step.
-
-Output of `up` and `status`.
-
-Discovery of the servers of `posttrain up` by `posttrain run` and other commands.
+Each error names the value at fault, its origin and the next step.
 """
 
 from __future__ import annotations
@@ -55,9 +51,9 @@ def _resolve_profiles_path(environment: Mapping[str, str]) -> Path:
 
 
 def read_configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Prefect API configured by the user's environment or profile, with its origin.
+    """Read the Prefect API that the user's environment or profile configures.
 
-    Returns: address ("" = none: runs start their own server), and its origin as text.
+    Returns: address, or "" if none is configured and runs start a server themselves; its origin as text.
     Raises: SettingsError for a profile that does not exist or cannot be read.
     """
     environment = os.environ if environment is None else environment
@@ -75,11 +71,11 @@ def read_configured_api(environment: Mapping[str, str] | None = None) -> tuple[s
     if not name:
         return "", ""
     if name not in profiles and name not in _BUILT_IN_PROFILES:
-        origin = (
-            "PREFECT_PROFILE" if environment.get("PREFECT_PROFILE") else f"the active one in {path}"
-        )
+        is_from_variable = bool(environment.get("PREFECT_PROFILE"))
+        origin = "PREFECT_PROFILE" if is_from_variable else f"the active one in {path}"
+        suggestion = suggest_name(name, [*profiles, *_BUILT_IN_PROFILES])
         raise SettingsError(
-            f"Prefect's profile '{name}' ({origin}) does not exist; {suggest_name(name, [*profiles, *_BUILT_IN_PROFILES])} "
+            f"Prefect's profile '{name}' ({origin}) does not exist; {suggestion} "
             "Unset PREFECT_PROFILE, or choose one: prefect profile use NAME"
         )
     return str(profiles.get(name, {}).get("PREFECT_API_URL", "")), f"profile '{name}' of {path}"
@@ -91,42 +87,38 @@ def check_prefect_api(url: str, origin: str) -> str:
     Returns: warning about a server that is slow, or older than the client, which Prefect does not support; "" = none.
     Raises: BackendError without a response; SettingsError if it is not a Prefect API or has another major version.
     """
-    shown = strip_uri_password(url)
+    public_url = strip_uri_password(url)
     if not url.startswith(("http://", "https://")):
         raise SettingsError(
-            f"{shown!r} (from {origin}) is no address of a server; one is http://127.0.0.1:4200/api"
+            f"{public_url!r} (from {origin}) is no address of a server; one is http://127.0.0.1:4200/api"
         )
-    if not url.startswith(
-        "http://"
-    ):  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
-        return ""
+    if not url.startswith("http://"):
+        return ""  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
+    auth = os.environ.get(CLIENT_AUTH_VARIABLE, "")
     try:
-        found = fetch_json(
-            f"{url.rstrip('/')}/admin/version",
-            timeout=VERSION_SECONDS,
-            auth=os.environ.get(CLIENT_AUTH_VARIABLE, ""),
-        )
+        version = fetch_json(f"{url.rstrip('/')}/admin/version", timeout=VERSION_SECONDS, auth=auth)
     except urllib.error.HTTPError as error:
-        if error.code in (
-            401,
-            403,
-        ):  # it wants a token, which the client has; its own message is clear
+        if error.code in (401, 403):  # it wants a token; the client reports that clearly
             return ""
         raise SettingsError(
-            f"{shown} (from {origin}) is no Prefect API: it answered {error.code}; the address ends in /api, "
+            f"{public_url} (from {origin}) is no Prefect API: it answered {error.code}; the address ends in /api, "
             "as in http://127.0.0.1:4200/api"
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        if isinstance(
-            reason, TimeoutError
-        ):  # it takes connections: slow is no reason to do without it
-            return f"the Prefect server at {shown} (from {origin}) took longer than {VERSION_SECONDS:g} s for its version"
+        if isinstance(reason, TimeoutError):  # it accepts connections, so it is only slow
+            return (
+                f"the Prefect server at {public_url} (from {origin}) took longer than {VERSION_SECONDS:g} s for its "
+                "version"
+            )
+        setting = origin
+        if not origin.isupper():
+            setting = "the profile (prefect profile use ephemeral)"
         raise BackendError(
-            f"no Prefect server answers at {shown} (from {origin}): {reason}; start it (`posttrain up`), or unset "
-            f"{origin if origin.isupper() else 'the profile (prefect profile use ephemeral)'} to run without one"
+            f"no Prefect server answers at {public_url} (from {origin}): {reason}; start it (`posttrain up`), or unset "
+            f"{setting} to run without one"
         ) from None
-    return _check_prefect_version(str(found), shown, origin)
+    return _check_prefect_version(str(version), public_url, origin)
 
 
 def _check_prefect_version(server: str, public_url: str, origin: str) -> str:
@@ -135,7 +127,7 @@ def _check_prefect_version(server: str, public_url: str, origin: str) -> str:
         theirs, ours = Version(server), Version(client)
     except InvalidVersion:
         raise SettingsError(
-            f"{public_url} (from {origin}) is no Prefect API: it does not say its version; the address ends in /api"
+            f"{public_url} (from {origin}) is no Prefect API: it does not report its version; the address ends in /api"
         ) from None
     if theirs.major != ours.major:
         raise SettingsError(
@@ -144,51 +136,51 @@ def _check_prefect_version(server: str, public_url: str, origin: str) -> str:
         )
     if theirs < ours:
         return (
-            f"the Prefect server at {public_url} has version {theirs}, older than this client ({ours}); upgrade the server: "
-            "restart it from this environment (`posttrain down`, then `posttrain up`)"
+            f"the Prefect server at {public_url} has version {theirs}, older than this client ({ours}); upgrade the "
+            "server: restart it from this environment (`posttrain down`, then `posttrain up`)"
         )
     return ""
 
 
 def check_mlflow_server(url: str, origin: str) -> None:
     """Check that an MLflow server of the same major version responds. Raises: BackendError, SettingsError."""
-    shown = strip_uri_password(url)
+    public_url = strip_uri_password(url)
     try:
-        found = str(fetch_json(f"{url.rstrip('/')}/version", timeout=10.0)).strip()
-        theirs = Version(found)
+        version = str(fetch_json(f"{url.rstrip('/')}/version", timeout=VERSION_SECONDS)).strip()
+        theirs = Version(version)
     except InvalidVersion:
         raise SettingsError(
-            f"{shown} (from {origin}) is no MLflow server: it does not say its version"
+            f"{public_url} (from {origin}) is no MLflow server: it does not report its version"
         ) from None
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return
         raise SettingsError(
-            f"{shown} (from {origin}) is no MLflow server: it answered {error.code}"
+            f"{public_url} (from {origin}) is no MLflow server: it answered {error.code}"
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise BackendError(
-            f"no MLflow server answers at {shown} (from {origin}): {reason}; start it, or unset {origin}, and "
+            f"no MLflow server answers at {public_url} (from {origin}): {reason}; start it, or unset {origin}, and "
             "`posttrain up` starts one"
         ) from None
     ours = Version(metadata.version("mlflow"))
     if theirs.major != ours.major:
         raise SettingsError(
-            f"the MLflow server at {shown} (from {origin}) has version {theirs}, this client {ours}: the first numbers "
-            f"must be the same; upgrade the older one, here with: pip install 'mlflow=={theirs}'"
+            f"the MLflow server at {public_url} (from {origin}) has version {theirs}, this client {ours}: the first "
+            f"numbers must be the same; upgrade the older one, here with: pip install 'mlflow=={theirs}'"
         )
 
 
-# Pattern in the output of servers and Prefect's commands -> advice. First match.
+# Pattern in the output of servers and Prefect's commands -> advice. The first match counts.
 _KNOWN_ERRORS: tuple[tuple[str, str], ...] = (
     (
         r"Address already in use|address already in use",
-        "another process took the port meanwhile; `posttrain status` says which, or choose another port",
+        "another process has taken the port; `posttrain status` names it, or choose another port",
     ),
     (
         r"Can't locate revision identified by '(?P<revision>\w+)'|Detected out-of-date database schema",
-        "the database was made by another version of this server: install that version again, or move the database "
+        "the database was created by another version of this server: install that version again, or move the database "
         "away (sqlite: the file under the output folder; PostgreSQL: another name in --database)",
     ),
     (
@@ -214,7 +206,7 @@ _KNOWN_ERRORS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"less than desired GPU memory utilization",
-        "another program, the trainer maybe, has the GPU's memory; free some, or start vLLM first",
+        "another program, perhaps the trainer, uses the GPU's memory; free some, or start vLLM first",
     ),
     (
         r"No module named '?(?P<module>[\w.]+)",
@@ -222,7 +214,7 @@ _KNOWN_ERRORS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"references work pool\s+'(?P<pool>[^']+)'\s+which\s+does\s+not\s+exist",
-        "work pool '{pool}' does not exist; name the one of `posttrain up` (work_pool: {{name: posttrain}}), or make "
+        "work pool '{pool}' does not exist; name that of `posttrain up` (work_pool: {{name: posttrain}}), or create "
         "it: prefect work-pool create {pool} --type process",
     ),
     (
@@ -237,67 +229,62 @@ _KNOWN_ERRORS: tuple[tuple[str, str], ...] = (
 
 
 def explain_known_error(text: str) -> str:
-    """Next step for the output of a server or command; "" if no known error is in it."""
+    """Return the next step for the output of a server or command; "" if it contains no known error."""
     for pattern, advice in _KNOWN_ERRORS:
         if match := re.search(pattern, text):
-            return advice.format(
-                **{name: " ".join(str(value).split()) for name, value in match.groupdict().items()}
-            )
+            groups = match.groupdict().items()
+            return advice.format(**{name: " ".join(str(value).split()) for name, value in groups})
     return ""
 
 
 def resolve_mlflow_url(state: SupervisorState) -> str:
-    """Address of the MLflow server that the worker's runs use; "" = elsewhere, at an address that holds a password."""
-    has_own = any(service.name == "mlflow" for service in state.services)
-    return format_mlflow_url(state.options) if has_own else state.mlflow
+    """Return the address of the MLflow server that runs use; "" = an external one whose address has a password."""
+    return format_mlflow_url(state.options) if _has_mlflow_server(state) else state.mlflow
+
+
+def _has_mlflow_server(state: SupervisorState) -> bool:
+    return any(service.name == "mlflow" for service in state.services)
 
 
 def format_links(state: SupervisorState, output: Path) -> str:
-    """Links, registered deployments, and environment variables for the prefect and mlflow commands."""
-    lines = [
-        f"{service.name:9}{service.url}{_format_access(service)}".rstrip()
-        for service in state.services
-    ]
+    """Format links, registered deployments, and environment variables for the prefect and mlflow commands."""
+    lines = []
+    for service in state.services:
+        access = f"    ({service.access})" if service.access else ""
+        lines.append(f"{service.name:9}{service.url}{access}".rstrip())
     mlflow = resolve_mlflow_url(state)
-    if not any(service.name == "mlflow" for service in state.services):
+    if not _has_mlflow_server(state):
         lines.append(f"mlflow   {mlflow or 'as MLFLOW_TRACKING_URI said'} (runs elsewhere)")
     lines += _format_registration(state)
-    here = format_posttrain_command("COMMAND", output)
-    lines.append(f"`{here}` uses these servers; for prefect's and mlflow's own commands:")
+    command = format_posttrain_command("COMMAND", output)
+    lines.append(f"`{command}` uses these servers; for the commands of prefect and mlflow:")
     tracking = f" MLFLOW_TRACKING_URI={mlflow}" if mlflow else ""
     lines.append(f"  export PREFECT_API_URL={format_prefect_url(state.options)}/api{tracking}")
-    lines.append(
-        f'  export {CLIENT_AUTH_VARIABLE}="$(cat {shlex.quote(str(locate_password_file(output)))})"'
-    )
+    password_file = shlex.quote(str(locate_password_file(output)))
+    lines.append(f'  export {CLIENT_AUTH_VARIABLE}="$(cat {password_file})"')
     lines.append("Prefect's page asks once for that password")
     return "\n".join(lines)
 
 
-def _format_access(service: ServiceState) -> str:
-    return f"    ({service.access})" if service.access else ""
-
-
 def _format_registration(state: SupervisorState) -> list[str]:
-    done = state.registration
-    if not done:
-        return []
+    result = state.registration
     lines = []
-    if "pool" in done:
-        slots = done.get("gpu_slots")
+    if "pool" in result:
+        slots = result.get("gpu_slots")
         limit = f"; limit '{GPU_LIMIT}' of {slots} at once" if slots else ""
         lines.append(f"pool     {state.options.pool}{limit}")
-    for name in done.get("deployments", []):
+    for name in result.get("deployments", []):
         lines.append(f"deployed {name}")
-    for one in done.get("automations", []):
-        note = f" ({one['note']})" if one["note"] else ""
-        lines.append(f"automation {one['name']}: {one['what']}{note}")
-    return [*lines, *(f"note: {note}" for note in done.get("notes", []))]
+    for automation in result.get("automations", []):
+        note = f" ({automation['note']})" if automation["note"] else ""
+        lines.append(f"automation {automation['name']}: {automation['what']}{note}")
+    return [*lines, *(f"note: {note}" for note in result.get("notes", []))]
 
 
 def format_status_table(
     state: SupervisorState, output: Path, now: float | None = None, auth: str = ""
 ) -> str:
-    """Table of `posttrain status`."""
+    """Format the table of `posttrain status`."""
     now = time.time() if now is None else now
     lines = [
         f"{state.phase}; supervisor: process {state.supervisor.pid}; database: {state.options.database}",
@@ -316,14 +303,13 @@ def _format_server_line(service: ServiceState, now: float) -> str:
     pid = service.process.pid if service.process and service.process.is_alive else ""
     span = _format_duration(now - service.since) if pid else ""
     line = f"{service.name:9}{service.phase:10}{pid!s:9}{span:>8}  {service.restarts:<9}"
-    notes = [service.url]
+    note = service.url
     if service.phase == "waiting":
-        notes = [
-            f"{service.message}; next start in {max(0.0, service.retry_at - now):.0f} s; log: {service.log}"
-        ]
+        delay = max(0.0, service.retry_at - now)
+        note = f"{service.message}; next start in {delay:.0f} s; log: {service.log}"
     elif service.message:
-        notes.append(f"(before: {service.message})")
-    return f"{line}{' '.join(notes)}"
+        note = f"{note} (before: {service.message})"
+    return f"{line}{note}"
 
 
 def _format_duration(seconds: float) -> str:
@@ -334,46 +320,42 @@ def _format_duration(seconds: float) -> str:
 
 
 def _describe_pool_problem(state: SupervisorState, output: Path, auth: str) -> str:
-    """Problem of a deleted or paused pool; "" = none."""
-    import urllib.error
-
+    """Describe the problem of a deleted or paused pool; "" = none."""
     pool = state.options.pool
     if not any(service.name == "prefect" and service.phase == "up" for service in state.services):
         return ""
     try:
-        found = fetch_json(f"{format_prefect_url(state.options)}/api/work_pools/{pool}", auth=auth)
+        entry = fetch_json(f"{format_prefect_url(state.options)}/api/work_pools/{pool}", auth=auth)
     except urllib.error.HTTPError as error:
         if error.code == 404:
-            return f"work pool '{pool}' is gone, so no deployment can run; `{format_posttrain_command('up', output)}` makes it again"
+            command = format_posttrain_command("up", output)
+            return f"work pool '{pool}' was deleted, so no deployment can run; `{command}` creates it again"
         return ""
     except (OSError, ValueError):
         return ""
-    return (
-        f"work pool '{pool}' is paused; prefect work-pool resume {pool}"
-        if found.get("is_paused")
-        else ""
-    )
+    if entry.get("is_paused"):
+        return f"work pool '{pool}' is paused; prefect work-pool resume {pool}"
+    return ""
 
 
 def find_running_servers(output: Path) -> SupervisorState | None:
-    """Servers of an output folder; None without a running supervisor."""
-    places = StatePaths(output.resolve())
-    return read_state(places) if is_running(places) else None
+    """Find the running servers of an output folder; None without a running supervisor."""
+    paths = StatePaths(output.resolve())
+    return read_state(paths) if is_running(paths) else None
 
 
 def connect_to_servers(output: Path, *, needs_prefect: bool = True) -> None:
     """Point Prefect and MLflow at the running servers of an output folder; settings of the user take precedence.
 
-    Must be called before Prefect is imported.
-
+    Call it before Prefect is imported.
     Args:
-        prefect: True = Prefect is needed, so its server must respond.
-    Raises: BackendError, SettingsError: see `checks`.
+        needs_prefect: True = Prefect's server must respond.
+    Raises: BackendError, SettingsError; see `check_prefect_api`.
     """
     state = find_running_servers(output)
     if state is not None and state.phase == "stopping":
         state = None
-    # A server that is down for a moment is no reason to write past it: the tracker keeps what it cannot deliver.
+    # Use MLflow's address even if it is down at the moment: the tracker stores what it cannot deliver.
     if state is not None and (address := resolve_mlflow_url(state)):
         os.environ.setdefault("MLFLOW_TRACKING_URI", address)
     if not needs_prefect:
@@ -387,7 +369,7 @@ def connect_to_servers(output: Path, *, needs_prefect: bool = True) -> None:
 
 
 def find_prefect_password(output: Path, api: str) -> str:
-    """Password of the Prefect server at an address; "" unless it is that of the folder's `posttrain up`."""
+    """Find the password of the Prefect server at an address; "" unless it is that of the folder's `posttrain up`."""
     state = find_running_servers(output)
     if state is None or not is_same_address(api, f"{format_prefect_url(state.options)}/api"):
         return ""
@@ -395,43 +377,42 @@ def find_prefect_password(output: Path, api: str) -> str:
 
 
 def _use_running_servers(state: SupervisorState, output: Path) -> None:
-    ours = f"{format_prefect_url(state.options)}/api"
+    running_url = f"{format_prefect_url(state.options)}/api"
     url, origin = read_configured_api()
-    if url and not is_same_address(url, ours):
+    if url and not is_same_address(url, running_url):
+        remedy = "unset PREFECT_PROFILE, or: prefect profile use ephemeral"
+        if origin == "PREFECT_API_URL":
+            remedy = "unset PREFECT_API_URL"
         _print_warning(
-            f"this run is tracked by Prefect at {url} (from {origin}), not by the server of `posttrain up` at {ours}; "
-            f"for that, {_describe_unset_command(origin)}"
+            f"this run is tracked by Prefect at {url} (from {origin}), not by the server of `posttrain up` at "
+            f"{running_url}; for that, {remedy}"
         )
         _print_warning(check_prefect_api(url, origin))
         return
     os.environ[CLIENT_AUTH_VARIABLE] = load_or_create_password(output)
     try:
-        warning = check_prefect_api(ours, "posttrain up")
+        warning = check_prefect_api(running_url, "posttrain up")
     except BackendError as error:
         phase = state.find_service("prefect").phase
+        status, up, down = (
+            format_posttrain_command(command, output) for command in ("status", "up", "down")
+        )
         raise BackendError(
-            f"the Prefect server of `posttrain up` does not answer ({phase}): {error}; "
-            f"`{format_posttrain_command('status', output)}` says why, `{format_posttrain_command('up', output)}` starts it again, and after "
-            f"`{format_posttrain_command('down', output)}` runs do without it"
+            f"the Prefect server of `posttrain up` does not answer ({phase}): {error}; `{status}` says why, `{up}` "
+            f"starts it again, and after `{down}` runs do without it"
         ) from None
-    os.environ["PREFECT_API_URL"] = ours
+    os.environ["PREFECT_API_URL"] = running_url
     os.environ.setdefault("POSTTRAIN_GPU_LIMIT", GPU_LIMIT)
     _print_warning(warning)
 
 
-def _describe_unset_command(origin: str) -> str:
-    if origin == "PREFECT_API_URL":
-        return "unset PREFECT_API_URL"
-    return "unset PREFECT_PROFILE, or: prefect profile use ephemeral"
+def is_same_address(url: str, other_url: str) -> bool:
+    """Return whether two loopback addresses refer to the same server."""
 
-
-def is_same_address(one: str, other: str) -> bool:
-    """True if two loopback addresses refer to the same server."""
-
-    def plain(url: str) -> str:
+    def normalize(url: str) -> str:
         return url.rstrip("/").replace("//localhost:", "//127.0.0.1:")
 
-    return plain(one) == plain(other)
+    return normalize(url) == normalize(other_url)
 
 
 def _print_warning(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`--database postgresql://...`: Prefect and MLflow on PostgreSQL, in separate databases.
+"""PostgreSQL for Prefect and MLflow (`--database postgresql://...`), in separate databases.
 
 Both store their schema version in a table of the same name, so they cannot share a database. `postgresql://host/team`
 yields `team_prefect` and `team_mlflow`, created if absent.
@@ -16,7 +16,6 @@ from rl_core.errors import BackendError, SettingsError
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
-
 
 SQLITE = "sqlite"
 DRIVERS = {"psycopg2": "MLflow", "asyncpg": "Prefect"}
@@ -39,7 +38,8 @@ def _parse_address(address: str) -> URL:
         url = make_url(address)
     except (ArgumentError, ValueError):  # its message would repeat the address, with the password
         raise SettingsError(
-            "--database: is no address; write postgresql://USER:PASSWORD@HOST:5432/NAME, or leave it out for sqlite"
+            "--database: not a valid address; write postgresql://USER:PASSWORD@HOST:5432/NAME, or leave it out for "
+            "sqlite"
         ) from None
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise SettingsError(
@@ -48,13 +48,13 @@ def _parse_address(address: str) -> URL:
         )
     if not url.database:
         raise SettingsError(
-            "--database: names no database; write one behind the host, as in postgresql://HOST/team"
+            "--database: names no database; append one to the host, as in postgresql://HOST/team"
         )
     return url
 
 
 def strip_password(address: str) -> str:
-    """Address without its password, for output and files. Raises: SettingsError."""
+    """Return the address without its password, for output and files. Raises: SettingsError."""
     if address == SQLITE:
         return SQLITE
     from sqlalchemy import URL
@@ -67,7 +67,7 @@ def strip_password(address: str) -> str:
 
 
 def prepare_databases(address: str) -> DatabaseAddresses:
-    """Create both databases if absent.
+    """Create both databases if they do not exist.
 
     Raises: SettingsError for an invalid address, a missing driver, a refused login or a missing privilege;
     BackendError if the server does not respond.
@@ -75,10 +75,10 @@ def prepare_databases(address: str) -> DatabaseAddresses:
     if address == SQLITE:
         return DatabaseAddresses()
     url = _parse_address(address)
-    absent = [name for name in DRIVERS if importlib.util.find_spec(name) is None]
-    if absent:
+    missing = [name for name in DRIVERS if importlib.util.find_spec(name) is None]
+    if missing:
         raise SettingsError(
-            f"--database: {' and '.join(absent)} is not installed; pip install -c constraints.txt -e '.[postgres]'"
+            f"--database: {' and '.join(missing)} is not installed; pip install -c constraints.txt -e '.[postgres]'"
         )
     names = {tool: f"{url.database}_{tool}" for tool in ("prefect", "mlflow")}
     with _connect_to_server(url) as connection, connection.cursor() as cursor:
@@ -87,8 +87,8 @@ def prepare_databases(address: str) -> DatabaseAddresses:
         cursor.execute("select 1 from pg_available_extensions where name = 'pg_trgm'")
         if cursor.fetchone() is None:
             raise SettingsError(
-                f"--database: the server at {_format_host(url)} lacks the extension pg_trgm, which Prefect searches with; "
-                "install PostgreSQL's contrib package there"
+                f"--database: the server at {_format_host(url)} lacks the extension pg_trgm, which Prefect needs for "
+                "search; install PostgreSQL's contrib package there"
             )
     return DatabaseAddresses(
         prefect=_format_address(_convert_for_asyncpg(url), "postgresql+asyncpg", names["prefect"]),
@@ -101,7 +101,7 @@ def _format_address(url: URL, driver: str, name: str) -> str:
 
 
 def _convert_for_asyncpg(url: URL) -> URL:
-    """Address for asyncpg: `sslmode` of libpq becomes `ssl`, with the same values; no `connect_timeout`."""
+    """Convert an address for asyncpg: rename libpq's `sslmode` to `ssl` (same values), drop `connect_timeout`."""
     query = {("ssl" if key == "sslmode" else key): value for key, value in url.query.items()}
     query.pop("connect_timeout", None)
     return url.set(query=query)
@@ -113,7 +113,7 @@ def _format_host(url: URL) -> str:
 
 @contextmanager
 def _connect_to_server(url: URL) -> Iterator[Any]:
-    """Connection to an existing database of the server: `postgres`, or the named one."""
+    """Connect to an existing database of the server: `postgres`, or else the one in the address."""
     import psycopg2
 
     arguments: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, **url.query}
@@ -127,7 +127,8 @@ def _connect_to_server(url: URL) -> Iterator[Any]:
         except psycopg2.OperationalError as error:
             problem = problem or " ".join(str(error).split())
         except psycopg2.Error as error:  # a bad option in the address
-            raise SettingsError(f"--database: {' '.join(str(error).split())}") from None
+            message = " ".join(str(error).split())
+            raise SettingsError(f"--database: {message}") from None
     if connection is None:
         raise _explain_refusal(url, problem)
     connection.autocommit = True  # a database cannot be created within a transaction
@@ -138,10 +139,11 @@ def _connect_to_server(url: URL) -> Iterator[Any]:
 
 
 def _explain_refusal(url: URL, problem: str) -> Exception:
-    if "authentication failed" in problem or "no password supplied" in problem or "role" in problem:
-        advice = "check user and password (a password may stand in PGPASSWORD or ~/.pgpass, too)"
+    refusals = ("authentication failed", "no password supplied", "role")
+    if any(text in problem for text in refusals):
         return SettingsError(
-            f"--database: PostgreSQL at {_format_host(url)} refuses the login: {problem}; {advice}"
+            f"--database: PostgreSQL at {_format_host(url)} refuses the login: {problem}; check user and password "
+            "(the password may also be in PGPASSWORD or ~/.pgpass)"
         )
     return BackendError(
         f"PostgreSQL at {_format_host(url)} does not answer: {problem}; start it, or check host and port of --database "
@@ -161,7 +163,8 @@ def _create_database(cursor: Any, name: str, url: URL) -> None:
     except errors.DuplicateDatabase:  # another `up` was faster
         return
     except psycopg2.Error as error:
+        message = " ".join(str(error).split())
         raise SettingsError(
-            f"--database: cannot create the database '{name}' at {_format_host(url)}: {' '.join(str(error).split())}; let an "
+            f"--database: cannot create the database '{name}' at {_format_host(url)}: {message}; let an "
             f'administrator run: create database "{name}" owner "{url.username or "you"}"'
         ) from None

@@ -1,4 +1,4 @@
-"""vLLM among the servers of `posttrain up`: in an environment of its own, for the rollouts of one pipeline."""
+"""vLLM as one of the servers of `posttrain up`, in its own Python environment, for the rollouts of one pipeline."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from tasks.config.machine_checks import compute_adapter_rank
 from tasks.shipped import shipped
 from tasks.tracking import is_registered_reference
 
-MAX_ADAPTER_RANK = 512  # of an adapter, as deployments/vllm/start.py takes it
+MAX_ADAPTER_RANK = 512  # the highest that deployments/vllm/start.py supports
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_inference_settings(settings: PipelineSettings) -> None:
-    """Raises: SettingsError where these settings do not say what to start, or where."""
+    """Check that the settings name the program, model and address to start. Raises: SettingsError."""
     rollouts = _require_server_rollouts(settings)
     python = rollouts.server.python
     if python is None:
         raise SettingsError(
-            "--rollouts: stages.policy.rollouts.server.python is not set; make vLLM's environment "
+            "--rollouts: stages.policy.rollouts.server.python is not set; create vLLM's environment "
             "(deployments/vllm/README.md) and name its Python"
         )
     program = Path(python).expanduser()
     if not (program.is_file() and os.access(program, os.X_OK)):
         raise SettingsError(
-            f"--rollouts: stages.policy.rollouts.server.python: {python} is no program"
+            f"--rollouts: stages.policy.rollouts.server.python: {python} is not an executable program"
         )
     host = urlsplit(rollouts.base_url).hostname or ""
     if host not in LOOPBACK:
         raise SettingsError(
-            f"--rollouts: stages.policy.rollouts.address is on {host}; `posttrain up` starts it here alone"
+            f"--rollouts: stages.policy.rollouts.address is on {host}; `posttrain up` starts it only on this machine"
         )
     model = settings.model.path
     if model is None or is_registered_reference(model):
         raise SettingsError(
-            f"--rollouts: model.path is {model or 'left out'}, and the server starts from a folder or a hub name; "
-            "name one"
+            f"--rollouts: model.path is {model or 'not set'}, but the server needs a folder or a hub name; set one"
         )
-    if (rank := compute_adapter_rank(settings.model)) > MAX_ADAPTER_RANK:
+    rank = compute_adapter_rank(settings.model)
+    if rank > MAX_ADAPTER_RANK:
         raise SettingsError(
-            f"--rollouts: model.lora.rank is {rank}, and vLLM takes adapters up to {MAX_ADAPTER_RANK}; set a lower rank, or "
-            "modules_to_save, with which whole weights are sent"
+            f"--rollouts: model.lora.rank is {rank}, but vLLM supports adapters up to {MAX_ADAPTER_RANK}; set a lower "
+            "rank, or set modules_to_save, with which complete weights are sent"
         )
 
 
 def build_inference_specs(
     settings: PipelineSettings, output: Path, mlflow: str
 ) -> list[ServiceSpec]:
-    """The server. `mlflow` is not used."""
+    """Build the specification of the vLLM server. `mlflow` is not used; see `ExtraServers`."""
     rollouts, model = _require_server_rollouts(settings), settings.model
     url, server = urlsplit(rollouts.base_url), rollouts.server
     command = [
@@ -78,7 +78,7 @@ def build_inference_specs(
     if model.trust_remote_code:
         command += ["--", "--trust-remote-code"]
 
-    def works() -> bool:
+    def check_health() -> bool:
         try:
             fetch_json(f"{rollouts.base_url}/health")
         except (OSError, ValueError):
@@ -92,7 +92,7 @@ def build_inference_specs(
             build_base_environment(output, "rollouts"),
             Path(output),
             rollouts.base_url,
-            works,
+            check_health,
             "the config's stages.policy.rollouts.address",
             url.port,
         )
@@ -100,11 +100,11 @@ def build_inference_specs(
 
 
 def _require_server_rollouts(settings: PipelineSettings) -> RolloutSettings:
-    """Raises: SettingsError for a pipeline whose rollouts come from no server."""
+    """Return the rollout settings of a pipeline that samples from a server. Raises: SettingsError otherwise."""
     policy = settings.stages.policy
     if policy is None or policy.rollouts.workers != "server":
         raise SettingsError(
-            "--rollouts: the pipeline samples no rollouts from a server; set stages.policy.rollouts: {workers: server, "
-            "address: 127.0.0.1:8000}"
+            "--rollouts: the pipeline does not sample rollouts from a server; set stages.policy.rollouts: {workers: "
+            "server, address: 127.0.0.1:8000}"
         )
     return policy.rollouts

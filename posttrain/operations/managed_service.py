@@ -1,7 +1,4 @@
-"""Time for supervision, in seconds since 1970, that does not jump when somebody sets the machine's clock.
-
-Lifecycle of one server: start, health checks, restart with exponential backoff after a crash or hang.
-"""
+"""Lifecycle of one server: start, health checks, restart with exponential backoff after a crash or hang."""
 
 from __future__ import annotations
 
@@ -23,22 +20,6 @@ from posttrain.operations.processes import (
 from posttrain.operations.services import ServiceSpec
 from posttrain.operations.state import ServiceState
 
-
-class MonotonicClock:
-    """The wall clock when it was made, and from there on the monotonic one.
-
-    Supervision compares moments: with the wall clock, an hour forward would look like a server that did not answer for
-    an hour, and an hour back like a restart that is not due yet.
-    """
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        """The present moment."""
-        return self._offset + time.monotonic()
-
-
 log = logging.getLogger(__name__)
 
 START_SECONDS = 600.0  # start timeout; a first start creates databases, possibly on a busy machine
@@ -49,8 +30,23 @@ MIN_RESTART_DELAY, MAX_RESTART_DELAY = 1.0, 60.0
 TAIL_LINES = 15
 
 
+class MonotonicClock:
+    """Clock in seconds since 1970 that does not jump when the system clock is set.
+
+    It starts at the wall clock's time and continues with the monotonic clock. Supervision compares times: if the wall
+    clock were set forward by an hour, a server would seem unresponsive for an hour; set back, no restart would be due.
+    """
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        """Return the current time."""
+        return self._offset + time.monotonic()
+
+
 def compute_restart_delay(failures: int) -> float:
-    """Restart delay in seconds after `failures` consecutive failures: 1, 2, 4, ... 60."""
+    """Compute the restart delay in seconds after `failures` consecutive failures: 1, 2, 4, ... 60."""
     return float(min(MAX_RESTART_DELAY, MIN_RESTART_DELAY * 2 ** min(failures - 1, 10)))
 
 
@@ -90,9 +86,8 @@ class ManagedService:
     def _start_process(self, now: float) -> None:
         service = self.service
         if self.state.restarts and (mark := service.environment.get(MARK_VARIABLE)):
-            terminate_marked(
-                mark, grace=service.lead + service.grace
-            )  # descendants may survive if the keeper was killed
+            # Descendants may survive if the keeper was killed.
+            terminate_marked(mark, grace=service.lead + service.grace)
         if service.port is not None and not is_port_free(service.port):
             self._schedule_restart(now, f"port {service.port} is taken")
             return
@@ -116,22 +111,22 @@ class ManagedService:
 
     def _check_health(self, now: float) -> None:
         self._checked_at = now
-        if self.service.check_health() if not self.is_up or self.service.restart_if_hung else True:
+        must_check = not self.is_up or self.service.restart_if_hung
+        if not must_check or self.service.check_health():
             self._healthy_at = now
             self.state.phase = "up"
             if now - self.state.since > STEADY_SECONDS:
                 self.failures = 0
             return
-        patience = HANG_SECONDS if self.is_up else START_SECONDS
-        if now - self._healthy_at > patience:
-            self.send_signal(signal.SIGTERM)  # its end is detected by a later step
-            self.state.message = f"did not answer for {patience:.0f} s"
+        timeout = HANG_SECONDS if self.is_up else START_SECONDS
+        if now - self._healthy_at > timeout:
+            self.send_signal(signal.SIGTERM)  # a later step detects its end
+            self.state.message = f"did not answer for {timeout:.0f} s"
             self._healthy_at = now
 
     def _record_exit(self, now: float, reason: str) -> None:
-        self._schedule_restart(
-            now, self.state.message if self.state.message.startswith("did not answer") else reason
-        )
+        is_hung = self.state.message.startswith("did not answer")
+        self._schedule_restart(now, self.state.message if is_hung else reason)
 
     def _schedule_restart(self, now: float, reason: str) -> None:
         self.process = self.state.process = None
@@ -148,12 +143,12 @@ class ManagedService:
         self.state.retry_at, self.failures = 0.0, 0
 
     def send_signal(self, number: int) -> None:
-        """Signal the keeper, which ends the process tree."""
+        """Send a signal to the keeper, which ends the process tree."""
         if self.process is not None and self.process.poll() is None:
             os.kill(self.process.pid, number)
 
     def wait_for_exit(self, now: float, seconds: float) -> bool:
-        """After `signal`: wait up to `seconds` for the end; True if it has ended."""
+        """Wait up to `seconds` for the end after `send_signal`; return whether it has ended."""
         if self.process is not None:
             try:
                 self.process.wait(seconds)
@@ -164,7 +159,7 @@ class ManagedService:
         return True
 
     def read_log_tail(self) -> str:
-        """Last output lines of the current process."""
+        """Read the last output lines of the current process."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._log_start)
@@ -175,13 +170,8 @@ class ManagedService:
 
 
 def _describe_exit_code(code: int) -> str:
-    """Exit code of a keeper as text; 128 + n = the server was ended by signal n."""
+    """Describe the exit code of a keeper; 128 + n = the server was ended by signal n."""
     number = -code if code < 0 else code - 128
-    try:
-        return (
-            f"was ended by {signal.Signals(number).name}"
-            if number > 0
-            else f"ended with exit code {code}"
-        )
-    except ValueError:
-        return f"ended with exit code {code}"
+    if number > 0 and number in set(signal.Signals):
+        return f"was ended by {signal.Signals(number).name}"
+    return f"ended with exit code {code}"

@@ -1,7 +1,4 @@
-"""Free ports and port holders.
-
-Process identity, and search and termination of the processes of an output folder's servers.
-"""
+"""Ports and processes of an output folder's servers: free ports, process identity, search, termination."""
 
 from __future__ import annotations
 
@@ -21,10 +18,13 @@ from rl_core.errors import SettingsError
 from rl_core.storage.atomic_files import make_folder, open_log_file
 
 HOST = "127.0.0.1"
+MARK_VARIABLE = "POSTTRAIN_SERVERS"  # environment variable of every process of a folder's servers
+KEEPER_SCRIPT = Path(__file__).with_name("subreaper.py")
+MAX_LOG_BYTES = 20 * 2**20
 
 
 def is_port_free(port: int) -> bool:
-    """True if a server could listen on that loopback port. Raises: SettingsError for a port this user may not bind."""
+    """Return whether a server could listen on the loopback port. Raises: SettingsError if this user may not bind it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do: a port with connections in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,55 +38,52 @@ def is_port_free(port: int) -> bool:
 
 
 def describe_port_holder(port: int) -> str:
-    """Description of the process listening on a port: id and command, as far as visible to this user."""
+    """Describe the process listening on a port: id and command, as far as visible to this user."""
     import psutil
 
     try:
-        found = [
-            c
-            for c in psutil.net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN and c.laddr.port == port
-        ]
+        connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
-        found = []
-    for connection in found:
-        if connection.pid is None:
+        connections = []
+    for connection in connections:
+        is_listening = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if not is_listening or connection.pid is None:
             continue
         try:
             command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split()) or "?"
         except psutil.Error:
             command = "a process of another user"
-        return f"process {connection.pid} ({command if len(command) <= 120 else command[:117] + '...'})"
+        if len(command) > 120:
+            command = command[:117] + "..."
+        return f"process {connection.pid} ({command})"
     return "a process of another user or container"
 
 
 def check_port(port: int, purpose: str, option: str) -> None:
-    """Raise SettingsError if the port is taken, naming its holder and the option for another port."""
+    """Refuse a port that is taken. Raises: SettingsError that names its holder and the option for another port."""
     if not is_port_free(port):
         raise SettingsError(
-            f"port {port}, meant for {purpose}, is taken by {describe_port_holder(port)}; end that, or choose another port with "
-            f"{option} (a port is fixed, so that links in runs and reports stay right)"
+            f"port {port}, meant for {purpose}, is taken by {describe_port_holder(port)}; end that, or choose another "
+            f"port with {option} (ports are fixed so that links in runs and reports stay valid)"
         )
 
 
 def check_ports(wanted: Sequence[tuple[int, str, str]]) -> None:
-    """As `check_port`, for the servers that are to run side by side; also if two of them are to have the same port.
+    """Refuse ports that are taken, or used twice, for servers that run side by side.
 
-    wanted: port, purpose and option of each.
+    Args:
+        wanted: port, purpose and option of each server.
+    Raises: SettingsError.
     """
     options: dict[int, str] = {}
     for port, _, option in wanted:
         if port in options:
             raise SettingsError(
-                f"{options[port]} and {option} are both {port}; each server needs a port of its own"
+                f"{options[port]} and {option} are both {port}; each server needs its own port"
             )
         options[port] = option
-    for port, what, option in wanted:
-        check_port(port, what, option)
-
-
-MARK_VARIABLE = "POSTTRAIN_SERVERS"  # environment variable of every process of a folder's servers
-KEEPER_SCRIPT = Path(__file__).with_name("subreaper.py")
+    for port, purpose, option in wanted:
+        check_port(port, purpose, option)
 
 
 @functools.cache
@@ -95,7 +92,7 @@ def _read_boot_id() -> str:
 
 
 def _read_process_stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state field on; [] = no such process."""
+    """Read the fields of /proc/PID/stat from the state field on; [] = no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -112,7 +109,7 @@ class ProcessId:
 
     @classmethod
     def from_pid(cls, pid: int) -> ProcessId | None:
-        """Current process with that pid; None = none, or a zombie."""
+        """Return the identity of the process that has the pid now; None = no process, or a zombie."""
         fields = _read_process_stat(pid)
         if not fields or fields[0] in "ZX":
             return None
@@ -120,11 +117,11 @@ class ProcessId:
 
     @property
     def is_alive(self) -> bool:
-        """True if this very process runs."""
+        """True = this process runs, not another one with its pid."""
         return ProcessId.from_pid(self.pid) == self
 
     def send_signal(self, number: int) -> bool:
-        """Signal it; False if it has ended, even if its pid is reused."""
+        """Send a signal; return False if the process has ended, even if its pid is reused."""
         if not self.is_alive:
             return False
         try:
@@ -135,7 +132,7 @@ class ProcessId:
 
 
 def check_platform() -> None:
-    """Raise SettingsError on platforms where children cannot be tied to their parent."""
+    """Refuse platforms where children cannot be tied to their parent. Raises: SettingsError."""
     if not sys.platform.startswith("linux"):
         raise SettingsError(
             "`posttrain up` needs Linux, which ends children with their parent; use `posttrain ui` here"
@@ -143,50 +140,50 @@ def check_platform() -> None:
 
 
 def format_mark(output: Path, server: str = "") -> str:
-    """Value of `MARK` for an output folder, or for one of its servers."""
+    """Format the value of `MARK_VARIABLE` for an output folder, or for one of its servers."""
     mark = hashlib.sha256(os.fsencode(output.resolve())).hexdigest()[:16]
     return f"{mark}.{server}" if server else mark
 
 
 def find_marked_processes(mark: str) -> list[ProcessId]:
-    """Processes of this user with the mark of a folder or one of its servers, except this process's ancestors."""
-    ours = f"{MARK_VARIABLE}={mark}".encode()
-    above, pid = set(), os.getpid()
+    """Find this user's processes with the mark of a folder or of one of its servers, except this one's ancestors."""
+    entry_of_mark = f"{MARK_VARIABLE}={mark}".encode()
+    ancestors, pid = set(), os.getpid()
     while pid > 1:
-        above.add(pid)
+        ancestors.add(pid)
         fields = _read_process_stat(pid)
         pid = int(fields[1]) if fields else 0
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) in above:
+    processes = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) in ancestors:
             continue
         try:
-            environment = (entry / "environ").read_bytes()
+            entries = (folder / "environ").read_bytes().split(b"\0")
         except OSError:  # ended, or of another user
             continue
-        carried = any(
-            part == ours or part.startswith(ours + b".") for part in environment.split(b"\0")
+        is_marked = any(
+            entry == entry_of_mark or entry.startswith(entry_of_mark + b".") for entry in entries
         )
-        if carried and (process := ProcessId.from_pid(int(entry.name))):
-            found.append(process)
-    return found
+        if is_marked and (process := ProcessId.from_pid(int(folder.name))):
+            processes.append(process)
+    return processes
 
 
 def terminate_marked(mark: str, grace: float) -> list[int]:
-    """Terminate marked processes: SIGTERM, after `grace` seconds SIGKILL. Returns the ids of all found."""
+    """Terminate marked processes: SIGTERM, after `grace` seconds SIGKILL. Return the ids of those sent SIGTERM."""
     first = find_marked_processes(mark)
     for process in first:
         process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + grace
-    while (left := find_marked_processes(mark)) and time.monotonic() < deadline:
+    while (remaining := find_marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for _ in range(50):  # a process may fork between the search and the signal
-        if not left:
+        if not remaining:
             break
-        for process in left:
+        for process in remaining:
             process.send_signal(signal.SIGKILL)
         time.sleep(0.1)
-        left = find_marked_processes(mark)
+        remaining = find_marked_processes(mark)
     return [process.pid for process in first]
 
 
@@ -229,6 +226,3 @@ def spawn_server(
             cwd=folder,
             start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops everything in order
         )
-
-
-MAX_LOG_BYTES = 20 * 2**20

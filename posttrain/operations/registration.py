@@ -1,8 +1,8 @@
 """Registration of work pool, GPU limit, deployments and automations with Prefect.
 
-A separate process (`python -m posttrain.operations.registration REQUEST RESULT`), so that Prefect is imported with the
-servers' environment and the supervisor stays small. Idempotent: existing pool and limit settings are kept, deployments
-and automations are matched by name.
+Runs as a separate process (`python -m posttrain.operations.registration REQUEST RESULT`), so that Prefect is imported
+with the servers' environment and the supervisor stays small. Idempotent: settings of an existing pool or limit stay
+unchanged, deployments and automations are matched by name.
 """
 
 from __future__ import annotations
@@ -26,30 +26,27 @@ from rl_core.storage.atomic_files import write_json_atomic
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
 
-
 POOL_TYPE = "process"
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """Request of a registration."""
+    """What to register."""
 
     root: str  # base folder of entrypoints
     pool: str
-    gpu_slots: (
-        int | None
-    )  # None: created with one per GPU, none without a GPU, unchanged if it exists
+    gpu_slots: int | None  # None: one per GPU, no limit without a GPU, unchanged if it exists
     deployments: str  # prefect.yaml; an absent file registers nothing
     automations: str
 
 
 def count_gpus() -> int:
-    """GPUs of this machine, without loading a driver."""
+    """Count the GPUs of this machine, without loading a driver."""
     return sum(1 for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def main() -> int:
-    """Register and write the result; exit code 0, or 1 with the error in the result."""
+    """Register and write the result. Return exit code 0, or 1 with the error in the result."""
     request = RegistrationRequest(**json.loads(Path(sys.argv[1]).read_text()))
     result: dict[str, Any] = {
         "at": time.time(),
@@ -87,9 +84,8 @@ async def _register_all(request: RegistrationRequest, result: dict[str, Any]) ->
         if Path(request.automations).exists():
             from posttrain.operations.automations import apply_automations
 
-            result["automations"] = [
-                asdict(done) for done in await apply_automations(client, Path(request.automations))
-            ]
+            applied = await apply_automations(client, Path(request.automations))
+            result["automations"] = [asdict(automation) for automation in applied]
 
 
 async def _ensure_work_pool(client: PrefectClient, name: str, notes: list[str]) -> str:
@@ -121,9 +117,9 @@ async def _ensure_work_pool(client: PrefectClient, name: str, notes: list[str]) 
 
 
 async def _set_gpu_limit(client: PrefectClient, wanted: int | None) -> int | None:
-    """Create the limit, or set it if a number was given; returns its value, None = there is none.
+    """Create the GPU limit, or set it to `wanted`. Return its value; None = there is none.
 
-    Without a GPU and without a number none is made: no stage would take it.
+    Without a GPU and without `wanted` none is created: no stage would use it.
     """
     from prefect.client.schemas.actions import (
         GlobalConcurrencyLimitCreate,
@@ -132,7 +128,7 @@ async def _set_gpu_limit(client: PrefectClient, wanted: int | None) -> int | Non
     from prefect.exceptions import ObjectNotFound
 
     try:
-        found = await client.read_global_concurrency_limit_by_name(GPU_LIMIT)
+        limit = await client.read_global_concurrency_limit_by_name(GPU_LIMIT)
     except ObjectNotFound:
         slots = wanted if wanted is not None else count_gpus()
         if not slots:
@@ -141,8 +137,8 @@ async def _set_gpu_limit(client: PrefectClient, wanted: int | None) -> int | Non
             GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=slots)
         )
         return slots
-    if wanted is None or found.limit == wanted:
-        return int(found.limit)
+    if wanted is None or limit.limit == wanted:
+        return int(limit.limit)
     await client.update_global_concurrency_limit(
         GPU_LIMIT, GlobalConcurrencyLimitUpdate(limit=wanted)
     )
@@ -150,7 +146,7 @@ async def _set_gpu_limit(client: PrefectClient, wanted: int | None) -> int | Non
 
 
 def _deploy_all(path: Path, root: Path) -> list[str]:
-    """Run `prefect deploy --all`; returns the deployments as FLOW/NAME. Raises: DataError."""
+    """Run `prefect deploy --all`. Return the deployments as FLOW/NAME. Raises: DataError."""
     command = [
         sys.executable,
         "-m",
@@ -161,7 +157,7 @@ def _deploy_all(path: Path, root: Path) -> list[str]:
         str(path),
         "--all",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=root,
         stdin=subprocess.DEVNULL,
@@ -171,29 +167,25 @@ def _deploy_all(path: Path, root: Path) -> list[str]:
         env={**os.environ, "COLUMNS": "200"},
         check=False,
     )
-    print(done.stdout, flush=True)
-    made = re.findall(r"Deployment\s+'([^']+/[^']+)'\s+successfully", done.stdout)
-    if done.returncode == 0:
-        return made
-    names = read_declared_names(path)
-    failed = next(
-        (name for name in names if name not in {full.rpartition("/")[2] for full in made}), "?"
-    )
-    last = [
-        line
-        for line in done.stdout.splitlines()
-        if line.strip() and line != "An exception occurred."
-    ]
-    reason = explain_known_error(done.stdout) or (
-        last[-1].strip()[:500] if last else f"exit code {done.returncode}"
-    )
+    print(process.stdout, flush=True)
+    deployed = re.findall(r"Deployment\s+'([^']+/[^']+)'\s+successfully", process.stdout)
+    if process.returncode == 0:
+        return deployed
+    deployed_names = {name.rpartition("/")[2] for name in deployed}
+    missing = (name for name in read_declared_names(path) if name not in deployed_names)
+    failed = next(missing, "?")
+    reason = explain_known_error(process.stdout)
+    if not reason:
+        lines = [line.strip() for line in process.stdout.splitlines() if line.strip()]
+        lines = [line for line in lines if line != "An exception occurred."]
+        reason = lines[-1][:500] if lines else f"exit code {process.returncode}"
     raise DataError(
-        f"{path}: deployment '{failed}': {reason}; the servers are up: correct it, then `posttrain up` again"
+        f"{path}: deployment '{failed}': {reason}; the servers are up: correct it, then run `posttrain up` again"
     )
 
 
 def read_declared_names(path: Path) -> list[str]:
-    """Names of the deployments in a prefect.yaml, in order; [] if it cannot be read."""
+    """Read the names of the deployments in a prefect.yaml, in order; [] if it cannot be read."""
     import yaml
 
     try:
@@ -204,7 +196,7 @@ def read_declared_names(path: Path) -> list[str]:
 
 
 async def _check_parameters(client: PrefectClient, names: list[str], path: Path) -> None:
-    """Check parameter names, which Prefect does not: a run would fail later. Raises: DataError."""
+    """Check parameter names. Prefect does not, so that a run would fail later. Raises: DataError."""
     for name in names:
         deployment = await client.read_deployment_by_name(name)
         known = (deployment.parameter_openapi_schema or {}).get("properties", {})
@@ -212,7 +204,7 @@ async def _check_parameters(client: PrefectClient, names: list[str], path: Path)
         if unknown:
             raise DataError(
                 f"{path}: deployment '{name}': the flow has no parameter '{unknown[0]}', only {', '.join(known)}; "
-                "correct it under `parameters`, then `posttrain up` again"
+                "correct it under `parameters`, then run `posttrain up` again"
             )
 
 

@@ -1,4 +1,4 @@
-"""The servers: command, environment and health check of each."""
+"""Specifications of the servers: command, environment and health check of each."""
 
 from __future__ import annotations
 
@@ -34,17 +34,14 @@ from tasks.shipped import CHECKOUT
 
 # Working directory of deployment runs and base of their outputs: the checkout, else that of `up`.
 ROOT = CHECKOUT or Path.cwd()
-PACKAGES_FOLDER = (
-    Path(__file__).resolve().parents[2]
-)  # folder of the packages: the checkout, else site-packages
+# Folder of the packages: the checkout, else site-packages.
+PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
+# Prefect's command line behind a check of hosts and origins.
+PREFECT_ACCESS_MODULE = "flows.runtime.prefect_access"
+# Name of the global concurrency limit; stages acquire it in tasks/pipeline/prefect_stages.py.
+GPU_LIMIT = "gpu"
 
-PREFECT_ACCESS_MODULE = (
-    "flows.runtime.prefect_access"  # Prefect's command line behind a check of hosts and origins
-)
-
-GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/pipeline/prefect_stages.py
-
-# Variables of a user's environment or profile about other servers, removed for ours.
+# Variables of a user's environment or profile about other servers, removed for these servers.
 _EXTERNAL_SERVER_VARIABLES = (
     "PREFECT_API_URL",
     "PREFECT_API_KEY",
@@ -76,33 +73,37 @@ class ServiceSpec:
     port: int | None = None
     restart_if_hung: bool = True  # restart if it runs but does not respond
     required_service: str = ""  # server that must be up before the start
-    lead: float = 0.0  # seconds for its descendants to end before its own SIGTERM
+    lead: float = 0.0  # seconds for its descendants to end before its SIGTERM
     soft: float = 5.0  # seconds from its SIGTERM to that of its descendants
     grace: float = 15.0  # seconds from SIGTERM to SIGKILL
-    access: str = ""  # where its clients get a key from; "" = it asks for none
+    access: str = ""  # where its clients find a key; "" = it needs none
 
 
 def format_prefect_url(options: ServerOptions) -> str:
-    """URL of the Prefect UI; the API is under /api."""
+    """Format the URL of the Prefect UI; the API is under /api."""
     return f"http://{HOST}:{options.prefect_port}"
 
 
 def format_mlflow_url(options: ServerOptions) -> str:
-    """URL of the MLflow UI and API."""
+    """Format the URL of the MLflow UI and API."""
     return f"http://{HOST}:{options.mlflow_port}"
 
 
 def fetch_json(url: str, body: Any = None, timeout: float = 5.0, auth: str = "") -> Any:
-    """Response to a GET, or to a POST of JSON; parsed if it is JSON. Raises: OSError, ValueError.
+    """Send a GET, or a POST of JSON, and return the response, parsed if it is JSON.
 
-    auth: user:password; "" = none.
+    Loopback addresses are requested without a proxy.
+    Args:
+        auth: user:password; "" = none.
+    Raises: OSError, ValueError.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         url, data, {"Content-Type": "application/json", **build_basic_auth_header(auth)}
     )
-    loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # bypasses proxies
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if loopback else []))
+    is_loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    handlers = [urllib.request.ProxyHandler({})] if is_loopback else []
+    opener = urllib.request.build_opener(*handlers)
     with opener.open(request, timeout=timeout) as response:
         text = response.read().decode()
     try:
@@ -122,7 +123,7 @@ def _is_responding(url: str) -> bool:
 
 
 def build_base_environment(output: Path, name: str) -> dict[str, str]:
-    """Environment of a server: this process's, marked, without variables about other servers."""
+    """Build the environment of a server: this process's, marked, without variables about other servers."""
     environment = {
         name: value for name, value in os.environ.items() if name not in _EXTERNAL_SERVER_VARIABLES
     }
@@ -131,13 +132,12 @@ def build_base_environment(output: Path, name: str) -> dict[str, str]:
         **build_offline_environment(),
         MARK_VARIABLE: format_mark(output, name),
         "PREFECT_HOME": str(output / "prefect"),
-        "PREFECT_PROFILES_PATH": str(
-            output / "prefect" / "profiles.toml"
-        ),  # ignores a user's own profile
+        # Ignores the user's profile.
+        "PREFECT_PROFILES_PATH": str(output / "prefect" / "profiles.toml"),
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONSAFEPATH": "1",  # what lies in the folder of `up` is not taken for a package
+        "PYTHONSAFEPATH": "1",  # files in the working directory of `up` are not imported
         "NO_COLOR": "1",  # output goes to log files
     }
     return environment
@@ -146,7 +146,7 @@ def build_base_environment(output: Path, name: str) -> dict[str, str]:
 def build_client_environment(
     output: Path, name: str, options: ServerOptions, mlflow: str
 ) -> dict[str, str]:
-    """Environment of a client of the servers: the worker, its runs, the registration."""
+    """Build the environment of a client of the servers: the worker, its runs, the registration."""
     environment = build_base_environment(output, name)
     path = [
         str(PACKAGES_FOLDER),
@@ -167,21 +167,17 @@ def build_client_environment(
 def build_service_specs(
     output: Path, options: ServerOptions, databases: DatabaseAddresses, external_mlflow: str = ""
 ) -> list[ServiceSpec]:
-    """All servers in start order; they stop in reverse order.
+    """Build the specifications of all servers in start order; they stop in reverse order.
 
     Args:
-        mlflow_elsewhere: address of an external MLflow server; then none is started.
+        external_mlflow: address of an external MLflow server; then none is started.
     """
-    found = [] if external_mlflow else [_build_mlflow_spec(output, options, databases)]
-    found += [
-        _build_prefect_spec(output, options, databases),
-        _build_worker_spec(output, options, external_mlflow),
-    ]
-    return (
-        [*found, _build_serve_spec(output, options, external_mlflow)]
-        if options.serve is not None
-        else found
-    )
+    specs = [] if external_mlflow else [_build_mlflow_spec(output, options, databases)]
+    specs.append(_build_prefect_spec(output, options, databases))
+    specs.append(_build_worker_spec(output, options, external_mlflow))
+    if options.serve is not None:
+        specs.append(_build_serve_spec(output, options, external_mlflow))
+    return specs
 
 
 def _build_mlflow_spec(
@@ -261,7 +257,7 @@ def _build_prefect_spec(
 
 
 def format_worker_name() -> str:
-    """Name of this machine's worker in its pool; a restarted worker replaces the previous one."""
+    """Format the name of this machine's worker in its pool; a restarted worker replaces the previous one."""
     return f"posttrain-{platform.node() or 'here'}"
 
 
@@ -285,18 +281,17 @@ def _build_worker_spec(output: Path, options: ServerOptions, external_mlflow: st
     if options.runs is not None:
         command += ["--limit", str(options.runs)]
 
-    def works() -> bool:
+    def check_health() -> bool:
+        password = load_or_create_password(output)
         try:
-            found = fetch_json(
-                f"{api}/work_pools/{options.pool}/workers/filter",
-                {},
-                auth=load_or_create_password(output),
+            workers = fetch_json(
+                f"{api}/work_pools/{options.pool}/workers/filter", {}, auth=password
             )
         except (OSError, ValueError):
             return False
         return any(
             worker["name"] == format_worker_name() and worker["status"] == "ONLINE"
-            for worker in found
+            for worker in workers
         )
 
     return ServiceSpec(
@@ -307,7 +302,7 @@ def _build_worker_spec(output: Path, options: ServerOptions, external_mlflow: st
         ),
         ROOT,
         f"{format_prefect_url(options)}/work-pools/work-pool/{options.pool}",
-        works,
+        check_health,
         restart_if_hung=False,  # its status comes from the Prefect server, which may be down itself
         required_service="prefect",
         # On SIGTERM a worker waits for its runs, possibly for hours, or fails to report them. So the runs are signalled
@@ -317,7 +312,7 @@ def _build_worker_spec(output: Path, options: ServerOptions, external_mlflow: st
 
 
 def _build_serve_spec(output: Path, options: ServerOptions, external_mlflow: str) -> ServiceSpec:
-    """`posttrain serve`, which waits for a champion where there is none yet."""
+    """Build the specification of `posttrain serve`, which waits for a champion if there is none yet."""
     assert options.serve is not None
     url, port = f"http://{HOST}:{options.serve_port}", options.serve_port
     command = (
@@ -336,7 +331,6 @@ def _build_serve_spec(output: Path, options: ServerOptions, external_mlflow: str
     environment = build_client_environment(
         output, "serve", options, external_mlflow or format_mlflow_url(options)
     )
-    needs = "" if external_mlflow else "mlflow"
     return ServiceSpec(
         "serve",
         command,
@@ -346,6 +340,6 @@ def _build_serve_spec(output: Path, options: ServerOptions, external_mlflow: str
         lambda: _is_responding(f"{url}/healthz"),
         "--serve-port",
         port,
-        required_service=needs,
+        required_service="" if external_mlflow else "mlflow",
         access=f"API key in {output / 'serving' / 'token'}",
     )

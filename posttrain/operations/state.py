@@ -1,7 +1,7 @@
-"""State of the supervisor for `status`, `down`, a second `up` and the runs: operations/state.json.
+"""State of the supervisor in operations/state.json, read by `status`, `down`, a second `up` and the runs.
 
-Liveness is determined by the supervisor's lock, which the kernel frees however it dies, not by the file; its process id
-is used only together with its start time, so that a reused pid is never signalled.
+The supervisor is alive if its lock is held; the kernel frees the lock however the process dies. Its process id is used
+only together with its start time, so that a reused pid is never signalled.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from rl_core.storage.atomic_files import make_folder, write_text_unsynced
 
 VERSION = 1
 Phase = Literal["starting", "up", "stopping"]
-ServicePhase = Literal[
-    "starting", "up", "waiting", "elsewhere", "stopped"
-]  # waiting: for its next start
+# waiting: for its next start.
+ServicePhase = Literal["starting", "up", "waiting", "elsewhere", "stopped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class StatePaths:
         return self.folder / "last.json"
 
     def resolve_log_path(self, name: str) -> Path:
-        """Log file of a server."""
+        """Return the path of a server's log file."""
         return self.output / "logs" / f"{name}.log"
 
 
@@ -70,15 +69,13 @@ class ServerOptions:
     pool: str = "posttrain"
     runs: int | None = None  # concurrent flow runs on this machine; None = no limit
     gpu_slots: int | None = None  # None: number of GPUs
-    deployments: str | None = (
-        None  # folder of prefect.yaml and automations.yaml; None: the checkout's
-    )
-    service: str | None = None  # YAML file of a training service that is kept up, too
+    deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: checkout's
+    service: str | None = None  # YAML file of a training service to run
     serve: str | None = None  # config of the pipeline whose champion is served
     serve_port: int = 8321
-    rollouts: str | None = None  # config of the pipeline whose inference server is kept up
-    monitor_port: int | None = None  # of the live page that is kept up; None = none is
-    learn: int = 0  # 1 = it learns from what it answers, as its config has `online:`
+    rollouts: str | None = None  # config of the pipeline whose inference server is run
+    monitor_port: int | None = None  # of the live page; None = no live page
+    learn: int = 0  # 1 = `serve` learns from its answers, because its config has `online:`
 
 
 @dataclass(slots=True)
@@ -94,7 +91,7 @@ class ServiceState:
     retry_at: float = 0.0  # seconds since 1970, while waiting
     message: str = ""  # reason of the last restart
     log: str = ""
-    access: str = ""  # where its clients get a key from
+    access: str = ""  # where its clients find a key
 
 
 @dataclass(slots=True)
@@ -106,13 +103,13 @@ class SupervisorState:
     phase: Phase = "starting"
     services: list[ServiceState] = field(default_factory=list)
     repairs: int = 0  # number of further `up` calls served
-    registration: dict[str, Any] = field(
-        default_factory=dict
-    )  # see registration.py; {} = not done yet
-    mlflow: str = ""  # address of an MLflow server elsewhere; "" = there is none, or its address holds a password
+    # Result of registration.py; {} = not done yet.
+    registration: dict[str, Any] = field(default_factory=dict)
+    # Address of an external MLflow server; "" = there is none, or its address contains a password.
+    mlflow: str = ""
 
     def find_service(self, name: str) -> ServiceState:
-        """Server by name."""
+        """Find a server by name."""
         return next(service for service in self.services if service.name == name)
 
     @property
@@ -131,7 +128,7 @@ def write_state(paths: StatePaths, state: SupervisorState) -> None:
 
 
 def read_state(paths: StatePaths) -> SupervisorState | None:
-    """State last written; None if absent or unreadable."""
+    """Read the state last written; None if the file is missing or unreadable."""
     try:
         data = json.loads(paths.state_file.read_text())
         if data.pop("version") != VERSION:
@@ -154,15 +151,13 @@ def read_state(paths: StatePaths) -> SupervisorState | None:
 
 
 def _parse_process_id(data: dict[str, Any] | None) -> ProcessId | None:
-    return (
-        None
-        if data is None
-        else ProcessId(int(data["pid"]), int(data["started"]), str(data["boot"]))
-    )
+    if data is None:
+        return None
+    return ProcessId(int(data["pid"]), int(data["started"]), str(data["boot"]))
 
 
 def is_running(paths: StatePaths) -> bool:
-    """True if a supervisor holds the lock."""
+    """Return whether a supervisor holds the lock."""
     try:
         descriptor = os.open(paths.lock_file, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,11 +1,11 @@
 """Keeper of one server: starts it, and ends its whole process tree when it or the supervisor ends.
 
-Run as a script, by its path: `python -I -S subreaper.py PARENT LEAD SOFT GRACE COMMAND...`. Standard library only, so
-that a keeper needs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process dies, even
-by SIGKILL. Orphans of the server (a worker starts its runs in their own sessions) become children of the keeper, so
-none is missed. Shutdown: SIGTERM to the server's descendants, after up to LEAD seconds to the server, after SOFT
-seconds to everything else, after GRACE seconds SIGKILL to the rest. A second SIGTERM skips the waiting. Exits with the
-server's code, or 128 + its signal.
+Run as a script, by its path: `python -I -S subreaper.py PARENT LEAD SOFT GRACE COMMAND...`. It uses only the standard
+library, so that a keeper needs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process
+dies, even by SIGKILL. Orphans of the server become children of the keeper, so that none is missed (a worker starts each
+run in a new session). Shutdown: SIGTERM to the server's descendants, after up to LEAD seconds to the server, after SOFT
+seconds to everything else, after GRACE seconds SIGKILL to the rest. A second SIGTERM skips the waiting. The keeper
+exits with the server's code, or 128 + its signal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 
 
 def list_descendants(root: int) -> list[int]:
-    """Live descendants of `root`, from /proc."""
+    """List the live descendants of `root`, from /proc."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -36,15 +36,15 @@ def list_descendants(root: int) -> list[int]:
             continue
         if fields[0] not in "ZX":
             parents[int(name)] = int(fields[1])
-    found, level = [], [root]
+    descendants, level = [], [root]
     while level:
         level = [pid for pid, parent in parents.items() if parent in level]
-        found += level
-    return found
+        descendants += level
+    return descendants
 
 
 def send_signals(pids: list[int], number: int) -> None:
-    """Signal processes, ignoring those that have ended."""
+    """Send a signal to processes, ignoring those that have ended."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -59,15 +59,15 @@ class ProcessTreeKeeper:
         self.lead, self.soft, self.grace = lead, soft, grace
         self.terminated_pids: set[int] = set()  # descendants of the server that were sent SIGTERM
         self.exit_code: int | None = None  # of the server, once it has ended
-        own = os.getpid()
+        keeper = os.getpid()
 
-        def tied() -> None:
+        def tie_to_keeper() -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-            if os.getppid() != own:  # the keeper died before the tie was made
+            if os.getppid() != keeper:  # the keeper died before the tie was made
                 os._exit(1)
 
-        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=tied)
+        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=tie_to_keeper)
 
     def reap_children(self) -> None:
         """Reap all ended children, adopted ones included."""
@@ -84,32 +84,32 @@ class ProcessTreeKeeper:
     def run_until_exit(self) -> int:
         """Wait until the server ends or a signal arrives, then end the tree."""
         while self.exit_code is None:
-            told = signal.sigtimedwait(WATCHED, 5.0)
+            received = signal.sigtimedwait(WATCHED, 5.0)
             self.reap_children()
-            if told is not None and told.si_signo != signal.SIGCHLD:
+            if received is not None and received.si_signo != signal.SIGCHLD:
                 break
         self.end_tree()
         assert self.exit_code is not None
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     def list_other_descendants(self) -> list[int]:
-        """Live descendants of the keeper except the server."""
+        """List the live descendants of the keeper except the server."""
         return [pid for pid in list_descendants(os.getpid()) if pid != self.server.pid]
 
     def terminate_others(self) -> None:
-        """SIGTERM, once to each: a second one would interrupt their saving."""
+        """Send SIGTERM once to each descendant: a second one would interrupt its saving."""
         new = [pid for pid in self.list_other_descendants() if pid not in self.terminated_pids]
         send_signals(new, signal.SIGTERM)
         self.terminated_pids.update(new)
 
     def wait_for_signal(self) -> bool:
-        """Sleep briefly; True = another signal asks to hurry."""
-        told = signal.sigtimedwait(WATCHED, 0.1)
+        """Sleep briefly; return True if another signal asks to hurry."""
+        received = signal.sigtimedwait(WATCHED, 0.1)
         self.reap_children()
-        return told is not None and told.si_signo != signal.SIGCHLD
+        return received is not None and received.si_signo != signal.SIGCHLD
 
     def end_children_first(self) -> bool:
-        """End the server's children before the server, which then reports their end; True = asked to hurry."""
+        """End the server's children before the server, which then reports their end; return True if asked to hurry."""
         deadline = time.monotonic() + self.lead
         settled = time.monotonic()
         while self.exit_code is None and time.monotonic() < deadline:
@@ -124,22 +124,20 @@ class ProcessTreeKeeper:
 
     def end_tree(self) -> None:
         """Terminate the remaining processes."""
-        killed = self.end_children_first()
+        must_kill = self.end_children_first()
         started = time.monotonic()
         if self.exit_code is None:
             send_signals([self.server.pid], signal.SIGTERM)
         while list_descendants(os.getpid()):
-            passed = time.monotonic() - started
-            if self.exit_code is not None or passed >= self.soft:
+            elapsed = time.monotonic() - started
+            if self.exit_code is not None or elapsed >= self.soft:
                 self.terminate_others()
-            if killed or passed >= self.grace:
+            if must_kill or elapsed >= self.grace:
                 send_signals(list_descendants(os.getpid()), signal.SIGKILL)
-                killed = True
-            if (
-                passed >= self.grace + STUCK_SECONDS
-            ):  # stuck in the kernel, as on an unreachable file system
-                break
-            killed = self.wait_for_signal() or killed
+                must_kill = True
+            if elapsed >= self.grace + STUCK_SECONDS:
+                break  # stuck in the kernel, as on an unreachable file system
+            must_kill = self.wait_for_signal() or must_kill
         self.reap_children()
         if self.exit_code is None:
             self.exit_code = 1
@@ -147,12 +145,8 @@ class ProcessTreeKeeper:
 
 def main() -> int:
     """Parse the arguments, tie this process to its parent, keep the server."""
-    parent, lead, soft, grace = (
-        int(sys.argv[1]),
-        float(sys.argv[2]),
-        float(sys.argv[3]),
-        float(sys.argv[4]),
-    )
+    parent = int(sys.argv[1])
+    lead, soft, grace = (float(argument) for argument in sys.argv[2:5])
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)

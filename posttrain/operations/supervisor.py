@@ -48,14 +48,12 @@ STEP_SECONDS = 0.25
 STOP_SECONDS = 100.0  # per server; its keeper kills it earlier
 REPAIR_SIGNAL = signal.SIGUSR1
 
-
-ExtraServers = Callable[
-    [Path, str], list[ServiceSpec]
-]  # of an output folder and the address of MLflow
+# Builds further servers for an output folder and the address of MLflow.
+ExtraServers = Callable[[Path, str], list[ServiceSpec]]
 
 
 def return_no_servers(output: Path, mlflow: str) -> list[ServiceSpec]:
-    """No servers beside."""
+    """Return no further servers."""
     return []
 
 
@@ -64,7 +62,7 @@ class StopRequested(Exception):
 
 
 class Supervisor:
-    """All servers of an output folder, from `start` to `stop`; `run` does both."""
+    """All servers of an output folder, from their start to their end."""
 
     def __init__(
         self,
@@ -76,20 +74,22 @@ class Supervisor:
         say: Callable[[str], None] = print,
         extra_servers: ExtraServers = return_no_servers,
     ) -> None:
-        """`address`: database address with password; `options.database` is the version without it.
+        """Prepare the supervisor.
 
-        also: servers beside Prefect, MLflow and the worker; it is called when the folder is locked and free.
+        Args:
+            address: database address with password; `options.database` is the version without it.
+            extra_servers: builds servers besides Prefect, MLflow and the worker; called when the folder is locked and
+                the leftovers of earlier servers have ended.
         """
         self.output, self.options, self._address = output, options, address
         self._external_mlflow, self._say, self._extra_servers = external_mlflow, say, extra_servers
         self.paths = StatePaths(output)
-        own = ProcessId.from_pid(os.getpid())
-        assert own is not None
-        is_shown = (
-            strip_uri_password(external_mlflow) == external_mlflow
-        )  # others may read the state
+        process = ProcessId.from_pid(os.getpid())
+        assert process is not None
+        # Other users may read the state.
+        has_password = strip_uri_password(external_mlflow) != external_mlflow
         self.state = SupervisorState(
-            supervisor=own, options=options, mlflow=external_mlflow if is_shown else ""
+            supervisor=process, options=options, mlflow="" if has_password else external_mlflow
         )
         self.servers: list[ManagedService] = []
         self._registration: subprocess.Popen[bytes] | None = None
@@ -98,18 +98,14 @@ class Supervisor:
         self._is_repair_requested = False
         self._written_state: dict[str, Any] = {}
 
-    # -- from start to end --------------------------------------------------------------------------------------
-
     def run_until_stopped(self, ready: Callable[[SupervisorState], None]) -> None:
-        """Start everything, call `ready`, and keep it up until a signal; then stop everything.
+        """Start everything, call `ready`, and keep everything up until a signal; then stop everything.
 
         Raises: FolderBusy if another supervisor runs; SettingsError, BackendError if a server does not start.
         """
-        with (
-            self._acquire_lock(),
-            suspend_shutdown_bound(),
-        ):  # runs and services save before they end, longer than a command has
-            before = self._register_signal_handlers()
+        # Runs and services save before they end, which takes longer than other commands may.
+        with self._acquire_lock(), suspend_shutdown_bound():
+            previous_handlers = self._register_signal_handlers()
             try:
                 self._start_servers()
                 ready(self.state)
@@ -119,11 +115,11 @@ class Supervisor:
                 self._say("stopping ...")
             finally:
                 self._stop_servers()
-                for number, handler in before.items():
+                for number, handler in previous_handlers.items():
                     signal.signal(number, handler)
 
     def _acquire_lock(self) -> FolderLock:
-        """Acquire the lock, tolerating the brief holds of `is_running`."""
+        """Return the lock of the folder, which tolerates that `is_running` holds it briefly."""
         clear_leftovers(make_folder(self.paths.folder))
         return _RetryingLock(self.paths.lock_file)
 
@@ -135,14 +131,14 @@ class Supervisor:
             self._is_repair_requested = True
 
         # SIGINT too: shells start background jobs with SIGINT ignored.
-        before: dict[int, Any] = {
-            int(number): signal.signal(number, stop)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            if number != signal.SIGHUP
-            or signal.getsignal(number) != signal.SIG_IGN  # stays ignored under nohup
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # stays ignored under nohup
+            numbers.append(signal.SIGHUP)
+        previous_handlers: dict[int, Any] = {
+            int(number): signal.signal(number, stop) for number in numbers
         }
-        before[REPAIR_SIGNAL] = signal.signal(REPAIR_SIGNAL, repair)
-        return before
+        previous_handlers[REPAIR_SIGNAL] = signal.signal(REPAIR_SIGNAL, repair)
+        return previous_handlers
 
     def _start_servers(self) -> None:
         if ended := terminate_marked(format_mark(self.output), grace=15.0):
@@ -151,13 +147,12 @@ class Supervisor:
             self.output, self.options, prepare_databases(self._address), self._external_mlflow
         )
         specs += self._extra_servers(self.output, self.mlflow)
-        check_ports(
-            [
-                (spec.port, f"the {spec.name} server", spec.option)
-                for spec in specs
-                if spec.port is not None
-            ]
-        )
+        ports = [
+            (spec.port, f"the {spec.name} server", spec.option)
+            for spec in specs
+            if spec.port is not None
+        ]
+        check_ports(ports)
         self.servers = [
             ManagedService(spec, self.paths.resolve_log_path(spec.name)) for spec in specs
         ]
@@ -179,14 +174,15 @@ class Supervisor:
 
     def _build_start_error(self, server: ManagedService) -> BackendError:
         tail = server.read_log_tail()
-        advice = explain_known_error(tail)
+        known_error = explain_known_error(tail)
+        advice = f"; {known_error}" if known_error else ""
         return BackendError(
-            f"the {server.service.name} server {server.state.message}"
-            f"{f'; {advice}' if advice else ''}; its last lines ({server.state.log}):\n{tail}"
+            f"the {server.service.name} server {server.state.message}{advice}; "
+            f"its last lines ({server.state.log}):\n{tail}"
         )
 
     def _step_servers(self) -> None:
-        """One pass over all servers. Raises: Stop."""
+        """Step all servers once. Raises: StopRequested."""
         if self._num_stop_signals:
             raise StopRequested
         now = self._clock()
@@ -204,14 +200,10 @@ class Supervisor:
         time.sleep(STEP_SECONDS)
 
     def _can_start(self, service: ServiceSpec) -> bool:
-        return (
-            not service.required_service
-            or next(
-                server for server in self.servers if server.service.name == service.required_service
-            ).is_up
+        required = service.required_service
+        return not required or any(
+            server.is_up for server in self.servers if server.service.name == required
         )
-
-    # -- registration -------------------------------------------------------------------------------------------
 
     def _start_registration(self) -> None:
         folder = Path(self.options.deployments or shipped("deployments"))
@@ -223,8 +215,8 @@ class Supervisor:
             deployments=str(folder / "prefect.yaml"),
             automations=str(folder / "automations.yaml"),
         )
-        asked = self.paths.folder / "request.json"
-        write_json_atomic(asked, dataclasses.asdict(request))
+        request_file = self.paths.folder / "request.json"
+        write_json_atomic(request_file, dataclasses.asdict(request))
         self.paths.registration_file.unlink(missing_ok=True)
         self.state.registration = {}
         environment = build_client_environment(
@@ -234,7 +226,7 @@ class Supervisor:
             sys.executable,
             "-m",
             "posttrain.operations.registration",
-            str(asked),
+            str(request_file),
             str(self.paths.registration_file),
         ]
         self._registration = spawn_server(
@@ -248,7 +240,8 @@ class Supervisor:
         try:
             self.state.registration = json.loads(self.paths.registration_file.read_text())
         except (OSError, ValueError):
-            problem = f"the registration ended with exit code {code}; see {self.paths.resolve_log_path('registration')}"
+            log_file = self.paths.resolve_log_path("registration")
+            problem = f"the registration ended with exit code {code}; see {log_file}"
             self.state.registration = {"at": time.time(), "problem": problem}
 
     @property
@@ -256,45 +249,42 @@ class Supervisor:
         """Address of the MLflow server for runs."""
         return self._external_mlflow or format_mlflow_url(self.options)
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def _stop_servers(self) -> None:
-        """Stop the registration, the worker with its runs, then the servers that these report to."""
+        """Stop the registration, the worker with its runs, then the servers to which these report."""
         self.state.phase = "stopping"
         self._write_changed_state()
         if self._registration is not None and self._registration.poll() is None:
             self._registration.terminate()
             self._registration.wait()
         self._registration = None
-        for group in (
-            [s for s in self.servers if s.service.required_service],
-            [s for s in self.servers if not s.service.required_service],
-        ):
-            stops = self._num_stop_signals
-            for server in group:
-                server.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + STOP_SECONDS
-            for server in group:
-                while not server.wait_for_exit(self._clock(), 0.2) and time.monotonic() < deadline:
-                    if (
-                        self._num_stop_signals > stops
-                    ):  # a second signal: do not wait for runs to save
-                        stops = self._num_stop_signals
-                        for impatient in group:
-                            impatient.send_signal(signal.SIGTERM)
-            self._write_changed_state()
+        self._stop_group([server for server in self.servers if server.service.required_service])
+        self._stop_group([server for server in self.servers if not server.service.required_service])
         terminate_marked(format_mark(self.output), grace=0.0)
         self.paths.state_file.unlink(missing_ok=True)
 
+    def _stop_group(self, group: list[ManagedService]) -> None:
+        """Stop servers together. A second stop signal is passed on, so that runs do not finish saving."""
+        num_signals = self._num_stop_signals
+        for server in group:
+            server.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for server in group:
+            while not server.wait_for_exit(self._clock(), 0.2) and time.monotonic() < deadline:
+                if self._num_stop_signals > num_signals:
+                    num_signals = self._num_stop_signals
+                    for member in group:
+                        member.send_signal(signal.SIGTERM)
+        self._write_changed_state()
+
     def _write_changed_state(self) -> None:
-        now = dataclasses.asdict(self.state)
-        if now != self._written_state and self.servers:
+        state = dataclasses.asdict(self.state)
+        if state != self._written_state and self.servers:
             write_state(self.paths, self.state)
-            self._written_state = now
+            self._written_state = state
 
 
 class _RetryingLock(FolderLock):
-    """Lock with retries for a second, as `is_running` holds it briefly."""
+    """Lock that retries for a second, because `is_running` holds it briefly."""
 
     def __enter__(self) -> FolderLock:
         for _ in range(10):

@@ -1,7 +1,4 @@
-"""Plans of the stages beside training and evaluating policies: thoughts, networks, analysis, proof of export.
-
-Plans of a configuration's stages: which are planned, and by what.
-"""
+"""Plans of all stages of a pipeline: thoughts, networks, analysis and export besides training and evaluation."""
 
 from __future__ import annotations
 
@@ -39,45 +36,48 @@ from tasks import stage_registry
 from tasks.config import PipelineSettings
 from tasks.config.machine_checks import read_context_length
 
-_PROBE_TOKENS = 4096  # as `rl_core.probe.MAX_TOKENS`
-_FIXED_RECORD_TOKENS = (
-    8 * 16 + 16
-)  # of a record of the trainer's model, and sequences of the evaluation's
-_TRAINING_OPERATIONS, _ROLLOUT_OPERATIONS = 6, 2  # operations a parameter and observation
+_PROBE_TOKENS = 4096  # `rl_core.probe.MAX_TOKENS`
+_FIXED_RECORD_TOKENS = 8 * 16 + 16  # of the trainer's record and the evaluation's sequences
+_TRAINING_OPERATIONS = 6  # per parameter and observation
+_ROLLOUT_OPERATIONS = 2  # per parameter and observation
 
 
 class AllStagesPlanner(StagePlanner):
-    """Plans one stage of any kind that is planned."""
+    """Planner of one stage of any plannable kind."""
 
     def plan_thoughts(self, block: ThoughtsSettings) -> StagePlan:
-        """Episodes of one rollout each; answers scored with and without the thought, then an update on both."""
+        """Plan episodes of one rollout each.
+
+        Answers are scored with and without the thought; the update trains on both.
+        """
         shape = self.model.policy
-        prompt, new = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
-        count, length = block.episodes_per_iteration, prompt + new
+        prompt, new_tokens = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
+        count, length = block.episodes_per_iteration, prompt + new_tokens
         rows = 2 * count  # with the thought, and without it
-        batch = self._fit_micro_batch(block, -(-rows // self.processes), length, new)
-        frozen = (
-            {"reference model": estimate_frozen_bytes(shape, self.placement.item)}
-            if block.kl_coef and not shape.ranks
-            else {}
-        )
-        beside = {**self.runtime, **frozen}
-        rollouts = self._plan_rollout_phase(shape, block, beside)
+        batch = self._fit_micro_batch(block, -(-rows // self.processes), length, new_tokens)
+        resident = dict(self.runtime)
+        if block.kl_coef and not shape.ranks:
+            resident["reference model"] = estimate_frozen_bytes(shape, self.placement.item)
+        rollouts = self._plan_rollout_phase(shape, block, resident)
         rollouts = MemoryPhase(
             rollouts.name,
             {**rollouts.parts, **estimate_training_state(shape, block, self.placement)},
         )
-        stays = {name: size for name, size in rollouts.parts.items() if name in PERSISTENT_PARTS}
-        phases = [rollouts, *self._plan_update_phases(shape, block, batch, {**beside, **stays})]
+        persistent = {
+            name: size for name, size in rollouts.parts.items() if name in PERSISTENT_PARTS
+        }
+        phases = [
+            rollouts,
+            *self._plan_update_phases(shape, block, batch, {**resident, **persistent}),
+        ]
         sizes = {
             "length": float(length),
-            "loss_length": float(new),
+            "loss_length": float(new_tokens),
             **self._compute_packed_savings(shape, block, batch),
         }
-        scored = estimate_scoring_work(
-            shape, rows=rows + count, **sizes
-        )  # answers twice, and the baseline's states
-        work = self._estimate_rollout_work(block, count, count, prompt, new) + scored
+        # Each answer twice, and the states of the baseline.
+        scoring = estimate_scoring_work(shape, rows=rows + count, **sizes)
+        work = self._estimate_rollout_work(block, count, count, prompt, new_tokens) + scoring
         work += estimate_training_work(
             shape, block, rows=rows, updates=1, micro_batches=batch.count, **sizes
         )
@@ -85,14 +85,14 @@ class AllStagesPlanner(StagePlanner):
             work += estimate_scoring_work(shape, rows=rows, **sizes)
         work = work.scale_by(block.iterations)
         validations = 1 + (block.iterations // block.eval_every if block.eval_every else 0)
-        # the test for genuine thoughts scores each answer four times: thought, none, shuffled, filler
-        for episodes, times in (
+        # The test for genuine thoughts scores each answer four times: thought, none, shuffled, filler.
+        for episodes, passes in (
             (block.validation_episodes * validations, 2),
             (block.check_episodes, 4),
         ):
-            work += self._estimate_rollout_work(block, episodes, episodes, prompt, new)
+            work += self._estimate_rollout_work(block, episodes, episodes, prompt, new_tokens)
             work += estimate_scoring_work(
-                shape, rows=times * episodes, length=float(length), loss_length=float(new)
+                shape, rows=passes * episodes, length=float(length), loss_length=float(new_tokens)
             )
         if not self.lengths.completion:
             self.notes.append(
@@ -104,24 +104,20 @@ class AllStagesPlanner(StagePlanner):
         return self._build_plan(shape, phases, work)
 
     def plan_analysis(self, block: AnalysisSettings) -> StagePlan:
-        """Passes of every evaluated model beside the first one, and of the reward model."""
+        """Plan the passes of every evaluated model with the first one loaded as well, and those of the reward model."""
         shape = self.model.policy
-        models, length = (
-            self._count_evaluated_models(),
-            self.lengths.resolve_row_length(shape.context),
-        )
+        models = self._count_evaluated_models()
+        length = self.lengths.resolve_row_length(shape.context)
         evaluation = self.settings.stages.evaluate
         if evaluation is not None:
-            length = min(
-                shape.context,
-                sum(self.lengths.resolve_rollout_lengths(evaluation.sampling, shape.context)),
-            )
+            lengths = self.lengths.resolve_rollout_lengths(evaluation.sampling, shape.context)
+            length = min(shape.context, sum(lengths))
         tokens = max(length, _PROBE_TOKENS // length * length)
-        two = min(2, models) * self.placement.item * shape.parameters
+        weight_bytes = min(2, models) * self.placement.item * shape.parameters
         passes = estimate_forward_parts(shape, MicroBatch(tokens, tokens, tokens), self.placement)
-        phase = MemoryPhase("models' passes", {**self.runtime, "weights": two, **passes})
+        phase = MemoryPhase("models' passes", {**self.runtime, "weights": weight_bytes, **passes})
         episodes = block.probe_episodes
-        # entropy and KL: this model and the first; the coherence of turns: the first model's states
+        # Entropy and KL need this model and the first; the coherence of turns needs the first model's states.
         work = estimate_scoring_work(
             shape,
             rows=models * 3 * episodes + models * block.probe_demonstrations,
@@ -139,14 +135,11 @@ class AllStagesPlanner(StagePlanner):
         return self._build_plan(shape, [phase], work, trainable=0)
 
     def plan_export(self, block: ExportSettings) -> StagePlan:
-        """A fresh process that loads one written model after the other, beside this one."""
+        """Plan the fresh process that loads one exported model after another, in addition to this process."""
         shape = self.model.policy
         trained = self._count_evaluated_models()
-        passes = estimate_forward_parts(
-            shape,
-            MicroBatch(_FIXED_RECORD_TOKENS, _FIXED_RECORD_TOKENS, _FIXED_RECORD_TOKENS),
-            self.placement,
-        )
+        batch = MicroBatch(_FIXED_RECORD_TOKENS, _FIXED_RECORD_TOKENS, _FIXED_RECORD_TOKENS)
+        passes = estimate_forward_parts(shape, batch, self.placement)
         runtime = {"runtime": 2 * self.placement.runtime} if self.placement.runtime else {}
         phase = MemoryPhase(
             "fresh process",
@@ -161,38 +154,39 @@ class AllStagesPlanner(StagePlanner):
         return self._build_plan(shape, [phase], work, trainable=0)
 
     def plan_network(self, block: NetworkSettings) -> StagePlan:
-        """Policy and value networks of an environment, whose spaces are looked at.
+        """Plan policy and value networks; their sizes follow from the spaces of the environment.
 
-        Raises: SettingsError where the environment cannot be made.
+        Raises: SettingsError if the environment cannot be created.
         """
         from rl_core.networks.actor_critic import ActorCritic, NetworkShape
         from rl_core.networks.vector_environment import read_spaces
 
         observation, actions = read_spaces(block)
-        made = ActorCritic(NetworkShape(observation, actions, block.hidden, block.activation))
-        parameters = sum(parameter.numel() for parameter in made.parameters())
+        network = ActorCritic(NetworkShape(observation, actions, block.hidden, block.activation))
+        parameters = sum(parameter.numel() for parameter in network.parameters())
         steps = block.num_environments * block.rollout_steps
-        row = 4 * (
-            observation + actions.size + 6
-        )  # and reward, ends, log-prob, value, advantage, return
-        together = min(block.micro_batch_tokens, -(-steps // block.minibatches))
-        layers = 4 * 2 * (observation + sum(block.hidden)) * together  # of both networks
+        # Six more values: reward, end, log-prob, value, advantage, return.
+        row_bytes = 4 * (observation + actions.size + 6)
+        batch_rows = min(block.micro_batch_tokens, -(-steps // block.minibatches))
+        activation_bytes = (
+            4 * 2 * (observation + sum(block.hidden)) * batch_rows
+        )  # of both networks
         parts = {
             **self.runtime,
             "weights": 4 * parameters,
             "gradients": 4 * parameters,
             "optimizer moments": 8 * parameters,
             "best model": 4 * parameters,
-            "steps": row * steps * (1 + block.replay),
-            "activations": layers,
+            "steps": row_bytes * steps * (1 + block.replay),
+            "activations": activation_bytes,
         }
         iterations = max(1, block.environment_steps // steps)
-        learned = iterations * steps * block.epochs * (1 + block.replay)
+        trained_rows = iterations * steps * block.epochs * (1 + block.replay)
         work = StageWork(
-            trained_tokens=float(learned),
+            trained_tokens=float(trained_rows),
             scored_tokens=float(iterations * steps),
             updates=float(iterations * block.epochs * block.minibatches),
-            training_flops=float(_TRAINING_OPERATIONS * parameters * learned),
+            training_flops=float(_TRAINING_OPERATIONS * parameters * trained_rows),
             scoring_flops=float(_ROLLOUT_OPERATIONS * parameters * iterations * steps),
         )
         self.notes.append(
@@ -212,7 +206,7 @@ _PLAN_FUNCTIONS: Mapping[type, _PlanFunction] = {
     PreferenceSettings: AllStagesPlanner.plan_supervised,
     RewardModelSettings: AllStagesPlanner.plan_supervised,
     PolicySettings: AllStagesPlanner.plan_policy,
-    DistillationSettings: lambda stage, block: stage.plan_policy(block.plan_policy()),
+    DistillationSettings: lambda stage, block: stage.plan_policy(block.build_policy_settings()),
     ThoughtsSettings: AllStagesPlanner.plan_thoughts,
     NetworkSettings: AllStagesPlanner.plan_network,
     EvaluationSettings: AllStagesPlanner.plan_evaluation,
@@ -223,7 +217,7 @@ _PLAN_FUNCTIONS: Mapping[type, _PlanFunction] = {
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """Plans of the stages in their order, and the names of those that are not planned."""
+    """Plans of the stages in order, and the names of the unplanned stages."""
 
     stages: tuple[StagePlan, ...]
     unplanned_stages: tuple[str, ...]
@@ -232,28 +226,27 @@ class PipelinePlan:
 def plan_pipeline(
     settings: PipelineSettings, target: PlanTarget, lengths: PlanLengths
 ) -> PipelinePlan:
-    """Plans of all active stages but those that compute nothing worth it (data, promotion), and stages of users' own.
+    """Plan all active stages except those that compute little (data, promotion) and custom stages.
 
-    Raises: ModelError where the model's config cannot be read.
+    Raises: ModelError if the model's config cannot be read.
     """
     models: dict[bool, PlannedModel] = {}
-    plans, left_out = [], []
+    plans, unplanned = [], []
     for name in stage_registry.list_stage_names():
         block = getattr(settings.stages, name)
         if block is None:
             continue
         if type(block) not in _PLAN_FUNCTIONS:
-            left_out.append(name)
+            unplanned.append(name)
             continue
         try:
             plans.append(plan_stage(name, settings, target, lengths, models))
         except SettingsError as error:
             if not isinstance(block, NetworkSettings):
                 raise
-            left_out.append(
-                f"{name} ({error})"
-            )  # its environment's package may be on another machine
-    return PipelinePlan(tuple(plans), tuple(left_out))
+            # The package of its environment may be installed only on another machine.
+            unplanned.append(f"{name} ({error})")
+    return PipelinePlan(tuple(plans), tuple(unplanned))
 
 
 def plan_stage(
@@ -263,14 +256,20 @@ def plan_stage(
     lengths: PlanLengths,
     models: dict[bool, PlannedModel] | None = None,
 ) -> StagePlan:
-    """Plan of one stage. `models`: made by earlier calls for the same settings, by whether they have adapters."""
+    """Plan one stage.
+
+    Args:
+        models: built by earlier calls for the same settings, by whether they have adapters.
+    """
     block = getattr(settings.stages, name)
-    # the reward model's stage trains all weights, and a written model has its adapters merged
+    # The reward model trains all weights, and an exported model has its adapters merged.
     with_adapters = not isinstance(block, RewardModelSettings | AnalysisSettings | ExportSettings)
     models = {} if models is None else models
     if with_adapters not in models:
-        chosen = settings.model if with_adapters else dataclasses.replace(settings.model, lora=None)
-        models[with_adapters] = PlannedModel(chosen, read_context_length(settings.model) or 2**20)
-    return _PLAN_FUNCTIONS[type(block)](
-        AllStagesPlanner(name, settings, target, lengths, models[with_adapters]), block
-    )
+        model_settings = settings.model
+        if not with_adapters:
+            model_settings = dataclasses.replace(settings.model, lora=None)
+        context = read_context_length(settings.model) or 2**20
+        models[with_adapters] = PlannedModel(model_settings, context)
+    planner = AllStagesPlanner(name, settings, target, lengths, models[with_adapters])
+    return _PLAN_FUNCTIONS[type(block)](planner, block)

@@ -1,7 +1,7 @@
-"""A rollout worker in simulated time: an engine that decodes sequences side by side, and takes weights between steps.
+"""Rollout worker in simulated time: an engine that decodes sequences concurrently and loads weights between steps.
 
-n sequences that are decoded at once take step_seconds + n * row_seconds a token. Between two events (a turn ends, a
-tool answers, weights arrive) n does not change, so time goes on from event to event, not from token to token.
+Decoding n sequences together takes step_seconds + n * row_seconds per token. Between two events (a turn ends, a tool
+answers, weights arrive) n does not change, so time advances from event to event, not from token to token.
 """
 
 from __future__ import annotations
@@ -19,31 +19,29 @@ from rl_core.settings.planning import ClusterRates
 if TYPE_CHECKING:
     import simpy
 
-
-CORE_SLICE_SECONDS = 0.01  # of a core that processes share
+CORE_SLICE_SECONDS = 0.01  # of a shared core
 _TINY = 1e-9
 
 
 @dataclass(slots=True)
 class SimulatedSequence:
-    """One episode: tokens of its actions, seconds of the tools between them."""
+    """Episode: tokens of its actions, and seconds of the tools between them."""
 
     group: SimulatedGroup
     tokens: list[float]
     tools: list[float]
     turn: int = 0
     before: float = 0.0  # tokens of earlier turns
-    mark: float = 0.0  # of the engine, when this turn began
-    version_starts: list[tuple[float, int]] = field(
-        default_factory=list
-    )  # (tokens before it, version)
+    mark: float = 0.0  # of the engine, at the start of this turn
+    # (tokens before it, version)
+    version_starts: list[tuple[float, int]] = field(default_factory=list)
 
     def restart_sequence(self) -> None:
-        """Back to the beginning."""
+        """Restart the sequence from its beginning."""
         self.turn, self.before, self.version_starts = 0, 0.0, []
 
     def iter_version_tokens(self) -> Iterator[tuple[int, float]]:
-        """(version, tokens) of each part."""
+        """Yield (version, tokens) of each part."""
         ends = [*(start for start, _ in self.version_starts[1:]), sum(self.tokens)]
         for (start, version), end in zip(self.version_starts, ends, strict=True):
             yield version, end - start
@@ -51,14 +49,14 @@ class SimulatedSequence:
 
 @dataclass(slots=True)
 class SimulatedGroup:
-    """The rollouts of one prompt."""
+    """Rollouts of one prompt."""
 
     number: int
-    num_restarts: int = 0  # times that it was given up as too old
-    slow_worker: int | None = None  # number of the worker that was too slow for it then
+    num_restarts: int = 0  # because it became too old
+    slow_worker: int | None = None  # number of the worker that was then too slow for it
     sequences: list[SimulatedSequence] = field(default_factory=list)
-    num_unfinished: int = 0  # sequences that have not ended
-    oldest: int = 0  # version that one of its sequences was begun with; known when it has ended
+    num_unfinished: int = 0  # sequences
+    oldest: int = 0  # oldest initial version of its sequences; known when it has ended
 
     @property
     def num_tokens(self) -> float:
@@ -71,30 +69,30 @@ class BusyTime:
     """Seconds in which a process computed; on a shared core, as many as it would have taken alone."""
 
     spent: float = 0.0
-    since: float | None = None  # when it began what it computes now
+    since: float | None = None  # start of the current computation
 
     def add_seconds(self, seconds: float) -> None:
-        """It has computed for so long, however the clock rounds."""
+        """Add a finished computation, independent of how the clock rounds."""
         self.spent, self.since = self.spent + seconds, None
 
     def total_until(self, now: float) -> float:
-        """Seconds up to now."""
+        """Return the seconds up to now."""
         return self.spent if self.since is None else self.spent + now - self.since
 
 
 @dataclass
 class SimulatedWorld:
-    """Time, cores and settings that all processes share."""
+    """Time, cores and settings shared by all processes."""
 
     env: simpy.Environment
     layout: ClusterLayout
     rates: ClusterRates
     cores: simpy.Resource | None
-    on_group_finished: Callable[[SimulatedGroup], None]  # is given every finished group
-    num_dropped_rollouts: int = 0  # rollouts begun anew
+    on_group_finished: Callable[[SimulatedGroup], None]  # called with every finished group
+    num_dropped_rollouts: int = 0  # restarted rollouts
 
     def compute_for(self, seconds: float, busy: BusyTime) -> Iterator[Any]:
-        """Compute for so long."""
+        """Compute for this long."""
         if seconds <= 0:
             return
         if self.cores is not None:
@@ -107,7 +105,7 @@ class SimulatedWorld:
     def compute_in_slices(
         self, seconds: float, busy: BusyTime, is_interrupted: Callable[[], bool]
     ) -> Generator[Any, Any, float]:
-        """Compute on a core that is shared, for so long or until there is news; returns the seconds computed."""
+        """Compute on a shared core for this long or until interrupted; return the seconds computed."""
         assert self.cores is not None
         left = seconds
         while left > _TINY:
@@ -124,17 +122,17 @@ class SimulatedWorld:
 
 
 class SimulatedWorker:
-    """Plays groups in runs of its engine, and loads weights that arrive."""
+    """Worker that plays groups in runs of its engine, and loads arriving weights."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self.world = world
         self.queued_groups: deque[SimulatedGroup] = deque()
-        self.pending_versions: deque[int] = deque()  # versions on their way
+        self.pending_versions: deque[int] = deque()  # versions not loaded yet
         self.version = -1
-        self.groups_per_run = 1  # groups of a run
+        self.groups_per_run = 1
         self.busy = BusyTime()
-        self._wakeup = self._create_wakeup()  # tickets or weights
-        self._alarm: simpy.Event | None = None  # ends a wait, where no news does
+        self._wakeup = self._create_wakeup()  # groups or weights arrived
+        self._alarm: simpy.Event | None = None  # ends a sleep without a wakeup
         self._woken = world.env.event()
         self._ties = itertools.count()
 
@@ -150,9 +148,9 @@ class SimulatedWorker:
         self._trigger_wakeup()
 
     def _create_wakeup(self) -> simpy.Event:
-        news = self.world.env.event()
-        news.callbacks.append(self._end_sleep)
-        return news
+        wakeup = self.world.env.event()
+        wakeup.callbacks.append(self._end_sleep)
+        return wakeup
 
     def _trigger_wakeup(self) -> None:
         if not self._wakeup.triggered:
@@ -163,7 +161,10 @@ class SimulatedWorker:
             self._woken.succeed()
 
     def _sleep_until(self, alarm: simpy.Event) -> simpy.Event:
-        """An event: the alarm went off, or there is news. As simpy's condition `alarm | news`, of fewer parts."""
+        """Return an event that fires at the alarm or at a wakeup.
+
+        It is like SimPy's condition `alarm | wakeup`, with fewer parts.
+        """
         self._alarm, self._woken = alarm, self.world.env.event()
         alarm.callbacks.append(self._end_sleep)
         if self._wakeup.processed:
@@ -171,27 +172,25 @@ class SimulatedWorker:
         return self._woken
 
     def _decode_for(self, seconds: float) -> Generator[Any, Any, float]:
-        """Decode for so long, or until there is news; returns the seconds of it."""
+        """Decode for this long, or until a wakeup; return the seconds spent."""
         env = self.world.env
         if seconds <= 0:
             return 0.0
         if self.world.cores is not None:
-            return (
-                yield from self.world.compute_in_slices(
-                    seconds, self.busy, lambda: self._wakeup.triggered
-                )
+            slices = self.world.compute_in_slices(
+                seconds, self.busy, lambda: self._wakeup.triggered
             )
-        self.busy.since = began = env.now
+            return (yield from slices)
+        self.busy.since = start = env.now
         done = env.timeout(seconds)
         yield self._sleep_until(done)
-        worked: float = (
-            seconds if done.processed else min(seconds, env.now - began)
-        )  # however the clock rounds
+        # Independent of how the clock rounds.
+        worked: float = seconds if done.processed else min(seconds, env.now - start)
         self.busy.add_seconds(worked)
         return worked
 
     def run_worker(self) -> Iterator[Any]:
-        """The process of an asynchronous worker."""
+        """Run the process of an asynchronous worker."""
         while True:
             while not self.queued_groups and not self.pending_versions:
                 yield self._wakeup
@@ -199,28 +198,25 @@ class SimulatedWorker:
             if self.pending_versions:
                 yield from self.load_pending_weights()
             if self.queued_groups:
-                yield from self.play_groups(
-                    [
-                        self.queued_groups.popleft()
-                        for _ in range(min(self.groups_per_run, len(self.queued_groups)))
-                    ]
-                )
+                count = min(self.groups_per_run, len(self.queued_groups))
+                groups = [self.queued_groups.popleft() for _ in range(count)]
+                yield from self.play_groups(groups)
 
     def load_pending_weights(self) -> Iterator[Any]:
-        """Take all weights that have arrived."""
+        """Load all weights that have arrived."""
         while self.pending_versions:
             version = self.pending_versions.popleft()
             yield from self.world.compute_for(self.world.rates.load_seconds, self.busy)
             self.version = version
 
     def play_groups(self, groups: list[SimulatedGroup]) -> Iterator[Any]:
-        """One run of the engine, to the end of every sequence."""
+        """Run the engine until every sequence has ended."""
         run = _EngineRun(self, groups)
         while run.is_open:
             yield from self._advance_run(run)
 
     def _advance_run(self, run: _EngineRun) -> Iterator[Any]:
-        """To the next event of a run."""
+        """Advance to the next event of a run."""
         world, rates = self.world, self.world.rates
         if self._wakeup.triggered:
             self._wakeup = self._create_wakeup()
@@ -235,10 +231,10 @@ class SimulatedWorker:
         if until is not None:
             yield self._sleep_until(world.env.timeout(until - world.env.now))
             return
-        if joined := run.join_sequences(world.env.now, self.version):
-            yield from world.compute_for(
-                rates.join_seconds + joined * rates.turn_seconds, self.busy
-            )
+        joined = run.join_sequences(world.env.now, self.version)
+        if joined:
+            seconds = rates.join_seconds + joined * rates.turn_seconds
+            yield from world.compute_for(seconds, self.busy)
         step = rates.step_seconds + rates.row_seconds * len(run.active)
         seconds = (run.active[0][0] - run.mark) * step
         if run.is_ready and run.waiting_for_tools:
@@ -250,25 +246,22 @@ class SimulatedWorker:
 
 
 class _EngineRun:
-    """Sequences of one run: queued, decoded, and waiting for their tools."""
+    """Sequences of one run: queued, decoded, or waiting for their tools."""
 
     def __init__(self, worker: SimulatedWorker, groups: list[SimulatedGroup]) -> None:
         layout = worker.world.layout
         self.slots = layout.slots
         self.is_ready = layout.max_staleness > 0 or layout.rejoin == "ready"
         self.queued_sequences = deque(sequence for group in groups for sequence in group.sequences)
-        self.active: list[
-            tuple[float, int, SimulatedSequence]
-        ] = []  # by the mark at which the turn ends
-        self.waiting_for_tools: list[
-            tuple[float, int, SimulatedSequence]
-        ] = []  # by the time at which the tool answers
-        self.mark = 0.0  # tokens that a sequence decoded from the beginning would have
+        # Heaps, by the mark at which the turn ends and by the time at which the tool answers.
+        self.active: list[tuple[float, int, SimulatedSequence]] = []
+        self.waiting_for_tools: list[tuple[float, int, SimulatedSequence]] = []
+        self.mark = 0.0  # tokens of a sequence decoded since the start of the run
         self._ties = worker._ties
 
     @property
     def is_open(self) -> bool:
-        """False = every sequence has ended."""
+        """Whether a sequence has not ended."""
         return bool(self.queued_sequences or self.active or self.waiting_for_tools)
 
     @property
@@ -276,23 +269,21 @@ class _EngineRun:
         return self.slots - len(self.active) - len(self.waiting_for_tools)
 
     def enqueue_groups(self, groups: deque[SimulatedGroup]) -> None:
-        """Take all groups that the worker has: as `AsyncRolloutWorker`, which takes as many as the trainer hands out."""
+        """Take all groups of the worker, as `AsyncRolloutWorker` takes as many as the trainer dispatches."""
         while groups:
             self.queued_sequences += groups.popleft().sequences
 
     def compute_idle_end(self, now: float) -> float | None:
-        """Time until which nothing can be decoded; None = something can."""
+        """Return the time until which nothing can be decoded; None if something can."""
         if self.active or (self.queued_sequences and self._num_free_slots):
             return None
-        until = (
-            self.waiting_for_tools[0][0]
-            if self.is_ready
-            else max(at for at, _, _ in self.waiting_for_tools)
-        )
+        until = self.waiting_for_tools[0][0]
+        if not self.is_ready:
+            until = max(answered_at for answered_at, _, _ in self.waiting_for_tools)
         return until if until > now + _TINY else None
 
     def join_sequences(self, now: float, version: int) -> int:
-        """Begin queued sequences in free slots, go on with those whose tools have answered; returns their number."""
+        """Start queued sequences in free slots, resume those whose tools have answered; return their number."""
         joined = 0
         if self.queued_sequences:
             for _ in range(min(len(self.queued_sequences), self._num_free_slots)):
@@ -313,7 +304,7 @@ class _EngineRun:
         )
 
     def end_turns(self, now: float) -> Iterator[SimulatedGroup]:
-        """Turns that end at this mark; yields the groups that end with them."""
+        """End the turns at this mark; yield the groups that end with them."""
         active, limit = self.active, self.mark + _TINY
         while active and active[0][0] <= limit:
             sequence = heapq.heappop(active)[2]
@@ -328,18 +319,18 @@ class _EngineRun:
             group = sequence.group
             group.num_unfinished -= 1
             if not group.num_unfinished:
-                group.oldest = min(one.version_starts[0][1] for one in group.sequences)
+                group.oldest = min(member.version_starts[0][1] for member in group.sequences)
                 yield group
 
     def apply_weight_version(self, version: int, *, drop: bool) -> int:
-        """New weights: sequences that have begun go on under them, or begin anew; returns the number of the latter."""
+        """Apply new weights: started sequences continue with them, or restart; return the number of restarts."""
         if drop:
-            begun = [*self.active, *self.waiting_for_tools]
+            started = [*self.active, *self.waiting_for_tools]
             self.active, self.waiting_for_tools = [], []
-            for _, _, sequence in begun:
+            for _, _, sequence in started:
                 sequence.restart_sequence()
                 self.queued_sequences.append(sequence)
-            return len(begun)
+            return len(started)
         for _, _, sequence in self.active:
             _record_version_start(sequence, sequence.before + self.mark - sequence.mark, version)
         for _, _, sequence in self.waiting_for_tools:
@@ -348,7 +339,10 @@ class _EngineRun:
 
 
 def _record_version_start(sequence: SimulatedSequence, sampled: float, version: int) -> None:
-    """As `rl_core.inference.versioned_run.record_version`: a version that sampled nothing is forgotten, but the first."""
+    """Record the start of a version, as `rl_core.inference.versioned_run.record_version` does.
+
+    A version that sampled nothing is dropped, unless it is the first.
+    """
     starts = sequence.version_starts
     if starts[-1][0] == sampled and (sampled or len(starts) > 1):
         starts.pop()

@@ -1,8 +1,8 @@
 """Discrete-event simulation (SimPy) of a policy stage on rollout workers, synchronous or asynchronous.
 
-Times of the parts are settings (`ClusterRates`); what follows is who waits for whom: the schedule is that of
-rl_core/rollout_workers (`team.py`: tasks, one after the other; `stream.py`: tickets ahead of the trainer, the bound of
-staleness, groups that are played again).
+The durations of the parts are settings (`ClusterRates`); the simulation shows who waits for whom. The schedule is that
+of rl_core/rollout_workers: `worker_group.py` (tasks, one after another) and `async_worker_group.py` (groups ahead of
+the trainer, the staleness bound, groups that are played again).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from rl_core.errors import SettingsError
 from rl_core.settings.planning import ClusterRates
 
 _TINY = 1e-12
-MAX_STALE_RESTARTS = 2  # as rl_core.rollout_workers.async_worker_group.MAX_STALE_PLAYS, which a test holds: importing it would import torch
+# Equals rl_core.rollout_workers.async_worker_group.MAX_STALE_PLAYS, which a test checks: its import needs torch.
+MAX_STALE_RESTARTS = 2
 
 
 def count_warm_up_iterations(bound: int) -> int:
-    """Iterations at the beginning that tell nothing of the later ones, where so much staleness is allowed.
+    """Return the number of initial iterations that are not representative under this staleness bound.
 
-    bound + 1 batches begin at once, and the shortest of their groups are learned from first. The longest follow later:
-    a group that becomes too old twice is waited for in the iteration 2 * (bound + 1) after its beginning, or sooner.
+    bound + 1 batches start together, and the shortest of their groups are learned from first. The longest follow
+    later: a group that becomes too old twice is awaited in the iteration 2 * (bound + 1) after its start, or sooner.
     """
     return 2 + 4 * bound
 
@@ -47,23 +48,18 @@ class SimulatedRun:
 
     layout: ClusterLayout
     end_seconds: list[float] = field(default_factory=list)  # of each iteration
-    learned_groups: list[list[int]] = field(
-        default_factory=list
-    )  # numbers of the groups that each iteration learned from
-    tokens_by_staleness: list[dict[int, float]] = field(
-        default_factory=list
-    )  # sampled tokens by staleness, of each iteration
-    max_staleness_seen: list[int] = field(
-        default_factory=list
-    )  # largest staleness of each iteration, prompts included
-    stale_groups: int = 0  # became too old, and were played again
+    # Of each iteration: numbers of its groups, tokens by staleness, largest staleness with prompts.
+    learned_groups: list[list[int]] = field(default_factory=list)
+    tokens_by_staleness: list[dict[int, float]] = field(default_factory=list)
+    max_staleness_seen: list[int] = field(default_factory=list)
+    stale_groups: int = 0  # became too old and were played again
     dropped_rollouts: int = 0
-    worker_share: float = 0.0  # of the time after the warm-up, in which workers computed
+    worker_share: float = 0.0  # of the time after the warm-up in which workers computed
     trainer_share: float = 0.0
 
     @property
     def warm_up(self) -> int:
-        """Iterations at the beginning that are not counted."""
+        """Number of initial iterations that are not counted."""
         return min(count_warm_up_iterations(self.layout.max_staleness), len(self.end_seconds) - 1)
 
     @property
@@ -75,19 +71,22 @@ class SimulatedRun:
 
     @property
     def rollouts_per_second(self) -> float:
-        """Rollouts that are learned from in a second, after the warm-up."""
+        """Rollouts learned from per second, after the warm-up."""
         return self.layout.prompts * self.layout.group_size / self.iteration_s
 
     @property
     def staleness(self) -> float:
         """Mean staleness of a token, after the warm-up."""
         counted = self.tokens_by_staleness[self.warm_up :]
-        tokens = sum(count for ages in counted for count in ages.values())
-        return sum(age * count for ages in counted for age, count in ages.items()) / tokens
+        tokens = sum(count for tokens_by_age in counted for count in tokens_by_age.values())
+        return (
+            sum(age * count for tokens_by_age in counted for age, count in tokens_by_age.items())
+            / tokens
+        )
 
 
 def require_simpy() -> None:
-    """Raises: SettingsError where SimPy is not installed."""
+    """Refuse to simulate without SimPy. Raises: SettingsError."""
     if importlib.util.find_spec("simpy") is None:
         raise SettingsError(
             "--simulate: needs the package simpy: pip install 'posttrain[plan]' -c constraints.txt"
@@ -102,36 +101,30 @@ def simulate_run(
     iterations: int = 20,
     seed: int = 0,
 ) -> SimulatedRun:
-    """Simulate a run of so many iterations.
+    """Simulate a run of this many iterations.
 
     Args:
-        sizes: of the rollouts; None = as `rates` says.
-        seed: of the sizes; a group's are the same in every layout.
-    Raises: SettingsError where SimPy is not installed.
+        sizes: of the rollouts; None = those of `rates`.
+        seed: of the sizes; a group has the same sizes in every layout.
+    Raises: SettingsError if SimPy is not installed.
     """
     require_simpy()
     if iterations < 1:
         raise SettingsError(f"iterations: {iterations} must be at least 1")
     simpy = importlib.import_module("simpy")
     env = simpy.Environment()
-    trainer = _SimulatedTrainer(
-        env, layout, sizes or RolloutSizeDistributions.from_rates(rates), iterations, seed
-    )
+    sizes = sizes or RolloutSizeDistributions.from_rates(rates)
+    trainer = _SimulatedTrainer(env, layout, sizes, iterations, seed)
     cores = simpy.Resource(env, layout.cores) if layout.cores is not None else None
     world = SimulatedWorld(env, layout, rates, cores, trainer.receive_group)
     trainer.create_workers(world)
-    env.run(
-        until=env.process(
-            trainer.train_asynchronously()
-            if layout.max_staleness
-            else trainer.train_synchronously()
-        )
-    )
+    train = trainer.train_asynchronously if layout.max_staleness else trainer.train_synchronously
+    env.run(until=env.process(train()))
     return trainer.build_result()
 
 
 class _SimulatedTrainer:
-    """The trainer's process, and its side of the workers."""
+    """Process of the trainer, and its side of the workers."""
 
     def __init__(
         self,
@@ -141,41 +134,31 @@ class _SimulatedTrainer:
         iterations: int,
         seed: int,
     ) -> None:
-        self.env, self.layout, self.sizes, self.iterations, self.seed = (
-            env,
-            layout,
-            sizes,
-            iterations,
-            seed,
-        )
+        self.env, self.layout, self.sizes = env, layout, sizes
+        self.iterations, self.seed = iterations, seed
         self.run = SimulatedRun(layout)
         self.iteration = 0
         self._next_number = 0
         self._queue: deque[SimulatedGroup] = deque()
-        self._playing: dict[int, int] = {}  # number of a group -> its worker's
-        self._loads = [0] * layout.workers  # groups that each worker has
-        self._num_awaited_groups = (
-            0  # groups under way that became too old so often that an iteration waits for them
-        )
+        self._playing: dict[int, int] = {}  # number of a group: number of its worker
+        self._loads = [0] * layout.workers  # groups of each worker
+        # Groups in flight that became too old so often that an iteration waits for them.
+        self._num_awaited_groups = 0
         self._finished: list[SimulatedGroup] = []
-        self._num_checked_groups = (
-            0  # of these, from the beginning: known to be young enough in this iteration
-        )
+        # Of the finished groups, from the first: known to be fresh enough for this iteration.
+        self._num_checked_groups = 0
         self._arrived = env.event()
         self._busy = BusyTime()
-        self._warm_up_seconds = (
-            0.0,
-            0.0,
-            0.0,
-        )  # seconds of the warm-up: all, those of busy workers, of a busy trainer
+        # Of the warm-up: all seconds, those of busy workers, those of a busy trainer.
+        self._warm_up_seconds = (0.0, 0.0, 0.0)
 
     def create_workers(self, world: SimulatedWorld) -> None:
-        """Make the workers."""
+        """Create the workers."""
         self.world = world
         self.workers = [SimulatedWorker(world) for _ in range(self.layout.workers)]
 
     def receive_group(self, group: SimulatedGroup) -> None:
-        """Take a finished group."""
+        """Receive a finished group."""
         if group.number in self._playing:
             group.slow_worker = self._playing.pop(group.number)
             self._loads[group.slow_worker] -= 1
@@ -185,10 +168,10 @@ class _SimulatedTrainer:
             self._arrived.succeed()
 
     def build_result(self) -> SimulatedRun:
-        """The run, with the shares of time."""
+        """Return the run with the shares of time."""
         total, workers, trainer = (
-            now - then
-            for now, then in zip(self._sum_busy_seconds(), self._warm_up_seconds, strict=True)
+            end - start
+            for end, start in zip(self._sum_busy_seconds(), self._warm_up_seconds, strict=True)
         )
         self.run.worker_share = workers / max(total * len(self.workers), _TINY)
         self.run.trainer_share = trainer / max(total, _TINY)
@@ -203,10 +186,8 @@ class _SimulatedTrainer:
             self._busy.total_until(now),
         )
 
-    # Synchronous: rollouts and updates take turns
-
     def train_synchronously(self) -> Iterator[Any]:
-        """As RolloutTeam: weights to everybody, tasks to whoever is free, then the update."""
+        """Train as WorkerGroup does: weights to all workers, tasks to free workers, then the update."""
         layout, rates = self.layout, self.world.rates
         for iteration in range(self.iterations):
             self.iteration = iteration
@@ -236,15 +217,12 @@ class _SimulatedTrainer:
         while tasks:
             groups = tasks.popleft()
             yield from worker.play_groups(groups)
-            transport = BusyTime()  # counted nowhere
-            yield from self.world.compute_for(
-                rates.call_seconds + len(groups) * rates.group_seconds, transport
-            )
-
-    # Asynchronous: tickets ahead of the trainer
+            transport = BusyTime()  # not counted
+            seconds = rates.call_seconds + len(groups) * rates.group_seconds
+            yield from self.world.compute_for(seconds, transport)
 
     def train_asynchronously(self) -> Iterator[Any]:
-        """As RolloutStream: new weights go out, and the next groups that are young enough are learned from."""
+        """Train as AsyncWorkerGroup does: send new weights, then learn from the next groups that are fresh enough."""
         layout, rates = self.layout, self.world.rates
         for worker in self.workers:
             self.env.process(worker.run_worker())
@@ -258,72 +236,67 @@ class _SimulatedTrainer:
             while len(taken) < layout.prompts:
                 self._fill_queue(len(taken))
                 self._dispatch_groups()
-                stale = self.run.stale_groups
-                found = self._take_fresh_groups(layout.prompts - len(taken))
-                taken += found
-                yield from self.world.compute_for(len(found) * rates.group_seconds, self._busy)
-                if not found and stale == self.run.stale_groups:
+                num_stale = self.run.stale_groups
+                fresh = self._take_fresh_groups(layout.prompts - len(taken))
+                taken += fresh
+                yield from self.world.compute_for(len(fresh) * rates.group_seconds, self._busy)
+                if not fresh and num_stale == self.run.stale_groups:
                     yield self._arrived
                     self._arrived = self.env.event()
             yield from self._update_policy(taken)
 
-    def _draw_group(self, again: SimulatedGroup | None = None) -> SimulatedGroup:
-        """The next group, or one that became too old, from its beginning."""
-        number = self._next_number if again is None else again.number
-        if again is None:
+    def _draw_group(self, stale: SimulatedGroup | None = None) -> SimulatedGroup:
+        """Draw the next group, or restart one that became too old."""
+        number = self._next_number if stale is None else stale.number
+        if stale is None:
             self._next_number += 1
         tokens, tools = self.sizes.draw_group(self.seed, number, self.layout.group_size)
         group = SimulatedGroup(number, num_unfinished=self.layout.group_size)
-        if again is not None:
-            group.num_restarts, group.slow_worker = (
-                again.num_restarts + 1,
-                again.slow_worker if self.layout.workers > 1 else None,
-            )
+        if stale is not None:
+            group.num_restarts = stale.num_restarts + 1
+            group.slow_worker = stale.slow_worker if self.layout.workers > 1 else None
         group.sequences = [
-            SimulatedSequence(group, row, waits)
-            for row, waits in zip(tokens.tolist(), tools.tolist(), strict=True)
+            SimulatedSequence(group, actions, waits)
+            for actions, waits in zip(tokens.tolist(), tools.tolist(), strict=True)
         ]
         return group
 
     def _fill_queue(self, taken: int) -> None:
-        most = self.layout.max_groups_in_flight
-        while len(self._queue) + len(self._playing) + len(self._finished) + taken < most:
+        limit = self.layout.max_groups_in_flight
+        while len(self._queue) + len(self._playing) + len(self._finished) + taken < limit:
             self._queue.append(self._draw_group())
 
     def _dispatch_groups(self) -> None:
-        """Groups to the workers with the fewest, up to an even share of what may be under way; see `AsyncWorkerGroup`."""
+        """Dispatch groups to the least loaded workers, up to an even share of those in flight."""
         layout = self.layout
-        most = math.ceil(layout.max_groups_in_flight / layout.workers)
-        at_once = math.ceil(layout.prompts / layout.workers)
+        max_load = math.ceil(layout.max_groups_in_flight / layout.workers)
+        groups_per_run = math.ceil(layout.prompts / layout.workers)
         by_load = [(load, number) for number, load in enumerate(self._loads)] if self._queue else []
         heapq.heapify(by_load)
-        given: dict[int, list[SimulatedGroup]] = {}
+        dispatched: dict[int, list[SimulatedGroup]] = {}
         while self._queue:
             group = self._queue[0]
             slow = heapq.heappop(by_load) if by_load[0][1] == group.slow_worker else None
-            if (
-                slow is not None
-                and slow[0] < most <= by_load[0][0]
-                and group.num_restarts < MAX_STALE_RESTARTS
-            ):
-                heapq.heappush(by_load, slow)  # it alone has room
+            is_urgent = group.num_restarts >= MAX_STALE_RESTARTS
+            if slow is not None and slow[0] < max_load <= by_load[0][0] and not is_urgent:
+                heapq.heappush(by_load, slow)  # the only worker with capacity
                 slow = None
             load, number = by_load[0]
-            is_given = load < most or group.num_restarts >= MAX_STALE_RESTARTS
-            if is_given:
+            is_dispatched = load < max_load or is_urgent
+            if is_dispatched:
                 heapq.heapreplace(by_load, (load + 1, number))
-                given.setdefault(number, []).append(self._queue.popleft())
+                dispatched.setdefault(number, []).append(self._queue.popleft())
                 self._playing[group.number] = number
                 self._loads[number] += 1
             if slow is not None:
                 heapq.heappush(by_load, slow)
-            if not is_given:
+            if not is_dispatched:
                 break
-        for number, groups in given.items():
-            self.workers[number].enqueue_groups(groups, at_once)
+        for number, groups in dispatched.items():
+            self.workers[number].enqueue_groups(groups, groups_per_run)
 
     def _take_fresh_groups(self, count: int) -> list[SimulatedGroup]:
-        """Finished groups that are young enough, at most so many; too old ones are queued again."""
+        """Return up to `count` finished groups that are fresh enough; queue too old ones again."""
         finished = self._finished
         arrived = finished[self._num_checked_groups :]
         del finished[self._num_checked_groups :]
@@ -332,9 +305,9 @@ class _SimulatedTrainer:
                 finished.append(group)
             else:
                 self.run.stale_groups += 1
-                again = self._draw_group(again=group)
-                self._num_awaited_groups += again.num_restarts >= MAX_STALE_RESTARTS
-                self._queue.appendleft(again)
+                restarted = self._draw_group(stale=group)
+                self._num_awaited_groups += restarted.num_restarts >= MAX_STALE_RESTARTS
+                self._queue.appendleft(restarted)
         self._num_checked_groups = len(finished)
         if self._num_awaited_groups:
             return []
@@ -344,37 +317,34 @@ class _SimulatedTrainer:
         self._num_checked_groups = len(finished)
         return taken
 
-    # Both
-
     def _update_policy(self, taken: list[SimulatedGroup]) -> Iterator[Any]:
-        """Learn from groups, and note their ages."""
+        """Learn from groups and record their staleness."""
         rates = self.world.rates
-        ages: dict[int, float] = {}
+        tokens_by_staleness: dict[int, float] = {}
         for group in taken:
             for sequence in group.sequences:
                 for version, tokens in sequence.iter_version_tokens():
-                    ages[self.iteration - version] = (
-                        ages.get(self.iteration - version, 0.0) + tokens
-                    )
-        self.run.tokens_by_staleness.append(ages)
+                    staleness = self.iteration - version
+                    total = tokens_by_staleness.get(staleness, 0.0) + tokens
+                    tokens_by_staleness[staleness] = total
+        self.run.tokens_by_staleness.append(tokens_by_staleness)
         self.run.max_staleness_seen.append(max(self.iteration - group.oldest for group in taken))
         self.run.learned_groups.append([group.number for group in taken])
         tokens = sum(group.num_tokens for group in taken)
         for group in taken:
-            group.sequences = []  # they name their group: freed at once, not by the garbage collector
+            group.sequences = []  # break the reference cycle
         seconds = rates.update_seconds + tokens * rates.token_seconds / self.layout.trainers
         yield from self.world.compute_for(seconds, self._busy)
         self.run.end_seconds.append(self.env.now)
-        if len(self.run.end_seconds) == min(
-            count_warm_up_iterations(self.layout.max_staleness), self.iterations - 1
-        ):
+        warm_up = count_warm_up_iterations(self.layout.max_staleness)
+        if len(self.run.end_seconds) == min(warm_up, self.iterations - 1):
             self._warm_up_seconds = self._sum_busy_seconds()
 
 
 def _split_into_tasks(
-    groups: list[SimulatedGroup], workers: int, each: int
+    groups: list[SimulatedGroup], workers: int, tasks_each: int
 ) -> list[list[SimulatedGroup]]:
-    """Tasks of a collection, as in rl_core/rollout_workers/worker_group.py."""
-    tasks = min(len(groups), workers * each if workers > 1 else 1)
-    edges = [len(groups) * place // tasks for place in range(tasks + 1)]
+    """Split groups into the tasks of a collection, as rl_core/rollout_workers/worker_group.py does."""
+    tasks = min(len(groups), workers * tasks_each if workers > 1 else 1)
+    edges = [len(groups) * index // tasks for index in range(tasks + 1)]
     return [groups[begin:end] for begin, end in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Plan of one stage that trains or plays a language model: memory by part, work and time. No weight is loaded."""
+"""Plan of one stage that trains or runs a language model: memory by part, work and time. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Needs of one stage, of each of its processes."""
+    """Resources of one stage; memory is that of each of its processes."""
 
     name: str
     parameters: int
     trainable_parameters: int
     processes: int
     memory: StageMemory
-    work: StageWork | None  # None = the rows are not known
+    work: StageWork | None  # None = the number of rows is unknown
     time: StageTime | None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class PlannedModel:
-    """The model of the settings on the meta device, as a policy and as a trunk with a scalar head."""
+    """Model of the settings on the meta device, as a policy and as a trunk with a scalar head."""
 
     settings: ModelSettings
     context: int
@@ -95,7 +95,7 @@ class PlannedModel:
 
 
 class StagePlanner:
-    """Plans one stage."""
+    """Planner of one stage."""
 
     def __init__(
         self,
@@ -105,13 +105,8 @@ class StagePlanner:
         lengths: PlanLengths,
         model: PlannedModel,
     ) -> None:
-        self.name, self.settings, self.target, self.lengths, self.model = (
-            name,
-            settings,
-            target,
-            lengths,
-            model,
-        )
+        self.name, self.settings, self.model = name, settings, model
+        self.target, self.lengths = target, lengths
         self.block = getattr(settings.stages, name)
         launch = self.block.launch if isinstance(self.block, LoopSettings) else None
         self.processes = 1 if launch is None else launch.processes * launch.nodes
@@ -120,34 +115,32 @@ class StagePlanner:
         self.runtime = {"runtime": self.placement.runtime} if self.placement.runtime else {}
         self.notes += list_target_notes(target, self.processes, model.module)
 
-    # -- stages on rows ------------------------------------------------------------------------------------------------
-
     def plan_supervised(
         self, block: SFTSettings | PreferenceSettings | RewardModelSettings
     ) -> StagePlan:
-        """SFT on rows; preference optimisation and reward model on pairs, both sides in one micro-batch.
+        """Plan SFT on rows, and preference optimisation or a reward model on pairs, both sides in one micro-batch.
 
-        KTO reads a mismatched completion beside each row, without gradient, that counts in the limit of a micro-batch.
+        KTO also reads a mismatched completion for each row, without gradient, that counts towards the limit of a
+        micro-batch.
         """
         is_sft = isinstance(block, SFTSettings)
         is_kto = isinstance(block, PreferenceSettings) and block.loss == "kto"
         shape = self.model.trunk if isinstance(block, RewardModelSettings) else self.model.policy
         sides = 1 if is_sft or is_kto or self._is_single_sided(block) else 2
-        row = self.lengths.resolve_row_length(shape.context)
-        prompt = min(self.lengths.prompt or 0, row - 1)
+        row_tokens = self.lengths.resolve_row_length(shape.context)
+        prompt = min(self.lengths.prompt or 0, row_tokens - 1)
         if self.lengths.row is None:
             self.notes.append(
-                f"rows count at {row:,} tokens, the longest that fit: --row-tokens gives their mean"
+                f"rows count at {row_tokens:,} tokens, the longest that fit: --row-tokens gives their mean"
             )
-        per_step = -(-block.batch_size // self.processes)
-        read = (
-            1 if isinstance(block, RewardModelSettings) else row - prompt
-        )  # a reward model reads the last state
+        step_rows = -(-block.batch_size // self.processes)
+        # A reward model reads only the last state.
+        loss_tokens = 1 if isinstance(block, RewardModelSettings) else row_tokens - prompt
         batch = self._fit_micro_batch(
             block,
-            per_step,
-            row,
-            read,
+            step_rows,
+            row_tokens,
+            loss_tokens,
             sides=sides,
             extra_rows=int(is_kto),
             group=sides,
@@ -156,33 +149,33 @@ class StagePlanner:
         phases = self._plan_update_phases(shape, block, batch, dict(self.runtime))
         makes_pairs = not is_sft and find_data_file(self.settings, "preferences") is None
         if makes_pairs:
-            phases = [
-                self._plan_rollout_phase(self.model.policy, block, dict(self.runtime)),
-                *phases,
-            ]
+            rollouts = self._plan_rollout_phase(self.model.policy, block, dict(self.runtime))
+            phases = [rollouts, *phases]
             self.notes.append("the rollouts that pairs are made from are not in the time")
         rows = count_training_rows(self.name, self.settings, self.lengths)
         work = None
         if rows is None:
             self.notes.append("rows of the data are not known: give --rows")
-        if rows is not None:
+        else:
             updates, _ = compute_training_length(block, -(-rows // block.batch_size))
             count = updates * min(block.batch_size, rows) * sides
             work = estimate_training_work(
                 shape,
                 block,
                 rows=count,
-                length=row,
-                loss_length=read,
+                length=row_tokens,
+                loss_length=loss_tokens,
                 updates=updates,
                 micro_batches=batch.count,
                 **self._compute_packed_savings(shape, block, batch),
             )
             if is_kto:
-                work += estimate_scoring_work(shape, rows=count, length=row, loss_length=read)
+                work += estimate_scoring_work(
+                    shape, rows=count, length=row_tokens, loss_length=loss_tokens
+                )
             if isinstance(block, PreferenceSettings) and block.needs_reference:
                 work += estimate_scoring_work(
-                    shape, rows=rows * 2, length=row, loss_length=row - prompt
+                    shape, rows=rows * 2, length=row_tokens, loss_length=row_tokens - prompt
                 )
         return self._build_plan(shape, phases, work)
 
@@ -190,59 +183,69 @@ class StagePlanner:
     def _is_single_sided(block: SFTSettings | PreferenceSettings | RewardModelSettings) -> bool:
         return isinstance(block, RewardModelSettings) and block.loss == "mse"
 
-    # -- stages on rollouts --------------------------------------------------------------------------------------------
-
     def plan_policy(self, block: PolicySettings) -> StagePlan:
-        """Rollouts, passes without gradient, and epochs x minibatches of updates."""
+        """Plan rollouts, passes without gradient, and epochs x minibatches of updates."""
         shape, critic = self.model.policy, block.value_function
-        prompt, new = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
+        prompt, new_tokens = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
         count = block.prompts_per_iteration * block.group_size
-        per_step = -(-count // (block.minibatches * self.processes))
+        step_rows = -(-count // (block.minibatches * self.processes))
         batch = self._fit_micro_batch(
-            block, per_step, prompt + new, new, group=block.group_size, prompt=prompt
+            block, step_rows, prompt + new_tokens, new_tokens, group=block.group_size, prompt=prompt
         )
         frozen = self._estimate_frozen_models(block)
-        beside = {**self.runtime, **frozen}
-        separate = critic is not None and critic.kind == "separate"
-        of_critic = (
-            estimate_training_state(self.model.trunk, block, self.placement) if separate else {}
-        )
-        critic_bytes = {"critic": sum(of_critic.values())} if separate else {}
-        rollouts = self._plan_rollout_phase(shape, block, {**beside, **critic_bytes})
-        held = estimate_training_state(shape, block, self.placement)
+        resident = {**self.runtime, **frozen}
+        has_separate_critic = critic is not None and critic.kind == "separate"
+        critic_bytes = {}
+        if has_separate_critic:
+            critic_state = estimate_training_state(self.model.trunk, block, self.placement)
+            critic_bytes["critic"] = sum(critic_state.values())
+        rollouts = self._plan_rollout_phase(shape, block, {**resident, **critic_bytes})
+        policy_state = estimate_training_state(shape, block, self.placement)
         rollouts = MemoryPhase(
             rollouts.name,
-            {**rollouts.parts, **held, **estimate_gathered_weights(shape, self.placement)},
+            {**rollouts.parts, **policy_state, **estimate_gathered_weights(shape, self.placement)},
         )
-        stays = {name: size for name, size in rollouts.parts.items() if name in PERSISTENT_PARTS}
+        persistent = {
+            name: size for name, size in rollouts.parts.items() if name in PERSISTENT_PARTS
+        }
         phases = [
             rollouts,
-            *self._plan_update_phases(shape, block, batch, {**beside, **critic_bytes, **stays}),
+            *self._plan_update_phases(
+                shape, block, batch, {**resident, **critic_bytes, **persistent}
+            ),
         ]
-        if separate:
-            of_policy = {"policy": sum(held.values())}
-            of_values = self._plan_update_phases(
-                self.model.trunk, block, batch, {**beside, **of_policy, **stays}
+        if has_separate_critic:
+            policy_bytes = {"policy": sum(policy_state.values())}
+            critic_phases = self._plan_update_phases(
+                self.model.trunk, block, batch, {**resident, **policy_bytes, **persistent}
             )
-            phases += [MemoryPhase(f"critic's {phase.name}", phase.parts) for phase in of_values]
-        work = self._estimate_iteration_work(block, prompt, new, batch).scale_by(block.iterations)
+            phases += [
+                MemoryPhase(f"critic's {phase.name}", phase.parts) for phase in critic_phases
+            ]
+        work = self._estimate_iteration_work(block, prompt, new_tokens, batch).scale_by(
+            block.iterations
+        )
         if block.eval_every:
-            played = block.iterations // block.eval_every * block.eval_episodes
-            work += self._estimate_rollout_work(block, played, played, prompt, new)
+            num_episodes = block.iterations // block.eval_every * block.eval_episodes
+            work += self._estimate_rollout_work(
+                block, num_episodes, num_episodes, prompt, new_tokens
+            )
         self.notes += list_rollout_notes(block, self.lengths)
         return self._build_plan(shape, phases, work)
 
     def _estimate_iteration_work(
-        self, block: PolicySettings, prompt: int, new: int, batch: MicroBatch
+        self, block: PolicySettings, prompt: int, new_tokens: int, batch: MicroBatch
     ) -> StageWork:
-        """Rollouts, scoring passes and updates of one iteration."""
+        """Estimate the rollouts, scoring passes and updates of one iteration."""
         shape, trunk = self.model.policy, self.model.trunk
-        count, length = block.prompts_per_iteration * block.group_size, prompt + new
-        work = self._estimate_rollout_work(block, count, block.prompts_per_iteration, prompt, new)
+        count, length = block.prompts_per_iteration * block.group_size, prompt + new_tokens
+        work = self._estimate_rollout_work(
+            block, count, block.prompts_per_iteration, prompt, new_tokens
+        )
         updates = block.epochs * block.minibatches
         sizes = {
             "length": float(length),
-            "loss_length": float(new),
+            "loss_length": float(new_tokens),
             **self._compute_packed_savings(shape, block, batch),
         }
         work += estimate_training_work(
@@ -254,21 +257,22 @@ class StagePlanner:
             **sizes,
         )
         if block.kl_coef > 0:
-            widened = 0.0
-            if (
-                block.reference_precision != "full"
-            ):  # each pass of a micro-batch writes and reads whole weights
-                widened = 9.0 * shape.linear / max(1.0, batch.padded / length)
-            work += estimate_scoring_work(shape, rows=count, widened=widened, **sizes)
+            dequantized_bytes = 0.0
+            # Each pass of a micro-batch writes and reads the dequantized weights.
+            if block.reference_precision != "full":
+                dequantized_bytes = 9.0 * shape.linear / max(1.0, batch.padded / length)
+            work += estimate_scoring_work(
+                shape, rows=count, dequantized_bytes=dequantized_bytes, **sizes
+            )
         needs_old = updates > 1 or block.kl_max is not None
         if needs_old and (block.minibatches > 1 or block.kl_max is not None or self.processes > 1):
             work += estimate_scoring_work(shape, rows=count, **sizes)
         if "learned" in block.rewards:
             work += estimate_scoring_work(trunk, rows=count, **sizes)
-        if (critic := block.value_function) is not None:
-            work += estimate_scoring_work(
-                trunk if critic.kind == "separate" else shape, rows=count, **sizes
-            )
+        critic = block.value_function
+        if critic is not None:
+            critic_shape = trunk if critic.kind == "separate" else shape
+            work += estimate_scoring_work(critic_shape, rows=count, **sizes)
             if critic.kind == "separate":
                 work += estimate_training_work(
                     trunk,
@@ -281,59 +285,59 @@ class StagePlanner:
         return work
 
     def _estimate_rollout_work(
-        self, block: Any, sequences: float, prompts: float, prompt: int, new: int
+        self, block: Any, sequences: float, prompts: float, prompt: int, new_tokens: int
     ) -> StageWork:
         return estimate_decoding_work(
             self.model.policy,
             sequences=sequences,
             prompts=prompts,
             prompt_length=prompt,
-            new_tokens=new,
+            new_tokens=new_tokens,
             slots=block.sampling.slots * self.processes,
             item=self.placement.item,
             processes=self.processes,
         )
 
     def _estimate_frozen_models(self, block: PolicySettings) -> dict[str, int]:
-        """Models that only score: the KL's reference, the reward model."""
-        found = {}
+        """Estimate the models that only score: the KL reference and the reward model."""
+        sizes = {}
         if needs_reference_copy(block, self.model.policy):
             precision = block.reference_precision
-            found["reference model"] = estimate_frozen_bytes(
+            sizes["reference model"] = estimate_frozen_bytes(
                 self.model.policy, self.placement.item, precision
             )
         if "learned" in block.rewards:
-            found["reward model"] = estimate_frozen_bytes(self.model.trunk, self.placement.item)
+            sizes["reward model"] = estimate_frozen_bytes(self.model.trunk, self.placement.item)
         if block.needs_teacher:
             self.notes.append("the teacher's memory and passes are not counted")
-        return found
+        return sizes
 
     def plan_evaluation(self, block: Any) -> StagePlan:
-        """Held-out episodes of every model of the run, one after the other."""
+        """Plan the held-out episodes of every model of the run, one model after another."""
         shape = self.model.policy
-        prompt, new = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
+        prompt, new_tokens = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
         episodes = self._count_evaluated_models() * block.episodes
-        work = self._estimate_rollout_work(block, episodes * block.samples, episodes, prompt, new)
+        work = self._estimate_rollout_work(
+            block, episodes * block.samples, episodes, prompt, new_tokens
+        )
         if block.greedy:
-            work += self._estimate_rollout_work(block, episodes, episodes, prompt, new)
+            work += self._estimate_rollout_work(block, episodes, episodes, prompt, new_tokens)
         phase = self._plan_rollout_phase(
             shape, block, {**self.runtime, "weights": self.placement.item * shape.parameters}
         )
         return self._build_plan(shape, [phase], work, trainable=0)
 
     def _count_evaluated_models(self) -> int:
-        """Models that the evaluation plays."""
+        """Count the models that the evaluation plays."""
         trained = [
             getattr(self.settings.stages, name) for name in stage_registry.list_policy_stages()
         ]
         return max(1, sum(block is not None for block in trained))
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
     def _plan_rollout_phase(
         self, shape: ModelShape, block: Any, resident_parts: Mapping[str, int]
     ) -> MemoryPhase:
-        """Rollouts of a stage's `sampling`, with the model's weights where `beside` has none."""
+        """Plan the rollouts of a stage's `sampling`; add the model's weights unless they are resident."""
         prompt, _ = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
         length = min(shape.context, prompt + block.sampling.max_completion_tokens)
         count = getattr(block, "episodes", 0) * getattr(block, "samples", 1)
@@ -342,15 +346,11 @@ class StagePlanner:
         slots = min(block.sampling.slots, count or block.sampling.slots)
         group = getattr(block, "group_size", 1)
         sizes = SlotSizes(slots, length, -(-slots // group) * prompt)
-        weights = (
-            {}
-            if "weights" in resident_parts
-            else {"weights": self.placement.item * shape.parameters}
-        )
-        return MemoryPhase(
-            "rollouts",
-            {**resident_parts, **weights, **estimate_rollout_parts(shape, sizes, self.placement)},
-        )
+        parts = dict(resident_parts)
+        if "weights" not in parts:
+            parts["weights"] = self.placement.item * shape.parameters
+        parts |= estimate_rollout_parts(shape, sizes, self.placement)
+        return MemoryPhase("rollouts", parts)
 
     def _fit_micro_batch(
         self,
@@ -364,25 +364,25 @@ class StagePlanner:
         group: int = 1,
         prompt: int = 0,
     ) -> MicroBatch:
-        """The largest micro-batch of a step of `rows` examples with `sides` rows of `length` tokens each.
+        """Return the largest micro-batch of a step of `rows` examples with `sides` rows of `length` tokens each.
 
-        `beside`: further rows of an example that count in the limit, but not in the pass with gradient.
-
-        On a CPU rows of one group share their prompt's states (`rl_core.cpu.run_packed_forward`).
+        On a CPU rows of one group share the states of their prompt (`rl_core.cpu.run_packed_forward`).
+        Args:
+            extra_rows: further rows of an example that count towards the limit, but not in the pass with gradient.
         """
         if block.dropout and self.model.policy.drops_out and not isinstance(block, SFTSettings):
-            fitting = 1  # each example has masks of its own
+            capacity = 1  # each example has its own masks
         else:
-            fitting = max(1, block.micro_batch_tokens // (sides + extra_rows) // length)
-        together = max(1, min(rows, fitting))
-        padded = together * sides * length
+            capacity = max(1, block.micro_batch_tokens // (sides + extra_rows) // length)
+        examples = max(1, min(rows, capacity))
+        padded = examples * sides * length
         shared = 0
         if self.target.device == "cpu" and group > 1:
-            in_group = min(group, together * sides)
-            shared = prompt * (together * sides - -(-together * sides // in_group))
-        real = padded - shared if shared > 0.05 * padded else padded
+            group_rows = min(group, examples * sides)
+            shared = prompt * (examples * sides - -(-examples * sides // group_rows))
+        computed = padded - shared if shared > 0.05 * padded else padded
         return MicroBatch(
-            real, padded, together * sides * loss_length, max(1, math.ceil(rows / together))
+            computed, padded, examples * sides * loss_length, max(1, math.ceil(rows / examples))
         )
 
     def _plan_update_phases(
@@ -405,19 +405,17 @@ class StagePlanner:
         )
 
     def _uses_packed_forward(self, block: OptimizerSettings) -> bool:
-        """True = passes go through `rl_core.cpu.run_packed_forward`."""
-        if (
-            self.target.device != "cpu"
-            or block.activation_checkpointing
-            or block.autocast != "none"
-        ):
+        """Return whether passes go through `rl_core.cpu.run_packed_forward`."""
+        if self.target.device != "cpu":
+            return False
+        if block.activation_checkpointing or block.autocast != "none":
             return False
         return check_training_forward(self.model.module, "cpu").allowed
 
     def _compute_packed_savings(
         self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch
     ) -> dict[str, float]:
-        """Work that the packed forward pass saves: prefixes in common, and the last MLP at tokens without loss."""
+        """Return the work saved by the packed forward: shared prefixes, and the last MLP at tokens without loss."""
         if not self._uses_packed_forward(block):
             return {}
         return {
@@ -430,13 +428,14 @@ class StagePlanner:
     ) -> Activations:
         machine = self.target.machine
         if self._uses_packed_forward(block):
-            found = estimate_packed_activations(shape, batch)
+            packed = estimate_packed_activations(shape, batch)
             if machine is None:
-                return found
-            return found.with_heap_holes(
-                machine.heap_share_adapters if shape.ranks else machine.heap_share
+                return packed
+            has_adapters = bool(shape.ranks)
+            return packed.with_heap_holes(
+                machine.heap_share_adapters if has_adapters else machine.heap_share
             )
-        found = estimate_transformers_activations(
+        activations = estimate_transformers_activations(
             self.model.module,
             shape,
             batch,
@@ -444,9 +443,9 @@ class StagePlanner:
             autocast=block.autocast == "bfloat16",
             checkpointing=block.activation_checkpointing,
         )
-        return found.with_heap_holes(
-            machine.heap_share_recomputed if machine and block.activation_checkpointing else 0.0
-        )
+        if machine is None or not block.activation_checkpointing:
+            return activations.with_heap_holes(0.0)
+        return activations.with_heap_holes(machine.heap_share_recomputed)
 
     def _build_plan(
         self,
@@ -456,9 +455,9 @@ class StagePlanner:
         *,
         trainable: int | None = None,
     ) -> StagePlan:
-        time = (
-            None if work is None else self.target.estimate_time(work, shape.hidden, self.processes)
-        )
+        time = None
+        if work is not None:
+            time = self.target.estimate_time(work, shape.hidden, self.processes)
         return StagePlan(
             self.name,
             shape.parameters,

@@ -1,5 +1,5 @@
-"""`posttrain prefer`: people compare or score answers on a page of this machine.
+"""Rating page of `posttrain prefer`: people compare or score answers in a browser on this machine.
 
-Models answer (`sampled_answers`), a reward model's states say which pair to ask (`answer_states`), `rating_room` keeps
-what is said, `rating_routes` serves the page (`rating_page`, `rating_script`, `rating_style`).
+Models answer (`sampled_answers`, which also computes the reward posterior that chooses the pairs to ask about),
+`rating_session` records the ratings, `rating_routes` serves the page (rating.html, rating.js, rating.css).
 """

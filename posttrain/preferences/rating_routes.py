@@ -1,13 +1,12 @@
-"""Routes of the page: its files, which hold no data, and its requests, which need the token."""
+"""Routes of the rating page: static files, which hold no data, and requests, which need the token."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import time
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,13 +15,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flows.runtime.prefect_access import LoopbackOnlyMiddleware
-from posttrain.preferences.page_assets import PAGE, SCRIPT, STYLE
 from posttrain.preferences.rating_session import QUESTIONS, OutdatedQuestion, RatingSession
+from posttrain.web.errors import HTTPError
+from posttrain.web.page_assets import load_page_asset
+from posttrain.web.request_body import describe_first_error, read_body_prefix
+from posttrain.web.tokens import has_bearer_token
 from rl_core.errors import DataError, PosttrainError
 
-T = TypeVar("T")
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
 MAX_BODY_BYTES = 64 * 1024
-_CONTENT_SECURITY_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
+_CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'"
+)
 _SECURITY_HEADERS = {
     "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -32,7 +38,7 @@ _SECURITY_HEADERS = {
 
 
 class _RaterBody(BaseModel):
-    """A request of one person."""
+    """A request of one rater."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     rater: Annotated[
@@ -53,54 +59,91 @@ class _RatingBody(_RaterBody):
 
 
 def build_rating_app(session: RatingSession, token: str) -> LoopbackOnlyMiddleware:
-    """The application (ASGI)."""
-
-    def served(text: str, kind: str) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> Response:
-            return Response(text, media_type=f"{kind}; charset=utf-8", headers=_SECURITY_HEADERS)
-
-        return answer
-
-    def asked(function: Callable[[Request, bytes], T]) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> Response:
-            if not _has_token(request, token):
-                return _format_error(
-                    401,
-                    "the token is missing or another one; open the link that `posttrain prefer` printed",
-                )
-            body = await _read_body(request)
-            if body is None:
-                return _format_error(413, f"a request has at most {MAX_BODY_BYTES} bytes")
-            # On a thread: a rating waits for the disk.
-            return await asyncio.to_thread(_run_handler, function, request, body)
-
-        return answer
-
-    app = FastAPI(title="posttrain prefer", docs_url=None, redoc_url=None, openapi_url=None)
-    requests = _RequestHandlers(session)
-    app.router.routes.extend(
-        [
-            Route("/", served(PAGE, "text/html")),
-            Route("/rating.js", served(SCRIPT, "text/javascript")),
-            Route("/rating.css", served(STYLE, "text/css")),
-            Route("/api/page", asked(requests.describe_page), methods=["GET"]),
-            Route("/api/question", asked(requests.describe_question), methods=["POST"]),
-            Route("/api/rate", asked(requests.record_rating), methods=["POST"]),
-            Route("/api/undo", asked(requests.undo_rating), methods=["POST"]),
-            Route("/api/agreement", asked(requests.describe_agreement), methods=["GET"]),
-        ]
+    """Build the application (ASGI)."""
+    app = FastAPI(
+        title="posttrain prefer",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        exception_handlers={HTTPError: _write_error_response},
     )
+    requests = _RequestHandlers(session)
+
+    def add_file(path: str, name: str, media_type: str) -> None:
+        app.router.routes.append(Route(path, _build_file_handler(name, media_type)))
+
+    def add_request(path: str, method: str, respond: Callable[[bytes], Any]) -> None:
+        handler = _build_request_handler(token, respond)
+        app.router.routes.append(Route(path, handler, methods=[method]))
+
+    add_file("/", "rating.html", "text/html")
+    add_file("/rating.js", "rating.js", "text/javascript")
+    add_file("/rating.css", "rating.css", "text/css")
+    add_request("/api/page", "GET", requests.describe_page)
+    add_request("/api/question", "POST", requests.describe_question)
+    add_request("/api/rate", "POST", requests.record_rating)
+    add_request("/api/undo", "POST", requests.undo_rating)
+    add_request("/api/agreement", "GET", requests.describe_agreement)
     return LoopbackOnlyMiddleware(app)
 
 
+def _build_file_handler(name: str, media_type: str) -> Handler:
+    """Build the handler of a static file."""
+
+    async def serve_file(request: Request) -> Response:
+        content = load_page_asset(__package__, name)
+        media = f"{media_type}; charset=utf-8"
+        return Response(content, media_type=media, headers=_SECURITY_HEADERS)
+
+    return serve_file
+
+
+def _build_request_handler(token: str, respond: Callable[[bytes], Any]) -> Handler:
+    """Build the handler of a request: check token and size, respond as JSON. `respond` takes the body."""
+
+    async def handle_request(request: Request) -> Response:
+        if not has_bearer_token(request, token):
+            raise HTTPError(
+                401, "the token is missing or wrong; open the link that `posttrain prefer` printed"
+            )
+        body, num_bytes = await read_body_prefix(request, MAX_BODY_BYTES)
+        if num_bytes > MAX_BODY_BYTES:
+            raise HTTPError(413, f"a request has at most {MAX_BODY_BYTES} bytes")
+        # On a thread: a rating waits for the disk.
+        content = await asyncio.to_thread(_run_handler, respond, body)
+        return JSONResponse(content, headers=_SECURITY_HEADERS)
+
+    return handle_request
+
+
+def _run_handler(respond: Callable[[bytes], Any], body: bytes) -> Any:
+    """Run the handler of a request. Raises: HTTPError (422, 503)."""
+    try:
+        return respond(body)
+    except ValidationError as error:
+        name, message = describe_first_error(error)
+        raise HTTPError(422, f"{name or 'body'}: {message}") from None
+    except DataError as error:
+        raise HTTPError(422, str(error)) from None
+    except (
+        PosttrainError
+    ) as error:  # the disk failed and nothing was stored: the page keeps the input
+        raise HTTPError(503, str(error)) from None
+
+
+async def _write_error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPError)
+    return JSONResponse({"error": str(error)}, error.status, headers=_SECURITY_HEADERS)
+
+
 class _RequestHandlers:
-    """Answers of the room to each request."""
+    """Handlers of the page's requests."""
 
     def __init__(self, session: RatingSession) -> None:
         self._session = session
 
-    def describe_page(self, request: Request, body: bytes) -> dict[str, Any]:
-        """Texts and choices of the page."""
+    def describe_page(self, body: bytes) -> dict[str, Any]:
+        """Describe texts and choices of the page."""
         settings = self._session.settings
         return {
             "ask": settings.ask,
@@ -108,62 +151,29 @@ class _RequestHandlers:
             "reasons": list(settings.reasons),
         }
 
-    def describe_question(self, request: Request, body: bytes) -> dict[str, Any]:
-        """The person's open question."""
+    def describe_question(self, body: bytes) -> dict[str, Any]:
+        """Describe the rater's open question."""
         return self._session.describe_question(_RaterBody.model_validate_json(body).rater)
 
-    def record_rating(self, request: Request, body: bytes) -> dict[str, Any]:
-        """Keep a rating, and ask the next question; of an outdated one the open question alone."""
-        given = _RatingBody.model_validate_json(body).model_dump()
+    def record_rating(self, body: bytes) -> dict[str, Any]:
+        """Record a rating and describe the next question; for an outdated rating, describe the open one."""
+        rating = _RatingBody.model_validate_json(body).model_dump()
+        outdated = False
         try:
-            self._session.record_rating(given["rater"], given, time.time())
-            outdated = False
+            self._session.record_rating(rating["rater"], rating, time.time())
         except OutdatedQuestion:
             outdated = True
-        return {**self._session.describe_question(given["rater"]), "outdated": outdated}
+        return {**self._session.describe_question(rating["rater"]), "outdated": outdated}
 
-    def undo_rating(self, request: Request, body: bytes) -> dict[str, Any]:
-        """Take back the person's last rating, and show its question again."""
+    def undo_rating(self, body: bytes) -> dict[str, Any]:
+        """Undo the rater's last rating and describe its question again."""
         rater = _RaterBody.model_validate_json(body).rater
-        taken = self._session.undo_rating(rater, time.time())
-        said = None if taken is None else {"comment": taken.comment, "reason": taken.reason}
-        return {**self._session.describe_question(rater), "undone": said}
+        rating = self._session.undo_rating(rater, time.time())
+        undone = None
+        if rating is not None:
+            undone = {"comment": rating.comment, "reason": rating.reason}
+        return {**self._session.describe_question(rater), "undone": undone}
 
-    def describe_agreement(self, request: Request, body: bytes) -> dict[str, Any]:
-        """Krippendorff's alpha, by rater and over time."""
+    def describe_agreement(self, body: bytes) -> dict[str, Any]:
+        """Describe Krippendorff's alpha, by rater and over time."""
         return dataclasses.asdict(self._session.compute_agreement())
-
-
-def _run_handler(
-    function: Callable[[Request, bytes], Any], request: Request, body: bytes
-) -> Response:
-    try:
-        return JSONResponse(function(request, body), headers=_SECURITY_HEADERS)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        return _format_error(422, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}")
-    except DataError as error:
-        return _format_error(422, str(error))
-    except (
-        PosttrainError
-    ) as error:  # a disk that refuses: nothing was kept, so the page keeps what was typed
-        return _format_error(503, str(error))
-
-
-def _has_token(request: Request, token: str) -> bool:
-    kind, _, given = request.headers.get("authorization", "").partition(" ")
-    return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
-
-
-async def _read_body(request: Request) -> bytes | None:
-    """The body; None = too long."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return body
-
-
-def _format_error(status: int, message: str) -> Response:
-    return JSONResponse({"error": message}, status, headers=_SECURITY_HEADERS)

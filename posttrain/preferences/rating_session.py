@@ -1,4 +1,4 @@
-"""State of the page: items, ratings, what is asked next, and the data file that follows from them."""
+"""Rating session: items, ratings, the next question, and the data file built from the ratings."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ QUESTIONS = {
     "thumbs": "Is this answer good?",
 }
 SCORES = {"scores": (1.0, 2.0, 3.0, 4.0, 5.0), "thumbs": (0.0, 1.0)}
-# Journal and data file of each kind of question: opinions on different scales are never counted together.
+# Journal and data file of each kind of question: ratings on different scales are never counted together.
 JOURNAL_AND_DATA_FILES = {
     "pairs": ("ratings.jsonl", "preferences.jsonl"),
     "scores": ("score_ratings.jsonl", "scores.jsonl"),
     "thumbs": ("thumb_ratings.jsonl", "thumbs.jsonl"),
 }
-WRITE_SECONDS = 3.0  # between two looks whether the data file is behind the journal
-WRITE_SHARE = 0.05  # of the time is spent writing it, at most
+WRITE_SECONDS = 3.0  # between two checks whether the data file lags behind the journal
+WRITE_SHARE = 0.05  # the largest share of time spent on writing it
 
 
 def filter_ratable_items(items: Sequence[RatedItem], settings: RatingSettings) -> list[RatedItem]:
-    """Items with as many answers as `settings.ask` compares."""
-    return [item for item in items if len(item.answers) == (2 if settings.ask == "pairs" else 1)]
+    """Return the items with as many answers as `settings.ask` compares."""
+    num_answers = 2 if settings.ask == "pairs" else 1
+    return [item for item in items if len(item.answers) == num_answers]
 
 
 class OutdatedQuestion(DataError):
-    """The rated question is not the person's open one: a second tab, or a request that was sent twice."""
+    """The rated question is not the rater's open one: a second tab, or a request that was sent twice."""
 
 
 class RatingSession:
-    """Everything behind the page; a context manager. Safe to use from several threads."""
+    """State behind the page; a context manager, thread-safe."""
 
     def __init__(
         self,
@@ -61,12 +62,14 @@ class RatingSession:
         seed: int = 0,
         posterior: RewardPosterior | None = None,
     ) -> None:
-        """`folder`: of the journal and the data file; locked by the caller. Of the items, those that fit are rated."""
-        self.folder, self.items, self.settings = (
-            folder,
-            filter_ratable_items(items, settings),
-            settings,
-        )
+        """Open the journal.
+
+        Args:
+            folder: of the journal and the data file; locked by the caller.
+            items: those that `settings.ask` can use are rated.
+        """
+        self.folder, self.settings = folder, settings
+        self.items = filter_ratable_items(items, settings)
         self.journal = RatingJournal(folder / JOURNAL_AND_DATA_FILES[settings.ask][0])
         self.order = QuestionOrder(
             self.items,
@@ -76,7 +79,7 @@ class RatingSession:
             seed=seed,
             posterior=posterior if settings.choose == "uncertainty" else None,
         )
-        self._written_version = -1  # version of the journal that the data file has
+        self._written_version = -1  # version of the journal in the data file
         self._lock = threading.Lock()
         self._cached_agreement: tuple[int, Agreement] | None = None
         self._stop_event = threading.Event()
@@ -105,7 +108,7 @@ class RatingSession:
         self.write_data_file()
 
     def write_data_file(self) -> None:
-        """Bring the data file up to the journal."""
+        """Write the data file if the journal has changed."""
         version = self.journal.version
         if version == self._written_version:
             return
@@ -122,13 +125,11 @@ class RatingSession:
                 log.warning("%s; the ratings are in the journal", error)
             pause = max(WRITE_SECONDS, (time.monotonic() - started) / WRITE_SHARE)
 
-    # -- questions and ratings -----------------------------------------------------------------------------------------
-
     def describe_question(self, rater: str) -> dict[str, Any]:
-        """The person's question and progress, for the page."""
-        found = self.order.choose_next_question(rater)
+        """Describe the rater's question and progress, for the page."""
+        question = self.order.choose_next_question(rater)
         return {
-            "question": None if found is None else self._format_question(found),
+            "question": None if question is None else self._format_question(question),
             "rated": self.journal.count_ratings_of(rater),
             "items": len(self.items),
             "total": len(self.journal),
@@ -136,81 +137,77 @@ class RatingSession:
         }
 
     def record_rating(self, rater: str, answer: dict[str, Any], now: float) -> Rating:
-        """Keep a rating of the person's open question; on the disk when this returns.
+        """Record a rating of the rater's open question; it is on the disk when this returns.
 
         Args:
-            given: item, count (the person's ratings so far), choice ("left", "right", "tie", "both_bad", "skip"), or a
+            answer: item, count (the rater's ratings so far), choice ("left", "right", "tie", "both_bad", "skip"), or a
                 score; reason, comment, seconds.
-        Raises: OutdatedQuestion; DataError for a choice or score that is none; CheckpointError.
+        Raises: OutdatedQuestion; DataError for an invalid choice or score; CheckpointError.
         """
         with self._lock:
             question = self.order.choose_next_question(rater)
             is_open = question is not None and self.items[question.item_index].id == answer["item"]
-            if (
-                question is None
-                or not is_open
-                or answer["count"] != self.journal.count_ratings_of(rater)
-            ):
-                raise OutdatedQuestion(
-                    "this question was answered already, or is not the one that is open"
-                )
+            is_next = answer["count"] == self.journal.count_ratings_of(rater)
+            if question is None or not is_open or not is_next:
+                raise OutdatedQuestion("this question was answered already, or is not the open one")
             choice, score = self._resolve_choice(answer, question)
             if answer.get("reason") and answer["reason"] not in self.settings.reasons:
-                raise DataError(
-                    f"reason: {answer['reason']!r} is not one of those that can be chosen"
+                raise DataError(f"reason: {answer['reason']!r} is not one of the choices")
+            rating = self.journal.add_rating(
+                Rating(
+                    number=0,
+                    item=answer["item"],
+                    rater=rater,
+                    choice=choice,
+                    score=score,
+                    left=question.left,
+                    reason=answer.get("reason", ""),
+                    comment=answer.get("comment", ""),
+                    seconds=round(answer.get("seconds", 0.0), 3),
+                    time=now,
+                    asked=question.times_asked,
                 )
-            rating = Rating(
-                number=0,
-                item=answer["item"],
-                rater=rater,
-                choice=choice,
-                score=score,
-                left=question.left,
-                reason=answer.get("reason", ""),
-                comment=answer.get("comment", ""),
-                seconds=round(answer.get("seconds", 0.0), 3),
-                time=now,
-                asked=question.times_asked,
             )
-            kept = self.journal.add_rating(rating)
-            self.order.record_rating(kept)
-            return kept
+            self.order.record_rating(rating)
+            return rating
 
     def undo_rating(self, rater: str, now: float) -> Rating | None:
-        """Take back the person's last rating; its question is open again."""
+        """Undo the rater's last rating; its question is open again."""
         with self._lock:
-            taken = self.journal.undo_last_rating(rater, now)
-            if taken is not None:
-                self.order.undo_rating(taken)
-            return taken
+            rating = self.journal.undo_last_rating(rater, now)
+            if rating is not None:
+                self.order.undo_rating(rating)
+            return rating
 
     def _resolve_choice(
         self, answer: dict[str, Any], question: RatingQuestion
     ) -> tuple[str, float | None]:
-        """Choice and score that a key stands for."""
+        """Return choice and score of an answer. Raises: DataError."""
         choice, score = answer.get("choice"), answer.get("score")
         if choice == "skip":
             return "skip", None
         if self.settings.ask != "pairs":
-            if choice is not None or score not in SCORES[self.settings.ask]:
-                raise DataError(
-                    f"score: {score} is none of {', '.join(f'{s:g}' for s in SCORES[self.settings.ask])}"
-                )
+            scores = SCORES[self.settings.ask]
+            if choice is not None or score not in scores:
+                names = ", ".join(f"{value:g}" for value in scores)
+                raise DataError(f"score: {score} is none of {names}")
             return "score", float(score)
         if choice in ("left", "right") and score is None:
-            return ("first" if (choice == "left") == (question.left == 0) else "second"), None
+            is_first = (choice == "left") == (question.left == 0)
+            return ("first" if is_first else "second"), None
         if choice not in ("tie", "both_bad") or score is not None:
             raise DataError(f"choice: {choice!r} must be left, right, tie, both_bad or skip")
         return choice, None
 
     def _format_question(self, question: RatingQuestion) -> dict[str, Any]:
-        """The question as the page draws it: nothing tells which model wrote an answer."""
+        """Format the question for the page; nothing reveals which model wrote an answer."""
         item = self.items[question.item_index]
         answers = list(item.answers)
         if question.left == 1:
             answers.reverse()
         turns = [
-            [{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers
+            [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            for answer in answers
         ]
         return {
             "item": item.id,
@@ -219,13 +216,11 @@ class RatingSession:
             "asked": question.times_asked,
         }
 
-    # -- agreement -----------------------------------------------------------------------------------------------------
-
     def compute_agreement(self) -> Agreement:
-        """Agreement of all ratings so far; computed anew where there are new ones."""
+        """Compute the agreement of all ratings so far; recomputed only if there are new ones."""
         version = self.journal.version
-        known = self._cached_agreement
-        if known is None or known[0] != version:
-            known = (version, measure_agreement(self.journal))
-            self._cached_agreement = known
-        return known[1]
+        cached = self._cached_agreement
+        if cached is None or cached[0] != version:
+            cached = (version, measure_agreement(self.journal))
+            self._cached_agreement = cached
+        return cached[1]

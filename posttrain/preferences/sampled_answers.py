@@ -1,6 +1,6 @@
-"""Answers of one or two models to the same episodes, as items to rate.
+"""Items to rate: answers of one or two models to the same episodes, and the reward posterior that chooses pairs.
 
-A model's states at the end of each answer, and from them the reward posterior that chooses what to ask.
+The posterior is computed from a model's hidden states at the end of each answer.
 """
 
 from __future__ import annotations
@@ -35,36 +35,33 @@ from tasks.config import PipelineSettings
 from tasks.stages.loading import build_pipeline_environment
 
 EPISODE_BATCH_SIZE = 64  # episodes played at a time
+MAX_PADDED_TOKENS = 16384  # of one forward pass, padding included
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A model that answers, and the name under which its answers are kept."""
+    """A model that answers, and the name stored with its answers."""
 
-    name: str  # with its version
+    name: str  # with the version
     path: Path | str
 
 
 def find_models(
     settings: PipelineSettings, rating: RatingSettings, output: Path
 ) -> list[NamedModel]:
-    """The models that answer. Raises: SettingsError naming one that is not there; BackendError."""
-    found = []
+    """Find the models that answer. Raises: SettingsError that names a missing one; BackendError."""
+    models = []
     for reference in rating.models or (f"models:/{settings.registered_model}@champion",):
-        place = ModelSource(
+        source = ModelSource(
             reference,
             output,
             settings.tracking.uri,
             alternative_hint="--set 'prefer.models=[FOLDER]'",
         )
-        version = place.find_version()
-        found.append(
-            NamedModel(
-                version.reference if version is not None else reference,
-                place.resolve_folder(version),
-            )
-        )
-    return found
+        version = source.find_version()
+        name = version.reference if version is not None else reference
+        models.append(NamedModel(name, source.resolve_folder(version)))
+    return models
 
 
 def sample_items(
@@ -73,27 +70,32 @@ def sample_items(
     models: Sequence[NamedModel],
     say: Callable[[str], None],
 ) -> list[RatedItem]:
-    """Items of `rating.prompts` training episodes; pairs with equal answers are left out.
+    """Sample the items of `rating.prompts` training episodes; leave out pairs with equal answers.
 
     Raises: SettingsError, ModelError; EnvironmentFault; DataError if all pairs have equal answers.
     """
     environment = build_pipeline_environment(settings, None)
     requests = _draw_requests(environment, rating, settings.seed)
-    number = 2 if rating.ask == "pairs" and len(models) == 1 else 1
+    num_samples = 2 if rating.ask == "pairs" and len(models) == 1 else 1
     columns: list[tuple[str, list[Trajectory | None]]] = []  # model, and its answer to each request
     for model in models:
-        say(f"{model.name} answers {len(requests)} episodes{' twice' if number == 2 else ''}")
-        played = _play_episodes(environment, settings, rating.sampling, model, requests, number)
-        columns += [(model.name, [group[sample] for group in played]) for sample in range(number)]
+        twice = " twice" if num_samples == 2 else ""
+        say(f"{model.name} answers {len(requests)} episodes{twice}")
+        groups = _play_episodes(
+            environment, settings, rating.sampling, model, requests, num_samples
+        )
+        for sample in range(num_samples):
+            columns.append((model.name, [group[sample] for group in groups]))
     items: dict[str, RatedItem] = {}
-    equal = 0
+    num_equal = 0
     for row, request in enumerate(requests):
+        trajectories = [(name, column[row]) for name, column in columns]
         answers = [
-            (name, extract_answer(found))
-            for name, column in columns
-            if (found := column[row]) is not None
+            (name, extract_answer(trajectory))
+            for name, trajectory in trajectories
+            if trajectory is not None
         ]
-        equal += len(answers) == 2 and answers[0][1] == answers[1][1]
+        num_equal += len(answers) == 2 and answers[0][1] == answers[1][1]
         prompt = _format_prompt(environment.episode(request.seed, request.level).reset())
         about = {"environment": environment.name, "level": request.level, "seed": request.seed}
         for item in _build_items(prompt, answers, about, rating):
@@ -103,12 +105,13 @@ def sample_items(
             "all answers to an episode are equal, so there is nothing to compare; name two models in prefer.models, or "
             "raise prefer.sampling.temperature"
         )
-    if equal and rating.ask == "pairs":
-        more = "; for more, name two models in prefer.models, or raise prefer.sampling.temperature"
-        say(
-            f"{equal} of {len(requests)} pairs are left out: their answers are equal"
-            f"{more if 2 * equal > len(requests) else ''}"
-        )
+    if num_equal and rating.ask == "pairs":
+        advice = ""
+        if 2 * num_equal > len(requests):
+            advice = (
+                "; for more, name two models in prefer.models, or raise prefer.sampling.temperature"
+            )
+        say(f"{num_equal} of {len(requests)} pairs are left out: their answers are equal{advice}")
     return list(items.values())
 
 
@@ -120,25 +123,26 @@ def _build_items(
 ) -> list[RatedItem]:
     if rating.ask != "pairs":
         return [RatedItem(prompt, (answer,), (name,), about) for name, answer in answers]
-    if len(answers) != 2 or answers[0][1] == answers[1][1]:
+    if len(answers) != 2:
         return []
-    return [
-        RatedItem(prompt, (answers[0][1], answers[1][1]), (answers[0][0], answers[1][0]), about)
-    ]
+    (first_name, first), (second_name, second) = answers
+    if first == second:
+        return []
+    return [RatedItem(prompt, (first, second), (first_name, second_name), about)]
 
 
 def _draw_requests(
     environment: Environment, rating: RatingSettings, seed: int
 ) -> list[EpisodeRequest]:
-    """Training episodes of the levels in turn, each once where there are enough."""
+    """Draw training episodes of the levels in turn, each once if there are enough."""
     for level in rating.levels:
         environment.check_level(level)
     orders, rng = TrainingSeedOrders(environment, seed), np.random.default_rng(seed)
-    asked = rating.levels or environment.levels
-    levels = [level for level in asked if len(environment.seeds_of("train", level))]
+    wanted = rating.levels or environment.levels
+    levels = [level for level in wanted if len(environment.seeds_of("train", level))]
     if not levels:
         raise DataError(
-            f"environment '{environment.name}' has no training episodes of {', '.join(asked)}"
+            f"environment '{environment.name}' has no training episodes of {', '.join(wanted)}"
         )
     return [
         EpisodeRequest(level, orders.draw_seed(level, rng))
@@ -154,11 +158,11 @@ def _play_episodes(
     requests: Sequence[EpisodeRequest],
     samples: int,
 ) -> list[list[Trajectory | None]]:
-    """Trajectories of each request; None for an episode that failed."""
+    """Play the episodes of each request; None for an episode that failed."""
     policy = load_policy(model.path, dataclasses.replace(settings.model, path=None, lora=None))
     sampling = resolve_defaults(sampling, policy.default_settings, policy.context)
     backend = policy.backend()
-    found: list[list[Trajectory | None]] = []
+    trajectories: list[list[Trajectory | None]] = []
     for start in range(0, len(requests), EPISODE_BATCH_SIZE):
         groups = collect_rollouts(
             environment,
@@ -170,21 +174,16 @@ def _play_episodes(
             seed=settings.seed + start,
         )
         for group in groups:
-            trajectories: list[Trajectory | None] = [
-                rollout.trajectory for rollout in group.rollouts
-            ]
-            found.append(trajectories + [None] * (samples - len(trajectories)))
-    return found
+            played: list[Trajectory | None] = [rollout.trajectory for rollout in group.rollouts]
+            trajectories.append(played + [None] * (samples - len(played)))
+    return trajectories
 
 
 def _format_prompt(messages: Sequence[Message]) -> RatedAnswer:
-    """The opening as text, where it is one message of the user."""
+    """Format the opening: as text if it is a single user message, else as messages."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return messages[0]["content"]
     return [dict(message) for message in messages]
-
-
-MAX_PADDED_TOKENS = 16384  # padded, of one pass
 
 
 def build_reward_posterior(
@@ -194,21 +193,21 @@ def build_reward_posterior(
     policy: Path | str | None,
     reward_model: Path | str | None,
 ) -> RewardPosterior:
-    """The posterior over pairs before anything is rated.
+    """Build the posterior over pairs before anything is rated.
 
     Args:
-        policy: its states, with a new head; not read where there is a reward model.
-        reward_model: its states; a linear head is the posterior's mean.
+        policy: model whose states are used, with a new head; ignored with a reward model.
+        reward_model: model whose states are used; a linear head is the posterior's mean.
     Raises: ModelError.
     """
-    plain = dataclasses.replace(settings, path=None, lora=None)
+    settings = dataclasses.replace(settings, path=None, lora=None)
     if reward_model is not None:
-        model, tokenizer = heads.load_reward_model(reward_model, plain)
+        model, tokenizer = heads.load_reward_model(reward_model, settings)
     else:
         assert policy is not None
-        found = load_policy(policy, plain)
-        model, tokenizer = found.model, found.tokenizer
-    states_ND = _compute_state_differences(model, ChatRenderer(tokenizer, plain), items)
+        loaded = load_policy(policy, settings)
+        model, tokenizer = loaded.model, loaded.tokenizer
+    states_ND = _compute_state_differences(model, ChatRenderer(tokenizer, settings), items)
     axes_DK = compute_principal_axes(states_ND)
     head = getattr(model, "score", None) if reward_model is not None else None
     mean_K = None
@@ -220,7 +219,7 @@ def build_reward_posterior(
 def _compute_state_differences(
     model: Any, renderer: ChatRenderer, items: Sequence[RatedItem]
 ) -> Any:
-    """State after the first answer minus that after the second: float [N, D]."""
+    """Compute the state after the first answer minus that after the second: float [N, D]."""
     rows = []
     for item in items:
         row = {"prompt": item.prompt, "chosen": item.answers[0], "rejected": item.answers[1]}
@@ -228,8 +227,7 @@ def _compute_state_differences(
     states = np.zeros((len(rows), model.config.get_text_config().hidden_size), dtype=np.float32)
     with use_eval_mode(model), torch.no_grad():
         for batch in heads.build_score_batches([len(row) for row in rows], MAX_PADDED_TOKENS):
-            found_BH = heads.compute_last_states(
-                model, [rows[index] for index in batch], pad_id=renderer.pad_id
-            )
-            states[batch] = found_BH.float().cpu().numpy()
+            batch_rows = [rows[index] for index in batch]
+            states_BD = heads.compute_last_states(model, batch_rows, pad_id=renderer.pad_id)
+            states[batch] = states_BD.float().cpu().numpy()
     return states[0::2] - states[1::2]

@@ -1,5 +1,5 @@
-"""`posttrain serve`: a model over HTTP, in the chat-completions dialect of OpenAI's clients.
+"""Server of one model over HTTP (`posttrain serve`), in the chat-completions format of OpenAI's clients.
 
-Requests are read (`chat_bodies`), become prompts (`chat_prompts`), are answered by the serving loop of
-`rl_core.inference` (`answering`), and go back as JSON or a stream (`chat_routes`, `chat_answers`).
+A request is parsed (`request_bodies`), rendered as a prompt (`chat_prompts`), answered by the serving loop of
+`rl_core.inference` (`served_model`), and returned as JSON or as a stream (`chat_routes`, `chat_responses`).
 """

@@ -1,4 +1,4 @@
-"""The server's application: routes, errors in the dialect's form."""
+"""ASGI application of `posttrain serve`: routes and error handlers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rl_core.inference.serving_requests import FeedbackLabel
 
 
 def build_chat_app(server: ChatServer) -> LoopbackOnlyMiddleware:
-    """The application (ASGI); it closes the server when it ends."""
+    """Build the application (ASGI); it closes the server when it shuts down."""
 
     @contextlib.asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def close_at_shutdown(app: FastAPI) -> AsyncIterator[None]:
         yield
         server.close()
 
     app = FastAPI(
         title="posttrain serve",
-        lifespan=life,
+        lifespan=close_at_shutdown,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -42,7 +42,7 @@ def build_chat_app(server: ChatServer) -> LoopbackOnlyMiddleware:
             HTTPException: _refuse_unknown_path,
         },
     )
-    app.state.server, app.state.orders = server, WeightController(server)
+    app.state.server, app.state.weight_controller = server, WeightController(server)
     app.router.routes.extend(
         [
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
@@ -61,13 +61,11 @@ def build_chat_app(server: ChatServer) -> LoopbackOnlyMiddleware:
 
 
 async def _refuse_unknown_path(request: Request, error: Exception) -> Response:
-    """A path or method that is not served, in the dialect's form."""
+    """Answer a request for an unknown path or method in OpenAI's error format."""
     assert isinstance(error, HTTPException)
-    what = "is not served here" if error.status_code == 404 else str(error.detail)
-    return await write_error_response(
-        request,
-        ServingHTTPError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}"),
-    )
+    reason = "is not served here" if error.status_code == 404 else str(error.detail)
+    message = f"{request.method} {request.url.path[:200]}: {reason}"
+    return await write_error_response(request, ServingHTTPError(error.status_code, message))
 
 
 def _format_model_entry(server: ChatServer) -> dict[str, object]:
@@ -97,7 +95,7 @@ async def _describe_model(request: Request) -> Response:
 
 
 async def _accept_feedback(request: Request) -> Response:
-    """Take a label; it is durable when the caller is told so."""
+    """Accept a label; it is on the disk before the request is acknowledged."""
     server = find_chat_server(request)
     server.check_token(request)
     body = parse_json_body(FeedbackBody, await read_full_body(server, request))
@@ -140,9 +138,8 @@ async def _report_readiness(request: Request) -> Response:
 async def _export_metrics(request: Request) -> Response:
     server = find_chat_server(request)
     server.check_token(request)
-    state = (
-        (lambda loop: lambda: loop.state)(server.engine.loop) if server.engine is not None else None
-    )
+    state = server.engine.loop.state if server.engine is not None else None
     return PlainTextResponse(
-        server.metrics.render_metrics(state), media_type="text/plain; version=0.0.4; charset=utf-8"
+        server.metrics.render_metrics(state),
+        media_type="text/plain; version=0.0.4; charset=utf-8",
     )

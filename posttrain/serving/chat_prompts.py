@@ -1,4 +1,4 @@
-"""Prompts of chat requests: messages and tools through the model's chat template, calls of tools out of its answers."""
+"""Prompts of chat requests: renders messages and tools with the model's chat template, parses tool calls in answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import DataError, PosttrainError, SettingsError, ToolMisuse
 from rl_core.types import Conversation, Message, ToolCall
 
-_MAX_RENDERERS = 64  # with tools, that are kept
+_MAX_RENDERERS = 64  # cached renderers with tools
 _MAX_REMEMBERED_CALLS = 10_000  # answers with calls whose text is remembered
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -36,14 +36,14 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """An answer's text, or the calls in it; `calls` are in the dialect's form."""
+    """An answer's text or its tool calls; `calls` are in OpenAI's format."""
 
     content: str | None
     calls: list[dict[str, Any]]
 
 
 class PromptBuilder:
-    """Prompts for one tokenizer. Any thread; one prompt at a time."""
+    """Builder of prompts for one tokenizer; thread-safe, one prompt at a time."""
 
     def __init__(
         self,
@@ -51,23 +51,22 @@ class PromptBuilder:
         context: int,
         style: Literal["template", "instructions", "read"] = "template",
     ) -> None:
-        """`context`: tokens of a prompt and its answer. `style`: see `serving.tools`."""
+        """Prepare the renderer. `context`: the most tokens of prompt plus answer. `style`: see `serving.tools`."""
         self.renderer, self._context, self._style = renderer, context, style
         self._takes_tools = renders_tools(renderer.template.with_tools(()))
-        self._longest = max(
-            map(len, renderer.tokenizer.get_vocab()), default=1
-        )  # characters of a token
+        # Characters of the longest token.
+        self._longest = max(map(len, renderer.tokenizer.get_vocab()), default=1)
         self._lock = threading.Lock()
-        self._call_texts: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # id of a call -> the text in which the model wrote it
+        # Id of a call -> the text in which the model wrote it.
+        self._call_texts: OrderedDict[str, str] = OrderedDict()
         self._tool_renderers = functools.lru_cache(maxsize=_MAX_RENDERERS)(
             self._build_tool_renderer
         )
 
     def build_prompt(self, body: ChatBody) -> ChatPrompt:
-        """The prompt of a request. Raises: RefusedRequest (422)."""
-        if sum(len(message.text) for message in body.messages) > self._context * self._longest:
+        """Build the prompt of a request. Raises: ServingHTTPError (422)."""
+        num_characters = sum(len(message.text) for message in body.messages)
+        if num_characters > self._context * self._longest:
             raise self._build_length_error(f"more than {self._context} tokens")
         try:
             with self._lock:
@@ -76,14 +75,15 @@ class PromptBuilder:
             raise ServingHTTPError(422, f"messages: {error}", param="messages") from None
 
     def _render_prompt(self, body: ChatBody) -> ChatPrompt:
-        schemas = (
-            [tool.model_dump() for tool in body.tools or ()] if body.tool_choice != "none" else []
-        )
+        schemas: list[dict[str, Any]] = []
+        if body.tool_choice != "none":
+            schemas = [tool.model_dump() for tool in body.tools or ()]
         tools = _build_toolset(schemas) if schemas else None
         messages = [self._convert_message(message, tools) for message in body.messages]
-        renderer, described = self.renderer, list[dict[str, Any]]()
+        renderer, template_tools = self.renderer, list[dict[str, Any]]()
         if tools is not None and self._style == "template" and self._takes_tools:
-            renderer, described = self._tool_renderers(json.dumps(schemas, sort_keys=True)), schemas
+            renderer = self._tool_renderers(json.dumps(schemas, sort_keys=True))
+            template_tools = schemas
         elif tools is not None and self._style == "instructions":
             messages = _insert_tool_instructions(messages, tools.describe_tools())
         if not messages:
@@ -91,7 +91,7 @@ class PromptBuilder:
         ids = renderer.encode_history_prompt(messages)
         if len(ids) >= self._context:
             raise self._build_length_error(f"{len(ids)} tokens")
-        return ChatPrompt(ids, tools, Conversation(messages, described))
+        return ChatPrompt(ids, tools, Conversation(messages, template_tools))
 
     def _build_length_error(self, length: str) -> ServingHTTPError:
         return ServingHTTPError(
@@ -110,47 +110,45 @@ class PromptBuilder:
         )
 
     def _convert_message(self, message: ChatMessage, tools: Toolset | None) -> Message:
-        """A message in the library's form; calls that were made here stand as the model wrote them."""
+        """Convert a message to the library's type; calls made here keep the text that the model wrote."""
         role = "system" if message.role == "developer" else message.role
-        plain = Message(role=role, content=message.text)
+        converted = Message(role=role, content=message.text)
         if message.tool_call_id is not None and role == "tool":
-            plain["tool_call_id"] = message.tool_call_id
+            converted["tool_call_id"] = message.tool_call_id
         if message.name is not None and role == "tool":
-            plain["name"] = message.name
+            converted["name"] = message.name
         if not message.tool_calls or role != "assistant":
-            return plain
+            return converted
         text = self._call_texts.get(message.tool_calls[0].id)
         if text is not None:
-            plain["content"] = text
-            return plain
+            converted["content"] = text
+            return converted
         calls = [_parse_tool_call(call.model_dump()) for call in message.tool_calls]
-        if (
-            tools is not None and not self._takes_tools
-        ):  # the server was started anew: as a policy trained here writes
-            known = [
+        if tools is not None and not self._takes_tools:
+            # The server was restarted and forgot the text: format the calls as a policy trained here does.
+            tool_calls = [
                 ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in calls
             ]
-            if all(call.name in tools.tools for call in known):
-                plain["content"] = "\n".join(
-                    [*filter(None, [message.text]), *(tools.format_call(call) for call in known)]
-                )
-                return plain
-        plain["tool_calls"] = calls
-        return plain
+            if all(call.name in tools.tools for call in tool_calls):
+                lines = [message.text] if message.text else []
+                lines += [tools.format_call(call) for call in tool_calls]
+                converted["content"] = "\n".join(lines)
+                return converted
+        converted["tool_calls"] = calls
+        return converted
 
     def decode_token(self, token: int) -> str:
-        """Text of one token by itself, with U+FFFD for what is no character: bytes alone, and lone surrogates."""
-        return _SURROGATE.sub(
-            "\ufffd", str(self.renderer.tokenizer.decode([token], skip_special_tokens=False))
-        )
+        """Decode a single token; bytes that are no character and lone surrogates become U+FFFD."""
+        text = str(self.renderer.tokenizer.decode([token], skip_special_tokens=False))
+        return _SURROGATE.sub("\ufffd", text)
 
     def parse_answer(self, text: str, tools: Toolset | None) -> ParsedAnswer:
-        """The calls in an answer, or its text where there is none, or none that can be made."""
+        """Parse the tool calls of an answer; without valid calls the answer is its text."""
         try:
-            found = tools.parse_all(text) if tools is not None else []
+            tool_calls = tools.parse_all(text) if tools is not None else []
         except ToolMisuse:
-            found = []
-        if not found:
+            tool_calls = []
+        if not tool_calls:
             return ParsedAnswer(text, [])
         calls: list[dict[str, Any]] = [
             {
@@ -161,7 +159,7 @@ class PromptBuilder:
                     "arguments": json.dumps(call.arguments, ensure_ascii=False),
                 },
             }
-            for call in found
+            for call in tool_calls
         ]
         with self._lock:
             self._call_texts[calls[0]["id"]] = text
@@ -171,8 +169,8 @@ class PromptBuilder:
 
 
 def _build_toolset(schemas: Sequence[Mapping[str, Any]]) -> Toolset:
-    """Tools that are read from answers; the client runs them. Raises: SettingsError for schemas that are none."""
-    made = []
+    """Build the tools that are parsed from answers and run by the client. Raises: SettingsError for bad schemas."""
+    tools = []
     for schema in schemas:
         function = schema["function"]
         properties = function["parameters"].get("properties", {})
@@ -183,7 +181,7 @@ def _build_toolset(schemas: Sequence[Mapping[str, Any]]) -> Toolset:
             )
         kinds = {name: _convert_property_schema(kind) for name, kind in properties.items()}
         optional = tuple(name for name in kinds if name not in required)
-        made.append(
+        tools.append(
             Tool(
                 function["name"],
                 function["description"],
@@ -192,11 +190,11 @@ def _build_toolset(schemas: Sequence[Mapping[str, Any]]) -> Toolset:
                 optional=optional,
             )
         )
-    return Toolset(made)
+    return Toolset(tools)
 
 
 def _convert_property_schema(schema: Any) -> Any:
-    """A plain type where the schema says no more than that, so that the line format reads it."""
+    """Return a Python type if the schema specifies only a type, so that the line format can parse it."""
     if not isinstance(schema, dict):
         raise SettingsError("tools: a property is no JSON schema")
     if set(schema) <= {"type", "description", "title"} and isinstance(schema.get("type"), str):
@@ -209,12 +207,12 @@ def _refuse_tool_call(**arguments: Any) -> str:
 
 
 def _parse_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object. Raises: DataError."""
+    """Parse the arguments of a call into an object. Raises: DataError."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
-        raise DataError(f"tool_calls: arguments of {function['name']} are no JSON") from None
+        raise DataError(f"tool_calls: arguments of {function['name']} are not JSON") from None
     return {
         "id": call["id"],
         "type": "function",
@@ -223,10 +221,8 @@ def _parse_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _insert_tool_instructions(messages: list[Message], text: str) -> list[Message]:
-    """With the description of the tools in the system message."""
+    """Add the description of the tools to the system message."""
     if messages and messages[0]["role"] == "system":
-        return [
-            Message(role="system", content=f"{messages[0]['content']}\n\n{text}"),
-            *messages[1:],
-        ]
+        system = Message(role="system", content=f"{messages[0]['content']}\n\n{text}")
+        return [system, *messages[1:]]
     return [Message(role="system", content=text), *messages]

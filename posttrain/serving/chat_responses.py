@@ -1,11 +1,4 @@
-"""Text of tokens that come one after the other.
-
-Answers in the dialect's form: whole ones, parts of a stream, log-probabilities.
-
-Answers as records for whoever takes them: `ServedAnswer`s of conversations and of sessions.
-
-Answers as a stream of server-sent events, for as long as the client reads.
-"""
+"""Responses in OpenAI's format: JSON bodies, log-probabilities, streams of server-sent events, records for the sink."""
 
 from __future__ import annotations
 
@@ -38,86 +31,79 @@ from rl_core.inference.serving_requests import (
 )
 from rl_core.types import Conversation
 
-_REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are no character, or not yet
+MIN_LOGPROB = -9999.0  # OpenAI's log-probability of an impossible token
+_REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not, or not yet, a character
 
 
 class TextStream:
-    """Parts of a text as soon as they are certain: whole characters, and no beginning of a stop text.
+    """Incremental text of one answer: complete characters only, and no text that may begin a stop text.
 
-    Decoded a few tokens at a time, with those before them, because what a token stands for depends on them in some
-    tokenizers. The parts together are the text of all tokens, cut at a stop text.
+    Decodes a few tokens at a time together with those before them, because in some tokenizers the text of a token
+    depends on its predecessors. The parts joined are the text of all tokens, cut at a stop text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, stops
         self._ids: list[int] = []
-        self._context_start = self._num_decoded = (
-            0  # tokens whose text is known; those from `before` on are decoded with new ones
-        )
-        self._pending_text = ""  # known text that may begin a stop text
+        # The text of the first `_num_decoded` tokens is known; tokens from `_context_start` on are decoded again
+        # with new ones.
+        self._context_start = self._num_decoded = 0
+        self._pending_text = ""  # decoded text that may begin a stop text
         self._emitted_text = ""
         self._has_ended = False
 
     def add_tokens(self, ids: Sequence[int]) -> str:
-        """The part that further tokens make certain."""
+        """Add tokens and return the text that has become final."""
         self._ids += ids
         known = self._decode(self._ids[self._context_start : self._num_decoded])
         text = self._decode(self._ids[self._context_start :])
         if not text.startswith(known) or text.endswith(_REPLACEMENT_CHARACTER):
             return ""
         self._context_start, self._num_decoded = self._num_decoded, len(self._ids)
-        return self._extract_certain_text(text[len(known) :])
+        return self._extract_final_text(text[len(known) :])
 
     def finish_text(self) -> str:
-        """The rest, once all tokens are known."""
+        """Return the remaining text once all tokens were added."""
         if self._has_ended:
             return ""
-        whole = cut_at_stop(self._decode(self._ids), self._stops)
-        rest = (
-            whole.removeprefix(self._emitted_text) if whole.startswith(self._emitted_text) else ""
-        )
+        text = cut_at_stop(self._decode(self._ids), self._stops)
+        rest = text.removeprefix(self._emitted_text) if text.startswith(self._emitted_text) else ""
         self._emitted_text, self._has_ended = self._emitted_text + rest, True
         return rest
 
-    def _extract_certain_text(self, new: str) -> str:
+    def _extract_final_text(self, new_text: str) -> str:
         if self._has_ended:
             return ""
-        text = self._pending_text + new
-        cut = cut_at_stop(text, self._stops)
-        if len(cut) < len(text):
+        text = self._pending_text + new_text
+        final = cut_at_stop(text, self._stops)
+        if len(final) < len(text):
             self._has_ended, self._pending_text = True, ""
         else:
-            held = max((_measure_stop_overlap(text, stop) for stop in self._stops), default=0)
-            cut, self._pending_text = text[: len(text) - held], text[len(text) - held :]
-        self._emitted_text += cut
-        return cut
+            overlap = max((_measure_stop_overlap(text, stop) for stop in self._stops), default=0)
+            end = len(text) - overlap
+            final, self._pending_text = text[:end], text[end:]
+        self._emitted_text += final
+        return final
 
 
 def _measure_stop_overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that begins the stop text."""
-    return next(
-        (
-            size
-            for size in range(min(len(text), len(stop) - 1), 0, -1)
-            if stop.startswith(text[-size:])
-        ),
-        0,
-    )
+    """Return the length of the longest suffix of the text that begins the stop text."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-size:]):
+            return size
+    return 0
 
 
-_MIN_LOGPROB = -9999.0  # the dialect's number for the log-probability of a token that cannot come
-
-
-def resolve_finish_reason(sequence: AnswerSequence, read: ParsedAnswer) -> str:
-    """stop, length or tool_calls."""
+def resolve_finish_reason(sequence: AnswerSequence, answer: ParsedAnswer) -> str:
+    """Return stop, length or tool_calls."""
     if sequence.hit_limit:
         return "length"
-    return "tool_calls" if read.calls else "stop"
+    return "tool_calls" if answer.calls else "stop"
 
 
 @dataclass(slots=True)
 class ResponseFormatter:
-    """Form of the answers to one request."""
+    """Formatter of the answers to one request."""
 
     answer_id: str
     model: str
@@ -127,53 +113,49 @@ class ResponseFormatter:
     logprobs: bool
     num_top: int
     prompt_tokens: int
-    base: int | None = None  # see `ServedModel.base`
+    base: int | None = None  # see `ServedModel.base_version`
     conversation: Conversation | None = None  # None = episodes of an environment
     created: int = field(default_factory=lambda: int(time.time()))
 
     def decode_text(self, ids: Sequence[int]) -> str:
-        """Text of an answer's tokens, up to a stop text."""
+        """Decode an answer's tokens, up to a stop text."""
         return cut_at_stop(self.prompts.renderer.action_text(ids), self.stops)
 
     def parse_answer(self, sequence: AnswerSequence) -> ParsedAnswer:
-        """Text or calls of an answer; a cut off one has no calls."""
-        return self.prompts.parse_answer(
-            self.decode_text(sequence.tokens), None if sequence.hit_limit else self.tools
-        )
+        """Parse an answer; one truncated at its token limit has no calls."""
+        tools = None if sequence.hit_limit else self.tools
+        return self.prompts.parse_answer(self.decode_text(sequence.tokens), tools)
 
     def format_response(
-        self, requests: Sequence[ServedRequest], reads: Sequence[ParsedAnswer]
+        self, requests: Sequence[ServedRequest], answers: Sequence[ParsedAnswer]
     ) -> dict[str, Any]:
-        """The body of a response."""
+        """Format the JSON body of a response."""
         choices = []
-        for index, (request, read) in enumerate(zip(requests, reads, strict=True)):
+        for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
             sequence = request.sequence
             assert isinstance(sequence, AnswerSequence)
             message: dict[str, Any] = {
                 "role": "assistant",
-                "content": read.content,
+                "content": answer.content,
                 "refusal": None,
             }
-            if read.calls:
-                message["tool_calls"] = read.calls
+            if answer.calls:
+                message["tool_calls"] = answer.calls
+            logprobs = self.format_logprobs(sequence.tokens, sequence.logprobs, request.top_tokens)
             choices.append(
                 {
                     "index": index,
                     "message": message,
-                    "finish_reason": resolve_finish_reason(sequence, read),
-                    "logprobs": self.format_logprobs(
-                        sequence.tokens, sequence.logprobs, request.top_tokens
-                    ),
+                    "finish_reason": resolve_finish_reason(sequence, answer),
+                    "logprobs": logprobs,
                     "policy_version": request.policy_version,
                 }
             )
-        return self.format_header("chat.completion", requests[0].policy_version) | {
-            "choices": choices,
-            "usage": self.count_usage(requests),
-        }
+        header = self.format_header("chat.completion", requests[0].policy_version)
+        return header | {"choices": choices, "usage": self.count_usage(requests)}
 
     def format_header(self, kind: str, version: int | None) -> dict[str, Any]:
-        """Fields that every body has."""
+        """Format the fields that every body has."""
         return {
             "id": self.answer_id,
             "object": kind,
@@ -185,11 +167,11 @@ class ResponseFormatter:
         }
 
     def format_weights_name(self, version: int | None) -> str:
-        """Name of the weights behind an answer; see `ServedModel.name`."""
+        """Format the name of the weights behind an answer; see `ServedModel.name`."""
         return str(version) if self.base is None else f"{self.base}+{version}"
 
     def count_usage(self, requests: Sequence[ServedRequest]) -> dict[str, int]:
-        """Numbers of tokens."""
+        """Count the tokens of prompt and answers."""
         sampled = sum(len(getattr(request.sequence, "tokens", ())) for request in requests)
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -205,7 +187,7 @@ class ResponseFormatter:
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One part of a stream."""
+        """Format one event of a stream."""
         choice = {
             "index": index,
             "delta": delta,
@@ -213,59 +195,53 @@ class ResponseFormatter:
             "logprobs": logprobs,
             "policy_version": request.policy_version,
         }
-        return self.format_header("chat.completion.chunk", request.policy_version) | {
-            "choices": [choice]
-        }
+        header = self.format_header("chat.completion.chunk", request.policy_version)
+        return header | {"choices": [choice]}
 
     def create_text_stream(self) -> TextStream:
-        """The text of one choice, piece by piece."""
+        """Create the incremental text of one choice."""
         return TextStream(self.prompts.renderer.action_text, self.stops)
 
     def format_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float], top: TopTokens | None
     ) -> dict[str, Any] | None:
-        """The dialect's log-probabilities; None unless they were asked for."""
+        """Format log-probabilities; return None unless the request asked for them."""
         if not self.logprobs:
             return None
         content = []
-        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            others = (
-                []
-                if top is None or not self.num_top
-                else [
-                    self._format_token(other, value)
-                    for other, value in zip(
-                        top.ids_TK[place][: self.num_top].tolist(),
-                        top.logprobs_TK[place][: self.num_top].tolist(),
-                        strict=True,
-                    )
+        for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            top_logprobs = []
+            if top is not None and self.num_top:
+                top_ids = top.ids_TK[index][: self.num_top].tolist()
+                top_values = top.logprobs_TK[index][: self.num_top].tolist()
+                top_logprobs = [
+                    self._format_token(top_id, value)
+                    for top_id, value in zip(top_ids, top_values, strict=True)
                 ]
-            )
-            content.append(self._format_token(token, logprob) | {"top_logprobs": others})
+            content.append(self._format_token(token, logprob) | {"top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
     def _format_token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.prompts.decode_token(token)
-        known = None if "\ufffd" in text else list(text.encode())
         return {
             "token": text,
-            "logprob": logprob if math.isfinite(logprob) else _MIN_LOGPROB,
-            "bytes": known,
+            "logprob": logprob if math.isfinite(logprob) else MIN_LOGPROB,
+            "bytes": None if _REPLACEMENT_CHARACTER in text else list(text.encode()),
         }
 
 
 def build_chat_records(
     formatter: ResponseFormatter,
     requests: Sequence[ServedRequest],
-    reads: Sequence[ParsedAnswer],
+    answers: Sequence[ParsedAnswer],
     max_votes: int = 0,
 ) -> list[ServedAnswer]:
-    """Records of the answers to one request. `max_votes`: see `ServedAnswer`."""
-    found = []
-    for choice, (request, read) in enumerate(zip(requests, reads, strict=True)):
+    """Build the records of the answers to one request. `max_votes`: see `ServedAnswer`."""
+    records = []
+    for choice, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         sequence = request.sequence
         assert isinstance(sequence, AnswerSequence) and request.policy_version is not None
-        found.append(
+        records.append(
             ServedAnswer(
                 answer_id=formatter.answer_id,
                 choice=choice,
@@ -275,7 +251,7 @@ def build_chat_records(
                 sampler_logprobs=sequence.logprobs,
                 temperature=request.sampling.temperature,
                 text=formatter.decode_text(sequence.tokens),
-                finish_reason=resolve_finish_reason(sequence, read),
+                finish_reason=resolve_finish_reason(sequence, answer),
                 caller=request.caller,
                 top=request.top_tokens,
                 seed=sequence.seed,
@@ -284,21 +260,21 @@ def build_chat_records(
                 conversation=formatter.conversation,
             )
         )
-    return found
+    return records
 
 
 def build_session_records(
     formatter: ResponseFormatter, requests: Sequence[ServedRequest], max_votes: int = 0
 ) -> list[ServedAnswer]:
-    """The same for episodes. Raises: RefusedRequest (500) where an environment failed."""
-    found = []
+    """Build the records of episodes. Raises: ServingHTTPError (500) if an environment failed."""
+    records = []
     for choice, request in enumerate(requests):
         session, version = request.sequence, request.policy_version
         assert isinstance(session, EnvironmentSession) and version is not None
         if session.failure_reason:
             raise ServingHTTPError(500, session.failure_reason, param="environment")
         rollout = session.build_rollout(version)
-        found.append(
+        records.append(
             ServedAnswer(
                 answer_id=formatter.answer_id,
                 choice=choice,
@@ -317,17 +293,17 @@ def build_session_records(
                 max_votes=max_votes,
             )
         )
-    return found
+    return records
 
 
 async def wait_for_disconnect(receive: Callable[[], Any]) -> None:
-    """Return once the client has closed its connection."""
+    """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class ChatStreamResponse(Response):
-    """The response to a request with `stream: true`."""
+    """The response to a request with `stream: true`: server-sent events for as long as the client reads."""
 
     def __init__(
         self,
@@ -338,23 +314,20 @@ class ChatStreamResponse(Response):
         include_usage: bool,
         record_answers: Callable[[Sequence[ParsedAnswer]], None],
     ) -> None:
-        """`recorded` is given the answers once all have ended."""
+        """Prepare the stream. `record_answers` is called with the answers once all have ended."""
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._server, self._formatter, self._pending = server, formatter, pending
-        self._began, self._include_usage, self._record_answers = (
-            began,
-            include_usage,
-            record_answers,
-        )
+        self._began, self._include_usage = began, include_usage
+        self._record_answers = record_answers
         self._texts = [formatter.create_text_stream() for _ in pending.requests]
-        self._reads: list[ParsedAnswer | None] = [None] * len(pending.requests)
+        self._answers: list[ParsedAnswer | None] = [None] * len(pending.requests)
         self._indices = {request: index for index, request in enumerate(pending.requests)}
         self._send: Any = None
         self._has_sent_event = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send parts as they come; slots are freed when the client is gone, or does not read."""
+        """Send events as they come; free the slots when the client disconnects or stops reading."""
         self._send = send
         assert self._server.engine is not None
         watch = asyncio.ensure_future(wait_for_disconnect(receive))
@@ -371,19 +344,20 @@ class ChatStreamResponse(Response):
                 task.cancel()
 
     async def _send_message(self, message: dict[str, Any]) -> None:
-        """Send to the client. Raises: TimeoutError for one that does not read."""
+        """Send an ASGI message. Raises: TimeoutError if the client does not read."""
         async with asyncio.timeout(self._server.settings.write_seconds):
             await self._send(message)
 
     async def _send_events(self, *bodies: dict[str, Any]) -> None:
-        if bodies:
-            if not self._has_sent_event:
-                self._has_sent_event = True
-                self._server.metrics.first_part_seconds.observe(time.monotonic() - self._began)
-            data = "".join(f"data: {json.dumps(body, ensure_ascii=False)}\n\n" for body in bodies)
-            await self._send_message(
-                {"type": "http.response.body", "body": data.encode(), "more_body": True}
-            )
+        if not bodies:
+            return
+        if not self._has_sent_event:
+            self._has_sent_event = True
+            self._server.metrics.first_part_seconds.observe(time.monotonic() - self._began)
+        data = "".join(f"data: {json.dumps(body, ensure_ascii=False)}\n\n" for body in bodies)
+        await self._send_message(
+            {"type": "http.response.body", "body": data.encode(), "more_body": True}
+        )
 
     async def _stream_answers(self) -> None:
         await self._send_message(
@@ -391,13 +365,13 @@ class ChatStreamResponse(Response):
         )
         events = self._pending.events
         assert events is not None
-        left = len(self._pending.requests)
-        while left:
+        num_open = len(self._pending.requests)
+        while num_open:
             event = await events.get()
             if isinstance(event, RequestProgress):
                 await self._send_progress(event)
             else:
-                left -= 1
+                num_open -= 1
                 if not await self._send_choice_end(event):
                     break
         else:
@@ -407,20 +381,20 @@ class ChatStreamResponse(Response):
         )
 
     async def _send_progress(self, event: RequestProgress) -> None:
-        index = self._indices[event.request]
-        if self._formatter.tools is not None:  # a call is known as such at its end
+        formatter, index = self._formatter, self._indices[event.request]
+        if formatter.tools is not None:  # a call is recognised only at its end
             return
         text = self._texts[index].add_tokens(event.tokens)
-        logprobs = self._formatter.format_logprobs(event.tokens, event.logprobs, event.top)
+        logprobs = formatter.format_logprobs(event.tokens, event.logprobs, event.top)
         if text or logprobs:
             delta = {"role": "assistant", "content": text}
-            await self._send_events(
-                self._formatter.format_chunk(event.request, index, delta, logprobs=logprobs)
-            )
+            chunk = formatter.format_chunk(event.request, index, delta, logprobs=logprobs)
+            await self._send_events(chunk)
 
     async def _send_choice_end(self, event: RequestEnded) -> bool:
-        """The end of one choice; False = it failed, and the stream ends."""
-        request, index = event.request, self._indices[event.request]
+        """Send the end of one choice; return False if it failed, which ends the stream."""
+        formatter, request = self._formatter, event.request
+        index = self._indices[request]
         if request.error is not None:
             is_late = isinstance(request.error, DeadlineExceeded)
             status = 504 if is_late else 503 if isinstance(request.error, PosttrainError) else 500
@@ -428,39 +402,36 @@ class ChatStreamResponse(Response):
             return False
         sequence = request.sequence
         assert isinstance(sequence, AnswerSequence)
-        read = self._reads[index] = self._formatter.parse_answer(sequence)
-        reason = resolve_finish_reason(sequence, read)
-        parts = []
-        if self._formatter.tools is None:
+        answer = self._answers[index] = formatter.parse_answer(sequence)
+        chunks = []
+        if formatter.tools is None:
             if rest := self._texts[index].finish_text():
-                parts.append(
-                    self._formatter.format_chunk(
-                        request, index, {"role": "assistant", "content": rest}
-                    )
-                )
+                delta: dict[str, Any] = {"role": "assistant", "content": rest}
+                chunks.append(formatter.format_chunk(request, index, delta))
         else:
-            delta: dict[str, Any] = {"role": "assistant", "content": read.content}
-            if read.calls:
+            delta = {"role": "assistant", "content": answer.content}
+            if answer.calls:
                 delta["tool_calls"] = [
-                    {"index": place, **call} for place, call in enumerate(read.calls)
+                    {"index": call_index, **call} for call_index, call in enumerate(answer.calls)
                 ]
-            logprobs = self._formatter.format_logprobs(
+            logprobs = formatter.format_logprobs(
                 sequence.tokens, sequence.logprobs, request.top_tokens
             )
-            parts.append(self._formatter.format_chunk(request, index, delta, logprobs=logprobs))
-        await self._send_events(*parts, self._formatter.format_chunk(request, index, {}, reason))
+            chunks.append(formatter.format_chunk(request, index, delta, logprobs=logprobs))
+        reason = resolve_finish_reason(sequence, answer)
+        chunks.append(formatter.format_chunk(request, index, {}, reason))
+        await self._send_events(*chunks)
         return True
 
     async def _finish_stream(self) -> None:
-        """Usage, counts and records, once every choice has ended."""
-        requests, metrics = self._pending.requests, self._server.metrics
+        """Send the usage, count and record the answers, once every choice has ended."""
+        requests = self._pending.requests
         usage = self._formatter.count_usage(requests)
         if self._include_usage:
-            head = self._formatter.format_header(
-                "chat.completion.chunk", requests[0].policy_version
-            )
-            await self._send_events(head | {"choices": [], "usage": usage})
-        metrics.count_answer(
+            version = requests[0].policy_version
+            header = self._formatter.format_header("chat.completion.chunk", version)
+            await self._send_events(header | {"choices": [], "usage": usage})
+        self._server.metrics.count_answer(
             time.monotonic() - self._began, usage["prompt_tokens"], usage["completion_tokens"]
         )
-        self._record_answers([read for read in self._reads if read is not None])
+        self._record_answers([answer for answer in self._answers if answer is not None])

@@ -1,7 +1,4 @@
-"""From the body of a request to sequences for the engine, checked.
-
-/v1/chat/completions: from a body to answers, whole, voted on, or as a stream.
-"""
+"""Chat route, /v1/chat/completions: checks requests, samples answers, responds with JSON, a vote or a stream."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ from rl_core.types import Conversation
 
 @dataclass(slots=True)
 class CheckedChatRequest:
-    """A request for answers that was checked; `more` makes sequences for its answers."""
+    """A chat request that was checked; `build_requests` builds the sequences of its answers."""
 
     server: ChatServer
     body: ChatBody
@@ -60,19 +57,18 @@ class CheckedChatRequest:
     started_at: float  # seconds of the monotonic clock
     seed: int
     ids: list[int]  # of the prompt; empty with an environment
-    max_answers: int  # answers that are asked for: n, or of a vote the most that are sampled
+    max_answers: int  # `n` of the request, or the most samples of a vote
 
     async def build_requests(self, first: int, count: int) -> list[ServedRequest]:
-        """Requests for the samples from index `first` on. Raises: RefusedRequest."""
+        """Build the requests for `count` samples from index `first` on. Raises: ServingHTTPError."""
         samples = range(first, first + count)
         sequences: Sequence[RolloutSequence]
         if self.body.environment is not None:
             sequences = await _open_sessions(self.server, self.body, self.seed, samples)
             self.formatter.prompt_tokens += sum(len(sequence.prompt_ids) for sequence in sequences)
         else:
-            stops = build_stop_test(
-                self.formatter.prompts.renderer.action_text, self.body.stop_texts
-            )
+            decode = self.formatter.prompts.renderer.action_text
+            stops = build_stop_test(decode, self.body.stop_texts)
             sequences = [
                 AnswerSequence(self.ids, compute_sequence_seed("chat", self.seed, i), stops)
                 for i in samples
@@ -80,10 +76,82 @@ class CheckedChatRequest:
         return _build_requests(self.server, self.body, sequences, self.started_at)
 
 
+class ClientDisconnected(Exception):
+    """The client disconnected before its answer."""
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a chat request; the route's handler."""
+    return await count_response(request, functools.partial(_run_chat_completion, request))
+
+
+async def count_response(
+    request: Request, respond: Callable[[ChatServer, float], Awaitable[Response]]
+) -> Response:
+    """Run the handler of a route and count its response by status; 499 if the client disconnected.
+
+    Args:
+        respond: builds the response from the server and the start of the request (monotonic clock, seconds); may
+            raise ClientDisconnected.
+    Raises: ServingHTTPError; its status is counted, too.
+    """
+    server, began, status = find_chat_server(request), time.monotonic(), 500
+    try:
+        server.check_token(request)
+        try:
+            response = await respond(server, began)
+        except ClientDisconnected:
+            server.metrics.client_disconnects.inc()
+            response = Response(status_code=499)
+        status = response.status_code
+        return response
+    except ServingHTTPError as error:
+        status = error.status
+        raise
+    finally:
+        server.metrics.requests.labels(str(status)).inc()
+
+
+async def _run_chat_completion(request: Request, server: ChatServer, began: float) -> Response:
+    body = parse_json_body(ChatBody, await read_full_body(server, request))
+    server.check_model(body.model)
+    engine, _ = server.require_ready()
+    chat = await check_chat_request(server, body, began)
+    if body.stream:
+        requests = await chat.build_requests(0, chat.max_answers)
+        pending = _submit_requests(engine, requests, streams=True)
+        return ChatStreamResponse(
+            server,
+            chat.formatter,
+            pending,
+            chat.started_at,
+            body.stream_options is not None and body.stream_options.include_usage,
+            functools.partial(_record_streamed_answers, server, chat, requests),
+        )
+    build_response = _build_voted_response if body.vote else _build_response
+    return JSONResponse(await build_response(server, request, chat))
+
+
+async def read_full_body(server: ChatServer, request: Request) -> bytes:
+    """Read the body of a request within its limits. Raises: ServingHTTPError (400, 408, 413, 415)."""
+    try:
+        async with asyncio.timeout(server.settings.idle_seconds):
+            payload = await read_request_payload(request, server.settings.max_body_bytes)
+    except TimeoutError:
+        raise ServingHTTPError(
+            408, f"the body was not complete in {server.settings.idle_seconds:g} s"
+        ) from None
+    except HTTPError as error:
+        raise ServingHTTPError(error.status, str(error)) from None
+    if payload.rejection_reason:
+        raise ServingHTTPError(413, payload.rejection_reason)
+    return payload.body
+
+
 async def check_chat_request(
     server: ChatServer, body: ChatBody, began: float
 ) -> CheckedChatRequest:
-    """The checked request. Raises: RefusedRequest (422)."""
+    """Check a chat request and render its prompt. Raises: ServingHTTPError (422)."""
     _, prompts = server.require_ready()
     count = _count_allowed_answers(server, body)
     if body.top_logprobs and not body.logprobs:
@@ -92,10 +160,10 @@ async def check_chat_request(
     tools: Toolset | None = None
     conversation: Conversation | None = None
     if body.environment is None:
-        made = await server.run_on_prompt_thread(prompts.build_prompt, body)
-        ids, tools, conversation = made.ids, made.tools, made.conversation
+        prompt = await server.run_on_prompt_thread(prompts.build_prompt, body)
+        ids, tools, conversation = prompt.ids, prompt.tools, prompt.conversation
     assert server.model is not None
-    form = ResponseFormatter(
+    formatter = ResponseFormatter(
         answer_id=server.create_answer_id(),
         model=server.name,
         prompts=prompts,
@@ -108,16 +176,16 @@ async def check_chat_request(
         conversation=conversation,
     )
     seed = body.seed if body.seed is not None else secrets.randbits(64)
-    return CheckedChatRequest(server, body, form, began, seed, ids, count)
+    return CheckedChatRequest(server, body, formatter, began, seed, ids, count)
 
 
 def _count_allowed_answers(server: ChatServer, body: ChatBody) -> int:
-    """Number of answers that may be sampled."""
-    most = min(server.settings.max_choices, server.settings.max_waiting)
+    """Return how many answers may be sampled. Raises: ServingHTTPError (422)."""
+    limit = min(server.settings.max_choices, server.settings.max_waiting)
     if not body.vote:
         count = body.n or 1
-        if count > most:
-            raise ServingHTTPError(422, f"n: {count} choices; at most {most}", param="n")
+        if count > limit:
+            raise ServingHTTPError(422, f"n: {count} choices; at most {limit}", param="n")
         return count
     for name in ("stream", "n", "tools", "logprobs"):
         if getattr(body, name) and (name, body.n) != ("n", 1):
@@ -128,7 +196,7 @@ def _count_allowed_answers(server: ChatServer, body: ChatBody) -> int:
         raise ServingHTTPError(
             422, "vote: needs a temperature above 0; greedy answers are all the same", param="vote"
         )
-    return min(server.voting.max_samples, most)
+    return min(server.voting.max_samples, limit)
 
 
 def _build_requests(
@@ -136,22 +204,21 @@ def _build_requests(
 ) -> list[ServedRequest]:
     assert server.model is not None
     sampling = _build_sampling(body, server.model.context)
-    most, asked = server.settings.request_seconds, body.deadline_seconds or math.inf
-    seconds = min(most, asked)
-    limit = (
-        f"deadline_seconds: {asked:g}"
-        if asked < most
-        else f"the server's serving.request_seconds: {most:g}"
-    )
-    top = max(server.num_top_tokens, (body.top_logprobs or 0) if body.logprobs else 0)
+    max_seconds = server.settings.request_seconds
+    deadline_seconds = body.deadline_seconds or math.inf
+    if deadline_seconds < max_seconds:
+        limit = f"deadline_seconds: {deadline_seconds:g}"
+    else:
+        limit = f"the server's serving.request_seconds: {max_seconds:g}"
+    num_top = max(server.num_top_tokens, (body.top_logprobs or 0) if body.logprobs else 0)
     return [
         ServedRequest(
             sequence,
             sampling,
             caller=body.user or "",
-            deadline=began + seconds,
+            deadline=began + min(max_seconds, deadline_seconds),
             limit=limit,
-            top=top,
+            top=num_top,
             streams=bool(body.stream),
             has_stops=bool(body.stop_texts),
         )
@@ -160,160 +227,54 @@ def _build_requests(
 
 
 def _build_sampling(body: ChatBody, context: int) -> SamplingSettings:
+    episode = body.environment
     return _create_sampling(
-        1.0 if body.temperature is None else float(body.temperature),
-        float(body.top_p or 1.0),
-        body.top_k or 0,
-        float(body.min_p or 0.0),
-        min(body.max_answer_tokens or context, context),
-        body.environment.max_turns if body.environment is not None else 1,
-        body.stop_texts if body.environment is not None else (),
+        temperature=1.0 if body.temperature is None else float(body.temperature),
+        top_p=float(body.top_p or 1.0),
+        top_k=body.top_k or 0,
+        min_p=float(body.min_p or 0.0),
+        max_completion_tokens=min(body.max_answer_tokens or context, context),
+        max_turns=1 if episode is None else episode.max_turns,
+        stop=() if episode is None else body.stop_texts,
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _create_sampling(
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    most: int,
-    turns: int,
-    stops: tuple[str, ...],
-) -> SamplingSettings:
-    return SamplingSettings(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_completion_tokens=most,
-        max_turns=turns,
-        stop=stops,
-    )
+_create_sampling = functools.lru_cache(maxsize=4096)(SamplingSettings)
 
 
 async def _open_sessions(
     server: ChatServer, body: ChatBody, seed: int, samples: range
 ) -> list[EnvironmentSession]:
-    """Episodes that have begun. Raises: RefusedRequest (422)."""
-    assert (
-        body.environment is not None
-        and server.model is not None
-        and server.session_renderer is not None
-    )
+    """Begin the episodes of a request. Raises: ServingHTTPError."""
+    model, renderer = server.model, server.session_renderer
+    assert body.environment is not None and model is not None and renderer is not None
     for name in ("messages", "tools"):
         if getattr(body, name):
             raise ServingHTTPError(
-                422, f"{name}: has to be empty with environment, which brings its own", param=name
+                422, f"{name}: must be empty with environment, which provides them", param=name
             )
     for name in ("stream", "logprobs"):
         if getattr(body, name):
             raise ServingHTTPError(422, f"{name}: is not supported with environment", param=name)
-    sampling = _build_sampling(body, server.model.context)
-    renderer, context = server.session_renderer, server.model.context
-    return [
-        await server.run_blocking(
-            server.sessions.open_session,
-            body.environment,
-            renderer,
-            sampling,
-            seed,
-            sample,
-            context,
-        )
-        for sample in samples
-    ]
-
-
-class ClientDisconnected(Exception):
-    """The client has left before its answer."""
-
-
-async def read_full_body(server: ChatServer, request: Request) -> bytes:
-    """The body of a request, within its bounds. Raises: RefusedRequest (408, 413)."""
-    try:
-        async with asyncio.timeout(server.settings.idle_seconds):
-            payload = await read_request_payload(request, server.settings.max_body_bytes)
-    except TimeoutError:
-        raise ServingHTTPError(
-            408, f"the body was not complete in {server.settings.idle_seconds:g} s"
-        ) from None
-    except HTTPError as refused:
-        raise ServingHTTPError(refused.status, str(refused)) from None
-    if payload.rejection_reason:
-        raise ServingHTTPError(413, payload.rejection_reason)
-    return payload.body
-
-
-async def count_response(
-    request: Request, respond: Callable[[ChatServer, float], Awaitable[Response]]
-) -> Response:
-    """The response of a route that answers, counted by its status; 499 for a client that has left before.
-
-    Args:
-        respond: gives it, from the server and the time at which the request began (of the monotonic clock, seconds);
-            may raise ClientGone.
-    Raises: RefusedRequest, of which the status is counted, too.
-    """
-    server, began, code = find_chat_server(request), time.monotonic(), 500
-    try:
-        server.check_token(request)
-        try:
-            response = await respond(server, began)
-        except ClientDisconnected:
-            server.metrics.client_disconnects.inc()
-            response = Response(status_code=499)
-        code = response.status_code
-        return response
-    except ServingHTTPError as refused:
-        code = refused.status
-        raise
-    finally:
-        server.metrics.requests.labels(str(code)).inc()
-
-
-async def create_chat_completion(request: Request) -> Response:
-    """The route."""
-    return await count_response(request, functools.partial(_run_chat_completion, request))
-
-
-async def _run_chat_completion(request: Request, server: ChatServer, began: float) -> Response:
-    body = parse_json_body(ChatBody, await read_full_body(server, request))
-    server.check_model(body.model)
-    answering, _ = server.require_ready()
-    asked = await check_chat_request(server, body, began)
-    if body.stream:
-        requests = await asked.build_requests(0, asked.max_answers)
-        pending = _submit_requests(answering, requests, streams=True)
-        return ChatStreamResponse(
-            server,
-            asked.formatter,
-            pending,
-            asked.started_at,
-            _wants_usage(body),
-            functools.partial(_record_streamed_answers, server, asked, requests),
-        )
-    return JSONResponse(
-        await (_build_voted_response if body.vote else _build_response)(server, request, asked)
+    sampling, context = _build_sampling(body, model.context), model.context
+    open_session = functools.partial(
+        server.sessions.open_session, body.environment, renderer, sampling, seed
     )
-
-
-def _wants_usage(body: ChatBody) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
+    return [await server.run_blocking(open_session, sample, context) for sample in samples]
 
 
 def _submit_requests(
-    answering: EngineThread, requests: Sequence[ServedRequest], *, streams: bool = False
+    engine: EngineThread, requests: Sequence[ServedRequest], *, streams: bool = False
 ) -> PendingAnswers:
     try:
-        return answering.submit_requests(requests, streams)
+        return engine.submit_requests(requests, streams)
     except PosttrainError as error:
         _close_sessions(requests)
         raise convert_engine_error(error) from None
 
 
 def convert_engine_error(error: BaseException) -> ServingHTTPError:
-    """The response to an error of the serving loop."""
+    """Convert an error of the serving loop to an error response."""
     if isinstance(error, ServerOverloaded):
         return ServingHTTPError(
             429, f"overloaded: {error}", code="overloaded", retry_after=error.retry_after
@@ -327,18 +288,15 @@ def convert_engine_error(error: BaseException) -> ServingHTTPError:
     return ServingHTTPError(500, f"{type(error).__name__}: {error}"[:500])
 
 
-# -- from answers to a response ----------------------------------------------------------------------------------------
-
-
 async def wait_for_answers(
     server: ChatServer, request: Request, requests: Sequence[ServedRequest]
 ) -> None:
-    """Wait until every request has ended; a client that is gone frees its slots.
+    """Wait until every request has ended. Free the slots if the client disconnects.
 
-    Raises: ClientGone; RefusedRequest for the first one that failed.
+    Raises: ClientDisconnected; ServingHTTPError for the first request that failed.
     """
-    answering, _ = server.require_ready()
-    pending = _submit_requests(answering, requests)
+    engine, _ = server.require_ready()
+    pending = _submit_requests(engine, requests)
     watch = asyncio.ensure_future(wait_for_disconnect(request.receive))
     done = asyncio.ensure_future(pending.done.wait())
     try:
@@ -346,70 +304,83 @@ async def wait_for_answers(
         if not done.done():
             raise ClientDisconnected
     finally:
-        answering.cancel_requests(pending)
+        engine.cancel_requests(pending)
         watch.cancel()
         if done.done():
             _close_sessions(requests)
         else:  # the engine may be in the middle of a step
             done.add_done_callback(lambda task: _close_sessions(requests))
-    for one in requests:
-        if one.error is not None:
-            raise convert_engine_error(one.error)
+    for ended in requests:
+        if ended.error is not None:
+            raise convert_engine_error(ended.error)
 
 
 async def _build_response(
     server: ChatServer, request: Request, chat: CheckedChatRequest
 ) -> dict[str, Any]:
-    """The body of a response, once every choice has ended."""
+    """Build the body of a response once every choice has ended."""
     requests = await chat.build_requests(0, chat.max_answers)
     await wait_for_answers(server, request, requests)
     if chat.body.environment is not None:
         records = build_session_records(chat.formatter, requests)
         body = _format_episode_response(chat, requests, records)
     else:
-        reads = [chat.formatter.parse_answer(one.sequence) for one in requests]  # type: ignore[arg-type]
-        body = chat.formatter.format_response(requests, reads)
-        records = (
-            build_chat_records(chat.formatter, requests, reads)
-            if server.answers is not None
-            else []
-        )
+        answers = _parse_answers(chat, requests)
+        body = chat.formatter.format_response(requests, answers)
+        records = []
+        if server.answers is not None:
+            records = build_chat_records(chat.formatter, requests, answers)
     server.enqueue_answers(records)
     _record_answer_metrics(server, chat, body["usage"])
     return body
 
 
+def _parse_answers(
+    chat: CheckedChatRequest, requests: Sequence[ServedRequest]
+) -> list[ParsedAnswer]:
+    answers = []
+    for request in requests:
+        assert isinstance(request.sequence, AnswerSequence)
+        answers.append(chat.formatter.parse_answer(request.sequence))
+    return answers
+
+
 async def _build_voted_response(
     server: ChatServer, request: Request, chat: CheckedChatRequest
 ) -> dict[str, Any]:
-    """The body of a response with the vote's answer: as many samples as it takes until none could change it.
+    """Build the body of a response by vote: draw samples until no further one could change the outcome.
 
-    Samples of one version vote: where new weights came between two rounds, those of the old ones do not count.
+    Only samples of one version vote: if new weights are published between two rounds, earlier samples do not count.
     """
-    form, options = chat.formatter, server.voting
+    formatter, is_episode = chat.formatter, chat.body.environment is not None
     requests: list[ServedRequest] = []
     records: list[ServedAnswer] = []
-    drawn = 0
-    while wanted := min(
-        _count_samples_to_draw(server, chat, records), 2 * chat.max_answers - drawn
-    ):
-        more = await chat.build_requests(drawn, wanted)
-        await wait_for_answers(server, request, more)
-        drawn += wanted
-        requests = _filter_current_version([*requests, *more])
-        records = _build_vote_records(form, chat, requests)
-    outcome = count_votes([build_ballot(record) for record in records], options, chat.max_answers)
-    chosen = outcome.supporters[0] if outcome.supporters else 0
-    if chat.body.environment is not None:
-        body = _format_episode_response(chat, [requests[chosen]], [records[chosen]])
+    num_drawn = 0
+    while True:
+        num_wanted = _count_samples_to_draw(server, chat, records)
+        num_wanted = min(num_wanted, 2 * chat.max_answers - num_drawn)
+        if not num_wanted:
+            break
+        new_requests = await chat.build_requests(num_drawn, num_wanted)
+        await wait_for_answers(server, request, new_requests)
+        num_drawn += num_wanted
+        requests = _filter_current_version([*requests, *new_requests])
+        if is_episode:
+            records = build_session_records(formatter, requests, chat.max_answers)
+        else:
+            answers = _parse_answers(chat, requests)
+            records = build_chat_records(formatter, requests, answers, chat.max_answers)
+    ballots = [build_ballot(record) for record in records]
+    outcome = count_votes(ballots, server.voting, chat.max_answers)
+    winner = outcome.supporters[0] if outcome.supporters else 0
+    if is_episode:
+        body = _format_episode_response(chat, [requests[winner]], [records[winner]])
+        body["usage"] = _count_episode_usage(formatter.prompt_tokens, records)
     else:
-        body = form.format_response([requests[chosen]], [ParsedAnswer(records[chosen].text, [])])
+        answer = ParsedAnswer(records[winner].text, [])
+        body = formatter.format_response([requests[winner]], [answer])
+        body["usage"] = formatter.count_usage(requests)
     body["choices"][0]["index"] = 0
-    body["usage"] = (
-        form.count_usage(requests)
-        if chat.body.environment is None
-        else _count_episode_usage(form.prompt_tokens, records)
-    )
     body["vote"] = _format_vote(outcome)
     server.enqueue_answers(records)
     _record_answer_metrics(server, chat, body["usage"])
@@ -419,34 +390,24 @@ async def _build_voted_response(
 def _count_samples_to_draw(
     server: ChatServer, chat: CheckedChatRequest, records: Sequence[ServedAnswer]
 ) -> int:
-    options = server.voting
+    voting = server.voting
     return count_samples_to_draw(
         [build_ballot(record) for record in records],
         chat.max_answers,
-        min_samples=min(options.min_samples, chat.max_answers),
-        weights=options.weights,
-        ties=options.ties,
+        min_samples=min(voting.min_samples, chat.max_answers),
+        weights=voting.weights,
+        ties=voting.ties,
     )
 
 
 def _filter_current_version(requests: list[ServedRequest]) -> list[ServedRequest]:
-    """Those of the version that answers by now, which is a smaller one after a rollback."""
-    now = requests[-1].policy_version
-    return [request for request in requests if request.policy_version == now]
-
-
-def _build_vote_records(
-    formatter: Any, chat: CheckedChatRequest, requests: Sequence[ServedRequest]
-) -> list[ServedAnswer]:
-    if chat.body.environment is not None:
-        return build_session_records(formatter, requests, chat.max_answers)
-    return build_chat_records(
-        formatter, requests, [formatter.read(one.sequence) for one in requests], chat.max_answers
-    )
+    """Return the requests answered by the current version; after a rollback its number is smaller."""
+    version = requests[-1].policy_version
+    return [request for request in requests if request.policy_version == version]
 
 
 def _format_vote(outcome: VoteOutcome) -> dict[str, Any]:
-    """The vote as its caller sees it."""
+    """Format the vote for its caller."""
     names = ("answer", "confidence", "low", "high", "num_ballots", "entropy", "is_tie", "is_early")
     return {name: getattr(outcome, name) for name in names}
 
@@ -460,7 +421,7 @@ def _record_answer_metrics(
 
 
 def _close_sessions(requests: Sequence[ServedRequest]) -> None:
-    """End the sessions of episodes."""
+    """Close the sessions of episodes."""
     for request in requests:
         if isinstance(request.sequence, EnvironmentSession):
             request.sequence.close()
@@ -470,17 +431,17 @@ def _record_streamed_answers(
     server: ChatServer,
     chat: CheckedChatRequest,
     requests: Sequence[ServedRequest],
-    reads: Sequence[ParsedAnswer],
+    answers: Sequence[ParsedAnswer],
 ) -> None:
-    """Hand the answers of a stream to their taker."""
+    """Queue the answers of a stream for the answer sink."""
     if server.answers is not None:
-        server.enqueue_answers(build_chat_records(chat.formatter, requests, reads))
+        server.enqueue_answers(build_chat_records(chat.formatter, requests, answers))
 
 
 def _format_episode_response(
     chat: CheckedChatRequest, requests: Sequence[ServedRequest], records: Sequence[ServedAnswer]
 ) -> dict[str, Any]:
-    """The body of a response about episodes."""
+    """Format the JSON body of a response about episodes."""
     choices = []
     for index, (request, record) in enumerate(zip(requests, records, strict=True)):
         assert isinstance(request.sequence, EnvironmentSession)
@@ -494,11 +455,9 @@ def _format_episode_response(
                 "session": build_session_report(request.sequence, record.policy_version),
             }
         )
-    head = chat.formatter.format_header("chat.completion", records[0].policy_version)
-    return head | {
-        "choices": choices,
-        "usage": _count_episode_usage(chat.formatter.prompt_tokens, records),
-    }
+    header = chat.formatter.format_header("chat.completion", records[0].policy_version)
+    usage = _count_episode_usage(chat.formatter.prompt_tokens, records)
+    return header | {"choices": choices, "usage": usage}
 
 
 def _count_episode_usage(prompt_tokens: int, records: Sequence[ServedAnswer]) -> dict[str, int]:

@@ -1,14 +1,8 @@
-"""Labels of answers in a journal: one checksummed line each, on the disk before the caller is told.
-
-Metrics of the server in Prometheus' text format.
-
-State that all routes share: the model, its serving loop, sinks, ids of answers.
-"""
+"""State of a chat server: the model and its engine, the answer sink, feedback, metrics, answer ids."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import queue
 import secrets
@@ -18,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +24,7 @@ from posttrain.serving.environment_sessions import EnvironmentSessions
 from posttrain.serving.errors import ServingHTTPError
 from posttrain.serving.served_model import EngineThread, ServedModel
 from posttrain.web.signed_urls import UrlSigner
+from posttrain.web.tokens import has_bearer_token, split_authorization
 from rl_core.data.chat import ChatRenderer
 from rl_core.inference.server_loop import ServerLoopState
 from rl_core.inference.serving_requests import AnswerSink, FeedbackLabel, FeedbackSink, ServedAnswer
@@ -38,12 +34,25 @@ from rl_core.storage.faults import inject_fault
 from rl_core.storage.line_logs import encode_checked_line, read_checked_lines
 from rl_core.trackers.prometheus import format_prometheus_name
 
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_ID_PREFIX = "chatcmpl-"
+_MAX_QUEUED_RECORDS = (
+    10_000  # requests queued for a slow answer sink; further ones are not recorded
+)
+_MAX_RECENT_ANSWERS = 4096  # the most answers used for rates and quantiles
+_TIME_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
 
 class FeedbackJournal:
-    """A `FeedbackSink` over a file of JSON lines: answer_id, choice, the label, and seconds since 1970."""
+    """A `FeedbackSink` that appends each label to a file of JSON lines before the request is acknowledged.
+
+    Each line has a checksum and the fields answer_id, choice, those of the label, and the time in seconds since 1970.
+    """
 
     def __init__(self, path: Path) -> None:
-        """A last line that a kill tore off, which nobody was told of, is cut off."""
+        """Open the journal. Cut off a last line torn by a crash, which was never acknowledged."""
         self.path = path
         self._lock = threading.Lock()
         make_folder(path.parent)
@@ -55,64 +64,61 @@ class FeedbackJournal:
                 truncate_file(path, end)
 
     def accept_label(self, answer_id: str, choice: int, label: FeedbackLabel) -> None:
-        """See `FeedbackSink`."""
+        """Append a label; see `FeedbackSink`."""
         record = {"answer_id": answer_id, "choice": choice, **label.to_json(), "time": time.time()}
         with self._lock:
             append_bytes(self.path, encode_checked_line(record), synced=True)
         inject_fault("feedback.kept")
 
 
-_TIME_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_MAX_RECENT_ANSWERS = 4096  # answers that rates and quantiles are taken over, at most
-
-
 class ServerMetrics:
-    """Counts of requests and tokens, times, and the state of the serving loop at the moment of asking."""
+    """Counts of requests and tokens, response times, and the current state of the serving loop, for Prometheus."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
 
         def name(text: str) -> str:
             return format_prometheus_name(f"serving_{text}")
 
-        own = self._registry
         self.requests = Counter(
             name("requests"),
             "Requests for answers, by status of the response.",
             ["code"],
-            registry=own,
+            registry=registry,
         )
         self.tokens = Counter(
-            name("tokens"), "Tokens of answered requests.", ["kind"], registry=own
+            name("tokens"), "Tokens of answered requests.", ["kind"], registry=registry
         )
         self.request_seconds = Histogram(
             name("request_seconds"),
             "Time from a request to the end of its answer.",
             buckets=_TIME_BUCKETS,
-            registry=own,
+            registry=registry,
         )
         self.first_part_seconds = Histogram(
             name("first_part_seconds"),
             "Time from a request to the first part of its stream.",
             buckets=_TIME_BUCKETS,
-            registry=own,
+            registry=registry,
         )
         self.client_disconnects = Counter(
-            name("clients_gone"), "Requests whose client left before the answer.", registry=own
+            name("clients_gone"),
+            "Requests whose client disconnected before the answer.",
+            registry=registry,
         )
-        self.feedback = Counter(name("feedback"), "Labels that were taken.", registry=own)
+        self.feedback = Counter(name("feedback"), "Labels accepted.", registry=registry)
         self._recent: deque[tuple[float, float, int]] = deque(maxlen=_MAX_RECENT_ANSWERS)
         self._gauges = {
-            field: Gauge(name(field), about, registry=own)
-            for field, about in (
+            field: Gauge(name(field), description, registry=registry)
+            for field, description in (
                 ("policy_version", "Version of the weights that answer new requests."),
                 ("versions", "Sets of weights in memory."),
                 ("waiting", "Answers that wait for a slot."),
                 ("active", "Answers in slots."),
-                ("parked", "Answers that have left their slot to others and go on later."),
+                ("parked", "Answers that have yielded their slot and continue later."),
                 ("capacity", "Slots."),
-                ("parkings", "Times that an answer left its slot to others."),
-                ("reloads", "Times that weights were taken over."),
+                ("parkings", "Times that an answer yielded its slot."),
+                ("reloads", "Times that new weights were published."),
             )
         }
 
@@ -124,42 +130,32 @@ class ServerMetrics:
         self._recent.append((time.monotonic(), seconds, completion_tokens))
 
     def compute_recent_rates(self, window: float = 60.0) -> dict[str, float]:
-        """Answers and tokens a second, and quantiles of the time to an answer, over the last seconds."""
+        """Compute answers and tokens per second and latency quantiles over the last `window` seconds."""
         now = time.monotonic()
-        found = [entry for entry in list(self._recent) if now - entry[0] <= window]
+        recent = [answer for answer in list(self._recent) if now - answer[0] <= window]
         covered = window
-        if len(self._recent) == _MAX_RECENT_ANSWERS and found:  # the newest ones alone are known
-            covered = max(1e-3, min(window, now - found[0][0]))
-        numbers = {
-            "online/answers_per_second": len(found) / covered,
-            "online/tokens_per_second": sum(entry[2] for entry in found) / covered,
+        if len(self._recent) == _MAX_RECENT_ANSWERS and recent:  # older ones were dropped
+            covered = max(1e-3, min(window, now - recent[0][0]))
+        rates = {
+            "online/answers_per_second": len(recent) / covered,
+            "online/tokens_per_second": sum(answer[2] for answer in recent) / covered,
         }
-        times = sorted(entry[1] for entry in found)
-        for percent in (50, 90, 99) if times else ():
-            numbers[f"online/latency_p{percent}_seconds"] = times[
-                min(len(times) - 1, len(times) * percent // 100)
-            ]
-        return numbers
+        latencies = sorted(answer[1] for answer in recent)
+        for percent in (50, 90, 99) if latencies else ():
+            index = min(len(latencies) - 1, len(latencies) * percent // 100)
+            rates[f"online/latency_p{percent}_seconds"] = latencies[index]
+        return rates
 
-    def render_metrics(self, state: Callable[[], ServerLoopState] | None) -> bytes:
-        """Everything, as Prometheus reads it."""
+    def render_metrics(self, state: ServerLoopState | None) -> bytes:
+        """Render all metrics in Prometheus' text format; `state` is None without an engine."""
         if state is not None:
-            now = state()
             for field, gauge in self._gauges.items():
-                gauge.set(getattr(now, field))
+                gauge.set(getattr(state, field))
         return generate_latest(self._registry)
 
 
-T = TypeVar("T")
-log = logging.getLogger(__name__)
-_ID_PREFIX = "chatcmpl-"
-_MAX_QUEUED_RECORDS = (
-    10_000  # requests whose answers wait for a slow sink; further ones are not recorded
-)
-
-
 class ChatServer:
-    """One model's server."""
+    """The server of one model."""
 
     def __init__(
         self,
@@ -173,7 +169,12 @@ class ChatServer:
         feedback: FeedbackSink | None = None,
         voting: VotingSettings | None = None,
     ) -> None:
-        """`folder`: of the token, the journal of labels, and downloads. `answers`: taker of what was served."""
+        """Create a server without a model.
+
+        Args:
+            folder: holds the token, the feedback journal and downloads.
+            answers: sink of served answers.
+        """
         self.voting = voting or VotingSettings()
         self.settings, self.name, self.folder = settings, name, folder
         self._token = token
@@ -190,13 +191,11 @@ class ChatServer:
         self._blocking_executor = ThreadPoolExecutor(8, thread_name_prefix="serving-waits")
         self.answers: AnswerSink | None = None
         self._records: queue.Queue[list[ServedAnswer] | None] = queue.Queue(_MAX_QUEUED_RECORDS)
-        self._num_queued = self._num_recorded = 0  # requests handed to the taker, and taken by it
+        self._num_queued = self._num_recorded = 0  # requests handed to the sink; recorded by it
         self._recorded_condition = threading.Condition()
         self._recorder: threading.Thread | None = None
         if answers is not None:
             self.attach_answer_sink(answers)
-
-    # -- the model -----------------------------------------------------------------------------------------------------
 
     def start_serving(self, model: ServedModel) -> None:
         """Serve a model from now on. Raises: NonFiniteTensor, OutOfMemory, DataError."""
@@ -206,7 +205,7 @@ class ChatServer:
         self.engine = EngineThread(model, self.settings)
 
     def attach_answer_sink(self, answers: AnswerSink, feedback: FeedbackSink | None = None) -> None:
-        """Hand everything that is served from now on to a taker, and labels to another one."""
+        """Record all answers served from now on in `answers`, and labels in `feedback` if set."""
         self.answers = answers
         self.feedback = feedback or self.feedback
         if self._recorder is None:
@@ -216,15 +215,15 @@ class ChatServer:
             self._recorder.start()
 
     def publish_model(self, model: ServedModel) -> bool:
-        """Have requests that begin from now on answered by other weights of the same tokenizer.
+        """Answer new requests with other weights of the same tokenizer.
 
-        Returns: False = it reads and writes other tokens, for which the server has to be started anew.
+        Returns: False = the model has another tokenizer, chat template or context; serving it takes a restart.
         """
         assert self.model is not None and self.engine is not None
-        is_alike = (
+        has_same_text = (
             model.renderer is self.model.renderer or model.text_digest == self.model.text_digest
         )
-        if not is_alike or model.context != self.model.context:
+        if not has_same_text or model.context != self.model.context:
             return False
         self.engine.publish_model(model)
         self.model = model
@@ -236,7 +235,7 @@ class ChatServer:
         return self.engine is not None and self.engine.is_alive
 
     def require_ready(self) -> tuple[EngineThread, PromptBuilder]:
-        """The parts that answer. Raises: RefusedRequest (503) before there is a model, or after the engine ended."""
+        """Return engine and prompt builder. Raises: ServingHTTPError (503) without a model or a running engine."""
         if self.engine is None or self.prompt_builder is None:
             raise ServingHTTPError(503, self.not_ready_reason, code="not_ready", retry_after=5)
         if not self.engine.is_alive:
@@ -246,7 +245,7 @@ class ChatServer:
         return self.engine, self.prompt_builder
 
     def close(self) -> None:
-        """End all threads; what has not ended fails."""
+        """Stop all threads; open requests fail."""
         if self.engine is not None:
             self.engine.close_loop()
         self.sessions.close_pool()
@@ -256,23 +255,20 @@ class ChatServer:
             self._records.put(None)
             self._recorder.join(10)
 
-    # -- callers -------------------------------------------------------------------------------------------------------
-
     def check_token(self, request: Request) -> None:
-        """Raises: RefusedRequest (401) without the token."""
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(
-            given.strip().encode(), self._token.encode()
-        ):
-            what = "the API key is another one" if given else "there is no API key in the request"
-            raise ServingHTTPError(
-                401,
-                f"{what}; the server's is in {self.folder / 'token'} (Authorization: Bearer ...)",
-                code="invalid_api_key",
-            )
+        """Refuse a request without the server's API key. Raises: ServingHTTPError (401)."""
+        if has_bearer_token(request, self._token):
+            return
+        _, credentials = split_authorization(request)
+        reason = "the API key is wrong" if credentials else "the request has no API key"
+        raise ServingHTTPError(
+            401,
+            f"{reason}; the server's key is in {self.folder / 'token'} (Authorization: Bearer ...)",
+            code="invalid_api_key",
+        )
 
     def check_model(self, name: str) -> None:
-        """Raises: RefusedRequest (404) for another model than the one that is served."""
+        """Refuse the name of a model that is not served. Raises: ServingHTTPError (404)."""
         if name != self.name:
             raise ServingHTTPError(
                 404,
@@ -281,46 +277,39 @@ class ChatServer:
                 code="model_not_found",
             )
 
-    # -- ids of answers ------------------------------------------------------------------------------------------------
-
     def create_answer_id(self) -> str:
-        """Id of an answer; known again by its signature, by a server that was started anew as well."""
-        mark = secrets.token_hex(12)
-        return f"{_ID_PREFIX}{mark}{self._sign_answer_mark(mark)}"
+        """Create a signed answer id, which the server recognises even after a restart."""
+        nonce = secrets.token_hex(12)
+        return f"{_ID_PREFIX}{nonce}{self._sign_nonce(nonce)}"
 
     def is_issued_id(self, answer_id: str) -> bool:
-        """True = this server, or one before it in the folder, gave an answer that id."""
-        mark = answer_id.removeprefix(_ID_PREFIX)[:24]
-        return hmac.compare_digest(
-            answer_id.encode(), f"{_ID_PREFIX}{mark}{self._sign_answer_mark(mark)}".encode()
-        )
+        """Return whether a server of this folder issued the id."""
+        nonce = answer_id.removeprefix(_ID_PREFIX)[:24]
+        issued_id = f"{_ID_PREFIX}{nonce}{self._sign_nonce(nonce)}"
+        return compare_digest(answer_id.encode(), issued_id.encode())
 
-    def _sign_answer_mark(self, mark: str) -> str:
-        return self._signer.sign_subject(f"answer {mark}", 0)[:16]
-
-    # -- threads -------------------------------------------------------------------------------------------------------
+    def _sign_nonce(self, nonce: str) -> str:
+        return self._signer.sign_subject(f"answer {nonce}", 0)[:16]
 
     async def run_on_prompt_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """A call that takes processor time, on the thread for prompts."""
+        """Run a CPU-bound call on the single prompt thread."""
         return await asyncio.get_running_loop().run_in_executor(
             self._prompt_executor, partial(function, *arguments)
         )
 
     async def run_blocking(self, function: Callable[..., T], *arguments: Any) -> T:
-        """A call that waits for a disk or an environment, in a thread."""
+        """Run a call that waits for a disk or an environment on a pool thread."""
         return await asyncio.get_running_loop().run_in_executor(
             self._blocking_executor, partial(function, *arguments)
         )
 
-    # -- records -------------------------------------------------------------------------------------------------------
-
     @property
     def num_top_tokens(self) -> int:
-        """Most likely tokens that are recorded for the taker of answers."""
+        """The number of most likely tokens recorded for the answer sink."""
         return self.answers.num_top_tokens if self.answers is not None else 0
 
     def enqueue_answers(self, answers: Sequence[ServedAnswer]) -> None:
-        """Hand the answers to one request to their taker, later and on another thread."""
+        """Queue the answers to one request for the answer sink's thread."""
         if self.answers is None or not answers:
             return
         try:
@@ -330,10 +319,10 @@ class ChatServer:
             log.warning("an answer is not recorded: %d wait for the sink", _MAX_QUEUED_RECORDS)
 
     def wait_until_recorded(self, seconds: float = 10.0) -> None:
-        """Wait until everything that was handed over by now is taken: a label may follow its answer at once."""
-        wanted = self._num_queued
+        """Wait until all answers queued so far are recorded; a label may arrive right after its answer."""
+        num_wanted = self._num_queued
         with self._recorded_condition:
-            self._recorded_condition.wait_for(lambda: self._num_recorded >= wanted, seconds)
+            self._recorded_condition.wait_for(lambda: self._num_recorded >= num_wanted, seconds)
 
     def _record_queued_answers(self) -> None:
         assert self.answers is not None
@@ -348,6 +337,6 @@ class ChatServer:
 
 
 def find_chat_server(request: Request) -> ChatServer:
-    """The server of a request."""
+    """Return the server that a request belongs to."""
     server: ChatServer = request.app.state.server
     return server

@@ -1,6 +1,6 @@
-"""Sessions with an environment on the server's side: the model acts, the environment answers, until the episode ends.
+"""Episodes played on the server: the model acts and the environment responds until the episode ends.
 
-For trying a served policy in its task, with the same turns, tools and rewards as in training.
+Use them to try a served policy on its task, with the turns, tools and rewards of training.
 """
 
 from __future__ import annotations
@@ -22,9 +22,21 @@ from rl_core.rollouts.collect import enable_native_tools
 from rl_core.rollouts.episode_sequence import EpisodeRequest, EpisodeSequence, Renderer
 from rl_core.settings import EnvironmentSettings, SamplingSettings
 
+_REPORTED_FIELDS = (
+    "environment",
+    "level",
+    "seed",
+    "turns",
+    "answer",
+    "success",
+    "reward",
+    "stop_reason",
+    "is_grounded",
+)
+
 
 class EnvironmentSession(EpisodeSequence):
-    """An episode that notes its failure in `failures`."""
+    """An episode that records its failure in `failures`."""
 
     def __init__(
         self,
@@ -43,15 +55,15 @@ class EnvironmentSession(EpisodeSequence):
 
     @property
     def failure_reason(self) -> str:
-        """Reason for which the environment failed; "" = it did not."""
-        return "".join(
-            f"{failed.episode_label}: {failed.failed_in}: {failed.error}"
-            for failed in self.failures[:1]
-        )
+        """Why the environment failed; "" if it did not."""
+        if not self.failures:
+            return ""
+        failure = self.failures[0]
+        return f"{failure.episode_label}: {failure.failed_in}: {failure.error}"
 
 
 class EnvironmentSessions:
-    """Environments by name: the pipeline's own with its options, and the shipped ones that need none."""
+    """Environments by name: the configured one with its options, and the shipped ones that need none."""
 
     def __init__(self, configured: EnvironmentSettings | None) -> None:
         self._configured = configured
@@ -62,7 +74,7 @@ class EnvironmentSessions:
         )
 
     def close_pool(self) -> None:
-        """End the threads of blocking environments."""
+        """Stop the threads of blocking environments."""
         self._pool.__exit__(None, None, None)
 
     def open_session(
@@ -74,7 +86,7 @@ class EnvironmentSessions:
         sample: int,
         context: int,
     ) -> EnvironmentSession:
-        """An episode that has begun; it may wait for its environment. Raises: RefusedRequest."""
+        """Begin an episode; may wait for the environment. Raises: ServingHTTPError."""
         environment = self._find_environment(body.name)
         level = body.level if body.level is not None else environment.levels[0]
         try:
@@ -97,27 +109,22 @@ class EnvironmentSessions:
         return session
 
     def _find_environment(self, name: str) -> Environment:
-        own = (
-            self._configured
-            if self._configured is not None and name == self._configured.name
-            else None
-        )
-        if own is None and name not in SHIPPED_ENVIRONMENTS:
-            known = [
-                *SHIPPED_ENVIRONMENTS,
-                *([self._configured.name] if self._configured is not None else []),
-            ]
+        configured = self._configured
+        is_configured = configured is not None and name == configured.name
+        if not is_configured and name not in SHIPPED_ENVIRONMENTS:
+            known = [*SHIPPED_ENVIRONMENTS]
+            if configured is not None:
+                known.append(configured.name)
             raise ServingHTTPError(
                 422,
                 f"environment.name: '{name}' is not served; {suggest_name(name, known)}",
                 param="environment.name",
             )
+        options = configured.options if configured is not None and is_configured else None
         with self._lock:
             if name not in self._environments:
                 try:
-                    self._environments[name] = make_environment(
-                        name, own.options if own is not None else None
-                    )
+                    self._environments[name] = make_environment(name, options)
                 except (PosttrainError, EnvironmentFault) as error:
                     raise ServingHTTPError(
                         422, f"environment.name: {error}", param="environment.name"
@@ -126,18 +133,6 @@ class EnvironmentSessions:
 
 
 def build_session_report(session: EnvironmentSession, policy_version: int) -> Mapping[str, Any]:
-    """Record of an episode for its answer: turns with calls and observations, reward, success, reason of the end."""
-    trajectory = session.build_rollout(policy_version).trajectory
-    plain = trajectory.to_json()
-    kept = (
-        "environment",
-        "level",
-        "seed",
-        "turns",
-        "answer",
-        "success",
-        "reward",
-        "stop_reason",
-        "is_grounded",
-    )
-    return {name: plain[name] for name in kept} | {"opening": session.messages}
+    """Build the report of an episode: opening messages, turns with calls and observations, reward, stop reason."""
+    trajectory = session.build_rollout(policy_version).trajectory.to_json()
+    return {name: trajectory[name] for name in _REPORTED_FIELDS} | {"opening": session.messages}

@@ -1,4 +1,4 @@
-"""Refused requests in the dialect's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+
+from posttrain.web.errors import HTTPError
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -18,10 +20,13 @@ _ERROR_TYPES = {
 }
 
 
-class ServingHTTPError(Exception):
-    """A response other than success.
+class ServingHTTPError(HTTPError):
+    """A response with an error status.
 
-    `retry_after`: seconds after which the client should try again; None: official clients are told not to.
+    Args:
+        param: the request parameter at fault.
+        code: machine-readable reason.
+        retry_after: seconds until a retry makes sense; None tells official clients not to retry.
     """
 
     def __init__(
@@ -33,28 +38,27 @@ class ServingHTTPError(Exception):
         code: str | None = None,
         retry_after: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the response; `x-should-retry` is what the official clients look at first."""
-        if self.retry_after is not None:
-            return {"Retry-After": f"{max(1.0, self.retry_after):.0f}", "x-should-retry": "true"}
-        return {"x-should-retry": "false"}
+        headers = {"x-should-retry": "false"}  # official clients check this header first
+        if retry_after is not None:
+            headers = {"Retry-After": f"{max(1.0, retry_after):.0f}", "x-should-retry": "true"}
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
 
 
 def format_error_body(error: ServingHTTPError) -> dict[str, Any]:
-    """The body of a refusal."""
-    kind = _ERROR_TYPES.get(
-        error.status, "invalid_request_error" if error.status < 500 else "server_error"
-    )
+    """Format the JSON body of an error response."""
+    default = "invalid_request_error" if error.status < 500 else "server_error"
     return {
-        "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+        "error": {
+            "message": str(error),
+            "type": _ERROR_TYPES.get(error.status, default),
+            "param": error.param,
+            "code": error.code,
+        }
     }
 
 
 async def write_error_response(request: Request, error: Exception) -> Response:
-    """An exception handler of the application."""
+    """Answer a request whose handler raised `ServingHTTPError`; an exception handler of the application."""
     assert isinstance(error, ServingHTTPError)
     return JSONResponse(format_error_body(error), error.status, headers=error.headers)

@@ -1,6 +1,6 @@
-"""Bodies of requests, checked: types, ranges, and parameters that have no effect here.
+"""Request bodies: OpenAI's chat format, and vLLM's format for completions and a trainer's commands.
 
-Bodies of requests for tokens, and of a trainer's orders, in vLLM's form.
+Types and ranges are checked. Parameters that would change the answer and are not supported are refused.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from posttrain.serving.errors import ServingHTTPError
+from posttrain.web.request_body import describe_first_error
 
 B = TypeVar("B", bound=BaseModel)
 ShortText = Annotated[str, Field(max_length=1000)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-MAX_TOP_LOGPROBS = 20  # of the dialect
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_SEED = 2**63
 
-# Parameters that the dialect knows and that would change the answer. Only what changes nothing is taken.
+# OpenAI parameters that would change the answer: only the values that change nothing are accepted.
 _PARAMETERS_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
@@ -33,7 +37,7 @@ _PARAMETERS_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Parameters about accounts and storage: nothing here has either.
+# OpenAI parameters about accounts and storage, which this server does not have.
 _IGNORED_PARAMETERS = (
     "metadata",
     "store",
@@ -45,33 +49,33 @@ _IGNORED_PARAMETERS = (
 
 
 class _StrictBody(BaseModel):
-    """A JSON object without unknown keys; numbers are numbers."""
+    """A JSON object without unknown keys; strings are not converted to numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class _LenientBody(BaseModel):
-    """A JSON object whose unknown keys do not matter, such as a message that a client sends back."""
+    """A JSON object whose unknown keys are ignored, such as a message that a client sends back."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
 
 class ContentPart(_LenientBody):
-    """A part of a message's content; only text is read."""
+    """A part of a message's content; only text parts are supported."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(_LenientBody):
-    """Name and JSON arguments of a call."""
+    """Name and JSON arguments of a function call."""
 
     name: ShortText
     arguments: str
 
 
 class MessageCall(_LenientBody):
-    """A call in an assistant message."""
+    """A tool call in an assistant message."""
 
     id: ShortText = ""
     type: Literal["function"] = "function"
@@ -89,7 +93,7 @@ class ChatMessage(_LenientBody):
 
     @property
     def text(self) -> str:
-        """Its content as one text."""
+        """The content as one text."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
@@ -104,20 +108,20 @@ class FunctionBody(_LenientBody):
 
 
 class ToolBody(_LenientBody):
-    """A tool, in the form that `Toolset.schema` gives."""
+    """A tool, in the form that `Toolset.schema` returns."""
 
     type: Literal["function"]
     function: FunctionBody
 
 
 class StreamOptions(_LenientBody):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
 
 
 class EpisodeBody(_StrictBody):
-    """An episode that is played here: the environment answers the model's actions."""
+    """An episode to play on the server: the environment responds to the model's actions."""
 
     name: ShortText
     level: ShortText | None = None
@@ -126,7 +130,7 @@ class EpisodeBody(_StrictBody):
 
 
 class ChatBody(_StrictBody):
-    """A request for an answer. Beyond the dialect: top_k, min_p, deadline_seconds, environment, vote."""
+    """A chat request. Extensions of OpenAI's format: top_k, min_p, deadline_seconds, environment, vote."""
 
     model: ShortText
     messages: Annotated[list[ChatMessage], Field(max_length=10_000)]
@@ -137,13 +141,7 @@ class ChatBody(_StrictBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1, max_length=1000)]
-        | Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)
-        ]
-        | None
-    ) = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=5)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
@@ -159,21 +157,19 @@ class ChatBody(_StrictBody):
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """Stop texts."""
+        """The stop texts as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """Tokens of the answer at most; None = not said."""
-        return (
-            self.max_completion_tokens
-            if self.max_completion_tokens is not None
-            else self.max_tokens
-        )
+        """The most tokens of an answer; None = not set."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
 
 
 class FeedbackBody(_StrictBody):
-    """A label for an answer: right answer, score, or thumb, with a comment."""
+    """A label for an answer: correct answer, score or thumb, with a comment."""
 
     id: Annotated[str, Field(min_length=1, max_length=200)]
     choice: Annotated[int, Field(ge=0)] = 0
@@ -184,75 +180,22 @@ class FeedbackBody(_StrictBody):
     user: ShortText | None = None
 
 
-def parse_json_body(kind: type[B], body: bytes) -> B:
-    """The checked body of a request. Raises: RefusedRequest (422) naming the field, what was found and is expected."""
-    try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ServingHTTPError(
-            422, f"the body is not UTF-8: byte {error.start} is {body[error.start]:#04x}"
-        ) from None
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ServingHTTPError(422, f"the body is no JSON: {str(error)[:200]}") from None
-    if not isinstance(plain, dict):
-        raise ServingHTTPError(422, "the body must be a JSON object")
-    if kind is ChatBody:
-        text = json.dumps(_drop_ineffective_parameters(plain))
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in found["loc"])
-        raise ServingHTTPError(
-            422, f"{place or 'the body'}: {found['msg']}", param=place or None
-        ) from None
-
-
-def _drop_ineffective_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Without parameters that change nothing. Raises: RefusedRequest for those that would."""
-    kept = {}
-    for name, value in parameters.items():
-        if name in _PARAMETERS_WITHOUT_EFFECT:
-            if value is not None and value not in _PARAMETERS_WITHOUT_EFFECT[name]:
-                raise ServingHTTPError(
-                    422, f"{name}: is not supported here; leave it out", param=name
-                )
-        elif name not in _IGNORED_PARAMETERS:
-            kept[name] = value
-    return kept
-
-
-Name = Annotated[str, Field(min_length=1, max_length=1000)]
-FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopText = Annotated[str, Field(min_length=1, max_length=1000)]
-
-
-class _TokenBody(BaseModel):
-    """A JSON object without unknown keys; numbers are numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
-
-
-class CompletionBody(_TokenBody):
-    """A request for tokens after a prompt of token ids. Beyond vLLM: `drawn`, and seeds of 128 bits."""
+class CompletionBody(_StrictBody):
+    """A completion request for a prompt of token ids. Extensions of vLLM's format: `drawn`, 128-bit seeds."""
 
     model: Name
     prompt: Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] = 16
     n: Annotated[int, Field(ge=1)] = 1
     stream: Literal[False] = False
-    temperature: Annotated[FiniteNumber, Field(ge=0, le=5)] = 1.0
-    top_p: Annotated[FiniteNumber, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=5)] = 1.0
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
-    min_p: Annotated[FiniteNumber, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[FiniteNumber, Field(ge=1, le=1)] = 1.0  # others are not supported
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=1, le=1)] = 1.0  # only 1 is supported
     seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None
-    drawn: Annotated[int, Field(ge=0, le=2**31)] = (
-        0  # random numbers of the seed that earlier requests have used
-    )
+    # Number of random draws of the seed that earlier requests have used.
+    drawn: Annotated[int, Field(ge=0, le=2**31)] = 0
     stop: Annotated[list[StopText], Field(max_length=16)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] = []
     ignore_eos: bool = False
@@ -261,35 +204,74 @@ class CompletionBody(_TokenBody):
     return_tokens_as_token_ids: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    add_special_tokens: bool = True  # has no effect on a prompt of ids
+    add_special_tokens: bool = True  # has no effect on a prompt of token ids
     user: Annotated[str, Field(max_length=1000)] = ""
 
 
-class TokenizeBody(_TokenBody):
-    """A text whose token ids are asked for."""
+class TokenizeBody(_StrictBody):
+    """A request for the token ids of a text."""
 
     model: Name
     prompt: Annotated[str, Field(max_length=2**20)]
     add_special_tokens: bool = True
 
 
-class CollectiveRpcBody(_TokenBody):
-    """An order to the workers: of ours, those of `WeightController`."""
+class CollectiveRpcBody(_StrictBody):
+    """A command of a trainer to the server; `WeightController` lists the supported methods."""
 
     method: Name
     kwargs: dict[str, str] = {}
     args: list[str] = []
-    timeout: Annotated[FiniteNumber, Field(gt=0)] | None = None  # seconds
+    timeout: Annotated[FiniteFloat, Field(gt=0)] | None = None  # seconds
 
 
-class LoadAdapterBody(_TokenBody):
-    """An adapter to load."""
+class LoadAdapterBody(_StrictBody):
+    """A request to load an adapter."""
 
     lora_name: Name
     lora_path: Name
 
 
-class UnloadAdapterBody(_TokenBody):
-    """An adapter to drop."""
+class UnloadAdapterBody(_StrictBody):
+    """A request to unload an adapter."""
 
     lora_name: Name
+
+
+def parse_json_body(kind: type[B], body: bytes) -> B:
+    """Parse and check the body of a request. Raises: ServingHTTPError (422) that names the field."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ServingHTTPError(
+            422, f"the body is not UTF-8: byte {error.start} is {body[error.start]:#04x}"
+        ) from None
+    try:
+        parameters = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ServingHTTPError(422, f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(parameters, dict):
+        raise ServingHTTPError(422, "the body must be a JSON object")
+    if kind is ChatBody:
+        text = json.dumps(_drop_ineffective_parameters(parameters))
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        name, message = describe_first_error(error)
+        raise ServingHTTPError(
+            422, f"{name or 'the body'}: {message}", param=name or None
+        ) from None
+
+
+def _drop_ineffective_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Drop parameters that change nothing. Raises: ServingHTTPError for unsupported ones that would."""
+    effective = {}
+    for name, value in parameters.items():
+        if name in _PARAMETERS_WITHOUT_EFFECT:
+            if value is not None and value not in _PARAMETERS_WITHOUT_EFFECT[name]:
+                raise ServingHTTPError(
+                    422, f"{name}: is not supported here; leave it out", param=name
+                )
+        elif name not in _IGNORED_PARAMETERS:
+            effective[name] = value
+    return effective

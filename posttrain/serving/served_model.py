@@ -1,8 +1,6 @@
-"""The model that is served: found by its name, loaded, and slots opened over its weights.
+"""Served model: looked up by name, loaded, and run by the serving loop on its thread.
 
-Snapshots of a learning service as models that can be served, and the thread that takes over the live one.
-
-Requests of the event loop to the serving loop, and what comes back.
+Also the snapshots of a learning service as served models, and the thread that publishes the live snapshot.
 """
 
 from __future__ import annotations
@@ -40,31 +38,34 @@ from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.settings import ModelSettings, OnlineSettings, ServingSettings
 from tasks.tracking import ModelVersion, Tracking, is_registered_reference
 
+log = logging.getLogger(__name__)
+
+SNAPSHOT_POLL_SECONDS = 0.2
+
 
 class NoChampion(SettingsError):
-    """The registered model has no version behind the alias yet."""
+    """The registered model has no version with the alias yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's name, and where its versions are looked up."""
+    """A model's name, and the store in which its versions are looked up."""
 
     reference: str  # models:/NAME@ALIAS, a folder, or a hub name
     output: Path  # of the store of registered models
     tracking_uri: str | None = None
-    alternative_hint: str = (
-        "posttrain serve FOLDER"  # how to name another model, for the message where there is none
-    )
+    # How to name another model, for the error message if there is none.
+    alternative_hint: str = "posttrain serve FOLDER"
 
     @property
     def is_registered(self) -> bool:
-        """True = it is looked up in the registry, where it may get new versions."""
+        """True = the model is looked up in the registry, where new versions may appear."""
         return is_registered_reference(self.reference)
 
     def find_version(self) -> ModelVersion | None:
-        """The version that the name stands for now; None for folders and hub names.
+        """Find the version that the name refers to now; None for folders and hub names.
 
-        Raises: NoChampion with the next step; BackendError where the store does not answer.
+        Raises: NoChampion with the next step; BackendError if the tracking store is unreachable.
         """
         if not self.is_registered:
             return None
@@ -74,17 +75,17 @@ class ModelSource:
             name = self.reference.removeprefix("models:/").partition("@")[0]
             raise NoChampion(
                 f"{error}; there is no model yet: run the pipeline that promotes one, as with `posttrain run {name}`, "
-                f"or name a model that is there: {self.alternative_hint}"
+                f"or name an existing model: {self.alternative_hint}"
             ) from None
 
     def resolve_folder(self, version: ModelVersion | None) -> Path | str:
-        """Folder or hub name of the files. Raises: SettingsError, BackendError."""
+        """Return the folder or hub name of the model's files. Raises: SettingsError, BackendError."""
         if version is not None:
             return Tracking(self.tracking_uri, self.output).registry.download_version(
                 version, self.output / "serving" / "models"
             )
-        place = Path(self.reference).expanduser()
-        return resolve_model_folder(place) if place.is_dir() else self.reference
+        path = Path(self.reference).expanduser()
+        return resolve_model_folder(path) if path.is_dir() else self.reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,41 +96,35 @@ class ServedModel:
     renderer: ChatRenderer
     version: int
     context: int
-    base_version: int | None = (
-        None  # registered version (0 = a folder) of a service that learns: `version` counts its updates
-    )
+    # Registered version (0 = a folder) with which a learning service began; `version` then counts its updates.
+    base_version: int | None = None
 
     @property
     def name(self) -> str:
         """Unambiguous name of the weights: 3 = registered version 3, 3+20 = 20 online updates later; 0 = a folder."""
-        return (
-            str(self.version)
-            if self.base_version is None
-            else f"{self.base_version}+{self.version}"
-        )
+        if self.base_version is None:
+            return str(self.version)
+        return f"{self.base_version}+{self.version}"
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model gives a probability."""
+        """Number of tokens that the model assigns a probability."""
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def text_digest(self) -> str:
-        """Equal for versions that read and write tokens in the same way."""
+        """Digest of tokenizer and chat template: equal for versions that convert text and tokens in the same way."""
         vocabulary = json.dumps(sorted(self.renderer.tokenizer.get_vocab().items()))
         return hashlib.sha256(f"{self.renderer.digest}\n{vocabulary}".encode()).hexdigest()
 
     def build_slot_opener(self, slots: int) -> SlotsFactory:
-        """A function that opens slots over these weights: the engine's where it knows the model's family."""
-        kind: Any = (
-            ContinuousBatcher
-            if decoding.check_rollout_decoder(self.model).allowed
-            else FallbackBatcher
-        )
+        """Build a function that opens slots over these weights: the engine's if it supports the model's family."""
+        is_supported = decoding.check_rollout_decoder(self.model).allowed
+        batcher: Any = ContinuousBatcher if is_supported else FallbackBatcher
         renderer, context = self.renderer, self.context
 
-        def opened(wake: Callable[[], None]) -> Any:
-            return kind(
+        def open_slots(wake: Callable[[], None]) -> Any:
+            return batcher(
                 self.model,
                 slots=slots,
                 context=context,
@@ -138,36 +133,34 @@ class ServedModel:
                 wake=wake,
             )
 
-        return opened
+        return open_slots
 
 
 def load_served_model(
     source: ModelSource, settings: ServingSettings, model: ModelSettings
 ) -> ServedModel:
-    """The model behind a name. `model`: dtype, device and chat template. Raises: SettingsError, ModelError,
-    BackendError, DataError for a tokenizer that cannot hold a conversation."""
-    found = source.find_version()
-    plain = dataclasses.replace(model, path=None, lora=None)
-    loaded, tokenizer = causal_lm.load_model(source.resolve_folder(found), plain)
-    loaded.requires_grad_(False).eval()
-    context = min(settings.context, read_model_max_length(loaded))
-    return ServedModel(
-        loaded, ChatRenderer(tokenizer, plain), found.version if found is not None else 0, context
-    )
+    """Load the model that a name refers to.
 
-
-log = logging.getLogger(__name__)
-
-SNAPSHOT_POLL_SECONDS = 0.2
+    Args:
+        model: dtype, device and chat template.
+    Raises: SettingsError, ModelError, BackendError; DataError for a tokenizer that cannot represent a conversation.
+    """
+    version = source.find_version()
+    model = dataclasses.replace(model, path=None, lora=None)
+    weights, tokenizer = causal_lm.load_model(source.resolve_folder(version), model)
+    weights.requires_grad_(False).eval()
+    context = min(settings.context, read_model_max_length(weights))
+    renderer = ChatRenderer(tokenizer, model)
+    return ServedModel(weights, renderer, version.version if version is not None else 0, context)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSource:
-    """The model of a service, with the weights of any of its snapshots."""
+    """The model of a learning service, with the weights of any of its snapshots."""
 
     settings: OnlineSettings
     serving: ServingSettings
-    base_version: int  # registered version that the service began with; 0 = a folder
+    base_version: int  # registered version with which the service began; 0 = a folder
 
     @property
     def snapshots(self) -> WeightSnapshots:
@@ -175,9 +168,9 @@ class SnapshotSource:
         return WeightSnapshots(Path(self.settings.folder) / SNAPSHOTS_FOLDER, cached=0)
 
     def load_snapshot(self, version: int | None) -> ServedModel:
-        """The model with a snapshot's weights; None = as the service began, which is snapshot 0.
+        """Load the model with a snapshot's weights; None = the initial weights, which are snapshot 0.
 
-        Raises: CorruptError for a snapshot that is damaged or gone; CheckpointError, ModelError for the model.
+        Raises: CorruptError for a damaged or missing snapshot; CheckpointError, ModelError for the model.
         """
         policy = load_policy(self.settings.model, seed=self.settings.seed)
         if version:
@@ -188,7 +181,7 @@ class SnapshotSource:
 
 
 class SnapshotWatcher:
-    """Hands the snapshot that LIVE names to a server."""
+    """Watcher that publishes the snapshot named by LIVE to a server."""
 
     def __init__(
         self,
@@ -197,7 +190,12 @@ class SnapshotWatcher:
         version: int,
         record_event: Callable[[str, str], None],
     ) -> None:
-        """version: served by now. tell: takes a kind of event and a sentence."""
+        """Prepare the thread.
+
+        Args:
+            version: snapshot that is served now.
+            record_event: records an event by kind and sentence.
+        """
         self._source, self._publish, self._record_event = source, publish, record_event
         self.version = version
         self._rejected_version: int | None = None
@@ -207,11 +205,11 @@ class SnapshotWatcher:
         )
 
     def start_thread(self) -> None:
-        """Begin to look."""
+        """Start watching."""
         self._thread.start()
 
     def request_stop(self) -> None:
-        """End, after the present look."""
+        """Stop after the current check."""
         self._stop_event.set()
 
     def _poll_snapshots(self) -> None:
@@ -222,39 +220,41 @@ class SnapshotWatcher:
                 log.exception("the live snapshot could not be looked up")
 
     def check_live_snapshot(self) -> bool:
-        """One look; True = another snapshot was taken over. A damaged one is left alone, and said once."""
+        """Check once for another live snapshot and publish it. Skip a damaged one and report it once.
+
+        Returns: True = another snapshot was published.
+        """
         live = self._source.snapshots.read_live_version()
         if live is None or live in (self.version, self._rejected_version):
             return False
         try:
-            is_taken = self._publish(self._source.load_snapshot(live))
+            is_published = self._publish(self._source.load_snapshot(live))
+            reason = "it has another tokenizer, chat template or context"
         except PosttrainError as error:
-            is_taken, why = False, str(error)
-        else:
-            why = "it reads and writes other tokens"
-        if not is_taken:
+            is_published, reason = False, str(error)
+        if not is_published:
             self._rejected_version = live
-            log.error("snapshot %d is not taken over: %s", live, why)
-            self._record_event("refused", f"snapshot {live} is live, and cannot be served: {why}")
+            log.error("snapshot %d is not served: %s", live, reason)
+            self._record_event("refused", f"snapshot {live} is live but cannot be served: {reason}")
             return False
-        before, self.version, self._rejected_version = self.version, live, None
+        previous, self.version, self._rejected_version = self.version, live, None
         log.info("snapshot %d answers new requests", live)
-        self._record_event("live", f"snapshot {live} answers new requests, in place of {before}")
+        self._record_event("live", f"snapshot {live} replaces {previous} for new requests")
         return True
 
 
 @dataclass(eq=False, slots=True)
 class PendingAnswers:
-    """One request that is being answered, on the side of the event loop."""
+    """One HTTP request being answered, seen from the event loop."""
 
     loop: asyncio.AbstractEventLoop
     requests: list[ServedRequest]
-    events: asyncio.Queue[RequestProgress | RequestEnded] | None  # of one that streams
+    events: asyncio.Queue[RequestProgress | RequestEnded] | None  # None = it does not stream
     done: asyncio.Event = field(default_factory=asyncio.Event)
     num_open: int = 0  # choices that have not ended
 
     def take(self, event: RequestProgress | RequestEnded) -> None:
-        """Note an event; on the event loop's thread."""
+        """Take an event, on the event loop's thread."""
         if isinstance(event, RequestEnded):
             self.num_open -= 1
             if not self.num_open:
@@ -264,10 +264,10 @@ class PendingAnswers:
 
 
 class EngineThread:
-    """The serving loop on a thread of its own."""
+    """The serving loop on its thread."""
 
     def __init__(self, model: ServedModel, settings: ServingSettings) -> None:
-        """Raises: NonFiniteTensor, OutOfMemory where the model cannot be decoded."""
+        """Start the thread. Raises: NonFiniteTensor, OutOfMemory if the model cannot be decoded."""
         limits = ServerLoopLimits(
             max_waiting=settings.max_waiting, turn_tokens=settings.turn_tokens
         )
@@ -285,7 +285,7 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """False = its thread has ended."""
+        """False = the thread has ended."""
         return self._thread.is_alive()
 
     def _run_loop(self) -> None:
@@ -300,7 +300,7 @@ class EngineThread:
             self._loop.close()
 
     def submit_requests(self, requests: Sequence[ServedRequest], streams: bool) -> PendingAnswers:
-        """Have requests answered together. Raises: Overloaded, ServingFault."""
+        """Submit the requests of one HTTP request together. Raises: ServerOverloaded, EngineFault."""
         if not self.is_alive:
             raise EngineFault("the engine has ended; its log says why")
         pending = PendingAnswers(
@@ -315,28 +315,28 @@ class EngineThread:
         return pending
 
     def cancel_requests(self, pending: PendingAnswers) -> None:
-        """Take requests back that have not ended."""
+        """Cancel the requests that have not ended."""
         for request in pending.requests:
             if not request.has_ended:
                 self._loop.cancel_request(request)
 
     def publish_model(self, model: ServedModel) -> None:
-        """Answer requests that begin from now on with other weights."""
+        """Answer new requests with other weights."""
         self._loop.publish_weights(model.build_slot_opener(self._settings.slots), model.version)
 
     def close_loop(self, seconds: float = 10.0) -> None:
-        """End the thread; what has not ended fails."""
+        """Stop the thread; open requests fail."""
         self._loop.close()
         self._thread.join(seconds)
 
     def _deliver_events(self, events: Sequence[RequestProgress | RequestEnded]) -> None:
-        """Hand events of a step over, in one call for each event loop."""
+        """Deliver the events of a step, with one call per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[RequestProgress | RequestEnded]] = {}
         for event in events:
             by_loop.setdefault(event.request.owner.loop, []).append(event)
-        for loop, own in by_loop.items():
+        for loop, loop_events in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_dispatch_events, own)
+                loop.call_soon_threadsafe(_dispatch_events, loop_events)
             except RuntimeError:  # the event loop is closed: the server has stopped
                 continue
 

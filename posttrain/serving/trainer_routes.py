@@ -1,16 +1,17 @@
-"""/v1/completions: tokens in, tokens and log-probabilities out, as an inference server of a trainer answers.
+"""Routes for a trainer that uses the server as its inference server, under vLLM's paths.
 
-Routes of a trainer's orders, under the paths of vLLM's development mode; version and tokens beside them.
+/v1/completions takes and returns token ids and log-probabilities; the others report the version, tokenize text, and
+control weights, adapters and sleep.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version as read_package_version
 from typing import Any
 
 from starlette.requests import Request
@@ -18,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from posttrain.serving.chat_prompts import PromptBuilder
+from posttrain.serving.chat_responses import MIN_LOGPROB
 from posttrain.serving.chat_routes import count_response, read_full_body, wait_for_answers
 from posttrain.serving.chat_server import ChatServer, find_chat_server
 from posttrain.serving.errors import ServingHTTPError
@@ -39,56 +41,33 @@ from rl_core.inference.serving_requests import (
 )
 from rl_core.settings import SamplingSettings
 
-_MIN_LOGPROB = -9999.0  # the dialect's number for the log-probability of a token that cannot come
-
 
 async def create_completion(request: Request) -> Response:
-    """The route."""
-    return await count_response(request, functools.partial(_run_completion, request))
+    """Answer a completion request; the route's handler."""
+    return await count_response(request, partial(_run_completion, request))
 
 
 async def _run_completion(request: Request, server: ChatServer, began: float) -> Response:
-    orders: WeightController = request.app.state.orders
+    controller: WeightController = request.app.state.weight_controller
     body = parse_json_body(CompletionBody, await read_full_body(server, request))
-    orders.check_model_name(body.model)
+    controller.check_model_name(body.model)
     _, prompts = server.require_ready()
     requests = _build_requests(server, prompts, body, began)
     await wait_for_answers(server, request, requests)
-    response = JSONResponse(_format_completion(orders, prompts, body, requests))
+    response = _format_completion(controller, prompts, body, requests)
     server.metrics.count_answer(
-        time.monotonic() - began,
-        len(body.prompt),
-        sum(len(_read_sampled_tokens(one)) for one in requests),
+        time.monotonic() - began, len(body.prompt), response["usage"]["completion_tokens"]
     )
-    return response
+    return JSONResponse(response)
 
 
 def _build_requests(
     server: ChatServer, prompts: PromptBuilder, body: CompletionBody, began: float
 ) -> list[ServedRequest]:
-    """The sequences to sample. Raises: RefusedRequest (422)."""
+    """Build the requests for the engine. Raises: ServingHTTPError (422)."""
     assert server.model is not None
-    context, vocabulary = server.model.context, server.model.vocab_size
-    if len(body.prompt) >= context:
-        raise ServingHTTPError(
-            422,
-            f"prompt: {len(body.prompt)} tokens leave no room in a context of {context}",
-            param="prompt",
-        )
-    for name in ("prompt", "stop_token_ids"):
-        if beyond := [token for token in getattr(body, name) if token >= vocabulary]:
-            raise ServingHTTPError(
-                422,
-                f"{name}: token {beyond[0]} is not in the vocabulary of {vocabulary}",
-                param=name,
-            )
-    most = min(server.settings.max_choices, server.settings.max_waiting)
-    if body.n > most:
-        raise ServingHTTPError(422, f"n: {body.n} choices; at most {most}", param="n")
-    if body.n > 1 and body.drawn:
-        raise ServingHTTPError(
-            422, "drawn: goes with n 1, one sequence that goes on", param="drawn"
-        )
+    context = server.model.context
+    _check_completion_body(server, body, context, server.model.vocab_size)
     sampling = SamplingSettings(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -97,11 +76,8 @@ def _build_requests(
         max_turns=1,
         max_completion_tokens=min(body.max_tokens, context),
     )
-    seconds = server.settings.request_seconds
-    if (
-        server.settings.rollouts
-    ):  # a trainer has a limit of its own, and gives a turn up by hanging up
-        seconds = math.inf
+    # A trainer has a time limit itself, and cancels a turn by disconnecting.
+    seconds = math.inf if server.settings.rollouts else server.settings.request_seconds
     model_ends = frozenset(prompts.renderer.eos_ids)
     ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model_ends)
     stops = build_stop_test(prompts.renderer.action_text, body.stop)
@@ -121,13 +97,36 @@ def _build_requests(
     ]
 
 
+def _check_completion_body(
+    server: ChatServer, body: CompletionBody, context: int, vocab_size: int
+) -> None:
+    """Refuse a request that the model or the server cannot answer. Raises: ServingHTTPError (422)."""
+    if len(body.prompt) >= context:
+        raise ServingHTTPError(
+            422,
+            f"prompt: {len(body.prompt)} tokens leave no room in a context of {context}",
+            param="prompt",
+        )
+    for name in ("prompt", "stop_token_ids"):
+        unknown_tokens = [token for token in getattr(body, name) if token >= vocab_size]
+        if unknown_tokens:
+            raise ServingHTTPError(
+                422,
+                f"{name}: token {unknown_tokens[0]} is not in the vocabulary of {vocab_size}",
+                param=name,
+            )
+    limit = min(server.settings.max_choices, server.settings.max_waiting)
+    if body.n > limit:
+        raise ServingHTTPError(422, f"n: {body.n} choices; at most {limit}", param="n")
+    if body.n > 1 and body.drawn:
+        raise ServingHTTPError(422, "drawn: needs n 1, one continued sequence", param="drawn")
+
+
 def _compute_seeds(body: CompletionBody) -> list[int]:
-    """Keys of the random numbers: the seed itself for the first choice, as a rollout engine takes it."""
+    """Compute a seed per choice: the request's for the first one, as a rollout engine uses it."""
     seed = body.seed if body.seed is not None else secrets.randbits(127)
-    return [
-        seed,
-        *(compute_sequence_seed("completions", seed, choice) for choice in range(1, body.n)),
-    ]
+    further = (compute_sequence_seed("completions", seed, choice) for choice in range(1, body.n))
+    return [seed, *further]
 
 
 def _read_sampled_tokens(request: ServedRequest) -> list[int]:
@@ -136,19 +135,19 @@ def _read_sampled_tokens(request: ServedRequest) -> list[int]:
 
 
 def _format_completion(
-    orders: WeightController,
+    controller: WeightController,
     prompts: PromptBuilder,
     body: CompletionBody,
     requests: Sequence[ServedRequest],
 ) -> dict[str, Any]:
-    """The body of a response."""
+    """Format the JSON body of a response."""
     sampled = sum(len(_read_sampled_tokens(request)) for request in requests)
     return {
         "id": f"cmpl-{secrets.token_hex(12)}",
         "object": "text_completion",
         "created": int(time.time()),
         "model": body.model,
-        "system_fingerprint": orders.instance,
+        "system_fingerprint": controller.instance,
         "choices": [
             _format_choice(prompts, body, request, index) for index, request in enumerate(requests)
         ],
@@ -166,15 +165,18 @@ def _format_choice(
     sequence = request.sequence
     assert isinstance(sequence, AnswerSequence)
     text = prompts.renderer.action_text(sequence.tokens)
-    reason = None if sequence.hit_limit else _find_stop_reason(prompts, body, sequence.tokens, text)
+    stop_reason: int | str | None = None
+    if not sequence.hit_limit:
+        stop_reason = _find_stop_reason(prompts, body, sequence.tokens, text)
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = _format_logprobs(prompts, body, request, sequence)
     return {
         "index": index,
         "text": text if body.include_stop_str_in_output else cut_at_stop(text, body.stop),
         "finish_reason": "length" if sequence.hit_limit else "stop",
-        "stop_reason": reason,
-        "logprobs": None
-        if body.logprobs is None
-        else _format_logprobs(prompts, body, request, sequence),
+        "stop_reason": stop_reason,
+        "logprobs": logprobs,
         "token_ids": sequence.tokens if body.return_token_ids else None,
         "prompt_token_ids": body.prompt if body.return_token_ids else None,
         "policy_version": request.policy_version,
@@ -184,60 +186,55 @@ def _format_choice(
 def _find_stop_reason(
     prompts: PromptBuilder, body: CompletionBody, tokens: list[int], text: str
 ) -> int | str | None:
-    """Token or text that ended the answer; None = the model's own end."""
+    """Return the token or text of the request that ended the answer; None = the model's end token."""
     if tokens[-1] in body.stop_token_ids:
         return tokens[-1]
-    is_own = tokens[-1] in prompts.renderer.eos_ids and not body.ignore_eos
-    return None if is_own else next((stop for stop in body.stop if stop in text), None)
+    if tokens[-1] in prompts.renderer.eos_ids and not body.ignore_eos:
+        return None
+    return next((stop for stop in body.stop if stop in text), None)
 
 
 def _format_logprobs(
     prompts: PromptBuilder, body: CompletionBody, request: ServedRequest, sequence: AnswerSequence
 ) -> dict[str, Any]:
-    """The dialect's log-probabilities: of the sampled tokens, and of the most likely ones."""
+    """Format the log-probabilities of the sampled tokens and of the most likely ones."""
 
-    def named(token: int) -> str:
-        return (
-            f"token_id:{token}" if body.return_tokens_as_token_ids else prompts.decode_token(token)
-        )
+    def format_token(token: int) -> str:
+        if body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return prompts.decode_token(token)
 
-    top = request.top_tokens
-    told = [] if top is None else zip(top.ids_TK.tolist(), top.logprobs_TK.tolist(), strict=True)
+    top_logprobs: list[dict[str, float]] = []
+    if (top := request.top_tokens) is not None:
+        for ids, values in zip(top.ids_TK.tolist(), top.logprobs_TK.tolist(), strict=True):
+            pairs = zip(ids, values, strict=True)
+            top_logprobs.append({format_token(i): max(value, MIN_LOGPROB) for i, value in pairs})
     return {
-        "token_logprobs": [max(value, _MIN_LOGPROB) for value in sequence.logprobs],
-        "tokens": [named(token) for token in sequence.tokens],
-        "top_logprobs": [
-            {
-                named(token): max(value, _MIN_LOGPROB)
-                for token, value in zip(ids, values, strict=True)
-            }
-            for ids, values in told
-        ]
-        or [{} for _ in sequence.tokens],
+        "token_logprobs": [max(value, MIN_LOGPROB) for value in sequence.logprobs],
+        "tokens": [format_token(token) for token in sequence.tokens],
+        "top_logprobs": top_logprobs or [{} for _ in sequence.tokens],
         "text_offset": [0] * len(sequence.tokens),
     }
 
 
 def _authenticate_trainer(request: Request) -> tuple[ChatServer, WeightController]:
-    """Server and orders of a caller with the key."""
+    """Check the API key; return the server and its weight controller."""
     server = find_chat_server(request)
     server.check_token(request)
-    orders: WeightController = request.app.state.orders
-    return server, orders
+    controller: WeightController = request.app.state.weight_controller
+    return server, controller
 
 
 async def _report_version(request: Request) -> Response:
-    from importlib.metadata import version
-
     _authenticate_trainer(request)
-    return JSONResponse({"version": version("posttrain"), "server": "posttrain"})
+    return JSONResponse({"version": read_package_version("posttrain"), "server": "posttrain"})
 
 
 async def _tokenize_prompt(request: Request) -> Response:
-    server, orders = _authenticate_trainer(request)
+    server, controller = _authenticate_trainer(request)
     body = parse_json_body(TokenizeBody, await read_full_body(server, request))
     if body.model != server.name:
-        orders.check_model_name(body.model)
+        controller.check_model_name(body.model)
     if server.model is None:
         raise ServingHTTPError(503, server.not_ready_reason, code="not_ready", retry_after=5)
     tokenizer = server.model.renderer.tokenizer
@@ -249,52 +246,51 @@ async def _tokenize_prompt(request: Request) -> Response:
 
 
 async def _call_collective_rpc(request: Request) -> Response:
-    server, orders = _authenticate_trainer(request)
+    server, controller = _authenticate_trainer(request)
     body = parse_json_body(CollectiveRpcBody, await read_full_body(server, request))
-    return JSONResponse(
-        {"results": [await orders.run_command(body.method, body.args, body.kwargs, body.timeout)]}
-    )
+    result = await controller.run_command(body.method, body.args, body.kwargs, body.timeout)
+    return JSONResponse({"results": [result]})
 
 
 async def _load_adapter(request: Request) -> Response:
-    server, orders = _authenticate_trainer(request)
+    server, controller = _authenticate_trainer(request)
     body = parse_json_body(LoadAdapterBody, await read_full_body(server, request))
-    await orders.run_exclusively(orders.load_adapter, body.lora_name, body.lora_path)
+    await controller.run_exclusively(controller.load_adapter, body.lora_name, body.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 async def _unload_adapter(request: Request) -> Response:
-    server, orders = _authenticate_trainer(request)
+    server, controller = _authenticate_trainer(request)
     body = parse_json_body(UnloadAdapterBody, await read_full_body(server, request))
-    await orders.run_exclusively(orders.unload_adapter, body.lora_name)
+    await controller.run_exclusively(controller.unload_adapter, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 async def _start_sleep(request: Request) -> Response:
-    _, orders = _authenticate_trainer(request)
+    _, controller = _authenticate_trainer(request)
     if (level := request.query_params.get("level", "1")) != "1":
         raise ServingHTTPError(
             422, f"level: {level} is not supported; 1 keeps the weights in memory", param="level"
         )
-    await orders.run_exclusively(orders.release_engine)
+    await controller.run_exclusively(controller.release_engine)
     return Response()
 
 
 async def _wake_up(request: Request) -> Response:
-    _, orders = _authenticate_trainer(request)
-    await orders.run_exclusively(orders.restore_engine)
+    _, controller = _authenticate_trainer(request)
+    await controller.run_exclusively(controller.restore_engine)
     return Response()
 
 
 async def _report_sleeping(request: Request) -> Response:
-    _, orders = _authenticate_trainer(request)
-    return JSONResponse({"is_sleeping": orders.is_asleep})
+    _, controller = _authenticate_trainer(request)
+    return JSONResponse({"is_sleeping": controller.is_asleep})
 
 
 async def _reset_prefix_cache(request: Request) -> Response:
-    """Success: nothing that was computed with earlier weights is used again anyway."""
-    _, orders = _authenticate_trainer(request)
-    orders.check_commands_enabled()
+    """Report success: nothing computed with earlier weights is ever reused."""
+    _, controller = _authenticate_trainer(request)
+    controller.check_commands_enabled()
     return JSONResponse({"success": True})
 
 

@@ -1,4 +1,4 @@
-"""A trainer's orders to the server: weights and adapters from folders, sleep. Taken where `serving.rollouts` is set."""
+"""Weight control by a trainer: loads weights and adapters from folders, sleep and wake-up (`serving.rollouts`)."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from rl_core.rollout_workers.server_weights import digest_weight_folder
 
 log = logging.getLogger(__name__)
 
-TAKEOVER_TIMEOUT_S = 120.0  # until new weights answer; requests that have begun end first
+TAKEOVER_TIMEOUT_S = 120.0  # until new weights answer; requests in progress end first
 MAX_ADAPTER_RANK = 2**16
 _ASLEEP_MESSAGE = "the server sleeps; POST /wake_up"
 
 
 class WeightController:
-    """Weights of a server as a trainer orders them, one order after the other."""
+    """Controller of a server's weights; runs a trainer's commands one at a time."""
 
     def __init__(self, server: ChatServer) -> None:
         self._server = server
-        self.instance = f"posttrain-{secrets.token_hex(8)}"  # of this process
+        self.instance = f"posttrain-{secrets.token_hex(8)}"  # id of this process
         self._lock = asyncio.Lock()
-        self._start_model: ServedModel | None = None  # as the server began
-        self._weights_digest = ""  # digest of those that an order has loaded
-        self._adapter_name: str | None = None  # name of the one that answers
-        self.is_asleep = False  # True = memory of the engine is given up
+        self._start_model: ServedModel | None = None  # the model with which the server began
+        self._weights_digest = ""  # of the weights that a command loaded
+        self._adapter_name: str | None = None  # the adapter in use
+        self.is_asleep = False  # True = the engine's memory is released
         self._methods: Mapping[str, Callable[..., dict[str, Any]]] = {
             "posttrain_describe": self.describe_model,
             "posttrain_state": self.describe_state,
@@ -51,16 +51,17 @@ class WeightController:
         }
 
     def check_model_name(self, name: str) -> None:
-        """Raises: RefusedRequest (404) for what is neither the model nor the adapter that answers."""
-        if name != self._adapter_name:
-            self._server.check_model(name)
-            if self._adapter_name is not None:
-                raise ServingHTTPError(
-                    404,
-                    f"'{name[:200]}' answers no longer: the adapter '{self._adapter_name}' does",
-                    param="model",
-                    code="model_not_found",
-                )
+        """Refuse a name other than that of the adapter in use or the model. Raises: ServingHTTPError (404)."""
+        if name == self._adapter_name:
+            return
+        self._server.check_model(name)
+        if self._adapter_name is not None:
+            raise ServingHTTPError(
+                404,
+                f"'{name[:200]}' is not served now: the adapter '{self._adapter_name}' is",
+                param="model",
+                code="model_not_found",
+            )
 
     async def run_command(
         self,
@@ -69,7 +70,10 @@ class WeightController:
         keywords: Mapping[str, str],
         timeout_s: float | None,
     ) -> dict[str, Any]:
-        """Answer to an order. Raises: RefusedRequest (404, 409, 422, 503; 504 after `timeout_s`, while it goes on)."""
+        """Run a command by method name and return its result.
+
+        Raises: ServingHTTPError (404, 409, 422, 503; 504 after `timeout_s`, while the command continues).
+        """
         self.check_commands_enabled()
         if method not in self._methods:
             raise ServingHTTPError(
@@ -78,117 +82,110 @@ class WeightController:
         try:
             inspect.signature(self._methods[method]).bind(*positional, **keywords)
         except TypeError as error:
-            where = "args" if positional else "kwargs"
-            raise ServingHTTPError(422, f"{where}: {error}", param=where) from None
-        order = asyncio.ensure_future(
+            param = "args" if positional else "kwargs"
+            raise ServingHTTPError(422, f"{param}: {error}", param=param) from None
+        command = asyncio.ensure_future(
             self.run_exclusively(self._methods[method], *positional, **keywords)
         )
         try:
-            found: dict[str, Any] = await asyncio.wait_for(asyncio.shield(order), timeout_s)
+            result: dict[str, Any] = await asyncio.wait_for(asyncio.shield(command), timeout_s)
         except TimeoutError:
-            order.add_done_callback(_log_command_failure)
+            command.add_done_callback(_log_command_failure)
             raise ServingHTTPError(
                 504,
-                f"timeout: '{method}' takes longer than {timeout_s:g} s; it goes on",
+                f"timeout: '{method}' takes longer than {timeout_s:g} s; it continues",
                 param="timeout",
             ) from None
-        return found
+        return result
 
     async def run_exclusively(
         self, command: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Result of an order, on a thread. Raises: RefusedRequest."""
+        """Run a command on a thread while no other command runs. Raises: ServingHTTPError."""
         self.check_commands_enabled()
 
-        def obey() -> Any:
+        def run() -> Any:
             try:
                 return command(*arguments, **options)
             except PosttrainError as error:
                 raise ServingHTTPError(422, str(error)) from None
 
         async with self._lock:
-            return await self._server.run_blocking(obey)
+            return await self._server.run_blocking(run)
 
     def check_commands_enabled(self) -> None:
-        """Raises: RefusedRequest (404) where orders are not taken, (503) before there is a model."""
-        if not self._server.settings.rollouts:
+        """Refuse commands if they are disabled (404) or there is no model yet (503). Raises: ServingHTTPError."""
+        server = self._server
+        if not server.settings.rollouts:
             raise ServingHTTPError(
                 404,
-                "orders of a trainer are not taken here; start with --set serving.rollouts=true",
+                "commands of a trainer are disabled here; start with --set serving.rollouts=true",
             )
-        if self._server.model is None:
+        if server.model is None:
+            raise ServingHTTPError(503, server.not_ready_reason, code="not_ready", retry_after=5)
+        if server.engine is None and not self.is_asleep:
             raise ServingHTTPError(
-                503, self._server.not_ready_reason, code="not_ready", retry_after=5
+                503, "the model is about to be served", code="not_ready", retry_after=1
             )
-        if self._server.engine is None and not self.is_asleep:
-            raise ServingHTTPError(
-                503, "the model begins to answer", code="not_ready", retry_after=1
-            )
-
-    # -- orders to the workers -----------------------------------------------------------------------------------------
 
     def describe_state(self) -> dict[str, Any]:
-        """Process and weights."""
+        """Describe the process and its weights."""
         return {"instance": self.instance, "weights": self._weights_digest}
 
     def describe_model(self) -> dict[str, Any]:
-        """Model and abilities."""
+        """Describe the model and what the server supports."""
         served = self._load_start_model()
         config = served.model.config.get_text_config()
-        names = ("vocab_size", "hidden_size", "num_hidden_layers")
+        dimensions = ("vocab_size", "hidden_size", "num_hidden_layers")
+        packages = ("posttrain", "torch", "transformers")
         return self.describe_state() | {
             "engine": POSTTRAIN_ENGINE,
             "architecture": type(served.model).__name__,
             "context": served.context,
-            "shape": {name: int(getattr(config, name)) for name in names},
+            "shape": {name: int(getattr(config, name)) for name in dimensions},
             "dtype": str(served.model.dtype),
             "logprobs": PROCESSED_LOGPROBS,
             "lora_rank": MAX_ADAPTER_RANK,
             "sleeps": True,
-            "versions": {
-                name: importlib.metadata.version(name)
-                for name in ("posttrain", "torch", "transformers")
-            },
+            "versions": {name: importlib.metadata.version(name) for name in packages},
         }
 
     def read_weights(self, folder: str) -> dict[str, Any]:
-        """Digest of a folder's tensors as this process reads them. Raises: RefusedRequest (422)."""
+        """Compute the digest of a folder's tensors as this process reads them. Raises: ServingHTTPError (422)."""
         return {"digest": digest_weight_folder(_check_weights_folder(folder))}
 
     def load_weights(self, folder: str) -> dict[str, Any]:
-        """Answer with the weights of a model folder from now on. Raises: RefusedRequest (422, 503); ModelError."""
+        """Serve the weights of a model folder from now on. Raises: ServingHTTPError (422, 503); ModelError."""
         from transformers import AutoModelForCausalLM
 
-        place, base = _check_weights_folder(folder), self._load_start_model()
-        settings = dataclasses.replace(base.renderer.settings, path=None, lora=None)
-        model: Any = load_pretrained(AutoModelForCausalLM, place, settings)
-        model.to(base.model.device).requires_grad_(False).eval()
-        compared, differing = _compare_tensors(model, place)
-        digest = digest_weight_folder(place)
+        path, start_model = _check_weights_folder(folder), self._load_start_model()
+        settings = dataclasses.replace(start_model.renderer.settings, path=None, lora=None)
+        model: Any = load_pretrained(AutoModelForCausalLM, path, settings)
+        model.to(start_model.model.device).requires_grad_(False).eval()
+        num_compared, differing = _compare_tensors(model, path)
+        digest = digest_weight_folder(path)
         self._publish_model(model)
         self._weights_digest, self._adapter_name = digest, None
-        return {"digest": digest, "compared": compared, "differing": differing}
-
-    # -- adapters ------------------------------------------------------------------------------------------------------
+        return {"digest": digest, "compared": num_compared, "differing": differing}
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Answer with an adapter on the weights of the start from now on. Raises: RefusedRequest (400, 422, 503)."""
+        """Serve an adapter on the server's initial weights from now on. Raises: ServingHTTPError (400, 422, 503)."""
         from peft import PeftModel
 
-        place, base = _check_weights_folder(folder), self._load_start_model()
+        path, start_model = _check_weights_folder(folder), self._load_start_model()
         if name in (self._adapter_name, self._server.name):
             raise ServingHTTPError(400, f"lora_name: '{name}' is loaded already", param="lora_name")
         try:
-            adapted: Any = PeftModel.from_pretrained(copy.deepcopy(base.model), str(place))
+            model: Any = PeftModel.from_pretrained(copy.deepcopy(start_model.model), str(path))
         except Exception as error:  # of peft: whatever is wrong with the files
             raise ServingHTTPError(
                 422, f"lora_path: {type(error).__name__}: {str(error)[:300]}"
             ) from None
-        self._publish_model(adapted.to(base.model.dtype).requires_grad_(False).eval())
+        self._publish_model(model.to(start_model.model.dtype).requires_grad_(False).eval())
         self._weights_digest, self._adapter_name = "", name
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; where it answers, the weights of the start do again. Raises: RefusedRequest (404)."""
+        """Unload the adapter in use and serve the initial weights again. Raises: ServingHTTPError (404)."""
         if name != self._adapter_name:
             raise ServingHTTPError(
                 404, f"lora_name: '{name[:200]}' is not loaded", param="lora_name"
@@ -196,78 +193,86 @@ class WeightController:
         self._publish_model(self._load_start_model().model)
         self._weights_digest, self._adapter_name = "", None
 
-    # -- sleep ---------------------------------------------------------------------------------------------------------
-
     def release_engine(self) -> None:
-        """Give up the engine's memory; requests are refused until `wake`."""
+        """Release the engine's memory; requests are refused until `restore_engine`."""
         if not self.is_asleep and self._server.engine is not None:
             self._load_start_model()
             self.is_asleep = True
-            answering, self._server.engine = self._server.engine, None
+            engine, self._server.engine = self._server.engine, None
             self._server.not_ready_reason = _ASLEEP_MESSAGE
-            answering.close_loop()
+            engine.close_loop()
 
     def restore_engine(self) -> None:
-        """Inverse of `sleep`."""
+        """Start the engine again after `release_engine`."""
         if self.is_asleep:
             assert self._server.model is not None
             self._server.engine = EngineThread(self._server.model, self._server.settings)
             self.is_asleep = False
 
     def _load_start_model(self) -> ServedModel:
-        """The model as the server began."""
+        """Return the model with which the server began."""
         if self._start_model is None:
             assert self._server.model is not None
             self._start_model = self._server.model
         return self._start_model
 
     def _publish_model(self, model: Any) -> None:
-        """Have a model answer. Raises: RefusedRequest (503) where it does not within TAKEOVER_S."""
-        base, now = self._load_start_model(), self._server.model
-        assert now is not None
-        served = ServedModel(model, base.renderer, now.version + 1, base.context, base.base_version)
-        answering = self._server.engine
-        if answering is None:  # asleep
+        """Serve a model. Raises: ServingHTTPError (503) if it does not answer within TAKEOVER_TIMEOUT_S."""
+        start_model, current = self._load_start_model(), self._server.model
+        assert current is not None
+        served = ServedModel(
+            model,
+            start_model.renderer,
+            current.version + 1,
+            start_model.context,
+            start_model.base_version,
+        )
+        engine = self._server.engine
+        if engine is None:  # asleep
             self._server.model = served
             return
         if not self._server.publish_model(served):
             raise ServingHTTPError(
-                422, "the weights are of a model that reads and writes other tokens"
+                422, "the weights are of a model with another tokenizer or chat template"
             )
-        end = time.monotonic() + TAKEOVER_TIMEOUT_S
-        while answering.loop.state.policy_version != served.version:
-            if time.monotonic() > end or not answering.is_alive:
+        deadline = time.monotonic() + TAKEOVER_TIMEOUT_S
+        while engine.loop.state.policy_version != served.version:
+            if time.monotonic() > deadline or not engine.is_alive:
                 raise ServingHTTPError(
-                    503, "the weights were not taken over; the server's log says why"
+                    503, "the server did not switch to the weights; its log says why"
                 )
             time.sleep(0.002)
 
 
 def _log_command_failure(command: asyncio.Future[Any]) -> None:
-    """Note how an order failed that nobody waits for any more."""
+    """Log the failure of a command whose caller no longer waits."""
     if not command.cancelled() and (error := command.exception()) is not None:
-        log.warning("an order whose caller has given up failed: %s", error)
+        log.warning("a command failed after its caller timed out: %s", error)
 
 
 def _check_weights_folder(folder: str) -> Path:
-    """Folder of safetensors files. Raises: RefusedRequest (422)."""
-    place = Path(folder)
-    if not place.is_absolute() or not any(place.glob("*.safetensors")):
+    """Return the path of a folder of safetensors files. Raises: ServingHTTPError (422)."""
+    path = Path(folder)
+    if not path.is_absolute() or not any(path.glob("*.safetensors")):
         raise ServingHTTPError(
             422, f"folder: {folder[:500]} is no folder of *.safetensors that this server can read"
         )
-    return place
+    return path
 
 
 def _compare_tensors(model: Any, folder: Path) -> tuple[int, list[str]]:
-    """Tensors of a folder that the model has by name and shape, and the names of those that it holds other bits of."""
-    own, compared, differing = model.state_dict(), 0, []
+    """Compare the tensors of a folder with those of the model.
+
+    Returns: number of tensors that the model has by name and shape; names of those whose bits differ.
+    """
+    state, num_compared, differing = model.state_dict(), 0, []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # no mapping
                 sent = tensors.get_tensor(name)
-                if name in own and own[name].shape == sent.shape:
-                    compared += 1
-                    if not torch.equal(own[name].cpu(), sent.to(own[name].dtype)):
-                        differing.append(name)
-    return compared, differing
+                if name not in state or state[name].shape != sent.shape:
+                    continue
+                num_compared += 1
+                if not torch.equal(state[name].cpu(), sent.to(state[name].dtype)):
+                    differing.append(name)
+    return num_compared, differing

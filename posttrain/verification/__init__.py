@@ -1,1 +1,1 @@
-"""Proof for a user's own pipeline: runs that are killed and restarted publish the same bytes as one in one piece."""
+"""Verification that a user's pipeline, killed and restarted, publishes the same bytes as an uninterrupted run."""

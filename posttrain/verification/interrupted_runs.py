@@ -1,4 +1,4 @@
-"""Child processes that run a pipeline: in one piece, killed at random points, or in slices of time."""
+"""Child processes that run a pipeline: uninterrupted, killed at random points, or in time slices."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rl_core.storage.atomic_files import open_log_file
 from rl_core.storage.faults import FAULT_POINTS, PLAN_VARIABLE
 from tasks.tracking import read_metrics
 
-STOP_SECONDS = 30.0  # after SIGTERM; then it is killed
+STOP_SECONDS = 30.0  # after SIGTERM, before SIGKILL
 POLL_SECONDS = 0.2
 MAX_LOG_BYTES = 1 << 30
-MAX_STALLED_SLICES = 3  # slices in a row without progress
+MAX_STALLED_SLICES = 3  # consecutive slices without progress
 
 ReportProgress = Callable[[str], None]
 
@@ -39,15 +39,15 @@ class PipelineCommand:
     environment: Mapping[str, str] = field(default_factory=lambda: _build_child_environment())
 
     def start_process(
-        self, output: Path, log: Path, more: Mapping[str, str]
+        self, output: Path, log: Path, extra_environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start it, in a session of its own, so that a kill takes its workers with it."""
-        sets = [
+        """Start the command in a new session, so that a kill also ends its workers."""
+        set_options = [
             argument
             for override in (*self.overrides, f"output={output}")
             for argument in ("--set", override)
         ]
-        # -P: the working directory comes last on the path, as with the command `posttrain`
+        # -P: the working directory comes last on the path, as with the command `posttrain`.
         arguments = [
             sys.executable,
             "-P",
@@ -56,7 +56,7 @@ class PipelineCommand:
             "run",
             self.config,
             "--quiet",
-            *sets,
+            *set_options,
         ]
         with open_log_file(log, append_up_to=MAX_LOG_BYTES) as file:
             return subprocess.Popen(
@@ -65,33 +65,32 @@ class PipelineCommand:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env={**self.environment, **more},
+                env={**self.environment, **extra_environment},
             )
 
 
 def _build_child_environment() -> dict[str, str]:
-    """This process's environment without servers and faults, which are not for a trial."""
+    """Return this process's environment without servers and faults, which must not affect a trial."""
     names = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_PROFILE", PLAN_VARIABLE)
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
 @dataclass
 class Interruption:
-    """One end of a process before its pipeline's end."""
+    """End of a process before its pipeline's end."""
 
-    description: (
-        str  # "killed after 12.3 s", "at fault point loop.saved (hit 1)", "stopped after 60.0 s"
-    )
-    seconds: float  # that the process ran
-    stage: str = ""  # that was open
-    iterations: int = 0  # that the next process does again
+    # "killed after 12.3 s", "killed at fault point loop.saved", "stopped after 60.0 s"
+    description: str
+    seconds: float  # duration of the process
+    stage: str = ""  # unfinished
+    iterations: int = 0  # repeated by the next process
     lost_seconds: float = 0.0  # of these iterations
     restart_seconds: float | None = None  # from the next process's start to its first progress
 
 
 @dataclass
 class VerificationRun:
-    """A pipeline run to its end, in one process or in several."""
+    """Pipeline run to its end, in one process or in several."""
 
     home: Path  # <output>/<pipeline>
     seconds: float = 0.0  # of all processes
@@ -102,7 +101,7 @@ class VerificationRun:
 def run_uninterrupted(
     command: PipelineCommand, folder: Path, limit_s: float, report: ReportProgress
 ) -> VerificationRun:
-    """Run it in one piece. Raises: CheckFailed when it fails, or takes longer than `limit_s`."""
+    """Run the pipeline without interruption. Raises: CheckFailed if it fails, or takes longer than `limit_s`."""
     trial = VerificationRun(folder / "whole" / command.name)
     with _WatchedProcess(
         command, trial, folder / "whole.log", {"PYTHONHASHSEED": "1"}, report
@@ -112,11 +111,10 @@ def run_uninterrupted(
             process.stop_gracefully()
     trial.seconds, trial.first_progress = process.seconds, process.first_progress
     if code is None:
-        raise CheckFailed(f"the run in one piece takes longer than {limit_s:.0f} s")
+        raise CheckFailed(f"the uninterrupted run takes longer than {limit_s:.0f} s")
     if code != 0:
-        raise CheckFailed(
-            f"the run in one piece ends with exit code {code}:\n{_read_log_tail(folder / 'whole.log')}"
-        )
+        tail = _read_log_tail(folder / "whole.log")
+        raise CheckFailed(f"the uninterrupted run ends with exit code {code}:\n{tail}")
     return trial
 
 
@@ -129,26 +127,31 @@ def run_with_kills(
     limit_s: float,
     report: ReportProgress,
 ) -> VerificationRun:
-    """Run it while killing it (SIGKILL), at random moments and at random fault points in turn, until it ends.
+    """Run the pipeline while killing it (SIGKILL), at random times and random fault points in turn, until it ends.
 
-    Raises: CheckFailed when a restart fails, or all of them take longer than `limit_s`.
+    Raises: CheckFailed if a restart fails, or all runs together take longer than `limit_s`.
     """
     trial = VerificationRun(folder / "killed" / command.name)
     start_up = uninterrupted.first_progress or 1.0
-    rest = max(0.0, uninterrupted.seconds - start_up)
+    work_seconds = max(0.0, uninterrupted.seconds - start_up)
     while True:
         number = len(trial.interruptions)
-        more = {"PYTHONHASHSEED": str(2 + number)}
-        left_s = limit_s - trial.seconds
-        moment, fault = _InterruptionTime(left_s), ""
+        environment = {"PYTHONHASHSEED": str(2 + number)}
+        remaining_s = limit_s - trial.seconds
+        moment = _InterruptionTime(remaining_s)
+        fault = ""
         if number < kills and trial.seconds < limit_s / 2:
-            moment = _InterruptionTime(left_s, rng.uniform(0, 0.8) * 2 * rest / (kills + 1))
-            if number % 4 == 3:  # while it starts
+            moment = _InterruptionTime(
+                remaining_s, rng.uniform(0, 0.8) * 2 * work_seconds / (kills + 1)
+            )
+            if number % 4 == 3:  # during the start
                 moment = _InterruptionTime(rng.random() * start_up)
             elif number % 2:
                 fault = f"{rng.choice(sorted(FAULT_POINTS))}:{rng.randint(1, 3)}"
-                more[PLAN_VARIABLE] = f"{fault}:kill"
-        if _run_one_process(command, trial, folder / "killed.log", more, moment, fault, report):
+                environment[PLAN_VARIABLE] = f"{fault}:kill"
+        if _run_one_process(
+            command, trial, folder / "killed.log", environment, moment, fault, report
+        ):
             return trial
         if trial.seconds >= limit_s:
             raise CheckFailed(f"the run under kills takes longer than {limit_s:.0f} s")
@@ -157,44 +160,46 @@ def run_with_kills(
 def run_in_slices(
     command: PipelineCommand, folder: Path, slice_s: float, limit_s: float, report: ReportProgress
 ) -> VerificationRun:
-    """Run it in slices: SIGTERM after `slice_s` seconds, and start again, until it ends.
+    """Run the pipeline in slices until it ends: SIGTERM after `slice_s` seconds, then restart.
 
-    Raises: CheckFailed when a restart fails, or slices are too short for any progress.
+    Raises: CheckFailed if a restart fails, or slices are too short for progress.
     """
     trial = VerificationRun(folder / "sliced" / command.name)
-    stalled, seen = 0, -1
+    log = folder / "sliced.log"
+    num_stalled = 0
+    last_progress = -1
     while True:
-        more = {"PYTHONHASHSEED": str(2 + len(trial.interruptions))}
-        log = folder / "sliced.log"
-        if _run_one_process(
-            command, trial, log, more, _InterruptionTime(slice_s), "", report, signal.SIGTERM
-        ):
+        environment = {"PYTHONHASHSEED": str(2 + len(trial.interruptions))}
+        moment = _InterruptionTime(slice_s)
+        if _run_one_process(command, trial, log, environment, moment, "", report, signal.SIGTERM):
             return trial
-        done = _count_progress(trial.home)
-        stalled = 0 if done > seen else stalled + 1
-        seen = done
-        if stalled >= MAX_STALLED_SLICES:
-            known = [
-                cut.restart_seconds
-                for cut in trial.interruptions
-                if cut.restart_seconds is not None
-            ]
-            start = (
-                f"starting takes about {sum(known) / len(known):.0f} s"
-                if known
-                else "starting takes longer than that"
-            )
-            raise CheckFailed(
-                f"{MAX_STALLED_SLICES} slices of {slice_s:g} s in a row ended without progress: {start}, and a checkpoint comes "
-                "every `checkpoint_every` iterations. Take longer slices, or save more often"
-            )
+        progress = _count_progress(trial.home)
+        num_stalled = 0 if progress > last_progress else num_stalled + 1
+        last_progress = progress
+        if num_stalled >= MAX_STALLED_SLICES:
+            raise CheckFailed(_describe_stall(trial, slice_s))
         if trial.seconds > limit_s:
             raise CheckFailed(f"the run in slices takes longer than {limit_s:.0f} s")
 
 
+def _describe_stall(trial: VerificationRun, slice_s: float) -> str:
+    starts = [
+        interruption.restart_seconds
+        for interruption in trial.interruptions
+        if interruption.restart_seconds is not None
+    ]
+    start = "starting takes longer than that"
+    if starts:
+        start = f"starting takes about {sum(starts) / len(starts):.0f} s"
+    return (
+        f"{MAX_STALLED_SLICES} slices of {slice_s:g} s in a row ended without progress: {start}, and a checkpoint is "
+        "saved every `checkpoint_every` iterations. Take longer slices, or save more often"
+    )
+
+
 @dataclass(frozen=True)
 class _InterruptionTime:
-    """Moment of an interruption: seconds after the start, or earlier, so many seconds after the first progress."""
+    """Time of an interruption: seconds after the start, or earlier, seconds after the first progress."""
 
     after_start: float
     after_progress: float = math.inf
@@ -210,17 +215,14 @@ def _run_one_process(
     report: ReportProgress,
     signal_number: int = signal.SIGKILL,
 ) -> bool:
-    """Run one process until its end, or `moment`; True = the pipeline has ended."""
+    """Run one process until its end or `moment`; return True if the pipeline has ended."""
+    is_kill = signal_number == signal.SIGKILL
     text = f"killed at fault point {fault.partition(':')[0]}"
     with _WatchedProcess(command, trial, log, environment, report) as process:
         code = process.wait_for_exit(moment.after_start, moment.after_progress)
         if code is None:
-            code = (
-                process.kill_group()
-                if signal_number == signal.SIGKILL
-                else process.stop_gracefully()
-            )
-            text = f"{'killed' if signal_number == signal.SIGKILL else 'stopped'} after {process.seconds:.1f} s"
+            code = process.kill_group() if is_kill else process.stop_gracefully()
+            text = f"{'killed' if is_kill else 'stopped'} after {process.seconds:.1f} s"
     trial.seconds += process.seconds
     if trial.interruptions:
         trial.interruptions[-1].restart_seconds = process.first_progress
@@ -228,11 +230,12 @@ def _run_one_process(
         trial.first_progress = process.first_progress
     if code == 0:
         return True
-    # A signal in the first moments, before Python has a handler for it, ends the process by itself.
+    # A signal that arrives before Python has installed its handler ends the process directly.
     expected = (-signal_number, -signal.SIGKILL, 128 + signal.SIGTERM)
     if code not in expected:
+        number = len(trial.interruptions)
         raise CheckFailed(
-            f"the process after interruption {len(trial.interruptions)} ends with exit code {code}:\n{_read_log_tail(log)}"
+            f"the process after interruption {number} ends with exit code {code}:\n{_read_log_tail(log)}"
         )
     stage, iterations, lost = _count_lost_iterations(trial.home)
     trial.interruptions.append(Interruption(text, process.seconds, stage, iterations, lost))
@@ -240,22 +243,24 @@ def _run_one_process(
 
 
 class _WatchedProcess:
-    """One child process, watched for progress; a context manager that leaves nothing of it running."""
+    """Child process that is watched for progress; the context manager ends it and its children."""
 
     def __init__(
         self,
         command: PipelineCommand,
         trial: VerificationRun,
         log: Path,
-        more: Mapping[str, str],
+        environment: Mapping[str, str],
         report: ReportProgress,
     ) -> None:
-        if "PYTHONHASHSEED" in command.environment:  # the user's own choice
-            more = {name: value for name, value in more.items() if name != "PYTHONHASHSEED"}
+        if "PYTHONHASHSEED" in command.environment:  # set by the user
+            environment = {
+                name: value for name, value in environment.items() if name != "PYTHONHASHSEED"
+            }
         self._home, self._report = trial.home, report
         self._description = f"{trial.home.parent.name}, process {len(trial.interruptions) + 1}"
-        self._began, self._began_at = time.monotonic(), time.time()
-        self._process = command.start_process(trial.home.parent, log, more)
+        self._start, self._start_time = time.monotonic(), time.time()
+        self._process = command.start_process(trial.home.parent, log, environment)
         self.first_progress: float | None = None
         self.seconds = 0.0
 
@@ -266,16 +271,18 @@ class _WatchedProcess:
         self.kill_group()
 
     def wait_for_exit(self, limit_s: float, after_progress: float = math.inf) -> int | None:
-        """Exit code; None = it still runs after `limit_s`, or `after_progress` seconds after its first progress."""
+        """Wait for the end of the process and return its exit code.
+
+        Returns: None if it still runs after `limit_s`, or `after_progress` seconds after its first progress.
+        """
         while True:
             try:
-                return self._process.wait(
-                    min(POLL_SECONDS, max(0.0, limit_s - (time.monotonic() - self._began)))
-                )
+                remaining = limit_s - (time.monotonic() - self._start)
+                return self._process.wait(min(POLL_SECONDS, max(0.0, remaining)))
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                self.seconds = time.monotonic() - self._began
+                self.seconds = time.monotonic() - self._start
             self._observe_progress()
             if self.first_progress is not None:
                 limit_s = min(limit_s, self.first_progress + after_progress)
@@ -283,38 +290,38 @@ class _WatchedProcess:
                 return None
 
     def kill_group(self) -> int:
-        """SIGKILL to the process and all that it started."""
+        """Send SIGKILL to the process and everything it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
 
     def stop_gracefully(self) -> int:
-        """SIGTERM, as a scheduler sends it; SIGKILL if it has not ended within STOP_S."""
+        """Send SIGTERM like a scheduler; SIGKILL if it has not ended within STOP_SECONDS."""
         self._process.terminate()
         try:
             code = self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             code = self.kill_group()
-        self.seconds = time.monotonic() - self._began
+        self.seconds = time.monotonic() - self._start
         return code
 
     def _observe_progress(self) -> None:
-        newest = _read_newest_progress(self._home, self._began_at)
+        newest = _read_newest_progress(self._home, self._start_time)
         if newest is not None and self.first_progress is None:
-            self.first_progress = time.monotonic() - self._began
+            self.first_progress = time.monotonic() - self._start
         self._report(f"{self._description}: {self.seconds:.0f} s, {newest or 'starting'}")
 
 
 def _read_newest_progress(home: Path, since: float) -> str | None:
-    """Stage and count of the newest progress after `since`; None = none yet."""
-    found = [
-        (path.stat().st_mtime, path)
-        for path in home.glob("stages/*/*.tracking/.tracking/progress.json")
-    ]
-    found = [(changed, path) for changed, path in found if changed >= since]
-    if not found:
+    """Return stage and count of the newest progress after `since`; None = none yet."""
+    files = []
+    for path in home.glob("stages/*/*.tracking/.tracking/progress.json"):
+        modified = path.stat().st_mtime
+        if modified >= since:
+            files.append((modified, path))
+    if not files:
         return None
-    _, path = max(found)
+    _, path = max(files)
     try:
         row = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -323,7 +330,7 @@ def _read_newest_progress(home: Path, since: float) -> str | None:
 
 
 def _count_progress(home: Path) -> int:
-    """Finished stages and saved versions of the open one: grows with every bit of progress that stays."""
+    """Count finished stages and saved versions of the unfinished one; the count grows with all persistent progress."""
     finished = len(list(home.glob("stages/*/*/manifest.json")))
     versions = [
         int(path.name.rpartition("-")[2])
@@ -334,22 +341,18 @@ def _count_progress(home: Path) -> int:
 
 
 def _count_lost_iterations(home: Path) -> tuple[str, int, float]:
-    """Stage that was open; iterations in its journal after its newest checkpoint, and the seconds that they took."""
+    """Return the unfinished stage, the iterations in its journal after its newest checkpoint, and their seconds."""
     for folder in home.glob("stages/*/*.open"):
         journal = folder.with_name(f"{folder.name.removesuffix('.open')}.tracking")
-        rows = (
-            [row for _, row in read_metrics(journal) if "perf/step_seconds" in row]
-            if journal.is_dir()
-            else []
-        )
-        saved = _read_saved_iteration(folder / "checkpoints")
-        again = rows[saved:]
-        return folder.parent.name, len(again), sum(row["perf/step_seconds"] for row in again)
+        metrics = read_metrics(journal) if journal.is_dir() else []
+        seconds = [row["perf/step_seconds"] for _, row in metrics if "perf/step_seconds" in row]
+        lost = seconds[_read_saved_iteration(folder / "checkpoints") :]
+        return folder.parent.name, len(lost), sum(lost)
     return "", 0, 0.0
 
 
 def _read_saved_iteration(checkpoints: Path) -> int:
-    """Iteration of the newest checkpoint; 0 = none."""
+    """Return the iteration of the newest checkpoint; 0 = none."""
     try:
         name = (checkpoints / "LATEST").read_text().strip()
         return int(json.loads((checkpoints / name / "state.json").read_text())["loop"]["iteration"])
@@ -359,5 +362,5 @@ def _read_saved_iteration(checkpoints: Path) -> int:
 
 def _read_log_tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    said = [line for line in lines if line.startswith("posttrain:")]
-    return "\n".join(f"  {line}" for line in (said[-1:] or lines[-15:]))
+    messages = [line for line in lines if line.startswith("posttrain:")]
+    return "\n".join(f"  {line}" for line in (messages[-1:] or lines[-15:]))

@@ -1,7 +1,6 @@
-"""RunComparison of two runs of one pipeline, file by file, in the order of the stages.
+"""Comparison of two runs of one pipeline, file by file, in the order of the stages.
 
-Left out are timings, names of runs, logs, and files for people who look on (recent rollouts), of which a resumed run
-has fewer.
+Ignored are timings, run names, logs, and files for live viewers (recent rollouts), of which a resumed run has fewer.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ _IGNORED_FILES = (
     REVIEW_FILE,
     STAGE_LOG,
 )
-_IGNORED_FIELDS = ("run_id", "seconds", "tokens_per_second")  # of a summary: differ from run to run
-_TIMING_PREFIXES = ("perf/", "system/")  # metrics
+_IGNORED_FIELDS = ("run_id", "seconds", "tokens_per_second")  # of a summary; differ from run to run
+_TIMING_PREFIXES = ("perf/", "system/")  # of metrics
 
 
 @dataclass(frozen=True)
 class StageFolderPair:
-    """The folders of one stage in both runs; None = it is missing there."""
+    """Folders of one stage in both runs; None = missing in that run."""
 
     stage: str
     one: Path | None
@@ -46,14 +46,14 @@ class StageFolderPair:
 
     @property
     def folders(self) -> tuple[Path, Path]:
-        """Both, where both are there."""
+        """Both folders of a complete pair."""
         assert self.one is not None and self.other is not None
         return self.one, self.other
 
 
 @dataclass(frozen=True)
 class FileDifference:
-    """A file that differs, or is missing in one of the runs."""
+    """File that differs, or is missing in one of the runs."""
 
     pair: StageFolderPair
     file: str  # within the stage's folder; "" = the whole folder
@@ -62,7 +62,7 @@ class FileDifference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Outcome of the comparison."""
+    """Result of the comparison."""
 
     stages: list[str]  # compared, in order
     files: int
@@ -72,71 +72,70 @@ class RunComparison:
 
 
 def is_timing_metric(metric: str) -> bool:
-    """True = a metric that differs from run to run."""
+    """Return whether a metric differs from run to run."""
     return metric.startswith(_TIMING_PREFIXES) or metric.rpartition("/")[2] in _IGNORED_FIELDS
 
 
 def read_metric_rows(journal: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(step, metrics) of each line of a metrics.jsonl, timings left out."""
+    """Read (step, metrics) of each line of a metrics.jsonl, without timings."""
     rows = []
     for line in read_checked_lines(journal):
         record = line.record or {}
-        kept = {
+        metrics = {
             name: value
             for name, value in record.get("metrics", {}).items()
             if not is_timing_metric(name)
         }
-        if kept:
-            rows.append((int(record["step"]), kept))
+        if metrics:
+            rows.append((int(record["step"]), metrics))
     return rows
 
 
 def compare_run_folders(one: Path, other: Path) -> RunComparison:
-    """Compare the finished stages below two pipeline folders (`<output>/<pipeline>`)."""
+    """Compare the finished stages in two pipeline folders (`<output>/<pipeline>`)."""
     files = size = points = 0
     stages: list[str] = []
-    found: list[FileDifference] = []
+    differences: list[FileDifference] = []
     for pair in _pair_stage_folders(one, other):
         stages.append(pair.stage)
         if pair.one is None or pair.other is None:
-            where = (
-                "only the run in one piece has it"
-                if pair.other is None
-                else "only the interrupted run has it"
-            )
-            found.append(FileDifference(pair, "", where))
+            owner = "uninterrupted" if pair.other is None else "interrupted"
+            differences.append(FileDifference(pair, "", f"only the {owner} run has it"))
             continue
         for name in sorted(_list_compared_files(pair.one) | _list_compared_files(pair.other)):
             paths = pair.one / name, pair.other / name
             if not all(path.is_file() for path in paths):
-                where = "the run in one piece" if paths[0].is_file() else "the interrupted run"
-                found.append(FileDifference(pair, name, f"only {where} has it"))
+                owner = "uninterrupted" if paths[0].is_file() else "interrupted"
+                differences.append(FileDifference(pair, name, f"only the {owner} run has it"))
                 continue
-            files, size = files + 1, size + paths[0].stat().st_size
+            files += 1
+            size += paths[0].stat().st_size
             if name == "metrics.jsonl":
                 points += sum(len(row) for _, row in read_metric_rows(paths[0]))
-            if problem := _compare_files(name, *paths):
-                found.append(FileDifference(pair, name, problem))
-    return RunComparison(list(dict.fromkeys(stages)), files, size, points, found)
+            problem = _compare_files(name, *paths)
+            if problem:
+                differences.append(FileDifference(pair, name, problem))
+    return RunComparison(list(dict.fromkeys(stages)), files, size, points, differences)
 
 
 def _pair_stage_folders(one: Path, other: Path) -> Iterator[StageFolderPair]:
     for stage in stage_registry.list_stage_names():
-        folders = [_list_finished_folders(home / "stages" / stage) for home in (one, other)]
-        common = [key for key in folders[0] if key in folders[1]]
-        for key in common:
-            yield StageFolderPair(stage, folders[0][key], folders[1][key])
-        rest = [[folder for key, folder in found.items() if key not in common] for found in folders]
-        for index in range(
-            max(map(len, rest))
-        ):  # other keys, as the stages before gave something else
-            yield StageFolderPair(
-                stage, *(found[index] if index < len(found) else None for found in rest)
-            )
+        first = _list_finished_folders(one / "stages" / stage)
+        second = _list_finished_folders(other / "stages" / stage)
+        for key in first:
+            if key in second:
+                yield StageFolderPair(stage, first[key], second[key])
+        # The keys of the others differ, because earlier stages gave different results.
+        unpaired = zip_longest(
+            [folder for key, folder in first.items() if key not in second],
+            [folder for key, folder in second.items() if key not in first],
+        )
+        for first_folder, second_folder in unpaired:
+            yield StageFolderPair(stage, first_folder, second_folder)
 
 
 def _list_finished_folders(stage: Path) -> dict[str, Path]:
-    """Finished folders of a stage by key, in the order in which they were finished."""
+    """Return the finished folders of a stage by key, in the order in which they finished."""
     folders = [path.parent for path in stage.glob("*/manifest.json") if "." not in path.parent.name]
     return {path.name: path for path in sorted(folders, key=lambda path: path.stat().st_mtime)}
 
@@ -147,24 +146,20 @@ def _list_compared_files(folder: Path) -> set[str]:
 
 
 def _compare_files(name: str, one: Path, other: Path) -> str:
-    """Text about the difference of two files; "" = equal."""
+    """Describe the difference of two files; "" = equal."""
     if name == "metrics.jsonl":
         return "" if _merge_metric_rows(one) == _merge_metric_rows(other) else "other values"
     if name == "summary.json":
-        return _describe_first_difference(
-            *(_remove_timings(json.loads(path.read_text())) for path in (one, other))
-        )
+        summaries = [_remove_timings(json.loads(path.read_text())) for path in (one, other)]
+        return _describe_first_difference(*summaries)
     if name == FAILED_EPISODES:
-        return (
-            ""
-            if _read_failed_episodes(one) == _read_failed_episodes(other)
-            else "other episodes failed"
-        )
+        is_same = _read_failed_episodes(one) == _read_failed_episodes(other)
+        return "" if is_same else "other episodes failed"
     return "" if one.read_bytes() == other.read_bytes() else "other bytes"
 
 
 def _merge_metric_rows(journal: Path) -> dict[tuple[int, str], Any]:
-    """Values by step and name: a kill may lie within the lines of one step."""
+    """Return values by step and name, because a kill may fall between the lines of one step."""
     return {
         (step, name): value
         for step, row in read_metric_rows(journal)
@@ -183,9 +178,9 @@ def _read_failed_episodes(path: Path) -> list[tuple[Any, Any]]:
 def _remove_timings(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            k: _remove_timings(v)
-            for k, v in value.items()
-            if k not in (*_IGNORED_FIELDS, "key") and not is_timing_metric(k)
+            name: _remove_timings(item)
+            for name, item in value.items()
+            if name not in (*_IGNORED_FIELDS, "key") and not is_timing_metric(name)
         }
     if isinstance(value, list):
         return [_remove_timings(item) for item in value]

@@ -1,4 +1,4 @@
-"""Errors that an HTTP handler raises; every server of the application answers them as `{"detail": ...}`."""
+"""Errors that an HTTP handler raises; each server's exception handler writes them in its own error format."""
 
 from __future__ import annotations
 

@@ -1,72 +1,86 @@
-"""Bodies of requests within bounds: read piece by piece, decompressed piece by piece."""
+"""Request bodies within size limits: read chunk by chunk, decompressed chunk by chunk, validated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from posttrain.web.errors import HTTPError
 
-REJECTED_HEAD_BYTES = (
-    4096  # bytes that are kept of a body that is refused: enough to know whose it is
-)
-MAX_DRAIN_FACTOR = (
-    8  # times the limit that is read and thrown away, so that a client sees the refusal
-)
+# Bytes kept of a rejected body: enough to tell which session it belongs to.
+REJECTED_HEAD_BYTES = 4096
+# A body is read and discarded up to this multiple of its limit, so that the client sees the error.
+MAX_DRAIN_FACTOR = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPayload:
-    """A decompressed body, or the head of one that is refused."""
+    """A decompressed body, or the head of a rejected one."""
 
     body: bytes
     rejection_reason: str = ""
 
 
 async def read_request_payload(request: Request, max_bytes: int) -> RequestPayload:
-    """The body of a request, at most `most` bytes before and after decompression.
+    """Read the body of a request: at most `max_bytes`, before and after decompression.
 
-    Raises: Refused (415) for an unknown encoding, (400) for compressed bytes that are none.
+    Raises: HTTPError (415) for an unknown encoding, (400) for invalid compressed bytes.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "", "zstd"):
         raise HTTPError(
             415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd or none"
         )
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= max_bytes or not parts:
-            parts.append(part[: max_bytes + 1])
-        elif size > MAX_DRAIN_FACTOR * max_bytes:
-            break
-    body = b"".join(parts)
+    body, num_bytes = await read_body_prefix(request, max_bytes)
+    is_too_large = num_bytes > max_bytes
     if encoding == "zstd":
-        body, is_whole = decompress_zstd(
-            body, REJECTED_HEAD_BYTES if size > max_bytes else max_bytes
+        body, is_complete = decompress_zstd(
+            body, REJECTED_HEAD_BYTES if is_too_large else max_bytes
         )
-        if size <= max_bytes and not is_whole:
-            return RequestPayload(
-                body[:REJECTED_HEAD_BYTES],
-                f"the body is larger than {max_bytes} bytes, decompressed",
-            )
-    if size > max_bytes:
-        return RequestPayload(
-            body[:REJECTED_HEAD_BYTES],
-            f"the body has {size} bytes or more; at most {max_bytes} are taken",
-        )
+        if not is_too_large and not is_complete:
+            reason = f"the body is larger than {max_bytes} bytes, decompressed"
+            return RequestPayload(body[:REJECTED_HEAD_BYTES], reason)
+    if is_too_large:
+        reason = f"the body has {num_bytes} bytes or more; at most {max_bytes} are accepted"
+        return RequestPayload(body[:REJECTED_HEAD_BYTES], reason)
     return RequestPayload(body)
 
 
+async def read_body_prefix(request: Request, max_bytes: int) -> tuple[bytes, int]:
+    """Read a body as sent, without decompression, and keep about `max_bytes` of it.
+
+    Returns: the bytes kept; the number of bytes received, above `max_bytes` if the body is too large.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes <= max_bytes or not parts:
+            parts.append(part[: max_bytes + 1])
+        elif num_bytes > MAX_DRAIN_FACTOR * max_bytes:
+            break
+    return b"".join(parts), num_bytes
+
+
 def decompress_zstd(body: bytes, max_bytes: int) -> tuple[bytes, bool]:
-    """The first `most` bytes of zstd frames; True = there are no more. Raises: Refused (400)."""
-    import pyarrow as pa  # a decoder that gives as much as is asked for
+    """Decompress zstd frames, up to `max_bytes`.
+
+    Returns: the bytes; True = nothing was left out.
+    Raises: HTTPError (400) for invalid frames.
+    """
+    import pyarrow as pa  # its decoder stops after the requested number of bytes
 
     try:
         with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
-            found = stream.read(max_bytes + 1)
+            content = stream.read(max_bytes + 1)
     except (OSError, pa.ArrowException) as error:
-        raise HTTPError(400, f"the body is no zstd ({str(error)[:200]})") from None
-    return found[:max_bytes], len(found) <= max_bytes
+        raise HTTPError(400, f"the body is not valid zstd ({str(error)[:200]})") from None
+    return content[:max_bytes], len(content) <= max_bytes
+
+
+def describe_first_error(error: ValidationError) -> tuple[str, str]:
+    """Return the dotted field name and the message of the first validation error; "" = the body itself."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ".".join(str(part) for part in first["loc"]), first["msg"]

@@ -1,91 +1,106 @@
-"""Limits of a process that serves many connections from few threads.
-
-The token of a local server's folder.
-
-HTTP connections that may neither idle nor crowd: uvicorn's protocol with a limit of time and of their number.
-"""
+"""Server processes: ports, process limits, connection limits, and the run of a uvicorn server."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
-import secrets
+import socket
 import sys
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rl_core.errors import BackendError
-from rl_core.storage.atomic_files import create_file_once, make_folder, open_owned_file
+from rl_core.errors import BackendError, SettingsError
 
-SWITCH_INTERVAL_SECONDS = (
-    0.001  # of the interpreter's lock: threads that need it briefly should not wait 5 ms for it
-)
+LOOPBACK_HOST = "127.0.0.1"
+MAX_PORTS_TRIED = 100
+# Of the interpreter's lock: threads that need it briefly should not wait the default 5 ms.
+SWITCH_INTERVAL_SECONDS = 0.001
+
+
+def find_free_port(preferred_port: int) -> int:
+    """Return the preferred loopback port, or the next free one. Raises: SettingsError, BackendError without one."""
+    for port in range(preferred_port, min(65536, preferred_port + MAX_PORTS_TRIED)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            try:
+                probe.bind((LOOPBACK_HOST, port))
+                return port
+            except PermissionError as error:
+                raise SettingsError(
+                    f"--port {preferred_port}: {error.strerror}; use one above 1023"
+                ) from None
+            except OSError:
+                continue
+    raise BackendError(
+        f"no free port on {LOOPBACK_HOST} from {preferred_port} on; name another with --port"
+    )
 
 
 def raise_open_file_limit(num_files: int) -> None:
-    """Allow this process so many open files, as far as the system lets it."""
+    """Allow this process `num_files` open files, or as many as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def shorten_switch_interval() -> None:
-    """Have threads of this process hand on the interpreter's lock sooner than by default."""
+    """Make threads of this process release the interpreter's lock sooner than by default."""
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
 
 
-def load_or_create_token(folder: Path) -> str:
-    """The token of a server's folder, made when it is first asked for; readable by its owner alone.
+def run_server(server: uvicorn.Server, announce: Callable[[], None]) -> None:
+    """Run a server until SIGTERM or Ctrl-C; call `announce` on a thread once it accepts requests."""
 
-    Raises: BackendError where the file is another user's.
-    """
-    path = folder / "token"
-    make_folder(folder)
-    create_file_once(path, f"{secrets.token_urlsafe(32)}\n", mode=0o600)
-    try:
-        with open(path, opener=open_owned_file) as file:
-            return file.read().strip()
-    except PermissionError:
-        raise BackendError(
-            f"{path}: cannot be read: the server was started by somebody else"
-        ) from None
+    def announce_when_started() -> None:
+        while not server.started and not server.should_exit:
+            time.sleep(0.05)
+        if server.started:
+            announce()
+
+    threading.Thread(target=announce_when_started, daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down and re-raises the signal
+        server.run()
 
 
 def limit_connections(max_connections: int, idle_seconds: float) -> type[H11Protocol]:
-    """A protocol class for uvicorn's `http`.
+    """Build a protocol class for uvicorn's `http` that limits the number and idle time of connections.
 
     Args:
-        most: open connections; further ones are closed at once.
-        idle_seconds: time for a request's head to arrive; twice as long after another request.
+        max_connections: open connections; further ones are closed at once.
+        idle_seconds: time for the head of a request to arrive; twice as long after another request.
     """
 
     class BoundedProtocol(H11Protocol):
         """A connection that is closed unless requests begin in time."""
 
         _timer: asyncio.TimerHandle | None = None
-        _last: object = None  # the request that was over at the last look
+        _last_cycle: object = None  # the request that had completed at the last check
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            """Take a connection, if there is room."""
+            """Accept a connection if the limit permits."""
             super().connection_made(transport)
             if len(self.connections) > max_connections:
                 transport.abort()
                 return
-            self._timer = self.loop.call_later(idle_seconds, self._look)
+            self._timer = self.loop.call_later(idle_seconds, self._close_if_idle)
 
-        def _look(self) -> None:
-            """Close the connection if no request has begun since the last look."""
+        def _close_if_idle(self) -> None:
+            """Close the connection if no request has begun since the last check."""
             is_idle = self.cycle is None or self.cycle.response_complete
-            if is_idle and self._last is self.cycle:
+            if is_idle and self._last_cycle is self.cycle:
                 self.transport.abort()
                 return
-            self._last = self.cycle if is_idle else self
-            self._timer = self.loop.call_later(idle_seconds, self._look)
+            self._last_cycle = self.cycle if is_idle else self
+            self._timer = self.loop.call_later(idle_seconds, self._close_if_idle)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Let go of a connection."""
+            """Cancel the timer of a closed connection."""
             if self._timer is not None:
                 self._timer.cancel()
             super().connection_lost(exc)

@@ -1,4 +1,4 @@
-"""Files of saved weights: signatures of their addresses, lists, archives."""
+"""Downloads of saved weights: signed URLs, file lists, tar archives."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rl_core.storage.atomic_files import create_file_once, make_folder, open_owned_file
 
-CHUNK_BYTES = 1 << 20  # bytes that are read at once
+CHUNK_BYTES = 1 << 20  # bytes read at once
 
 
 class UrlSigner:
-    """Signatures by a secret of the service's folder, so that addresses outlive the server."""
+    """Signer with a secret in the service's folder, so that URLs stay valid when the server restarts."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "signing-secret"
@@ -25,29 +25,29 @@ class UrlSigner:
             self._secret = bytes.fromhex(file.read().strip())
 
     def sign_subject(self, subject: str, expires: int) -> str:
-        """Signature of a subject up to a time, seconds since 1970."""
+        """Return the signature of a subject that expires at a time, in seconds since 1970."""
         return hmac.new(self._secret, f"{expires}\n{subject}".encode(), hashlib.sha256).hexdigest()
 
     def is_valid_signature(self, subject: str, expires: int, signature: str, now: float) -> bool:
-        """True = signed here, and not over."""
+        """Return whether the signature was made with this secret and has not expired."""
         return now < expires and hmac.compare_digest(self.sign_subject(subject, expires), signature)
 
 
 def list_regular_files(folder: Path) -> list[str]:
-    """Relative names of the plain files below a folder; links are left out."""
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    return [path.relative_to(folder).as_posix() for path in found]
+    """List the relative names of the regular files below a folder, without links."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def stream_tar_archive(folder: Path, names: Sequence[str]) -> Iterator[bytes]:
-    """The files as a tar, piece by piece; equal files give equal bytes."""
+    """Yield the files as a tar archive, in chunks; equal files give equal bytes."""
     for name in names:
         with open(folder / name, opener=open_owned_file, mode="rb") as file:
             info = tarfile.TarInfo(name)
             info.size = file.seek(0, 2)
             file.seek(0)
             yield info.tobuf()
-            while part := file.read(CHUNK_BYTES):
-                yield part
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
             yield bytes(-info.size % tarfile.BLOCKSIZE)
     yield bytes(2 * tarfile.BLOCKSIZE)

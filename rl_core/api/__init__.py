@@ -1,1 +1,1 @@
-"""The Python API behind `import rl_core`: one entry point and one recipe for each algorithm."""
+"""The Python API behind `import rl_core`: an entry point and a recipe for each algorithm."""

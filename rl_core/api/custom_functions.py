@@ -1,6 +1,6 @@
-"""Functions of the user's in the Python API: the arguments `loss` and `advantages`, and the digest of their code.
+"""User functions in the Python API: the arguments `reward`, `loss` and `advantages`, and the digest of their code.
 
-The `reward` argument of the Python API: functions, components by name, or both with weights.
+A `reward` is a function, a component by name, several of them, or several with weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from rl_core.storage.manifest import digest_bytes
 from rl_core.user_code import digest_user_code
 
 FunctionSource: TypeAlias = "Callable[..., Any] | str"  # a function, or its import path
+# A function of trajectories, a component's name or import path, several of them, or several with weights.
+RewardSource: TypeAlias = (
+    "RewardFunction | str | Sequence[RewardFunction | str] | Mapping[Any, float]"
+)
+DEFAULT_REWARDS = {"task": 1.0}
 
 
 def apply_custom_functions(
     settings: PolicySettings, **sources: FunctionSource | None
 ) -> tuple[PolicySettings, dict[str, Callable[..., Any]]]:
-    """The settings with what was handed in, by the name of its setting, and those that are functions.
+    """Return the settings with the sources by setting name, and the sources that are functions.
 
-    Raises: SettingsError where a setting is given twice, or holds neither a function nor a text.
+    Raises: SettingsError if a setting is also in `settings`, or is neither a function nor a string.
     """
     changes: dict[str, Any] = {}
     functions: dict[str, Callable[..., Any]] = {}
@@ -48,83 +53,77 @@ def apply_custom_functions(
 def digest_custom_code(
     settings: Settings, functions: Mapping[str, Callable[..., Any]]
 ) -> dict[str, str]:
-    """Digests of the user's code that a run rests on, so that a resumed one notices an edited file.
+    """Digest the user's code that a run depends on, so that a resumed run notices an edited file.
 
-    Of functions handed in their own source, and the modules that they are from (but for the script that runs).
+    For functions passed as objects: their source, and the modules they come from (except the running script).
     """
     modules = [
         getattr(_unwrap_partial(function), "__module__", None) for function in functions.values()
     ]
     paths = [path for _, path in iter_code_paths(settings) if ":" in path]
-    found = digest_user_code(paths, [f"{name}:" for name in modules if name and name != "__main__"])
-    return found | {f"{name}()": digest_source(function) for name, function in functions.items()}
+    optional_paths = [f"{name}:" for name in modules if name and name != "__main__"]
+    digests = digest_user_code(paths, optional_paths)
+    return digests | {f"{name}()": digest_source(function) for name, function in functions.items()}
 
 
 def resolve_function_name(function: Callable[..., Any], default: str) -> str:
-    """A name for metrics and messages: the function's own; `unnamed` for a lambda."""
+    """Return a function's name for metrics and messages; `default` for a lambda."""
     inner = _unwrap_partial(function)
     name = getattr(inner, "__name__", type(inner).__name__)
     return default if name == "<lambda>" else name
 
 
 def digest_source(function: Callable[..., Any]) -> str:
-    """Digest of a function's source, and of what a partial gives it; its name where there is no source."""
-    inner, bound = _unwrap_partial(function), ""
+    """Digest a function's source and the arguments bound by partials; without source, return its name."""
+    bound_arguments = ""
     while isinstance(function, functools.partial):
-        bound += f" {function.args} {sorted(function.keywords.items())}"
+        bound_arguments += f" {function.args} {sorted(function.keywords.items())}"
         function = function.func
     try:
-        return digest_bytes((inspect.getsource(inner) + bound).encode())[:16]
+        return digest_bytes((inspect.getsource(function) + bound_arguments).encode())[:16]
     except (OSError, TypeError):  # a callable object, or typed at a prompt
-        return getattr(inner, "__qualname__", type(inner).__qualname__) + bound
+        return getattr(function, "__qualname__", type(function).__qualname__) + bound_arguments
 
 
 def _unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function within partials."""
+    """Return the function inside nested partials."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-# A function of trajectories, a component's name or import path, several of them, or several with weights.
-RewardSource: TypeAlias = (
-    "RewardFunction | str | Sequence[RewardFunction | str] | Mapping[Any, float]"
-)
-DEFAULT_REWARDS = {"task": 1.0}
-
-
 @dataclasses.dataclass(frozen=True)
 class RewardSpec:
-    """Weights of all components by name, and those components that are functions handed in."""
+    """Weights of all components by name, and the components passed as functions."""
 
     weights: dict[str, float]
     functions: dict[str, RewardFunction]
 
     def digest_functions(self) -> dict[str, str]:
-        """Name -> digest of each function's source, so that a resumed run notices an edited one."""
+        """Map names to digests of the functions' source, so that a resumed run notices an edited one."""
         return {name: digest_source(function) for name, function in self.functions.items()}
 
 
 def parse_reward(reward: RewardSource) -> RewardSpec:
-    """Names and weights of what was handed in; a function is named by its own name.
+    """Parse a `reward` argument into names and weights; functions get their `__name__`.
 
-    Raises: SettingsError for what is no reward, or two functions of one name.
+    Raises: SettingsError for anything that is not a reward, or two functions with the same name.
     """
     if callable(reward) or isinstance(reward, str):
-        weighted: list[tuple[Any, Any]] = [(reward, 1.0)]
+        weighted_parts: list[tuple[Any, Any]] = [(reward, 1.0)]
     elif isinstance(reward, Mapping):
-        weighted = list(reward.items())
+        weighted_parts = list(reward.items())
     elif isinstance(reward, Sequence):
-        weighted = [(part, 1.0) for part in reward]
+        weighted_parts = [(part, 1.0) for part in reward]
     else:
         raise SettingsError(
-            f"reward: {reward!r} is no reward; hand in a function that takes a list of trajectories"
+            f"reward: {reward!r} is not a reward; pass a function that takes a list of trajectories"
         )
-    if not weighted:
-        raise SettingsError("reward: holds no function and no component")
+    if not weighted_parts:
+        raise SettingsError("reward: contains no function and no component")
     weights: dict[str, float] = {}
     functions: dict[str, RewardFunction] = {}
-    for part, weight in weighted:
+    for part, weight in weighted_parts:
         if not callable(part) and not isinstance(part, str):
             raise SettingsError(
                 f"reward: {part!r} is neither a function nor the name of a component"
@@ -142,18 +141,18 @@ def parse_reward(reward: RewardSource) -> RewardSpec:
     return RewardSpec(weights, functions)
 
 
-def apply_reward_spec(settings: PolicySettings, parts: RewardSpec | None) -> PolicySettings:
-    """The settings with the weights that were handed in. Raises: SettingsError where `settings` names rewards too."""
-    if parts is None:
+def apply_reward_spec(settings: PolicySettings, spec: RewardSpec | None) -> PolicySettings:
+    """Return the settings with these weights. Raises: SettingsError if `settings` names rewards too."""
+    if spec is None:
         return settings
     if settings.rewards != DEFAULT_REWARDS:
         raise SettingsError(
             "reward: given twice, here and in settings.rewards; leave one of them out"
         )
-    return dataclasses.replace(settings, rewards=parts.weights)
+    return dataclasses.replace(settings, rewards=spec.weights)
 
 
 def _build_reward_name(function: Callable[..., Any]) -> str:
-    """A name for metrics: the function's own, `reward` for a lambda."""
+    """Return a name for metrics: that of the function, `reward` for a lambda."""
     name = resolve_function_name(function, "reward")
     return f"{name}_function" if name in REWARD_COMPONENTS else name

@@ -1,4 +1,4 @@
-"""The data arguments of the Python API: prompts, demonstrations and preference pairs, from files or lists."""
+"""Data arguments of the Python API: prompts, demonstrations and preference pairs, from files or lists."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataSplit(Generic[T]):
-    """Rows to train on and rows held out, and the digests of what they were read from."""
+    """Training rows, held-out rows, and the digest of their sources."""
 
     train: Sequence[T]
     heldout: Sequence[T]
@@ -60,44 +60,45 @@ def resolve_environment(
     heldout_prompts: RowSource | None,
     system: str = "",
 ) -> tuple[Environment, str]:
-    """The environment to act in, and a digest of the prompts ("" where they are not rows).
+    """Return the environment to act in, and a digest of the prompts ("" without prompts).
 
-    Raises: SettingsError unless exactly one of the two is given.
+    Raises: SettingsError unless exactly one of the two is passed.
     """
     if (environment is None) == (prompts is None):
         state = "both are given" if prompts is not None else "neither is given"
-        raise SettingsError(f"environment, prompts: {state}; hand in one of them")
+        raise SettingsError(f"environment, prompts: {state}; pass one of them")
     if environment is not None:
         if isinstance(environment, type) and issubclass(environment, Environment):
             raise SettingsError(
-                f"environment: {environment.__name__} is a class; hand in {environment.__name__}()"
+                f"environment: {environment.__name__} is a class; pass {environment.__name__}()"
             )
         if not isinstance(environment, Environment):
             raise SettingsError(
-                f"environment: {type(environment).__name__} is no rl_core.Environment; a name from a configuration "
-                "goes through rl_core.make_environment(name, options)"
+                f"environment: {type(environment).__name__} is not an rl_core.Environment; for a name from a "
+                "configuration use rl_core.make_environment(name, options)"
             )
         if heldout_prompts is not None or system:
             raise SettingsError(
-                "heldout_prompts, system: go with prompts; an environment has its own"
+                "heldout_prompts, system: only apply to prompts; an environment defines its own"
             )
         return environment, ""
     assert prompts is not None
     rows = _read_prompts(prompts)
-    heldout = _read_prompts(heldout_prompts) if heldout_prompts is not None else None
-    digest = rows.digest + (heldout.digest if heldout is not None else "")
-    return Prompts(rows.rows, heldout.rows if heldout is not None else (), system=system), digest
+    if heldout_prompts is None:
+        return Prompts(rows.rows, (), system=system), rows.digest
+    heldout = _read_prompts(heldout_prompts)
+    return Prompts(rows.rows, heldout.rows, system=system), rows.digest + heldout.digest
 
 
 def _read_prompts(source: RowSource) -> PromptRows | Records:
-    """Rows of a file or a folder, or in memory."""
+    """Read rows of a file, a folder, or a list."""
     if not isinstance(source, str | Path):
         return read_prompts(source)
     try:
         return read_prompt_rows(source)
     except SettingsError as error:
-        text = str(error).replace("options.path: ", "").replace("options.prompt: ", "")
-        raise DataError(f"prompts: {text}") from error
+        message = str(error).replace("options.path: ", "").replace("options.prompt: ", "")
+        raise DataError(f"prompts: {message}") from error
 
 
 def check_prompt_lengths(
@@ -112,24 +113,22 @@ def check_prompt_lengths(
     """
     if not isinstance(environment, Prompts):
         return
-    found, count = [], 0
+    too_long, num_prompts = [], 0
     for split in splits:
+        argument = "prompts" if split == "train" else "heldout_prompts"
         for level in environment.levels:
             for seed in environment.seeds_of(split, level):
-                count += 1
+                num_prompts += 1
                 length = len(renderer.prompt_ids(environment.episode(seed, level).reset()))
                 if length >= context:
                     row = seed - environment.seeds(split).start
-                    found.append(
-                        f"{'prompts' if split == 'train' else 'heldout_prompts'}[{row}]: {length} tokens"
-                    )
-    if found:
-        listed = "".join(f"\n  {line}" for line in found[:10]) + (
-            "\n  ..." if len(found) > 10 else ""
-        )
+                    too_long.append(f"{argument}[{row}]: {length} tokens")
+    if too_long:
+        shown = [*too_long[:10], "..."] if len(too_long) > 10 else too_long
+        listing = "".join(f"\n  {line}" for line in shown)
         raise DataError(
-            f"{len(found)} of {count} prompts leave no room for an answer in a context of {context} tokens:{listed}\n"
-            "Leave them out, or take a model with a longer context"
+            f"{len(too_long)} of {num_prompts} prompts leave no room for an answer in a context of {context} tokens:"
+            f"{listing}\nLeave them out, or take a model with a longer context"
         )
 
 
@@ -142,14 +141,15 @@ def load_conversations(
     loss_on: Literal["all", "last"] = "all",
     folder: Path | None = None,
 ) -> DataSplit[TrainingSequence]:
-    """Demonstrations as (token ids, loss mask), `heldout` of them (a share by prompt, or rows of their own) held out.
+    """Load demonstrations as (token ids, loss mask), and hold out a share of the prompts or separate rows.
 
     Args:
-        folder: keeps token ids, so that a resumed run does not make them again.
-    Raises: RecordsError listing bad rows, those longer than the context among them.
+        heldout: share by prompt, or rows.
+        folder: caches token ids, so that a resumed run does not compute them again.
+    Raises: RecordsError listing bad rows, including those longer than the context.
     """
     reader = _RowReader(TokenisationJob("demonstrations", loss_on), renderer, context, folder)
-    parts = _split_rows(
+    split = _split_rows(
         data,
         heldout,
         reader,
@@ -157,7 +157,7 @@ def load_conversations(
         seed,
         fallback_key=lambda row: str(row["messages"][:-1]),
     )
-    return DataSplit(parts.train.sequences, parts.heldout.sequences, parts.digest)
+    return DataSplit(split.train.sequences, split.heldout.sequences, split.digest)
 
 
 def load_preference_pairs(
@@ -169,20 +169,24 @@ def load_preference_pairs(
     use: PreferenceUse = "dpo",
     folder: Path | None = None,
 ) -> DataSplit[PreferencePair]:
-    """Preference rows as the pairs of a loss or of a reward model; arguments and errors as `conversations`.
+    """Load preference rows as the pairs of a loss or of a reward model; arguments and errors as `load_conversations`.
 
-    `kto` takes labelled completions, and both sides of preference rows; the others take preference rows alone. Only
+    `kto` takes labelled completions, and both sides of preference rows; the others only take preference rows. Only
     `reward_model` takes a `margin`.
     Args:
         use: the loss, or "reward_model".
-    Raises: DataError naming a row that does not go with the loss.
+    Raises: DataError naming a row that the loss cannot use.
     """
     reader = _RowReader(TokenisationJob("preferences"), renderer, context, folder)
-    parts = _split_rows(data, heldout, reader, lambda row: extract_prompt_text(row["prompt"]), seed)
-    train = PreferenceSplit.from_rows(parts.train.sequences, parts.train.rows, use, "training")
-    rest = PreferenceSplit.from_rows(parts.heldout.sequences, parts.heldout.rows, use, "held-out")
-    pairs = build_pair_rows(train, rest, use, seed)
-    return DataSplit(*pairs, parts.digest)
+    split = _split_rows(data, heldout, reader, lambda row: extract_prompt_text(row["prompt"]), seed)
+    train_split = PreferenceSplit.from_rows(
+        split.train.sequences, split.train.rows, use, "training"
+    )
+    heldout_split = PreferenceSplit.from_rows(
+        split.heldout.sequences, split.heldout.rows, use, "held-out"
+    )
+    train, heldout_pairs = build_pair_rows(train_split, heldout_split, use, seed)
+    return DataSplit(train, heldout_pairs, split.digest)
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ class _TokenizedSplit:
 
 
 class _RowReader:
-    """Reads rows, and tokenises each once."""
+    """Reader of rows that tokenises each row once."""
 
     def __init__(
         self, job: TokenisationJob, renderer: ChatRenderer, context: int, folder: Path | None
@@ -210,43 +214,43 @@ class _RowReader:
         self._cache = TokenCache(folder)
 
     def __call__(self, source: RowSource) -> tuple[Records, TokenRows]:
-        found: list[TokenizedRows] = []
+        tokenized: list[TokenizedRows] = []
 
-        def check(rows: Sequence[Row]) -> list[str]:
-            found.append(
-                self._cache.load_or_tokenize(
-                    compute_rows_digest(rows),
-                    lambda: rows,
-                    self._renderer,
-                    self._job,
-                    estimate_text_bytes(rows),
-                )
+        def check_rows(rows: Sequence[Row]) -> list[str]:
+            result = self._cache.load_or_tokenize(
+                compute_rows_digest(rows),
+                lambda: rows,
+                self._renderer,
+                self._job,
+                estimate_text_bytes(rows),
             )
-            return found[0].list_refusal_reasons(
+            tokenized.append(result)
+            return result.list_refusal_reasons(
                 len(rows), self._context, f"the context holds {self._context}"
             )
 
         read = read_demonstrations if self._job.kind == "demonstrations" else read_preferences
-        return read(source, check_rows=check), found[0].rows
+        return read(source, check_rows=check_rows), tokenized[0].rows
 
 
 def _split_rows(
     data: RowSource,
     heldout: RowSource | float,
     read: _RowReader,
-    prompt_of: Callable[[Row], str],
+    get_prompt: Callable[[Row], str],
     seed: int,
     fallback_key: Callable[[Row], str] | None = None,
 ) -> _TokenizedSplit:
-    """Rows read, and split by prompt where `heldout` is a share; 0 = nothing is held out.
+    """Read the rows, and split them by prompt if `heldout` is a share; 0 = hold nothing out.
 
-    `otherwise`: the key of rows that all have the same prompt.
+    Args:
+        fallback_key: returns what to split by if all rows have the same prompt.
     """
     records, sequences = read(data)
     rows = records.rows
     if isinstance(heldout, bool) or not isinstance(heldout, int | float):
-        rest, others = read(heldout)
-        overlap = count_overlap(rows, rest.rows, prompt_of)
+        heldout_records, heldout_sequences = read(heldout)
+        overlap = count_overlap(rows, heldout_records.rows, get_prompt)
         if overlap["num_overlap_rows"]:
             logger.warning(
                 "heldout: %d of %d rows have a prompt of the training rows, so they are not held out",
@@ -255,8 +259,8 @@ def _split_rows(
             )
         return _TokenizedSplit(
             _TokenizedRows(rows, sequences),
-            _TokenizedRows(rest.rows, others),
-            records.digest + rest.digest,
+            _TokenizedRows(heldout_records.rows, heldout_sequences),
+            records.digest + heldout_records.digest,
         )
     if heldout == 0:
         return _TokenizedSplit(
@@ -266,13 +270,12 @@ def _split_rows(
         )
     if not 0 < heldout < 1:
         raise SettingsError(
-            f"heldout: {heldout} has to be a share from 0 to below 1, a file, or a list of rows"
+            f"heldout: {heldout} must be a share from 0 to below 1, a file, or a list of rows"
         )
-    if fallback_key is not None and len({normalize_prompt(prompt_of(row)) for row in rows}) == 1:
-        prompt_of = fallback_key
-    train, rest_places, _ = split_indices(rows, prompt_of, heldout, seed)
-    parts = [
-        _TokenizedRows(select_rows(rows, some), sequences.select_rows(some))
-        for some in (train, rest_places)
-    ]
-    return _TokenizedSplit(parts[0], parts[1], f"{records.digest} {heldout}")
+    if fallback_key is not None and len({normalize_prompt(get_prompt(row)) for row in rows}) == 1:
+        get_prompt = fallback_key
+    train, heldout_rows = (
+        _TokenizedRows(select_rows(rows, indices), sequences.select_rows(indices))
+        for indices in split_indices(rows, get_prompt, heldout, seed)[:2]
+    )
+    return _TokenizedSplit(train, heldout_rows, f"{records.digest} {heldout}")

@@ -1,4 +1,4 @@
-"""Evaluating and sampling a policy: held-out episodes, validation while training, and plain generation."""
+"""Evaluation and sampling of a policy: held-out episodes, validation during training, and plain generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_core.environments.failed_episodes import EpisodeFailureMonitor, StoreFai
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
 from rl_core.evaluation import Evaluation, summarize_trajectories
-from rl_core.evaluation import evaluate as play
+from rl_core.evaluation import evaluate as play_episodes
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import collect_rollouts
 from rl_core.rollouts.episode_sequence import EpisodeRequest
@@ -24,7 +24,10 @@ from rl_core.rollouts.heldout_episodes import draw_heldout_requests
 from rl_core.settings import EvaluationSettings, SamplingSettings, resolve_defaults
 from rl_core.types import RolloutGroup
 
-TIMING_METRICS = ("eval/seconds", "eval/tokens_per_second")  # the loop times evaluations itself
+TIMING_METRICS: tuple[str, ...] = (
+    "eval/seconds",
+    "eval/tokens_per_second",
+)  # left out: the loop times evaluations
 SUCCESS_METRICS = ("eval/success_rate", "eval/pass_at_")
 
 
@@ -41,38 +44,39 @@ def evaluate(
     """Play held-out episodes of an environment, or answer prompts, and summarise with 95% intervals.
 
     Args:
-        prompts: rows, a JSONL or a Parquet file, all of which are answered, in place of an environment.
-        reward: scores the episodes in place of the environment (`reward_mean`); success is the environment's.
+        prompts: rows, a JSONL or a Parquet file, all of which are answered, instead of an environment.
+        reward: scores the episodes instead of the environment (`reward_mean`); success is still the environment's.
         settings: episodes, levels, samples and sampling; `greedy` is not used (set sampling.temperature to 0).
         seed: of the sampling and of the choice of episodes.
     Raises: SettingsError, DataError, EnvironmentFault, RewardError.
     """
-    given = settings or EvaluationSettings()
-    acting, _ = resolve_environment(environment, prompts, prompts, system)
-    parts = parse_reward(reward) if reward is not None else None
+    settings = settings or EvaluationSettings()
+    environment, _ = resolve_environment(environment, prompts, prompts, system)
+    reward_spec = parse_reward(reward) if reward is not None else None
     policy = load_policy(model)
-    check_prompt_lengths(acting, policy.renderer, policy.context, ["heldout"])
-    given = resolve_defaults(given, policy.default_settings, policy.context)
-    if isinstance(acting, Prompts):
-        requests = [EpisodeRequest(level, row) for level, row in acting.list_heldout_episodes()]
+    check_prompt_lengths(environment, policy.renderer, policy.context, ["heldout"])
+    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    if isinstance(environment, Prompts):
+        requests = [
+            EpisodeRequest(level, row) for level, row in environment.list_heldout_episodes()
+        ]
     else:
-        requests = draw_heldout_requests(
-            acting, given, seed if given.episodes_seed is None else given.episodes_seed
-        )
-    result = play(
-        acting,
+        episodes_seed = seed if settings.episodes_seed is None else settings.episodes_seed
+        requests = draw_heldout_requests(environment, settings, episodes_seed)
+    result = play_episodes(
+        environment,
         policy.backend(),
         policy.renderer,
         requests,
-        samples=given.samples,
-        sampling=given.sampling,
+        samples=settings.samples,
+        sampling=settings.sampling,
         seed=seed,
     )
-    if not isinstance(acting, Prompts):
-        result.held_out = _describe_heldout_levels(acting, result)
-    if parts is None:
+    if not isinstance(environment, Prompts):
+        result.held_out = _describe_heldout_levels(environment, result)
+    if reward_spec is None:
         return result
-    rewards = RewardOrchestrator(parts.weights, functions=parts.functions)
+    rewards = RewardOrchestrator(reward_spec.weights, functions=reward_spec.functions)
     return _apply_rewards(result, rewards)
 
 
@@ -84,19 +88,21 @@ def evaluate_heldout(
     seed: int,
     keep: StoreFailedEpisode | None = None,
 ) -> tuple[Evaluation, Evaluation | None]:
-    """The sampled evaluation, and the greedy one where the settings ask for it. `keep`: keeps failed episodes.
+    """Run the sampled evaluation, and the greedy one if the settings ask for it.
 
+    Args:
+        keep: stores failed episodes.
     Raises: SettingsError for a reward that needs a model.
     """
     backend = policy.backend()
     rewards = RewardOrchestrator(settings.rewards) if settings.rewards else None
     if rewards is not None and rewards.needs_states:
         raise SettingsError(
-            "rewards: curiosity and coherence look at a model while it trains; leave them out"
+            "rewards: curiosity and coherence need a model in training; leave them out"
         )
 
-    def once(samples: int, sampling: SamplingSettings) -> Evaluation:
-        result = play(
+    def run_evaluation(samples: int, sampling: SamplingSettings) -> Evaluation:
+        result = play_episodes(
             environment,
             backend,
             policy.renderer,
@@ -109,10 +115,10 @@ def evaluate_heldout(
         result.held_out = _describe_heldout_levels(environment, result)
         return result if rewards is None else _apply_rewards(result, rewards)
 
-    sampled = once(settings.samples, settings.sampling)
+    sampled = run_evaluation(settings.samples, settings.sampling)
     if not settings.greedy or settings.sampling.temperature == 0:
         return sampled, None
-    return sampled, once(1, dataclasses.replace(settings.sampling, temperature=0.0))
+    return sampled, run_evaluation(1, dataclasses.replace(settings.sampling, temperature=0.0))
 
 
 def build_validator(
@@ -125,16 +131,16 @@ def build_validator(
     rewards: RewardOrchestrator | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Callable[[], dict[str, float]]:
-    """A function that plays the same validation episodes at every call and gives `eval/...` metrics.
+    """Build a function that plays the same validation episodes at every call and returns `eval/...` metrics.
 
     Args:
-        rewards: scores the episodes in place of the environment.
+        rewards: scores the episodes instead of the environment.
     """
     backend = policy.backend()
 
     def measure() -> dict[str, float]:
         backend.refresh_weights()
-        result = play(
+        result = play_episodes(
             environment,
             backend,
             policy.renderer,
@@ -146,12 +152,11 @@ def build_validator(
         )
         if rewards is not None:
             result = _apply_rewards(result, rewards)
-        hidden = (
-            TIMING_METRICS if environment.knows_success else (*TIMING_METRICS, *SUCCESS_METRICS)
-        )
-        return {
-            name: value for name, value in result.metrics().items() if not name.startswith(hidden)
-        }
+        hidden = TIMING_METRICS
+        if not environment.knows_success:
+            hidden += SUCCESS_METRICS
+        metrics = result.metrics()
+        return {name: value for name, value in metrics.items() if not name.startswith(hidden)}
 
     return measure
 
@@ -165,53 +170,46 @@ def generate(
     system: str = "",
     seed: int = 0,
 ) -> list[list[str]]:
-    """Completions of every prompt: `samples` texts for each, in the order given.
+    """Generate `samples` completions of every prompt, in the order of the prompts.
 
     Args:
         prompts: texts, rows with a `prompt` (text or messages), or a JSONL or Parquet file of such rows.
         seed: the same seed, model and prompts give the same texts.
     """
-    if (
-        isinstance(prompts, str)
-        and "\n" not in prompts
-        and not prompts.endswith((".jsonl", ".parquet", ".pq"))
-    ):
-        raise SettingsError(
-            f"prompts: {prompts!r} is one text; hand in a list of them, [{prompts!r}]"
-        )
+    file_suffixes = (".jsonl", ".parquet", ".pq")
+    if isinstance(prompts, str) and "\n" not in prompts and not prompts.endswith(file_suffixes):
+        raise SettingsError(f"prompts: {prompts!r} is a single text; pass a list, [{prompts!r}]")
     if samples < 1:
         raise SettingsError(f"samples: {samples} must be at least 1")
     policy = load_policy(model)
-    environment = Prompts(
-        [{**row, "level": "all"} for row in read_prompts(prompts).rows], system=system
-    )
+    rows = [{**row, "level": "all"} for row in read_prompts(prompts).rows]
+    environment = Prompts(rows, system=system)
     requests = [EpisodeRequest("all", index) for index in environment.seeds("train")]
+    sampling = resolve_defaults(
+        sampling or SamplingSettings(), policy.default_settings, policy.context
+    )
     groups = collect_rollouts(
         environment,
         policy.backend(),
         policy.renderer,
         requests,
         group_size=samples,
-        sampling=resolve_defaults(
-            sampling or SamplingSettings(), policy.default_settings, policy.context
-        ),
+        sampling=sampling,
         seed=seed,
     )
     return [[rollout.trajectory.turns[0].action for rollout in group.rollouts] for group in groups]
 
 
 def _apply_rewards(result: Evaluation, rewards: RewardOrchestrator) -> Evaluation:
-    """The same episodes with the rewards of these components."""
+    """Score the episodes of an evaluation with other rewards, and summarise them again."""
     by_episode: dict[tuple[str, int], list[Any]] = {}
     for rollout in result.rollouts:
-        by_episode.setdefault((rollout.trajectory.level, rollout.trajectory.seed), []).append(
-            rollout
-        )
-    rewards.failures.reset()  # each evaluation counts for itself
+        episode = (rollout.trajectory.level, rollout.trajectory.seed)
+        by_episode.setdefault(episode, []).append(rollout)
+    rewards.failures.reset()  # each evaluation has its own limit
     rewards.score([RolloutGroup(rollouts) for rollouts in by_episode.values()])
-    scored = summarize_trajectories(
-        (rollout.trajectory for rollout in result.rollouts), result.seconds
-    )
+    trajectories = (rollout.trajectory for rollout in result.rollouts)
+    scored = summarize_trajectories(trajectories, result.seconds)
     scored.rollouts, scored.held_out = result.rollouts, result.held_out
     scored.failed_episodes = result.failed_episodes
     return scored
@@ -220,5 +218,5 @@ def _apply_rewards(result: Evaluation, rewards: RewardOrchestrator) -> Evaluatio
 def _describe_heldout_levels(
     environment: Environment, result: Evaluation
 ) -> dict[str, dict[str, Any]]:
-    """`Environment.held_out` of each level that was played."""
+    """Return `Environment.held_out` of each level that was played."""
     return {level: environment.held_out(level).to_json() for level in result.by_level}

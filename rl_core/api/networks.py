@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,23 +33,25 @@ from rl_core.training.callbacks import Callback
 
 @dataclass(kw_only=True)
 class NetworkTraining(ResumableTraining[NetworkTrainer]):
-    """Training of a network. `run` trains, `save` writes it; both may be called again."""
+    """Training of a network. `run` trains, `save` writes the network; both may be called again."""
 
-    environment: str  # its name
+    environment: str  # name of the environment
 
     @property
     def model(self) -> ActorCritic:
-        """The networks in training: `model.act(observations)` gives the likeliest actions."""
+        """The networks in training: `model.act(observations)` returns the likeliest actions."""
         return self.trainer.model
 
     def test(self) -> PlayedEpisodes:
-        """Returns of held-out episodes, whose seeds neither training nor validation uses. Raises: SettingsError."""
+        """Return the returns of held-out episodes, whose seeds neither training nor validation uses. Raises:
+        SettingsError.
+        """
         return self.trainer.evaluate_on_test_seeds()
 
     def save(self, folder: str | Path) -> Path:
-        """Write the networks as a folder for `rl_core.load_network`; one that an earlier call wrote is replaced.
+        """Write the networks as a folder for `rl_core.load_network`; a folder written earlier is replaced.
 
-        Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
+        Raises: CheckpointError if nothing was trained yet, or the folder cannot be written.
         """
         self.check_trained()
         publish_network(self.model, folder, self.environment)
@@ -64,51 +67,46 @@ def network_ppo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> NetworkTraining:
-    """PPO of a policy and a value network on a Gymnasium environment (extra `gymnasium`).
+    """Train a policy and a value network with PPO on a Gymnasium environment (extra `gymnasium`).
 
     Args:
         environment: an id ("CartPole-v1"), a `gymnasium.Env` class or a function that makes one, or a `VectorEnv`,
             whose autoreset mode is kept; None = what the settings name. A `VectorEnv` has no held-out episodes, and a
-            resumed run begins new episodes in it; with the others a resume is exact to the last bit.
+            resumed run starts new episodes in it; with the others a resume is exact bit for bit.
         settings: every option of the environment, networks, PPO, optimizer and loop.
-        output: folder of metrics and checkpoints; a run that was stopped resumes there. None = nothing kept.
+        output: folder of metrics and checkpoints; a stopped run resumes there. None = nothing is written.
         others: as in `policy_gradient`.
     Raises: SettingsError, before anything is played.
     """
     settings = resolve_settings(settings, NetworkSettings)
-    maker: EnvironmentFactory | None = None
+    factory: EnvironmentFactory | None = None
     vector: Any = None
     if isinstance(environment, str):
         settings = dataclasses.replace(settings, environment=environment, environment_class=None)
     if environment is None or isinstance(environment, str):
-        maker, name = build_environment_factory(settings), read_environment_name(settings)
+        factory, name = build_environment_factory(settings), read_environment_name(settings)
     elif hasattr(environment, "single_observation_space"):
         vector, name = environment, type(environment).__name__
         settings = dataclasses.replace(settings, num_environments=vector.num_envs)
     elif callable(environment):
-        options = settings.environment_options
-        maker, name = (
-            lambda: environment(**options),
-            getattr(environment, "__qualname__", "environment"),
-        )
+        factory = functools.partial(environment, **settings.environment_options)
+        name = getattr(environment, "__qualname__", "environment")
     else:
         raise SettingsError(
-            f"environment: a {type(environment).__name__}; hand in an id, a function that makes one, or a VectorEnv"
+            f"environment: a {type(environment).__name__}; pass an id, a function that makes one, or a VectorEnv"
         )
     if vector is not None and (settings.eval_every or settings.patience is not None):
         raise SettingsError(
-            "eval_every: a VectorEnv alone has no held-out episodes; hand in a function that makes one"
+            "eval_every: a VectorEnv has no held-out episodes; pass a function that makes an environment"
         )
-    recipe = build_network_recipe(maker, settings, seed, name=name, vector=vector)
-    code = digest_custom_code(
-        settings, {"environment": environment} if callable(environment) else {}
-    )
+    recipe = build_network_recipe(factory, settings, seed, name=name, vector=vector)
+    functions = {"environment": environment} if callable(environment) else {}
     fingerprint = {
         "algorithm": "network_ppo",
         "settings": select_decisive_settings(settings, ("environment_steps",)),
         "seed": seed,
         "environment": name,
-        "code": code,
+        "code": digest_custom_code(settings, functions),
     }
     return NetworkTraining(
         "network_ppo",

@@ -29,9 +29,10 @@ from rl_core.api.policy import (
     select_device_settings,
 )
 from rl_core.api.recipes import RolloutRecorder
-from rl_core.api.recipes.policy_gradient import build_distillation_recipe, load_teacher
 from rl_core.api.recipes.policy_gradient import (
-    build_policy_gradient_recipe as policy_gradient_recipe,
+    build_distillation_recipe,
+    build_policy_gradient_recipe,
+    load_teacher,
 )
 from rl_core.api.training import Training, build_training, resolve_output_folder, resolve_settings
 from rl_core.data.records import RowSource
@@ -63,7 +64,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-REWARDS_FILE, RECENT_FILE = "rewards.jsonl", "recent_rollouts.jsonl"
+REWARDS_FILE = "rewards.jsonl"
+RECENT_FILE = "recent_rollouts.jsonl"
 
 
 def grpo(
@@ -83,7 +85,7 @@ def grpo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
-    """GRPO, or the algorithm of its kin that `settings.algorithm` names (dr_grpo, dapo, gspo, cispo, sapo, rloo).
+    """Train with GRPO, or the related algorithm in `settings.algorithm` (dr_grpo, dapo, gspo, cispo, sapo, rloo).
 
     Arguments and errors: `policy_gradient`.
     """
@@ -128,7 +130,7 @@ def ppo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
-    """PPO with a learned value function. Arguments and errors: `policy_gradient`."""
+    """Train with PPO and a learned value function. Arguments and errors: `policy_gradient`."""
     settings = resolve_settings(settings, PolicySettings)
     if settings.algorithm not in ("ppo", PolicySettings().algorithm):
         raise SettingsError(
@@ -170,54 +172,55 @@ def policy_gradient(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
-    """Train a policy on the rewards of its own rollouts, by the algorithm that `settings.algorithm` names.
+    """Train a policy on the rewards of its rollouts, with the algorithm in `settings.algorithm`.
 
     Args:
         model: folder, hub name, ModelSettings (for adapters, dtype, device), (model, tokenizer) pair, or policy.
-        environment: what the policy acts in; or else `prompts`, which it answers in a single turn.
+        environment: what the policy acts in; instead of `prompts`, which it answers in a single turn.
         prompts: a file of rows with a `prompt` (text or messages; JSONL, JSON array, Parquet, CSV) or a folder of them,
             or a list of rows or texts. All other columns reach the reward function by name.
-        reward: a function that takes a list of `Trajectory`, and columns of the rows by name, and gives as many numbers
-            (one of TRL's is taken as it is); a component's name; several of them; or a mapping from them to weights.
-            It takes the place of the environment's own reward, which is the component "task". None = the
-            environment's, or what `settings.rewards` says.
-        loss: a policy loss of yours in place of the algorithm's, a function of tensors or its import path (see
-            docs/bring-your-own.md); its numbers by `functools.partial`.
-        advantages: an advantage estimator of yours in place of the comparison of rewards, likewise.
+        reward: a function that takes a list of `Trajectory`, and columns of the rows by name, and returns one number
+            for each (a TRL reward function works unchanged); a component's name; several of them; or a mapping from
+            them to weights. It replaces the environment's reward, which is the component "task". None = the
+            environment's, or `settings.rewards`.
+        loss: your policy loss, which replaces the algorithm's: a function of tensors or its import path (see
+            docs/bring-your-own.md); bind its options with `functools.partial`.
+        advantages: your advantage estimator, which replaces the comparison of rewards; likewise.
         settings: every option of the algorithm, of the optimizer and of the loop.
-        heldout_prompts: rows for validation (`settings.eval_every`); an environment has held-out episodes of its own.
+        heldout_prompts: rows for validation (`settings.eval_every`); an environment has its own held-out episodes.
         system: a system message before every prompt.
         reward_model: folder of a reward model, for the component "learned".
-        output: folder of metrics, rewards and checkpoints; a run that was stopped resumes there. None = nothing kept.
-        tracker: where metrics go besides (see `rl_core.trackers`): "terminal", "mlflow:URI", a tracker, or several.
+        output: folder of metrics, rewards and checkpoints; a stopped run resumes there. None = nothing is written.
+        tracker: where else metrics go (see `rl_core.trackers`): "terminal", "mlflow:URI", a tracker, or several.
         callbacks: called after every iteration and evaluation (see `rl_core.TrainingEvent`).
-        seed: of everything that is drawn.
+        seed: of everything random.
     Raises: SettingsError, DataError, CheckpointError, before anything is played.
     """
     settings = resolve_settings(settings, PolicySettings)
-    settings, own = apply_custom_functions(settings, loss=loss, advantages=advantages)
-    acting, digest = resolve_environment(environment, prompts, heldout_prompts, system)
-    parts = _resolve_reward_spec(reward, reward_model, settings, acting)
-    settings = apply_reward_spec(settings, parts)
-    functions = parts.functions if parts is not None else {}
+    settings, custom_functions = apply_custom_functions(settings, loss=loss, advantages=advantages)
+    environment, prompts_digest = resolve_environment(environment, prompts, heldout_prompts, system)
+    reward_spec = _resolve_reward_spec(reward, reward_model, settings, environment)
+    settings = apply_reward_spec(settings, reward_spec)
+    functions = reward_spec.functions if reward_spec is not None else {}
     policy = load_policy(model, seed=seed)
-    check_prompt_lengths(acting, policy.renderer, policy.context)
+    check_prompt_lengths(environment, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.default_settings, policy.context)
     folder = resolve_output_folder(output)
-    recipe = policy_gradient_recipe(
+    reference = None
+    if settings.kl_coef > 0:
+        reference = _load_reference(model, policy, settings.reference_precision)
+    recipe = build_policy_gradient_recipe(
         policy,
-        _load_reference(model, policy, settings.reference_precision)
-        if settings.kl_coef > 0
-        else None,
-        acting,
+        reference,
+        environment,
         settings,
         seed,
         scorer=_load_scorer(reward_model, policy) if reward_model is not None else None,
         functions=functions,
-        evaluator=_build_validator(policy, acting, settings, seed, functions),
+        evaluator=_build_validator(policy, environment, settings, seed, functions),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_build_rollout_record(folder),
-        custom_functions=own,
+        custom_functions=custom_functions,
     )
     return build_training(
         settings.algorithm,
@@ -229,10 +232,10 @@ def policy_gradient(
         output=output,
         tracker=tracker,
         callbacks=callbacks,
-        environment={"name": acting.name, "class": type(acting).__qualname__},
-        prompts=digest,
-        reward=parts.digest_functions() if parts is not None else {},
-        code=digest_custom_code(settings, own),
+        environment={"name": environment.name, "class": type(environment).__qualname__},
+        prompts=prompts_digest,
+        reward=reward_spec.digest_functions() if reward_spec is not None else {},
+        code=digest_custom_code(settings, custom_functions),
     )
 
 
@@ -250,31 +253,31 @@ def distill(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
-    """On-policy distillation: each token of the policy's own rollouts is rewarded by log p_teacher - log p_policy.
+    """Distil a teacher on-policy: each token of the policy's rollouts is rewarded by log p_teacher - log p_policy.
 
     Args:
         teacher: a model with the policy's vocabulary: folder, hub name, pair or policy; None = `settings.teacher`,
             which may also name a server.
-        others: as in `policy_gradient`; rewards are measured alone.
+        others: as in `policy_gradient`; rewards are only measured.
     Raises: as `policy_gradient`; SettingsError for a teacher with another vocabulary.
     """
     settings = resolve_settings(settings, DistillationSettings)
-    acting, digest = resolve_environment(environment, prompts, heldout_prompts, system)
-    if isinstance(acting, Prompts) and settings.patience is not None:
+    environment, prompts_digest = resolve_environment(environment, prompts, heldout_prompts, system)
+    if isinstance(environment, Prompts) and settings.patience is not None:
         raise SettingsError(
-            "patience: prompts alone have no success to choose the best weights by; set it to None"
+            "patience: prompts have no success metric to select the best weights by; set it to None"
         )
     policy = load_policy(model, seed=seed)
-    check_prompt_lengths(acting, policy.renderer, policy.context)
+    check_prompt_lengths(environment, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.default_settings, policy.context)
     folder = resolve_output_folder(output)
     recipe = build_distillation_recipe(
         policy,
         load_teacher(settings.teacher, policy, teacher),
-        acting,
+        environment,
         settings,
         seed,
-        evaluator=_build_validator(policy, acting, settings.build_policy_settings(), seed, {}),
+        evaluator=_build_validator(policy, environment, settings.build_policy_settings(), seed, {}),
         record=_build_rollout_record(folder),
     )
     return build_training(
@@ -288,8 +291,8 @@ def distill(
         tracker=tracker,
         callbacks=callbacks,
         teacher=describe_model_source(teacher) if teacher is not None else "",
-        environment={"name": acting.name, "class": type(acting).__qualname__},
-        prompts=digest,
+        environment={"name": environment.name, "class": type(environment).__qualname__},
+        prompts=prompts_digest,
     )
 
 
@@ -299,56 +302,52 @@ def _resolve_reward_spec(
     settings: PolicySettings,
     environment: Environment,
 ) -> RewardSpec | None:
-    """The reward's parts; None = those of the settings. Raises: SettingsError where nothing would reward anything."""
+    """Return the reward's parts; None = those of the settings. Raises: SettingsError if nothing rewards anything."""
     if reward is None and reward_model is not None and "learned" not in settings.rewards:
         reward = "learned"
-    parts = parse_reward(reward) if reward is not None else None
-    names = parts.weights if parts is not None else settings.rewards
-    if reward_model is not None and "learned" not in names:
-        raise SettingsError(
-            'reward_model: no part of the reward uses it; add the component "learned"'
-        )
-    if "learned" in names and reward_model is None and names["learned"]:
+    spec = parse_reward(reward) if reward is not None else None
+    weights = spec.weights if spec is not None else settings.rewards
+    if reward_model is not None and "learned" not in weights:
+        raise SettingsError('reward_model: the reward does not use it; add the component "learned"')
+    if "learned" in weights and reward_model is None and weights["learned"]:
         raise SettingsError('reward: the component "learned" needs reward_model=FOLDER')
-    rewarded = {name for name, weight in names.items() if weight} - {"task"}
+    rewarded = {name for name, weight in weights.items() if weight} - {"task"}
     if isinstance(environment, Prompts) and not environment.knows_success and not rewarded:
         raise SettingsError(
-            "reward: prompts alone reward nothing; hand in reward=function, which takes a list of trajectories and "
-            "gives as many numbers"
+            "reward: prompts have no reward; pass reward=function, which takes a list of trajectories and returns "
+            "a number for each"
         )
-    return parts
+    return spec
 
 
 def _load_reference(source: ModelSource, policy: Policy, precision: Precision) -> PreTrainedModel:
-    """The starting model for the KL term: of new adapters, the policy without them; else a copy."""
+    """Load the starting model for the KL term: the policy without its new adapters, or a copy."""
     if isinstance(source, str | Path):
-        return get_frozen_models().load_model(
-            resolve_model_folder(source), ModelSettings(), precision=precision
-        )
+        folder = resolve_model_folder(source)
+        return get_frozen_models().load_model(folder, ModelSettings(), precision=precision)
     if is_fresh_adapter(policy.model):
         return policy.model
     if isinstance(source, ModelSettings):
-        return get_frozen_models().load_model(
-            resolve_model_folder(str(source.path)), source, precision=precision
-        )
+        folder = resolve_model_folder(str(source.path))
+        return get_frozen_models().load_model(folder, source, precision=precision)
     if precision != "full":
         raise SettingsError(
-            "reference_precision: a model that is loaded already is copied as it is; name its folder"
+            "reference_precision: a model that is already loaded is copied unchanged; pass its folder instead"
         )
     return copy.deepcopy(policy.model)
 
 
 def _load_scorer(folder: str | Path, policy: Policy) -> Scorer:
-    """Scores token rows with the reward model in a folder. Raises: SettingsError where it reads other tokens."""
-    source = Path(folder) / "model" if (Path(folder) / "model").is_dir() else folder
+    """Load a scorer of token rows with the reward model in a folder. Raises: SettingsError for another tokenizer."""
+    subfolder = Path(folder) / "model"
+    source = subfolder if subfolder.is_dir() else folder
     settings = select_device_settings(policy)
     if causal_lm.load_tokenizer(source, settings).get_vocab() != policy.tokenizer.get_vocab():
         raise SettingsError(
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
         )
-    return functools.partial(
-        heads.score_rows, get_frozen_models().load_model(source, settings, kind="reward_model")
-    )
+    model = get_frozen_models().load_model(source, settings, kind="reward_model")
+    return functools.partial(heads.score_rows, model)
 
 
 def _build_validator(
@@ -358,7 +357,7 @@ def _build_validator(
     seed: int,
     functions: Mapping[str, RewardFunction],
 ) -> Callable[[], dict[str, float]] | None:
-    """The evaluator of the loop; None where the settings ask for none."""
+    """Build the evaluator of the loop; None if the settings ask for none."""
     if not settings.eval_every:
         if settings.patience is not None:
             raise SettingsError("patience: counts evaluations, so it needs eval_every above 0")
@@ -367,17 +366,15 @@ def _build_validator(
         rows = environment.list_heldout_episodes()
         if not rows:
             raise SettingsError("eval_every: needs heldout_prompts to evaluate on")
-        shared = {
+        training_rows = {
             seed for level in environment.levels for seed in environment.held_out(level).shared
         }
-        if len(shared) < len(rows):
-            rows = [(level, row) for level, row in rows if row not in shared]
+        if len(training_rows) < len(rows):
+            rows = [(level, row) for level, row in rows if row not in training_rows]
         requests = [EpisodeRequest(level, row) for level, row in rows[: settings.eval_episodes]]
     else:
-        levels = (
-            sorted({level for stage in settings.curriculum for level in stage.levels})
-            or environment.levels
-        )
+        stage_levels = sorted({level for stage in settings.curriculum for level in stage.levels})
+        levels = stage_levels or environment.levels
         requests = draw_validation_requests(environment, settings.eval_episodes, levels, seed, ())
     rewards = None
     if functions:

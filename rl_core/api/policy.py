@@ -30,23 +30,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Policy:
-    """A loaded policy and what is needed to talk to it."""
+    """A loaded policy with its tokenizer and chat renderer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
-    origin: ModelSettings | None = (
-        None  # settings that it was read or made with; None = loaded by the caller
-    )
+    origin: ModelSettings | None = None  # settings of loading or creation; None = loaded by caller
 
     @property
     def default_settings(self) -> ModelSettings:
-        """Model settings that choose the defaults of training: preset, full fine-tuning, or LoRA."""
+        """Model settings that select the defaults of training: preset, full fine-tuning, or LoRA."""
         if self.origin is not None:
             return self.origin
-        return ModelSettings(
-            path="loaded by the caller", lora=LoraSettings() if is_lora(self.model) else None
-        )
+        lora = LoraSettings() if is_lora(self.model) else None
+        return ModelSettings(path="loaded by the caller", lora=lora)
 
     @property
     def context(self) -> int:
@@ -54,7 +51,7 @@ class Policy:
         return read_model_max_length(self.model)
 
     def backend(self) -> RolloutBackend:
-        """A rollout backend over this model's own weights."""
+        """Create a rollout backend that samples with this model's weights."""
         return create_rollout_backend(
             self.model,
             eos_ids=self.renderer.eos_ids,
@@ -68,21 +65,21 @@ class Policy:
         return Path(folder)
 
 
-# A folder, a hub name, settings that name one, a (model, tokenizer) pair, or a policy that is loaded already.
+# A folder, a hub name, settings that name one, a (model, tokenizer) pair, or a loaded policy.
 ModelSource: TypeAlias = str | Path | ModelSettings | Policy | tuple[Any, Any]
 
 
 def load_policy(
     source: ModelSource, settings: ModelSettings | None = None, *, seed: int = 0
 ) -> Policy:
-    """The policy of a model folder or hub name, or of a model and a tokenizer that are loaded already.
+    """Load the policy of a model folder or hub name, or wrap a loaded model and tokenizer.
 
     A loaded model is used as it is, on its device and in its dtype; training changes its weights in place.
     Args:
-        settings: dtype, device and adapters of a model that is read here, and the chat template's settings, which a
-            loaded tokenizer takes as well; `settings.path` is not used.
+        settings: dtype, device and adapters of a model to load, and the chat template's settings, which also apply to a
+            loaded tokenizer; `settings.path` is not used.
         seed: of the weights of new adapters.
-    Raises: CheckpointError when there is no such model; SettingsError for an object that is none.
+    Raises: CheckpointError if there is no such model; SettingsError for any other object.
     """
     if isinstance(source, Policy):
         return source
@@ -92,18 +89,16 @@ def load_policy(
         if source.path is None:
             raise SettingsError(
                 "model: ModelSettings without a path would start from an untrained model, which needs a tokenizer; "
-                "make one with rl_core.create_policy(texts, settings), or name a folder or hub name in `path`"
+                "create both with rl_core.create_policy(texts, settings), or set `path` to a folder or hub name"
             )
         settings = settings or source
         source = source.path
     if not isinstance(source, str | Path):
         hint = (
-            "; hand it in together with its tokenizer: (model, tokenizer)"
-            if hasattr(source, "config")
-            else ""
+            "; pass it with its tokenizer: (model, tokenizer)" if hasattr(source, "config") else ""
         )
         raise SettingsError(
-            f"model: {type(source).__name__} is no model; give a folder, a hub name, a (model, tokenizer) pair, "
+            f"model: {type(source).__name__} is not a model; pass a folder, a hub name, a (model, tokenizer) pair, "
             f"ModelSettings, or what load_policy returned{hint}"
         )
     settings = dataclasses.replace(settings or ModelSettings(), path=str(source))
@@ -114,11 +109,12 @@ def load_policy(
 def create_policy(
     texts: Iterable[str], settings: ModelSettings | None = None, *, seed: int = 0
 ) -> Policy:
-    """A small untrained policy: a byte-level BPE tokenizer trained on `texts`, and a Llama of the settings' preset.
+    """Create a small untrained policy: a byte-level BPE tokenizer trained on `texts`, and a Llama of the settings'
+    preset.
 
     Needs no network and takes about a second; for tests, examples and experiments from scratch.
     Args:
-        texts: what the policy will read and write, a few hundred characters at least.
+        texts: samples of what the policy will read and write, at least a few hundred characters.
         settings: preset, vocab_size, context, device and dtype.
         seed: of the weights.
     """
@@ -130,7 +126,7 @@ def create_policy(
 
 
 def describe_model_source(source: ModelSource) -> str:
-    """Model name in a run's records: its folder or hub name, or its class if loaded by the caller."""
+    """Return the model's name for a run's records: its folder or hub name, or its class if loaded by the caller."""
     if isinstance(source, ModelSettings):
         return str(source.path)
     if isinstance(source, str | Path):
@@ -142,18 +138,15 @@ def describe_model_source(source: ModelSource) -> str:
 def _build_policy_from_pair(
     pair: tuple[Any, ...] | list[Any], settings: ModelSettings | None
 ) -> Policy:
-    """A policy over a caller's model and tokenizer."""
-    if (
-        len(pair) != 2
-        or not isinstance(pair[0], torch.nn.Module)
-        or not hasattr(pair[1], "apply_chat_template")
-    ):
-        kinds = ", ".join(type(part).__name__ for part in pair)
-        raise SettingsError(f"model: expected a pair (model, tokenizer), found ({kinds})")
+    """Build a policy from a caller's model and tokenizer."""
+    is_pair = len(pair) == 2 and isinstance(pair[0], torch.nn.Module)
+    if not is_pair or not hasattr(pair[1], "apply_chat_template"):
+        types = ", ".join(type(part).__name__ for part in pair)
+        raise SettingsError(f"model: expected a pair (model, tokenizer), found ({types})")
     model, tokenizer = pair
     if settings is not None and settings.lora is not None:
         raise SettingsError(
-            "model: lora adapters are added to a model that is read from a folder or hub name only"
+            "model: lora adapters can only be added to a model loaded from a folder or hub name"
         )
     if tokenizer.eos_token_id is None:
         raise CheckpointError(
@@ -170,13 +163,12 @@ def _build_policy_from_pair(
 
 
 def resolve_model_folder(source: str | Path) -> str | Path:
-    """The folder of a finished stage or a run's output holds its model in model/; other places are the model itself."""
+    """Return model/ in the folder of a finished stage or a run's output; any other source unchanged."""
     folder = Path(source) / "model"
     return folder if folder.is_dir() and not (Path(source) / "config.json").is_file() else source
 
 
 def select_device_settings(policy: Policy) -> ModelSettings:
-    """Model settings that load another model onto the policy's kind of device."""
-    return ModelSettings(
-        device="cuda" if next(policy.model.parameters()).device.type == "cuda" else "cpu"
-    )
+    """Return model settings that load another model onto the policy's kind of device."""
+    is_cuda = next(policy.model.parameters()).device.type == "cuda"
+    return ModelSettings(device="cuda" if is_cuda else "cpu")

@@ -17,8 +17,8 @@ from rl_core.api.policy import (
     select_device_settings,
 )
 from rl_core.api.recipes.preference import build_preference_recipe
-from rl_core.api.recipes.reward_model import build_reward_model_recipe as reward_model_recipe
-from rl_core.api.recipes.sft import build_sft_recipe as sft_recipe
+from rl_core.api.recipes.reward_model import build_reward_model_recipe
+from rl_core.api.recipes.sft import build_sft_recipe
 from rl_core.api.training import Training, build_training, resolve_output_folder, resolve_settings
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
@@ -55,11 +55,11 @@ def sft(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[SFTTrainer]:
-    """Supervised fine-tuning on demonstrations; the loss is on the assistant's messages alone.
+    """Fine-tune on demonstrations; only the assistant's messages carry loss.
 
     Args:
         data: rows {"messages": [...]} or {"prompt", "completion"}: a JSONL, CSV or Parquet file, or a list.
-        heldout: share of the prompts that is held out, 0 for none; or rows of their own, as `data`.
+        heldout: share of the prompts that is held out, 0 for none; or separate rows, as `data`.
         others: as in `policy_gradient`.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
     """
@@ -76,7 +76,7 @@ def sft(
         settings.loss_on,
         _resolve_tokens_folder(output),
     )
-    recipe = sft_recipe(policy, rows.train, rows.heldout, settings, seed)
+    recipe = build_sft_recipe(policy, rows.train, rows.heldout, settings, seed)
     return build_training(
         "sft",
         recipe,
@@ -103,15 +103,15 @@ def dpo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PreferenceTrainer]:
-    """Preference optimisation by DPO or another loss; the reference, where the loss has one, is `model`.
+    """Optimise preferences by DPO or another loss; the reference, if the loss has one, is `model`.
 
     Args:
         data: rows {"prompt", "chosen", "rejected"}: a JSONL, CSV or Parquet file, or a list. For `kto` also rows
             {"prompt", "completion", "label"}, true = desirable.
-        loss: in place of `settings.loss`.
+        loss: replaces `settings.loss`.
         others: as in `sft`.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used; DataError for rows that
-        do not go with the loss.
+        the loss cannot use.
     """
     settings = resolve_settings(settings, PreferenceSettings)
     if loss is not None:
@@ -154,20 +154,19 @@ def reward_model(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[RewardModelTrainer | RewardRegressionTrainer]:
-    """A reward model on preference pairs or scores: `model` with a new scalar head, every weight trained.
+    """Train a reward model on preference pairs or scores: `model` with a new scalar head, every weight trained.
 
     Args:
         data: rows {"prompt", "chosen", "rejected"}: a JSONL, CSV or Parquet file, or a list. A `margin` (at least 0) is
             subtracted from the difference of the scores before the sigmoid; `tie: true` says that neither side is
             better. With `settings.loss` "mse": rows {"prompt", "completion", "score"}.
-        others: as in `sft`. A model that is loaded already is copied, not changed.
+        others: as in `sft`. A loaded model is copied, not changed.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
     """
     settings = resolve_settings(settings, RewardModelSettings)
     _check_heldout(heldout, settings)
-    classifier, policy = _load_classifier(
-        model, seed, heads.HeadShape(settings.head_layers, settings.head_width)
-    )
+    shape = heads.HeadShape(settings.head_layers, settings.head_width)
+    classifier, policy = _load_classifier(model, seed, shape)
     settings = resolve_defaults(settings, policy.default_settings, policy.context)
     pairs = load_preference_pairs(
         data,
@@ -178,7 +177,7 @@ def reward_model(
         settings.use,
         _resolve_tokens_folder(output),
     )
-    recipe = reward_model_recipe(
+    recipe = build_reward_model_recipe(
         classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed
     )
     return build_training(
@@ -201,7 +200,7 @@ def _check_heldout(
 ) -> None:
     if heldout == 0 and (settings.eval_every or settings.patience):
         raise SettingsError(
-            "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold rows out"
+            "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold out rows"
         )
 
 
@@ -213,7 +212,7 @@ def _resolve_tokens_folder(output: str | Path | None) -> Path | None:
 def _load_classifier(
     source: ModelSource, seed: int, shape: heads.HeadShape
 ) -> tuple[PreTrainedModel, Policy]:
-    """A reward model that starts from `source`, and a policy that has its tokenizer and context."""
+    """Build a reward model that starts from `source`, and a policy with its tokenizer and context."""
     if isinstance(source, ModelSettings | str | Path):
         settings = source if isinstance(source, ModelSettings) else ModelSettings()
         if settings.lora is not None:
@@ -227,13 +226,11 @@ def _load_classifier(
             resolve_model_folder(path), settings, seed=seed, shape=shape
         )
         renderer = ChatRenderer(tokenizer, settings)
-        return model, Policy(
-            model, tokenizer, renderer, dataclasses.replace(settings, path=str(path))
-        )
+        origin = dataclasses.replace(settings, path=str(path))
+        return model, Policy(model, tokenizer, renderer, origin)
     policy = load_policy(source)
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # transformers makes a classifier from files alone
+    # transformers can create a classifier only from files.
+    with tempfile.TemporaryDirectory() as folder:
         policy.save(folder)
         model, _ = heads.create_reward_model(
             folder, select_device_settings(policy), seed=seed, shape=shape

@@ -1,7 +1,4 @@
-"""A training run of the Python API, whatever it trains: run, resume, look at.
-
-A training run of the Python API on a language model: save, ask, hand on.
-"""
+"""Training runs of the Python API: run, resume, inspect; for language models also save, generate, reuse."""
 
 from __future__ import annotations
 
@@ -48,22 +45,20 @@ logger = logging.getLogger(__name__)
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
-CHECKPOINTS_FOLDER, METRICS_FILE, HISTORY_FILE = (
-    "checkpoints",
-    "metrics.jsonl",
-    "metrics_history.json",
-)
-# Settings that change no number of the iterations already done: a resumed run may have others.
+CHECKPOINTS_FOLDER = "checkpoints"
+METRICS_FILE = "metrics.jsonl"
+HISTORY_FILE = "metrics_history.json"
+# Settings that may differ in a resumed run, as they change no number of the iterations already done.
 FREE_SETTINGS = ("launch", "checkpoint_every", "keep_checkpoints", "keep_epochs")
-LENGTH_SETTINGS = ("iterations", "epochs", "max_steps")  # free as well under a constant schedule
+LENGTH_SETTINGS = ("iterations", "epochs", "max_steps")  # also free under a constant schedule
 
 
 @dataclass
 class ResumableTraining(Generic[TrainerT]):
     """One training run. `run` trains; it may be called again.
 
-    With `output`, metrics, rewards and checkpoints are kept in that folder, and a run that was stopped or killed
-    resumes there when the same script is started again.
+    With `output`, metrics, rewards and checkpoints are written to that folder, and a stopped or killed run resumes
+    there when the same script is started again.
     """
 
     name: str  # of the algorithm
@@ -73,7 +68,7 @@ class ResumableTraining(Generic[TrainerT]):
     output: Path | None = None
     tracker: TrackerSource = None
     callbacks: Sequence[Callback] = ()
-    outcome: LoopOutcome | None = None  # of the run, once it has ended
+    outcome: LoopOutcome | None = None  # set when the run has ended
     memory: LoopMemory = field(default_factory=LoopMemory)
 
     def __post_init__(self) -> None:
@@ -82,14 +77,14 @@ class ResumableTraining(Generic[TrainerT]):
             self.output = Path(self.output)
             if self.output.exists() and not self.output.is_dir():
                 raise SettingsError(f"output: {self.output} is a file; name a folder")
-        own = (
-            [JsonlTracker(self.output / METRICS_FILE, cut=True)] if self.output is not None else []
-        )
-        self._tracker = build_tracker_group(self.tracker, own, folder=self.output)
+        file_trackers = []
+        if self.output is not None:
+            file_trackers.append(JsonlTracker(self.output / METRICS_FILE, cut=True))
+        self._tracker = build_tracker_group(self.tracker, file_trackers, folder=self.output)
 
     @property
     def trainer(self) -> TrainerT:
-        """The trainer itself, for whoever wants to look inside."""
+        """The trainer, for inspection."""
         return self.recipe.trainer
 
     def run(
@@ -99,14 +94,14 @@ class ResumableTraining(Generic[TrainerT]):
         fresh: bool = False,
         stop_event: threading.Event | None = None,
     ) -> LoopOutcome:
-        """Train to the end, or go on where an earlier call or an earlier process stopped.
+        """Train to the end, or continue where an earlier call or an earlier process stopped.
 
-        A run that has ended is not run again: the same outcome is returned. Ctrl-C and SIGTERM finish the iteration,
-        save, and raise Stopped; a later `run` goes on from there.
+        A finished run is not repeated: the same outcome is returned. Ctrl-C and SIGTERM finish the iteration, save,
+        and raise Stopped; a later `run` continues from there.
         Args:
             allow_drift: resume although settings, data or code differ from those of the checkpoint.
-            fresh: begin anew; checkpoints that are there are kept aside, under another name.
-            stop_event: set by another thread to ask for a stop.
+            fresh: start over; existing checkpoints are kept under another name.
+            stop_event: set by another thread to request a stop.
         Raises: Stopped; CallbackError; RewardError; EnvironmentFault; ResumeRefused; NonFiniteError; FolderBusy.
         """
         if self.outcome is not None:
@@ -115,11 +110,8 @@ class ResumableTraining(Generic[TrainerT]):
             self._archive_checkpoints()
         if self.output is not None:
             make_folder(self.output)
-        begin_run(
-            self._tracker,
-            self.name,
-            {"settings": dataclasses.asdict(self.settings), **self.fingerprint},
-        )
+        parameters = {"settings": dataclasses.asdict(self.settings), **self.fingerprint}
+        begin_run(self._tracker, self.name, parameters)
         status = "FAILED"
         try:
             self.outcome = self.recipe.run(
@@ -140,8 +132,8 @@ class ResumableTraining(Generic[TrainerT]):
             if self.output is not None or not self.memory.is_consistent:
                 raise
             raise Stopped(
-                f"stopped after iteration {self.memory.state.iteration}; run() goes on from here as long as this "
-                "process lives. With output=FOLDER a new process could resume",
+                f"stopped after iteration {self.memory.state.iteration}; run() continues from here in this process. "
+                "With output=FOLDER a new process could resume",
                 stopped.signum,
             ) from None
         except KeyboardInterrupt:
@@ -152,32 +144,35 @@ class ResumableTraining(Generic[TrainerT]):
         return self.outcome
 
     def build_iteration_hook(self) -> Callable[[int], None] | None:
-        """Function of the number of iterations done, called after each one beside the callbacks; None = none."""
+        """Return a function to call after each iteration with the number of iterations done; None = no hook."""
         return None
 
     def _archive_checkpoints(self) -> None:
-        """Keep the checkpoints of an earlier process under another name, so that training begins anew."""
+        """Move the checkpoints of an earlier process aside, so that training starts over."""
         if self.memory.state.iteration:
             raise SettingsError(
-                "fresh: this training has begun in this process; make a new one to begin anew"
+                "fresh: this training has already started in this process; create a new one to start over"
             )
         if self.output is None or not (self.output / CHECKPOINTS_FOLDER).exists():
             return
-        with CheckpointStore(self.output / CHECKPOINTS_FOLDER):  # no other process trains there
-            aside = move_aside(self.output / CHECKPOINTS_FOLDER, f"{CHECKPOINTS_FOLDER}.aside")
-        logger.warning("%s begins anew; its checkpoints are kept in %s", self.name, aside)
+        folder = self.output / CHECKPOINTS_FOLDER
+        with CheckpointStore(folder):  # locks the folder: no other process trains there
+            new_path = move_aside(folder, f"{CHECKPOINTS_FOLDER}.aside")
+        logger.warning("%s starts over; its checkpoints are kept in %s", self.name, new_path)
 
     def check_trained(self) -> None:
-        """Raise CheckpointError where nothing was trained yet."""
+        """Raise CheckpointError if nothing was trained yet."""
         if not self.memory.state.iteration:
             raise CheckpointError("nothing was trained yet; call run() before save()")
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluation metrics of the present weights; {} where nothing is held out."""
+        """Return evaluation metrics of the current weights; {} without held-out data."""
         return {name: float(value) for name, value in self.trainer.evaluate().items()}
 
     def metrics(self) -> pd.DataFrame:
-        """The newest values of every metric, one row a step; all of them: `rl_core.read_metrics(output)`."""
+        """Return the newest values of every metric, one row per step; for all values use
+        `rl_core.read_metrics(output)`.
+        """
         from rl_core.readers import build_metrics_frame
 
         history = self.memory.history
@@ -192,21 +187,23 @@ class ResumableTraining(Generic[TrainerT]):
 def select_decisive_settings(
     settings: LoopSettings, length_settings: Sequence[str] = LENGTH_SETTINGS
 ) -> dict[str, Any]:
-    """Settings that must be equal for a resume. `lengths`: those that say how long it trains."""
-    free = (
-        *FREE_SETTINGS,
-        *(length_settings if getattr(settings, "schedule", None) == "constant" else ()),
-    )
-    kept = {name: value for name, value in dataclasses.asdict(settings).items() if name not in free}
-    if isinstance(rollouts := kept.pop("rollouts", None), dict) and (
-        chosen := select_decisive_rollouts(rollouts)
-    ):
-        kept["rollouts"] = chosen
-    return kept
+    """Return the settings that must be equal for a resume. `length_settings`: those that set the length of training."""
+    free = set(FREE_SETTINGS)
+    if getattr(settings, "schedule", None) == "constant":
+        free.update(length_settings)
+    decisive = {
+        name: value for name, value in dataclasses.asdict(settings).items() if name not in free
+    }
+    rollouts = decisive.pop("rollouts", None)
+    if isinstance(rollouts, dict):
+        decisive_rollouts = select_decisive_rollouts(rollouts)
+        if decisive_rollouts:
+            decisive["rollouts"] = decisive_rollouts
+    return decisive
 
 
 def resolve_output_folder(output: str | Path | None) -> Path | None:
-    """The folder of a run as a path; None = nothing is kept."""
+    """Return the folder of a run as a path; None = nothing is written."""
     return Path(output) if output is not None else None
 
 
@@ -228,18 +225,18 @@ class Training(ResumableTraining[T]):
 
     model: PreTrainedModel  # trained in place
     tokenizer: PreTrainedTokenizerBase
-    renderer: ChatRenderer | None = (
-        None  # of the training; None = the tokenizer's, with the default settings
-    )
+    renderer: ChatRenderer | None = None  # None = the tokenizer's, with the default settings
 
     def build_iteration_hook(self) -> EpochModelWriter | None:
-        """Keeper of the models of epochs, where the settings ask for some. Raises: SettingsError without a folder."""
+        """Return the writer of epoch models, if the settings ask for one. Raises: SettingsError without an output
+        folder.
+        """
         keep = getattr(self.settings, "keep_epochs", 0)
         if not keep:
             return None
         if self.output is None:
             raise SettingsError(
-                "keep_epochs: names no place without an output folder; give output=FOLDER, or leave it 0"
+                "keep_epochs: needs an output folder; pass output=FOLDER, or leave it 0"
             )
         return EpochModelWriter(
             self.output / EPOCHS_FOLDER,
@@ -250,11 +247,12 @@ class Training(ResumableTraining[T]):
         )
 
     def save(self, folder: str | Path) -> Path:
-        """Write the trained model and its tokenizer as a Hugging Face folder; with adapters merged, and `adapter/`.
+        """Write the trained model and its tokenizer as a Hugging Face folder; with adapters, the merged model and
+        `adapter/`.
 
-        A folder that an earlier call wrote is replaced as a whole: a crash leaves the old model or the new one.
+        A folder written earlier is replaced as a whole: a crash leaves the old model or the new one.
 
-        Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
+        Raises: CheckpointError if nothing was trained yet, or the folder cannot be written.
         """
         self.check_trained()
         causal_lm.publish_model(self.model, self.tokenizer, folder)
@@ -262,7 +260,7 @@ class Training(ResumableTraining[T]):
 
     @property
     def policy(self) -> Policy:
-        """The policy in training, for `rl_core.evaluate`, `rl_core.generate` or a next trainer."""
+        """The policy in training, for `rl_core.evaluate`, `rl_core.generate` or another trainer."""
         return Policy(self.model, self.tokenizer, self.renderer or ChatRenderer(self.tokenizer))
 
     def generate(
@@ -273,7 +271,7 @@ class Training(ResumableTraining[T]):
         sampling: SamplingSettings | None = None,
         seed: int = 0,
     ) -> list[list[str]]:
-        """Completions by the present weights, as `rl_core.generate`."""
+        """Generate completions with the current weights, as `rl_core.generate`."""
         return generate(self.policy, prompts, samples=samples, sampling=sampling, seed=seed)
 
 
@@ -291,11 +289,11 @@ def build_training(
     model: PreTrainedModel | None = None,
     **digests: Any,
 ) -> Training[T]:
-    """The training of a recipe, with what a checkpoint must agree with to be resumed.
+    """Build the training of a recipe, with the fingerprint that a checkpoint must match to be resumed.
 
     Args:
-        source: the model that it starts from, as the caller named it.
-        model: what is trained, if it is not the policy's.
+        source: the starting model, as the caller named it.
+        model: the trained model, if it is not the policy's.
         digests: of data, rewards and code, by name.
     """
     fingerprint = {
@@ -321,7 +319,7 @@ def build_training(
 
 
 def resolve_settings(settings: S | None, kind: type[S]) -> S:
-    """The settings, or the defaults. Raises: SettingsError for those of another algorithm, or of several processes."""
+    """Return the settings, or the defaults. Raises: SettingsError for another algorithm's, or for several processes."""
     if settings is None:
         return kind()
     if not isinstance(settings, kind):
@@ -330,6 +328,6 @@ def resolve_settings(settings: S | None, kind: type[S]) -> S:
         )
     if settings.launch.kind != "in_process":
         raise SettingsError(
-            "launch: the Python API trains in this process; for several, run the pipeline (posttrain run CONFIG)"
+            "launch: the Python API trains in this process; for several processes use posttrain run CONFIG"
         )
     return settings

@@ -1,8 +1,9 @@
-"""Fast paths that a model may take, and the reason for each decision. Nothing else decides this.
+"""Fast paths that a model may take, with the reason for each decision; the only place that decides this.
 
-A fast path replaces the forward pass of transformers for models whose results it reproduces to rounding; every other
-model takes the fallback. Each function answers for one path, `capabilities` for all of them (`posttrain doctor --model`
-prints its answer). Two properties are too varied for a list of families and are found by a trial run on a few tokens.
+A fast path replaces the forward pass of transformers for models whose results it reproduces up to rounding; every
+other model takes the fallback. Each function decides about one path, `inspect_capabilities` about all of them
+(`posttrain doctor --model` prints its result). Two properties vary too much for a list of families and are found by a
+trial run on a few tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Every fast path's decision for one model, in the order in which people read them."""
+    """Every fast path's decision for one model, in display order."""
 
     positions: Decision
     training_forward: Decision
@@ -69,11 +70,12 @@ class Capabilities:
 
 
 def inspect_capabilities(model: Any, device: str | None = None) -> Capabilities:
-    """Decisions for a causal language model as it is now: its device, dtype, adapters, attention kernel and mode.
+    """Decide about all fast paths of a causal language model in its current state: device, dtype, adapters, attention
+    kernel and mode.
 
     Args:
         model: a transformers model, with or without adapters. On the meta device (without weights) no trial is run.
-        device: answer as if the weights lay on this type of device ("cpu", "cuda"); None = where they are.
+        device: decide as if the weights were on this type of device ("cpu", "cuda"); None = where they are.
     """
     return Capabilities(
         positions=check_rotary_positions(model),

@@ -1,4 +1,4 @@
-"""Fast paths of rollouts: the decoder, its packed weights, its compiled code."""
+"""Fast paths of rollouts: the decoder, its packed weights, its compiled kernels."""
 
 from __future__ import annotations
 
@@ -21,36 +21,33 @@ from rl_core.capabilities.decision import (
 )
 from rl_core.cpu import fused_decode, packed_gemm
 
-PACKED_BYTES = (
-    1 << 30
-)  # larger copies cost memory that people miss, and their products are bound by reading anyway
+# larger copies need too much memory, and their products are memory-bound anyway
+PACKED_BYTES = 1 << 30
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SILU = ("SiLU", "SiLUActivation")
 
 
 def check_rollout_decoder(model: Any, device: str | None = None) -> Decision:
-    """Permission for the rollout engine (`rl_core.inference.decoder`); adapters are merged while it runs."""
+    """Decide about the rollout engine (`rl_core.inference.decoder`); adapters are merged while it runs."""
     weight = next(unwrap_adapters(model).parameters())
-    name, plain = type(unwrap_adapters(model)).__name__, "transformers' own forward pass"
-    steps = (
-        "; steps are replayed as CUDA graphs"
-        if resolve_device_type(weight, device) == "cuda"
-        else ""
-    )
+    name, forward_pass = type(unwrap_adapters(model)).__name__, "transformers' own forward pass"
+    is_cuda = resolve_device_type(weight, device) == "cuda"
+    graphs = "; steps are replayed as CUDA graphs" if is_cuda else ""
+    fallback = f"{forward_pass} and cache, batch by batch"
+    if not has_key_value_cache(model):
+        fallback = f"{forward_pass} over the whole sequence for every token: {name} keeps no key/value cache"
     return build_decision(
         "rollout decoder",
         _find_decoder_obstacles(model),
-        f"known family of plain linear layers: prompts prefilled once, slots refilled{steps}",
-        f"{plain} and cache, batch by batch"
-        if has_key_value_cache(model)
-        else f"{plain} over the whole sequence for every token: {name} keeps no key/value cache",
+        f"known family of plain linear layers: prompts prefilled once, slots refilled{graphs}",
+        fallback,
     )
 
 
 def has_key_value_cache(model: Any) -> bool:
-    """True = its forward pass takes and gives keys and values of earlier tokens (`past_key_values`).
+    """Return whether the forward pass takes and returns keys and values of earlier tokens (`past_key_values`).
 
-    Recurrent families (Mamba, RWKV) keep a state of their own kind under a name of their own.
+    Recurrent families (Mamba, RWKV) keep another kind of state under another name.
     """
     return "past_key_values" in inspect.signature(type(unwrap_adapters(model)).forward).parameters
 
@@ -59,12 +56,10 @@ def _find_decoder_obstacles(model: Any) -> Iterator[str]:
     base = unwrap_adapters(model)
     yield from find_family_obstacles(base, "ForCausalLM")
     yield from find_position_obstacles(base.model)
-    rotated, head_dim = (
-        2 * base.model.rotary_emb.inv_freq.numel(),
-        base.model.layers[0].self_attn.head_dim,
-    )
+    rotated = 2 * base.model.rotary_emb.inv_freq.numel()
+    head_dim = base.model.layers[0].self_attn.head_dim
     if rotated != head_dim:
-        yield f"rotary embedding turns {rotated} of the {head_dim} dimensions of a head; the decoder turns all"
+        yield f"rotary embedding rotates {rotated} of the {head_dim} dimensions of a head; the decoder rotates all"
     for owner, name in _iter_linears(base):
         layer = getattr(owner, name)
         if type(getattr(layer, "base_layer", layer)) is not nn.Linear:
@@ -79,7 +74,7 @@ def _find_decoder_obstacles(model: Any) -> Iterator[str]:
 
 
 def _iter_linears(base: Any) -> Iterator[tuple[Any, str]]:
-    """(module, attribute) of every linear layer that decoding multiplies by."""
+    """Yield (module, attribute) of every linear layer used in decoding."""
     yield base, "lm_head"
     for layer in base.model.layers:
         for part in (layer.self_attn, layer.mlp):
@@ -87,12 +82,12 @@ def _iter_linears(base: Any) -> Iterator[tuple[Any, str]]:
 
 
 def check_packed_weights(model: Any, device: str | None = None) -> Decision:
-    """Permission to copy the weights before every run into the layout that the CPU multiplies fastest by."""
+    """Decide about copying the weights before every run into the layout that the CPU multiplies fastest."""
     return build_decision(
         "packed weights",
         _find_packing_obstacles(model, device),
-        "small enough to be copied before every run, laid out for products with few rows",
-        "products with the weights where they are",
+        "small enough to be copied before every run, in a layout for products with few rows",
+        "products with the weights in place",
     )
 
 
@@ -101,16 +96,16 @@ def _find_packing_obstacles(model: Any, device: str | None) -> Iterator[str]:
     base = unwrap_adapters(model)
     weight = base.lm_head.weight
     if resolve_device_type(weight, device) != "cpu":
-        yield f"its weights are on {resolve_device_type(weight, device)}; copies help on a CPU only"
+        yield f"its weights are on {resolve_device_type(weight, device)}; copies only help on a CPU"
     if weight.dtype not in (torch.float32, torch.float64):
-        yield f"its weights are {format_dtype(weight)}; copies are made of float32 and float64"
+        yield f"its weights are {format_dtype(weight)}; only float32 and float64 are copied"
     size = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
     if size > PACKED_BYTES:
-        yield f"its weights take {size / 2**30:.1f} GiB, more than the {PACKED_BYTES / 2**30:g} GiB that are copied"
+        yield f"its weights take {size / 2**30:.1f} GiB, more than the {PACKED_BYTES / 2**30:g} GiB limit for copies"
 
 
 def check_compiled_decoding(model: Any, device: str | None = None) -> Decision:
-    """Permission for compiled attention, norms, gates and sampling while decoding (`rl_core.cpu.fused_decode`)."""
+    """Decide about compiled attention, norms, gates and sampling while decoding (`rl_core.cpu.fused_decode`)."""
     return build_decision(
         "compiled decoding",
         _find_compiled_obstacles(model, device),
@@ -123,7 +118,7 @@ def _find_compiled_obstacles(model: Any, device: str | None) -> Iterator[str]:
     yield from _require_path(check_packed_weights(model, device))
     base = unwrap_adapters(model)
     if base.lm_head.weight.dtype != torch.float32:
-        yield f"its weights are {format_dtype(base.lm_head.weight)}; compiled code is for float32"
+        yield f"its weights are {format_dtype(base.lm_head.weight)}; compiled code needs float32"
     attention = base.model.layers[0].self_attn
     heads = {
         "head_dim": attention.head_dim,
@@ -133,7 +128,7 @@ def _find_compiled_obstacles(model: Any, device: str | None) -> Iterator[str]:
     if not fused_decode.DecodeKernels.can_attend(**heads):
         yield (
             f"heads of {attention.head_dim} dimensions, {attention.num_key_value_groups} queries a key; compiled code "
-            f"takes multiples of {fused_decode.VECTOR_WIDTH} up to {fused_decode.MAX_HEAD_DIM}, at most "
+            f"supports multiples of {fused_decode.VECTOR_WIDTH} up to {fused_decode.MAX_HEAD_DIM}, at most "
             f"{fused_decode.MAX_GROUP_SIZE} queries a key"
         )
     if fused_decode.load_decode_kernels() is None:
@@ -141,12 +136,12 @@ def _find_compiled_obstacles(model: Any, device: str | None) -> Iterator[str]:
 
 
 def check_fused_step(model: Any, device: str | None = None) -> Decision:
-    """Permission for a whole decoding step in one call of compiled code (`rl_core.cpu.fused_decode.FusedStep`)."""
+    """Decide about running a whole decoding step as one compiled call (`rl_core.cpu.fused_decode.FusedStep`)."""
     return build_decision(
         "fused step",
         _find_fused_obstacles(model, device),
         "a whole decoding step is one call of compiled code",
-        "a call for each operation",
+        "one call per operation",
     )
 
 
@@ -160,11 +155,11 @@ def _find_fused_obstacles(model: Any, device: str | None) -> Iterator[str]:
 
 
 def check_slot_adapters(model: Any, device: str | None = None) -> Decision:
-    """Permission to decode sequences with different low-rank adapters beside each other, to the bits of each alone."""
+    """Decide about decoding sequences with different low-rank adapters together, bit for bit as each alone."""
     return build_decision(
         "adapters by slot",
         _require_path(check_fused_step(model, device)),
-        "a decoding step adds every sequence's own adapter, so samplers of the training service are decoded together",
+        "a decoding step applies each sequence's adapter, so samplers of the training service are decoded together",
         "training service: adapters are merged into the weights, one sampler after the other",
     )
 
@@ -177,4 +172,4 @@ def _require_path(other: Decision) -> Iterator[str]:
 def _explain_missing_kernels() -> str:
     if os.environ.get("POSTTRAIN_NATIVE") == "0":
         return "POSTTRAIN_NATIVE=0 turns compiled code off"
-    return "there is no compiled code (no C compiler here, or it could not compile)"
+    return "there is no compiled code (no C compiler, or compilation failed)"

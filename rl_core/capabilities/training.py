@@ -1,8 +1,6 @@
-"""Fast path of the training forward pass on a CPU.
+"""Fast paths of training: the packed forward pass on a CPU, and properties found by a trial run on a few tokens.
 
-Properties that no list of families can tell, found by running the model on a few tokens.
-
-B rows, S sequence.
+B rows, S tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -26,12 +24,16 @@ from rl_core.capabilities.decision import (
 from rl_core.cpu import attention_kernel, gemm, layer_kernels
 from rl_core.distributed.sharding import is_sharded_module
 
+_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_NO_TRIAL_REASON = "found by a trial run when training starts; only the configuration was read here"
+
 
 def check_training_forward(model: Any, device: str | None = None) -> Decision:
-    """Permission for the packed forward pass on a CPU (`rl_core.cpu.run_packed_forward`), adapters included.
+    """Decide about the packed forward pass on a CPU (`rl_core.cpu.packed_forward.run_packed_forward`), adapters
+    included.
 
-    It follows the model's present mode: dropout and activation checkpointing speak against it in training mode only.
-    Batches of packed rows (`position_ids_BS`) go to transformers in any case.
+    The decision depends on the model's current mode: dropout and activation checkpointing are obstacles in training
+    mode only. Batches of packed rows (`position_ids_BS`) always go to transformers.
 
     Args:
         model: a transformers model with a head, or its trunk.
@@ -48,42 +50,42 @@ def check_training_forward(model: Any, device: str | None = None) -> Decision:
 def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     yield from find_family_obstacles(trunk, "Model")
     weight, config = trunk.embed_tokens.weight, trunk.config
-    if is_sharded_module(
-        trunk.layers[0]
-    ):  # its weights are in one piece only while it is called itself
+    # a sharded layer's weights are complete only while it is called itself
+    if is_sharded_module(trunk.layers[0]):
         yield "its weights are sharded layer by layer among processes"
-    # A GPU has fused attention over several sequences and does not mind small kernels; in low precision transformers
-    # rounds at places that are its own.
-    if resolve_device_type(weight, device) != "cpu":
-        yield f"its weights are on {resolve_device_type(weight, device)}; this path is for a CPU, whose small kernels are slow"
+    # A GPU has fused attention over several sequences and hides small kernels; in low precision this path would round
+    # differently from transformers.
+    device_type = resolve_device_type(weight, device)
+    if device_type != "cpu":
+        yield f"its weights are on {device_type}; this path is for CPUs, whose small kernels are slow"
     if weight.dtype != torch.float32:
         yield f"its weights are {format_dtype(weight)}, and this path computes in float32"
     if torch.is_autocast_enabled("cpu"):
         yield "autocast is on, and this path computes in float32"
     if getattr(config, "_attn_implementation", None) != "sdpa":
-        yield f"attention is set to '{getattr(config, '_attn_implementation', None)}'; this path stands for 'sdpa'"
+        yield f"attention is set to '{getattr(config, '_attn_implementation', None)}'; this path replaces 'sdpa'"
     if config.hidden_act != "silu":
         yield f"its activation is {config.hidden_act}; this path computes silu"
     if trunk.training and getattr(config, "attention_dropout", 0.0):
         yield f"attention_dropout is {config.attention_dropout}; this path has none (dropout: false switches it off)"
     if trunk.training and any(
-        getattr(part, "gradient_checkpointing", False) for part in (trunk, *trunk.layers[:1])
+        getattr(module, "gradient_checkpointing", False) for module in (trunk, *trunk.layers[:1])
     ):
-        yield "activation checkpointing is on, which works on transformers' layers"
+        yield "activation checkpointing is on, which needs transformers' layers"
     yield from find_position_obstacles(trunk)
 
 
 def check_independent_rows(model: Any, device: str | None = None) -> Decision:
-    """Guarantee that a row's states and gradients are the same bits whatever rows are computed beside it.
+    """Decide whether a row's states and gradients are bit-identical regardless of the rows computed with it.
 
-    Compiled code of this project keeps it, on an Intel processor within `gemm.use_row_invariant_products`; kernels of torch and MKL
-    choose their order of sums by the size of a batch.
+    This project's compiled code guarantees it, on an Intel processor within `gemm.use_row_invariant_products`;
+    kernels of torch and MKL choose their summation order by the size of a batch.
     """
     return build_decision(
         "independent rows",
         _find_independence_obstacles(unwrap_adapters(model).base_model, device),
-        "no row's numbers depend on those beside it: the training service computes runs with adapters together",
-        "training service: every run in passes of its own, as exact and slower",
+        "rows are independent: the training service computes runs with adapters together",
+        "training service: separate passes for every run, equally exact but slower",
     )
 
 
@@ -92,10 +94,10 @@ def _find_independence_obstacles(trunk: Any, device: str | None) -> Iterator[str
         yield f"its training passes are transformers' own: {decision.reason}"
     config, head_dim = trunk.config, trunk.layers[0].self_attn.head_dim
     if not attention_kernel.AttentionKernel.supports_head_dim(head_dim):
-        yield f"heads of {head_dim} dimensions are attended to by torch's kernel"
+        yield f"attention over heads of {head_dim} dimensions needs torch's kernel"
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % layer_kernels.VECTOR_WIDTH:
-            yield f"{name} {getattr(config, name)} is no multiple of {layer_kernels.VECTOR_WIDTH}"
+            yield f"{name} {getattr(config, name)} is not a multiple of {layer_kernels.VECTOR_WIDTH}"
     with gemm.use_row_invariant_products():
         products = gemm.load_gemm()
     if (
@@ -103,18 +105,14 @@ def _find_independence_obstacles(trunk: Any, device: str | None) -> Iterator[str
         or layer_kernels.load_norm_and_gate() is None
         or attention_kernel.load_attention_kernel() is None
     ):
-        yield "matrix products are not this project's compiled code here (no C compiler, or vectors of few numbers)"
-
-
-_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-_NO_TRIAL_REASON = "found by a trial run when training starts; only the configuration was read here"
+        yield "matrix products are not compiled code here (no C compiler, or vectors too short)"
 
 
 def check_chunked_head(model: Any) -> Decision:
-    """Permission to compute logits chunk by chunk as the output head times the trunk's last hidden state.
+    """Decide about computing logits chunk by chunk as output head times the trunk's last hidden state.
 
-    Some families scale or cap their logits; their configurations say so under known names, and a trial on a few tokens,
-    once for each model, catches what they do not say.
+    Some families scale or cap their logits. Their configurations say so under known names; a trial on a few tokens,
+    once per model, catches the rest.
     """
     base = unwrap_adapters(model)
     head: Any = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -127,17 +125,12 @@ def check_chunked_head(model: Any) -> Decision:
         if head.weight.is_meta:
             return Decision(name, False, _NO_TRIAL_REASON, fallback, is_undecided=True)
         equal = _has_plain_logits(base, head)
-        setattr(base, "_posttrain_plain_head", equal)  # noqa: B010 a plain attribute: in no state dict
+        setattr(base, "_posttrain_plain_head", equal)  # noqa: B010 a plain attribute, not in the state dict
     if not equal:
-        return Decision(
-            name, False, "on a trial its logits differ from head times last hidden state", fallback
-        )
-    return Decision(
-        name,
-        True,
-        "logits are head times last hidden state (tried): never a [B, S, V] tensor",
-        fallback,
-    )
+        reason = "in a trial its logits differ from head times last hidden state"
+        return Decision(name, False, reason, fallback)
+    reason = "logits are head times last hidden state (by a trial): never a [B, S, V] tensor"
+    return Decision(name, True, reason, fallback)
 
 
 def _find_head_obstacles(base: Any, head: Any) -> Iterator[str]:
@@ -160,12 +153,13 @@ def _has_plain_logits(base: Any, head: nn.Linear) -> bool:
 
 
 def check_sequence_packing(model: Any) -> Decision:
-    """Permission to put several sequences into one row of a training batch, found by trying it on short ones.
+    """Decide about packing several sequences into one row of a training batch, by a trial on short ones.
 
-    Not every family and attention kernel keeps them apart (recurrent ones, those that know no position ids, kernels
-    without a block mask), and one that does not would mix them in silence. Tried in two rows, in eval mode: what stands
-    before a sequence must not move its hidden states by 1/50 of what it does in a plain row (on most machines by
-    nothing at all; experts may round with their load), and they must be the same as alone, up to rounding.
+    Not every family and attention kernel separates them (recurrent ones, those without position ids, kernels without
+    a block mask), and one that does not would mix them silently. The trial runs two rows in eval mode. Tokens in
+    front of a sequence must move its hidden states by at most 1/50 of their effect in an unpacked row (on most
+    machines by nothing; experts may round with their load), and the states must equal those of the sequence alone, up
+    to rounding.
     """
     base = unwrap_adapters(model)
     name, fallback = "sequence packing", "one sequence a row"
@@ -174,64 +168,54 @@ def check_sequence_packing(model: Any) -> Decision:
         return Decision(name, False, _NO_TRIAL_REASON, fallback, is_undecided=True)
     try:
         leak, effect, difference = _measure_packing_leak(base)
-    except (TypeError, ValueError, RuntimeError) as error:  # a family that takes no position ids
-        return Decision(
-            name,
-            False,
-            f"a trial with position ids failed: {type(error).__name__}: {error}",
-            fallback,
-        )
+    except (TypeError, ValueError, RuntimeError) as error:  # a family without position ids
+        reason = f"a trial with position ids failed: {type(error).__name__}: {error}"
+        return Decision(name, False, reason, fallback)
     if not leak <= effect / 50:
-        return Decision(
-            name, False, "on a trial a sequence saw the one before it in its row", fallback
-        )
-    # some families take a softmax in float32 always
+        reason = "in a trial a sequence attended to the one before it in its row"
+        return Decision(name, False, reason, fallback)
+    # some families always compute softmax in float32
     eps = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float32).eps)
     if not difference <= eps**0.5:
-        return Decision(
-            name,
-            False,
-            f"on a trial hidden states differed by {difference:.1e} of their size",
-            fallback,
-        )
-    return Decision(name, True, "sequences in one row stay apart (tried on short ones)", fallback)
+        reason = f"in a trial hidden states differed by {difference:.1e} of their size"
+        return Decision(name, False, reason, fallback)
+    reason = "sequences in one row are separated (by a trial on short ones)"
+    return Decision(name, True, reason, fallback)
 
 
 def _measure_packing_leak(base: Any) -> tuple[float, float, float]:
-    """Effect of other tokens in front in a packed row, in a plain row, and relative difference of packed from alone."""
+    """Measure the effect of tokens in front in a packed and an unpacked row, and the relative difference of packed
+    from alone.
+    """
     vocab_size = base.get_input_embeddings().weight.shape[0]
     tokens_S = torch.arange(12, device=next(base.parameters()).device)
     first_ids_S, other_ids_S, ids_S = (tokens_S * step % (vocab_size - 1) + 1 for step in (3, 5, 7))
-    before = 5  # tokens of the sequence that stands in front
+    num_front = 5  # tokens of the sequence in front
     alone_BS = torch.stack([ids_S] * 2)
     rows_BS = torch.stack(
-        [torch.cat([front_ids_S[:before], ids_S]) for front_ids_S in (first_ids_S, other_ids_S)]
+        [torch.cat([front_ids_S[:num_front], ids_S]) for front_ids_S in (first_ids_S, other_ids_S)]
     )
-    positions_BS = torch.cat([tokens_S[:before], tokens_S]).expand(2, -1)
+    positions_BS = torch.cat([tokens_S[:num_front], tokens_S]).expand(2, -1)
 
-    def hidden(ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
-        inputs = (
-            {"input_ids": ids_BS}
-            if positions_BS is None
-            else {"input_ids": ids_BS, "position_ids": positions_BS}
-        )
-        if positions_BS is not None and needs_single_packed_row(base):
-            inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+    def compute_hidden(ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
+        inputs = {"input_ids": ids_BS}
+        if positions_BS is not None:
+            inputs["position_ids"] = positions_BS
+            if needs_single_packed_row(base):
+                inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
         states = base.base_model(**inputs, use_cache=False).last_hidden_state
         return states.reshape(*ids_BS.shape, -1).double()[:, -len(ids_S) :]
 
     with _use_trial_mode(base):
-        alone, plain, packed = (
-            hidden(alone_BS, None),
-            hidden(rows_BS, None),
-            hidden(rows_BS, positions_BS),
-        )
-    leak, effect = (float((rows[0] - rows[1]).abs().max()) for rows in (packed, plain))
+        alone = compute_hidden(alone_BS, None)
+        unpacked = compute_hidden(rows_BS, None)
+        packed = compute_hidden(rows_BS, positions_BS)
+    leak, effect = (float((rows[0] - rows[1]).abs().max()) for rows in (packed, unpacked))
     return leak, effect, float((packed - alone).abs().max()) / float(alone.abs().max())
 
 
 def check_router_logits(model: Any) -> Decision:
-    """Possibility of a load-balancing loss: the trunk gives the logits of its routers, found by asking for them."""
+    """Decide about a load-balancing loss: whether the trunk returns the logits of its routers, by a trial."""
     base = unwrap_adapters(model)
     name, fallback = "router logits", "no load-balancing loss"
     weight = next(base.parameters())
@@ -241,42 +225,32 @@ def check_router_logits(model: Any) -> Decision:
     experts = getattr(base.config, "num_experts_per_tok", None)
     try:
         with _use_trial_mode(base):
-            found = getattr(
-                base.base_model(ids_BS, use_cache=False, output_router_logits=True),
-                "router_logits",
-                None,
-            )
-    except (TypeError, ValueError) as error:  # a family that does not know the question
-        return Decision(
-            name, False, f"asked for them, it failed: {type(error).__name__}: {error}", fallback
-        )
+            output = base.base_model(ids_BS, use_cache=False, output_router_logits=True)
+            router_logits = getattr(output, "router_logits", None)
+    except (TypeError, ValueError) as error:  # a family without this option
+        reason = f"a trial with output_router_logits failed: {type(error).__name__}: {error}"
+        return Decision(name, False, reason, fallback)
     if (
-        not found
+        not router_logits
         or experts is None
-        or any(logits is None or logits.shape[:-1].numel() != 3 for logits in found)
+        or any(logits is None or logits.shape[:-1].numel() != 3 for logits in router_logits)
     ):
-        return Decision(
-            name,
-            False,
-            f"{type(base).__name__} gives none: it has no experts, or hides them",
-            fallback,
-        )
-    return Decision(
-        name,
-        True,
-        f"{len(found)} routers of {found[0].shape[-1]} experts, {experts} per token",
-        fallback,
+        reason = f"{type(base).__name__} returns no router logits: it has no experts, or hides them"
+        return Decision(name, False, reason, fallback)
+    reason = (
+        f"{len(router_logits)} routers of {router_logits[0].shape[-1]} experts, {experts} per token"
     )
+    return Decision(name, True, reason, fallback)
 
 
 def needs_single_packed_row(model: Any) -> bool:
-    """True if the attention kernel separates packed sequences only in a batch of one row (flash kernels)."""
+    """Return whether the attention kernel separates packed sequences only in a batch of one row (flash kernels)."""
     return "flash" in str(getattr(model.config, "_attn_implementation", None))
 
 
 @contextmanager
 def _use_trial_mode(model: nn.Module) -> Iterator[None]:
-    """No gradient, every module in eval mode; afterwards each is as it was."""
+    """Disable gradients and put every module into eval mode; restore each mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

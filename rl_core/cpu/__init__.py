@@ -1,1 +1,1 @@
-"""Fast training and decoding on a CPU: the packed forward pass, and compiled code for its operations."""
+"""Fast training and decoding on a CPU: the packed forward pass and compiled kernels."""

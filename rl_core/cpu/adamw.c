@@ -1,7 +1,7 @@
-/* AdamW over the parameters of several runs, each with settings of its own, in one pass over memory.
+/* AdamW over the parameters of several runs, each with its own settings, in one pass over memory.
  *
- * Numbers are those of torch's fused AdamW and of its norm of a vector (one thread): the same operations in the same order, and the
- * same of them fused. `APART` keeps the compiler from fusing others. */
+ * Results equal those of torch's fused AdamW and of its vector norm (one thread): the same operations in the same order,
+ * with the same ones fused. `APART` keeps the compiler from fusing others. */
 
 #include "vectors.h"
 
@@ -10,23 +10,23 @@
 #if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 
-#define LANES 8 /* as many as torch's own kernels take: a tensor's last numbers are computed one by one */
+#define LANES 8 /* as in torch's kernels, which compute a tensor's last numbers one by one */
 #define APART(x) __asm__("" : "+x"(x))
 
-/* One parameter, in numbers of 8 bytes: places are addresses. */
+/* One parameter, in fields of 8 bytes; pointers are addresses. */
 typedef struct {
     float *parameter, *gradient, *mean, *square, *step;
     int64_t size, run;
 } Row;
 
-/* Settings of a run. `scale`: of its gradient. */
+/* Settings of a run. `scale`: factor of its gradient. */
 typedef struct {
     double learning_rate, beta1, beta2, eps, decay, scale;
 } Settings;
 
 typedef struct {
     float keep, towards, back, beta2, share, root, eps, size, scale;
-    int is_small; /* 1 = the mean moves by less than half of the way to the gradient */
+    int is_small; /* 1 = the mean moves less than half way to the gradient */
 } Factors;
 
 static Factors factors_of(const Settings *s, double step) {
@@ -78,7 +78,7 @@ static void step_row(const Row *row, Factors f) {
     }
 }
 
-/* One step of every row, whose count of steps goes up by one. */
+/* Make one step of every row and increment its step count. */
 void adamw_step(const Row *rows, int64_t count, const Settings *settings, int threads) {
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1)
@@ -90,7 +90,7 @@ void adamw_step(const Row *rows, int64_t count, const Settings *settings, int th
 }
 
 static float norm_of(const float *x, int64_t size) {
-    if (size == 1) return fabsf(*x); /* as torch: no square that is 0 or infinite */
+    if (size == 1) return fabsf(*x); /* as in torch: avoids squares that underflow or overflow */
     __m256 sums = _mm256_setzero_ps();
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
@@ -103,7 +103,7 @@ static float norm_of(const float *x, int64_t size) {
     _mm256_storeu_ps(parts, sums);
     sum = parts[0];
     for (int n = 1; n < LANES; n++) sum += parts[n];
-    if (i + LANES / 2 <= size) /* torch squares these four together, and the rest one by one */
+    if (i + LANES / 2 <= size) /* torch squares these four together and the rest one by one */
         for (int n = 0; n < LANES / 2; n++, i++) {
             float square = x[i] * x[i];
             APART(square);
@@ -113,7 +113,7 @@ static float norm_of(const float *x, int64_t size) {
     return sqrtf(sum);
 }
 
-/* Norm of each row's gradient, and of each run's (of the norms of its rows, which follow one another). */
+/* Compute the norm of each row's gradient, and of each run's from the norms of its consecutive rows. */
 void gradient_norms(const Row *rows, int64_t count, float *norms, float *of_runs, int64_t runs, int threads) {
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1)

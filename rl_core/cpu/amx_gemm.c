@@ -1,14 +1,14 @@
-/* Float32 matrix products on processors with AMX, whose tiles multiply bfloat16 and add up in float32.
+/* Float32 matrix products on processors with AMX, whose tiles multiply bfloat16 and accumulate in float32.
  *
  * A float32 number is the sum of three bfloat16 numbers: high + middle + low, 8 bits of its 24 each. Of the nine products
- * of two such sums the six largest are computed; the rest is below 2^-25 of the whole, less than float32's own rounding.
- * So the result has float32's precision, at about twice the speed of the processor's own float32 instructions.
+ * of two such sums the six largest are computed; the rest is below 2^-25 of the result, less than float32's rounding.
+ * The result has float32's precision, at about twice the speed of the processor's float32 instructions.
  * Source: Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
  * computations", arXiv:1904.06376.
  *
- * An operand is packed before it is multiplied: "lines" (rows of the left, columns of the right one) in blocks of 32, and
- * "depth", which is summed over, in blocks of 32; of each block the three parts, of each part two tiles of 16 lines. A
- * tile holds pairs of depth j and j + 16. Sums have one order, whatever the number of rows and threads.
+ * Operands are packed before multiplication: "lines" (rows of the left, columns of the right operand) in blocks of 32, and
+ * "depth", which is summed over, in blocks of 32. A block has three parts, a part two tiles of 16 lines. A tile holds
+ * pairs of depth j and j + 16. The summation order is independent of the number of rows and threads.
  */
 
 #include "matrix.h"
@@ -31,13 +31,13 @@ typedef int32_t packed_t; /* a pair of bfloat16 numbers */
 #define BLOCK 32
 #define TILE (SIDE * SIDE)    /* dwords */
 #define PACKED (6 * TILE)     /* dwords of one packed block */
-#define DEPTH_BLOCKS 8        /* of the operands that are packed at a time: they stay in the second-level cache */
+#define DEPTH_BLOCKS 8        /* packed at a time, to stay in the second-level cache */
 #define ROW_BLOCKS 8
 #define COLUMN_BLOCKS 64
 
 INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
 
-/* 1 where the operating system lets this process use the tiles. */
+/* Return 1 if the operating system lets this process use tiles. */
 int tiles_ready(void) {
 #ifdef TILE_STAND_IN
     return 1;
@@ -49,14 +49,14 @@ int tiles_ready(void) {
 
 INLINE void parts_of(__m512 x, __m512i parts[3]) {
     const __m512i half = _mm512_set1_epi32(0x8000), top = _mm512_set1_epi32((int)0xFFFF0000);
-    for (int i = 0; i < 2; i++) { /* rounded to the nearest; the difference is exact */
+    for (int i = 0; i < 2; i++) { /* rounded to nearest; the difference is exact */
         parts[i] = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), half), top);
         x = _mm512_sub_ps(x, _mm512_castsi512_ps(parts[i]));
     }
     parts[2] = _mm512_castps_si512(x);
 }
 
-/* The three parts of both, those of `low` in the lower halves. */
+/* The three parts of both numbers, those of `low` in the lower halves. */
 INLINE void paired(__m512 low, __m512 high, __m512i out[3]) {
     const __m512i top = _mm512_set1_epi32((int)0xFFFF0000);
     __m512i a[3], b[3];
@@ -65,8 +65,8 @@ INLINE void paired(__m512 low, __m512 high, __m512i out[3]) {
     for (int i = 0; i < 3; i++) out[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(a[i], 16), b[i], top, 0xF8);
 }
 
-/* One block of at most 32 lines and depth; x is its first number. In memory depth runs along a line, or lines stand
- * side by side (`across`). The tile has a line in each row, or (`turned`) a pair of depths. */
+/* Pack one block of at most 32 lines and depth, starting at x. In memory, depth runs along a line, or lines lie side by
+ * side (`across`). Each row of the tile holds a line, or (`turned`) a pair of depths. */
 INLINE void pack_block(const float *x, int64_t stride, int64_t lines, int64_t depth, const int across,
                        const int turned, packed_t *out) {
     int is_whole = lines >= BLOCK && depth >= BLOCK;
@@ -99,7 +99,7 @@ INLINE void pack_block(const float *x, int64_t stride, int64_t lines, int64_t de
     }
 }
 
-/* Blocks of lines [first, end) and all of `depth`; `blocks` of depth lie between a block of lines and the next. */
+/* Pack lines [first, end) and all of `depth`; blocks of lines are `blocks` depth blocks apart. */
 static void pack_lines(const float *x, int64_t stride, int64_t lines, int64_t depth, int across, int is_right,
                        int64_t first, int64_t end, int64_t blocks, packed_t *out) {
     for (int64_t line = first; line < end; line++)
@@ -118,7 +118,7 @@ static void pack_lines(const float *x, int64_t stride, int64_t lines, int64_t de
 #define RIGHT(part) _tile_loadd(6, right + (part) * 2 * TILE, 64); _tile_loadd(7, right + ((part) * 2 + 1) * TILE, 64);
 #define ADD_UP _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
 
-/* Up to 32 x 32 numbers of c to four tiles' worth of memory, or back. */
+/* Copy up to 32 x 32 numbers of c to memory for four tiles, or back. */
 static void copy_part(float *c, int64_t stride, int64_t rows, int64_t columns, float found[4][TILE], int is_back) {
     for (int64_t row = 0; row < least(rows, BLOCK); row++)
         for (int64_t side = 0; side < 2; side++) {
@@ -129,7 +129,7 @@ static void copy_part(float *c, int64_t stride, int64_t rows, int64_t columns, f
         }
 }
 
-/* c [rows, columns] (+)= a block of lines of the left times one of the right operand, over `blocks` of depth. */
+/* c [rows, columns] (+)= a block of lines of the left operand times one of the right, over `blocks` depth blocks. */
 static void multiply_block(const packed_t *left, const packed_t *right, int64_t blocks, float *c, int64_t stride,
                            int64_t rows, int64_t columns, int add) {
     int is_whole = rows >= BLOCK && columns >= BLOCK;
@@ -167,18 +167,18 @@ static void multiply_block(const packed_t *left, const packed_t *right, int64_t 
     if (!is_whole) copy_part(c, stride, rows, columns, found, 1);
 }
 
-/* Bytes that `product` needs for so many threads. */
+/* Return the bytes of scratch memory that `product` needs for this number of threads. */
 int64_t amx_gemm_room(int64_t threads) {
     return (COLUMN_BLOCKS + threads * ROW_BLOCKS) * DEPTH_BLOCKS * PACKED * (int64_t)sizeof(packed_t);
 }
 
-/* c [rows, all lines of the parts] (+)= left times right, whose columns are the lines of `parts`, one after the other.
- * An operand that lies `across` has its depth as rows in memory: the left is then [depth, rows], a part [depth, lines]. */
+/* c [rows, all lines of the parts] (+)= left times right; the right operand's columns are the lines of all `parts` in order.
+ * An `across` operand has depth as rows in memory: the left is then [depth, rows], a part [depth, lines]. */
 void product(const float *left, int64_t left_stride, int left_across, const Part *parts, int64_t n_parts, int across,
              float *c, int64_t c_stride, int64_t rows, int64_t depth, int add, packed_t *room, int threads) {
-    /* Fewer rows than would keep every thread busy for long are shared out in smaller pieces. */
+    /* Few rows are divided into smaller pieces, to keep every thread busy. */
     int64_t row_blocks = blocks_in(rows), step = least(ROW_BLOCKS, (row_blocks + threads - 1) / threads);
-    /* Packing a left operand that lies across costs more: a smaller piece of it is still in the first-level cache. */
+    /* Packing an across left operand costs more; smaller pieces stay in the first-level cache. */
     int64_t most = (left_across ? DEPTH_BLOCKS / 2 : DEPTH_BLOCKS) * BLOCK;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -213,7 +213,7 @@ void product(const float *left, int64_t left_stride, int left_across, const Part
     }
 }
 
-/* Products, each the call that it would be alone, in their order. */
+/* Compute products in order, each as a single call would. */
 void products(const Product *all, int64_t count, packed_t *room, int threads) {
     for (int64_t i = 0; i < count; i++) {
         const Product *one = all + i;

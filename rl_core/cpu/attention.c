@@ -1,8 +1,9 @@
 /* Causal self-attention of rows of any length, forward and backward, on a CPU in float32.
  *
- * N tokens lie end to end; a row is a list of them, and rows with a common prefix name the same tokens. Each row computes
- * outputs for its own last tokens only (those of its prefix belong to another row) and attends to all. D head size, a multiple of 16; Q query
- * heads, K key and value heads; E = (Q + 2 K) D. Sums have one order for any number of threads.
+ * N tokens lie end to end; a row is a list of token numbers, and rows with a common prefix list the same tokens. A row
+ * computes outputs only for its last, unshared tokens (its prefix belongs to another row) and attends to all of its tokens.
+ * D head size, a multiple of 16; Q query heads, K key and value heads; E = (Q + 2 K) D. The summation order is independent
+ * of the number of threads.
  */
 
 #include "vectors.h"
@@ -10,18 +11,18 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define TALL 6   /* rows of a tile of a product, */
+#define TALL 6   /* rows of a product's tile */
 #ifdef __AVX512F__
-#define WIDE 4   /* and vectors in one: as many sums as there are registers for */
+#define WIDE 4   /* vectors per row: as many sums as there are registers */
 #else
 #define WIDE 2
 #endif
-#define ASKED 48 /* queries taken at a time */
+#define ASKED 48 /* queries processed at a time */
 #define MASKED (-1e30f)
 
 typedef struct {
     int64_t tokens, rows, Q, K, D, longest; /* longest row */
-    const int64_t *starts, *named, *first;  /* rows + 1: of each in `named`, token numbers; the first that a row asks for */
+    const int64_t *starts, *named, *first;  /* [rows + 1] offsets in `named`; token numbers; each row's first unshared token */
     const float *cosines, *sines;           /* [N, D] */
     float scale;
     int threads;
@@ -45,7 +46,7 @@ INLINE void tile(const float *const *a, int64_t step, const float *b, int64_t st
         for (int j = 0; j < n; j++) store(c[i] + at + j * W, sums[i][j]);
 }
 
-/* The same for m <= TALL rows of any width, a multiple of 16. */
+/* The same for m <= TALL rows of any width that is a multiple of 16. */
 static void product_rows(const float *const *a, int64_t step, const float *b, int64_t stride, int64_t depth,
                          float *const *c, int64_t width, int add, int m) {
     int64_t at = 0;
@@ -58,7 +59,7 @@ static void product_rows(const float *const *a, int64_t step, const float *b, in
 #undef ROWS
 }
 
-/* x turned to its position and back (`sign` -1), times `scale`. */
+/* Rotate x to its position, or back (`sign` -1), and multiply by `scale`. */
 INLINE void turn(const float *x, const float *cosines, const float *sines, float sign, float scale, int64_t D,
                  float *out) {
     int64_t half = D / 2;
@@ -69,7 +70,7 @@ INLINE void turn(const float *x, const float *cosines, const float *sines, float
     }
 }
 
-/* Queries (scaled) and keys of all tokens, turned; values as they are: [N, E]. */
+/* Rotate queries (scaled) and keys of all tokens; copy values: [N, E]. */
 static void turn_all(const Attention *s, const float *heads, float *turned) {
     int64_t D = s->D, E = (s->Q + 2 * s->K) * D;
 #pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
@@ -84,7 +85,7 @@ static void turn_all(const Attention *s, const float *heads, float *turned) {
 
 INLINE int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
-/* [length, D], row by row from tokens, as [D, padded length]; what is beyond is 0. */
+/* Gather [length, D] from tokens and transpose it to [D, padded length]; padding is 0. */
 static void transposed(const float *x, const int64_t *named, int64_t length, int64_t E, int64_t D, float *out) {
     int64_t width = padded(length);
     for (int64_t first = 0; first < width; first += W)
@@ -101,7 +102,7 @@ static void gathered(const float *x, const int64_t *named, int64_t length, int64
     for (int64_t i = 0; i < length; i++) memcpy(out + i * D, x + named[i] * E, (size_t)D * sizeof(float));
 }
 
-/* Scores of queries begin..end - 1 of a row against its keys, as far as they see; beyond that MASKED: [.][width]. */
+/* Scores of a row's queries begin..end - 1 against the keys that they attend to, MASKED elsewhere: [.][width]. */
 static void scores_of(const float *turned, const int64_t *named, int64_t begin, int64_t end, int64_t E, int64_t D,
                       const float *keys, int64_t width, float *scores) {
     for (int64_t i = begin; i < end; i += TALL) {
@@ -115,7 +116,7 @@ static void scores_of(const float *turned, const int64_t *named, int64_t begin, 
     }
 }
 
-/* heads [N, E] -> turned [N, E], out [N, Q D], and the logarithm of each softmax's denominator [N, Q]. */
+/* heads [N, E] -> rotated heads [N, E], out [N, Q D], and the logarithm of each softmax's denominator [N, Q]. */
 void attention_forward(const Attention *s, const float *heads, float *turned, float *out, float *logs) {
     int64_t Q = s->Q, D = s->D, E = (Q + 2 * s->K) * D, group = Q / s->K, most = padded(s->longest);
     turn_all(s, heads, turned);
@@ -164,8 +165,8 @@ void attention_forward(const Attention *s, const float *heads, float *turned, fl
     }
 }
 
-/* The gradient of heads [N, E] from that of the result [N, Q D]. `places` (`ends` [N + 1]) are where each token stands in
- * `named`; `room` is [length of named, 2 K D]. */
+/* Compute the gradient of heads [N, E] from that of the result [N, Q D]. `places` (with offsets `ends` [N + 1]) are each
+ * token's positions in `named`; `room` is scratch memory [length of named, 2 K D]. */
 void attention_backward(const Attention *s, const float *turned, const float *out, const float *logs, const float *grad,
                         const int64_t *ends, const int64_t *places, float *room, float *grad_heads) {
     int64_t Q = s->Q, K = s->K, D = s->D, E = (Q + 2 * K) * D, group = Q / K, most = padded(s->longest);
@@ -205,7 +206,7 @@ void attention_backward(const Attention *s, const float *turned, const float *ou
                             for (int64_t d = 0; d < D; d += W) dots += load(a[j] + d) * load(made + d);
                             float dot = total(dots);
                             for (int64_t t = 0; t < padded(i + m); t += W) {
-                                vf x = load(p + t) - log; /* rounding may leave it above 0 */
+                                vf x = load(p + t) - log; /* may be above 0 by rounding */
                                 vf power = exp_of_negative(pick(x > all(0.0f), all(0.0f), x));
                                 store(p + t, power);
                                 store(c[j] + t, power * (load(c[j] + t) - dot));
@@ -218,7 +219,7 @@ void attention_backward(const Attention *s, const float *turned, const float *ou
                             slope[j] = c[j], c[j] = grad_heads + named[i + j] * E + h * D;
                         product_rows(slope, 1, keys, D, i + m, c, D, 0, m);
                     }
-                    for (int64_t t = 0; t < end; t += TALL) { /* queries before t do not see it */
+                    for (int64_t t = 0; t < end; t += TALL) { /* queries before t do not attend to it */
                         int m = (int)(end - t < TALL ? end - t : TALL);
                         int64_t from = t > begin ? (t - begin) / TALL * TALL : 0;
                         const float *a[TALL];

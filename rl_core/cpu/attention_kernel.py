@@ -1,6 +1,6 @@
 """Causal attention of rows of any length, forward and backward, in compiled code (`attention.c`).
 
-N tokens, R rows, T places of all rows, D head size, Q query and K key/value heads, E = (Q + 2 K) D.
+N tokens, R rows, T positions of all rows, D head size, Q query and K key/value heads, E = (Q + 2 K) D.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ class _AttentionArguments(ctypes.Structure):
 
 @dataclass(slots=True)
 class AttentionRows:
-    """Rows as indices of their tokens. All int64 on the CPU."""
+    """Rows as indices of their tokens; all int64 on the CPU."""
 
-    starts_R: (
-        torch.Tensor
-    )  # [R + 1] where each row's tokens begin among the T, and where the last row ends
-    tokens_T: torch.Tensor  # the token, of N, at each place
-    first_R: torch.Tensor  # the first token of each row that is in no row before it
-    ends_N: torch.Tensor  # [N + 1] where the places of each token begin in `indices_T`
+    # [R + 1] first position of each row among the T, then the end of the last row
+    starts_R: torch.Tensor
+    tokens_T: torch.Tensor  # token index in 0..N-1 at each position
+    first_R: torch.Tensor  # first token of each row that is not shared with an earlier row
+    ends_N: torch.Tensor  # [N + 1] offsets in `indices_T` of each token's positions
     indices_T: torch.Tensor
     longest: int
 
 
 class AttentionKernel:
-    """Rotary embedding and attention, on torch's threads. All tensors are contiguous float32 on the CPU."""
+    """Rotary embedding and attention on torch's threads. All tensors are contiguous float32 on the CPU."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
-        place = ctypes.c_void_p
+        pointer = ctypes.c_void_p
         self._forward, self._backward = code.attention_forward, code.attention_backward
-        self._forward.argtypes, self._forward.restype = (place,) * 5, None
-        self._backward.argtypes, self._backward.restype = (place,) * 9, None
+        self._forward.argtypes, self._forward.restype = (pointer,) * 5, None
+        self._backward.argtypes, self._backward.restype = (pointer,) * 9, None
 
     @staticmethod
     def supports_head_dim(head_dim: int) -> bool:
-        """True = the code supports heads of this size."""
+        """Return whether the code supports heads of this size."""
         return head_dim % VECTOR_WIDTH == 0 and head_dim <= MAX_HEAD_DIM
 
     def forward(
@@ -64,26 +63,26 @@ class AttentionKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Attend: queries, keys and values side by side in `heads_NhD` -> [N, Q D].
 
-        Returns: it; and for `backward` the turned heads [N, h, D] and the logarithms of the denominators [N, Q].
+        Returns: the result; for `backward` the rotated heads [N, h, D] and the logarithms of the denominators [N, Q].
         """
         fields = self._build_arguments(heads_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
-        turned = torch.empty_like(heads_NhD)
+        rotated = torch.empty_like(heads_NhD)
         out = heads_NhD.new_empty(len(heads_NhD), fields.Q * fields.D)
         logs = heads_NhD.new_empty(len(heads_NhD), fields.Q)
         self._forward(
             ctypes.addressof(fields),
             heads_NhD.data_ptr(),
-            turned.data_ptr(),
+            rotated.data_ptr(),
             out.data_ptr(),
             logs.data_ptr(),
         )
-        return out, turned, logs
+        return out, rotated, logs
 
     def backward(
         self,
         grad_NE: torch.Tensor,
         out_NE: torch.Tensor,
-        turned_NhD: torch.Tensor,
+        rotated_NhD: torch.Tensor,
         logs_NQ: torch.Tensor,
         rows: AttentionRows,
         cos_ND: torch.Tensor,
@@ -91,19 +90,19 @@ class AttentionKernel:
         kv_heads: int,
         scale: float,
     ) -> torch.Tensor:
-        """The gradient of the heads [N, h, D], from that of what `forward` gave."""
-        fields = self._build_arguments(turned_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
-        grad_heads = torch.empty_like(turned_NhD)
-        room = turned_NhD.new_empty(len(rows.tokens_T), 2 * kv_heads * fields.D)
+        """Compute the gradient of the heads [N, h, D] from that of the result of `forward`."""
+        fields = self._build_arguments(rotated_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
+        grad_heads = torch.empty_like(rotated_NhD)
+        scratch = rotated_NhD.new_empty(len(rows.tokens_T), 2 * kv_heads * fields.D)
         self._backward(
             ctypes.addressof(fields),
-            turned_NhD.data_ptr(),
+            rotated_NhD.data_ptr(),
             out_NE.data_ptr(),
             logs_NQ.data_ptr(),
             grad_NE.data_ptr(),
             rows.ends_N.data_ptr(),
             rows.indices_T.data_ptr(),
-            room.data_ptr(),
+            scratch.data_ptr(),
             grad_heads.data_ptr(),
         )
         return grad_heads
@@ -137,6 +136,6 @@ class AttentionKernel:
 
 @functools.cache
 def load_attention_kernel() -> AttentionKernel | None:
-    """The functions, or None where nothing is compiled."""
+    """Load the functions; return None without compiled code."""
     code = build.load_library()
     return AttentionKernel(code) if code is not None else None

@@ -1,8 +1,8 @@
 /* Operations of a decoding step between its matrix products, on a CPU in float32: norms, rotary embedding, attention,
  * sampling.
  *
- * torch would run some twenty small kernels a layer for them, each with a pass over memory and its own call overhead.
- * Sums have one order, so that results are reproducible.
+ * torch would run about twenty small kernels per layer for them, each with a pass over memory and call overhead.
+ * The summation order is fixed, so that results are reproducible.
  *
  * N new tokens, each in a slot; D head size, a multiple of 16; Q query heads, K key and value heads.
  */
@@ -14,7 +14,7 @@
 
 #define OF_TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-/* The totals of W vectors, each in its place: pairs of vectors are folded into one until one is left. */
+/* The totals of W vectors as the lanes of one: pairs of vectors are folded until one is left. */
 INLINE vf totals(vf *v) {
 #if W == 16
     for (int i = 0; i < 8; i++)
@@ -51,7 +51,7 @@ void normed(const float *x, int64_t n, int64_t width, float eps, float *out) {
     }
 }
 
-/* One head of one token: normed where there is a weight for it, turned to its position, times `scale`. */
+/* One head of one token: normalised if there is a weight, rotated to its position, times `scale`. */
 INLINE void turned(const float *x, const float *weight, float eps, const float *cosines, const float *sines, float scale,
                    int D, float *out) {
     float normal[256];
@@ -66,7 +66,7 @@ INLINE void turned(const float *x, const float *weight, float eps, const float *
     for (int d = 0; d < D; d++) out[d] = (x[d] * cosines[d] + x[d < half ? d + half : d - half] * sines[d]) * scale;
 }
 
-/* The sums of values [seen, D] by the scores of some heads, over their totals. `next` is what will be read after them. */
+/* Average values [seen, D] by the scores of some heads, divided by their totals. `next` is read afterwards (prefetch). */
 INLINE void weighted(const float *scores, int64_t length, const float *value, int64_t seen, const float *sum, float *out,
                      const float *next, const int D, const int heads) {
     vf found[256 / W] = {{0}};
@@ -84,7 +84,7 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
     int64_t width = (s->Q + 2 * s->K) * D;
     const int side = D <= 64 && group % 4 == 0 ? 4 : D <= 128 && group % 2 == 0 ? 2 : 1;
     for (int64_t token = share_of(s->tokens, who->number, who), end = share_of(s->tokens, who->number + 1, who);
-         token < end; token++) { /* all of them first: those of one slot see each other */
+         token < end; token++) { /* all tokens first: tokens of one slot attend to each other */
         const float *head = heads + token * width + s->Q * D;
         int64_t position = s->positions[token];
         for (int64_t k = 0; k < s->K; k++) {
@@ -115,7 +115,7 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
                         for (int i = 0; i < W; i++) sums[i] += part * load(key + (first + i) * D + d);
                     }
                     store(scores + g * s->length + first, totals(sums));
-                    for (int i = g * W / group; i < (g + 1) * W / group; i++) /* the values, which come next */
+                    for (int i = g * W / group; i < (g + 1) * W / group; i++) /* prefetch the values */
                         for (int d = 0; d < D / W; d++) __builtin_prefetch(value + (d * seen + first + i) * W, 0, 3);
                 }
             for (; first < seen; first++)
@@ -145,7 +145,7 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
             float *to = out + token * s->Q * D + k * group * D;
             const float *next = k + 1 < s->K || token + 1 == end ? key + s->length * D
                                                                     : keys + s->slots[token + 1] * s->K * s->length * D;
-            for (int from = 0; from < group; from += side) /* as many heads at a time as there are registers for */
+            for (int from = 0; from < group; from += side) /* as many heads at a time as registers allow */
                 weighted(scores + from * s->length, s->length, value, seen, sum + from, to + from * D, next, D,
                          group - from < side ? group - from : side);
         }
@@ -161,7 +161,7 @@ void attend_part(const Step *s, const float *heads, float *keys, float *values, 
     attend_sized(s, heads, keys, values, out, who, (int)s->D, group);
 }
 
-/* Rotary embedding, the new keys and values into their slots, attention: `heads` [tokens, (Q + 2 K) D] -> [rows, Q D].
+/* Rotate heads, write the new keys and values into their slots, attend: `heads` [tokens, (Q + 2 K) D] -> [rows, Q D].
  * `keys` and `values` are [slots, K, length, D]. At most 8 query heads share a key head; D <= 256. */
 void attend(const Step *s, const float *heads, float *keys, float *values, float *out) {
 #pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
@@ -171,7 +171,7 @@ void attend(const Step *s, const float *heads, float *keys, float *values, float
     }
 }
 
-/* e^((x - largest) by) of a row, its total in double precision; `blocks` gets the total of each W numbers. */
+/* Compute e^((x - largest) by) of a row and its total in double precision; `blocks` gets the totals of every W numbers. */
 INLINE double powers_of(const float *x, int64_t V, float largest, float by, float *powers, float *blocks) {
     double sum = 0.0;
     for (int64_t v = 0; v < V; v += W) {
@@ -184,8 +184,8 @@ INLINE double powers_of(const float *x, int64_t V, float largest, float by, floa
     return sum;
 }
 
-/* One token by inversion of the cumulative distribution softmax(logits / temperature), and its log-probability under it.
- * `drawn` in [0, 1); temperature 0 = the first of the most likely tokens, and its log-probability at temperature 1. */
+/* Draw one token by inverting the cumulative distribution softmax(logits / temperature), with its log-probability.
+ * `drawn` in [0, 1); temperature 0 = the first of the most likely tokens, with its log-probability at temperature 1. */
 void draw_row(const float *logits, int64_t V, double drawn, float temperature, float *room, int64_t *token,
               float *logprob) {
     float *powers = room, *blocks = room + V + W, by = temperature == 0.0f ? 1.0f : 1.0f / temperature;
@@ -206,14 +206,14 @@ void draw_row(const float *logits, int64_t V, double drawn, float temperature, f
             passed += powers[v];
             if (powers[v] > 0.0f && passed > level) break;
         }
-        /* What rounding leaves at the end of a block goes to the last before it that can be. */
+        /* A remainder from rounding at the end of a block goes to the last possible token before it. */
         for (chosen = v < V && v < (block + 1) * W ? v : v - 1; chosen > 0 && !(powers[chosen] > 0.0f);) chosen--;
     }
     *token = chosen;
     *logprob = (float)((double)(logits[chosen] - largest) * by - log(sum));
 }
 
-/* `draw_row` for logits [n, V] and `drawn` [n]; `room` for its numbers, for each thread. */
+/* `draw_row` for logits [n, V] and `drawn` [n]; `room` is scratch memory for each thread. */
 void draw(const float *logits, int64_t n, int64_t V, const double *drawn, float temperature, float *room,
           int64_t *tokens, float *logprobs, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)

@@ -9,40 +9,40 @@
 #define omp_get_num_threads() 1
 #endif
 
-/* One of the threads of a parallel region that compute something together, each of them calling the same functions; or
- * the only member, which computes something else than the other threads. */
+/* One of the threads of a parallel region that compute something together, all calling the same functions; or the only
+ * member, which computes something other than the other threads. */
 typedef struct {
     int number, members;
 } Member;
 
-/* Until all members are here. */
+/* Wait for all members. */
 static inline void meet(const Member *who) {
     if (who->members > 1) {
 #pragma omp barrier
     }
 }
 
-/* Where a member's own ones of `count` things begin; they end where those of the next one begin. */
+/* First of a member's share of `count` items; the share ends where the next member's begins. */
 static inline int64_t share_of(int64_t count, int number, const Member *who) { return count * number / who->members; }
 
 typedef struct {
     int64_t tokens, rows;             /* new tokens; the first `rows` of them attend */
-    int64_t Q, K, D, length;          /* length: tokens that a slot has room for */
+    int64_t Q, K, D, length;          /* length: capacity of a slot in tokens */
     const int64_t *slots, *positions; /* of each token */
-    const float *cosines, *sines;     /* [length, D]; the first half of the sines with its sign turned */
+    const float *cosines, *sines;     /* [length, D]; the sign of the first half of the sines is flipped */
     const float *q_weight, *k_weight; /* [D] of norms, or NULL */
     float q_eps, k_eps, scale;
-    float *scores;                    /* room for [threads, Q / K, length] */
+    float *scores;                    /* scratch [threads, Q / K, length] */
     int64_t threads;
 } Step;
 
 void normed(const float *x, int64_t n, int64_t width, float eps, float *out);
 void gated_forward(const float *both, int64_t n, int64_t I, float *out, int threads);
 
-/* A member's part of `attend`, in which it meets the others once. */
+/* A member's part of `attend`, with one barrier. */
 void attend_part(const Step *s, const float *heads, float *keys, float *values, float *out, const Member *who);
 
-/* A row of `draw`; `room` for 2 V + 2 W numbers, W <= 16. */
+/* A row of `draw`; `room` holds 2 V + 2 W numbers, W <= 16. */
 void draw_row(const float *logits, int64_t V, double drawn, float temperature, float *room, int64_t *token,
               float *logprob);
 

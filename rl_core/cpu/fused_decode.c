@@ -1,14 +1,15 @@
 /* Whole decoding steps in one call, by products with packed weights: embedding, layers, logits, sampling.
  *
- * N new tokens, the first `count` of which are asked for logits; H hidden, E = (Q + 2 K) D, I width of the MLP, V
- * vocabulary. Norms' weights are multiplied into the packed weights after them.
+ * N new tokens, the first `count` of which get logits; H hidden, E = (Q + 2 K) D, I width of the MLP, V vocabulary.
+ * Norms' weights are multiplied into the packed weights that follow them.
  *
- * Slots may have low-rank adapters of their own, whose products are added row by row: a slot's numbers do not depend on
- * the adapters of others.
+ * Slots may have their own low-rank adapters, whose products are added row by row: a slot's numbers do not depend on the
+ * adapters of others.
  *
- * One parallel region for all of it: waiting between regions costs more than small steps take. Threads share out rows,
- * and each takes its own through several steps by itself, so that beside other programs none waits for another; where
- * rows are few, or reading the weights takes longest, they share out each product's columns, and meet after it.
+ * Everything is one parallel region, because waiting between regions would cost more than small steps take. Threads
+ * divide the rows, and each takes its rows through several steps by itself, so that no thread waits for another while
+ * other programs run. If rows are few, or reading the weights takes longest, they divide each product's columns instead,
+ * with a barrier after it.
  */
 
 #include <math.h>
@@ -17,11 +18,11 @@
 #include "decode_ops.h"
 #include "vectors.h"
 
-/* An adapter's update of one product, R rows in all: out[begin .. end) += (x . down) up for each row. */
+/* An adapter's update of one product, R rows in total: out[begin .. end) += (x . down) up for each row. */
 typedef struct {
     int64_t rows;
     const float *down;         /* [R, inputs], norms' weights multiplied in */
-    const float *up;           /* of every row end - begin numbers, one after the other; scale multiplied in */
+    const float *up;           /* end - begin numbers per row, consecutive; scale multiplied in */
     const int64_t *columns;    /* [R, 2]: begin and end among the outputs */
 } LowRank;
 
@@ -41,20 +42,20 @@ typedef struct {
     const float *head_bias;
     float head_eps;
     ProductPart *product;
-    int64_t copies;    /* bytes that it needs for a member */
-    int64_t least_own; /* rows that a thread takes through a step by itself, at least */
+    int64_t copies;    /* scratch bytes per member */
+    int64_t least_own; /* fewest rows that a thread takes through a step by itself */
     const LowRank *adapters;   /* [adapters, 4 layers + 1]: heads, out, gate_up, down of each layer, then the head */
     const int64_t *adapter_of; /* [slots], below 0 = none; NULL = no slot has one */
 } DecodeModel;
 
-/* The state of `count` sequences that are sampled from, [slots] each. */
+/* The state of sampled sequences, [slots] each. */
 typedef struct {
     int64_t *tokens, *positions; /* of the newest token */
-    const int64_t *limits;       /* of their lengths */
-    int64_t *sampled, *acted;    /* tokens sampled in all, and in this turn */
+    const int64_t *limits;       /* longest lengths */
+    int64_t *sampled, *acted;    /* tokens sampled in total, and in this turn */
     const double *uniforms;      /* [slots, most]: number `sampled` decides the next token */
-    int64_t *chosen;             /* [slots, most]: the tokens of this turn, */
-    double *logprobs;            /* [slots, most]: and their log-probabilities */
+    int64_t *chosen;             /* [slots, most]: tokens of this turn */
+    double *logprobs;            /* [slots, most]: their log-probabilities */
     int64_t most;
     const uint8_t *is_end;       /* [V] */
     const float *temperatures;    /* [slots] */
@@ -65,7 +66,7 @@ static inline void add_bias(const float *bias, int64_t columns, int64_t first, i
         for (int64_t i = 0; i < columns; i++) out[row * columns + i] = (is_first ? 0.0f : out[row * columns + i]) + bias[i];
 }
 
-/* Add the adapters' updates of product `place` to rows first .. end of `out`. */
+/* Add the adapters' updates of product number `place` to rows first .. end of `out`. */
 static void adapt(const DecodeModel *m, const Step *s, int64_t place, const float *x, int64_t inputs, float *out,
                   int64_t outputs, int64_t first, int64_t end) {
     int64_t even = inputs - inputs % W;
@@ -91,7 +92,7 @@ static int64_t numbers_of_row(const DecodeModel *m, const Step *s) {
     return 2 * m->H + 2 * s->Q * s->D + 2 * s->K * s->D + 3 * m->I;
 }
 
-/* logits [count, V], computed by all members of `who`; room for N (2 H + E + Q D + 3 I) numbers. */
+/* logits [count, V], computed by all members of `who`; `room` holds N (2 H + E + Q D + 3 I) numbers. */
 static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *copies,
                    float *logits, const Member *who) {
     int64_t N = s->tokens, H = m->H, I = m->I, QD = s->Q * s->D, E = QD + 2 * s->K * s->D;
@@ -109,7 +110,7 @@ static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t
         MULTIPLY(normal, H, l->heads, heads, E, l->heads_bias != NULL);
         meet(who);
         adapt(m, s, 4 * number, normal, H, heads, E, first, end);
-        if (number + 1 == m->layers) { /* in the end only the newest tokens matter */
+        if (number + 1 == m->layers) { /* after the last attention only the newest tokens matter */
             rows = count, first = share_of(rows, who->number, who), end = share_of(rows, who->number + 1, who);
         }
         s->rows = rows, s->scale = l->scale;
@@ -148,7 +149,7 @@ static inline int takes_own_rows(const DecodeModel *m, int64_t rows, int members
     return rows >= m->least_own * members;
 }
 
-/* logits [count, V] of new tokens of which the first `count` are the newest of their slots, the others come before them. */
+/* logits [count, V] of the first `count` new tokens, the newest of their slots; the other new tokens precede them. */
 void decode_step(const DecodeModel *m, const Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *copies,
                  float *logits) {
 #pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
@@ -159,7 +160,7 @@ void decode_step(const DecodeModel *m, const Step *s, const int64_t *tokens, int
     }
 }
 
-/* The next token of slot `n`; 1 where its turn is over, or something is not finite. */
+/* Sample the next token of slot `n`; return 1 if its turn is over or its log-probability is not finite. */
 static int take_token(const DecodeModel *m, const Sampling *a, int64_t n, const float *logits, float *room) {
     int64_t token, at = n * a->most;
     float logprob;
@@ -172,9 +173,9 @@ static int take_token(const DecodeModel *m, const Sampling *a, int64_t n, const 
     return a->is_end[token] || a->positions[n] + 1 >= a->limits[n] || !isfinite(logprob);
 }
 
-/* `steps` tokens for each of the first s->tokens slots, fewer where a turn is over before; threads that take rows by
- * themselves meet at the end alone. `room` as for `decode`, `drawing` for 2 V + 32 numbers and each thread; `lists` for 3
- * times the slots and each thread, `is_over` for the slots. */
+/* Sample `steps` tokens for each of the first s->tokens slots, fewer if a turn ends earlier; threads with their own rows
+ * meet only at the end. Scratch: `room` as for `decode`, `drawing` 2 V + 32 numbers per thread, `lists` 3 times the slots
+ * per thread, `is_over` one per slot. */
 void decode_steps(const DecodeModel *m, const Step *s, const Sampling *a, int64_t steps, float *room, int8_t *copies,
                   float *logits, float *drawing, int64_t *lists, uint8_t *is_over) {
     int64_t count = s->tokens;

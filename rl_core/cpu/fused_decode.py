@@ -1,4 +1,5 @@
-"""Compiled decoding steps: the operations between matrix products (`decode_ops.c`), or a whole step (`fused_decode.c`).
+"""Compiled decoding steps: the operations between matrix products (`decode_ops.c`), or a whole step
+(`fused_decode.c`).
 
 N new tokens, n of them attending, D head size, Q query and K key/value heads, V vocabulary.
 """
@@ -20,9 +21,9 @@ from rl_core.cpu.low_rank import AdapterSpan
 from rl_core.cpu.packed_gemm import PackedMatrix, PackedVectors
 
 MAX_GROUP_SIZE, MAX_HEAD_DIM, VECTOR_WIDTH = 8, 256, 16  # as in decode_ops.c
-MAX_CACHED_BYTES = 24 * 2**20  # weights up to this size stay in a cache that the threads share
-_MIN_THREADED_LOGITS = 2**16  # from which on threads share them out
-MIN_ROWS_PER_THREAD = 8  # that a thread takes through a step by itself, where they do
+MAX_CACHED_BYTES = 24 * 2**20  # weights up to this size stay in the cache that the threads share
+_MIN_THREADED_LOGITS = 2**16  # fewer logits are sampled on one thread
+MIN_ROWS_PER_THREAD = 8  # fewest rows that one thread takes through a whole step by itself
 
 
 PackedOperand = PackedMatrix | PackedVectors
@@ -49,7 +50,10 @@ class RmsNormWeights(Protocol):
 
 
 class DecodeStep:
-    """Arguments of one decoding step that all layers share. It keeps the tensors that the compiled code points to."""
+    """Arguments of one decoding step that all layers share.
+
+    It keeps references to the tensors that the compiled code points to.
+    """
 
     def __init__(
         self,
@@ -60,9 +64,12 @@ class DecodeStep:
         cache: torch.Tensor,
         query_heads: int,
     ) -> None:
-        """positions_N, slots_N: int64, of the new tokens. cos_LD, sin_LD: the sines' first half with its sign turned.
+        """Fill the C structure.
 
-        cache: [layers, 2, slots, K, length, D].
+        Args:
+            positions_N, slots_N: int64, of the new tokens.
+            cos_LD, sin_LD: rotary tables; the sign of the sines' first half is flipped.
+            cache: [layers, 2, slots, K, length, D].
         """
         _, _, _, kv_heads, length, size = cache.shape
         threads = torch.get_num_threads()
@@ -85,7 +92,7 @@ class DecodeStep:
         )
 
     def keep_first_tokens(self, count: int) -> None:
-        """Only the first of the new tokens count from now on."""
+        """Limit the step to the first `count` new tokens."""
         self.rows = self.fields.tokens = self.fields.rows = count
 
 
@@ -149,29 +156,31 @@ class PackedWeights:
 
 @dataclass(slots=True)
 class SlotStates:
-    """Sampling state of every slot, which `FusedStep.sample` changes in place; row by row contiguous."""
+    """Sampling state of every slot, changed in place by `FusedStep.sample_tokens`; arrays are contiguous by row."""
 
-    tokens: np.ndarray  # int64 [slots], the newest ones, which are not in the cache yet
-    positions: np.ndarray  # int64 [slots], theirs
-    limits: np.ndarray  # int64 [slots], of the sequences' lengths
-    sampled: np.ndarray  # int64 [slots], tokens sampled in all
-    acted: np.ndarray  # int64 [slots], and in this turn
+    tokens: np.ndarray  # int64 [slots], newest tokens, not in the cache yet
+    positions: np.ndarray  # int64 [slots], positions of these tokens
+    limits: np.ndarray  # int64 [slots], longest lengths of the sequences
+    sampled: np.ndarray  # int64 [slots], tokens sampled in total
+    acted: np.ndarray  # int64 [slots], tokens sampled in this turn
     uniforms: np.ndarray  # float64 [slots, most]: number `sampled` decides the next token
     chosen: np.ndarray  # int64 [slots, most], tokens of this turn
-    logprobs: np.ndarray  # float64 [slots, most], theirs
+    logprobs: np.ndarray  # float64 [slots, most], of these tokens
     temperatures: np.ndarray  # float32 [slots]
 
 
 class SlotAdapters:
-    """Low-rank adapters of the slots of a `FusedStep`: tables that the compiled code reads."""
+    """Low-rank adapters of a `FusedStep`'s slots: tables that the compiled code reads."""
 
     def __init__(
         self, adapters: Sequence[Sequence[AdapterSpan | None]], adapter_of: np.ndarray
     ) -> None:
-        """
+        """Build the tables.
+
         Args:
-            adapters: of each, the updates of all products: heads, out, gate_up and down of every layer, then the head.
-            adapter_of: int64 [slots], number of a slot's adapter, below 0 = none; it may be changed in place.
+            adapters: of each adapter, the updates of all products: heads, out, gate_up and down of every layer, then
+                the head.
+            adapter_of: int64 [slots], adapter number of each slot, negative = none; may be changed in place.
         """
         self.adapter_of = adapter_of
         self.table = (_LowRank * max(1, sum(map(len, adapters))))()
@@ -202,22 +211,22 @@ class FusedStep:
         embedding_VH: torch.Tensor,
         cache: torch.Tensor,
     ) -> None:
-        """cache: keys and values, [layers, 2, slots, K, length, D]."""
+        """Fill the C structures.
+
+        Args:
+            cache: keys and values, [layers, 2, slots, K, length, D].
+        """
         code = build.load_library()
         assert code is not None
-        self._one, self._some = code.decode_step, code.decode_steps
-        place, number = ctypes.c_void_p, ctypes.c_int64
-        self._one.argtypes = (place, place, place, number, place, place, place)
-        self._some.argtypes = (place, place, place, number, *(place,) * 6)
-        self._one.restype = self._some.restype = None
-        self._referenced_tensors = (
-            layers,
-            head,
-            embedding_VH,
-            cache,
-        )  # what the compiled code points to
+        self._decode_step, self._decode_steps = code.decode_step, code.decode_steps
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._decode_step.argtypes = (pointer, pointer, pointer, number, pointer, pointer, pointer)
+        self._decode_steps.argtypes = (pointer, pointer, pointer, number, *(pointer,) * 6)
+        self._decode_step.restype = self._decode_steps.restype = None
+        # keeps alive what the compiled code points to
+        self._referenced_tensors = (layers, head, embedding_VH, cache)
         self._layers = (_Layer * len(layers))()
-        for fields, layer, part in zip(self._layers, layers, cache, strict=True):
+        for fields, layer, layer_cache in zip(self._layers, layers, cache, strict=True):
             for name in ("heads", "out", "gate_up", "down"):
                 packed, bias = getattr(layer, name)
                 setattr(fields, name, packed.address)
@@ -227,12 +236,9 @@ class FusedStep:
                 if norm is not None:
                     setattr(fields, f"{name}_weight", norm.weight.data_ptr())
                     setattr(fields, f"{name}_eps", norm.eps)
-            fields.keys, fields.values = part[0].data_ptr(), part[1].data_ptr()
-            fields.input_eps, fields.mlp_eps, fields.scale = (
-                layer.input_eps,
-                layer.mlp_eps,
-                layer.scale,
-            )
+            fields.keys, fields.values = layer_cache[0].data_ptr(), layer_cache[1].data_ptr()
+            fields.input_eps, fields.mlp_eps = layer.input_eps, layer.mlp_eps
+            fields.scale = layer.scale
         packed, bias = head
         self._width = layers[0].down[0].inputs
         size = sum(
@@ -250,25 +256,27 @@ class FusedStep:
             head=packed.address,
             head_bias=bias.data_ptr() if bias is not None else None,
             head_eps=head_eps,
-            product=ctypes.cast(packed.gemm.part, place).value,
+            product=ctypes.cast(packed.gemm.part, pointer).value,
             copies=packed.gemm.room(1),
             least_own=MIN_ROWS_PER_THREAD if size + packed.size <= MAX_CACHED_BYTES else 2**62,
         )
-        self._gemm, self._room = packed.gemm, embedding_VH.new_empty(0)
-        self._drawing: tuple[torch.Tensor, ...] = ()  # see `_allocate_sampling_buffers`
-        self._drawing_for = (0, 0)
+        self._gemm, self._activations = packed.gemm, embedding_VH.new_empty(0)
+        self._sampling_buffers: tuple[torch.Tensor, ...] = ()  # see `_allocate_sampling_buffers`
+        self._sampling_buffers_size = (0, 0)  # tokens and threads of these buffers
 
     def set_adapters(self, adapters: SlotAdapters | None) -> None:
-        """Adapters of the slots from now on; None = no slot has one."""
+        """Set the adapters of the slots; None = no slot has one."""
         self._adapters = adapters
         self._model.adapters = None if adapters is None else ctypes.addressof(adapters.table)
         self._model.adapter_of = None if adapters is None else adapters.adapter_of.ctypes.data
 
     def __call__(self, step: DecodeStep, tokens_N: torch.Tensor, count: int) -> torch.Tensor:
-        """Logits [count, V] that follow the first `count` of the new tokens; keys and values go into the cache."""
+        """Return the logits [count, V] that follow the first `count` new tokens; write keys and values into the
+        cache.
+        """
         fields, model = step.fields, self._model
-        logits_nV = self._room.new_empty(count, model.V)
-        self._one(
+        logits_nV = self._activations.new_empty(count, model.V)
+        self._decode_step(
             ctypes.addressof(model),
             ctypes.addressof(fields),
             tokens_N.data_ptr(),
@@ -282,13 +290,12 @@ class FusedStep:
     def sample_tokens(
         self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, steps: int
     ) -> None:
-        """Sample `steps` tokens for each of the first slots, fewer where its turn ends before.
+        """Sample `steps` tokens for each of the first slots, fewer if its turn ends earlier.
 
-        A turn ends by a token of `is_end_V` (bool), where no further one is within the limit, or by a log-probability
-        that is not finite.
+        A turn ends with a token of `is_end_V` (bool), at the limit, or with a log-probability that is not finite.
 
         Args:
-            step: of as many tokens as slots.
+            step: with as many tokens as slots.
         """
         fields, model = step.fields, self._model
         sampling = _Sampling(
@@ -296,65 +303,73 @@ class FusedStep:
             most=states.chosen.shape[1],
             is_end=is_end_V.ctypes.data,
         )
-        self._some(
+        buffers = self._allocate_sampling_buffers(fields.tokens, fields.threads)
+        self._decode_steps(
             ctypes.addressof(model),
             ctypes.addressof(fields),
             ctypes.addressof(sampling),
             steps,
             self._reserve_activations(fields),
             self._gemm.reserve_scratch(fields.threads),
-            *(
-                room.data_ptr()
-                for room in self._allocate_sampling_buffers(fields.tokens, fields.threads)
-            ),
+            *(buffer.data_ptr() for buffer in buffers),
         )
 
     def _allocate_sampling_buffers(self, tokens: int, threads: int) -> tuple[torch.Tensor, ...]:
-        """Scratch memory of `sample`: logits, powers, lists of slots, ends.
+        """Return scratch memory of `sample_tokens`: logits, powers, lists of slots, ends.
 
-        It is kept: each of torch's allocations lets another thread take the interpreter's lock, for a millisecond.
+        The buffers are kept, because each torch allocation lets another thread take the interpreter lock, for a
+        millisecond.
         """
-        if tokens > self._drawing_for[0] or threads > self._drawing_for[1]:
-            tokens, threads = self._drawing_for = (
-                max(tokens, self._drawing_for[0]),
-                max(threads, self._drawing_for[1]),
-            )
-            self._drawing = (
-                self._room.new_empty(tokens, self._model.V),
-                self._room.new_empty(threads, 2 * (self._model.V + VECTOR_WIDTH)),
+        if tokens > self._sampling_buffers_size[0] or threads > self._sampling_buffers_size[1]:
+            tokens = max(tokens, self._sampling_buffers_size[0])
+            threads = max(threads, self._sampling_buffers_size[1])
+            self._sampling_buffers_size = tokens, threads
+            self._sampling_buffers = (
+                self._activations.new_empty(tokens, self._model.V),
+                self._activations.new_empty(threads, 2 * (self._model.V + VECTOR_WIDTH)),
                 torch.empty(threads, 3, tokens, dtype=torch.int64),
                 torch.empty(tokens, dtype=torch.uint8),
             )
-        return self._drawing
+        return self._sampling_buffers
 
     def _reserve_activations(self, fields: _Step) -> int:
-        """Address of scratch memory for the activations of a step."""
+        """Return the address of scratch memory for a step's activations."""
         model = self._model
         heads = 2 * fields.D * (fields.Q + fields.K)
         needed = fields.tokens * (2 * model.H + heads + 3 * model.I)
-        if len(self._room) < needed:
-            self._room = self._room.new_empty(needed)
-        return self._room.data_ptr()
+        if len(self._activations) < needed:
+            self._activations = self._activations.new_empty(needed)
+        return self._activations.data_ptr()
 
 
 class DecodeKernels:
     """The compiled functions over contiguous float32 tensors on the CPU. Attention runs on torch's threads."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
-        count, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+        count, real, pointer = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
         self._normed, self._gated, self._attend, self._draw = (
             getattr(code, name) for name in ("normed", "gated_forward", "attend", "draw")
         )
-        self._normed.argtypes = (place, count, count, real, place)
-        self._gated.argtypes = (place, count, count, place, ctypes.c_int)
-        self._attend.argtypes = (place, place, place, place, place)
-        self._draw.argtypes = (place, count, count, place, real, place, place, place, ctypes.c_int)
+        self._normed.argtypes = (pointer, count, count, real, pointer)
+        self._gated.argtypes = (pointer, count, count, pointer, ctypes.c_int)
+        self._attend.argtypes = (pointer, pointer, pointer, pointer, pointer)
+        self._draw.argtypes = (
+            pointer,
+            count,
+            count,
+            pointer,
+            real,
+            pointer,
+            pointer,
+            pointer,
+            ctypes.c_int,
+        )
         for function in (self._normed, self._gated, self._attend, self._draw):
             function.restype = None
 
     @staticmethod
     def can_attend(*, head_dim: int, query_heads: int, kv_heads: int) -> bool:
-        """True = the code supports heads of this size and so many queries a key."""
+        """Return whether the code supports heads of this size and this many queries per key."""
         return (
             head_dim % VECTOR_WIDTH == 0
             and head_dim <= MAX_HEAD_DIM
@@ -362,13 +377,13 @@ class DecodeKernels:
         )
 
     def compute_rms_norm(self, x_NH: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x)."""
+        """Compute x / rms(x)."""
         out_NH = torch.empty_like(x_NH)
         self._normed(x_NH.data_ptr(), *x_NH.shape, eps, out_NH.data_ptr())
         return out_NH
 
     def compute_gated_silu(self, both_NF: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of [gate, up] side by side: [N, 2 F] -> [N, F]."""
+        """Compute silu(gate) * up of [gate, up] side by side: [N, 2 F] -> [N, F]."""
         rows, width = both_NF.shape[0], both_NF.shape[1] // 2
         out_NF = both_NF.new_empty(rows, width)
         self._gated(both_NF.data_ptr(), rows, width, out_NF.data_ptr(), torch.get_num_threads())
@@ -383,11 +398,13 @@ class DecodeKernels:
         k_norm: RmsNormWeights | None,
         scale: float,
     ) -> torch.Tensor:
-        """Rotate, put keys and values into their slots, attend: [N, (Q + 2 K) D] -> [n, Q D], n = `step.rows`.
+        """Rotate heads, write keys and values into their slots, and attend: [N, (Q + 2 K) D] -> [n, Q D], n =
+        `step.rows`.
 
         Args:
             cache: keys and values of one layer, [2, slots, K, length, D].
-            q_norm, k_norm: of the heads, where the model has them. scale: of the scores.
+            q_norm, k_norm: of the heads, if the model has them.
+            scale: of the scores.
         """
         fields = step.fields
         fields.rows, fields.scale = step.rows, scale
@@ -405,18 +422,18 @@ class DecodeKernels:
     def draw_tokens(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `sampling.draw`."""
+        """Draw as `sampling.draw_tokens` does, without a restriction."""
         rows, size = logits_nV.shape
         tokens_n, logprobs_n = torch.empty(rows, dtype=torch.int64), logits_nV.new_empty(rows)
         threads = torch.get_num_threads() if rows * size >= _MIN_THREADED_LOGITS else 1
-        room = logits_nV.new_empty(threads, 2 * (size + VECTOR_WIDTH))
+        scratch = logits_nV.new_empty(threads, 2 * (size + VECTOR_WIDTH))
         self._draw(
             logits_nV.data_ptr(),
             rows,
             size,
             uniforms_n.data_ptr(),
             temperature,
-            room.data_ptr(),
+            scratch.data_ptr(),
             tokens_n.data_ptr(),
             logprobs_n.data_ptr(),
             threads,
@@ -426,6 +443,6 @@ class DecodeKernels:
 
 @functools.cache
 def load_decode_kernels() -> DecodeKernels | None:
-    """The functions, or None where nothing is compiled."""
-    found = build.load_library()
-    return DecodeKernels(found) if found is not None else None
+    """Load the functions; return None without compiled code."""
+    code = build.load_library()
+    return DecodeKernels(code) if code is not None else None

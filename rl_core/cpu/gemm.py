@@ -1,6 +1,7 @@
 """Float32 matrix products of training: by bfloat16 tiles (`amx_gemm.c`), or by vectors (`vector_gemm.c`).
 
-Tiles are as exact as float32: each number is split into three bfloat16 parts, whose products are added up in float32.
+Tiles are as exact as float32: each number is split into three bfloat16 parts, whose products are added in float32.
+
 N rows, I inputs, O outputs.
 """
 
@@ -43,33 +44,33 @@ class _Product(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A matrix within a float32 tensor: from a row and column on."""
+    """A matrix within a float32 tensor, starting at a row and column."""
 
     tensor: torch.Tensor
     row: int = 0
     column: int = 0
     width: int | None = None  # columns; None = to the end
-    is_transposed: bool = False  # True = its rows are what is summed over
-    height: int = 0  # rows, of a left operand that lies across
+    is_transposed: bool = False  # True = its rows are summed over
+    height: int = 0  # number of rows of a transposed left operand
 
     @property
     def address(self) -> int:
-        """Address of its first number."""
+        """Address of its first element."""
         return self.tensor.data_ptr() + 4 * (self.row * self.tensor.stride(0) + self.column)
 
     @property
     def columns(self) -> int:
-        """Numbers of a row."""
+        """Number of columns."""
         return self.tensor.shape[1] - self.column if self.width is None else self.width
 
     def transpose_left(self, height: int) -> Operand:
-        """The same as a left operand whose `height` rows are summed over."""
+        """Return the operand as a left one whose `height` rows are summed over."""
         return replace(self, is_transposed=True, height=height)
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixProduct:
-    """out (+)= left right, one of several that are computed in one call."""
+    """out (+)= left right, one of several products of a call."""
 
     left: Operand
     right: Sequence[Operand]  # side by side
@@ -81,44 +82,47 @@ class MatrixProduct:
 class Gemm:
     """The products of a linear layer: output, gradient of its input, gradient of its weight.
 
-    All tensors are float32 on the CPU, their last dimension contiguous.
+    All tensors are float32 on the CPU with a contiguous last dimension.
     """
 
     def __init__(self, code: ctypes.CDLL, product: str, room: str) -> None:
-        """product, room: names of the compiled functions."""
-        count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
+        """Bind the compiled functions named `product` and `room`."""
+        count, number, pointer = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
         self._product, self._room = getattr(code, product), getattr(code, room)
         self._product.restype = None
         self._product.argtypes = (
-            place,
+            pointer,
             count,
             number,
-            place,
+            pointer,
             count,
             number,
-            place,
+            pointer,
             count,
             count,
             count,
             number,
-            place,
+            pointer,
             number,
         )
         self._room.argtypes, self._room.restype = (count,), count
         self._products = getattr(code, f"{product}s", None)
         if self._products is not None:
-            self._products.argtypes, self._products.restype = (place, count, place, number), None
+            self._products.argtypes, self._products.restype = (
+                (pointer, count, pointer, number),
+                None,
+            )
         self._scratch = ScratchMemory()
 
     def compute_linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """x W^T of several weights [O_i, I], side by side: [N, sum of O_i]."""
+        """Compute x W^T of several weights [O_i, I], side by side: [N, sum of O_i]."""
         out_NO = x_NI.new_empty(len(x_NI), sum(len(weight) for weight in weights))
         return self._multiply_operands(x_NI, weights, out_NO)
 
     def compute_input_grad(
         self, grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Gradient of x, from that of `linear`'s result: [N, I]."""
+        """Compute the gradient of x from that of `compute_linear`'s result: [N, I]."""
         grad_NI = grad_NO.new_empty(len(grad_NO), weights[0].shape[1])
         parts = grad_NO.split([len(weight) for weight in weights], dim=1)
         for index, (part_NO, weight_OI) in enumerate(zip(parts, weights, strict=True)):
@@ -126,7 +130,7 @@ class Gemm:
         return grad_NI
 
     def compute_weight_grad(self, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
-        """Gradient of the weights, one below the other: [sum of O_i, I]."""
+        """Compute the gradient of the weights, stacked: [sum of O_i, I]."""
         grad_OI = grad_NO.new_empty(grad_NO.shape[1], x_NI.shape[1])
         return self._multiply_operands(grad_NO, [x_NI], grad_OI, left_across=True, across=True)
 
@@ -137,7 +141,7 @@ class Gemm:
         self._multiply_operands(grad_NO, [x_NI], sum_OI, left_across=True, across=True, add=True)
 
     def compute_products(self, products: Sequence[MatrixProduct]) -> None:
-        """Several products in their order, each as it would be alone, by tiles."""
+        """Compute several products by tiles in order, each as it would be alone."""
         assert self._products is not None
         parts = [
             _RowPart(
@@ -148,31 +152,32 @@ class Gemm:
             for product in products
             for part in product.right
         ]
-        table, size, taken = (_RowPart * len(parts))(*parts), ctypes.sizeof(_RowPart), 0
-        described = []
-        for one in products:
-            left, out = one.left, one.out
-            described.append(
+        table = (_RowPart * len(parts))(*parts)
+        next_part = ctypes.addressof(table)
+        structs = []
+        for product in products:
+            left, out = product.left, product.out
+            structs.append(
                 _Product(
                     left.address,
                     left.tensor.stride(0),
                     left.is_transposed,
-                    ctypes.addressof(table) + taken * size,
-                    len(one.right),
-                    one.right[0].is_transposed,
+                    next_part,
+                    len(product.right),
+                    product.right[0].is_transposed,
                     out.address,
                     out.tensor.stride(0),
-                    one.rows,
+                    product.rows,
                     left.height if left.is_transposed else left.columns,
-                    one.add,
+                    product.add,
                 )
             )
-            taken += len(one.right)
+            next_part += len(product.right) * ctypes.sizeof(_RowPart)
         threads = torch.get_num_threads()
-        every = (_Product * len(described))(*described)
+        product_table = (_Product * len(structs))(*structs)
         self._products(
-            ctypes.addressof(every),
-            len(described),
+            ctypes.addressof(product_table),
+            len(structs),
             self._scratch.reserve_address(self._room(threads)),
             threads,
         )
@@ -187,7 +192,7 @@ class Gemm:
         across: bool = False,
         add: bool = False,
     ) -> torch.Tensor:
-        """out (+)= left right, each operand `across` where its rows are what is summed over."""
+        """Compute out (+)= left right; an operand is `across` if its rows are summed over."""
         rows, depth = (left.shape[1], left.shape[0]) if left_across else left.shape
         parts = (_RowPart * len(right))(
             *[
@@ -216,29 +221,27 @@ class Gemm:
 
 @functools.cache
 def load_tiles() -> Gemm | None:
-    """Products by tiles, or None where nothing is compiled or the processor has none."""
+    """Load products by tiles; return None without compiled code or tiles."""
     code = build.load_library()
-    return (
-        Gemm(code, "product", "amx_gemm_room") if code is not None and code.tiles_ready() else None
-    )
+    if code is None or not code.tiles_ready():
+        return None
+    return Gemm(code, "product", "amx_gemm_room")
 
 
 @functools.cache
 def load_vectors() -> Gemm | None:
-    """Products by vectors, or None where nothing is compiled or vectors have fewer than 8 numbers."""
+    """Load products by vectors; return None without compiled code or vectors of at least 8 numbers."""
     code = build.load_library()
-    return (
-        Gemm(code, "vector_product", "vector_gemm_room")
-        if code is not None and code.vectors_ready()
-        else None
-    )
+    if code is None or not code.vectors_ready():
+        return None
+    return Gemm(code, "vector_product", "vector_gemm_room")
 
 
 @contextmanager
 def use_row_invariant_products() -> Iterator[None]:
-    """Within: products whose rows are the same bits whatever stands beside them, also where torch's are faster.
+    """Use products whose rows are bit-identical regardless of other rows, even if torch's are faster.
 
-    It holds for the thread that enters, and for backward passes that it runs on a CPU.
+    Applies to the thread that enters, and to backward passes that it runs on a CPU.
     """
     token = _is_row_invariant.set(True)
     try:
@@ -248,11 +251,14 @@ def use_row_invariant_products() -> Iterator[None]:
 
 
 def load_gemm() -> Gemm | None:
-    """The fastest products for this processor; None = torch's.
+    """Load the fastest products for this processor; None = torch's.
 
-    torch's come from MKL, whose kernels for Intel's processors are at least as fast as ours by vectors, but add up in
-    an order that depends on the number of rows (see `use_row_invariant_products`); for others' it has slower ones.
+    torch's products come from MKL. For Intel processors its kernels are at least as fast as ours by vectors, but
+    their summation order depends on the number of rows (see `use_row_invariant_products`); for other processors it
+    has slower ones.
     """
-    return load_tiles() or (
-        load_vectors() if _is_row_invariant.get() or not build.is_intel_processor() else None
-    )
+    tiles = load_tiles()
+    if tiles is not None:
+        return tiles
+    uses_vectors = _is_row_invariant.get() or not build.is_intel_processor()
+    return load_vectors() if uses_vectors else None

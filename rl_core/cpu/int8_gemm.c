@@ -1,17 +1,17 @@
-/* Float32 products of few rows with weights that are packed once, on processors with AMX, whose tiles multiply 8-bit
+/* Float32 products of few rows with weights packed in advance, on processors with AMX, whose tiles multiply 8-bit
  * integers twice as fast as bfloat16 (Ozaki scheme on integer units).
  *
  * Numbers become fixed-point, as sums of 8-bit digits from -128 to 127: three for a line of the weights (24 bits below
  * its largest number), four for a row of the left operand. Of the twelve products of two such sums nine are computed,
- * each exactly; the rest is below 2^-32 of the largest. So the error is that of rounding the weights to 2^-24 of the
- * largest in their line, which no outlier of the left operand makes worse, and a packed weight takes three quarters of
- * float32's memory: where weights are read from main memory, bytes decide the speed. Columns of weights that are too
- * large for their lines stand behind the tiles as they are, and are multiplied in float32 (`int8_gemm.py` chooses them).
+ * each exactly; the rest is below 2^-32 of the largest. The error is therefore that of rounding the weights to 2^-24 of
+ * the largest in their line, and outliers of the left operand do not increase it. A packed weight takes three quarters of
+ * float32's memory, which decides the speed if weights are read from main memory. Columns with weights too large for
+ * their lines are stored in float32 after the tiles, and multiplied in float32 (`packed_gemm.py` selects them).
  * Source: Ootomo, Ozaki & Yokota 2024, "DGEMM on integer matrix multiplication unit", IJHPCA 38(4), arXiv:2306.11975.
  *
  * "Lines" (rows of the left, columns of the right one) come in blocks of 16, "depth", which is summed over, in blocks of
- * 64: a tile for each digit. Integer sums are exact in any order; at most 4,096 of depth are summed before they become
- * float32, in the order of depth, whatever the number of rows and threads.
+ * 64: one tile per digit. Integer sums are exact in any order; at most 4,096 of depth are summed before conversion to
+ * float32, in the order of depth, independent of the number of rows and threads.
  */
 
 #include "decode_ops.h"
@@ -20,28 +20,28 @@
 #ifdef HAS_TILES
 #include <math.h>
 
-#define DEEP 64                         /* of a tile's depth */
+#define DEEP 64                         /* depth of a tile */
 #define TILE 1024                       /* bytes */
 #define LEFT_DIGITS 4
 #define RIGHT_DIGITS 3
-#define MOST_BLOCKS 64                  /* of depth, at a time */
-#define KEPT 192                        /* blocks of the left that a thread packs at a time: 768 KiB */
-#define GROUP (96 * TILE)               /* bytes of the right that all of these meet before the next ones come */
+#define MOST_BLOCKS 64                  /* depth blocks at a time */
+#define KEPT 192                        /* blocks of the left operand that a thread packs at a time: 768 KiB */
+#define GROUP (96 * TILE)               /* bytes of the right operand that all of these are multiplied by before the next */
 #define LARGEST 8355600.0f              /* of three digits, less than 127 2^16 + 127 2^8 + 127 */
-#define SMALLEST 1e-29f                 /* a row or line that has nothing larger loses bits */
+#define SMALLEST 1e-29f                 /* a row or line without a larger number loses bits */
 
 INLINE int64_t blocks_in(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-/* The largest absolute value of x [n]; NaN where one is not finite. */
+/* The largest absolute value of x [n]; NaN if one is not finite. */
 INLINE float largest_of(const float *x, int64_t n) {
     __m512i most = _mm512_setzero_si512();
     for (int64_t i = 0; i < n; i += SIDE)
         most = _mm512_max_epi32(most, _mm512_castps_si512(_mm512_abs_ps(some_of(x + i, n - i))));
-    int32_t bits = _mm512_reduce_max_epi32(most); /* that of NaN is larger than infinity's */
+    int32_t bits = _mm512_reduce_max_epi32(most); /* the bits of NaN are larger than those of infinity */
     return bits < 0x7F800000 ? _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(bits))) : NAN;
 }
 
-/* 64 numbers times `by` as integers, their digits `TILE` apart, the largest first. */
+/* Convert 64 numbers times `by` to integers; digits are `TILE` apart, the largest first. */
 INLINE void split(const float *x, int64_t count, float by, const int digits, int8_t *out) {
     for (int64_t i = 0; i < DEEP; i += SIDE) {
         __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(some_of(x + i, count - i), _mm512_set1_ps(by)));
@@ -52,7 +52,7 @@ INLINE void split(const float *x, int64_t count, float by, const int digits, int
     }
 }
 
-/* Up to 16 rows of x; `scales` gets what their first digits are worth. A power of two: nothing is rounded here. */
+/* Split up to 16 rows of x into digits; `scales` gets the values of their first digits, powers of two, without rounding. */
 static void split_left(const float *x, int64_t stride, int64_t rows, int64_t depth, int8_t *out, float scales[SIDE]) {
     int64_t blocks = blocks_in(depth, DEEP);
     for (int64_t row = 0; row < SIDE; row++) {
@@ -68,13 +68,13 @@ static void split_left(const float *x, int64_t stride, int64_t rows, int64_t dep
     }
 }
 
-/* Bytes of packed weights. */
+/* Return the size of packed weights in bytes. */
 int64_t int8_packed_size(int64_t lines, int64_t depth) {
     int64_t columns = blocks_in(lines, SIDE), chunks = blocks_in(depth, MOST_BLOCKS * DEEP);
     return columns * (blocks_in(depth, DEEP) * RIGHT_DIGITS * TILE + chunks * SIDE * (int64_t)sizeof(float));
 }
 
-/* w [lines, depth], packed: for each 4,096 of depth, what the first digits of each line are worth, then the tiles. */
+/* Pack w [lines, depth]: for every 4,096 of depth, the values of each line's first digits, then the tiles. */
 void int8_pack_right(const float *w, int64_t lines, int64_t depth, int8_t *out, int threads) {
     int64_t columns = blocks_in(lines, SIDE);
     for (int64_t d = 0; d < depth; d += MOST_BLOCKS * DEEP) {
@@ -95,7 +95,7 @@ void int8_pack_right(const float *w, int64_t lines, int64_t depth, int8_t *out, 
                     split(from + block * DEEP, some - block * DEEP, by, RIGHT_DIGITS,
                           tiles + block * RIGHT_DIGITS * TILE + i * DEEP);
             }
-            for (int64_t tile = 0; tile < blocks * RIGHT_DIGITS; tile++) { /* four of depth lie beside each other */
+            for (int64_t tile = 0; tile < blocks * RIGHT_DIGITS; tile++) { /* groups of four depths are adjacent */
                 __m512i r[SIDE], *rows = (__m512i *)(tiles + tile * TILE);
                 for (int i = 0; i < SIDE; i++) r[i] = _mm512_load_si512(rows + i);
                 transpose(r);
@@ -109,10 +109,10 @@ void int8_pack_right(const float *w, int64_t lines, int64_t depth, int8_t *out, 
 #define LEFT(digit) _tile_loadd(7, left + (digit) * TILE, DEEP);
 #define ASK { for (int i_ = 0; i_ < streams; i_++) _mm_prefetch(next + i_ * apart, _MM_HINT_T1); next += 64; }
 
-/* Sums of the products of digits whose numbers add up to 0, 1, 2 and 3.
+/* Sums of the products of digits whose indices add up to 0, 1, 2 and 3.
  *
- * Meanwhile the cache is asked for what comes next, in several streams `apart`: one would come no faster than a line at a
- * time, as the processor, which sees what is wanted of each page by itself, sees it too late. */
+ * Meanwhile the next data is prefetched, in several streams `apart`: a single stream would arrive one cache line at a time,
+ * because the processor's own prefetcher, which works by page, starts too late. */
 INLINE void multiply_digits(const int8_t *left, const int8_t *right, int64_t blocks, int32_t found[4][SIDE * SIDE],
                             const int8_t *next, int64_t apart, const int streams) {
     _tile_zero(0);
@@ -152,7 +152,7 @@ INLINE void multiply_asking(const int8_t *left, const int8_t *right, int64_t blo
     else multiply_digits(left, right, blocks, found, next, apart, 0);
 }
 
-/* c [rows, columns] (+)= the sums, up to 16 x 16. */
+/* c [rows, columns] (+)= the sums, at most 16 x 16. */
 INLINE void add_up(int32_t found[4][SIDE * SIDE], const float *left_scales, const float *right_scales, float *c,
                    int64_t stride, int64_t rows, int64_t columns, int add) {
     const __m512 smaller = _mm512_set1_ps(1.0f / 256.0f), scale = _mm512_loadu_ps(right_scales);
@@ -168,8 +168,8 @@ INLINE void add_up(int32_t found[4][SIDE * SIDE], const float *left_scales, cons
     }
 }
 
-/* c += the columns of the left that are kept in float32, times their weights: how many there are, which, and for each a
- * weight for every line, in blocks of 16. */
+/* c += the left operand's outlying columns times their float32 weights. Stored: their number, their indices, and for each
+ * a weight for every line, in blocks of 16. */
 static void add_floats(const float *left, int64_t left_stride, const int8_t *kept, float *c, int64_t c_stride,
                        int64_t rows, int64_t first, int64_t end, int64_t columns) {
     int64_t count = *(const int64_t *)kept, width = blocks_in(columns, SIDE) * SIDE;
@@ -185,18 +185,18 @@ static void add_floats(const float *left, int64_t left_stride, const int8_t *kep
         }
 }
 
-/* Bytes that `int8_product_packed` needs for so many threads; `int8_packed_part` needs those of one. */
+/* Return the scratch bytes of `int8_product_packed` for this number of threads; `int8_packed_part` needs those of one. */
 int64_t int8_packed_room(int64_t threads) {
     return threads * KEPT * (LEFT_DIGITS * TILE + SIDE * (int64_t)sizeof(float));
 }
 
-/* As `vector_packed_part`. */
+/* See `vector_packed_part`. */
 void int8_packed_part(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride, int64_t rows,
                  int64_t columns, int64_t depth, int add, int8_t *room, int member, int members) {
     int64_t row_blocks = blocks_in(rows, SIDE), column_blocks = blocks_in(columns, SIDE);
-    /* Members share out rows; where those are too few, columns, and each splits the rows for itself. */
+    /* Members divide the rows, or columns if rows are too few; then each member splits all rows. */
     int by_rows = row_blocks >= 4 * members;
-    /* So many row blocks at a time, the same for every part of depth: what a member adds to must be its own. */
+    /* The same number of row blocks for every part of depth, because a member may add only to its own results. */
     int64_t some = least(KEPT / blocks_in(least(depth, MOST_BLOCKS * DEEP), DEEP),
                          by_rows ? (row_blocks + members - 1) / members : row_blocks);
     int64_t turn = by_rows ? member : 0, turns = by_rows ? members : 1;
@@ -221,8 +221,8 @@ void int8_packed_part(const float *left, int64_t left_stride, const int8_t *righ
             for (int64_t j = first; j < end; j += group) {
                 int64_t wide = least(group, end - j);
                 const int8_t *from = packed + j * right_size, *next = from + wide * right_size;
-                int64_t part = wide * right_size / 6; /* so many bytes of the next group lie between streams */
-                int has_next = members == 1 || j + group < end; /* behind the last lies what is needed next */
+                int64_t part = wide * right_size / 6; /* distance in bytes between streams of the next group */
+                int has_next = members == 1 || j + group < end; /* the next data follows the last group */
                 int share = !has_next ? 0 : here == 1 ? 6 : here == 2 ? 3 : here < 6 ? 2 : 1;
                 for (int64_t row = 0; row < here; row++)
                     for (int64_t k = 0; k < wide; k++) {

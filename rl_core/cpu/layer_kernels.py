@@ -1,10 +1,7 @@
-"""RMS norms and SwiGLU gates, forward and backward, in compiled code (`norm_and_gate.c`); for training.
+"""Parts of a transformer layer with their own backward passes: linear layers, RMS norms, SwiGLU gates.
 
-All tensors are contiguous float32 on the CPU. N tokens, H hidden, I width of the MLP.
-
-Parts of a transformer's layer with backward passes of their own: fewer passes over memory than autograd's.
-
-On a CPU they are compiled code where it is available, torch's kernels otherwise.
+They make fewer passes over memory than autograd. On a CPU they run compiled code (`norm_and_gate.c`, `gemm.py`) if
+available, otherwise torch's kernels.
 
 N tokens, H hidden, I width of the MLP, O outputs of linear layers.
 """
@@ -23,32 +20,46 @@ from torch.nn import functional
 
 from rl_core.cpu import build, gemm
 
-VECTOR_WIDTH = 16  # as in vectors.h: widths have to be multiples of it
+VECTOR_WIDTH = 16  # as in vectors.h; widths must be multiples of it
 _ROWS_PER_SUM = 64  # as in norm_and_gate.c
 
 
 class NormAndGateKernels:
-    """Forward and backward of norms and gates, on torch's threads."""
+    """Compiled norms and gates, forward and backward, on torch's threads.
+
+    All tensors are contiguous float32 on the CPU.
+    """
 
     def __init__(self, code: ctypes.CDLL) -> None:
-        count, number, real, place = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+        count, number, real, pointer = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
         self._code = code
         for name, kinds in {
-            "norm_forward": (place, place, place, real, count, count, place, place, place, number),
-            "norm_backward": (
-                place,
-                place,
-                place,
-                place,
-                place,
+            "norm_forward": (
+                pointer,
+                pointer,
+                pointer,
+                real,
                 count,
                 count,
-                place,
-                place,
+                pointer,
+                pointer,
+                pointer,
                 number,
             ),
-            "gated_forward": (place, count, count, place, number),
-            "gated_backward": (place, place, count, count, place, number),
+            "norm_backward": (
+                pointer,
+                pointer,
+                pointer,
+                pointer,
+                pointer,
+                count,
+                count,
+                pointer,
+                pointer,
+                number,
+            ),
+            "gated_forward": (pointer, count, count, pointer, number),
+            "gated_backward": (pointer, pointer, count, count, pointer, number),
         }.items():
             function = getattr(code, name)
             function.argtypes, function.restype = kinds, None
@@ -56,7 +67,7 @@ class NormAndGateKernels:
     def compute_norm(
         self, x_NH: torch.Tensor, added_NH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x + added, if anything is; its RMS norm times the weight; 1 / rms [N]."""
+        """Return x + added (x if nothing is added), its RMS norm times the weight, and 1 / rms [N]."""
         sum_NH = torch.empty_like(x_NH) if added_NH is not None else x_NH
         normed_NH, scale_N = torch.empty_like(x_NH), x_NH.new_empty(len(x_NH))
         self._code.norm_forward(
@@ -82,11 +93,10 @@ class NormAndGateKernels:
         *,
         with_weight: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients of what was normed, `beside_NH` added to it, and of the weight [H]."""
-        found_NH = torch.empty_like(x_NH)
-        sums = (
-            x_NH.new_empty(-(-len(x_NH) // _ROWS_PER_SUM), x_NH.shape[1]) if with_weight else None
-        )
+        """Compute the gradient of the normalised input, plus `added_grad_NH`, and of the weight [H]."""
+        grad_x_NH = torch.empty_like(x_NH)
+        num_sums = -(-len(x_NH) // _ROWS_PER_SUM)
+        sums = x_NH.new_empty(num_sums, x_NH.shape[1]) if with_weight else None
         self._code.norm_backward(
             grad_NH.data_ptr(),
             _get_address(added_grad_NH),
@@ -94,14 +104,14 @@ class NormAndGateKernels:
             scale_N.data_ptr(),
             weight_H.data_ptr(),
             *x_NH.shape,
-            found_NH.data_ptr(),
+            grad_x_NH.data_ptr(),
             _get_address(sums),
             torch.get_num_threads(),
         )
-        return found_NH, sums.sum(0) if sums is not None else None
+        return grad_x_NH, sums.sum(0) if sums is not None else None
 
     def compute_gated_silu(self, both_NI: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of [gate, up] side by side: [N, 2 I] -> [N, I]."""
+        """Compute silu(gate) * up of [gate, up] side by side: [N, 2 I] -> [N, I]."""
         rows, width = both_NI.shape[0], both_NI.shape[1] // 2
         out_NI = both_NI.new_empty(rows, width)
         self._code.gated_forward(
@@ -110,16 +120,16 @@ class NormAndGateKernels:
         return out_NI
 
     def compute_gated_silu_grad(self, both_NI: torch.Tensor, grad_NI: torch.Tensor) -> torch.Tensor:
-        """The gradient of `both_NI`."""
-        found_NI = torch.empty_like(both_NI)
+        """Compute the gradient of `both_NI`."""
+        grad_both_NI = torch.empty_like(both_NI)
         self._code.gated_backward(
             both_NI.data_ptr(),
             grad_NI.data_ptr(),
             *grad_NI.shape,
-            found_NI.data_ptr(),
+            grad_both_NI.data_ptr(),
             torch.get_num_threads(),
         )
-        return found_NI
+        return grad_both_NI
 
 
 def _get_address(tensor: torch.Tensor | None) -> int | None:
@@ -128,30 +138,31 @@ def _get_address(tensor: torch.Tensor | None) -> int | None:
 
 @functools.cache
 def load_norm_and_gate() -> NormAndGateKernels | None:
-    """The functions, or None where nothing is compiled."""
+    """Load the functions; return None without compiled code."""
     code = build.load_library()
     return NormAndGateKernels(code) if code is not None else None
 
 
 def apply_linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """Outputs of some linear layers for one input, side by side: [N, sum of O]. Adapters are called as they are.
+    """Apply several linear layers to one input, side by side: [N, sum of O]; layers with adapters are called
+    normally.
 
-    Layers that know how to compute several of their kind at once have a method `joined`.
+    Layer classes that can compute several of their kind together have a method `joined`.
     """
-    if (several := getattr(type(modules[0]), "joined", None)) is not None:
-        found: torch.Tensor = several(modules[0], x_NI, modules)
-        return found
+    compute_joined = getattr(type(modules[0]), "joined", None)
+    if compute_joined is not None:
+        out_NO: torch.Tensor = compute_joined(modules[0], x_NI, modules)
+        return out_NO
     if all(_is_unhooked_linear(module) for module in modules):
         weights = [module.weight for module in modules]
         biases = [module.bias for module in modules if module.bias is not None]
         if len(biases) in (0, len(weights)):
             joined: torch.Tensor = _Linear.apply(x_NI, len(weights), *weights, *biases)
             return joined
-    return (
-        torch.cat([module(x_NI) for module in modules], dim=1)
-        if len(modules) > 1
-        else modules[0](x_NI)
-    )
+    if len(modules) == 1:
+        single_NO: torch.Tensor = modules[0](x_NI)
+        return single_NO
+    return torch.cat([module(x_NI) for module in modules], dim=1)
 
 
 def _is_unhooked_linear(module: nn.Module) -> bool:
@@ -165,7 +176,7 @@ def _is_unhooked_linear(module: nn.Module) -> bool:
 
 
 def apply_rms_norm(x_NH: torch.Tensor, module: Any) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """Compute x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
     normed: torch.Tensor = _Norm.apply(x_NH, module.weight, module.variance_epsilon)
     return normed
 
@@ -173,7 +184,7 @@ def apply_rms_norm(x_NH: torch.Tensor, module: Any) -> torch.Tensor:
 def add_norm(
     x_NH: torch.Tensor, added_NH: torch.Tensor, module: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + added, and its norm."""
+    """Return x + added and its norm."""
     both: tuple[torch.Tensor, torch.Tensor] = _AddNorm.apply(
         x_NH, added_NH, module.weight, module.variance_epsilon
     )
@@ -181,36 +192,34 @@ def add_norm(
 
 
 def apply_gated_silu(both_NI: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [gate, up] side by side: [N, 2 I] -> [N, I] (SwiGLU: Shazeer 2020, arXiv:2002.05202)."""
+    """Compute silu(gate) * up of [gate, up] side by side: [N, 2 I] -> [N, I] (SwiGLU: Shazeer 2020,
+    arXiv:2002.05202).
+    """
     out: torch.Tensor = _GatedSilu.apply(both_NI)
     return out
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
 def compute_linear(x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """x W^T of several weights [O_i, I], side by side; without gradient."""
-    found = _select_gemm(x_NI, *weights)
-    if found is not None:
-        return found.compute_linear(
+    """Compute x W^T of several weights [O_i, I], side by side, without gradient."""
+    compiled = _select_gemm(x_NI, *weights)
+    if compiled is not None:
+        return compiled.compute_linear(
             _ensure_contiguous_rows(x_NI), [_ensure_contiguous_rows(weight) for weight in weights]
         )
     if len(weights) == 1:
         return x_NI @ weights[0].t()
     out_NO = x_NI.new_empty(len(x_NI), sum(len(weight) for weight in weights))
-    for part_NO, weight_OI in zip(
-        out_NO.split([len(weight) for weight in weights], dim=1), weights, strict=True
-    ):
+    parts = out_NO.split([len(weight) for weight in weights], dim=1)
+    for part_NO, weight_OI in zip(parts, weights, strict=True):
         torch.mm(x_NI, weight_OI.t(), out=part_NO)
     return out_NO
 
 
 def compute_input_grad(grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Gradient of the input of `linear`, from that of its result."""
-    found = _select_gemm(grad_NO, *weights)
-    if found is not None:
-        return found.compute_input_grad(
+    """Compute the gradient of `compute_linear`'s input from that of its result."""
+    compiled = _select_gemm(grad_NO, *weights)
+    if compiled is not None:
+        return compiled.compute_input_grad(
             _ensure_contiguous_rows(grad_NO),
             [_ensure_contiguous_rows(weight) for weight in weights],
         )
@@ -222,20 +231,20 @@ def compute_input_grad(grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -
 
 
 def compute_weight_grad(grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
-    """Gradient of the weights of `linear`, one below the other."""
-    found = _select_gemm(grad_NO, x_NI)
-    return (
-        found.compute_weight_grad(_ensure_contiguous_rows(grad_NO), _ensure_contiguous_rows(x_NI))
-        if found is not None
-        else grad_NO.t() @ x_NI
+    """Compute the gradient of `compute_linear`'s weights, stacked."""
+    compiled = _select_gemm(grad_NO, x_NI)
+    if compiled is None:
+        return grad_NO.t() @ x_NI
+    return compiled.compute_weight_grad(
+        _ensure_contiguous_rows(grad_NO), _ensure_contiguous_rows(x_NI)
     )
 
 
 def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
-    """Add the gradient of the weights to `sum_OI`, contiguous, without another tensor of its size."""
-    found = _select_gemm(grad_NO, x_NI, sum_OI)
-    if found is not None:
-        found.add_weight_grad(
+    """Add the gradient of the weights to the contiguous `sum_OI`, without another tensor of its size."""
+    compiled = _select_gemm(grad_NO, x_NI, sum_OI)
+    if compiled is not None:
+        compiled.add_weight_grad(
             sum_OI, _ensure_contiguous_rows(grad_NO), _ensure_contiguous_rows(x_NI)
         )
     else:
@@ -243,7 +252,7 @@ def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Ten
 
 
 def _select_gemm(*operands: torch.Tensor) -> gemm.Gemm | None:
-    """The compiled products, where they apply."""
+    """Return the compiled products if they support the operands, otherwise None."""
     for operand in operands:
         if operand.device.type != "cpu" or operand.dtype != torch.float32 or not operand.numel():
             return None
@@ -255,7 +264,7 @@ def _ensure_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Weights of one input, then as many biases or none."""
+    """Linear layers of one input; parameters are the weights, then as many biases or none."""
 
     @staticmethod
     def forward(
@@ -279,14 +288,10 @@ class _Linear(torch.autograd.Function):
             grads[: ctx.count] = compute_weight_grad(grad_NO, x_NI).split(sizes)
         if any(needs[ctx.count :]):
             grads[ctx.count :] = grad_NO.sum(0).split(sizes)
-        return (
-            grad_x,
-            None,
-            *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)),
-        )
-
-
-# -- norms and gates ---------------------------------------------------------------------------------------------------
+        needed_grads = [
+            grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)
+        ]
+        return grad_x, None, *needed_grads
 
 
 def _select_norm_and_gate(x: torch.Tensor, width: int) -> NormAndGateKernels | None:
@@ -298,7 +303,7 @@ def _select_norm_and_gate(x: torch.Tensor, width: int) -> NormAndGateKernels | N
 def _compute_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm, and 1 / rms, whose last dimension is 1."""
+    """Return the norm, and 1 / rms with a last dimension of 1."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).mul_(weight), scale
@@ -313,9 +318,9 @@ def _compute_norm_grad(
     *,
     with_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of what was normed and of the weight.
+    """Compute the gradients of the normalised input and of the weight.
 
-    They are those of torch's layer norm with mean 0, which takes off one term too many:
+    They are those of torch's layer norm with mean 0, which subtracts one term too many:
         layer norm: r (w g - mean(w g) - x r mean(w g x r)),    RMS norm: r (w g - x r mean(w g x r)).
     """
     compiled = _select_norm_and_gate(x, x.shape[-1])
@@ -339,9 +344,9 @@ def _compute_norm_grad(
         [True, with_weight, False],
     )
     grad_x.add_((grad @ weight).unsqueeze_(-1).mul_(scale).div_(x.shape[-1]))
-    return grad_x if added_grad is None else grad_x.add_(
-        added_grad
-    ), grad_weight if with_weight else None
+    if added_grad is not None:
+        grad_x.add_(added_grad)
+    return grad_x, grad_weight if with_weight else None
 
 
 class _Norm(torch.autograd.Function):
@@ -360,9 +365,8 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight, scale = ctx.saved_tensors
-        return *_compute_norm_grad(
-            grad, None, x, scale, weight, with_weight=ctx.needs_input_grad[1]
-        ), None
+        with_weight = ctx.needs_input_grad[1]
+        return *_compute_norm_grad(grad, None, x, scale, weight, with_weight=with_weight), None
 
 
 class _AddNorm(torch.autograd.Function):

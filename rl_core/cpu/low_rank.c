@@ -1,9 +1,9 @@
-/* Products of low-rank adapters, each over tokens of its own: out += scale (x A^T) B^T, and its gradients.
+/* Products of low-rank adapters, each over its own tokens: out += scale (x A^T) B^T, and its gradients.
  *
  * A product with few columns leaves most of a panel of `vector_gemm.c` empty, and packing its operands costs as much as
- * multiplying them. Here nothing is packed. Where the rank is the number of columns, vectors run along the depth, and
- * 16 sums at a time are added up within them; elsewhere they run along the columns of what is wide. A number's sum runs in
- * an order that depends on its depth alone: not on other rows, other adapters or threads. */
+ * multiplying them. Here nothing is packed. If the rank is the number of columns, vectors run along the depth, and 16 sums
+ * at a time are reduced within them; otherwise vectors run along the columns of the wide operand. The summation order
+ * depends on the depth alone, not on other rows, other adapters or threads. */
 
 #include "vectors.h"
 
@@ -11,28 +11,28 @@
 #include <omp.h>
 #endif
 
-/* One adapter's update of one layer, in numbers of 8 bytes: places are addresses. */
+/* One adapter's update of one layer, in fields of 8 bytes; pointers are addresses. */
 typedef struct {
     int64_t start, count;      /* tokens */
-    int64_t column, width;     /* of the layer among the outputs */
-    int64_t rank, low_stride;  /* `low_stride`: numbers of a row of low and grad_low */
+    int64_t column, width;     /* output columns of the layer */
+    int64_t rank, low_stride;  /* `low_stride`: row length of low and grad_low */
     float *down, *up;          /* A [rank, inputs], B [width, rank] */
-    float *up_across;          /* room for B^T [rank, width]; written by the forward pass */
-    float *down_beside;        /* A below those of the other updates of its tokens; written by the backward pass */
+    float *up_across;          /* B^T [rank, width], written by the forward pass */
+    float *down_beside;        /* copy of A, stacked with the other updates of its tokens; from backward */
     float *low, *grad_low;     /* [count, rank]: scale x A^T; scale grad B */
-    float *grad_down, *grad_up; /* as A and B */
+    float *grad_down, *grad_up; /* shaped like A and B */
     double scale;
     int64_t first;             /* 1 = the first update of its tokens */
 } Update;
 
-#define PIECE 48 /* tokens at a time: what was just written is in the first-level cache */
+#define PIECE 48 /* tokens at a time, so that new results stay in the first-level cache */
 #define BLOCK 512 /* columns at a time */
 #define TALL 6
 #define WIDE 4
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The sums of W vectors, in the lanes of one. */
+/* The sums of W vectors as the lanes of one. */
 INLINE vf totals(vf *v) {
 #define BOTH(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #if W == 16
@@ -68,19 +68,19 @@ INLINE vf totals(vf *v) {
 
 #define ROWS (W / 4) /* of a tile of W sums */
 
-/* The first numbers of a vector, 0 behind them. */
+/* The first numbers of a vector, then zeros. */
 INLINE vf some(const float *x, int64_t count) {
     float part[W] = {0};
     memcpy(part, x, (size_t)count * sizeof(float));
     return load(part);
 }
 
-/* c [rows, columns] = scale a b^T over a depth along which the numbers of both lie side by side. */
+/* c [rows, columns] = scale a b^T; both operands are contiguous along the depth. */
 static void multiply_along(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t depth, float *c,
                            int64_t c_stride, int64_t rows, int64_t columns, float scale) {
     for (int64_t j = 0; j < columns; j += 4)
         for (int64_t i = 0; i < rows; i += ROWS) {
-            const float *left[ROWS], *right[4]; /* beyond the last one: the last one again */
+            const float *left[ROWS], *right[4]; /* past the end, the last one again */
             for (int n = 0; n < ROWS; n++) left[n] = a + least(i + n, rows - 1) * a_stride;
             for (int n = 0; n < 4; n++) right[n] = b + least(j + n, columns - 1) * b_stride;
             vf sums[W];
@@ -109,7 +109,7 @@ static void multiply_along(const float *a, int64_t a_stride, const float *b, int
         }
 }
 
-/* c [m, n vectors] (+)= a b; a's rows and depths are so far apart, b's numbers lie side by side. */
+/* c [m, n vectors] (+)= a b; a has strides for rows and depths, b has contiguous rows. */
 INLINE void multiply_tile(const float *a, int64_t by_row, int64_t by_depth, const float *b, int64_t b_stride, int64_t depth,
                           float *c, int64_t c_stride, int add, const int m, const int n) {
     vf sums[TALL][WIDE];
@@ -139,7 +139,7 @@ INLINE void multiply_rows(const float *a, int64_t by_row, int64_t by_depth, cons
     }
 }
 
-/* c [rows, columns] (+)= a b, where the columns' numbers lie side by side. */
+/* c [rows, columns] (+)= a b; columns are contiguous. */
 static void multiply_wide(const float *a, int64_t by_row, int64_t by_depth, const float *b, int64_t b_stride, int64_t depth,
                           float *c, int64_t c_stride, int add, int64_t rows, int64_t columns) {
     for (int64_t j = 0; j < columns;) {
@@ -153,7 +153,7 @@ static void multiply_wide(const float *a, int64_t by_row, int64_t by_depth, cons
             else if (left >= W)
                 multiply_rows(from, by_row, by_depth, b + j, b_stride, depth, to, c_stride, add, m, 1);
             else
-                for (int64_t r = 0; r < m; r++) { /* fewer than a vector */
+                for (int64_t r = 0; r < m; r++) { /* less than a vector */
                     vf sum = add ? some(to + r * c_stride, left) : all(0.0f);
                     for (int64_t k = 0; k < depth; k++)
                         sum += all(from[r * by_row + k * by_depth]) * some(b + k * b_stride + j, left);
@@ -164,14 +164,14 @@ static void multiply_wide(const float *a, int64_t by_row, int64_t by_depth, cons
     }
 }
 
-/* out [columns, rows], whose rows are so far apart, = x^T. */
+/* out [columns, rows] = x^T, with a row stride. */
 static void turn(const float *x, int64_t x_stride, int64_t rows, int64_t columns, float *out, int64_t out_stride) {
     for (int64_t i = 0; i < rows; i += 16)
         for (int64_t j = 0; j < columns; j++)
             for (int64_t n = i; n < least(i + 16, rows); n++) out[j * out_stride + n] = x[n * x_stride + j];
 }
 
-/* Pieces of work are dealt out in turns to the threads: `MINE` is true for the next one in one of them. */
+/* Pieces of work are assigned to the threads in turn: `MINE` is true for the next piece in exactly one thread. */
 #ifdef _OPENMP
 #define DEAL int64_t turn_ = omp_get_thread_num(), members_ = omp_get_num_threads()
 #define PARALLEL(threads) _Pragma("omp parallel num_threads(threads) if (threads > 1)")
@@ -185,7 +185,7 @@ static void turn(const float *x, int64_t x_stride, int64_t rows, int64_t columns
 #endif
 #define MINE (turn_-- == 0 ? (turn_ = members_ - 1, 1) : 0)
 
-/* Updates of the same tokens stand one behind the other. */
+/* Updates of the same tokens are consecutive. */
 void low_rank_forward(const Update *all_of, int64_t count, const float *x, int64_t x_stride, int64_t inputs, float *out,
                       int64_t out_stride, int threads) {
     PARALLEL(threads) {
@@ -206,8 +206,8 @@ void low_rank_forward(const Update *all_of, int64_t count, const float *x, int64
     }
 }
 
-/* Gradients of all factors and, where there is room for it, of x, which is added up. `room`: `room_size` numbers of
- * each thread, see `low_rank_room`. */
+/* Compute the gradients of all factors and, unless its pointer is NULL, add that of x. `room`: scratch memory of
+ * `room_size` numbers per thread, see `low_rank_room`. */
 void low_rank_backward(const Update *all_of, int64_t count, const float *grad, int64_t grad_stride, const float *x,
                        int64_t x_stride, int64_t inputs, float *grad_x, int64_t grad_x_stride, float *room, int64_t room_size,
                        int threads) {
@@ -247,5 +247,5 @@ void low_rank_backward(const Update *all_of, int64_t count, const float *grad, i
     }
 }
 
-/* Numbers of the room of each thread for such a rank. */
+/* Return the numbers of scratch memory per thread for this rank. */
 int64_t low_rank_room(int64_t rank) { return BLOCK * rank; }

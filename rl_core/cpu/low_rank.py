@@ -1,12 +1,8 @@
-"""Low-rank adapters over spans of tokens, and the table of them that compiled code takes.
+"""Products of low-rank adapters over spans of tokens, each span with its own factors.
 
-I inputs, O outputs, R rank.
-
-Products of low-rank adapters over spans of tokens, each span with factors of its own.
-
-Where there is compiled code, those of all spans are one call: with many small ones the calls themselves would cost more
-than the work. Each product is the very one that its span would have alone. Code for tiles computes them as it does any
-product (`amx_gemm.c`), otherwise there is code for products whose one side is a rank (`low_rank.c`).
+With compiled code, the products of all spans are one call: with many small ones, the calls would cost more than the
+work. Each product is exactly the one that its span would have alone. Code for tiles computes them like any product
+(`amx_gemm.c`); otherwise there is code for products with one side of the size of a rank (`low_rank.c`).
 
 N tokens, n of a span, I inputs, O outputs, R rank, all updates of a span side by side.
 """
@@ -29,37 +25,45 @@ from rl_core.cpu.allocator import ScratchMemory
 from rl_core.cpu.gemm import MatrixProduct, Operand
 from rl_core.cpu.layer_kernels import compute_input_grad, compute_linear, compute_weight_grad
 
+_FIELDS = 16  # of an `Update` in low_rank.c, 8 bytes each
+_START, _COUNT = 0, 1
+_UP_ACROSS, _DOWN_COPY, _LOW, _GRAD_LOW, _GRAD_DOWN, _GRAD_UP, _SCALE = 8, 9, 10, 11, 12, 13, 14
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpan:
-    """Tokens of one adapter, and its updates of some layers side by side."""
+    """The tokens of one adapter, and its updates of some layers side by side."""
 
     start: int
     stop: int
-    columns: list[tuple[int, int]]  # of each updated layer among the outputs
+    columns: list[tuple[int, int]]  # output columns (begin, end) of each updated layer
     scale: float
     downs: Sequence[torch.Tensor]  # A of each [r, I], float32
     ups: Sequence[torch.Tensor]  # B of each [O, r], float32
 
     @property
     def ranks(self) -> list[int]:
-        """Of each update."""
+        """Rank of each update."""
         return [up_OR.shape[1] for up_OR in self.ups]
 
 
 class AdapterSpans(Sequence[AdapterSpan]):
-    """Spans whose factors stay where they are, so what calls need to know of these is computed once."""
+    """Spans whose factors stay in place, so that the table about them is computed once."""
 
     def __init__(
         self, spans: Sequence[AdapterSpan], offsets: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """places: of the gradients of each span's A, then its B, within a tensor of all; None = in order."""
+        """Build the table.
+
+        Args:
+            offsets: of the gradients of each span's A, then its B, within a flat tensor; None = in order.
+        """
         self._spans = list(spans)
         self.table = SpanTable(spans, offsets)
 
     @classmethod
     def from_spans(cls, spans: Sequence[AdapterSpan]) -> AdapterSpans:
-        """The spans themselves, if they are such already."""
+        """Convert spans; return them unchanged if they are `AdapterSpans`."""
         return spans if isinstance(spans, cls) else cls(spans)
 
     def __len__(self) -> int:
@@ -69,7 +73,11 @@ class AdapterSpans(Sequence[AdapterSpan]):
         return self._spans[index]
 
     def with_token_counts(self, tokens: Sequence[int]) -> AdapterSpans:
-        """The same of other tokens. Args: tokens: of each span, which follow one another."""
+        """Return the same spans over other tokens.
+
+        Args:
+            tokens: number of consecutive tokens of each span.
+        """
         moved, start = copy.copy(self), 0
         moved._spans = []
         for span, count in zip(self._spans, tokens, strict=True):
@@ -79,26 +87,25 @@ class AdapterSpans(Sequence[AdapterSpan]):
         return moved
 
     def view_gradients(self, gradients: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the places of each span's A, then its B, within a flat tensor."""
-        found = []
-        for span, places in zip(self._spans, self.table.offsets, strict=True):
-            for factor, place in zip((*span.downs, *span.ups), places, strict=True):
-                found.append(gradients[place : place + factor.numel()].view(factor.shape))
-        return found
-
-
-_FIELDS = 16  # of an `Update` in low_rank.c, 8 bytes each
-_START, _COUNT = 0, 1
-_UP_ACROSS, _DOWN_COPY, _LOW, _GRAD_LOW, _GRAD_DOWN, _GRAD_UP, _SCALE = 8, 9, 10, 11, 12, 13, 14
+        """View the gradients of each span's A, then its B, within a flat tensor."""
+        views = []
+        for span, offsets in zip(self._spans, self.table.offsets, strict=True):
+            for factor, offset in zip((*span.downs, *span.ups), offsets, strict=True):
+                views.append(gradients[offset : offset + factor.numel()].view(factor.shape))
+        return views
 
 
 class SpanTable:
-    """An `Update` of low_rank.c for every update of some spans; places within flat tensors as distances from these."""
+    """One `Update` of low_rank.c per update of some spans; positions in flat tensors are stored as offsets."""
 
     def __init__(
         self, spans: Sequence[AdapterSpan], offsets: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """places: as `AdapterSpans` has them."""
+        """Fill the table.
+
+        Args:
+            offsets: as in `AdapterSpans`.
+        """
         factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
         self.is_supported = all(map(is_row_contiguous_float32, factors))
         self.is_contiguous = all(factor.is_contiguous() for factor in factors)
@@ -113,18 +120,23 @@ class SpanTable:
             if offsets is None:
                 self.offsets.append(ends)
         ranks = [span.ranks for span in spans]
-        self.max_rank = max((max(own) for own in ranks), default=1)
-        self._updates, self._strides = [len(own) for own in ranks], [sum(own) for own in ranks]
+        self.max_rank = max((max(span_ranks) for span_ranks in ranks), default=1)
+        self._updates = [len(span_ranks) for span_ranks in ranks]
+        self._strides = [sum(span_ranks) for span_ranks in ranks]
         if not self.is_supported:
             return
-        rows, scales, at_beside, at_up = [], [], 0, 0
-        for span, own, at, down_sizes, up_sizes in zip(
+        rows, scales = [], []
+        down_offset = up_offset = 0
+        for span, span_ranks, grad_offsets, down_sizes, up_sizes in zip(
             spans, ranks, self.offsets, downs, ups, strict=True
         ):
-            at_low = 0
-            for index, ((begin, end), rank) in enumerate(zip(span.columns, own, strict=True)):
+            num_updates, low_offset = len(span_ranks), 0
+            for index, ((begin, end), rank) in enumerate(
+                zip(span.columns, span_ranks, strict=True)
+            ):
                 down, up = span.downs[index], span.ups[index]
-                beside = down.data_ptr() if len(own) == 1 else 4 * at_beside
+                # the As of several updates are copied next to each other
+                down_copy = down.data_ptr() if num_updates == 1 else 4 * down_offset
                 rows.append(
                     (
                         0,
@@ -132,45 +144,43 @@ class SpanTable:
                         begin,
                         end - begin,
                         rank,
-                        sum(own),
+                        sum(span_ranks),
                         down.data_ptr(),
                         up.data_ptr(),
-                        4 * at_up,
-                        beside,
-                        4 * at_low,
-                        4 * at_low,
-                        4 * at[index],
-                        4 * at[len(own) + index],
+                        4 * up_offset,
+                        down_copy,
+                        4 * low_offset,
+                        4 * low_offset,
+                        4 * grad_offsets[index],
+                        4 * grad_offsets[num_updates + index],
                         0,
                         index == 0,
                     )
                 )
                 scales.append(span.scale)
-                at_low += rank
-                at_up += up_sizes[index]
-                at_beside += down_sizes[index]
+                low_offset += rank
+                up_offset += up_sizes[index]
+                down_offset += down_sizes[index]
         self._rows = np.array(rows, dtype=np.int64).reshape(-1, _FIELDS)
         self._rows.view(np.float64)[:, _SCALE] = scales
-        self._within = self._rows[:, _LOW].copy()  # a row of `low`: place of the update
-        self._needs_down_copy = np.repeat([len(own) > 1 for own in ranks], self._updates).astype(
-            np.int64
-        )
+        self._low_offsets = self._rows[:, _LOW].copy()  # of each update within a row of `low`
+        needs_copy = np.repeat([count > 1 for count in self._updates], self._updates)
+        self._needs_down_copy = needs_copy.astype(np.int64)
         self._set_token_ranges(spans)
 
     def _set_token_ranges(self, spans: Sequence[AdapterSpan]) -> None:
-        """Take the tokens of the spans."""
+        """Write the spans' tokens into the table."""
         counts = np.array([span.stop - span.start for span in spans], dtype=np.int64)
         sizes = counts * np.array(self._strides, dtype=np.int64)
         self._rows[:, _START] = np.repeat([span.start for span in spans], self._updates)
         self._rows[:, _COUNT] = np.repeat(counts, self._updates)
-        self._rows[:, _LOW] = self._within + np.repeat(
-            4 * (np.cumsum(sizes) - sizes), self._updates
-        )
+        starts = 4 * (np.cumsum(sizes) - sizes)
+        self._rows[:, _LOW] = self._low_offsets + np.repeat(starts, self._updates)
         self._rows[:, _GRAD_LOW] = self._rows[:, _LOW]
         self.low_size = int(sizes.sum())
 
     def with_spans(self, spans: Sequence[AdapterSpan]) -> SpanTable:
-        """The same of these spans, which differ in their tokens alone."""
+        """Return a table of these spans, which differ only in their tokens."""
         other = copy.copy(self)
         if self.is_supported:
             other._rows = self._rows.copy()
@@ -183,27 +193,33 @@ class SpanTable:
         ups_across: torch.Tensor,
         backward: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> np.ndarray:
-        """The table for these tensors. Args: backward: gradient of `low`, those of the factors, room for A."""
+        """Build the table for these tensors.
+
+        Args:
+            backward: gradient of `low`, gradients of the factors, scratch for copies of A.
+        """
         rows = self._rows.copy()
         rows[:, _LOW] += low.data_ptr()
         rows[:, _UP_ACROSS] += ups_across.data_ptr()
         if backward is not None:
-            grad_low, gradients, beside = backward
+            grad_low, gradients, down_copy = backward
             rows[:, _GRAD_LOW] += grad_low.data_ptr()
             rows[:, _GRAD_DOWN : _GRAD_UP + 1] += gradients.data_ptr()
-            rows[:, _DOWN_COPY] += self._needs_down_copy * beside.data_ptr()
+            rows[:, _DOWN_COPY] += self._needs_down_copy * down_copy.data_ptr()
         return rows
 
 
 def is_row_contiguous_float32(matrix: torch.Tensor) -> bool:
-    """True = compiled code takes the matrix: float32 on the CPU, without gaps within rows."""
+    """Return whether compiled code supports the matrix: float32 on the CPU, contiguous rows."""
     return matrix.is_cpu and matrix.dtype == torch.float32 and matrix.stride(1) == 1
 
 
 def add_low_rank(
     out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]
 ) -> list[torch.Tensor]:
-    """Add scale x A^T B^T to the outputs of each span, in place; returns what `compute_low_rank_grads` takes as `saved`."""
+    """Add scale x A^T B^T to the outputs of each span in place; return the `saved` argument of
+    `compute_low_rank_grads`.
+    """
     spans = AdapterSpans.from_spans(spans)
     compiled = _select_code(out_NO, x_NI, spans)
     if compiled is None:
@@ -221,11 +237,13 @@ def compute_low_rank_grads(
     *,
     with_x: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Gradients of what `add_low_rank` added: of x (0 outside the spans), and of each span's A, then its B."""
+    """Compute the gradients of what `add_low_rank` added: of x (0 outside the spans), and of each span's A, then its
+    B.
+    """
     spans = AdapterSpans.from_spans(spans)
-    whole = grad_NO.new_empty(spans.table.size, dtype=spans.table.dtype)
-    grad_x_NI = write_low_rank_grads(whole, grad_NO, x_NI, saved, spans, with_x=with_x)
-    return grad_x_NI, spans.view_gradients(whole)
+    gradients = grad_NO.new_empty(spans.table.size, dtype=spans.table.dtype)
+    grad_x_NI = write_low_rank_grads(gradients, grad_NO, x_NI, saved, spans, with_x=with_x)
+    return grad_x_NI, spans.view_gradients(gradients)
 
 
 def write_low_rank_grads(
@@ -237,31 +255,29 @@ def write_low_rank_grads(
     *,
     with_x: bool,
 ) -> torch.Tensor | None:
-    """As `compute_low_rank_grads`, with those of A and B written to their places within a flat tensor; returns that of x."""
+    """Compute as `compute_low_rank_grads`; write the gradients of A and B into a flat tensor and return that of x."""
     grad_x_NI = torch.zeros_like(x_NI) if with_x else None
     compiled = _select_code(grad_NO, x_NI, spans)
     if isinstance(compiled, LowRankKernels):
         compiled.write_grads(gradients, grad_NO, x_NI, saved, spans, grad_x_NI)
         return grad_x_NI
     if compiled is not None:
-        found = _compute_grads_by_tiles(compiled, grad_NO, x_NI, saved, spans, grad_x_NI)
+        grads = _compute_grads_by_tiles(compiled, grad_NO, x_NI, saved, spans, grad_x_NI)
     else:
-        found = []
+        grads = []
         for span, low_nR in zip(spans, saved, strict=True):
-            found += _compute_span_grads(grad_NO, x_NI, low_nR, span, grad_x_NI)
-    for place, grad in zip(spans.view_gradients(gradients), found, strict=True):
-        place.copy_(grad)
+            grads += _compute_span_grads(grad_NO, x_NI, low_nR, span, grad_x_NI)
+    for view, grad in zip(spans.view_gradients(gradients), grads, strict=True):
+        view.copy_(grad)
     return grad_x_NI
 
 
 def _select_code(
     out_NO: torch.Tensor, x_NI: torch.Tensor, spans: AdapterSpans
 ) -> LowRankKernels | gemm.Gemm | None:
-    """Code for ranks, or tiles; None where there is none, or these operands do not suit it."""
+    """Return code for ranks or tiles; None if there is none, or these operands are not supported."""
     table = spans.table
-    if not (
-        table.is_supported and is_row_contiguous_float32(out_NO) and is_row_contiguous_float32(x_NI)
-    ):
+    if not (table.is_supported and all(map(is_row_contiguous_float32, (out_NO, x_NI)))):
         return None
     products = gemm.load_gemm()
     if products is not None and products is gemm.load_tiles():
@@ -269,32 +285,26 @@ def _select_code(
     return load_low_rank() if table.is_contiguous else None
 
 
-# -- code for ranks ------------------------------------------------------------------------------------------------
-
-
 class LowRankKernels:
-    """The compiled functions of `low_rank.c`; all tensors are float32 on the CPU, rows of factors without gaps."""
+    """The compiled functions of `low_rank.c`; all tensors are float32 on the CPU, factors with contiguous rows."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
-        """`code`: the compiled library."""
-        count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
-        self._forward, self._backward, self._room = (
-            code.low_rank_forward,
-            code.low_rank_backward,
-            code.low_rank_room,
-        )
-        self._forward.argtypes = (place, count, place, count, count, place, count, number)
+        """Bind the functions of the compiled library `code`."""
+        count, number, pointer = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
+        self._forward, self._backward = code.low_rank_forward, code.low_rank_backward
+        self._room = code.low_rank_room
+        self._forward.argtypes = (pointer, count, pointer, count, count, pointer, count, number)
         self._backward.argtypes = (
-            place,
+            pointer,
             count,
-            place,
+            pointer,
             count,
-            place,
+            pointer,
             count,
             count,
-            place,
+            pointer,
             count,
-            place,
+            pointer,
             count,
             number,
         )
@@ -305,7 +315,7 @@ class LowRankKernels:
     def add_updates(
         self, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: AdapterSpans
     ) -> list[torch.Tensor]:
-        """`add_low_rank`; returns scale x A^T of all spans, and all B^T."""
+        """Run `add_low_rank`; return scale x A^T of all spans, and all B^T."""
         table = spans.table
         low, ups_across = x_NI.new_empty(table.low_size), x_NI.new_empty(table.up_size)
         rows = table.build_rows(low, ups_across)
@@ -330,11 +340,11 @@ class LowRankKernels:
         spans: AdapterSpans,
         grad_x_NI: torch.Tensor | None,
     ) -> None:
-        """`write_low_rank_grads`, with the gradient of x added to `grad_x_NI`."""
+        """Run `write_low_rank_grads`; add the gradient of x to `grad_x_NI`."""
         low, ups_across = saved
         table, grad_low = spans.table, torch.empty_like(low)
-        beside = low.new_empty(table.down_size)
-        rows = table.build_rows(low, ups_across, (grad_low, gradients, beside))
+        down_copy = low.new_empty(table.down_size)
+        rows = table.build_rows(low, ups_across, (grad_low, gradients, down_copy))
         threads, size = torch.get_num_threads(), self._room(table.max_rank)
         self._backward(
             rows.ctypes.data,
@@ -354,12 +364,9 @@ class LowRankKernels:
 
 @functools.cache
 def load_low_rank() -> LowRankKernels | None:
-    """The functions, or None where nothing is compiled or vectors have fewer than 8 numbers."""
+    """Load the functions; return None without compiled code or vectors of at least 8 numbers."""
     code = build.load_library()
     return LowRankKernels(code) if code is not None and code.vectors_ready() else None
-
-
-# -- tiles ---------------------------------------------------------------------------------------------------------
 
 
 def _add_by_tiles(
@@ -382,14 +389,14 @@ def _add_by_tiles(
     compiled.compute_products(
         [
             MatrixProduct(
-                Operand(low, column=at, width=rank),
+                Operand(low, column=column, width=rank),
                 [Operand(up)],
                 Operand(out_NO, span.start, begin),
                 len(low),
                 add=True,
             )
             for span, low in zip(spans, lows, strict=True)
-            for (begin, _), (at, rank), up in zip(
+            for (begin, _), (column, rank), up in zip(
                 span.columns, _list_update_columns(span), span.ups, strict=True
             )
         ]
@@ -406,62 +413,55 @@ def _compute_grads_by_tiles(
     grad_x_NI: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     grads: list[torch.Tensor] = []
-    first, last, grad_lows = [], [], []
+    low_products, input_products, grad_lows = [], [], []
     for span, low in zip(spans, lows, strict=True):
         grad_low, count = torch.empty_like(low), len(low)
         grad_downs = low.new_empty(low.shape[1], x_NI.shape[1])
         grad_ups = [torch.empty_like(up) for up in span.ups]
-        for (begin, end), (at, rank), up, grad_up in zip(
+        for (begin, end), (column, rank), up, grad_up in zip(
             span.columns, _list_update_columns(span), span.ups, grad_ups, strict=True
         ):
             part = Operand(grad_NO, span.start, begin, end - begin)
-            first.append(
+            low_products.append(
                 MatrixProduct(
-                    part, [Operand(up, is_transposed=True)], Operand(grad_low, column=at), count
+                    part, [Operand(up, is_transposed=True)], Operand(grad_low, column=column), count
                 )
             )
-            low_part = Operand(low, column=at, width=rank, is_transposed=True)
-            first.append(
+            low_part = Operand(low, column=column, width=rank, is_transposed=True)
+            low_products.append(
                 MatrixProduct(part.transpose_left(count), [low_part], Operand(grad_up), end - begin)
             )
         x_part = Operand(x_NI, row=span.start, is_transposed=True)
-        last.append(
+        input_products.append(
             MatrixProduct(
                 Operand(grad_low).transpose_left(count), [x_part], Operand(grad_downs), low.shape[1]
             )
         )
         if grad_x_NI is not None:
-            for index, ((at, rank), down) in enumerate(
+            for index, ((column, rank), down) in enumerate(
                 zip(_list_update_columns(span), span.downs, strict=True)
             ):
-                part, right = (
-                    Operand(grad_low, column=at, width=rank),
-                    Operand(down, is_transposed=True),
-                )
-                last.append(
-                    MatrixProduct(
-                        part, [right], Operand(grad_x_NI, span.start), count, add=index > 0
-                    )
-                )
+                part = Operand(grad_low, column=column, width=rank)
+                right = Operand(down, is_transposed=True)
+                out = Operand(grad_x_NI, span.start)
+                input_products.append(MatrixProduct(part, [right], out, count, add=index > 0))
         grad_lows.append(grad_low)
         grads += [*grad_downs.split(span.ranks), *grad_ups]
-    compiled.compute_products(first)
+    compiled.compute_products(low_products)
     for span, grad_low in zip(spans, grad_lows, strict=True):
         grad_low.mul_(span.scale)
-    compiled.compute_products(last)
+    compiled.compute_products(input_products)
     return grads
 
 
 def _list_update_columns(span: AdapterSpan) -> list[tuple[int, int]]:
-    """First column and rank of each update among the R."""
-    places, at = [], 0
+    """List first column and rank of each update among the R."""
+    columns = []
+    column = 0
     for rank in span.ranks:
-        places.append((at, rank))
-        at += rank
-    return places
-
-
-# -- torch, span by span -------------------------------------------------------------------------------------------
+        columns.append((column, rank))
+        column += rank
+    return columns
 
 
 def _add_to_span(out_NO: torch.Tensor, x_NI: torch.Tensor, span: AdapterSpan) -> torch.Tensor:

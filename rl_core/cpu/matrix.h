@@ -2,13 +2,13 @@
 
 #include <stdint.h>
 
-/* Some lines of the right operand of a product; `stride` is that of its rows in memory. */
+/* Some lines of the right operand of a product; `stride` is the distance of its rows in memory. */
 typedef struct {
     const float *x;
     int64_t stride, lines;
 } Part;
 
-/* The arguments of one product, for several in one call. */
+/* The arguments of one of several products in a call. */
 typedef struct {
     const float *left;
     int64_t left_stride, left_across;

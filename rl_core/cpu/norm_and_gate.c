@@ -1,5 +1,5 @@
 /* RMS norms and SwiGLU gates for training on a CPU in float32, forward and backward, one pass over memory each. Sums over
- * tokens are taken in blocks, in one order for any number of threads.
+ * tokens are computed in blocks, in an order independent of the number of threads.
  *
  * N tokens, H hidden, I width of the MLP.
  */
@@ -8,9 +8,9 @@
 
 #include <math.h>
 
-#define SUMMED 64 /* tokens of a block whose sum is taken at once */
+#define SUMMED 64 /* tokens of a block that are summed together */
 
-/* sum = x + added (where something is added), out = sum / rms(sum) * weight; scale [n] = 1 / rms. H is a multiple of 16. */
+/* sum = x + added (if there is any), out = sum / rms(sum) * weight; scale [n] = 1 / rms. H is a multiple of 16. */
 void norm_forward(const float *x, const float *added, const float *weight, float eps, int64_t n, int64_t H, float *sum,
                   float *out, float *scale, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -34,8 +34,8 @@ void norm_forward(const float *x, const float *added, const float *weight, float
     }
 }
 
-/* With r = 1 / rms(x), g the gradient of the result: grad_x = r (w g - x r^2 mean(w g x)) + what came past the norm
- * (`beside`, or NULL); the weight's gradient, sum of g x r, in blocks of tokens [ceil(n / 64), H], or NULL. */
+/* With r = 1 / rms(x), g the gradient of the result: grad_x = r (w g - x r^2 mean(w g x)) + the gradient that bypassed
+ * the norm (`beside`, or NULL); the weight's gradient, sum of g x r, in blocks of tokens [ceil(n / 64), H], or NULL. */
 void norm_backward(const float *grad, const float *beside, const float *x, const float *scale, const float *weight,
                    int64_t n, int64_t H, float *grad_x, float *grad_weights, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -60,7 +60,7 @@ void norm_backward(const float *grad, const float *beside, const float *x, const
     }
 }
 
-/* silu(gate) * up; gate and up stand side by side in each row of `both` [n, 2 I], I of any size. */
+/* silu(gate) * up; gate and up are side by side in each row of `both` [n, 2 I], I of any size. */
 void gated_forward(const float *both, int64_t n, int64_t I, float *out, int threads) {
     int64_t even = I - I % W;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -75,7 +75,7 @@ void gated_forward(const float *both, int64_t n, int64_t I, float *out, int thre
     }
 }
 
-/* The gradient of `both` [n, 2 I]; I is a multiple of 16. */
+/* Compute the gradient of `both` [n, 2 I]; I is a multiple of 16. */
 void gated_backward(const float *both, const float *grad, int64_t n, int64_t I, float *grad_both, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < n; row++)

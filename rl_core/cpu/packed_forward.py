@@ -1,26 +1,14 @@
-"""Common prefixes of a batch's rows: prompts of a group, of a pair, of a whole task.
+"""Forward pass of Llama, Qwen2 and Qwen3 on real tokens only, for training on a CPU in float32.
 
-A causal model's states at a token depend on it and on those before it, so rows with a common prefix share the states of
-that prefix, which need computing only once.
+transformers computes every layer on the padded rectangle and builds norms, rotary embeddings and gated activations
+from many small kernels, each with its own pass over memory. On a CPU that costs more than the matrix products. Here
+the same layers, calling the same linear modules (adapters included), run on the real tokens laid end to end. Prefixes
+that rows share (prompts of a group, a pair, a whole task) are computed once: a causal model's states at a token
+depend on it and the tokens before it. Only attention sees rows: compiled code (`rl_core.cpu.attention_kernel`) takes
+rows of any length; torch's kernel gets rectangles of rows of similar length.
 
-B rows, S sequence, T real tokens, N tokens of which no two have the same beginning.
-
-Causal self-attention over a batch's real tokens, laid end to end, with common prefixes stored once.
-
-Compiled code (`rl_core.cpu.attention_kernel`) takes rows of any length; torch's kernel gets rectangles instead, each of
-rows of similar length.
-
-B rows, T real tokens, N of them of which no two have the same beginning, h all heads, D head size.
-
-Forward pass of Llama, Qwen2 and Qwen3 on real tokens only, for training on a CPU in float32.
-
-transformers computes every layer on the padded rectangle and builds norms, rotary embeddings and gated activations from
-many small kernels, each with a pass over memory of its own. On a CPU that costs more than the matrix products. Here the
-same layers, calling the same linear modules (adapters included), run on the real tokens laid end to end, with prefixes
-that rows have in common computed once; only attention sees rows, those of similar length together.
-
-B rows, S sequence, T real tokens, N of them of which no two have the same beginning, H hidden, h heads, D head size,
-I width of the MLP, E = width of all query heads.
+B rows, S tokens of a padded row, T real tokens, N of them with distinct prefixes, P positions of all rectangles, H
+hidden, h all heads, D head size, I width of the MLP, E = width of all query heads.
 """
 
 from __future__ import annotations
@@ -41,54 +29,62 @@ from rl_core.cpu.layer_kernels import add_norm, apply_gated_silu, apply_linears,
 from rl_core.errors import DataError
 from rl_core.types import TrainBatch
 
+# A row shorter than this share of its rectangle's width opens the next rectangle,
+_MIN_FILLED_SHARE = 0.85
+# if the rectangle has this many rows, because every call of the attention kernel has a fixed cost.
+_MIN_RECTANGLE_ROWS = 8
+_MIN_SHARED_SHARE = 0.05  # sharing fewer tokens than this costs about what it saves
+
 
 @dataclass(slots=True)
 class SharedPrefixes:
     """Equivalence of real tokens, laid end to end row by row: the same token with the same tokens before it."""
 
-    unique_T: torch.Tensor  # int64, index in 0..N-1 of what each real token is
-    first_N: torch.Tensor  # int64, ascending: one real token for each of them
-    repeated_R: torch.Tensor  # int64, the T - N real tokens that are in no `first_N`
+    unique_T: torch.Tensor  # int64, index in 0..N-1 of each real token
+    first_N: torch.Tensor  # int64, ascending: the first real token of each index
+    repeated_R: torch.Tensor  # int64, the T - N real tokens not in `first_N`
 
 
 @dataclass(slots=True)
 class RowGroups:
-    """Consecutive rows of a batch that go through other adapters than the rest; no state is shared between groups."""
+    """Consecutive rows of a batch that use other adapters than the rest; groups share no states."""
 
     rows: list[int]  # rows of each group, in order
-    tokens: list[int] = field(
-        default_factory=list
-    )  # of each group, as layers get them now; kept by the forward pass
+    # current tokens of each group, as layers see them; updated by the forward pass
+    tokens: list[int] = field(default_factory=list)
 
 
 def find_shared_prefixes(
     ids_BS: torch.Tensor, lengths: Sequence[int], *, min_share: float = 0.0
 ) -> SharedPrefixes | None:
-    """Common prefixes; None where fewer than the share `least` of all real tokens would be saved, or none.
+    """Find common prefixes; return None if sharing would not save more than `min_share` of all real tokens.
 
     Args:
-        ids_BS: right-padded token ids on the CPU. lengths: real tokens of each row.
+        ids_BS: right-padded token ids on the CPU.
+        lengths: real tokens of each row.
     """
     if len(lengths) < 2:
         return None
     ids_BS = ids_BS.contiguous()
-    # Rows of bytes in order: those that begin alike stand together, and each shares most with its neighbour.
-    order = sorted(
-        range(len(lengths)), key=lambda row: ids_BS[row, : lengths[row]].numpy().tobytes()
-    )
-    before, after = ids_BS[order[:-1]], ids_BS[order[1:]]
+    # Sorted as bytes, rows with a common prefix are adjacent, and each row shares most with a neighbour.
+
+    def get_bytes(row: int) -> bytes:
+        return ids_BS[row, : lengths[row]].numpy().tobytes()
+
+    order = sorted(range(len(lengths)), key=get_bytes)
+    previous, following = ids_BS[order[:-1]], ids_BS[order[1:]]
     lengths_B = torch.tensor(lengths)
     limits = torch.minimum(lengths_B[order[:-1]], lengths_B[order[1:]])
-    common = (before == after).to(torch.int64).cumprod(1).sum(1).minimum(limits).tolist()
+    common = (previous == following).to(torch.int64).cumprod(1).sum(1).minimum(limits).tolist()
     if sum(common) <= min_share * sum(lengths) or not sum(common):
         return None
     starts = [0] * len(lengths)
     for row in range(1, len(lengths)):
         starts[row] = starts[row - 1] + lengths[row - 1]
-    origins_T = torch.arange(sum(lengths))  # a real token that stands for each
-    for place, count in enumerate(common, start=1):
-        here, there = starts[order[place]], starts[order[place - 1]]
-        origins_T[here : here + count] = origins_T[there : there + count]
+    origins_T = torch.arange(sum(lengths))  # representative real token of each
+    for i, count in enumerate(common, start=1):
+        start, previous_start = starts[order[i]], starts[order[i - 1]]
+        origins_T[start : start + count] = origins_T[previous_start : previous_start + count]
     is_first_T = origins_T == torch.arange(len(origins_T))
     numbers_T = is_first_T.cumsum(0) - 1
     return SharedPrefixes(
@@ -99,30 +95,33 @@ def find_shared_prefixes(
 def find_group_prefixes(
     groups: Sequence[int], ids_BS: torch.Tensor, lengths: Sequence[int], *, min_share: float = 0.0
 ) -> SharedPrefixes | None:
-    """Common prefixes of rows of one group; what one group shares depends on its own rows alone.
+    """Find common prefixes within groups of rows; the result for a group depends on its own rows alone.
 
     Args:
-        groups: rows of each group, consecutive. others: as `find_shared_prefixes`, `least` being a share of each group.
+        groups: number of consecutive rows of each group.
+        ids_BS, lengths, min_share: as in `find_shared_prefixes`; `min_share` applies to each group.
     """
     if len(groups) < 2:
         return find_shared_prefixes(ids_BS, lengths, min_share=min_share)
-    parts, row, start, count, found = [], 0, 0, 0, False
+    parts = []
+    row = start = count = 0
+    has_shared = False
     for rows in groups:
         total = sum(lengths[row : row + rows])
         shared = find_shared_prefixes(
             ids_BS[row : row + rows], lengths[row : row + rows], min_share=min_share
         )
-        found |= shared is not None
+        has_shared |= shared is not None
         if shared is None:
-            every = torch.arange(total)
-            shared = SharedPrefixes(every, every, every[:0])
+            all_tokens = torch.arange(total)
+            shared = SharedPrefixes(all_tokens, all_tokens, all_tokens[:0])
         parts.append(
             SharedPrefixes(
                 shared.unique_T + count, shared.first_N + start, shared.repeated_R + start
             )
         )
         row, start, count = row + rows, start + total, count + len(shared.first_N)
-    if not found:
+    if not has_shared:
         return None
     return SharedPrefixes(
         *(torch.cat(part) for part in zip(*map(_list_fields, parts), strict=True))
@@ -133,24 +132,20 @@ def _list_fields(shared: SharedPrefixes) -> tuple[torch.Tensor, torch.Tensor, to
     return shared.unique_T, shared.first_N, shared.repeated_R
 
 
-_MIN_FILLED_SHARE = (
-    0.85  # a row shorter than this share of its rectangle's width opens the next rectangle,
-)
-_MIN_RECTANGLE_ROWS = (
-    8  # if there are this many rows in it: a call of the attention kernel has a price of its own
-)
-
-
 class PackedAttention(abc.ABC):
     """Rotary embedding and attention over the rows of one batch."""
 
     def __init__(self, cos_ND: torch.Tensor, sin_ND: torch.Tensor) -> None:
-        """cos_ND, sin_ND: of each token's position."""
+        """Store the rotary tables.
+
+        Args:
+            cos_ND, sin_ND: of each token's position.
+        """
         self._cos_ND, self._sin_ND = cos_ND.contiguous(), sin_ND.contiguous()
 
     @abc.abstractmethod
     def __call__(self, heads_NhD: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
-        """Queries, keys and values side by side, before their rotary embedding -> [N, Q * D]."""
+        """Map queries, keys and values side by side, before rotary embedding, to [N, Q * D]."""
 
 
 def build_attention(
@@ -160,7 +155,7 @@ def build_attention(
     cos_ND: torch.Tensor,
     sin_ND: torch.Tensor,
 ) -> PackedAttention:
-    """Attention for rows of these lengths, whose tokens lie end to end."""
+    """Build the attention for rows of these lengths, whose tokens lie end to end."""
     compiled = (
         attention_kernel.load_attention_kernel()
         if attention_kernel.AttentionKernel.supports_head_dim(head_dim)
@@ -172,12 +167,9 @@ def build_attention(
 
 
 def select_rows(x_N: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Some rows of x, each at most once."""
-    found: torch.Tensor = _Join.apply(x_N, indices)
-    return found
-
-
-# -- compiled ----------------------------------------------------------------------------------------------------------
+    """Select some rows of x, each at most once."""
+    selected: torch.Tensor = _Join.apply(x_N, indices)
+    return selected
 
 
 class _KernelAttention(PackedAttention):
@@ -204,20 +196,20 @@ def _index_rows(
     starts_R = functional.pad(lengths_R.cumsum(0), (1, 0))
     count = int(starts_R[-1])
     if shared is None:
-        every = torch.arange(count)
+        all_tokens = torch.arange(count)
         ends_N = torch.arange(count + 1)
         return attention_kernel.AttentionRows(
-            starts_R, every, torch.zeros_like(lengths_R), ends_N, every, max(lengths)
+            starts_R, all_tokens, torch.zeros_like(lengths_R), ends_N, all_tokens, max(lengths)
         )
-    # What a row has in common with one before it is its beginning, so what is new in it comes after that.
+    # A row shares its beginning with an earlier row, so its own tokens come after that.
     row_of_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_R)
     first_R = torch.bincount(row_of_T[shared.repeated_R], minlength=len(lengths))
     ends_N = functional.pad(
         torch.bincount(shared.unique_T, minlength=len(shared.first_N)).cumsum(0), (1, 0)
     )
-    places_T = shared.unique_T.argsort(stable=True)
+    positions_T = shared.unique_T.argsort(stable=True)
     return attention_kernel.AttentionRows(
-        starts_R, shared.unique_T, first_R, ends_N, places_T, max(lengths)
+        starts_R, shared.unique_T, first_R, ends_N, positions_T, max(lengths)
     )
 
 
@@ -229,8 +221,8 @@ class _KernelAttentionFunction(torch.autograd.Function):
         compiled: attention_kernel.AttentionKernel,
         fixed: tuple[Any, ...],
     ) -> torch.Tensor:
-        out_NE, turned_NhD, logs_NQ = compiled.forward(heads_NhD.contiguous(), *fixed)
-        ctx.save_for_backward(out_NE, turned_NhD, logs_NQ)
+        out_NE, rotated_NhD, logs_NQ = compiled.forward(heads_NhD.contiguous(), *fixed)
+        ctx.save_for_backward(out_NE, rotated_NhD, logs_NQ)
         ctx.compiled, ctx.fixed = compiled, fixed
         return out_NE
 
@@ -244,9 +236,6 @@ class _KernelAttentionFunction(torch.autograd.Function):
         )
 
 
-# -- by torch's kernel -------------------------------------------------------------------------------------------------
-
-
 class _RectangleAttention(PackedAttention):
     def __init__(self, rows: _RowRectangles, cos_ND: torch.Tensor, sin_ND: torch.Tensor) -> None:
         super().__init__(cos_ND, sin_ND)
@@ -255,8 +244,8 @@ class _RectangleAttention(PackedAttention):
     def __call__(self, heads_NhD: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
         query_heads = heads_NhD.shape[1] - 2 * kv_heads
         q_NhD, k_NhD, v_NhD = heads_NhD.split([query_heads, kv_heads, kv_heads], dim=1)
-        turning = self._cos_ND[:, None], self._sin_ND[:, None]
-        q_NhD, k_NhD = _Rotary.apply(q_NhD, *turning), _Rotary.apply(k_NhD, *turning)
+        tables = self._cos_ND[:, None], self._sin_ND[:, None]
+        q_NhD, k_NhD = _Rotary.apply(q_NhD, *tables), _Rotary.apply(k_NhD, *tables)
         parts = zip(
             *(self._rows.spread_tokens(x_NhD) for x_NhD in (q_NhD, k_NhD, v_NhD)), strict=True
         )
@@ -275,16 +264,14 @@ class _RowRectangles:
     """The rectangles in which attention sees the real tokens: rows of similar length together."""
 
     shapes: list[tuple[int, int]]  # rows and width of each rectangle
-    tokens_P: (
-        torch.Tensor
-    )  # int64, which of the N stands at each place of all rectangles; at padding, any of them
-    indices_N: torch.Tensor  # int64, one place of each
-    repeated: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # int64, the other places of some, and which they are
-    )
+    # int64, token in 0..N-1 at each position of all rectangles; arbitrary at padding
+    tokens_P: torch.Tensor
+    indices_N: torch.Tensor  # int64, one position of each token
+    # int64, further positions of shared tokens, and which tokens
+    repeated: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def spread_tokens(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
-        """[N, h, D] -> [rows, h, width, D] of each rectangle; no gradient comes back from padding."""
+        """Map [N, h, D] to [rows, h, width, D] of each rectangle; padding gets no gradient."""
         padded_PhD: torch.Tensor = _Spread.apply(
             x_NhD, self.tokens_P, self.indices_N, self.repeated
         )
@@ -295,14 +282,14 @@ class _RowRectangles:
         ]
 
     def join_tokens(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """[rows, h, width, D] of each rectangle -> [N, h * D]."""
+        """Map [rows, h, width, D] of each rectangle to [N, h * D]."""
         flat_PE = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).flatten(1)
         joined_NE: torch.Tensor = _Join.apply(flat_PE, self.indices_N)
         return joined_NE
 
 
 def _build_rectangles(lengths: list[int], shared: SharedPrefixes | None = None) -> _RowRectangles:
-    """Rectangles for rows of these lengths, whose tokens lie end to end: sorted, cut where much would be padding."""
+    """Build rectangles for rows of these lengths: sorted by length, split where padding would be large."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
     for row in order:
@@ -319,21 +306,21 @@ def _build_rectangles(lengths: list[int], shared: SharedPrefixes | None = None) 
     for group, (_, width) in zip(groups, shapes, strict=True):
         starts_R1 = torch.tensor([ends[row] - lengths[row] for row in group])[:, None]
         last_R1 = torch.tensor([lengths[row] - 1 for row in group])[:, None]
-        places_W = torch.arange(width)
-        tokens.append((starts_R1 + places_W.minimum(last_R1)).reshape(-1))
-        is_real.append((places_W <= last_R1).reshape(-1))
-    tokens_P, real_places_T = torch.cat(tokens), torch.cat(is_real).nonzero().squeeze(1)
-    places_T = torch.empty_like(real_places_T)
-    places_T[tokens_P[real_places_T]] = real_places_T
+        positions_W = torch.arange(width)
+        tokens.append((starts_R1 + positions_W.minimum(last_R1)).reshape(-1))
+        is_real.append((positions_W <= last_R1).reshape(-1))
+    tokens_P, real_positions_T = torch.cat(tokens), torch.cat(is_real).nonzero().squeeze(1)
+    positions_T = torch.empty_like(real_positions_T)
+    positions_T[tokens_P[real_positions_T]] = real_positions_T
     if shared is None:
-        return _RowRectangles(shapes, tokens_P, places_T)
+        return _RowRectangles(shapes, tokens_P, positions_T)
     repeated_R = shared.repeated_R
-    repeated = places_T[repeated_R], shared.unique_T[repeated_R]
-    return _RowRectangles(shapes, shared.unique_T[tokens_P], places_T[shared.first_N], repeated)
+    repeated = positions_T[repeated_R], shared.unique_T[repeated_R]
+    return _RowRectangles(shapes, shared.unique_T[tokens_P], positions_T[shared.first_N], repeated)
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotary position embedding of [N, h, D], halves against each other (Su et al. 2021, arXiv:2104.09864)."""
+    """Rotary position embedding of [N, h, D], first half against second (Su et al. 2021, arXiv:2104.09864)."""
 
     @staticmethod
     def forward(
@@ -352,16 +339,16 @@ class _Rotary(torch.autograd.Function):
 def _apply_rotary(
     x_NhD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, sign: float
 ) -> torch.Tensor:
-    turned = x_NhD * cos_N1D
+    rotated = x_NhD * cos_N1D
     (x1, x2), (sin1, sin2) = x_NhD.chunk(2, dim=-1), sin_N1D.chunk(2, dim=-1)
-    turned1, turned2 = turned.chunk(2, dim=-1)
-    turned1.addcmul_(x2, sin1, value=-sign)
-    turned2.addcmul_(x1, sin2, value=sign)
-    return turned
+    rotated1, rotated2 = rotated.chunk(2, dim=-1)
+    rotated1.addcmul_(x2, sin1, value=-sign)
+    rotated2.addcmul_(x1, sin2, value=sign)
+    return rotated
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens to their places in the rectangles; gradients come back from real places alone."""
+    """Copies of tokens at their positions in the rectangles; only real positions return gradients."""
 
     @staticmethod
     def forward(
@@ -377,16 +364,19 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
-        places_N, *repeated = ctx.saved_tensors
-        grad_N = grad_P.index_select(0, places_N)
+        positions_N, *repeated = ctx.saved_tensors
+        grad_N = grad_P.index_select(0, positions_N)
         if repeated:
-            places_R, tokens_R = repeated
-            grad_N.index_add_(0, tokens_R, grad_P.index_select(0, places_R))
+            positions_R, tokens_R = repeated
+            grad_N.index_add_(0, tokens_R, grad_P.index_select(0, positions_R))
         return grad_N, None, None, None
 
 
 class _Join(torch.autograd.Function):
-    """Chosen rows, each at most once: gradients are put back in place, where torch's index_select would add them up."""
+    """Selected rows, each at most once.
+
+    Backward copies gradients into place, where torch's index_select would add them up.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_P: torch.Tensor, indices_N: torch.Tensor) -> torch.Tensor:
@@ -397,18 +387,17 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[Any, ...]:
-        (places_N,) = ctx.saved_tensors
-        return grad_N.new_zeros(ctx.count, *grad_N.shape[1:]).index_copy_(0, places_N, grad_N), None
-
-
-_MIN_SHARED_SHARE = 0.05  # sharing less than this share of the tokens costs about what it saves
+        (positions_N,) = ctx.saved_tensors
+        return grad_N.new_zeros(ctx.count, *grad_N.shape[1:]).index_copy_(
+            0, positions_N, grad_N
+        ), None
 
 
 def check_needed_positions(mask_BS: torch.Tensor, needed_BS: torch.Tensor | None) -> None:
-    """Raises: DataError when a position is needed that the attention mask calls padding."""
+    """Raise DataError if a needed position is padding by the attention mask."""
     if needed_BS is not None and bool((needed_BS & ~mask_BS).any()):
         raise DataError(
-            "attention_mask is False where a hidden state is needed: its rows are not those of the loss mask"
+            "attention_mask is False where a hidden state is needed: it does not match the rows of the loss mask"
         )
 
 
@@ -418,14 +407,14 @@ def run_packed_forward(
     needed_BS: torch.Tensor | None = None,
     groups: RowGroups | None = None,
 ) -> torch.Tensor:
-    """Last hidden states, after the final norm, of a right-padded batch, with gradient.
+    """Compute the last hidden states, after the final norm, of a right-padded batch, with gradient.
 
     Args:
-        trunk: of a family that `capabilities.training_forward` allows.
-        needed_BS: True at the positions whose hidden states will be read, all of them real; None = all real positions.
+        trunk: of a family that `capabilities.check_training_forward` allows.
+        needed_BS: True at positions whose hidden states will be read, all of them real; None = all real positions.
         groups: rows that share no prefixes with others; its `tokens` are set before linear layers are called.
     Returns: [B, S, H]; arbitrary at padding and at positions that are not needed.
-    Raises: DataError when a position is needed that the attention mask calls padding.
+    Raises: DataError if a needed position is padding by the attention mask.
     """
     ids_BS, mask_BS = batch.input_ids_BS, batch.attention_mask_BS
     check_needed_positions(mask_BS, needed_BS)
@@ -436,12 +425,13 @@ def run_packed_forward(
         if _has_active_dropout(trunk)
         else find_group_prefixes(rows, ids_BS, lengths, min_share=_MIN_SHARED_SHARE)
     )
-    flat_T = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch
+    flat_T = (
+        mask_BS.reshape(-1).nonzero().squeeze(1)
+    )  # flat position of each real token in the batch
     flat_N = flat_T if shared is None else flat_T[shared.first_N]
-    out_T, from_T = (
-        flat_T,
-        None if shared is None else shared.unique_T,
-    )  # where the result goes, and which goes there
+    # flat positions of the result, and the token in 0..N-1 of each; None = the same order
+    out_T = flat_T
+    from_T = None if shared is None else shared.unique_T
     x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])
     _count_tokens(groups, flat_N, ids_BS)
     layers = trunk.layers[: trunk.config.num_hidden_layers]
@@ -451,9 +441,8 @@ def run_packed_forward(
     for index, layer in enumerate(layers):
         heads_NhD, kv_heads = _project_heads(layer.self_attn, normed_NH)
         attended_NE = attend(heads_NhD, kv_heads, layer.self_attn.scaling)
-        if (
-            index + 1 == len(layers) and needed_BS is not None
-        ):  # the other tokens' states have been read for good
+        # after the last attention only the needed tokens matter
+        if index + 1 == len(layers) and needed_BS is not None:
             needed_T = needed_BS.reshape(-1)[flat_T]
             out_T = flat_T[needed_T]
             if from_T is None:
@@ -462,57 +451,52 @@ def run_packed_forward(
                 needed_n, from_T = torch.unique(from_T[needed_T], return_inverse=True)
             attended_NE, x_NH = select_rows(attended_NE, needed_n), select_rows(x_NH, needed_n)
             _count_tokens(groups, flat_N[needed_n], ids_BS)
+        # results of linear layers stay unnamed, so that they are freed early without gradients
         x_NH, normed_NH = add_norm(
             x_NH,
             apply_linears(attended_NE, [layer.self_attn.o_proj]),
             layer.post_attention_layernorm,
         )
-        active_NI = apply_gated_silu(
+        gated_NI = apply_gated_silu(
             apply_linears(normed_NH, [layer.mlp.gate_proj, layer.mlp.up_proj])
         )
-        after = layers[index + 1].input_layernorm if index + 1 < len(layers) else trunk.norm
-        x_NH, normed_NH = add_norm(x_NH, apply_linears(active_NI, [layer.mlp.down_proj]), after)
+        next_norm = layers[index + 1].input_layernorm if index + 1 < len(layers) else trunk.norm
+        x_NH, normed_NH = add_norm(x_NH, apply_linears(gated_NI, [layer.mlp.down_proj]), next_norm)
     states_TH = normed_NH if from_T is None else normed_NH.index_select(0, from_T)
     flat_PH = x_NH.new_zeros(ids_BS.numel(), x_NH.shape[1])
     return flat_PH.index_copy(0, out_T, states_TH).unflatten(0, ids_BS.shape)
 
 
 def _count_tokens(groups: RowGroups | None, flat_N: torch.Tensor, ids_BS: torch.Tensor) -> None:
-    """Set `groups.tokens` to the tokens of each group among those at these places of the batch."""
+    """Set `groups.tokens` to the number of each group's tokens at these flat positions of the batch."""
     if groups is not None:
-        group_of_B = torch.repeat_interleave(
-            torch.arange(len(groups.rows)), torch.tensor(groups.rows)
-        )
+        numbers = torch.arange(len(groups.rows))
+        group_of_B = torch.repeat_interleave(numbers, torch.tensor(groups.rows))
         group_N = group_of_B[flat_N // ids_BS.shape[1]]
         groups.tokens = torch.bincount(group_N, minlength=len(groups.rows)).tolist()
 
 
 def _has_active_dropout(trunk: Any) -> bool:
-    """True = equal tokens get different noise (adapters with dropout)."""
+    """Return whether equal tokens get different noise (adapters with dropout)."""
     return trunk.training and any(
-        isinstance(part, nn.Dropout) and part.p > 0 for part in trunk.layers[0].modules()
+        isinstance(module, nn.Dropout) and module.p > 0 for module in trunk.layers[0].modules()
     )
 
 
 def _project_heads(attention: Any, normed_NH: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Queries, keys and values side by side [N, h, D], and the number of key heads among them."""
+    """Return queries, keys and values side by side [N, h, D], and the number of key heads among them."""
     heads_NE = apply_linears(normed_NH, [attention.q_proj, attention.k_proj, attention.v_proj])
     heads_NhD = heads_NE.unflatten(1, (-1, attention.head_dim))
     groups = attention.num_key_value_groups
     kv_heads = heads_NhD.shape[1] // (groups + 2)
     if hasattr(attention, "q_norm"):
         q_NhD, k_NhD, v_NhD = heads_NhD.split([groups * kv_heads, kv_heads, kv_heads], dim=1)
-        heads_NhD = torch.cat(
-            [
-                _normalize_heads(q_NhD, attention.q_norm),
-                _normalize_heads(k_NhD, attention.k_norm),
-                v_NhD,
-            ],
-            dim=1,
-        )
+        q_NhD = _normalize_heads(q_NhD, attention.q_norm)
+        k_NhD = _normalize_heads(k_NhD, attention.k_norm)
+        heads_NhD = torch.cat([q_NhD, k_NhD, v_NhD], dim=1)
     return heads_NhD, kv_heads
 
 
 def _normalize_heads(x_NhD: torch.Tensor, module: Any) -> torch.Tensor:
-    """The norm of every head by itself."""
+    """Normalise every head separately."""
     return apply_rms_norm(x_NhD.flatten(0, 1), module).view(x_NhD.shape)

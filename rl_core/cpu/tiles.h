@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-#ifdef TILE_STAND_IN /* the file of a portable stand-in for the intrinsics, in tests */
+#ifdef TILE_STAND_IN /* file of a portable replacement for the intrinsics, in tests */
 #define HAS_TILES
 #include TILE_STAND_IN
 #elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)

@@ -1,9 +1,9 @@
-/* Float32 matrix products by vectors, for any processor: of a linear layer in training, and of few rows with weights that
- * are packed once.
+/* Float32 matrix products by vectors, for any processor: of a linear layer in training, and of few rows with weights
+ * packed in advance.
  *
- * Both operands are copied before they are multiplied: of the right one, panels of some columns, depth by depth; of the
- * left one, rows (or, where depth runs along its rows in memory, groups of rows depth by depth). Depth comes in blocks of
- * 256 and sums in their order, whatever the number of rows and threads. Blocking after Goto & van de Geijn 2008, "Anatomy
+ * Both operands are copied before multiplication: the right one as panels of some columns, depth by depth; the left one as
+ * rows (or, if depth runs along its rows in memory, as groups of rows depth by depth). Depth is divided into blocks of 256;
+ * the summation order is independent of the number of rows and threads. Blocking after Goto & van de Geijn 2008, "Anatomy
  * of high-performance matrix multiplication", ACM TOMS 34(3).
  */
 
@@ -17,7 +17,7 @@
 #define omp_get_num_threads() 1
 #endif
 
-#ifdef __AVX512F__ /* as many sums as there are registers for */
+#ifdef __AVX512F__ /* as many sums as there are registers */
 #define TALL 12
 #define WIDE 2
 #else
@@ -25,15 +25,15 @@
 #define WIDE 2
 #endif
 #define PANEL (WIDE * W)       /* columns */
-#define DEEP 256               /* of depth, at a time */
-#define LINE (DEEP + 16)       /* a copied row: rows a power of two apart would meet in the cache */
-#define ROWS (16 * TALL)        /* that a thread copies at a time, at most */
-#define PANELS (1024 / PANEL)  /* that are copied at a time */
+#define DEEP 256               /* depth at a time */
+#define LINE (DEEP + 16)       /* length of a copied row: rows a power of two apart would collide in the cache */
+#define ROWS (16 * TALL)        /* most rows that a thread copies at a time */
+#define PANELS (1024 / PANEL)  /* copied at a time */
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-/* Rows of a piece: every member gets as many pieces, of nearly the same size. */
+/* Rows of a piece: every member gets the same number of pieces, of nearly the same size. */
 INLINE int64_t rows_of_a_piece(int64_t rows, int64_t members) {
     int64_t pieces = blocks_of(blocks_of(rows, ROWS), members) * members;
     return blocks_of(blocks_of(rows, TALL), pieces) * TALL;
@@ -42,7 +42,7 @@ INLINE int64_t rows_of_a_piece(int64_t rows, int64_t members) {
 /* Numbers in a vector. */
 int vector_numbers(void) { return W; }
 
-/* 1 where vectors are those of AVX2 or larger. */
+/* Return 1 if vectors are those of AVX2 or larger. */
 int vectors_ready(void) {
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
     return 1;
@@ -51,7 +51,7 @@ int vectors_ready(void) {
 #endif
 }
 
-/* c [m, PANEL] (+)= a b; a's rows and depths are so far apart, b is a panel. */
+/* c [m, PANEL] (+)= a b; a has strides for rows and depths, b is a panel. */
 INLINE void multiply_tile(const float *a, const int64_t by_row, const int64_t by_depth, const float *b, int64_t depth,
                           float *c, int64_t stride, int add, const int m) {
     vf sums[TALL][WIDE];
@@ -60,7 +60,7 @@ INLINE void multiply_tile(const float *a, const int64_t by_row, const int64_t by
     for (int64_t k = 0; k < depth; k++) {
         vf row[WIDE];
         for (int j = 0; j < WIDE; j++) row[j] = load(b + k * PANEL + j * W);
-        for (int j = 0; j < PANEL; j += 16) __builtin_prefetch(b + (depth + k) * PANEL + j, 0, 2); /* the next panel */
+        for (int j = 0; j < PANEL; j += 16) __builtin_prefetch(b + (depth + k) * PANEL + j, 0, 2); /* prefetch the next panel */
         for (int i = 0; i < m; i++) {
             vf by = all(a[i * by_row + k * by_depth]);
             for (int j = 0; j < WIDE; j++) sums[i][j] += by * row[j];
@@ -107,7 +107,7 @@ static void multiply_panels(const float *a, int across, const float *panels, int
         }
 }
 
-/* Rows of the left operand; x is the first number of the first one. */
+/* Copy rows of the left operand, starting at x. */
 static void copy_left(const float *x, int64_t stride, int across, int64_t rows, int64_t depth, float *out) {
     if (!across) {
         for (int64_t i = 0; i < rows; i++) memcpy(out + i * LINE, x + i * stride, (size_t)depth * sizeof(float));
@@ -121,7 +121,7 @@ static void copy_left(const float *x, int64_t stride, int across, int64_t rows, 
                 memcpy(out + k * TALL, x + k * stride + row, (size_t)(rows - row) * sizeof(float));
 }
 
-/* One panel of at most PANEL columns; what is beyond is 0. */
+/* Copy one panel of at most PANEL columns; padding is 0. */
 static void copy_panel(const float *x, int64_t stride, int across, int64_t columns, int64_t depth, float *out) {
     int64_t n = least(columns, PANEL);
     if (n < PANEL) memset(out, 0, (size_t)(depth * PANEL) * sizeof(float));
@@ -134,12 +134,12 @@ static void copy_panel(const float *x, int64_t stride, int across, int64_t colum
             for (int64_t k = 0; k < depth; k++) out[k * PANEL + i] = x[i * stride + k];
 }
 
-/* Bytes that `vector_product` needs for so many threads. */
+/* Return the scratch bytes of `vector_product` for this number of threads. */
 int64_t vector_gemm_room(int64_t threads) {
     return threads * (PANELS * PANEL * DEEP + ROWS * LINE) * (int64_t)sizeof(float);
 }
 
-/* As `product` in amx_gemm.c. */
+/* See `product` in amx_gemm.c. */
 void vector_product(const float *left, int64_t left_stride, int left_across, const Part *parts, int64_t n_parts,
                     int across, float *c, int64_t c_stride, int64_t rows, int64_t depth, int add, float *room,
                     int threads) {
@@ -170,14 +170,14 @@ void vector_product(const float *left, int64_t left_stride, int left_across, con
     }
 }
 
-/* -- few rows with packed weights -- */
+/* Few rows with packed weights. */
 
-/* Bytes of packed weights. */
+/* Return the size of packed weights in bytes. */
 int64_t vector_packed_size(int64_t lines, int64_t depth) {
     return blocks_of(lines, PANEL) * PANEL * depth * (int64_t)sizeof(float);
 }
 
-/* w [lines, depth], packed: for each 256 of depth, the panels. */
+/* Pack w [lines, depth]: the panels for every 256 of depth. */
 void vector_pack_right(const float *w, int64_t lines, int64_t depth, float *out, int threads) {
     int64_t padded = blocks_of(lines, PANEL) * PANEL;
     for (int64_t d = 0; d < depth; d += DEEP)
@@ -187,11 +187,11 @@ void vector_pack_right(const float *w, int64_t lines, int64_t depth, float *out,
                        out + d * padded + j * least(depth - d, DEEP));
 }
 
-/* Bytes that `vector_product_packed` needs for so many threads; `vector_packed_part` needs those of one. */
+/* Return the scratch bytes of `vector_product_packed` for this number of threads; `vector_packed_part` needs those of one. */
 int64_t vector_packed_room(int64_t threads) { return threads * ROWS * LINE * (int64_t)sizeof(float); }
 
-/* A member's part of c [rows, columns] (+)= left [rows, depth] times packed weights. Members share out rows; where those are
- * too few, columns, and each copies the rows for itself. */
+/* A member's part of c [rows, columns] (+)= left [rows, depth] times packed weights. Members divide the rows,
+ * or columns if rows are too few; then each member copies all rows. */
 void vector_packed_part(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
                         int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int member, int members) {
     int by_rows = rows >= 4 * TALL * members;

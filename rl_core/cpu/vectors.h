@@ -1,6 +1,6 @@
 /* Vectors of 16 or 8 float32 numbers by GCC's and Clang's vector extensions, for any processor.
  *
- * They are as wide as the processor's registers: GCC takes wider ones apart through memory, ten times slower. */
+ * They are as wide as the processor's registers: GCC splits wider ones through memory, ten times slower. */
 
 #include <stdint.h>
 #include <string.h>
@@ -21,12 +21,12 @@ INLINE void store(float *x, vf v) { *(anywhere *)x = v; }
 
 INLINE vf all(float x) { return x - (vf){0}; }
 
-/* a where the mask is set, else b. */
+/* a where the mask is set, otherwise b. */
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
 #define TO(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
 
-/* The sum of its numbers, halves onto halves. */
+/* The sum of its numbers, by halving. */
 INLINE float total(vf v) {
 #if W == 16
     v += TO(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -41,12 +41,12 @@ INLINE float total(vf v) {
     return v[0];
 }
 
-/* e^x for x <= 0, to about one unit in the last place: 2^n e^r, |r| <= ln(2)/2 (polynomial of Cephes' expf); 0 from
- * -87 on, where float32 ends; NaN of NaN. */
+/* e^x for x <= 0, to about one unit in the last place: 2^n e^r, |r| <= ln(2)/2 (polynomial of Cephes' expf); 0 below
+ * -87, the limit of float32; NaN for NaN. */
 INLINE vf exp_of_negative(vf x) {
     vi is_none = x <= all(-87.0f);
     x = pick(is_none, all(-87.0f), x);
-    vi n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, vi); /* towards 0: the nearest, as x <= 0 */
+    vi n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, vi); /* rounds towards 0, here to nearest because x <= 0 */
     vf whole = __builtin_convertvector(n, vf);
     vf r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
     vf y = all(1.9875691500e-4f);

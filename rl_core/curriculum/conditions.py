@@ -1,7 +1,4 @@
-"""Statistics of the user's for exit conditions: found, checked, and called with the stage's metrics.
-
-Exit conditions: moving average or slope of a metric, or a function of the user's, against a threshold.
-"""
+"""Exit conditions: moving average or slope of a metric, or a custom function, compared with a threshold."""
 
 from __future__ import annotations
 
@@ -16,9 +13,17 @@ from rl_core.metric_history import MetricHistory
 from rl_core.settings import ExitCondition
 from rl_core.user_code import import_function, parse_finite
 
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    ">": operator.gt,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+_AVERAGE_NAME = re.compile(r"(.+?)_(?:ma|sma|avg|mean|moving_average|rolling)_?([1-9][0-9]{0,6})")
+
 
 def check_custom_statistic(condition: ExitCondition) -> None:
-    """Import a condition's function, if it names one. Raises: SettingsError where it cannot be called."""
+    """Import a condition's function, if it has one. Raises: SettingsError if it cannot be called."""
     if condition.function is None:
         return
     function = import_function(condition.function, "function")
@@ -29,15 +34,15 @@ def check_custom_statistic(condition: ExitCondition) -> None:
             f"function: '{condition.function}' takes {inspect.signature(function)} ({error}); it is called with "
             "(history, ...options)"
         ) from error
-    except ValueError:  # written in C: it shows no parameters
+    except ValueError:  # implemented in C, without an inspectable signature
         return
 
 
 def compute_custom_statistic(condition: ExitCondition, history: MetricHistory) -> float | None:
-    """The function's value for the latest `window` iterations; None = it has none yet.
+    """Return the function's value for the latest `window` iterations; None if it has none yet.
 
-    It is given the metrics of the curriculum's stage by name, the latest `window` values of each, oldest first.
-    Raises: SettingsError for what is no number, or an error of the function's.
+    The function receives the metrics of the curriculum stage by name, the latest `window` values of each, oldest first.
+    Raises: SettingsError if the function raises, or returns anything but a number or None.
     """
     assert condition.function is not None
     values = {name: history.list_values(name, condition.window) for name in history.names}
@@ -52,20 +57,9 @@ def compute_custom_statistic(condition: ExitCondition, history: MetricHistory) -
     number = parse_finite(value)
     if number is None:
         raise SettingsError(
-            f"function: '{condition.function}' gave {value!r}; a number, or None, is expected"
+            f"function: '{condition.function}' returned {value!r}; expected a number or None"
         )
     return number
-
-
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    ">": operator.gt,
-    "<=": operator.le,
-    "<": operator.lt,
-}
-
-
-_AVERAGE_NAME = re.compile(r"(.+?)_(?:ma|sma|avg|mean|moving_average|rolling)_?([1-9][0-9]{0,6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +68,18 @@ class ConditionStatus:
 
     condition: ExitCondition
     value: float | None  # mean or slope over the window so far; None = not enough observations
-    filled_share: float  # share of the window that is filled; 1.0 = full
-    holds: bool  # the window is full and the comparison true
-    streak: int = 0  # consecutive iterations, up to this one, in which it held
+    filled_share: float  # of the window; 1.0 = full
+    holds: bool  # the window is full and the comparison is true
+    streak: int = 0  # consecutive iterations, including this one, in which it held
 
     @property
     def is_met(self) -> bool:
-        """True = it has held for its patience."""
+        """Whether it has held for its patience."""
         return self.streak >= self.condition.patience
 
     @property
     def label(self) -> str:
-        """The compared quantity: success_rate, slope of success_rate, or the name of a function of the user's."""
+        """Compared quantity: success_rate, slope of success_rate, or the name of a custom function."""
         if self.condition.function is not None:
             return self.condition.function.partition(":")[2]
         return ("slope of " if self.condition.statistic == "slope" else "") + self.condition.metric
@@ -95,44 +89,45 @@ class ConditionStatus:
         """Name of the compared quantity as a metric: average/success_rate, slope/success_rate, or own/mastered."""
         if self.condition.function is not None:
             return f"own/{self.label}"
-        return (
-            "slope/" if self.condition.statistic == "slope" else "average/"
-        ) + self.condition.metric
+        prefix = "slope" if self.condition.statistic == "slope" else "average"
+        return f"{prefix}/{self.condition.metric}"
 
     def __str__(self) -> str:
         condition = self.condition
         value = "not observed" if self.value is None else f"{self.value:.4g}"
-        long = f", {self.streak} times in a row" if condition.patience > 1 else ""
-        return f"{self.label} {value} {condition.comparison} {condition.threshold:g} over {condition.window}{long}"
+        comparison = f"{condition.comparison} {condition.threshold:g} over {condition.window}"
+        streak = f", {self.streak} times in a row" if condition.patience > 1 else ""
+        return f"{self.label} {value} {comparison}{streak}"
 
 
 def expand_metric_name(name: str) -> str:
-    """Full name of a metric in settings: `success_rate` is short for `train/success_rate`."""
+    """Return the full name of a metric in settings: `success_rate` is short for `train/success_rate`."""
     return name if "/" in name else f"train/{name}"
 
 
 def suggest_window_for_average(metric: str) -> str:
-    """Our words for the name of an average over so many iterations, as in success_rate_ma100; "" for other names."""
-    found = _AVERAGE_NAME.fullmatch(metric)
-    if found is None:
+    """Return our settings for a name that means a moving average, as in success_rate_ma100; "" for other names."""
+    match = _AVERAGE_NAME.fullmatch(metric)
+    if match is None:
         return ""
-    return f"a mean over a window is the default statistic: write metric: {found[1]} and window: {found[2]}"
+    return f"a mean over a window is the default statistic: write metric: {match[1]} and window: {match[2]}"
 
 
 def check_metric(metric: str, history: MetricHistory, known: Iterable[str] = ()) -> str:
-    """The metric's full name.
+    """Return the metric's full name.
 
     Args:
         known: names of metrics that may be observed later.
-    Raises: SettingsError when the metric was never observed and is not known.
+    Raises: SettingsError if the metric was never observed and is unknown.
     """
-    if hint := suggest_window_for_average(metric):
-        raise SettingsError(f"metric: '{metric}' is no metric; {hint}")
+    hint = suggest_window_for_average(metric)
+    if hint:
+        raise SettingsError(f"metric: '{metric}' is not a metric; {hint}")
     name, observed = expand_metric_name(metric), history.names
     candidates = {*observed, *known}
     if observed and name not in candidates:
         raise SettingsError(
-            f"metric: '{metric}' is no metric of this stage; {suggest_name(name, candidates)}"
+            f"metric: '{metric}' is not a metric of this stage; {suggest_name(name, candidates)}"
         )
     return name
 
@@ -140,36 +135,40 @@ def check_metric(metric: str, history: MetricHistory, known: Iterable[str] = ())
 def evaluate_condition(
     condition: ExitCondition, history: MetricHistory, known: Iterable[str] = (), *, streak: int = 0
 ) -> ConditionStatus:
-    """Status of a condition after one more iteration.
+    """Return the status of a condition after one more iteration.
 
     Args:
-        history: of the current stage alone, so that metrics on easier levels do not count.
+        history: of the current stage only, so that metrics on easier levels do not count.
         known: see `check_metric`.
         streak: consecutive iterations, up to the previous one, in which the condition held.
-    Raises: SettingsError when the condition could never hold.
+    Raises: SettingsError if the condition could never hold.
     """
     if condition.function is not None:
         return _evaluate_custom_condition(condition, history, streak)
     name = check_metric(condition.metric, history, known)
-    measure = history.compute_slope if condition.statistic == "slope" else history.compute_mean
-    value = measure(name, condition.window)
-    filled = min(1.0, history.count_points(name) / condition.window)
+    compute_statistic = (
+        history.compute_slope if condition.statistic == "slope" else history.compute_mean
+    )
+    value = compute_statistic(name, condition.window)
+    filled_share = min(1.0, history.count_points(name) / condition.window)
     holds = (
         value is not None
         and history.is_full(name, condition.window)
         and _COMPARISONS[condition.comparison](value, condition.threshold)
     )
-    return ConditionStatus(condition, value, filled, holds, streak + 1 if holds else 0)
+    return ConditionStatus(condition, value, filled_share, holds, streak + 1 if holds else 0)
 
 
 def _evaluate_custom_condition(
     condition: ExitCondition, history: MetricHistory, streak: int
 ) -> ConditionStatus:
-    """Status of a condition on a function of the user's; its window is full after as many iterations."""
-    seen = max((history.count_points(name) for name in history.names), default=0)
-    value = compute_custom_statistic(condition, history) if seen else None
-    compare = _COMPARISONS[condition.comparison]
-    holds = value is not None and seen >= condition.window and compare(value, condition.threshold)
-    return ConditionStatus(
-        condition, value, min(1.0, seen / condition.window), holds, streak + 1 if holds else 0
+    """Return the status of a condition on a custom function; its window is full after as many iterations."""
+    num_observed = max((history.count_points(name) for name in history.names), default=0)
+    value = compute_custom_statistic(condition, history) if num_observed else None
+    filled_share = min(1.0, num_observed / condition.window)
+    holds = (
+        value is not None
+        and num_observed >= condition.window
+        and _COMPARISONS[condition.comparison](value, condition.threshold)
     )
+    return ConditionStatus(condition, value, filled_share, holds, streak + 1 if holds else 0)

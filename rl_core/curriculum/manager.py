@@ -1,10 +1,9 @@
-"""Rollback watch: detects that a metric is worse than its reference level at the entry of a curriculum stage.
+"""Curriculum: stages of level mixes with exit conditions, and rollback when performance drops.
 
-Safeguards against oscillation: the change has to exceed a margin for a patience; a restarted stage is compared with the
-level of its first entry, not with the dropped one; a rollback is followed by a cool-down; and each stage causes a
-bounded number of rollbacks in total, however often it is entered.
-
-Curriculum: stages of level mixes with exit conditions, and rollback when performance is lost.
+A rollback happens when a metric is worse than its reference level at the entry of a stage. Safeguards against
+oscillation: the drop must exceed a margin for a patience; a restarted stage is compared with the level of its first
+entry, not with the dropped one; a rollback is followed by a cool-down; and each stage causes a limited number of
+rollbacks in total, however often it is entered.
 """
 
 from __future__ import annotations
@@ -29,54 +28,66 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+logger = logging.getLogger(__name__)
+
+END_STAGE = "(end)"  # target of leaving the last stage
+
+# advance: to the next stage. rollback: restart a stage from its entry. After the last allowed rollback, another drop is
+# either ignored from then on (unwatched) or ends the curriculum (stop).
+MoveKind = Literal["advance", "rollback", "unwatched", "stop"]
+
+
 @dataclass(frozen=True, slots=True)
 class RollbackDecision:
     """Reaction to a drop in the current stage."""
 
     action: Literal["rollback", "unwatched", "stop"]
-    target: int  # stage whose entry is restored; for `unwatched` the current one, and nothing is restored
+    target: int  # stage whose entry is restored; for `unwatched` the current one, without restoring
     reason: str
-    metrics: dict[str, float]  # the watched metric now, and its level at entry
+    metrics: dict[str, float]  # the watched metric and its level at entry
 
 
 class RollbackMonitor:
-    """Compares one metric of the current stage with its level at entry."""
+    """Monitor that compares one metric of the current stage with its level at entry."""
 
     def __init__(self, settings: Sequence[RollbackSettings | None]) -> None:
-        """`settings`: of each curriculum stage; None = not watched."""
+        """Configure the monitor.
+
+        Args:
+            settings: of each curriculum stage; None = not watched.
+        """
         self.settings = tuple(settings)
-        self.levels: dict[
-            int, float
-        ] = {}  # by stage: reference level at the entry that would be restored
-        self.rollbacks = [0] * len(self.settings)  # that each stage caused
+        self.levels: dict[int, float] = {}  # reference level at the entry to restore, by stage
+        self.rollbacks = [0] * len(self.settings)  # caused by each stage
         self.unwatched: list[int] = []  # stages that continued after their last rollback
-        self.below = (
-            0  # consecutive iterations in which the current stage was too far below its level
-        )
+        self.below = 0  # consecutive iterations too far below the current stage's level
         self.cooldown = 0  # remaining iterations without a check
 
     @property
     def longest_window(self) -> int:
-        """Observations that a history must keep."""
-        return max(
-            (settings.window for settings in self.settings if settings is not None), default=1
-        )
+        """Number of observations that a history must keep."""
+        windows = [settings.window for settings in self.settings if settings is not None]
+        return max(windows, default=1)
 
     def find_restorable_stages(self, index: int) -> set[int]:
-        """Stages whose entry may still have to be restored, seen from the stage at `index`."""
-        own, following = (
-            self.settings[index],
-            self.settings[index + 1] if index + 1 < len(self.settings) else None,
+        """Return the stages whose entry may still have to be restored from the stage at `index`."""
+        current = self.settings[index]
+        following = self.settings[index + 1] if index + 1 < len(self.settings) else None
+        is_needed = current is not None and (
+            current.max_rollbacks > 0 or current.on_exhausted == "stop"
         )
-        is_needed = own is not None and (own.max_rollbacks > 0 or own.on_exhausted == "stop")
-        places = {index} if is_needed or _can_restore_previous(following) else set()
+        stages = {index} if is_needed or _can_restore_previous(following) else set()
         while index > 0 and _can_restore_previous(self.settings[index]):
             index -= 1
-            places.add(index)
-        return places
+            stages.add(index)
+        return stages
 
     def enter_stage(self, index: int, before: MetricHistory) -> None:
-        """Enter a later stage, with a new reference level. `before`: the history of the stage that was left."""
+        """Enter a later stage with a new reference level.
+
+        Args:
+            before: history of the previous stage.
+        """
         self.below = 0
         self.levels.pop(index, None)
         settings = self.settings[index]
@@ -91,11 +102,11 @@ class RollbackMonitor:
     def check_iteration(
         self, index: int, history: MetricHistory, known: Iterable[str] = ()
     ) -> RollbackDecision | None:
-        """Check one iteration of the stage at `index`; None = no drop.
+        """Check one iteration of the stage at `index`; return None without a drop.
 
         Args:
             history: of this stage since it was entered or restarted.
-        Raises: SettingsError when the watched metric does not exist.
+        Raises: SettingsError if the watched metric does not exist.
         """
         settings = self.settings[index]
         if settings is None or index in self.unwatched:
@@ -105,37 +116,40 @@ class RollbackMonitor:
         if value is None or not history.is_full(name, settings.window):
             return None
         level = self.levels.setdefault(index, value)
-        worse = level - value if settings.better == "higher" else value - level
-        self.below = self.below + 1 if worse > settings.margin else 0
+        drop = level - value if settings.better == "higher" else value - level
+        self.below = self.below + 1 if drop > settings.margin else 0
         if self.below < settings.patience:
             return None
         self.below = 0
         side = "below" if settings.better == "higher" else "above"
-        why = (
+        reason = (
             f"{settings.metric} {value:.4g} over {settings.window} is more than {settings.margin:g} {side} "
             f"{level:.4g} at entry, {settings.patience} times in a row"
         )
-        return self._decide_rollback(
-            index, settings, why, {settings.metric: value, f"{settings.metric} at entry": level}
-        )
+        metrics = {settings.metric: value, f"{settings.metric} at entry": level}
+        return self._decide_rollback(index, settings, reason, metrics)
 
     def _decide_rollback(
-        self, index: int, settings: RollbackSettings, why: str, metrics: dict[str, float]
+        self, index: int, settings: RollbackSettings, reason: str, metrics: dict[str, float]
     ) -> RollbackDecision:
         if self.rollbacks[index] < settings.max_rollbacks:
             self.rollbacks[index] += 1
             self.cooldown = settings.cooldown
             target = index - 1 if settings.to == "previous" and index > 0 else index
             number = f"rollback {self.rollbacks[index]} of {settings.max_rollbacks}"
-            return RollbackDecision("rollback", target, f"{why} ({number})", metrics)
+            return RollbackDecision("rollback", target, f"{reason} ({number})", metrics)
         self.unwatched.append(index)
         after = f"after {self.rollbacks[index]} rollbacks"
         if settings.on_exhausted == "stop":
-            return RollbackDecision("stop", index, f"{why}, {after}", metrics)
-        return RollbackDecision("unwatched", index, f"{why}, {after}: going on", metrics)
+            return RollbackDecision("stop", index, f"{reason}, {after}", metrics)
+        return RollbackDecision("unwatched", index, f"{reason}, {after}: continuing", metrics)
 
     def collect_metrics(self, index: int, history: MetricHistory) -> dict[str, float]:
-        """Scalars for tracking; {} for a curriculum without rollbacks. `history`: as for `check`."""
+        """Return scalars for tracking; {} for a curriculum without rollbacks.
+
+        Args:
+            history: as for `check_iteration`.
+        """
         if not any(self.settings):
             return {}
         values = {
@@ -153,7 +167,7 @@ class RollbackMonitor:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """State that later decisions depend on."""
+        """Return the state that later decisions depend on."""
         return {
             "levels": [[index, level] for index, level in sorted(self.levels.items())],
             "rollbacks": list(self.rollbacks),
@@ -163,7 +177,7 @@ class RollbackMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a state; inverse of `state_dict`."""
         self.levels = {int(index): float(level) for index, level in state["levels"]}
         self.rollbacks = [int(count) for count in state["rollbacks"]]
         self.unwatched = [int(index) for index in state["unwatched"]]
@@ -175,22 +189,16 @@ def _can_restore_previous(settings: RollbackSettings | None) -> bool:
     return settings is not None and settings.to == "previous" and settings.max_rollbacks > 0
 
 
-logger = logging.getLogger(__name__)
-
-END_STAGE = "(end)"  # target of leaving the last stage
-
-# advance: to the next stage; rollback: a stage is restarted from its entry; after the last rollback allowed, another
-# drop is either ignored from then on (unwatched) or ends the curriculum (stop).
-MoveKind = Literal["advance", "rollback", "unwatched", "stop"]
-
-
 class CurriculumManager:
-    """Draws levels, evaluates the exit conditions and rollback of the current stage, and moves between stages.
+    """Manager that draws levels, evaluates exit conditions and rollback of the current stage, and moves between stages.
 
-    A stage is left when all (or any) of its exit conditions hold, not before min_iterations, and at max_iterations
-    whatever the metrics say. Windows are filled within the stage: its history starts empty. Leaving the last stage, or
-    `early_stop` holding there, finishes the curriculum (`finished`). With a rollback configured, a stage whose watched
-    metric dropped too far is restarted from its entry, or from that of the stage before it (see `rollback`).
+    A stage is left when all (or any) of its exit conditions hold, but not before min_iterations, and at max_iterations
+    in
+    any case. Windows are filled within the stage: its history starts empty. Leaving the last stage, or `early_stop`
+    holding
+    there, finishes the curriculum (`finished`). With a rollback configured, a stage whose watched metric dropped too
+    far is
+    restarted from its entry or from that of the previous stage.
     """
 
     def __init__(
@@ -201,9 +209,11 @@ class CurriculumManager:
         early_stop: ExitCondition | None = None,
         rollback: RollbackSettings | None = None,
     ) -> None:
-        """`levels`: those of the environment; without stages, they form one stage with equal weights.
+        """Start in the first stage.
 
-        rollback: of the stages that have none of their own.
+        Args:
+            levels: of the environment; without stages they form one stage with equal weights.
+            rollback: for stages without a separate one.
         """
         self.stages = tuple(stages) or (
             CurriculumStage(name="all", levels=dict.fromkeys(levels, 1.0)),
@@ -215,13 +225,12 @@ class CurriculumManager:
             raise SettingsError(f"curriculum: a stage cannot be named {END_STAGE}")
         self.early_stop = early_stop
         self.index = 0
-        self.iteration = 0  # iterations observed in all
-        self.stage_iterations = 0  # of these, in the present stage
+        self.iteration = 0  # observed in total
+        self.stage_iterations = 0  # observed in the current stage
         self.finished: str | None = None  # reason for the end; None = not finished
         self.history: list[dict[str, Any]] = []  # moves: kind, iteration, from, to, why, metrics
-        self.on_move: Callable[[list[dict[str, Any]]], None] | None = (
-            None  # called with the history after each move
-        )
+        # Called with the history after each move.
+        self.on_move: Callable[[list[dict[str, Any]]], None] | None = None
         self.rollback_monitor = RollbackMonitor(
             [stage.rollback or rollback for stage in self.stages]
         )
@@ -231,23 +240,22 @@ class CurriculumManager:
         for condition in conditions:
             check_custom_statistic(condition)
         windows = [condition.window for condition in conditions]
-        self._metric_history = MetricHistory(
-            limit=max([*windows, self.rollback_monitor.longest_window])
-        )
+        longest_window = max([*windows, self.rollback_monitor.longest_window])
+        self._metric_history = MetricHistory(limit=longest_window)
 
     @property
     def stage(self) -> CurriculumStage:
-        """The current stage."""
+        """Current stage."""
         return self.stages[self.index]
 
     @property
     def is_last(self) -> bool:
-        """True = no stage follows."""
+        """Whether the current stage is the last one."""
         return self.index == len(self.stages) - 1
 
     def draw_level(self, rng: np.random.Generator) -> str:
-        """One level, with the probabilities of the current stage's mix."""
-        import numpy as np  # here, as a check of a configuration needs none of it
+        """Draw one level with the probabilities of the current stage's mix."""
+        import numpy as np  # imported here, because checking a configuration does not need it
 
         names = list(self.stage.levels)
         weights = np.array([self.stage.levels[name] for name in names], dtype=np.float64)
@@ -265,8 +273,8 @@ class CurriculumManager:
 
         Args:
             known: metrics that other iterations have (a level that was not drawn in this one).
-        Returns: the index of the stage whose entry has to be restored now; None = none.
-        Raises: SettingsError when a condition names a metric that does not exist.
+        Returns: the index of the stage whose entry must be restored now, or None.
+        Raises: SettingsError if a condition names a metric that does not exist.
         """
         if self.finished is not None:
             return None
@@ -283,7 +291,7 @@ class CurriculumManager:
         return target
 
     def collect_metrics(self) -> dict[str, float]:
-        """Progress of the curriculum as `curriculum/...`; averages are those that the next move depends on."""
+        """Return the progress as `curriculum/...`; averages are those that the next move depends on."""
         values = {
             "curriculum/stage": float(self.index),
             "curriculum/stage_iterations": float(self.stage_iterations),
@@ -301,11 +309,11 @@ class CurriculumManager:
         return values | self.rollback_monitor.collect_metrics(self.index, self._metric_history)
 
     def export_history(self) -> list[dict[str, Any]]:
-        """Moves and rollbacks: kind, iteration, source and target stage, reason, and the metrics at that moment."""
+        """Return all moves: kind, iteration, source and target stage, reason, and the metrics at that time."""
         return [dict(move) for move in self.history]
 
     def state_dict(self) -> dict[str, Any]:
-        """State that later moves depend on."""
+        """Return the state that later moves depend on."""
         return {
             "stages": [stage.name for stage in self.stages],
             "index": self.index,
@@ -319,7 +327,7 @@ class CurriculumManager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`. Raises ResumeRefused when it was saved by another curriculum."""
+        """Load a state; inverse of `state_dict`. Raises: ResumeRefused if it was saved by a different curriculum."""
         names = [stage.name for stage in self.stages]
         if list(state["stages"]) != names:
             raise ResumeRefused(
@@ -335,57 +343,57 @@ class CurriculumManager:
         self.rollback_monitor.load_state_dict(state["rollback"])
 
     def _list_conditions(self) -> list[ExitCondition]:
-        """Exit conditions of the current stage; in the last one followed by early_stop."""
-        last = [self.early_stop] if self.is_last and self.early_stop is not None else []
-        return [*self.stage.exit_conditions, *last]
+        """Return the exit conditions of the current stage; in the last stage followed by early_stop."""
+        early_stop = [self.early_stop] if self.is_last and self.early_stop is not None else []
+        return [*self.stage.exit_conditions, *early_stop]
 
     def _check_rollback(self, names: Sequence[str]) -> int | None:
-        """Index of the stage to restore if the rollback watch decides so; None = none."""
+        """Return the index of the stage to restore if the rollback monitor decides so, else None."""
         decision = self.rollback_monitor.check_iteration(self.index, self._metric_history, names)
         if decision is None:
             return None
-        here = self.stage.name
+        stage_name = self.stage.name
         if decision.action == "unwatched":
-            self._record_move("unwatched", here, here, decision.reason, decision.metrics)
+            self._record_move(
+                "unwatched", stage_name, stage_name, decision.reason, decision.metrics
+            )
             return None
         if decision.action == "stop":
-            self._record_move("stop", here, END_STAGE, decision.reason, decision.metrics)
-            self.finished = f"curriculum stopped in stage '{here}': {decision.reason}"
+            self._record_move("stop", stage_name, END_STAGE, decision.reason, decision.metrics)
+            self.finished = f"curriculum stopped in stage '{stage_name}': {decision.reason}"
             return decision.target
-        self._record_move(
-            "rollback", here, self.stages[decision.target].name, decision.reason, decision.metrics
-        )
+        target_name = self.stages[decision.target].name
+        self._record_move("rollback", stage_name, target_name, decision.reason, decision.metrics)
         self.index = decision.target
         self._restart_windows()
         return decision.target
 
     def _advance_if_done(self, metrics: Mapping[str, float], names: Sequence[str]) -> None:
-        """Leave the stage when its exit conditions hold."""
+        """Leave the stage if its exit conditions hold."""
         statuses = self._evaluate_conditions(metrics, names)
         count = len(self.stage.exit_conditions)
-        why = self._find_exit_reason(statuses[:count])
-        if why is not None:
+        reason = self._find_exit_reason(statuses[:count])
+        if reason is not None:
             statuses = statuses[:count]
         elif len(statuses) > count and statuses[-1].is_met:
-            statuses, why = statuses[-1:], f"early_stop: {statuses[-1]}"
-        if why is not None:
-            self._leave_stage(why, statuses)
+            statuses, reason = statuses[-1:], f"early_stop: {statuses[-1]}"
+        if reason is not None:
+            self._leave_stage(reason, statuses)
 
     def _evaluate_conditions(
         self, metrics: Mapping[str, float], names: Sequence[str]
     ) -> list[ConditionStatus]:
-        """Status of every condition. A streak pauses while its metric is not observed (a level not drawn)."""
+        """Return the status of every condition.
+
+        A streak pauses while its metric is not observed (a level not drawn).
+        """
         conditions = self._list_conditions()
         streaks = self._streaks or [0] * len(conditions)
-        statuses = [
-            evaluate_condition(
-                condition,
-                self._metric_history,
-                names,
-                streak=streak - _is_missing(condition, metrics),
-            )
-            for condition, streak in zip(conditions, streaks, strict=True)
-        ]
+        statuses = []
+        for condition, streak in zip(conditions, streaks, strict=True):
+            previous = streak - _is_missing(condition, metrics)
+            status = evaluate_condition(condition, self._metric_history, names, streak=previous)
+            statuses.append(status)
         self._streaks = [status.streak for status in statuses]
         return statuses
 
@@ -396,8 +404,8 @@ class CurriculumManager:
         if not statuses or self.stage_iterations < stage.min_iterations:
             return None
         met = [status for status in statuses if status.is_met]
-        enough = len(met) == len(statuses) if stage.require == "all" else bool(met)
-        return "; ".join(str(status) for status in met) if enough else None
+        is_done = len(met) == len(statuses) if stage.require == "all" else bool(met)
+        return "; ".join(map(str, met)) if is_done else None
 
     def _leave_stage(self, reason: str, statuses: Sequence[ConditionStatus]) -> None:
         values = {status.label: status.value for status in statuses}
@@ -411,7 +419,7 @@ class CurriculumManager:
         self._restart_windows()
 
     def _restart_windows(self) -> None:
-        """Windows and patience start empty in every stage."""
+        """Clear windows and streaks, which start empty in every stage."""
         self.stage_iterations = 0
         self._streaks = []
         self._metric_history.clear_metrics()
@@ -446,5 +454,5 @@ class CurriculumManager:
 
 
 def _is_missing(condition: ExitCondition, metrics: Mapping[str, float]) -> bool:
-    """True = the iteration did not observe the condition's metric."""
+    """Return whether the iteration did not observe the condition's metric."""
     return condition.function is None and expand_metric_name(condition.metric) not in metrics

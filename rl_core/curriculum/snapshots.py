@@ -1,9 +1,9 @@
-"""Snapshots taken at curriculum-stage entry, used for rollback.
+"""Snapshots at the entry of curriculum stages, for rollback.
 
 A snapshot holds everything that training changes: weights, optimizers (moments, float32 masters, averages), the
-trainer's own state (KL controller, reward normalisers, replay buffer) and the global random generators. Counters go on
-over a rollback: iterations, optimizer steps and with them the learning-rate schedule, and the draws of episodes, which
-follow from the iteration's number; so the iterations after a rollback play other rollouts than the discarded ones.
+trainer's state (KL controller, reward normalisers, replay buffer) and the global random generators. Counters continue
+across a rollback: iterations, optimizer steps (with the learning-rate schedule) and the draws of episodes, which depend
+on the iteration number. So the iterations after a rollback play different rollouts from the discarded ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNTERS = ("num_steps", "skipped_steps", "max_tokens")  # of an optimizer step
 
 
 class RestorableOptimizer(Protocol):
-    """The part of `training.optimizer_step.OptimizerStep` that a rollback needs."""
+    """Part of `training.optimizer_step.OptimizerStep` that a rollback needs."""
 
     num_steps: int
     skipped_steps: int
@@ -31,17 +31,22 @@ class RestorableOptimizer(Protocol):
     learning_rate_scale: float
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, masters, averages and counters."""
+        """Return optimizer, masters, averages and counters."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a state; inverse of `state_dict`."""
 
 
 class StageSnapshots:
-    """Snapshots by the index of the stage that was entered, on the CPU, each as large as model and optimizer."""
+    """Snapshots on the CPU by the index of the entered stage, each as large as model and optimizer."""
 
     def __init__(self, model: nn.Module, optimizer_steps: Sequence[RestorableOptimizer]) -> None:
-        """model: all that trains, the critic included. optimizer_steps: the policy's, and a separate critic's."""
+        """Start without snapshots.
+
+        Args:
+            model: everything that is trained, including the critic.
+            optimizer_steps: of the policy, and of a separate critic.
+        """
         self.model = model
         self.optimizer_steps = tuple(optimizer_steps)
         self._snapshots: dict[int, dict[str, Any]] = {}
@@ -49,65 +54,62 @@ class StageSnapshots:
     def update_snapshots(
         self, index: int, restorable: Set[int], extra: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """Called before every iteration, in stage `index`: take a snapshot at its entry, and drop unneeded ones.
+        """Take a snapshot at the entry of stage `index` and drop unneeded ones. Call it before every iteration.
 
         Args:
             restorable: stages that may have to be restored; only their snapshots are kept.
-            extra: gives the trainer's own state, as `state_dict`s.
+            extra: returns the trainer's state as `state_dict`s.
         """
         self._snapshots = {
-            place: entry for place, entry in self._snapshots.items() if place in restorable
+            stage: snapshot for stage, snapshot in self._snapshots.items() if stage in restorable
         }
         if index in restorable and index not in self._snapshots:
             self._snapshots[index] = {
                 "model": collect_trainable_weights(self.model, copy=True),
                 "optimizer_steps": [
-                    _copy_state(optimizer_step.state_dict())
-                    for optimizer_step in self.optimizer_steps
+                    _copy_state(step.state_dict()) for step in self.optimizer_steps
                 ],
                 "extra": _copy_state(extra()),
                 "rng": collect_rng_state(),
             }
 
     def restore_stage(self, index: int, *, learning_rate_factor: float = 1.0) -> dict[str, Any]:
-        """Restore weights, optimizers and random generators in place; the snapshot is kept for further rollbacks.
+        """Restore weights, optimizers and random generators in place; the snapshot stays for further rollbacks.
 
         Args:
-            learning_rate_factor: multiplies the learning rate, on top of the factors of earlier rollbacks.
-        Returns: a copy of the trainer's own state, for it to load.
-        Raises: CheckpointError where there is no snapshot of the stage.
+            learning_rate_factor: multiplies the learning rate, in addition to the factors of earlier rollbacks.
+        Returns: a copy of the trainer's state for it to load.
+        Raises: CheckpointError without a snapshot of the stage.
         """
         if index not in self._snapshots:
             raise CheckpointError(
                 f"curriculum stage {index} cannot be restored: there is no snapshot of its entry"
             )
-        entry = self._snapshots[index]
-        load_trainable_weights(self.model, entry["model"])
-        for optimizer_step, state in zip(
-            self.optimizer_steps, entry["optimizer_steps"], strict=True
-        ):
-            kept = {name: getattr(optimizer_step, name) for name in _COUNTERS}
+        snapshot = self._snapshots[index]
+        load_trainable_weights(self.model, snapshot["model"])
+        states = snapshot["optimizer_steps"]
+        for optimizer_step, state in zip(self.optimizer_steps, states, strict=True):
+            counters = {name: getattr(optimizer_step, name) for name in _COUNTERS}
             scale = optimizer_step.learning_rate_scale * learning_rate_factor
-            optimizer_step.load_state_dict(
-                _copy_state(state)
-            )  # a copy: an optimizer works on in the tensors that it loads
-            for name, value in kept.items():
+            # Copied, because an optimizer updates the tensors that it loads.
+            optimizer_step.load_state_dict(_copy_state(state))
+            for name, value in counters.items():
                 setattr(optimizer_step, name, value)
             optimizer_step.learning_rate_scale = scale
-        restore_rng_state(entry["rng"])
-        return dict(_copy_state(entry["extra"]))
+        restore_rng_state(snapshot["rng"])
+        return dict(_copy_state(snapshot["extra"]))
 
     def state_dict(self) -> dict[int, Any]:
-        """All snapshots."""
+        """Return all snapshots."""
         return dict(self._snapshots)
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
-        """Inverse of `state_dict`."""
-        self._snapshots = {int(index): dict(entry) for index, entry in state.items()}
+        """Load a state; inverse of `state_dict`."""
+        self._snapshots = {int(index): dict(snapshot) for index, snapshot in state.items()}
 
 
 def _copy_state(value: Any) -> Any:
-    """The same nested state with every tensor copied to the CPU; sharded tensors stay sharded, on their device."""
+    """Copy a nested state with every tensor moved to the CPU; sharded tensors stay sharded, on their device."""
     if is_sharded_tensor(value):  # this process's rows
         return value.detach().clone()
     if isinstance(value, torch.Tensor):

@@ -10,12 +10,12 @@ from rl_core.curriculum.conditions import expand_metric_name
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import PolicySettings
 
-MetricRange = tuple[float, float]  # least and largest value
+MetricRange = tuple[float, float]  # minimum and maximum
 TOOL_SHARE_PREFIX = "tool/share/"
 
 _SHARE_RANGE, _COUNT_RANGE, _ANY_RANGE = (0.0, 1.0), (0.0, math.inf), (-math.inf, math.inf)
 
-# Of every iteration, whatever the settings.
+# Logged in every iteration, with any settings.
 ROLLOUT_METRICS: dict[str, MetricRange] = {
     "train/success_rate": _SHARE_RANGE,
     "train/truncation_rate": _SHARE_RANGE,
@@ -35,7 +35,7 @@ ROLLOUT_METRICS: dict[str, MetricRange] = {
     "reward/mean": _ANY_RANGE,
     "reward/std": _COUNT_RANGE,
 }
-# Of every iteration with an update; one whose groups were all dropped has none.
+# Logged in every iteration with an update; there is none if all groups were dropped.
 _UPDATE_METRICS: dict[str, MetricRange] = {
     "train/loss": _ANY_RANGE,
     "train/grad_norm": _COUNT_RANGE,
@@ -55,15 +55,15 @@ _UPDATE_METRICS: dict[str, MetricRange] = {
     "train/empty_updates": _COUNT_RANGE,
     "train/trained_rollouts": _COUNT_RANGE,
     "train/skipped_steps": _COUNT_RANGE,
-    "train/exploration_efficiency": _SHARE_RANGE,  # without an update too, but not without tool steps
+    "train/exploration_efficiency": _SHARE_RANGE,  # needs tool steps but no update
 }
-# Of every iteration too, by parts of the trainer other than rollouts and rewards.
+# Logged in every iteration by parts of the trainer other than rollouts and rewards.
 _OTHER_METRICS: dict[str, MetricRange] = {
     "train/failed_rate": _SHARE_RANGE,
     "train/failed_episodes": _COUNT_RANGE,
     "reward/alarm": _SHARE_RANGE,
 }
-# Of a component's own, as reward/COMPONENT/NAME; some of them only where there is something to tell.
+# Logged by a reward component as reward/COMPONENT/NAME; some of them only when applicable.
 COMPONENT_METRICS: dict[str, dict[str, MetricRange]] = {
     "task": {"answered": _SHARE_RANGE},
     "curiosity": {"transitions": _COUNT_RANGE, "scale": _COUNT_RANGE, "error": _COUNT_RANGE},
@@ -98,7 +98,7 @@ _VALIDATION_METRICS: dict[str, MetricRange] = {
 
 @dataclass(frozen=True, slots=True)
 class _ConditionalMetrics:
-    """Metrics that some settings alone log."""
+    """Metrics that are logged only with certain settings."""
 
     ranges: dict[str, MetricRange]
     is_logged: Callable[[PolicySettings], bool]
@@ -109,7 +109,7 @@ _CONDITIONAL_METRICS = (
     _ConditionalMetrics(
         _VALIDATION_METRICS,
         lambda s: s.eval_every > 0,
-        "eval_every above 0; it is observed once an evaluation",
+        "eval_every above 0; it is observed once per evaluation",
     ),
     _ConditionalMetrics({"policy/ref_kl": _ANY_RANGE}, lambda s: s.kl_coef > 0, "kl_coef above 0"),
     _ConditionalMetrics(
@@ -175,7 +175,7 @@ _CONDITIONAL_METRICS = (
     _ConditionalMetrics(
         {"policy/numerics_difference": _COUNT_RANGE},
         lambda s: s.numerics.every > 0,
-        "numerics.every above 0; it is observed once a comparison",
+        "numerics.every above 0; it is observed once per comparison",
     ),
     _ConditionalMetrics(
         {
@@ -191,7 +191,7 @@ _CONDITIONAL_METRICS = (
     _ConditionalMetrics(
         {"value/grad_norm": _COUNT_RANGE, "value/skipped_steps": _COUNT_RANGE},
         lambda s: s.value_function is not None and s.value_function.kind == "separate",
-        "a critic of its own weights",
+        "a critic with separate weights",
     ),
     _ConditionalMetrics(
         {"train/dropped_group_rate": _SHARE_RANGE},
@@ -212,7 +212,7 @@ _CONDITIONAL_METRICS = (
     _ConditionalMetrics(
         {"reward/masked_rate": _SHARE_RANGE},
         lambda s: any(":" in name or name == "judge" for name in s.rewards),
-        "a reward function of yours, or the judge",
+        "a custom reward function, or the judge",
     ),
     _ConditionalMetrics(
         {"train/replayed_rollouts": _COUNT_RANGE}, lambda s: s.replay is not None, "replay"
@@ -221,69 +221,64 @@ _CONDITIONAL_METRICS = (
 
 
 def list_watchable_metrics(settings: PolicySettings) -> dict[str, MetricRange]:
-    """Names that iterations with these settings log, with the least and the largest value of each.
+    """Return the metrics that iterations with these settings log, with their ranges.
 
-    Beside them are names that only a run knows, those of tools for one: see `find_metric_range`.
+    Names that are known only during a run, such as those of tools, are not included: see `find_metric_range`.
     """
-    found = (
-        ROLLOUT_METRICS
-        | _UPDATE_METRICS
-        | _OTHER_METRICS
-        | {"reward/correlation/total": (-1.0, 1.0)}
-    )
-    for name in settings.rewards:
-        short = name.replace(":", ".")
-        found |= {f"reward/{short}": _ANY_RANGE, f"reward/weighted/{short}": _ANY_RANGE}
-        found[f"reward/correlation/{short}"] = (-1.0, 1.0)
-        found |= {
-            f"reward/{short}/{key}": value for key, value in COMPONENT_METRICS.get(name, {}).items()
-        }
+    ranges = ROLLOUT_METRICS | _UPDATE_METRICS | _OTHER_METRICS
+    ranges["reward/correlation/total"] = (-1.0, 1.0)
+    for component in settings.rewards:
+        name = component.replace(":", ".")
+        ranges |= {f"reward/{name}": _ANY_RANGE, f"reward/weighted/{name}": _ANY_RANGE}
+        ranges[f"reward/correlation/{name}"] = (-1.0, 1.0)
+        for key, value in COMPONENT_METRICS.get(component, {}).items():
+            ranges[f"reward/{name}/{key}"] = value
     levels = [level for stage in settings.curriculum for level in stage.levels]
-    found |= {f"train/success_rate_by_level/{level}": _SHARE_RANGE for level in levels}
+    ranges |= {f"train/success_rate_by_level/{level}": _SHARE_RANGE for level in levels}
     for group in _CONDITIONAL_METRICS:
         if group.is_logged(settings):
-            found |= group.ranges
-    return found
+            ranges |= group.ranges
+    return ranges
 
 
 def find_metric_range(metric: str, settings: PolicySettings) -> MetricRange | None:
-    """Least and largest value of a metric that iterations with these settings log; None = they log no such metric.
+    """Return the range of a metric that iterations with these settings log; None if they do not log it.
 
     Args:
         metric: name as in settings; `success_rate` is short for `train/success_rate`.
     """
     name = expand_metric_name(metric)
-    found = list_watchable_metrics(settings).get(name)
-    if found is not None:
-        return found
-    for prefix, values in _list_open_prefixes(settings).items():
+    metric_range = list_watchable_metrics(settings).get(name)
+    if metric_range is not None:
+        return metric_range
+    for prefix, prefix_range in _list_open_prefixes(settings).items():
         if name.startswith(prefix) and len(name) > len(prefix):
-            return values
+            return prefix_range
     return None
 
 
 def _list_open_prefixes(settings: PolicySettings) -> dict[str, MetricRange]:
-    """Beginnings of the names that a run alone knows: of tools, kinds, and metrics of the user's own code."""
-    found = {TOOL_SHARE_PREFIX: _SHARE_RANGE}
-    found |= {
+    """Return the ranges of names known only during a run, by prefix: tools, kinds, metrics of custom code."""
+    ranges = {TOOL_SHARE_PREFIX: _SHARE_RANGE}
+    ranges |= {
         f"reward/{name.replace(':', '.')}/": _ANY_RANGE for name in settings.rewards if ":" in name
     }
     if settings.advantages is not None:
-        found["train/advantages/"] = _ANY_RANGE
+        ranges["train/advantages/"] = _ANY_RANGE
     if settings.loss is not None:
-        found["policy/"] = _ANY_RANGE
+        ranges["policy/"] = _ANY_RANGE
     if settings.eval_every > 0:
-        found |= dict.fromkeys(
+        ranges |= dict.fromkeys(
             ("eval/success_rate_by_level/", "eval/success_rate_by_kind/", "eval/pass_at_"),
             _SHARE_RANGE,
         )
-    return found
+    return ranges
 
 
 def list_watchable_names(settings: PolicySettings, levels: Iterable[str]) -> list[str]:
-    """Names that iterations on these levels log, whether or not a stage of the curriculum draws them.
+    """Return the names that iterations on these levels log, whether or not a curriculum stage draws the levels.
 
-    Those that only a run knows are among them where the settings watch them: a tool may be used later.
+    Names known only during a run are included if the settings watch them: a tool may be used later.
     """
     named = [expand_metric_name(metric) for metric in list_watched_metrics(settings)]
     return [
@@ -294,7 +289,7 @@ def list_watchable_names(settings: PolicySettings, levels: Iterable[str]) -> lis
 
 
 def list_watched_metrics(settings: PolicySettings) -> list[str]:
-    """Metrics that the settings' exits, early stop and rollbacks name."""
+    """Return the metrics that exits, early stop and rollbacks in the settings name."""
     parts = [
         *(stage.rollback for stage in settings.curriculum),
         settings.rollback,
@@ -305,10 +300,10 @@ def list_watched_metrics(settings: PolicySettings) -> list[str]:
 
 
 def describe_unknown_tool(metric: str, tools: Collection[str]) -> str:
-    """Message where a metric is the share of a tool that the environment does not have; "" for any other.
+    """Return the error if a metric is the share of a tool that the environment does not have; "" otherwise.
 
     Args:
-        tools: the environment's; () = it has none that it names, and what policies call is not known before a run.
+        tools: of the environment; () if it declares none, so that the tools in use are unknown before a run.
     """
     name = metric.removeprefix(TOOL_SHARE_PREFIX)
     if name == metric or not tools or name in tools:
@@ -317,14 +312,15 @@ def describe_unknown_tool(metric: str, tools: Collection[str]) -> str:
 
 
 def check_watched_tools(settings: PolicySettings, tools: Collection[str]) -> None:
-    """Raise SettingsError where the settings watch the share of a tool that the environment does not have."""
+    """Raise SettingsError if the settings watch the share of a tool that the environment does not have."""
     for metric in list_watched_metrics(settings):
-        if problem := describe_unknown_tool(metric, tools):
+        problem = describe_unknown_tool(metric, tools)
+        if problem:
             raise SettingsError(f"metric: {problem}")
 
 
 def find_missing_setting(name: str, settings: PolicySettings) -> str:
-    """Setting that a metric needs and that these settings lack; "" for one that is logged, or that nothing logs."""
+    """Return the setting that a metric needs and these settings lack; "" for logged or unknown metrics."""
     for group in _CONDITIONAL_METRICS:
         if name in group.ranges and not group.is_logged(settings):
             return group.required_setting

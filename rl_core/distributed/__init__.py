@@ -1,4 +1,4 @@
-"""Several processes that train one model: their process group, and the sharding of its weights."""
+"""Training of one model by several processes: the process group, and sharding of the weights."""
 
 from rl_core.distributed.group import SINGLE_PROCESS, DummyBatch, ProcessGroup, join_process_group
 from rl_core.distributed.sharding import Shards, gather_state, scatter_state, to_local_rows

@@ -1,8 +1,8 @@
-"""The process group that trains one model, and its exchange of everything beside gradients.
+"""Process group that trains one model, and the exchange of everything but gradients.
 
-Every process runs the same program on the same rows in the same order, and decides nothing by itself: what one alone
-knows (a stop signal, a loss that is not finite, a number that it measured) is exchanged first. In one process every
-method gives back what it was given, so trainers need no second path.
+Every process runs the same program on the same rows in the same order, and takes no decision alone: what only one
+process knows (a stop signal, a loss that is not finite, a measurement) is exchanged first. In a single process every
+method returns its input, so trainers need no second code path.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class DummyBatch(Generic[Batch]):
-    """A micro-batch with weight 0, where other processes have one more: sharding needs equal numbers of passes."""
+    """Micro-batch with weight 0, used when other processes have one more: sharding needs equal numbers of passes."""
 
     batch: Batch
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes, seen from one of them. `ProcessGroup()` is a single process."""
+    """Group of processes as seen from one of them. `ProcessGroup()` is a single process."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def is_rank_zero(self) -> bool:
-        """True = this process writes metrics, checkpoints and models."""
+        """Whether this process writes metrics, checkpoints and models."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """The value of every process, by rank."""
+        """Return the value of every process, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -51,15 +51,15 @@ class ProcessGroup:
         return values
 
     def all_reduce_max(self, number: int) -> int:
-        """The largest number of any process."""
+        """Return the largest number of any process."""
         if self.size == 1:
             return number
-        found = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
+        tensor = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the processes of a tensor that has one shape in all of them."""
+        """Return the sum over processes of a tensor that has the same shape in all of them."""
         if self.size == 1:
             return tensor
         total = tensor.clone()
@@ -67,43 +67,44 @@ class ProcessGroup:
         return total
 
     def compute_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
-        """Euclidean norm of a vector of which `own` is the norm of this process's part."""
+        """Return the Euclidean norm of a vector from the norm of this process's part."""
         if self.size == 1:
             return local_norm
         return self.all_reduce_sum(local_norm.float().square()).sqrt()
 
     def run_on_rank_zero(self, make: Callable[[], T]) -> T:
-        """Result of `make` in rank 0, broadcast to all: for what must not be done, or decided, twice.
+        """Run `make` on rank 0 and return its result in all processes: for work or decisions that must happen once.
 
-        Raises: in rank 0 the error of `make`; in the others WorkerFailed.
+        Raises: on rank 0 the error of `make`; in the others WorkerFailed.
         """
         if self.size == 1:
             return make()
-        box: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]  # result and error
         if self.is_rank_zero:
             try:
-                box[0] = make()
+                outcome[0] = make()
             except BaseException as error:
                 dist.broadcast_object_list([None, f"{type(error).__name__}: {error}"])
                 raise
-        dist.broadcast_object_list(box)
-        if box[1] is not None:
-            raise WorkerFailed(f"process 0 failed: {box[1]}")
-        made: T = box[0]
-        return made
+        dist.broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise WorkerFailed(f"process 0 failed: {outcome[1]}")
+        result: T = outcome[0]
+        return result
 
     def select_local_rows(self, lengths: Sequence[int]) -> list[int]:
-        """Indices of this process's rows, ascending; every row has one owner, and token counts are balanced.
+        """Return the indices of this process's rows, ascending; every row has one owner, and token counts are balanced.
 
-        Longest first, dealt out there and back again, so that the lengths alone decide.
+        Rows are dealt longest first, forwards and backwards in turn, so the result depends only on the lengths.
         """
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-        mine = []
-        for place, index in enumerate(order):
-            turn, seat = divmod(place, self.size)
-            if self.rank == (seat if turn % 2 == 0 else self.size - 1 - seat):
-                mine.append(index)
-        return sorted(mine)
+        local = []
+        for position, index in enumerate(order):
+            turn, seat = divmod(position, self.size)
+            owner = seat if turn % 2 == 0 else self.size - 1 - seat
+            if self.rank == owner:
+                local.append(index)
+        return sorted(local)
 
     def build_local_batches(
         self,
@@ -111,52 +112,54 @@ class ProcessGroup:
         lengths: Sequence[int],
         build: Callable[[Sequence[Row]], Sequence[Batch]],
     ) -> Sequence[Batch | DummyBatch[Batch]]:
-        """Micro-batches of this process's share of `rows`, as many in every process: the missing ones are `DummyBatch`.
+        """Build the micro-batches of this process's share of `rows`; `DummyBatch`es make their number equal everywhere.
 
         Args:
             lengths: tokens of each row.
-            build: makes micro-batches of some rows; in one process it gets all of them, and what it gives is returned.
+            build: makes micro-batches of some rows; in a single process it gets all rows, and its result is returned.
         """
         if self.size == 1:
             return build(rows)
-        mine = self.select_local_rows(lengths)
-        own: list[Batch | DummyBatch[Batch]] = (
-            [*build([rows[index] for index in mine])] if mine else []
-        )
-        missing = self.all_reduce_max(len(own)) - len(own)
-        if missing:
+        local = self.select_local_rows(lengths)
+        batches: list[Batch | DummyBatch[Batch]] = []
+        if local:
+            batches += build([rows[index] for index in local])
+        num_missing = self.all_reduce_max(len(batches)) - len(batches)
+        if num_missing:
             shortest = min(range(len(lengths)), key=lambda index: lengths[index])
-            own += [DummyBatch(build([rows[shortest]])[0])] * missing
-        return own
+            batches += [DummyBatch(build([rows[shortest]])[0])] * num_missing
+        return batches
 
 
 SINGLE_PROCESS = ProcessGroup()
 
 
 def join_process_group(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> ProcessGroup:
-    """Meet the processes that torchrun started with this one; `SINGLE_PROCESS` where it started none.
+    """Join the processes that torchrun started; return `SINGLE_PROCESS` without torchrun.
 
-    Each process takes the GPU of its local rank where there are GPUs (nccl between them, gloo for what lies on the
-    CPU), else the CPU (gloo). The generators of all but the first process are seeded apart, so that dropout differs.
+    Each process uses the GPU of its local rank if there are GPUs (nccl between them, gloo for CPU tensors), else the
+    CPU
+    (gloo). The generators of all but the first process are seeded differently, so that dropout differs.
 
     Args:
-        timeout_s: of one exchange; the first process may make data or evaluate alone for so long.
-        on_cpu: compute there, though there are GPUs.
-    Raises: SettingsError where this machine has fewer GPUs than processes.
+        timeout_s: of one exchange; the first process may prepare data or evaluate alone for that long.
+        on_cpu: use the CPU even if there are GPUs.
+    Raises: SettingsError if this machine has fewer GPUs than processes.
     """
     if "WORLD_SIZE" not in os.environ:
         return SINGLE_PROCESS
-    size, rank, seat = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    gpus = 0 if on_cpu else torch.cuda.device_count()
-    if gpus:
-        if seat >= gpus:
-            raise SettingsError(
-                f"launch.processes: {seat + 1} or more, but this machine has {gpus} GPUs; use {gpus}"
-            )
-        torch.cuda.set_device(seat)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout_s)
+    size, rank, local_rank = (
+        int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
     )
+    num_gpus = 0 if on_cpu else torch.cuda.device_count()
+    if num_gpus:
+        if local_rank >= num_gpus:
+            raise SettingsError(
+                f"launch.processes: {local_rank + 1} or more, but this machine has {num_gpus} GPUs; use {num_gpus}"
+            )
+        torch.cuda.set_device(local_rank)
+    backend = "cpu:gloo,cuda:nccl" if num_gpus else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     if rank:
         torch.manual_seed(torch.initial_seed() + rank)
     return ProcessGroup(rank, size)

@@ -1,8 +1,7 @@
-"""Sharded tensors and modules, told apart without torch's packages for them, which take seconds to import.
+"""Sharding of a model's weights among processes: FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-As long as nobody has imported such a package, there is nothing of it.
-
-A model whose weights are sharded among processes: FSDP2 (`torch.distributed.fsdp.fully_shard`).
+Sharded tensors and modules are recognised without importing torch's packages for them, which takes seconds: as long as
+no code has imported such a package, none of its objects can exist.
 
 Source: Zhao et al. 2023, arXiv:2304.11277 (FSDP); Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO).
 """
@@ -27,27 +26,27 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+T = TypeVar("T")
+Path = tuple[Any, ...]
+
+
 def is_sharded_tensor(value: Any) -> TypeGuard[DTensor]:
-    """True for a `torch.distributed.tensor.DTensor`."""
+    """Return whether the value is a `torch.distributed.tensor.DTensor`."""
     package = sys.modules.get("torch.distributed.tensor")
     return package is not None and isinstance(value, package.DTensor)
 
 
 def is_sharded_module(module: Any) -> TypeGuard[FSDPModule]:
-    """True for a module of `torch.distributed.fsdp.fully_shard`."""
+    """Return whether the module was sharded by `torch.distributed.fsdp.fully_shard`."""
     package = sys.modules.get("torch.distributed.fsdp")
     return package is not None and isinstance(module, package.FSDPModule)
 
 
-T = TypeVar("T")
-Path = tuple[Any, ...]
-
-
 class _ForwardShell(nn.Module):
-    """The module whose forward pass is any computation with the model.
+    """Module whose forward pass is any computation with the model.
 
-    Trainers read hidden states, heads and single weights of a model rather than call it, and FSDP has the whole weights
-    in place only within the forward pass of the module that it is the root of.
+    Trainers read hidden states, heads and single weights of a model instead of calling it, and FSDP provides the full
+    weights only within the forward pass of its root module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,23 +61,21 @@ class Shards:
     """Sharding of a model's weights, gradients and optimizer state: each process holds rows of every tensor.
 
     After construction the model's parameters are DTensors; computations with the model run in `run_with_full_weights`.
-    Gradients are summed over processes, not averaged: losses are divided by what the whole step counts.
+    Gradients are summed over processes, not averaged: losses are divided by the counts of the complete step.
     """
 
     def __init__(
         self, model: nn.Module, process_group: ProcessGroup, *, by_layer: bool | None = None
     ) -> None:
-        """Shard the weights, in place.
+        """Shard the weights in place.
 
         Args:
-            by_layer: collect the weights of one block at a time, which is what saves memory; None = on GPUs. Otherwise
-                all at once, so that code that reads a block's weights without calling it (`cpu/packed_forward.py`)
-                finds them.
+            by_layer: gather the weights of one block at a time, which is what saves memory; None = on GPUs. Otherwise
+                all
+                at once, so that code that reads a block's weights without calling it (`cpu/packed_forward.py`) works.
         """
-        from torch.distributed.fsdp import (  # takes seconds to import
-            MixedPrecisionPolicy,
-            fully_shard,
-        )
+        # Imported here, because it takes seconds.
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         device = next(model.parameters()).device
         self.mesh: DeviceMesh = init_device_mesh(device.type, (process_group.size,))
@@ -86,15 +83,12 @@ class Shards:
         self._last_states: torch.Tensor | None = None
         options: dict[str, Any] = {
             "mesh": self.mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                reduce_dtype=torch.float32
-            ),  # sums over processes, in any precision
+            # Gradients are summed over processes in float32 for any precision.
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         }
-        blocks = (
-            list(_find_blocks(model))
-            if (device.type == "cuda" if by_layer is None else by_layer)
-            else []
-        )
+        if by_layer is None:
+            by_layer = device.type == "cuda"
+        blocks = list(_find_blocks(model)) if by_layer else []
         for block in blocks:
             fully_shard(block, **options)
         if blocks:
@@ -103,26 +97,25 @@ class Shards:
         for module in self.shell.modules():
             if is_sharded_module(module):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+                module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
     def run_with_full_weights(self, compute: Callable[[], T]) -> T:
-        """Result of `compute()`, with full weights in the model while it runs."""
+        """Return the result of `compute()`, run with full weights in the model."""
         try:
             result: T = self.shell(compute)
         finally:
             self._last_states = None
-        if (
-            not torch.is_grad_enabled()
-        ):  # no backward pass will let go of the weights, which may change before the next
+        # No backward pass will release the weights, which may change before the next call.
+        if not torch.is_grad_enabled():
             self.shell.reshard()  # type: ignore[operator]  # FSDP made it an FSDPModule
         return result
 
     @torch.no_grad()
     def run_independently_with_full_weights(self, compute: Callable[[], T]) -> T:
-        """Result of `compute()`, with the weights of every block in place until it ends; without gradient.
+        """Return the result of `compute()`, run without gradient and with the weights of every block in place.
 
-        Nothing is exchanged meanwhile, so the processes need not call the blocks equally often (in `run_with_full_weights`
-        they do).
+        Nothing is exchanged meanwhile, so processes may call the blocks a different number of times, which
+        `run_with_full_weights` does not allow.
         """
         blocks = [module for module in self.shell.model.modules() if is_sharded_module(module)]
 
@@ -142,31 +135,34 @@ class Shards:
     def run_loss(
         self, compute: Callable[[], tuple[torch.Tensor, Mapping[str, Any]]], weight: float = 1.0
     ) -> tuple[torch.Tensor, Mapping[str, Any], str | None]:
-        """(loss, metrics, None); where the loss refuses its input, (a loss of 0, {}, why).
+        """Return (loss, metrics, None); if the loss rejects its input, (a loss of 0, {}, error).
 
-        The backward pass of that 0 reaches every weight, as other processes wait for this one's share of gradients.
+        The backward pass of that 0 reaches every weight, because other processes wait for this one's share of
+        gradients.
         """
-        problem: list[str] = []
+        problem: str | None = None
 
-        def guarded() -> tuple[torch.Tensor, Mapping[str, Any]]:
+        def compute_or_zero() -> tuple[torch.Tensor, Mapping[str, Any]]:
+            nonlocal problem
             try:
                 loss, metrics = compute()
             except NonFiniteTensor as error:
-                problem.append(str(error))
+                problem = str(error)
                 return self._build_zero_loss(), {}
             return loss * weight if weight != 1.0 else loss, metrics
 
-        loss, metrics = self.run_with_full_weights(guarded)
-        return loss, metrics, problem[0] if problem else None
+        loss, metrics = self.run_with_full_weights(compute_or_zero)
+        return loss, metrics, problem
 
     def _build_zero_loss(self) -> torch.Tensor:
-        present = [
-            p for p in self.shell.parameters() if p.requires_grad and not is_sharded_tensor(p)
+        sums = [
+            parameter.float().sum()
+            for parameter in self.shell.parameters()
+            if parameter.requires_grad and not is_sharded_tensor(parameter)
         ]
-        parts = [parameter.float().sum() for parameter in present]
         if self._last_states is not None:
-            parts.append(self._last_states.float().sum())
-        return torch.stack(parts).sum() * 0.0
+            sums.append(self._last_states.float().sum())
+        return torch.stack(sums).sum() * 0.0
 
     def _store_last_states(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -174,7 +170,7 @@ class Shards:
 
 
 def _find_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The transformer blocks, as transformers names their classes."""
+    """Yield the transformer blocks, identified by transformers' class names."""
     names = {
         name
         for module in model.modules()
@@ -184,28 +180,29 @@ def _find_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def to_local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's rows of a sharded tensor; any other tensor as it is."""
+    """Return this process's rows of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if is_sharded_tensor(tensor) else tensor
 
 
 def gather_state(state: Any, process_group: ProcessGroup) -> Any:
-    """A nested state with every sharded tensor whole, on the CPU of rank 0 (empty elsewhere).
+    """Return a nested state with every sharded tensor complete, on the CPU of rank 0 (empty elsewhere).
 
-    All processes have to call it, with states of one structure. A tensor that stands at two places is gathered once.
+    All processes must call it, with states of the same structure. A tensor that occurs twice is gathered once.
     """
     if process_group.size == 1:
         return state
-    seen: dict[int, torch.Tensor] = {}
+    gathered: dict[int, torch.Tensor] = {}
 
-    def whole(path: Path, value: torch.Tensor) -> torch.Tensor:
+    def gather(path: Path, value: torch.Tensor) -> torch.Tensor:
         if not is_sharded_tensor(value):
             return value
-        if id(value) not in seen:
+        key = id(value)
+        if key not in gathered:
             full = value.full_tensor()
-            seen[id(value)] = full.to("cpu") if process_group.is_rank_zero else full.new_empty(0)
-        return seen[id(value)]
+            gathered[key] = full.to("cpu") if process_group.is_rank_zero else full.new_empty(0)
+        return gathered[key]
 
-    return _map_state(state, whole)
+    return _map_state(state, gather)
 
 
 @dataclass(frozen=True)
@@ -223,32 +220,31 @@ def scatter_state(
     mesh: DeviceMesh | None,
     is_sharded: Callable[[Path, tuple[int, ...]], bool],
 ) -> Any:
-    """Rank 0's nested state in every process; the inverse of `gather_state`. Tensors travel one by one.
+    """Return rank 0's nested state in every process; inverse of `gather_state`. Tensors are sent one by one.
 
     Args:
-        state: read in rank 0 alone.
-        is_sharded: whether the tensor at a path (keys and indices) of some shape is to be sharded over `mesh`; the
-            others come whole, on the CPU.
+        state: read only on rank 0.
+        is_sharded: whether the tensor at a path (keys and indices) of some shape is sharded over `mesh`; the others
+            arrive complete, on the CPU.
     """
     if process_group.size == 1:
         return state
     tensors: list[torch.Tensor] = []
 
-    def slot(path: Path, value: torch.Tensor) -> _TensorPlaceholder:
+    def replace(path: Path, value: torch.Tensor) -> _TensorPlaceholder:
         tensors.append(value)
         return _TensorPlaceholder(tuple(value.shape), value.dtype)
 
-    box = [_map_state(state, slot) if process_group.is_rank_zero else None]
-    dist.broadcast_object_list(box)
-    waiting = iter(tensors)
+    structure = [_map_state(state, replace) if process_group.is_rank_zero else None]
+    dist.broadcast_object_list(structure)
+    remaining = iter(tensors)
 
-    def fill(path: Path, place: _TensorPlaceholder) -> torch.Tensor:
-        value = (
-            next(waiting)
-            if process_group.is_rank_zero
-            else torch.empty(place.shape, dtype=place.dtype)
-        )
-        if mesh is not None and is_sharded(path, place.shape):
+    def fill(path: Path, placeholder: _TensorPlaceholder) -> torch.Tensor:
+        if process_group.is_rank_zero:
+            value = next(remaining)
+        else:
+            value = torch.empty(placeholder.shape, dtype=placeholder.dtype)
+        if mesh is not None and is_sharded(path, placeholder.shape):
             from torch.distributed.tensor import Shard, distribute_tensor
 
             return distribute_tensor(value.to(mesh.device_type), mesh, [Shard(0)])
@@ -256,17 +252,16 @@ def scatter_state(
         dist.broadcast(value, src=0)
         return value
 
-    return _map_state(box[0], fill)
+    return _map_state(structure[0], fill)
 
 
 def _map_state(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """A nested state with every tensor (or slot) changed."""
+    """Return a nested state with every tensor (or placeholder) changed."""
     if isinstance(value, torch.Tensor | _TensorPlaceholder):
         return change(path, value)
     if isinstance(value, Mapping):
         return {key: _map_state(item, change, (*path, key)) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(
-            _map_state(item, change, (*path, index)) for index, item in enumerate(value)
-        )
+        items = (_map_state(item, change, (*path, index)) for index, item in enumerate(value))
+        return type(value)(items)
     return value

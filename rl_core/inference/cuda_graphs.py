@@ -1,8 +1,8 @@
-"""Decoding steps on a GPU, recorded once for each size and replayed (CUDA graphs).
+"""Recorded decoding steps on a GPU (CUDA graphs): each size is recorded once and replayed.
 
-A step is hundreds of kernels that run for a few microseconds each; launched one by one they wait for Python most of the
-time. Sizes are rounded up, so that few recordings serve a whole run. So are those of steps that are not recorded yet: a
-row's result does not depend on whether they are.
+A step is hundreds of kernels of a few microseconds each; launched one by one they mostly wait for Python. Sizes are
+rounded up so that few recordings serve a whole run. Steps that are not recorded yet use the same rounded sizes, so a
+row's result does not depend on whether its step is recorded.
 
 R rows.
 """
@@ -20,20 +20,19 @@ logger = logging.getLogger(__name__)
 Compute = Callable[[torch.Tensor], torch.Tensor]
 Replay = Callable[[], torch.Tensor]
 
-_MIN_STEPS_TO_RECORD = (
-    8  # steps of a size before it is recorded, which takes as long as some dozens of them
-)
-_MAX_RECORDINGS = 64  # recordings
-_ROW_MULTIPLE, _LENGTH_MULTIPLE = 8, 128  # sizes are multiples of these
+# A size is recorded after this many steps; recording takes as long as a few dozen steps.
+_MIN_STEPS_TO_RECORD = 8
+_MAX_RECORDINGS = 64
+_ROW_MULTIPLE, _LENGTH_MULTIPLE = 8, 128
 
 
 def round_up_rows(count: int) -> int:
-    """1, 2, 4, 8 and the multiples of 8."""
+    """Round up to 1, 2, 4, 8 or a multiple of 8."""
     return next((rows for rows in (1, 2, 4) if count <= rows), count + -count % _ROW_MULTIPLE)
 
 
 def round_up_length(length: int) -> int:
-    """The multiples of 128."""
+    """Round up to a multiple of 128."""
     return length + -length % _LENGTH_MULTIPLE
 
 
@@ -45,7 +44,11 @@ class StepGraphs:
         record: Callable[[Compute, torch.Tensor], Replay],
         min_steps: int = _MIN_STEPS_TO_RECORD,
     ) -> None:
-        """record: gives a function that computes the result anew from what the tensor then holds."""
+        """Create an empty set of recordings.
+
+        Args:
+            record: returns a function that recomputes the result from the current contents of the input tensor.
+        """
         self._record, self._min_steps = record, min_steps
         self._bound_addresses: Hashable = None
         self._works = True
@@ -58,11 +61,14 @@ class StepGraphs:
             self._clear_recordings()
 
     def run_step(self, size: Hashable, compute: Compute, inputs: torch.Tensor) -> torch.Tensor:
-        """compute(inputs), valid until the next call. Equal sizes have to mean equal computations, shapes included."""
+        """Return compute(inputs), valid until the next call.
+
+        Equal sizes must mean equal computations, including shapes.
+        """
         if size not in self._recorded and self._should_record(size):
-            kept = inputs.clone()
+            recorded_inputs = inputs.clone()
             try:
-                self._recorded[size] = kept, self._record(compute, kept)
+                self._recorded[size] = recorded_inputs, self._record(compute, recorded_inputs)
             except RuntimeError as error:
                 self._works = False
                 logger.warning(
@@ -71,8 +77,8 @@ class StepGraphs:
                 )
         if size not in self._recorded:
             return compute(inputs)
-        kept, replay = self._recorded[size]
-        kept.copy_(inputs, non_blocking=True)
+        recorded_inputs, replay = self._recorded[size]
+        recorded_inputs.copy_(inputs, non_blocking=True)
         return replay()
 
     def _should_record(self, size: Hashable) -> bool:
@@ -89,18 +95,21 @@ class StepGraphs:
 
 
 class _GraphRecorder:
-    """Records on a GPU; all recordings share one memory pool, as each result is consumed before the next replay."""
+    """Recorder on a GPU.
+
+    All recordings share one memory pool, because each result is consumed before the next replay.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Compute, inputs: torch.Tensor) -> Replay:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):  # libraries choose kernels and allocate workspaces beforehand
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
+            for _ in range(2):  # warm-up: libraries choose kernels and allocate workspaces
                 compute(inputs)
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = compute(inputs)
@@ -113,5 +122,5 @@ class _GraphRecorder:
 
 
 def create_step_graphs(device: torch.device) -> StepGraphs | None:
-    """Recordings for a GPU; None for anything else."""
+    """Create the recordings for a GPU; return None for other devices."""
     return StepGraphs(_GraphRecorder()) if device.type == "cuda" else None

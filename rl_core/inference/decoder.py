@@ -1,10 +1,10 @@
-"""The forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the module's own weights.
+"""Forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the module's own weights.
 
-Every run takes the module's parameters as they are when it begins, so an optimizer step in place is all it takes to
-sample from new weights. On a GPU they are read where they are; on a CPU the run packs copies (`decoder_layers.py`).
+Every run reads the module's parameters as they are when it begins, so sampling follows an in-place optimiser step. A
+GPU run reads them in place; a CPU run packs copies (`decoder_layers.py`).
 
-n active slots, N new tokens, M prompts, T prompt tokens, L attended prefix, H hidden, V vocabulary, D head size,
-Q query heads, K key/value heads.
+n active slots, N new tokens, M prompts, T prompt tokens, L attended prefix, H hidden, V vocabulary, D head size, Q
+query heads, K key/value heads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HEAD = "lm_head"
 
 
 def _list_linear_names(layer: int) -> list[tuple[str, ...]]:
-    """Linear layers of a layer's four products."""
+    """List the names of the linear layers in each of a layer's four products."""
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     return [
         tuple(f"{attention}.{name}_proj" for name in "qkv"),
@@ -56,7 +56,10 @@ def _list_linear_names(layer: int) -> list[tuple[str, ...]]:
 
 
 class Decoder:
-    """Prefill and single steps over slots; `bind` before a run, `reserve` once its size is known."""
+    """Prefill and single steps over slots.
+
+    Call `bind_weights` before a run and `reserve_cache` once its size is known.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._base: Any = unwrap_model(model)
@@ -65,16 +68,18 @@ class Decoder:
         self.query_heads: int = unwrap_linear(attention.q_proj).out_features // self.head_dim
         self.kv_heads: int = unwrap_linear(attention.k_proj).out_features // self.head_dim
         self.vocab_size: int = unwrap_linear(self._base.lm_head).out_features
-        # True = prompts of different lengths never share a pass: torch's attention rounds by the width of a batch
+        # True = never prefill prompts of different lengths together: torch's rounding depends on a batch's width
         self.prefills_by_length = False
         self._arena = Arena()  # of packed weights
         self._cache: torch.Tensor | None = None  # [layers, 2, slots, K, max_length, D]
-        self._tables_cache: torch.Tensor | None = None  # the cache for which `reserve` made them
+        self._tables_cache: torch.Tensor | None = (
+            None  # the cache that the tables of `_build_tables` refer to
+        )
         self.bind_weights()
         self.graphs = create_step_graphs(self.device)
 
     def bind_weights(self) -> None:
-        """Take hold of the module's parameters as they are now."""
+        """Bind the module's current parameters."""
         layers = self._base.model.layers
         self._embedding = self._base.model.embed_tokens.weight.detach()
         self._compiled: DecodeKernels | None = None
@@ -87,45 +92,38 @@ class Decoder:
             ]
             self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._compiled)
         else:
-            self._layers, self._head = (
-                [DecoderLayer(layer) for layer in layers],
-                OutputHead(self._base),
-            )
+            self._layers = [DecoderLayer(layer) for layer in layers]
+            self._head = OutputHead(self._base)
         self._fused: FusedStep | None = None
-        self._sampling_step: tuple[DecodeStep | None, SlotStates | None] = (
-            None,
-            None,
-        )  # that of the last `sample_steps`
+        # arguments of the last `sample_steps`
+        self._sampling_step: tuple[DecodeStep | None, SlotStates | None] = (None, None)
         self._products: list[PackedLinear] = []
-        self._updates: list[list[AdapterSpan | None]] = []  # of each adapter, those of all products
+        self._updates: list[list[AdapterSpan | None]] = []  # by adapter, then by product
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
 
     @property
     def supports_adapters(self) -> bool:
-        """True = slots may have adapters of their own (see `adapt`)."""
+        """Whether slots may have their own adapters (see `set_adapters`)."""
         return (
             isinstance(self._head, PackedOutputHead)
             and decoding.check_fused_step(self._base).allowed
         )
 
     def set_adapters(self, adapters: Sequence[Adapter], adapter_of: np.ndarray) -> None:
-        """Give slots adapters over the bound weights, until the next `bind`; after `reserve`.
+        """Give slots adapters over the bound weights, until the next `bind_weights`; call after `reserve_cache`.
 
         Args:
-            adapters: by the names of the model's linear layers.
-            adapter_of: int64 [slots], number of a slot's adapter, below 0 = none; the caller changes it in place.
+            adapters: each maps names of the model's linear layers to updates.
+            adapter_of: int64 [slots], adapter number of each slot, negative = none; the caller changes it in place.
         """
         assert self._fused is not None and isinstance(self._head, PackedOutputHead)
         layers = [layer for layer in self._layers if isinstance(layer, PackedDecoderLayer)]
-        self._products = [product for layer in layers for product in layer.products] + [
-            self._head.product
-        ]
-        names = [part for number in range(len(layers)) for part in _list_linear_names(number)] + [
-            (_HEAD,)
-        ]
-        assert all(
-            set(adapter) <= {name for part in names for name in part} for adapter in adapters
-        )
+        self._products = [product for layer in layers for product in layer.products]
+        self._products.append(self._head.product)
+        names = [part for number in range(len(layers)) for part in _list_linear_names(number)]
+        names.append((_HEAD,))
+        known_names = {name for part in names for name in part}
+        assert all(set(adapter) <= known_names for adapter in adapters)
         self._updates = [
             [
                 product.build_adapter_span([adapter.get(name) for name in part])
@@ -137,7 +135,7 @@ class Decoder:
 
     @contextmanager
     def _apply_adapter(self, adapter: int) -> Iterator[None]:
-        """Products with an adapter for all rows; below 0 = none."""
+        """Use one adapter for all rows; negative = none."""
         if adapter < 0:
             yield
             return
@@ -151,8 +149,8 @@ class Decoder:
 
     @torch.inference_mode()
     def reserve_cache(self, slots: int, max_length: int) -> None:
-        """Allocate cache for `slots` sequences of at most `max_length` tokens; a larger one from before is kept."""
-        padding_slot = 0 if self.graphs is None else 1  # of rows that only fill up a recorded step
+        """Allocate a cache for `slots` sequences of at most `max_length` tokens; keep a larger existing one."""
+        padding_slot = 0 if self.graphs is None else 1  # for rows that only fill up a recorded step
         shape = (
             len(self._layers),
             2,
@@ -168,7 +166,7 @@ class Decoder:
             or cache.shape[4] < max_length
             or (cache.device, cache.dtype) != (self.device, self.dtype)
         ):
-            self._drop_cache()  # before the new one is allocated, so that both need not fit at once
+            self._drop_cache()  # first, so that both caches need not fit into memory together
             self._cache = cache = self._allocate_zeros(shape)
         self.slots, self.max_length = cache.shape[2] - padding_slot, cache.shape[4]
         if cache is not self._tables_cache:
@@ -180,18 +178,18 @@ class Decoder:
             self.graphs.bind_memory(tuple(tensor.data_ptr() for tensor in read))
 
     def release_cache(self) -> None:
-        """Let go of the cache, until the next `reserve`."""
+        """Release the cache until the next `reserve_cache`."""
         self._drop_cache()
 
     def _drop_cache(self) -> None:
-        """Let go of the cache and of every view of it."""
+        """Drop the cache and every view of it."""
         self._cache = self._tables_cache = self._fused = None
         self._sampling_step = None, None
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
     def _build_tables(self, cache: torch.Tensor) -> None:
-        """Lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""
+        """Build the lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""
         self._keys = [cache[layer, 0].view(-1, self.head_dim) for layer in range(len(self._layers))]
         self._values = [
             cache[layer, 1].view(-1, self.head_dim) for layer in range(len(self._layers))
@@ -205,7 +203,7 @@ class Decoder:
         )
         self._cos, self._sin = cos[0], sin[0]  # [max_length, D]
         half = self.head_dim // 2
-        # rotate_half(x) * sin == roll(x, D/2) * sin with the first half's sign turned
+        # rotate_half(x) * sin == roll(x, D/2) * sin with the sign of the first half flipped
         self._sin = torch.cat([-self._sin[:, :half], self._sin[:, half:]], dim=-1)
         self._positions = positions
 
@@ -217,7 +215,7 @@ class Decoder:
         )
 
     def _build_fused_step(self, cache: torch.Tensor) -> FusedStep | None:
-        """A whole step in one call, where that is allowed."""
+        """Build the step that runs as one compiled call; return None if the model does not allow it."""
         if (
             not isinstance(self._head, PackedOutputHead)
             or not decoding.check_fused_step(self._base).allowed
@@ -233,10 +231,10 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill_prompts(self, ids_MT: torch.Tensor, adapter: int = -1) -> torch.Tensor:
-        """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; those of padding are never read.
+        """Compute keys and values of right-padded prompts: [layers, 2, M, K, T, D]. Those of padding are never read.
 
         Args:
-            adapter: number of the prompts' adapter (see `adapt`), below 0 = none.
+            adapter: number of the prompts' adapter (see `set_adapters`), negative = none.
         """
         with self._apply_adapter(adapter):
             return self._run_prefill(ids_MT)
@@ -258,7 +256,7 @@ class Decoder:
             )
             kv[index, 0] = k_MKTD
             kv[index, 1] = v_NKD.view(rows, width, -1, self.head_dim).transpose(1, 2)
-            if index + 1 == len(self._layers):  # the output of the last layer is not read
+            if index + 1 == len(self._layers):  # the last layer's output is not read
                 break
             out_MQTD = functional.scaled_dot_product_attention(
                 q_MQTD,
@@ -281,7 +279,7 @@ class Decoder:
 
     @torch.inference_mode()
     def copy_slot_prefix(self, slot: int, length: int) -> torch.Tensor:
-        """A copy of a slot's first tokens, as `fill` takes them: [layers, 2, 1, K, length, D]."""
+        """Return a copy of a slot's first tokens as `fill_slots` takes them: [layers, 2, 1, K, length, D]."""
         assert self._cache is not None
         return self._cache[:, :, slot : slot + 1, :, :length].clone()
 
@@ -301,13 +299,13 @@ class Decoder:
         appended: AppendedTokens | None = None,
         slots_n: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Take in new tokens and give the logits that follow the last one of each active slot.
+        """Append new tokens to the cache and return the logits that follow the last token of each active slot.
 
         Args:
             tokens_N, positions_N: int64 [N]; the first n = `count` are the newest tokens of slots 0..n-1, the others
-                (observations) come before these and are described by `appended`.
+                are observation tokens that precede them, described by `appended`.
             length: attended prefix, the longest of all active slots, new tokens included.
-            slots_n: where the newest tokens' keys and values go; 0, 1, ... where it is left out.
+            slots_n: slots that receive the newest tokens' keys and values; default 0, 1, ...
         Returns: [n, V].
         """
         cache = self._cache
@@ -350,9 +348,8 @@ class Decoder:
                 attn_mask=mask_n11L,
                 scale=layer.scale,
             ).reshape(count, -1)
-            if number + 1 == len(
-                self._layers
-            ):  # from here on only the newest token of each slot matters
+            # after the last attention only the newest token of each slot matters
+            if number + 1 == len(self._layers):
                 x_NH = x_NH[:count]
             elif appended is not None:
                 q_NQD = qk_NhD[:, : self.query_heads]
@@ -370,7 +367,7 @@ class Decoder:
         uniforms_n: np.ndarray,
         sampling: SamplingSettings,
     ) -> np.ndarray:
-        """`step` and `draw` by recorded steps (`graphs`): one upload, one replay, one read-back.
+        """Run `step` and `draw_tokens` as a recorded step: one upload, one replay, one read-back.
 
         Returns: float64 [2, n], tokens and log-probabilities.
         """
@@ -397,33 +394,36 @@ class Decoder:
 
     @property
     def can_append_tokens(self) -> bool:
-        """True = `append_tokens` can be called."""
+        """Whether `append_tokens` can be called."""
         return self._fused is not None
 
     @torch.inference_mode()
     def append_tokens(
         self, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor
     ) -> None:
-        """Keys and values of new tokens into their slots, each after those before it in its slot; no logits.
+        """Write keys and values of new tokens into their slots, in order within each slot; compute no logits.
 
-        A token's numbers depend on its own slot alone, to the last bit. All int64 [N].
+        A token's numbers depend on its slot alone, bit for bit.
+
+        Args:
+            tokens_N, positions_N, slots_N: int64 [N].
         """
         assert self._fused is not None and self._cache is not None
         step = DecodeStep(positions_N, slots_N, self._cos, self._sin, self._cache, self.query_heads)
         self._fused(step, tokens_N, 0)
 
     def can_sample_steps(self, sampling: SamplingSettings) -> bool:
-        """True = `sample_steps` can be called."""
+        """Return whether `sample_steps` can be called."""
         return self._fused is not None and not sampling.is_restricted
 
     @torch.inference_mode()
     def sample_steps(
         self, states: SlotStates, count: int, is_end_V: np.ndarray, steps: int
     ) -> None:
-        """`step` and `draw` for the first `count` slots, `steps` times, for each until its turn ends."""
+        """Run `step` and `draw_tokens` for the first `count` slots, `steps` times, each slot until its turn ends."""
         assert self._fused is not None and self._cache is not None
-        step, of = self._sampling_step
-        if step is None or of is not states or step.threads != torch.get_num_threads():
+        step, previous_states = self._sampling_step
+        if step is None or previous_states is not states or step.threads != torch.get_num_threads():
             positions = torch.from_numpy(states.positions)
             slots = self._positions[: len(positions)]
             step = DecodeStep(positions, slots, self._cos, self._sin, self._cache, self.query_heads)
@@ -434,12 +434,11 @@ class Decoder:
     def draw_tokens(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `sampling.draw`."""
+        """Draw as `sampling.draw_tokens` does, with compiled kernels where available."""
         if sampling.is_restricted:
             return draw_tokens(logits_nV, uniforms_n, sampling.temperature, sampling)
-        return (self._compiled.draw_tokens if self._compiled is not None else draw_tokens)(
-            logits_nV, uniforms_n, sampling.temperature
-        )
+        draw = self._compiled.draw_tokens if self._compiled is not None else draw_tokens
+        return draw(logits_nV, uniforms_n, sampling.temperature)
 
     def _step_with_kernels(
         self,
@@ -449,7 +448,10 @@ class Decoder:
         slots_N: torch.Tensor,
         count: int,
     ) -> torch.Tensor:
-        """As `step`: every token attends to what its slot holds up to its own position, so none needs a mask."""
+        """Run `step` with compiled kernels.
+
+        Every token attends to its slot up to its own position, so no mask is needed.
+        """
         cache = self._cache
         assert cache is not None
         step = DecodeStep(positions_N, slots_N, self._cos, self._sin, cache, self.query_heads)
@@ -457,9 +459,8 @@ class Decoder:
             return self._fused(step, tokens_N.contiguous(), count)
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
-            if number + 1 == len(
-                self._layers
-            ):  # from here on only the newest token of each slot matters
+            # after the last attention only the newest token of each slot matters
+            if number + 1 == len(self._layers):
                 step.rows = count
             heads_NE = layer.project_heads(x_NH)
             attended_NE = compiled.attend_slots(
@@ -471,12 +472,12 @@ class Decoder:
     def _project_heads(
         self, layer: DecoderLayer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated queries and keys together [N, Q + K, D], and values [N, K, D], of one layer."""
+        """Return one layer's rotated queries and keys together, [N, Q + K, D], and its values, [N, K, D]."""
         heads_NhD = layer.project_heads(x_NH).view(x_NH.shape[0], -1, self.head_dim)
         qk_NhD, v_NKD = heads_NhD.split([self.query_heads + self.kv_heads, self.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_NQD, k_NKD = qk_NhD.split([self.query_heads, self.kv_heads], dim=1)
             q_NQD, k_NKD = layer.q_norm(q_NQD), layer.k_norm(k_NKD)
             qk_NhD = torch.cat([q_NQD, k_NKD], dim=1)
-        turned_NhD = torch.roll(qk_NhD, self.head_dim // 2, dims=-1)
-        return torch.addcmul(qk_NhD * cos_N1D, turned_NhD, sin_N1D), v_NKD
+        rotated_NhD = torch.roll(qk_NhD, self.head_dim // 2, dims=-1)
+        return torch.addcmul(qk_NhD * cos_N1D, rotated_NhD, sin_N1D), v_NKD

@@ -1,13 +1,8 @@
-"""Observation tokens that join a decoding step: their attention over the slots to which they belong.
+"""Decoder layers of Llama, Qwen2 and Qwen3 for decoding: matrix products, the norms before them, appended tokens.
 
-X extended slots, E their tokens, W tokens of the longest; N tokens of the step, Q query heads, K key/value heads,
-G = Q / K, D head size, L attended prefix.
-
-One layer of Llama, Qwen2 or Qwen3 for decoding: its three products with weights, and the norms before them.
-
-`Layer` reads the module's parameters where they are. `PackedDecoderLayer`, for the CPU, multiplies by copies that are made
-anew before every run: queries, keys and values side by side, gate and up too, and the norms'
-weights multiplied in. With a few dozen rows a matrix product on a CPU is bound by how it walks through the weights.
+`DecoderLayer` reads the module's parameters in place. `PackedDecoderLayer`, for the CPU, multiplies by copies that
+are packed before every run: queries, keys and values side by side, gate and up side by side, the norms' weights
+multiplied in. With a few dozen rows, a CPU's matrix product is bound by its path through the weights.
 
 N tokens, H hidden, F features of the MLP, V vocabulary, D head size, h all query, key and value heads.
 """
@@ -33,20 +28,24 @@ from rl_core.models.routed_adapters import LowRank
 
 @dataclass(slots=True)
 class AppendedTokens:
-    """Observation tokens that some slots append to the cache in the step in which every slot takes in its newest token.
+    """Observation tokens that some slots append to the cache in a step, before their newest token.
 
     X extended slots; each row is padded to W = the longest.
     """
 
     slots_X: torch.Tensor  # int64 [X]
-    slots_E: torch.Tensor  # int64 [E], slot of each of the E = N - n tokens
+    slots_E: torch.Tensor  # int64 [E], slots of the E = N - n tokens
     rows_XW: torch.Tensor  # int64 [X, W], index among the N new tokens; padding repeats a real one
     positions_XW: torch.Tensor  # int64 [X, W]
     flat_indices_E: torch.Tensor  # int64 [E], flat indices into [X, W] of the E tokens
     length: int  # attended prefix, the longest of these rows
 
     def build_mask(self, positions: torch.Tensor, dtype: torch.dtype, group: int) -> torch.Tensor:
-        """Causal mask [X, 1, G * W, L], added to the scores. positions: 0, 1, ..., at least L of them."""
+        """Build the causal mask [X, 1, G * W, L] that is added to the scores.
+
+        Args:
+            positions: 0, 1, ..., at least L of them.
+        """
         masked_XWL = positions[: self.length] > self.positions_XW[:, :, None]
         mask_XWL = torch.zeros_like(masked_XWL, dtype=dtype).masked_fill_(masked_XWL, -torch.inf)
         return mask_XWL.repeat(1, group, 1)[:, None]
@@ -59,13 +58,14 @@ class AppendedTokens:
         mask_X1rL: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attention [E, Q * D] of the tokens over their own slots; a layer's keys and values: [slots, K, length, D]."""
+        """Compute the tokens' attention over their slots, [E, Q * D]; a layer's keys and values are [slots, K,
+        length, D].
+        """
         count, width = self.rows_XW.shape
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         q_XWKGD = q_NQD[self.rows_XW.view(-1)].view(count, width, kv_heads, -1, head_dim)
-        q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(
-            count, kv_heads, -1, head_dim
-        )  # r = G * W rows
+        # r = G * W rows
+        q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, -1, head_dim)
         out_XKrD = functional.scaled_dot_product_attention(
             q_XKrD,
             keys[self.slots_X, :, : self.length],
@@ -94,14 +94,14 @@ class RmsNorm:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normed x, of the same shape."""
+        """Return the normalised x, of the same shape."""
         if not self._on_cpu:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return self.normalize_without_weight(x).mul_(self.weight)
 
     def normalize_without_weight(self, x: torch.Tensor) -> torch.Tensor:
-        """x / rms(x)."""
-        # fewer and cheaper kernels than the composite one that torch runs on a CPU
+        """Compute x / rms(x)."""
+        # fewer and cheaper kernels than torch's composite RMS norm on a CPU
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
@@ -124,7 +124,7 @@ class DecoderLayer:
         self.act = mlp.act_fn
 
     def project_heads(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values side by side: [N, h * D], before rotary embedding and norms of their own."""
+        """Project to queries, keys and values side by side, [N, h * D], before rotary embedding and head norms."""
         x_NH = self.input_norm(x_NH)
         widths = [weight.shape[0] for weight, _ in self.qkv]
         joined = x_NH.new_empty(x_NH.shape[0], sum(widths))
@@ -136,13 +136,13 @@ class DecoderLayer:
         return joined
 
     def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
-        """x + output projection of the attended values; x may be changed."""
+        """Return x + the output projection of the attended values; x may be changed."""
         weight, bias = self.out
         x_NH = torch.addmm(x_NH, attended_NE, weight.t())
         return x_NH if bias is None else x_NH.add_(bias)
 
     def add_mlp(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """x + down(act(gate(norm(x))) * up(norm(x))), in place."""
+        """Compute x + down(act(gate(norm(x))) * up(norm(x))) in place."""
         normed_NH = self.mlp_norm(x_NH)
         gate_NF = self.act(functional.linear(normed_NH, *self.gate))
         return x_NH.add_(
@@ -151,9 +151,9 @@ class DecoderLayer:
 
 
 class PackedDecoderLayer(DecoderLayer):
-    """A layer that multiplies by packed copies of the module's parameters as they are now.
+    """A layer over packed copies of the module's current parameters.
 
-    Norms and gates are compiled code where there is some (`compiled`).
+    Norms and gates run compiled where kernels are available (`compiled`).
     """
 
     def __init__(self, layer: Any, arena: Arena, compiled: DecodeKernels | None = None) -> None:
@@ -171,10 +171,10 @@ class PackedDecoderLayer(DecoderLayer):
         return [self._heads, self._out, self._gate_up, self._down]
 
     def collect_packed_weights(self) -> PackedWeights:
-        """The weights of a `FusedStep`, where that is allowed."""
+        """Collect the weights for a `FusedStep`; call only where that is allowed."""
         heads, out, gate_up, down = (
-            part.read_packed_weight()
-            for part in (self._heads, self._out, self._gate_up, self._down)
+            linear.read_packed_weight()
+            for linear in (self._heads, self._out, self._gate_up, self._down)
         )
         return PackedWeights(
             heads,
@@ -189,15 +189,15 @@ class PackedDecoderLayer(DecoderLayer):
         )
 
     def project_heads(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """As `Layer.heads`."""
+        """See `DecoderLayer.project_heads`."""
         return self._heads(self._normalize_input(self.input_norm, x_NH))
 
     def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
-        """As `Layer.add_attention`."""
+        """See `DecoderLayer.add_attention`."""
         return self._out.add_product_(x_NH, attended_NE)
 
     def add_mlp(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """As `Layer.add_mlp`."""
+        """See `DecoderLayer.add_mlp`."""
         both_NF = self._gate_up(self._normalize_input(self.mlp_norm, x_NH))
         if self._compiled is not None and self._is_silu:
             return self._down.add_product_(x_NH, self._compiled.compute_gated_silu(both_NF))
@@ -213,19 +213,19 @@ class PackedDecoderLayer(DecoderLayer):
 
 
 class OutputHead:
-    """The last norm and the logits."""
+    """The last norm and the output projection."""
 
     def __init__(self, base: Any) -> None:
         self.norm = RmsNorm(base.model.norm)
         self.head: Weights = _read_weights(base, "lm_head")
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V]."""
+        """Return the logits [N, V]."""
         return functional.linear(self.norm(x_NH), *self.head)
 
 
 class PackedOutputHead(OutputHead):
-    """As `OutputHead`, by a packed copy of the weight."""
+    """An `OutputHead` over a packed copy of the weight."""
 
     def __init__(self, base: Any, arena: Arena, compiled: DecodeKernels | None = None) -> None:
         super().__init__(base)
@@ -238,11 +238,11 @@ class PackedOutputHead(OutputHead):
         return self._packed
 
     def read_packed_weight(self) -> tuple[PackedOperand, torch.Tensor | None]:
-        """As `PackedDecoderLayer.packed_weights`."""
+        """See `PackedDecoderLayer.collect_packed_weights`."""
         return self._packed.read_packed_weight()
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V]."""
+        """Return the logits [N, V]."""
         if self._compiled is not None:
             return self._packed(self._compiled.compute_rms_norm(x_NH, self.norm.eps))
         return self._packed(self.norm.normalize_without_weight(x_NH))
@@ -254,11 +254,11 @@ class PackedLinear:
     def __init__(
         self, arena: Arena, linears: Sequence[Weights], scale_I: torch.Tensor | None = None
     ) -> None:
-        """Copy the parameters, for compiled products into the arena; `scale_I` multiplies the inputs."""
+        """Copy the parameters, into the arena if compiled kernels use them; `scale_I` multiplies the inputs."""
         weights = [weight for weight, _ in linears]
         self._size, self._scale_I = sum(len(weight) for weight in weights), scale_I
         self._ends = list(itertools.accumulate(len(weight) for weight in weights))
-        self.adapter: AdapterSpan | None = None  # of all rows, until another is put there
+        self.adapter: AdapterSpan | None = None  # applies to all rows
         self._packed: PackedOperand | None = None
         if (
             weights[0].dtype == torch.float32
@@ -287,29 +287,32 @@ class PackedLinear:
             )
 
     def read_packed_weight(self) -> tuple[PackedOperand, torch.Tensor | None]:
-        """Weight and bias, where the weight is packed for compiled products."""
+        """Return weight and bias; the weight must be packed for the compiled kernels."""
         assert self._packed is not None
         return self._packed, self._bias
 
     def build_adapter_span(self, updates: Sequence[LowRank | None]) -> AdapterSpan | None:
-        """Updates of the linear layers, None = of none, as one of this product; None where there is not any."""
+        """Combine updates of the linear layers (None = no update) into one of this product; return None if there are
+        none.
+        """
         begins = [0, *self._ends[:-1]]
-        found = [
-            (begin, end, one)
-            for begin, end, one in zip(begins, self._ends, updates, strict=True)
-            if one
+        spans = [
+            (begin, end, update)
+            for begin, end, update in zip(begins, self._ends, updates, strict=True)
+            if update
         ]
-        if not found:
+        if not spans:
             return None
         downs = [
-            one.down_RI if self._scale_I is None else one.down_RI * self._scale_I
-            for *_, one in found
+            update.down_RI if self._scale_I is None else update.down_RI * self._scale_I
+            for *_, update in spans
         ]
-        columns, scale = [(begin, end) for begin, end, _ in found], found[0][2].scale
-        return AdapterSpan(0, 0, columns, scale, downs, [one.up_OR for *_, one in found])
+        columns = [(begin, end) for begin, end, _ in spans]
+        scale = spans[0][2].scale
+        return AdapterSpan(0, 0, columns, scale, downs, [update.up_OR for *_, update in spans])
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """x W + bias."""
+        """Compute x W + bias."""
         if self._packed is not None:
             out_NO = self._packed.multiply_rows(x_NI, x_NI.new_empty(len(x_NI), self._size))
             if self._bias is not None:
@@ -323,7 +326,7 @@ class PackedLinear:
         return self._add_adapter_product(out_NO, x_NI)
 
     def add_product_(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
-        """base + x W + bias, in place."""
+        """Add x W + bias to base in place."""
         if self._packed is not None:
             self._packed.multiply_rows(x_NI, base_NO, add=True)
         else:
@@ -340,7 +343,7 @@ class PackedLinear:
 
 
 def _pack_weight(weight_OI: torch.Tensor, arena: Arena) -> PackedOperand:
-    """A copy for tiles where the processor has them, else for vectors."""
+    """Copy a weight into tiles if the processor has them, otherwise into vectors."""
     tiles, vectors = packed_gemm.load_int8_gemm(), packed_gemm.load_packed_vectors()
     if tiles is not None:
         return packed_gemm.PackedMatrix(tiles, weight_OI, arena)
@@ -349,6 +352,6 @@ def _pack_weight(weight_OI: torch.Tensor, arena: Arena) -> PackedOperand:
 
 
 def _read_weights(module: Any, name: str) -> Weights:
-    """Weight and bias of a linear layer, under its adapter where it has one."""
+    """Return weight and bias of a linear layer, without its adapter."""
     linear = unwrap_linear(getattr(module, name))
     return linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None

@@ -1,16 +1,12 @@
-"""Keys and values of prompts: each prompt is prefilled once and copied to every sequence that begins with it.
+"""The rollout engine: sequences decoded together over preallocated key/value slots.
 
-One run of the rollout engine over sequences that are known at its beginning.
+Each prompt is prefilled once and copied to every sequence that begins with it. A slot is refilled as soon as its
+sequence ends; when the queue is empty, active slots are compacted. Observations are appended to the live cache in the
+step in which the other slots decode. A sequence with a pending environment step keeps its slot while the others
+continue. Sampling a token and computing its log-probability take one pass over the logits, with one read-back per
+step.
 
 n active slots.
-
-The rollout engine: sequences decoded together over preallocated key/value slots.
-
-prompts are prefilled once and copied to every sequence that begins with them;
-a slot is refilled as soon as its sequence ends; when the queue is empty, active slots are compacted;
-observations are appended to the live cache in the same step in which the other slots decode;
-a sequence whose environment step is pending keeps its slot, and the others go on;
-a token's sampling and its log-probability come from one pass over the logits, with one read-back per step.
 """
 
 from __future__ import annotations
@@ -52,35 +48,44 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
-_LOOKAHEAD_TOKENS = (
-    1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
-)
+# Environments are polled after this many seconds of decoding: the longest delay until a finished step rejoins.
+READY_CHECK_S = 0.002
+# Extra cache tokens per slot in a run to which sequences are added, because prompts differ in length.
+SPARE_TOKENS = 256
+_PREFILL_TOKENS = 8192  # padded tokens per prefill pass
+# a refill also prefills prompts of queued sequences, up to this many tokens
+_LOOKAHEAD_TOKENS = 1024
+# advice for a model of which not even one sequence fits
+_MEMORY_ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"
 
 
 class AdaptedPrompt(NamedTuple):
-    """Tokens and the adapter that reads them."""
+    """The tokens of a prompt and the number of the adapter that reads them."""
 
     ids: tuple[int, ...]
     adapter: int = -1  # below 0 = none
 
 
 def read_adapted_prompt(sequence: RolloutSequence) -> AdaptedPrompt:
-    """Prompt of a sequence, with its adapter."""
+    """Return a sequence's prompt with its adapter."""
     return AdaptedPrompt(tuple(sequence.prompt_ids), getattr(sequence, "adapter", -1))
 
 
 class PromptCache:
-    """Prefilled prompts of the sequences in a queue, kept until the last of them has begun."""
+    """Prefilled prompts of queued sequences; each is kept until its last sequence has begun."""
 
     def __init__(
         self, decoder: Decoder, queue: deque[RolloutSequence], pad_id: int, advice: str
     ) -> None:
-        """`queue`: the sequences that have not begun, which the caller takes out; `advice`: see `MemoryFit`."""
+        """Count the queued prompts.
+
+        Args:
+            queue: sequences that have not begun; the caller removes them.
+            advice: see `MemoryFit`.
+        """
         self._decoder, self._queue, self._pad_id, self._advice = decoder, queue, pad_id, advice
-        self._prefilled: dict[
-            AdaptedPrompt, tuple[torch.Tensor, int]
-        ] = {}  # -> (keys and values, row)
+        # prompt -> (keys and values, row)
+        self._prefilled: dict[AdaptedPrompt, tuple[torch.Tensor, int]] = {}
         self._waiting = Counter(map(read_adapted_prompt, queue))  # sequences that have not begun
 
     def fill_slots(self, slots: Sequence[int], prompts: Sequence[AdaptedPrompt]) -> None:
@@ -100,48 +105,52 @@ class PromptCache:
             )
 
     def register_sequence(self, sequence: RolloutSequence) -> None:
-        """One more sequence will begin."""
+        """Count one more sequence that will begin."""
         self._waiting[read_adapted_prompt(sequence)] += 1
 
     def clear_prefilled(self) -> None:
-        """Let go of what was prefilled: the weights have changed."""
+        """Drop the prefilled prompts: the weights have changed."""
         self._prefilled.clear()
 
     def _copy_to_slots(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-        """Copy prefilled prompts into slots: (slot, row of `kv`) each."""
+        """Copy prefilled prompts into slots.
+
+        Args:
+            pairs: (slot, row of `kv`) each.
+        """
         slots, rows = (
             torch.tensor(side).to(self._decoder.device) for side in zip(*pairs, strict=True)
         )
         self._decoder.fill_slots(slots, kv, rows)
 
     def _prefill_missing(self, prompts: Sequence[AdaptedPrompt]) -> None:
-        """Prefill all but the last token of these prompts, where not done yet, and of some of the queue's next ones."""
+        """Prefill all but the last token of those prompts that are missing, and of some next ones in the queue."""
         missing = [p for p in dict.fromkeys(prompts) if len(p.ids) > 1 and p not in self._prefilled]
         if not missing:
             return
         total = sum(len(prompt.ids) for prompt in missing)
-        wanted = dict.fromkeys(missing)
+        to_prefill = dict.fromkeys(missing)
         for prompt in map(read_adapted_prompt, self._queue):
-            if prompt in wanted or prompt in self._prefilled or len(prompt.ids) < 2:
+            if prompt in to_prefill or prompt in self._prefilled or len(prompt.ids) < 2:
                 continue
             total += len(prompt.ids)
             if total > _LOOKAHEAD_TOKENS:
                 break
-            wanted[prompt] = None
+            to_prefill[prompt] = None
         by_adapter: dict[int, list[AdaptedPrompt]] = {}
-        for prompt in wanted:
+        for prompt in to_prefill:
             by_adapter.setdefault(prompt.adapter, []).append(prompt)
-        for adapter, some in by_adapter.items():
+        for adapter, adapter_prompts in by_adapter.items():
             if self._decoder.prefills_by_length:
-                for length in dict.fromkeys(len(prompt.ids) for prompt in some):
+                for length in dict.fromkeys(len(prompt.ids) for prompt in adapter_prompts):
                     self._prefill_adapter_prompts(
-                        [prompt for prompt in some if len(prompt.ids) == length], adapter
+                        [prompt for prompt in adapter_prompts if len(prompt.ids) == length], adapter
                     )
             else:
-                self._prefill_adapter_prompts(some, adapter)
+                self._prefill_adapter_prompts(adapter_prompts, adapter)
 
     def _prefill_adapter_prompts(self, missing: Sequence[AdaptedPrompt], adapter: int) -> None:
-        """Prefill prompts of one adapter, in batches."""
+        """Prefill prompts of one adapter in batches."""
         lengths = [len(prompt.ids) - 1 for prompt in missing]
 
         def prefill(rows: list[int]) -> None:
@@ -157,16 +166,11 @@ class PromptCache:
         )
 
 
-READY_CHECK_S = 0.002  # of decoding, until a look at the environments that are waited for: so late does a finished step rejoin
-SPARE_TOKENS = 256  # of the cache of a run to which sequences are added: prompts differ in length
-
-
 class EngineRun(SlotTable):
-    """One call of `Engine.run`: the host's side of every slot."""
+    """The host side of one `Engine.run_sequences` call: the state of every slot."""
 
-    _reports_ends_early = (
-        False  # True = that a sequence has ended is told before others' environments are waited for
-    )
+    # True = return ended sequences before waiting for other sequences' environments
+    _reports_ends_early = False
 
     def __init__(
         self,
@@ -180,25 +184,28 @@ class EngineRun(SlotTable):
         adapters: Sequence[Adapter] = (),
         capacity: int | None = None,
     ) -> None:
-        """`fit`: see `SlotTable`. `adapters`: those that sequences name by their `adapter`.
+        """Reserve the slots for these sequences.
 
-        `capacity`: sequences that may be in the run at once, later ones among them, and room for slightly longer ones;
-        None = nothing is added to those of the beginning.
+        Args:
+            fit: see `SlotTable`.
+            adapters: adapters that sequences refer to by their attribute `adapter`.
+            capacity: largest number of sequences in the run at the same time, including sequences added later, which
+                may be slightly longer; None = no sequence is added later.
         """
         self._sampling = sampling
         self._max_length = max_length
         self._queue = deque(sequences)
         self._limits = {id(s): self._compute_limit(s) for s in sequences}
         self._longest = max(self._limits.values())
-        most = max(self._limits[id(s)] - len(s.prompt_ids) for s in sequences)
+        max_sampled = max(self._limits[id(s)] - len(s.prompt_ids) for s in sequences)
         slots = min(sampling.slots, len(sequences))
         if capacity is not None:
             self._longest = min(self._longest + SPARE_TOKENS, max_length)
-            most = min(sampling.max_completion_tokens, max_length)
+            max_sampled = min(sampling.max_completion_tokens, max_length)
             slots = min(sampling.slots, max(capacity, len(sequences)))
-        super().__init__(decoder, slots, self._longest, most, is_eos, fit)
+        super().__init__(decoder, slots, self._longest, max_sampled, is_eos, fit)
         self._count = self._slots
-        # Nothing is to be done between a token and the next of a turn
+        # compiled multi-token steps: nothing has to happen between two tokens of a turn
         self._can_step_compiled = (
             decoder.can_sample_steps(sampling)
             and sampling.repetition_penalty == 1
@@ -208,14 +215,14 @@ class EngineRun(SlotTable):
             self._seen = torch.zeros(
                 self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device
             )
-        self._step_s = READY_CHECK_S  # of the newest call of compiled code, for each of its tokens
+        self._step_s = READY_CHECK_S  # seconds per token in the last compiled call
         self._adapter_of = np.full(self._slots, -1, dtype=np.int64)
         if adapters:
             decoder.set_adapters(adapters, self._adapter_of)
         self._prompts = PromptCache(decoder, self._queue, pad_id, fit.advice)
 
     def _compute_limit(self, sequence: RolloutSequence) -> int:
-        """Tokens that a sequence may have, its prompt included."""
+        """Return the most tokens that a sequence may have, prompt included."""
         return min(
             len(sequence.prompt_ids) + self._sampling.max_completion_tokens, self._max_length
         )
@@ -230,10 +237,10 @@ class EngineRun(SlotTable):
                 self._compact_slots(self._resume_finished_steps())
 
     def _resume_finished_steps(self) -> list[int]:
-        """Slots to be active next: those that decode, and those whose environments have answered.
+        """List the slots to activate next: decodable ones and those whose environments have answered.
 
-        With 'together' a finished step rejoins only when no other sequence is decodable, so results are bit-identical
-        regardless of timing; with 'ready' at once.
+        With rejoin 'together', a finished step rejoins only when no other sequence is decodable, so results are
+        bit-identical regardless of timing; with 'ready' it rejoins immediately.
         """
         active = self._list_decodable_slots()
         while self._waiting_on_env and (not active or self._sampling.rejoin == "ready"):
@@ -280,10 +287,10 @@ class EngineRun(SlotTable):
         return min(MAX_COMPILED_STEPS, max(1, int(READY_CHECK_S / self._step_s)))
 
     def _sample_steps(self, n: int, steps: int) -> None:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         super()._sample_steps(n, steps)
         self._step_s = max(
-            (time.perf_counter() - began) / steps, READY_CHECK_S / MAX_COMPILED_STEPS
+            (time.perf_counter() - start_time) / steps, READY_CHECK_S / MAX_COMPILED_STEPS
         )
 
     def _find_stopped(self, n: int) -> np.ndarray | None:
@@ -301,7 +308,7 @@ class EngineRun(SlotTable):
     def _sample_tokens(
         self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See `SlotTable`: one upload, one read-back."""
+        """See `SlotTable._sample_tokens`: one upload, one read-back."""
         drawn = self._uniforms[self._rows[:n], self._sampled[:n]]
         if self._decoder.graphs is not None and appended is None and self._seen is None:
             both_2n = self._decoder.sample_with_graphs(tokens, positions, drawn, self._sampling)
@@ -324,23 +331,20 @@ class EngineRun(SlotTable):
             self._seen[self._to_tensor(self._rows[:n]), tokens_n] = True
         if tokens_n.device.type == "cpu":
             return tokens_n.numpy(), logprobs_n.numpy()
-        both_2n = (
-            torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()
-        )  # token ids are exact in float64
+        # token ids are exact in float64
+        both_2n = torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()
         return both_2n[0].astype(np.int64), both_2n[1]
-
-
-_MEMORY_ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"  # where one sequence does not fit
 
 
 def create_rollout_backend(
     model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int
 ) -> RolloutBackend:
-    """The engine where the decoder supports the model (`rl_core.capabilities`), else transformers' own forward pass.
+    """Create the engine if the decoder supports the model (`rl_core.capabilities`), otherwise transformers' forward
+    pass.
 
     Args:
         eos_ids: tokens that end an action.
-        pad_id: any token; used where a batch needs filling.
+        pad_id: any token, used to pad batches.
         max_length: longest prompt and completion together, in tokens.
     """
     backend = Engine if decoding.check_rollout_decoder(model).allowed else TransformersBackend
@@ -348,7 +352,7 @@ def create_rollout_backend(
 
 
 class Engine:
-    """A `RolloutBackend` over the model's own weights; sampling follows them without any copy."""
+    """A `RolloutBackend` over the model's own weights; it samples from them without copying."""
 
     def __init__(
         self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int
@@ -359,33 +363,32 @@ class Engine:
         self._model = model
         self._pad_id = pad_id
         self._decoder = Decoder(model)
-        self._fit = MemoryFit(
-            "slots of the rollout engine", _MEMORY_ADVICE
-        )  # limit: slots that are decoded together
+        # its limit is the number of slots decoded together
+        self._fit = MemoryFit("slots of the rollout engine", _MEMORY_ADVICE)
         self.set_end_tokens(eos_ids)
 
     def set_end_tokens(self, eos_ids: Collection[int]) -> None:
-        """Tokens that end an action from now on."""
+        """Set the tokens that end an action."""
         self._is_eos = np.zeros(self._decoder.vocab_size, dtype=bool)
         self._is_eos[[token for token in eos_ids if token < len(self._is_eos)]] = True
 
     def disable_cross_row_batching(self) -> None:
-        """Make a sequence's numbers independent of the others, to the last bit where the step is compiled code."""
+        """Make a sequence's numbers independent of the others: bit for bit if the step is compiled."""
         self._decoder.prefills_by_length = True
 
     def refresh_weights(self) -> None:
-        """Weights are read where the model keeps them, so there is nothing to copy."""
+        """Do nothing: weights are read where the model keeps them."""
 
     @contextmanager
     def bind_decoder(self) -> Iterator[Decoder]:
-        """The decoder over the present weights, adapters merged, for a run that is played elsewhere."""
+        """Yield the decoder over the current weights, adapters merged, for a run driven by the caller."""
         check_weights(self._model)
         with use_merged_weights(self._model):
             self._decoder.bind_weights()
             yield self._decoder
 
     def build_run_options(self) -> dict[str, Any]:
-        """Arguments of an `EngineRun` that are this engine's."""
+        """Build this engine's arguments for an `EngineRun`."""
         return {
             "is_eos": self._is_eos,
             "pad_id": self._pad_id,
@@ -395,7 +398,7 @@ class Engine:
 
     @property
     def supports_adapters(self) -> bool:
-        """True = sequences may have adapters of their own (`run`)."""
+        """Whether sequences may have their own adapters (see `run_sequences`)."""
         return self._decoder.supports_adapters
 
     def run_sequences(
@@ -404,13 +407,14 @@ class Engine:
         sampling: SamplingSettings,
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        """Play every sequence to its end. Adapters of the model are merged meanwhile, and taken out again bit for bit.
+        """Play every sequence to its end, with the model's adapters merged; unmerge them bit for bit afterwards.
 
-        Sequences may have adapters of their own beside each other: those whose attribute `adapter` is a number of
-        `adapters` (only where `supports_adapters`). Their tokens and log-probabilities depend on no other's.
+        Sequences with different adapters can be decoded together: set a sequence's attribute `adapter` to an index of
+        `adapters` (only if `supports_adapters`). Tokens and log-probabilities are independent of the other sequences.
 
-        Where memory runs out, fewer sequences are decoded together, now and in later runs. A sequence's tokens depend
-        on its own random numbers alone, so they stay the same. Raises: OutOfMemory where not even one fits.
+        If memory runs out, fewer sequences are decoded together, in this and later runs. Tokens do not change,
+        because a sequence's tokens depend on its own random numbers alone.
+        Raises: OutOfMemory if not even one sequence fits.
         """
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
@@ -435,5 +439,6 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
-                f"rollouts do not fit into memory ({format_first_line(error)}); lower sampling.slots, {_MEMORY_ADVICE}"
+                f"rollouts do not fit into memory ({format_first_line(error)}); lower sampling.slots, "
+                f"{_MEMORY_ADVICE}"
             ) from error

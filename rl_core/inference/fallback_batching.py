@@ -1,7 +1,7 @@
-"""Requests that come and go on transformers' own forward pass: correct for every causal language model.
+"""Continuous batching on transformers' own forward pass: works for every causal language model.
 
-Each request has a cache of its own and is decoded by itself, so that a family's cache is never cut or joined, and what
-a request gets depends on nothing beside it. Slower than the engine by about the number of requests.
+Each request has its own cache and is decoded separately, so no model family's cache is ever cut or joined, and a
+request's tokens are independent of all others. Slower than the engine by about the number of requests.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _FallbackRequest:
-    """One request and what the model keeps of it."""
+    """One request and its model state."""
 
     request: ServedRequest
     row: BackendRow
     cache: Any = None
-    num_cached_tokens: int = 0  # tokens of the row that the cache holds
+    num_cached_tokens: int = 0  # cached tokens of the row
     turn: PendingTurn | None = None
 
 
 class FallbackBatcher:
-    """As `ContinuousBatcher`, for models that the engine's decoder does not know."""
+    """A `ContinuousBatcher` for models that the engine's decoder does not support."""
 
     def __init__(
         self,
@@ -67,26 +67,26 @@ class FallbackBatcher:
 
     @property
     def free(self) -> int:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.free`."""
         return self.capacity - len(self._active)
 
     @property
     def is_empty(self) -> bool:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.is_empty`."""
         return not self._active and not self._paused
 
     @property
     def requests(self) -> list[ServedRequest]:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.requests`."""
         return [*self._active, *self._paused]
 
     @property
     def can_step(self) -> bool:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.can_step`."""
         return any(served.turn is None or served.turn.is_done() for served in self._active.values())
 
     def list_held_requests(self) -> list[tuple[ServedRequest, int]]:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.list_held_requests`."""
         return [
             (
                 request,
@@ -98,7 +98,7 @@ class FallbackBatcher:
         ]
 
     def start_requests(self, requests: Sequence[ServedRequest]) -> None:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.start_requests`."""
         for request in requests:
             request.num_sampled_at_start = 0
             row = BackendRow(
@@ -107,30 +107,30 @@ class FallbackBatcher:
             self._active[request] = _FallbackRequest(request, row)
 
     def remove_request(self, request: ServedRequest) -> None:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.remove_request`."""
         if self._active.pop(request, None) is None:
             del self._paused[request]
 
     def pause_request(self, request: ServedRequest) -> None:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.pause_request`."""
         self._paused[request] = self._active.pop(request)
 
     def resume_request(self, request: ServedRequest) -> None:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.resume_request`."""
         self._active[request] = self._paused.pop(request)
         request.num_sampled_at_start = self._active[request].row.num_sampled
 
     def can_resume(self, request: ServedRequest) -> bool:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.can_resume`."""
         turn = self._paused[request].turn
         return turn is None or turn.is_done()
 
     def release_memory(self) -> None:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.release_memory`."""
         self._active.clear()
 
     def step(self) -> tuple[list[ServedRequest], list[RequestProgress]]:
-        """See `ContinuousBatcher`."""
+        """See `ContinuousBatcher.step`."""
         ended: list[ServedRequest] = []
         progress: list[RequestProgress] = []
         for served in list(self._active.values()):
@@ -140,7 +140,7 @@ class FallbackBatcher:
         return ended, progress
 
     def _step_request(self, served: _FallbackRequest, progress: list[RequestProgress]) -> bool:
-        """One token of a request; False = it has ended."""
+        """Advance a request by one token; return False if it has ended."""
         request, row = served.request, served.row
         try:
             if served.turn is not None:
@@ -162,31 +162,29 @@ class FallbackBatcher:
         return self._eos_ids if request.end_ids is None else request.end_ids
 
     def _end_turn(self, served: _FallbackRequest) -> bool:
-        turnover = served.row.end_turn(self._select_end_ids(served.request))
-        if isinstance(turnover, PendingTurn):
-            served.turn = turnover
-            turnover.call.future.add_done_callback(lambda future: self._wake())
+        outcome = served.row.end_turn(self._select_end_ids(served.request))
+        if isinstance(outcome, PendingTurn):
+            served.turn = outcome
+            outcome.call.future.add_done_callback(lambda future: self._wake())
             return True
-        return self._append_observation(served, turnover)
+        return self._append_observation(served, outcome)
 
     def _append_observation(self, served: _FallbackRequest, observation: Observation) -> bool:
-        """Take what the environment answered; False = the sequence has ended."""
-        before = served.row.ids
-        goes_on = served.row.append_observation(observation)
-        if served.row.ids is not before:  # a new context
+        """Append the environment's answer; return False if the sequence has ended."""
+        previous_ids = served.row.ids
+        continues = served.row.append_observation(observation)
+        if served.row.ids is not previous_ids:  # a new context
             served.cache, served.num_cached_tokens = None, 0
-        return goes_on
+        return continues
 
     @torch.inference_mode()
     def _sample_token(self, served: _FallbackRequest) -> tuple[int, float, TopTokens | None]:
-        """The next token, its log-probability, and the most likely ones where they are asked for."""
+        """Sample the next token; return it with its log-probability and the requested most likely tokens."""
         request, row, device = served.request, served.row, self._model.device
         new = row.ids[served.num_cached_tokens :]
         if self._keeps_cache:
-            ids, mask = (
-                torch.tensor([new], device=device),
-                torch.ones(1, len(row.ids), dtype=torch.long, device=device),
-            )
+            ids = torch.tensor([new], device=device)
+            mask = torch.ones(1, len(row.ids), dtype=torch.long, device=device)
             output = self._model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -205,8 +203,8 @@ class FallbackBatcher:
         if request.top:
             log_p_1V = compute_log_probabilities(logits_1V, drawing.temperature, restriction)
             best = log_p_1V.topk(min(request.top, log_p_1V.shape[-1]), dim=-1)
-            kept = best.values[0].cpu().numpy()
-            rest = max(0.0, 1.0 - float(np.exp(kept.astype(np.float64)).sum()))
-            request.top_rows.append((best.indices[0].cpu().numpy(), kept, rest))
+            top_logprobs = best.values[0].cpu().numpy()
+            rest = max(0.0, 1.0 - float(np.exp(top_logprobs.astype(np.float64)).sum()))
+            request.top_rows.append((best.indices[0].cpu().numpy(), top_logprobs, rest))
             top = TopTokens.from_rows(request.top_rows[-1:])
         return int(token_1), float(logprob_1), top

@@ -1,10 +1,8 @@
-"""A bounded queue whose callers take turns.
+"""The serving loop: requests of many clients over one engine's slots, on weights that are replaced while it runs.
 
-The serving loop: requests of many clients over the slots of one engine, on weights that are replaced while it runs.
-
-Between two decoding steps requests join and leave: in the order of arrival, callers in turn; cancelled and late ones
-free their slots at once; where others wait, one that has had its slot for `turn_tokens` tokens steps back and goes on
-later, with the same tokens. A request ends on the weights that it began on.
+Requests join and leave between two decoding steps, in order of arrival with callers in turn. Cancelled and late
+requests free their slots immediately. If others wait, a request that has held its slot for `turn_tokens` tokens is
+paused and resumed later, with the same tokens. A request ends on the weights that it began on.
 """
 
 from __future__ import annotations
@@ -32,15 +30,27 @@ from rl_core.inference.serving_requests import (
 )
 from rl_core.out_of_memory import format_first_line
 
+logger = logging.getLogger(__name__)
+
+_PREFILL_TOKENS = (
+    4096  # no further request starts between two steps once their prompts have this many tokens
+)
+_POLL_S = 0.25  # interval of checking deadlines and environments while nothing else happens
+_RATE_WINDOW = 256  # ended requests that the rate is computed over
+_MAX_STALE_DEADLINES = 1000  # deadlines of ended requests that may pile up before they are removed
+_MAX_WEIGHT_VERSIONS = 3  # sets of weights in memory; a newer one waits until the oldest is idle
+
 
 class FairQueue:
-    """Requests in the order of their arrival for each caller; one of each caller in turn.
+    """A queue in order of arrival per caller, with callers taking turns.
 
-    A caller with a thousand requests delays another's first one by one request, not by a thousand.
+    A caller with a thousand requests delays another caller's first request by one request, not by a thousand.
     """
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[str, deque[ServedRequest]] = OrderedDict()  # the next caller first
+        self._lines: OrderedDict[str, deque[ServedRequest]] = (
+            OrderedDict()
+        )  # by caller, the next one first
         self._size = 0
 
     def __len__(self) -> int:
@@ -50,14 +60,14 @@ class FairQueue:
         return (request for line in self._lines.values() for request in line)
 
     def add_request(self, request: ServedRequest) -> None:
-        """Add a request behind its caller's others; a new caller comes behind all callers."""
+        """Add a request after its caller's others; a new caller comes after all callers."""
         self._lines.setdefault(request.caller, deque()).append(request)
         self._size += 1
 
     def take_request(
         self, fits: Callable[[ServedRequest], bool] = lambda request: True
     ) -> ServedRequest | None:
-        """The next request, if it `fits`; None without one."""
+        """Remove and return the next request; return None if there is none or it does not fit."""
         if not self._lines:
             return None
         caller, line = next(iter(self._lines.items()))
@@ -71,7 +81,7 @@ class FairQueue:
         return request
 
     def remove_request(self, request: ServedRequest) -> bool:
-        """Take a request out, wherever it stands. Returns: False = it was not there."""
+        """Remove a request; return whether it was queued."""
         line = self._lines.get(request.caller)
         if line is None or request not in line:
             return False
@@ -82,30 +92,17 @@ class FairQueue:
         return True
 
 
-logger = logging.getLogger(__name__)
-
-_PREFILL_TOKENS = (
-    4096  # of the prompts that begin between two steps, above which no further one begins
-)
-_POLL_S = 0.25  # between two looks at deadlines and environments, where nothing else happens
-_RATE_WINDOW = 256  # ended requests that the rate is taken over
-_MAX_STALE_DEADLINES = 1000  # deadlines of requests that have ended, above which they are forgotten
-_MAX_WEIGHT_VERSIONS = (
-    3  # sets of weights in memory; a newer one waits until the oldest has answered its requests
-)
-
-
 @dataclass(frozen=True, slots=True)
 class ServerLoopLimits:
     """Bounds of a serving loop."""
 
-    max_waiting: int = 256  # requests in the queue
-    turn_tokens: int = 256  # tokens of a request's turn in a slot, where others wait
+    max_waiting: int = 256  # queued requests
+    turn_tokens: int = 256  # sampled tokens per turn in a slot while others wait
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLoopState:
-    """Numbers about a serving loop."""
+    """A snapshot of a serving loop, for display."""
 
     policy_version: int  # of the newest weights
     versions: int  # sets of weights in memory
@@ -129,8 +126,11 @@ class _WeightsVersion:
 
 
 class ServerLoop:
-    """Requests in, answers out. `submit`, `cancel`, `publish` and `close` may be called on any thread; `run` and `step`
-    belong to one."""
+    """A loop that decodes submitted requests and delivers their tokens.
+
+    `submit_requests`, `cancel_request`, `publish_weights` and `close` may be called on any thread;
+    `serve_until_closed` and `step` belong to one thread.
+    """
 
     def __init__(
         self,
@@ -140,18 +140,21 @@ class ServerLoop:
         limits: ServerLoopLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`deliver` is called on the loop's thread with what happened to requests; it must neither wait nor raise."""
+        """Open the slots.
+
+        Args:
+            deliver: called on the loop's thread with events of requests; it must neither block nor raise.
+        """
         self.limits, self._deliver, self._clock = limits or ServerLoopLimits(), deliver, clock
         self._lock = threading.Lock()
         self._woken = threading.Event()
-        self._queue = FairQueue()  # requests that have not begun, and parked ones
-        self._num_waiting = 0  # of them those that have not begun
+        self._queue = FairQueue()  # requests that have not begun, and paused ones
+        self._num_waiting = 0  # queued requests that have not begun
         self._paused: dict[ServedRequest, _WeightsVersion] = {}
         self._cancelled: deque[ServedRequest] = deque()
-        self._published_weights: tuple[SlotsFactory, int] | None = None  # weights to be taken over
-        self._pending_weights: tuple[SlotsFactory, int] | None = (
-            None  # the same, once there is memory for them
-        )
+        self._published_weights: tuple[SlotsFactory, int] | None = None  # weights to open next
+        # weights to open once there is memory for them
+        self._pending_weights: tuple[SlotsFactory, int] | None = None
         self._weights_by_request: dict[ServedRequest, _WeightsVersion] = {}
         self._deadlines: list[tuple[float, int, ServedRequest]] = []  # heap of deadlines
         self._numbers = itertools.count()
@@ -159,23 +162,20 @@ class ServerLoop:
         self._events: list[RequestProgress | RequestEnded] = []
         self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._parkings = self._reloads = self._sampled = 0
-        self._weights = [
-            _WeightsVersion(version, open_slots(self._woken.set), open_slots)
-        ]  # the newest last
-
-    # -- on any thread -------------------------------------------------------------------------------------------------
+        # the newest last
+        self._weights = [_WeightsVersion(version, open_slots(self._woken.set), open_slots)]
 
     def submit_requests(self, requests: Sequence[ServedRequest]) -> None:
-        """Queue requests, all or none of them.
+        """Queue all requests or none.
 
-        Raises: Overloaded if the queue has no room; ServingFault after `close`.
+        Raises: ServerOverloaded if the queue has no room; EngineFault after `close`.
         """
         with self._lock:
             if self._is_closed:
                 raise EngineFault("the server is stopping")
             if self._num_waiting + len(requests) > self.limits.max_waiting:
                 raise ServerOverloaded(
-                    f"{self._num_waiting} requests wait, of at most {self.limits.max_waiting}",
+                    f"{self._num_waiting} requests are queued, of at most {self.limits.max_waiting}",
                     self._compute_wait_seconds(),
                 )
             self._num_waiting += len(requests)
@@ -188,27 +188,26 @@ class ServerLoop:
         self._woken.set()
 
     def cancel_request(self, request: ServedRequest) -> None:
-        """Take a request back: it leaves the queue or its slot before the next step. Nothing happens to one that has
-        ended."""
+        """Cancel a request: it leaves the queue or its slot before the next step. Ignore one that has ended."""
         request.is_cancelled = True
         self._cancelled.append(request)
         self._woken.set()
 
     def publish_weights(self, open_slots: SlotsFactory, version: int) -> None:
-        """Answer requests that begin from now on with other weights; of several that wait, the last counts."""
+        """Use other weights for requests that begin from now on; of several pending versions, the last counts."""
         with self._lock:
             self._published_weights = (open_slots, version)
         self._woken.set()
 
     def close(self) -> None:
-        """End `run`; requests that have not ended fail."""
+        """Stop `serve_until_closed`; unfinished requests fail."""
         with self._lock:
             self._is_closed = True
         self._woken.set()
 
     @property
     def state(self) -> ServerLoopState:
-        """Numbers for people."""
+        """The current `ServerLoopState`."""
         weights, parked = list(self._weights), len(self._paused)
         return ServerLoopState(
             policy_version=weights[-1].version,
@@ -224,17 +223,15 @@ class ServerLoop:
         )
 
     def _compute_rate(self) -> float:
-        """Requests that ended a second, of late; 0 = not known."""
+        """Return recently ended requests per second; 0 = unknown."""
         ends = list(self._ends)
         seconds = self._clock() - ends[0] if len(ends) > 1 else 0.0
         return len(ends) / seconds if seconds > 0 else 0.0
 
     def _compute_wait_seconds(self) -> float:
-        """Time after which the queue is likely to have room."""
+        """Estimate the seconds until the queue has room."""
         rate = self._compute_rate()
         return min(60.0, max(1.0, self._num_waiting / rate / 2)) if rate else 1.0
-
-    # -- on the loop's thread ------------------------------------------------------------------------------------------
 
     def serve_until_closed(self) -> None:
         """Serve until `close`."""
@@ -247,26 +244,26 @@ class ServerLoop:
             weights.slots.release_memory()
 
     def step(self) -> bool:
-        """Let requests leave and join, and decode once. Returns: False = nothing can go on before something happens."""
+        """Let requests leave and join, and decode once; return False if there was nothing to do."""
         self._drop_cancelled_and_late()
         self._open_published_weights()
         self._fill_slots()
-        worked = False
+        has_decoded = False
         for weights in list(self._weights):
             if weights.slots.can_step:
-                worked = True
+                has_decoded = True
                 self._decode_step(weights)
         self._drop_idle_weights()
         events, self._events = self._events, []
         if events:
             self._deliver(events)
-        return worked or bool(events)
+        return has_decoded or bool(events)
 
     def _decode_step(self, weights: _WeightsVersion) -> None:
         try:
             ended, progress = weights.slots.step()
         except Exception as error:
-            logger.exception("a decoding step failed; its requests are given back")
+            logger.exception("a decoding step failed; failing its requests")
             self._fail_weights(weights, error)
             return
         self._events += progress
@@ -274,7 +271,7 @@ class ServerLoop:
             self._end_request(request)
 
     def _end_request(self, request: ServedRequest, error: BaseException | None = None) -> None:
-        """Note that a request is over; its slot is free already."""
+        """Record the end of a request whose slot is already free."""
         request.error = error or request.error
         request.has_ended = True
         self._weights_by_request.pop(request, None)
@@ -296,15 +293,13 @@ class ServerLoop:
         self._end_request(request, error)
 
     def _drop_cancelled_and_late(self) -> None:
-        """Let cancelled and late requests leave."""
+        """Remove cancelled and late requests."""
         while self._cancelled:
-            self._remove_request(
-                self._cancelled.popleft(), RequestCancelled("the request was taken back")
-            )
-        if len(self._deadlines) > _MAX_STALE_DEADLINES + 2 * (
-            len(self._weights_by_request) + len(self._queue)
-        ):
-            with self._lock:  # those that have ended would be kept until their deadline
+            error = RequestCancelled("the request was cancelled")
+            self._remove_request(self._cancelled.popleft(), error)
+        num_open_requests = len(self._weights_by_request) + len(self._queue)
+        if len(self._deadlines) > _MAX_STALE_DEADLINES + 2 * num_open_requests:
+            with self._lock:  # ended requests would otherwise stay until their deadline
                 self._deadlines = [entry for entry in self._deadlines if not entry[2].has_ended]
                 heapq.heapify(self._deadlines)
         now = self._clock()
@@ -313,14 +308,11 @@ class ServerLoop:
                 late = heapq.heappop(self._deadlines)[2]
             limit = f" ({late.limit})" if late.limit else ""
             self._remove_request(
-                late,
-                DeadlineExceeded(f"the request was not answered in the time that it had{limit}"),
+                late, DeadlineExceeded(f"the request was not answered within its time limit{limit}")
             )
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
     def _open_published_weights(self) -> None:
-        """Open the weights that were published; where memory has no room for two sets, once the present one is idle."""
+        """Open published weights; if memory has no room for two sets, wait until the current one is idle."""
         if self._pending_weights is not None:
             if all(weights.slots.is_empty for weights in self._weights):
                 self._replace_weights(*self._pending_weights)
@@ -334,30 +326,29 @@ class ServerLoop:
             self._reloads += 1
         except OutOfMemory as error:
             logger.warning(
-                "version %d waits for requests to end: %s", version, format_first_line(error)
+                "policy version %d waits until running requests end: %s",
+                version,
+                format_first_line(error),
             )
             self._pending_weights = (open_slots, version)
         except Exception as error:
-            logger.error("version %d was not taken over: %s", version, format_first_line(error))
+            logger.error("could not load policy version %d: %s", version, format_first_line(error))
 
     def _replace_weights(self, open_slots: SlotsFactory, version: int) -> None:
-        """Let go of all weights, then open others; the newest of before where these cannot be opened."""
-        self._pending_weights, before = None, self._weights[-1]
+        """Release all weights, then open others; reopen the previous ones if that fails."""
+        self._pending_weights, previous = None, self._weights[-1]
         for weights in self._weights:
             weights.slots.release_memory()
         try:
             self._weights = [_WeightsVersion(version, open_slots(self._woken.set), open_slots)]
             self._reloads += 1
         except Exception as error:
-            logger.error("version %d was not taken over: %s", version, format_first_line(error))
-            self._weights = [
-                _WeightsVersion(
-                    before.version, before.open_slots(self._woken.set), before.open_slots
-                )
-            ]
+            logger.error("could not load policy version %d: %s", version, format_first_line(error))
+            slots = previous.open_slots(self._woken.set)
+            self._weights = [_WeightsVersion(previous.version, slots, previous.open_slots)]
 
     def _drop_idle_weights(self) -> None:
-        """Let go of weights that have answered all their requests."""
+        """Release older weights without requests."""
         for weights in self._weights[:-1]:
             if weights.slots.is_empty:
                 self._weights.remove(weights)
@@ -368,9 +359,7 @@ class ServerLoop:
         for request in weights.slots.requests:
             self._remove_request(
                 request,
-                EngineFault(
-                    f"the engine failed ({format_first_line(error)}); send the request again"
-                ),
+                EngineFault(f"the engine failed ({format_first_line(error)}); retry the request"),
             )
 
     def _fail_all_requests(self, error: BaseException) -> None:
@@ -382,44 +371,39 @@ class ServerLoop:
         if events:
             self._deliver(events)
 
-    # -- slots ---------------------------------------------------------------------------------------------------------
-
     def _count_free_slots(self) -> int:
-        """Free slots, of as many as one set of weights has."""
+        """Count the free slots, out of as many as one set of weights has."""
         taken = sum(weights.slots.capacity - weights.slots.free for weights in self._weights)
         return self._weights[-1].slots.capacity - taken
 
     def _fill_slots(self) -> None:
-        """Give free slots to those that wait, and take slots from those that have had their turn."""
+        """Start or resume queued requests in free slots; pause requests that have used up their turn."""
         if not len(self._queue):
             return
         self._pause_requests()
-        newest, begun = self._weights[-1], self._select_next_requests(self._count_free_slots())
-        if not begun:
+        newest, to_start = self._weights[-1], self._select_next_requests(self._count_free_slots())
+        if not to_start:
             return
         try:
-            newest.slots.start_requests(begun)
+            newest.slots.start_requests(to_start)
         except Exception as error:
-            logger.exception("requests could not be begun")
+            logger.exception("could not start requests")
             fault = EngineFault(
-                f"the engine failed ({format_first_line(error)}); send the request again"
+                f"the engine failed ({format_first_line(error)}); retry the request"
             )
-            for request in begun:
+            for request in to_start:
                 self._end_request(request, fault)
             self._fail_weights(newest, error)
             return
-        for request in begun:
+        for request in to_start:
             request.policy_version = newest.version
             self._weights_by_request[request] = newest
 
     def _select_next_requests(self, room: int) -> list[ServedRequest]:
-        """Requests to begin, as many as there are slots for; parked ones among them go on where they were."""
-        newest, begun, back, tokens = (
-            self._weights[-1],
-            list[ServedRequest](),
-            list[ServedRequest](),
-            0,
-        )
+        """Select requests to start, as many as there are slots; resume paused ones."""
+        newest, tokens = self._weights[-1], 0
+        to_start: list[ServedRequest] = []
+        to_requeue: list[ServedRequest] = []
         for _ in range(len(self._queue)):
             if room <= 0 or tokens >= _PREFILL_TOKENS:
                 break
@@ -429,25 +413,25 @@ class ServerLoop:
             if request is None:
                 break
             weights = self._paused.get(request, newest)
-            is_fresh = request not in self._paused
-            if is_fresh and self._pending_weights is None and newest.slots.free > len(begun):
-                begun.append(request)
+            is_new = request not in self._paused
+            if is_new and self._pending_weights is None and newest.slots.free > len(to_start):
+                to_start.append(request)
                 tokens += len(request.prompt_ids)
-            elif not is_fresh and weights.slots.can_resume(request) and weights.slots.free > 0:
+            elif not is_new and weights.slots.can_resume(request) and weights.slots.free > 0:
                 weights.slots.resume_request(request)
                 del self._paused[request]
             else:
-                back.append(request)
+                to_requeue.append(request)
                 continue
             room -= 1
         with self._lock:
-            for request in back:
+            for request in to_requeue:
                 self._queue.add_request(request)
                 self._num_waiting += request not in self._paused
-        return begun
+        return to_start
 
     def _pause_requests(self) -> None:
-        """Free slots of requests that have had their turn, as many as could be used by others."""
+        """Pause requests that have used up their turn, as many as others can replace."""
         ready = sum(weights.slots.can_resume(request) for request, weights in self._paused.items())
         wanted = (
             (self._num_waiting if self._pending_weights is None else 0)
@@ -461,11 +445,11 @@ class ServerLoop:
             for w in self._weights
             for request, tokens in w.slots.list_held_requests()
         ]
-        done = sorted(
+        pausable = sorted(
             (entry for entry in held if entry[0] >= self.limits.turn_tokens),
             key=lambda entry: -entry[0],
         )
-        for _, request, weights in done[:wanted]:
+        for _, request, weights in pausable[:wanted]:
             weights.slots.pause_request(request)
             self._paused[request] = weights
             self._parkings += 1

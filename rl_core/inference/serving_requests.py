@@ -1,14 +1,9 @@
-"""Requests to a serving loop: a sequence, its sampling, the time that it has, and what was sampled for it.
+"""Requests to a serving loop: their sampling, deadlines and sampled tokens, and protocols around them.
+
+`RequestSlots` is the interface of the two batchers (`continuous_batching.py`, `fallback_batching.py`); `AnswerSink`
+and `FeedbackSink` receive served answers and their labels for learning.
 
 K most likely tokens, T sampled tokens.
-
-Interface of the slots in which one set of weights answers requests: `served_slots` and `served_rows` have it.
-
-Records of served answers, and the interfaces of those that take them: for learning from what was served.
-
-T sampled tokens.
-
-Stop texts: the test for one among the newest tokens, and the text before it.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from rl_core.types import Conversation, Rollout
 
 
 class ServerOverloaded(PosttrainError):
-    """The queue of a serving loop is full; `retry_after`: seconds until there is likely to be room."""
+    """Error: the queue of a serving loop is full; `retry_after` estimates the seconds until it has room."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -37,28 +32,28 @@ class ServerOverloaded(PosttrainError):
 
 
 class DeadlineExceeded(PosttrainError):
-    """A request took longer than it may."""
+    """Error: a request exceeded its time limit."""
 
 
 class RequestCancelled(PosttrainError):
-    """A request was taken back."""
+    """Error: a request was cancelled."""
 
 
 class EngineFault(BackendError):
-    """The engine failed under a request, which can be sent again."""
+    """Error: the engine failed during a request; the client may retry it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The most likely tokens at sampled positions, of the distribution that the tokens were drawn from."""
+    """The most likely tokens at sampled positions, under the sampling distribution."""
 
     ids_TK: np.ndarray  # int32 [T, K], the most likely first
     logprobs_TK: np.ndarray  # float32 [T, K], nats; -inf where fewer than K tokens were possible
-    rest_T: np.ndarray  # float32 [T], probability of all others together
+    rest_T: np.ndarray  # float32 [T], total probability of all other tokens
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> TopTokens | None:
-        """Of (ids [K], log-probabilities [K], rest) of each token; None for no rows."""
+        """Stack (ids [K], log-probabilities [K], rest) of each token; return None without rows."""
         if not rows:
             return None
         ids, logprobs, rest = zip(*rows, strict=True)
@@ -73,25 +68,25 @@ class TopTokens:
 class AnswerSequence:
     """A `RolloutSequence` of one turn: an answer to a prompt.
 
-    `stops`: True = the newest of these tokens completes a stop text.
+    `has_stop_text` returns whether the newest of some tokens completes a stop text.
     """
 
     prompt_ids: list[int]
     seed: int
     has_stop_text: Callable[[list[int]], bool] | None = None
-    tokens: list[int] = field(default_factory=list)  # sampled, the ending one included
-    logprobs: list[float] = field(default_factory=list)  # theirs
-    hit_limit: bool = False  # True = cut off by a limit of tokens
+    tokens: list[int] = field(default_factory=list)  # sampled, including the ending one
+    logprobs: list[float] = field(default_factory=list)  # of the tokens, nats
+    hit_limit: bool = False  # True = cut off by a token limit
 
     def take_action(
         self, action_ids: list[int], logprobs: list[float], hit_limit: bool
     ) -> TurnOutcome:
-        """Take the answer; see `RolloutSequence`."""
+        """Store the answer; see `RolloutSequence`."""
         self.tokens, self.logprobs, self.hit_limit = action_ids, logprobs, hit_limit
         return None
 
     def should_stop(self, action_ids: list[int]) -> bool:
-        """True = the newest token completes a stop text."""
+        """Return whether the newest token completes a stop text."""
         return self.has_stop_text is not None and self.has_stop_text(action_ids)
 
 
@@ -99,66 +94,66 @@ class AnswerSequence:
 def _create_drawing_settings(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> SamplingSettings:
-    """One object for all requests whose tokens are drawn in the same way."""
+    """Create one shared object for all requests whose tokens are drawn the same way."""
     return SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 @dataclass(eq=False, slots=True)
 class ServedRequest:
-    """One sequence to be sampled; a `RolloutSequence` itself, whose failure is its own alone."""
+    """One sequence to sample; itself a `RolloutSequence` whose errors affect no other sequence."""
 
     sequence: RolloutSequence
-    sampling: SamplingSettings  # temperature, top_p, top_k, min_p and max_completion_tokens of this request
+    sampling: (
+        SamplingSettings  # of this request: temperature, top_p, top_k, min_p, max_completion_tokens
+    )
     caller: str = ""  # callers take turns
     deadline: float = math.inf  # of the loop's clock
-    limit: str = ""  # the deadline in words: what sets it, and how long it is
-    top: int = 0  # most likely tokens that are kept for each sampled one
-    streams: bool = False  # True = `Progress` is delivered while it runs
-    has_stops: bool = False  # True = `should_stop` is asked after every token
+    limit: str = ""  # describes the deadline: the setting and its value
+    top: int = 0  # most likely tokens to record for each sampled one
+    streams: bool = False  # True = deliver `RequestProgress` while it runs
+    has_stops: bool = False  # True = call `should_stop` after every token
     end_ids: frozenset[int] | None = None  # tokens that end an action; None = the model's
-    drawn: int = (
-        0  # random numbers of the seed that earlier requests of the same sequence have used
-    )
-    owner: Any = None  # of whoever submitted it
-    policy_version: int | None = None  # of the weights that it runs on, from its first token on
-    top_rows: list[tuple[np.ndarray, np.ndarray, float]] = field(
-        default_factory=list
-    )  # see `TopTokens.stacked`
-    error: BaseException | None = None  # why it ended without an answer
+    # random numbers of the seed used by earlier requests of the same sequence
+    drawn: int = 0
+    owner: Any = None  # opaque data of the submitter
+    policy_version: int | None = None  # of its weights, set at the first token
+    # see `TopTokens.from_rows`
+    top_rows: list[tuple[np.ndarray, np.ndarray, float]] = field(default_factory=list)
+    error: BaseException | None = None  # set if it ended without an answer
     is_cancelled: bool = False
     has_ended: bool = False
-    unread: list[int] = field(
-        default_factory=list
-    )  # tokens of a long prompt that the model has not read
-    num_reported_tokens: int = 0  # tokens of this turn that `Progress` has told
-    num_sampled_at_start: int = 0  # tokens that it had sampled when it took its slot
-    drawing: SamplingSettings = field(
-        init=False
-    )  # what decides the draw of a token, and nothing else
+    # rest of a long prompt that the model has not read
+    unread: list[int] = field(default_factory=list)
+    num_reported_tokens: int = 0  # tokens of this turn already delivered as `RequestProgress`
+    num_sampled_at_start: int = 0  # tokens sampled before it took its slot
+    # only the settings that decide the draw of a token
+    drawing: SamplingSettings = field(init=False)
     prompt_ids: list[int] = field(init=False)
     seed: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.seed = self.sequence.prompt_ids, self.sequence.seed
-        own = self.sampling
-        self.drawing = _create_drawing_settings(own.temperature, own.top_k, own.top_p, own.min_p)
+        sampling = self.sampling
+        self.drawing = _create_drawing_settings(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        )
 
     @property
     def allows_multiple_steps(self) -> bool:
-        """True = nothing is to be done between one of its tokens and the next."""
+        """Whether nothing has to happen between two of its tokens."""
         return not (
             self.top or self.has_stops or self.sampling.is_restricted or self.end_ids is not None
         )
 
     @property
     def top_tokens(self) -> TopTokens | None:
-        """The most likely tokens at each sampled one; None unless `top`."""
+        """The most likely tokens at each sampled position; None unless `top`."""
         return TopTokens.from_rows(self.top_rows)
 
     def take_action(
         self, action_ids: list[int], logprobs: list[float], hit_limit: bool
     ) -> TurnOutcome:
-        """See `RolloutSequence`; an error ends the sequence, and is kept."""
+        """See `RolloutSequence`; an error ends the sequence and is stored."""
         self.num_reported_tokens = 0
         if self.error is not None:
             return None
@@ -169,7 +164,7 @@ class ServedRequest:
             return None
 
     def should_stop(self, action_ids: list[int]) -> bool:
-        """See `RolloutSequence`."""
+        """See `RolloutSequence`; an error ends the sequence and is stored."""
         try:
             return self.sequence.should_stop(action_ids)
         except Exception as error:
@@ -179,7 +174,7 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """New tokens of a request that streams."""
+    """New tokens of a streaming request."""
 
     request: ServedRequest
     tokens: list[int]
@@ -189,7 +184,7 @@ class RequestProgress:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """The end of a request; `request.error` is None where it was answered."""
+    """The end of a request; `request.error` is None if it was answered."""
 
     request: ServedRequest
 
@@ -204,62 +199,60 @@ class RequestSlots(Protocol):
     can_step: bool
 
     def list_held_requests(self) -> list[tuple[ServedRequest, int]]:
-        """Requests in slots, with the tokens sampled since they took them."""
+        """List requests in slots with the tokens sampled since each took its slot."""
 
     def start_requests(self, requests: Sequence[ServedRequest]) -> None:
-        """Begin requests."""
+        """Start requests."""
 
     def remove_request(self, request: ServedRequest) -> None:
         """Free a request's slot."""
 
     def pause_request(self, request: ServedRequest) -> None:
-        """Free a request's slot and keep its place."""
+        """Free a request's slot and save its state."""
 
     def resume_request(self, request: ServedRequest) -> None:
-        """Take a parked request up again."""
+        """Resume a paused request."""
 
     def can_resume(self, request: ServedRequest) -> bool:
-        """False = a slot would be of no use to a parked request."""
+        """Return whether a paused request can use a slot."""
 
     def step(self) -> tuple[list[ServedRequest], list[RequestProgress]]:
-        """One decoding step."""
+        """Run one decoding step; return ended requests and progress."""
 
     def release_memory(self) -> None:
-        """Let go of memory."""
+        """Release the memory."""
 
 
-SlotsFactory = Callable[
-    [Callable[[], None]], RequestSlots
-]  # is given `wake`; opens slots over weights
+# opens slots over weights; the argument is the `wake` callback
+SlotsFactory = Callable[[Callable[[], None]], RequestSlots]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedAnswer:
-    """One answer as it was sampled."""
+    """One sampled answer."""
 
-    answer_id: str  # as the client knows it
+    answer_id: str  # as sent to the client
     choice: int  # index among the answers to one request
-    policy_version: int  # of the weights that every one of its tokens comes from
+    policy_version: int  # of the weights that sampled all of its tokens
     prompt_ids: list[int]
-    completion_ids: list[int]  # [T], the ending token included
-    sampler_logprobs: list[float]  # [T] nats, of the distribution that the tokens were drawn from
-    temperature: float  # of that distribution; 0 = greedy
+    completion_ids: list[int]  # [T], including the ending token
+    sampler_logprobs: list[float]  # [T] nats, under the sampling distribution
+    temperature: float  # of the sampling distribution; 0 = greedy
     text: str
     finish_reason: str  # stop, length or tool_calls
     caller: str = ""
-    top: TopTokens | None = (
-        None  # the most likely tokens and the mass of the rest, where they were recorded
-    )
+    # the most likely tokens and the mass of the rest, if recorded
+    top: TopTokens | None = None
     rollout: Rollout | None = None  # of a session with an environment
-    seed: int = 0  # of its samples
-    is_restricted: bool = False  # True = drawn from a part of the vocabulary
+    seed: int = 0  # of its sampling
+    is_restricted: bool = False  # True = drawn from part of the vocabulary
     conversation: Conversation | None = None  # None = a session with an environment
-    max_votes: int = 0  # samples that the vote could have drawn; 0 = the answers were not voted on
+    max_votes: int = 0  # most samples of the vote; 0 = no vote
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackLabel:
-    """Judgement of an answer by its reader; at least one of answer, score and thumb is given."""
+    """A reader's judgement of an answer; at least one of answer, score and thumb is set."""
 
     answer: str | None = None  # the right answer
     score: float | None = None
@@ -268,45 +261,45 @@ class FeedbackLabel:
     caller: str = ""
 
     def to_json(self) -> Mapping[str, Any]:
-        """A plain dict."""
+        """Return the label as a dict."""
         return {
             name: getattr(self, name) for name in ("answer", "score", "thumb", "comment", "caller")
         }
 
 
 class AnswerSink(Protocol):
-    """Taker of answers that were served."""
+    """Receiver of served answers."""
 
-    num_top_tokens: int  # most likely tokens that are recorded for each sampled one; 0 = none
+    num_top_tokens: int  # most likely tokens to record for each sampled one; 0 = none
 
     def record_answers(self, answers: Sequence[ServedAnswer]) -> None:
-        """Take all answers to one request. Called on a thread of its own, in their order; it may wait."""
+        """Record all answers to one request. Called in order on a dedicated thread; may block."""
 
 
 class FeedbackSink(Protocol):
-    """Taker of labels."""
+    """Receiver of labels."""
 
     def accept_label(self, answer_id: str, choice: int, label: FeedbackLabel) -> None:
-        """Take a label; it is durable when the call returns.
+        """Store a label durably.
 
-        Raises: UnknownAnswer for one that this sink does not know; DataError for a label that it cannot use;
-            CheckpointError where the disk refuses.
+        Raises: UnknownAnswer if this sink does not know the answer; DataError for a label that it cannot use;
+            CheckpointError if the label cannot be written to disk.
         """
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop text in it."""
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+    """Return the text before the first stop text in it."""
+    positions = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(positions)] if positions else text
 
 
 def build_stop_test(
     decode: Callable[[Sequence[int]], str], stops: Sequence[str]
 ) -> Callable[[list[int]], bool] | None:
-    """The test for a stop text among the newest tokens; None = there are no such texts."""
+    """Build the test for a stop text among the newest tokens; return None without stop texts."""
     if not stops:
         return None
-    # A token has at least one byte, a character at most four; decoding may strip the first of them.
+    # A token has at least one byte, a character at most four; decoding may strip the first bytes.
     longest = 4 * max(map(len, stops)) + 8
 
     def has_stop(ids: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""The table of slots that sequences are decoded in: their state on the host, and one step for all of them.
+"""The table of slots that sequences are decoded in: their state on the host and one step for all of them.
 
 n active slots.
 """
@@ -29,16 +29,16 @@ from rl_core.out_of_memory import (
     record_out_of_memory,
 )
 
-MAX_COMPILED_STEPS = 8  # tokens of one call of compiled code: a slot is empty so long, at most, before it is refilled
+# Most tokens per compiled call: the longest that a slot stays empty before it is refilled.
+MAX_COMPILED_STEPS = 8
 
 
 class SlotTable(ABC):
     """Slots of a decoder's cache and the sequences in them.
 
-    Slots 0..n-1 are active, n = `count`; those after them are free or wait: for their environment, or, where memory ran
-    out, until active ones have ended. `length` counts a slot's tokens in the cache; the newest token, `pending`, is
-    taken in by the next step, together with the slot's `to_append` (an observation's earlier tokens), which come before
-    it.
+    Slots 0..n-1 are active, n = `count`. Later slots are free or waiting: for their environment or, after memory ran
+    out, for active sequences to end. `length` counts a slot's tokens in the cache. The next step appends the newest
+    token, `pending`, after the slot's `to_append` (an observation's earlier tokens).
     """
 
     def __init__(
@@ -46,13 +46,16 @@ class SlotTable(ABC):
         decoder: Decoder,
         slots: int,
         length: int,
-        most: int,
+        max_sampled: int,
         is_eos: np.ndarray,
         fit: MemoryFit,
     ) -> None:
-        """`length`: longest sequence; `most`: tokens that one may sample.
+        """Reserve as many of the slots as fit into memory.
 
-        `fit`: its limit is the number of slots that memory was seen to allow; found out here, and kept by it.
+        Args:
+            length: longest sequence in tokens.
+            max_sampled: most tokens that one sequence may sample.
+            fit: its limit is the number of slots that memory allows; found and stored here.
         """
         self._decoder, self._is_eos, self._fit = decoder, is_eos, fit
         self._slots = self._reserve_slots(slots, length)
@@ -64,9 +67,9 @@ class SlotTable(ABC):
             np.zeros(self._slots, dtype=np.int64) for _ in range(6)
         )
         self._rows = np.arange(self._slots)
-        self._uniforms = np.zeros((self._slots, most))
-        self._tokens = np.zeros((self._slots, most), dtype=np.int64)  # of the current action
-        self._logprobs = np.zeros((self._slots, most))
+        self._uniforms = np.zeros((self._slots, max_sampled))
+        self._tokens = np.zeros((self._slots, max_sampled), dtype=np.int64)  # of the current action
+        self._logprobs = np.zeros((self._slots, max_sampled))
         self._temperatures = np.ones(self._slots, dtype=np.float32)
         self._states = SlotStates(
             tokens=self._pending,
@@ -79,32 +82,29 @@ class SlotTable(ABC):
             logprobs=self._logprobs,
             temperatures=self._temperatures,
         )
-        self._seen: torch.Tensor | None = (
-            None  # bool [slots, V]: tokens of each sequence, where repeating them costs
-        )
+        # bool [slots, V]: tokens of each sequence, for the repetition penalty
+        self._seen: torch.Tensor | None = None
 
     @abstractmethod
     def _count_compiled_steps(self) -> int:
-        """Tokens that one call of compiled code may sample; 0 = there is something to do between two tokens."""
+        """Return how many tokens one compiled call may sample; 0 = something has to happen between two tokens."""
 
     @abstractmethod
     def _sample_tokens(
         self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The device's part of a step: tokens int64 [n] and their log-probabilities [n]."""
+        """Run the device's part of a step; return tokens int64 [n] and their log-probabilities [n]."""
 
     @abstractmethod
     def _find_stopped(self, n: int) -> np.ndarray | None:
-        """bool [n], True = the slot's newest token completes a stop text; None = there are no stop texts."""
+        """Return bool [n], True = the slot's newest token completes a stop text; None if there are no stop texts."""
 
     def _refuse_logprob(self, slot: int, logprob: float) -> None:
         """Raise NonFiniteTensor for a slot's newest log-probability."""
         check_logprob(logprob, int(self._sampled[slot]) - 1, self._decoder.dtype)
 
-    # -- beginning, waiting and ending ---------------------------------------------------------------------------------
-
     def _reserve_slots(self, slots: int, length: int) -> int:
-        """Reserve the cache of as many slots as fit into memory; returns their number."""
+        """Reserve the cache for as many slots as fit into memory; return their number."""
         slots = min(slots, self._fit.limit or slots)
         while True:
             try:
@@ -116,7 +116,10 @@ class SlotTable(ABC):
                 slots = self._halve_slots(slots, format_first_line(error))
 
     def _halve_slots(self, slots: int, problem: str) -> int:
-        """Half of the slots, noted as the limit. Raises: OutOfMemory where it is one that did not fit."""
+        """Return half of the slots and store it as the limit.
+
+        Raises: OutOfMemory if a single slot did not fit.
+        """
         if slots == 1:
             raise OutOfMemory(
                 f"not even one sequence of these rollouts fits into memory ({problem}); {self._fit.advice}"
@@ -126,13 +129,13 @@ class SlotTable(ABC):
         return self._fit.limit
 
     def _list_decodable_slots(self) -> list[int]:
-        """Slots whose sequences have neither ended nor wait for their environment: the first ones that fit."""
-        found = [
+        """List slots whose sequences have not ended and do not wait for their environment, up to the memory limit."""
+        decodable = [
             slot
             for slot in range(self._slots)
             if self._sequences[slot] is not None and slot not in self._waiting_on_env
         ]
-        return found[: self._fit.limit]
+        return decodable[: self._fit.limit]
 
     def _put_sequence(
         self,
@@ -144,7 +147,8 @@ class SlotTable(ABC):
     ) -> None:
         """Put a sequence into a slot whose cache holds all of its prompt but the last token.
 
-        `drawn`: random numbers of its seed that are used up.
+        Args:
+            num_used_uniforms: random numbers of its seed that are used up.
         """
         prompt = sequence.prompt_ids
         self._sequences[slot] = sequence
@@ -156,7 +160,7 @@ class SlotTable(ABC):
         self._uniforms[slot, :room] = draw_uniforms(sequence.seed, room, num_used_uniforms)
 
     def _compact_slots(self, active: list[int]) -> None:
-        """Make these slots 0..n-1: the last ones move into the holes, and sequences that wait there move out."""
+        """Make these slots 0..n-1: active ones move into holes, and waiting sequences there move out."""
         self._count = len(active)
         holes = sorted(set(range(self._count)) - set(active))
         if not holes:
@@ -169,7 +173,7 @@ class SlotTable(ABC):
             if self._sequences[hole]
         }
         targets, sources = list(moves), list(moves.values())
-        # all sources are read before any target is written, so two slots can change places
+        # move_slots reads all sources before it writes any target, so two slots can be swapped
         self._decoder.move_slots(
             self._to_tensor(sources), self._to_tensor(targets), int(self._length[sources].max())
         )
@@ -187,7 +191,7 @@ class SlotTable(ABC):
         }
 
     def _list_slot_arrays(self) -> tuple[np.ndarray, ...]:
-        """Every array whose first axis is the slots."""
+        """List every array whose first axis is the slots."""
         return (
             self._pending,
             self._length,
@@ -201,19 +205,19 @@ class SlotTable(ABC):
             self._logprobs,
         )
 
-    # -- one token for every slot --------------------------------------------------------------------------------------
-
     def _step_slots(self) -> tuple[bool, list[int]]:
-        """Sample in every active slot: one token, or several where its turn does not end before; fewer slots where
-        memory ends.
+        """Sample in every active slot: one token, or several if its turn does not end earlier; use fewer slots if
+        memory runs out.
 
-        Returns: True = some slots are no longer active (sequences ended, or wait); the slots that ended, in order.
+        Returns: whether some slots are no longer active (ended or waiting); the slots that ended, in order.
         """
         while True:
             try:
                 self._sample_active_slots()
                 break
-            except Exception as error:  # nothing but the cache was written, and the same will be written there again
+            except (
+                Exception
+            ) as error:  # only the cache was written, and the retry writes the same values
                 if not is_out_of_memory(error):
                     raise
                 self._count = self._halve_slots(self._count, format_first_line(error))
@@ -236,7 +240,7 @@ class SlotTable(ABC):
         return bool(ended or any(slot in self._waiting_on_env for slot in acted.tolist())), ended
 
     def _sample_active_slots(self) -> None:
-        """Sample one token in each active slot, or several where nothing has to be appended."""
+        """Sample one token in each active slot, or several if nothing has to be appended."""
         n = self._count
         to_append = {slot: ids for slot, ids in self._to_append.items() if slot < n}
         if not to_append and (steps := self._count_compiled_steps()):
@@ -245,24 +249,21 @@ class SlotTable(ABC):
             self._sample_one_token(n, to_append)
 
     def _sample_steps(self, n: int, steps: int) -> None:
-        """Sample so many tokens in each of the first n slots by compiled code, each slot until its turn ends."""
+        """Sample `steps` tokens in each of the first n slots with compiled code, each slot until its turn ends."""
         self._decoder.sample_steps(self._states, n, self._is_eos, steps)
 
     def _sample_one_token(self, n: int, to_append: dict[int, list[int]]) -> None:
-        """Sample one token in each of the first n slots, after what is to be appended."""
+        """Sample one token in each of the first n slots, after appending pending observations."""
         appended, extra_tokens, extra_positions = self._build_appended_tokens(to_append, n)
         tokens, positions = self._pending[:n], self._length[:n].copy()
         for slot, ids in to_append.items():
             positions[slot] += len(ids)
         if appended is not None:
-            tokens, positions = (
-                np.concatenate([tokens, extra_tokens]),
-                np.concatenate([positions, extra_positions]),
-            )
+            tokens = np.concatenate([tokens, extra_tokens])
+            positions = np.concatenate([positions, extra_positions])
         rows, acted = self._rows[:n], self._acted[:n]
-        chosen, logprobs = self._sample_tokens(
-            tokens, positions, n, appended
-        )  # may raise: the run's state is as it was
+        # may raise; the run's state is still unchanged here
+        chosen, logprobs = self._sample_tokens(tokens, positions, n, appended)
         for slot in to_append:
             self._length[slot] += len(self._to_append.pop(slot))
         self._logprobs[rows, acted] = logprobs
@@ -272,22 +273,22 @@ class SlotTable(ABC):
         acted += 1
 
     def _end_turn(self, slot: int, hit_limit: bool) -> None:
-        """Hand a finished action over; the slot then goes on, is free, or waits for its environment."""
+        """Hand over a finished action; the slot then continues, is free, or waits for its environment."""
         sequence, count = self._sequences[slot], int(self._acted[slot])
         assert sequence is not None
-        turnover = sequence.take_action(
+        outcome = sequence.take_action(
             self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist(), hit_limit
         )
         self._acted[slot] = 0
-        if isinstance(turnover, PendingTurn):
-            self._waiting_on_env[slot] = turnover
+        if isinstance(outcome, PendingTurn):
+            self._waiting_on_env[slot] = outcome
         else:
-            self._append_observation(slot, turnover, hit_limit)
+            self._append_observation(slot, outcome, hit_limit)
 
     def _append_observation(
         self, slot: int, observation: Observation, hit_limit: bool = False
     ) -> bool:
-        """Append the environment's answer, or begin with it anew; False = the sequence has ended."""
+        """Append the environment's answer or start a new context with it; return False if the sequence has ended."""
         sequence = self._sequences[slot]
         if observation is None or sequence is None:
             self._sequences[slot] = None
@@ -314,30 +315,30 @@ class SlotTable(ABC):
     def _build_appended_tokens(
         self, to_append: dict[int, list[int]], n: int
     ) -> tuple[AppendedTokens | None, np.ndarray, np.ndarray]:
-        """Indices of the observation tokens of this step, and the tokens and positions themselves."""
+        """Build the indices of this step's observation tokens, and the tokens and positions themselves."""
         if not to_append:
-            nothing = np.zeros(0, dtype=np.int64)
-            return None, nothing, nothing
+            empty = np.zeros(0, dtype=np.int64)
+            return None, empty, empty
         slots = np.array(list(to_append), dtype=np.int64)
         counts = np.array([len(ids) for ids in to_append.values()])
         width = int(counts.max())
         starts = np.cumsum(counts) - counts
         column = np.arange(width)
-        inside = column < counts[:, None]
-        within = np.minimum(column, counts[:, None] - 1)  # padding repeats a row's last token
-        positions_XW = self._length[slots][:, None] + within
+        is_inside = column < counts[:, None]
+        offsets_XW = np.minimum(column, counts[:, None] - 1)  # padding repeats a row's last token
+        positions_XW = self._length[slots][:, None] + offsets_XW
         appended = AppendedTokens(
             slots_X=self._to_tensor(slots),
             slots_E=self._to_tensor(np.repeat(slots, counts)),
-            rows_XW=self._to_tensor(n + starts[:, None] + within),
+            rows_XW=self._to_tensor(n + starts[:, None] + offsets_XW),
             positions_XW=self._to_tensor(positions_XW),
-            flat_indices_E=self._to_tensor(np.flatnonzero(inside)),
+            flat_indices_E=self._to_tensor(np.flatnonzero(is_inside)),
             length=int(positions_XW.max()) + 1,
         )
         tokens = np.array([token for ids in to_append.values() for token in ids], dtype=np.int64)
-        return appended, tokens, positions_XW[inside]
+        return appended, tokens, positions_XW[is_inside]
 
     def _to_tensor(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
-        """On the device; integers as int64, floats as float64."""
+        """Copy values to the device; integers as int64, floats as float64."""
         array = np.asarray(values)
         return torch.from_numpy(array).to(self._decoder.device, non_blocking=True)

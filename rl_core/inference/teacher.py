@@ -1,6 +1,6 @@
-"""Teachers of a distillation: log-probabilities of given tokens, from a model loaded here or from a server.
+"""Teachers for distillation: log-probabilities of the student's tokens, from a local model or a server.
 
-B rows, S whole sequence.
+B rows, S tokens of a whole sequence.
 """
 
 from __future__ import annotations
@@ -27,28 +27,35 @@ if TYPE_CHECKING:
 
 
 class Teacher(Protocol):
-    """Gives log-probabilities of tokens that another model sampled."""
+    """A model that computes log-probabilities of tokens sampled by another model."""
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Log p(token | tokens before) in nats, float [B, S]; 0 where the batch's mask is False."""
+        """Compute log p(token | earlier tokens) in nats, float [B, S]; 0 where the batch's mask is False."""
 
 
 class LocalTeacher:
-    """A frozen model in this process; its log-probs are at the batch's temperatures."""
+    """A frozen model in this process; it uses the batch's temperatures."""
 
     def __init__(self, model: PreTrainedModel, *, context: int | None = None) -> None:
-        """`context`: its longest sequence, in tokens; None = not known."""
+        """Freeze the model.
+
+        Args:
+            context: its longest sequence in tokens; None = unknown.
+        """
         self.model = model.requires_grad_(False).eval()
         self.context = context
 
     @torch.no_grad()
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """See `Teacher`. Raises: DataError for a row that is longer than its context."""
+        """See `Teacher`.
+
+        Raises: DataError if a row is longer than the context.
+        """
         longest = max((len(ids) for _, ids in _iter_sequences(batch)), default=0)
         if self.context is not None and longest > self.context:
             raise DataError(
                 f"a rollout has {longest} tokens, and the teacher's context is {self.context}; "
-                "lower sampling.max_completion_tokens, or take a teacher with a longer context"
+                "lower sampling.max_completion_tokens, or use a teacher with a longer context"
             )
         device = next(self.model.parameters()).device
         with use_eval_mode(self.model):
@@ -58,56 +65,62 @@ class LocalTeacher:
 
 
 class ServedTeacher:
-    """A model behind an OpenAI-compatible `/v1/completions`, which is sent token ids and tells their log-probs.
+    """A model behind an OpenAI-compatible `/v1/completions` that returns log-probs of the token ids it is sent.
 
-    A request that is not answered, or answered by a passing error, is sent again a bounded number of times. An answer
-    without a finite log-prob for each token is an error: nothing is ever filled in.
+    A request without an answer, or with a transient error, is retried a bounded number of times. An answer without a
+    finite log-prob for every token is an error; missing values are never filled in.
     """
 
     def __init__(self, settings: TeacherSettings) -> None:
-        """Nothing is sent yet. Raises: SettingsError without an address or a model's name."""
+        """Check the settings; send nothing.
+
+        Raises: SettingsError without an address or a model name.
+        """
         if settings.url is None or settings.model is None:
             raise SettingsError(
-                "teacher: a served one needs url and model, the name that the server knows it by"
+                "teacher: a served teacher needs url and model (the model's name on the server)"
             )
         self.settings = settings
         self.url = build_v1_address(settings.url, "completions")
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """See `Teacher`. Raises: BackendError without a complete answer; DataError for a temperature other than 1."""
+        """See `Teacher`.
+
+        Raises: BackendError without a complete answer; DataError for a temperature other than 1.
+        """
         if batch.temperatures_BS is not None:
             raise DataError(
-                "a served teacher's log-probs are those at temperature 1, the rollouts' are not"
+                "a served teacher returns log-probs at temperature 1 only; set sampling.temperature to 1"
             )
         mask_BS = batch.loss_mask_BS.cpu()
         sequences = list(_iter_sequences(batch))
         with ThreadPoolExecutor(self.settings.concurrency) as pool:
             answers = pool.map(self._fetch_row_logprobs, [ids for _, ids in sequences])
-        told: list[list[float | None]] = [[] for _ in range(len(mask_BS))]
+        values_by_row: list[list[float | None]] = [[] for _ in range(len(mask_BS))]
         for (index, _), values in zip(sequences, answers, strict=True):
-            told[index] += values
-        found_BS = torch.zeros(mask_BS.shape, dtype=torch.float32)
-        for index, values in enumerate(told):
+            values_by_row[index] += values
+        logprobs_BS = torch.zeros(mask_BS.shape, dtype=torch.float32)
+        for index, values in enumerate(values_by_row):
             for position in mask_BS[index].nonzero().flatten().tolist():
                 value = values[position]
                 if value is None or not math.isfinite(value):
                     raise BackendError(
                         f"{self.url}: log-prob {value} of token {position} of a row of {len(values)}"
                     )
-                found_BS[index, position] = value
-        return found_BS.to(batch.input_ids_BS.device)
+                logprobs_BS[index, position] = value
+        return logprobs_BS.to(batch.input_ids_BS.device)
 
     def _fetch_row_logprobs(self, ids: list[int]) -> list[float | None]:
-        """Log-prob of each token; None for the first, which has nothing before it."""
-        asked: dict[str, Any] = {
+        """Request the log-prob of each token; None for the first, which has no context."""
+        request: dict[str, Any] = {
             "model": self.settings.model,
             "prompt": ids,
             "max_tokens": 1,
             "temperature": 1.0,
         }
         is_echo = self.settings.api == "echo"
-        asked |= {"echo": True, "logprobs": 1} if is_echo else {"prompt_logprobs": 0}
-        answer = self._send_request(asked)
+        request |= {"echo": True, "logprobs": 1} if is_echo else {"prompt_logprobs": 0}
+        answer = self._send_request(request)
         try:
             choice = answer["choices"][0]
             values = (
@@ -117,28 +130,33 @@ class ServedTeacher:
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BackendError(
-                f"{self.url}: the answer does not tell the log-probs of {len(ids)} tokens as api '{self.settings.api}' "
-                f"does ({type(error).__name__}: {error}); set teacher.api to what the server offers"
+                f"{self.url}: the answer lacks the log-probs of {len(ids)} tokens in the format of api "
+                f"'{self.settings.api}' ({type(error).__name__}: {error}); set teacher.api to what the server offers"
             ) from error
         return values
 
-    def _send_request(self, asked: dict[str, Any]) -> Any:
-        """The server's answer. Raises: BackendError after the last try, or at once for a request that it refuses."""
+    def _send_request(self, request: dict[str, Any]) -> Any:
+        """Send a request and return the server's answer.
+
+        Raises: BackendError after the last retry, or immediately if the server rejects the request.
+        """
         settings = self.settings
         limits = RequestLimits(settings.timeout_s, settings.retries, settings.retry_delay_s)
         try:
-            return post_with_retries(self.url, asked, limits, parse_response=lambda answer: answer)
+            return post_with_retries(
+                self.url, request, limits, parse_response=lambda answer: answer
+            )
         except BackendError as error:
             if "did not answer" not in str(error):
                 raise
             raise BackendError(
-                f"{error}; start the teacher's server, or raise teacher.retries or teacher.timeout_s; the same command "
-                "resumes"
+                f"{error}; start the teacher's server, or raise teacher.retries or teacher.timeout_s; rerun the same "
+                "command to resume"
             ) from error
 
 
 def _parse_echoed_logprobs(choice: dict[str, Any], count: int) -> list[float | None]:
-    """OpenAI's echoed prompt and the sampled token after it."""
+    """Parse OpenAI's echoed prompt and the sampled token after it."""
     values = choice["logprobs"]["token_logprobs"]
     if len(values) not in (count, count + 1):
         raise ValueError(f"{len(values)} log-probs for a prompt of {count} tokens")
@@ -146,18 +164,18 @@ def _parse_echoed_logprobs(choice: dict[str, Any], count: int) -> list[float | N
 
 
 def _parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float | None]:
-    """vLLM's prompt_logprobs: a mapping from token ids at each position, None at the first."""
-    places = choice["prompt_logprobs"]
-    if len(places) != len(ids):
-        raise ValueError(f"{len(places)} positions for a prompt of {len(ids)} tokens")
+    """Parse vLLM's prompt_logprobs: a mapping from token ids at each position, None at the first."""
+    positions = choice["prompt_logprobs"]
+    if len(positions) != len(ids):
+        raise ValueError(f"{len(positions)} positions for a prompt of {len(ids)} tokens")
     return [
-        None if place is None else float(place[str(token)]["logprob"])
-        for token, place in zip(ids, places, strict=True)
+        None if position is None else float(position[str(token)]["logprob"])
+        for token, position in zip(ids, positions, strict=True)
     ]
 
 
 def compute_vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over every token and its id."""
+    """Compute the SHA-256 over every token and its id."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
@@ -165,24 +183,25 @@ def compute_vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def check_vocabulary(
     policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """Raise SettingsError unless both tokenizers have the same tokens under the same ids."""
+    """Raise SettingsError unless both tokenizers map the same tokens to the same ids."""
     if compute_vocabulary_digest(policy) == compute_vocabulary_digest(teacher):
         return
-    ours, theirs = policy.get_vocab(), teacher.get_vocab()
-    different = [
+    policy_ids, teacher_ids = policy.get_vocab(), teacher.get_vocab()
+    differing = [
         token
-        for token in sorted(ours.keys() | theirs.keys())
-        if ours.get(token) != theirs.get(token)
+        for token in sorted(policy_ids.keys() | teacher_ids.keys())
+        if policy_ids.get(token) != teacher_ids.get(token)
     ]
+    token = differing[0]
     raise SettingsError(
-        f"teacher: {name} has another vocabulary than the policy: {len(different)} of {len(ours)} tokens differ, as "
-        f"{different[0]!r} (id {ours.get(different[0])} here, {theirs.get(different[0])} there); it cannot judge the "
-        "policy's tokens, so take a teacher of the same family"
+        f"teacher: {name} has another vocabulary than the policy: {len(differing)} of {len(policy_ids)} tokens differ, "
+        f"such as {token!r} (policy id {policy_ids.get(token)}, teacher id {teacher_ids.get(token)}); use a teacher "
+        "of the same model family"
     )
 
 
 def _iter_sequences(batch: TrainBatch) -> Iterator[tuple[int, list[int]]]:
-    """(row, token ids) of every sequence in order; a row has several where contexts begin anew in it."""
+    """Yield (row, token ids) of every sequence in order; a row holds several if its context restarts."""
     for index, ids_S in enumerate(batch.input_ids_BS):
         length = int(batch.attention_mask_BS[index].sum())
         starts = [0]

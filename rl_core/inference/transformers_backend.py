@@ -1,8 +1,9 @@
-"""Rollouts through the model's own forward pass: the fallback, correct for every causal LM.
+"""Rollouts through transformers' own forward pass: the fallback that works for every causal LM.
 
-Sequences are played in batches of `slots`, turn by turn: each turn reads the whole sequences again, padded on the left,
-and then decodes token by token over transformers' cache until every row has ended its action. Models without such a
-cache (Mamba) read the whole sequences for every token, padded on the right as in training: slow, and as exact.
+Sequences are played in batches of `slots`, turn by turn: each turn reads the whole sequences again, padded on the
+left, and then decodes token by token with transformers' cache until every row has ended its action. Models without
+such a cache (Mamba) read the whole sequences for every token, padded on the right as in training: slow but equally
+exact.
 
 B rows, S padded width.
 """
@@ -72,18 +73,19 @@ class TransformersBackend:
         )
 
     def set_end_tokens(self, eos_ids: Collection[int]) -> None:
-        """Tokens that end an action from now on."""
+        """Set the tokens that end an action."""
         self._eos_ids = frozenset(eos_ids)
 
     def refresh_weights(self) -> None:
-        """Nothing is kept between runs."""
+        """Do nothing: nothing is cached between runs."""
 
     def run_sequences(
         self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings
     ) -> None:
-        """Play every sequence to its end. Where memory runs out, fewer are played together, now and in later runs.
+        """Play every sequence to its end. If memory runs out, play fewer together, in this and later runs.
 
-        A turn that was left in its middle goes on from the tokens that it has. Raises: OutOfMemory.
+        An interrupted turn continues from the tokens that it has.
+        Raises: OutOfMemory.
         """
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
@@ -99,9 +101,8 @@ class TransformersBackend:
                     self._fit.compute_batches(
                         [rows], functools.partial(play_turn, sampling=sampling)
                     )
-                    turns = [
-                        row.end_turn(self._eos_ids) for row in rows
-                    ]  # all start before the first is waited for
+                    # start all environment steps before waiting for the first
+                    turns = [row.end_turn(self._eos_ids) for row in rows]
                     rows = [
                         row
                         for row, turn in zip(rows, turns, strict=True)
@@ -122,7 +123,7 @@ class TransformersBackend:
         cache: Any = None
         seen_BV: torch.Tensor | None = None
         while True:
-            # of rows that have acted and decode on, none beyond those that the model has
+            # rows that have acted decode on; keep their positions within the model's
             positions = (mask_BS.cumsum(1) - 1).clamp(0, self.max_length - 1)[:, -ids_BS.shape[1] :]
             output = self._model(
                 input_ids=ids_BS,
@@ -144,12 +145,12 @@ class TransformersBackend:
             self._add_tokens(rows, tokens_B, logprobs_B)
             if all(row.has_acted(self._eos_ids) for row in rows):
                 return
-            ids_BS = tokens_B[:, None]  # rows that have acted decode on; their tokens are dropped
+            ids_BS = tokens_B[:, None]  # tokens of rows that have acted are dropped
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
 
     @torch.inference_mode()
     def _play_turn_without_cache(self, rows: list[BackendRow], sampling: SamplingSettings) -> None:
-        """As `_play_turn`; rows that have acted are left out."""
+        """Sample one action for every row without a cache; rows that have acted are left out."""
         device = self._model.device
         while rows := [row for row in rows if not row.has_acted(self._eos_ids)]:
             lengths_B = torch.tensor([len(row.ids) for row in rows], device=device)
@@ -169,7 +170,7 @@ class TransformersBackend:
     def _add_tokens(
         self, rows: list[BackendRow], tokens_B: torch.Tensor, logprobs_B: torch.Tensor
     ) -> None:
-        """Give every row that has not acted its token."""
+        """Append the sampled token to every row that has not acted."""
         for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
             if not row.has_acted(self._eos_ids):
                 check_logprob(logprob, row.num_sampled, self._model.dtype)
@@ -182,7 +183,7 @@ def _draw_penalized_tokens(
     sampling: SamplingSettings,
     seen_BV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `sampling.draw`, with the settings' penalty where seen tokens are given."""
+    """Draw as `draw_tokens` does, with the settings' penalty on seen tokens."""
     if seen_BV is not None:
         logits_BV = apply_repetition_penalty(logits_BV, seen_BV, sampling.repetition_penalty)
     return draw_tokens(
@@ -191,7 +192,7 @@ def _draw_penalized_tokens(
 
 
 def _mark_seen_tokens(rows: list[BackendRow], like_BV: torch.Tensor) -> torch.Tensor:
-    """bool [B, V], True = the token stands in the row."""
+    """Build bool [B, V], True = the token occurs in the row."""
     seen_BV = torch.zeros_like(like_BV, dtype=torch.bool)
     for row, ids in zip(seen_BV, (row.ids for row in rows), strict=True):
         row[torch.tensor(ids, device=like_BV.device)] = True
@@ -209,10 +210,10 @@ class BackendRow:
         has_stops: bool | None = None,
         drawn: int = 0,
     ) -> None:
-        """Nothing is sampled yet.
+        """Start with the prompt and no sampled token.
 
         Args:
-            has_stops: ask the sequence whether a token completes a stop text; None = where `sampling` has such.
+            has_stops: call the sequence's `should_stop`; None = if `sampling` has stop texts.
             drawn: random numbers of the seed that are used up.
         """
         self.sequence = sequence
@@ -228,11 +229,11 @@ class BackendRow:
         self._is_stopped = False
 
     def read_next_uniform(self) -> float:
-        """The uniform of the next token; it stays the same for a row that has acted."""
+        """Return the uniform of the next token; it stays the same for a row that has acted."""
         return float(self._uniforms[min(self.num_sampled, len(self._uniforms) - 1)])
 
     def add_token(self, token: int, logprob: float) -> None:
-        """Take a sampled token."""
+        """Append a sampled token."""
         self.action.append(token)
         self.logprobs.append(logprob)
         self.ids.append(token)
@@ -240,19 +241,19 @@ class BackendRow:
         self._is_stopped = self._has_stop_texts and self.sequence.should_stop(self.action)
 
     def has_acted(self, eos_ids: Collection[int]) -> bool:
-        """True = this turn's action has ended, or has reached the sequence's limit."""
+        """Return whether this turn's action has ended or has reached the sequence's limit."""
         return bool(self.action) and (self._has_ended(eos_ids) or len(self.ids) >= self.limit)
 
     def _has_ended(self, eos_ids: Collection[int]) -> bool:
         return self.action[-1] in eos_ids or self._is_stopped
 
     def end_turn(self, eos_ids: Collection[int]) -> TurnOutcome:
-        """Hand the action over."""
+        """Hand over the action; return its outcome."""
         self._hit_limit = not self._has_ended(eos_ids)
         return self.sequence.take_action(self.action, self.logprobs, self._hit_limit)
 
     def append_observation(self, observation: Observation) -> bool:
-        """Take what came back; False = the sequence has ended."""
+        """Append an observation; return False if the sequence has ended."""
         if observation is None:
             return False
         draws = len(self._uniforms) - self.num_sampled

@@ -1,7 +1,8 @@
-"""Runs of the rollout engine in which the weights change: each sequence notes from which token on it had which version.
+"""Rollout engine runs in which the weights change; each sequence records which version sampled which tokens.
 
-A sequence's numbers follow from its prompt, its random numbers and these notes alone (where decoding is compiled code),
-so a run that was played while a trainer changed the weights is played again by `ReplayEngineRun`, whatever ran beside it.
+With compiled decoding, a sequence's numbers depend only on its prompt, its random numbers and these version starts. A
+run whose weights were changed by a trainer can therefore be repeated by `ReplayEngineRun`, regardless of the
+sequences that ran with it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from rl_core.inference.sampling import RolloutSequence
 from rl_core.inference.slot_table import MAX_COMPILED_STEPS
 from rl_core.settings import SamplingSettings
 
-# (sampled tokens before it, version): the first one is of the prompt's keys and values, too
+# (sampled tokens before it, version); the first one also computed the prompt's keys and values
 VersionStarts = list[tuple[int, int]]
 
 
 class VersionedSequence(RolloutSequence, Protocol):
-    """A sequence that knows the versions it was sampled with."""
+    """A sequence that records the versions it was sampled with."""
 
     version_starts: VersionStarts
 
 
 def record_version(starts: VersionStarts, sampled: int, version: int) -> None:
-    """Note that a sequence of so many sampled tokens goes on under this version.
+    """Record that a sequence continues under this version after `sampled` tokens.
 
-    A version under which nothing was computed is forgotten: two changes between the same two tokens are one.
+    A version under which nothing was computed is removed: two changes between the same two tokens count as one.
     """
     if starts and starts[-1][0] == sampled and (sampled or len(starts) > 1):
         starts.pop()
@@ -38,7 +39,7 @@ def record_version(starts: VersionStarts, sampled: int, version: int) -> None:
 
 
 class _VersionedRun(EngineRun):
-    """Weights may be exchanged between two steps; the cache, and the tokens in it, stay."""
+    """A run whose weights may be exchanged between two steps; the cache and the tokens in it stay."""
 
     def __init__(
         self,
@@ -49,16 +50,18 @@ class _VersionedRun(EngineRun):
     ) -> None:
         self._engine, self._stack = engine, ExitStack()
         decoder = self._stack.enter_context(engine.bind_decoder())
-        # which finished steps rejoin when changes no number here, so none waits for another
-        own = dataclasses.replace(sampling, rejoin="ready")
-        super().__init__(decoder, sequences, own, **engine.build_run_options(), capacity=capacity)
+        # the order in which finished steps rejoin does not affect a sequence's numbers here, so none waits
+        run_sampling = dataclasses.replace(sampling, rejoin="ready")
+        super().__init__(
+            decoder, sequences, run_sampling, **engine.build_run_options(), capacity=capacity
+        )
 
     def close(self) -> None:
-        """Take adapters out of the weights again."""
+        """Unmerge the adapters from the weights."""
         self._stack.close()
 
     def exchange_weights(self, change_weights: Callable[[], None]) -> None:
-        """Have the model's weights changed, and go on with them."""
+        """Change the model's weights by `change_weights` and continue with them."""
         self._stack.close()
         change_weights()
         self._stack.enter_context(self._engine.bind_decoder())
@@ -66,7 +69,7 @@ class _VersionedRun(EngineRun):
         self._prompts.clear_prefilled()
 
     def iter_occupied_slots(self) -> Iterator[tuple[int, VersionedSequence]]:
-        """Slots with sequences that have begun and not ended."""
+        """Yield the slots of sequences that have begun and not ended."""
         for slot, sequence in enumerate(self._sequences):
             if sequence is not None:
                 yield slot, cast(VersionedSequence, sequence)
@@ -76,7 +79,7 @@ class _VersionedRun(EngineRun):
 
 
 class StreamingEngineRun(_VersionedRun):
-    """A run that asks for new weights and sequences between its steps."""
+    """A run that can get new weights and sequences between its steps."""
 
     _reports_ends_early = True
 
@@ -90,19 +93,23 @@ class StreamingEngineRun(_VersionedRun):
         between_steps: Callable[[StreamingEngineRun], None],
         capacity: int | None = None,
     ) -> None:
-        """`version`: of the weights now; `between`: called before every step, may `add`, `exchange` and `drop`.
+        """Create the run.
 
-        `capacity`: sequences that may be in the run at once; None = none is added.
+        Args:
+            version: returns the current version of the weights.
+            between_steps: called before every step; may call `add_sequence`, `exchange_weights` and
+                `restart_sequences`.
+            capacity: largest number of sequences in the run at the same time; None = no sequence is added.
         """
         self._version, self._between_steps = version, between_steps
         super().__init__(engine, sequences, sampling, capacity)
 
     def can_fit(self, sequence: VersionedSequence) -> bool:
-        """True = the run's cache has slots of this sequence's length."""
+        """Return whether the run's slots are long enough for this sequence."""
         return self._compute_limit(sequence) <= self._longest
 
     def add_sequence(self, sequence: VersionedSequence) -> None:
-        """Queue one more sequence, which `fits`."""
+        """Queue one more sequence, for which `can_fit` holds."""
         self._limits[id(sequence)] = self._compute_limit(sequence)
         self._prompts.register_sequence(sequence)
         self._queue.append(sequence)
@@ -119,7 +126,7 @@ class StreamingEngineRun(_VersionedRun):
                 return
 
     def exchange_weights(self, change_weights: Callable[[], None]) -> None:
-        """As in any run; sequences that have begun note the new version."""
+        """Exchange the weights; running sequences record the new version."""
         super().exchange_weights(change_weights)
         for slot, sequence in self.iter_occupied_slots():
             record_version(sequence.version_starts, int(self._sampled[slot]), self._version())
@@ -127,18 +134,19 @@ class StreamingEngineRun(_VersionedRun):
     def restart_sequences(
         self, build_replacement: Callable[[VersionedSequence], VersionedSequence | None]
     ) -> int:
-        """Take out every sequence that has begun, and queue another in its place, if any; returns their number."""
+        """Remove every sequence that has begun and queue its replacement, if any; return how many were removed."""
         dropped = list(self.iter_occupied_slots())
         for slot, sequence in dropped:
-            if slot in self._waiting_on_env:  # its environment is in the middle of a step
+            if slot in self._waiting_on_env:  # its environment is still stepping
                 self._waiting_on_env.pop(slot).call.wait_until_done()
             self._sequences[slot] = None
             self._to_append.pop(slot, None)
-            if (another := build_replacement(sequence)) is None:
+            replacement = build_replacement(sequence)
+            if replacement is None:
                 continue
-            self._limits[id(another)] = self._limits[id(sequence)]
-            self._prompts.register_sequence(another)
-            self._queue.append(another)
+            self._limits[id(replacement)] = self._limits[id(sequence)]
+            self._prompts.register_sequence(replacement)
+            self._queue.append(replacement)
         return len(dropped)
 
     def _start_sequences(self, slots: list[int]) -> None:
@@ -148,7 +156,7 @@ class StreamingEngineRun(_VersionedRun):
 
 
 class ReplayEngineRun(_VersionedRun):
-    """Plays sequences whose version starts are given, version after version."""
+    """A run that repeats sequences with known version starts, version by version."""
 
     def __init__(
         self,
@@ -157,7 +165,11 @@ class ReplayEngineRun(_VersionedRun):
         sampling: SamplingSettings,
         load: Callable[[int], None],
     ) -> None:
-        """`load`: puts the weights of a version into the model."""
+        """Load the first version.
+
+        Args:
+            load: loads a version's weights into the model.
+        """
         ordered = sorted(sequences, key=lambda sequence: sequence.version_starts[0][1])
         self._load = load
         self._order = deque(sorted({version for s in sequences for _, version in s.version_starts}))
@@ -182,14 +194,14 @@ class ReplayEngineRun(_VersionedRun):
         super()._start_sequences(slots[: self._count_ready_sequences()])
 
     def _count_ready_sequences(self) -> int:
-        """Sequences at the head of the queue that begin under the present version."""
+        """Count the sequences at the head of the queue that begin under the current version."""
         queued = (
             cast(VersionedSequence, sequence).version_starts[0][1] for sequence in self._queue
         )
         return sum(first <= self._current for first in queued)
 
     def _count_remaining_tokens(self, slot: int) -> int:
-        """Tokens that a slot's sequence samples before it goes on under a later version."""
+        """Count the tokens that a slot's sequence samples before its next version."""
         sequence = cast(VersionedSequence, self._sequences[slot])
         later = [start for start, version in sequence.version_starts if version > self._current]
         return later[0] - int(self._sampled[slot]) if later else MAX_COMPILED_STEPS
@@ -203,9 +215,7 @@ class ReplayEngineRun(_VersionedRun):
         return active[: self._fit.limit]
 
     def _count_compiled_steps(self) -> int:
-        at_once = super()._count_compiled_steps()
-        return (
-            min([at_once, *(self._count_remaining_tokens(slot) for slot in range(self._count))])
-            if at_once
-            else 0
-        )
+        steps = super()._count_compiled_steps()
+        if not steps:
+            return 0
+        return min([steps, *(self._count_remaining_tokens(slot) for slot in range(self._count))])

@@ -19,12 +19,12 @@ SCAN_CHUNK = 128
 
 
 def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") -> torch.Tensor:
-    """Group-relative advantages over the rollouts of each prompt.
+    """Compute group-relative advantages over the rollouts of each prompt.
 
     grpo:    (r - mean) / (std + 1e-4), unbiased std over the group; 0 for the whole group when std < 1e-3.
     dr_grpo: r - mean.
     rloo:    r - mean of the others = (r - mean) G / (G - 1).
-    A group of one has no baseline: its advantage is 0 (other libraries return the raw reward, or divide by 0).
+    A group of one has no baseline: its advantage is 0 (other libraries return the raw reward or divide by 0).
 
     Args:
         rewards_PG: float [P, G].
@@ -52,7 +52,7 @@ def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") 
 def batch_advantages(
     rewards_PG: torch.Tensor, *, subtract_group_mean: bool = False
 ) -> torch.Tensor:
-    """REINFORCE++: rewards normalised over the global batch, (r - mean) / (std + 1e-4), unbiased std.
+    """Normalise rewards over the global batch, as REINFORCE++ does: (r - mean) / (std + 1e-4), unbiased std.
 
     Args:
         rewards_PG: float [P, G] (G may be 1); the global batch.
@@ -81,7 +81,7 @@ def gae(
     gae_lambda: float = 0.95,
     bootstrap_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation over loss tokens; observation tokens between them are skipped.
+    """Compute generalised advantage estimates over loss tokens, skipping the observation tokens between them.
 
     delta = r + gamma V' - V; A = delta + gamma lambda A'; returns = A + V, where V' and A' belong to the next loss
     token: masked tokens neither discount nor decay.
@@ -124,7 +124,7 @@ def vtrace(
     c_cap: float = 1.0,
     bootstrap_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V-trace over loss tokens: advantages and value targets from samples of another policy; on policy it is `gae`.
+    """Compute V-trace advantages and value targets from samples of another policy; on policy it equals `gae`.
 
     rho = min(rho_cap, ratio), c = lambda min(c_cap, ratio), delta = rho (r + gamma V' - V), targets v = V + e with
     e = delta + gamma c e'; advantage rho (r + gamma (V' + lambda e') - V). V' and e' belong to the next loss token:
@@ -148,15 +148,12 @@ def vtrace(
         raise DataError(f"c_cap: {c_cap} must be above 0, at most 1, and at most rho_cap {rho_cap}")
     with torch.no_grad():
         packed = _PackedTokens(loss_mask_BT)
-        values_BN, rewards_BN, ratios_BN = (
-            packed.pack_tokens(part) for part in (values_BT, token_rewards_BT, ratios_BT)
-        )
+        values_BN, rewards_BN = packed.pack_tokens(values_BT), packed.pack_tokens(token_rewards_BT)
+        ratios_BN = packed.pack_tokens(ratios_BT)
         if bool((ratios_BN < 0).any()):
             raise DataError(f"ratios: {float(ratios_BN.min())} is below 0")
-        rho_BN, traces_BN = (
-            ratios_BN.clamp(max=rho_cap),
-            gamma * trace_lambda * ratios_BN.clamp(max=c_cap),
-        )
+        rho_BN = ratios_BN.clamp(max=rho_cap)
+        traces_BN = gamma * trace_lambda * ratios_BN.clamp(max=c_cap)
         deltas_BN = rewards_BN + gamma * packed.shift_to_next(values_BN, bootstrap_B) - values_BN
         errors_BN = _compute_traced_sums(fill_masked(rho_BN * deltas_BN, packed.mask_BN), traces_BN)
         after_BN = packed.shift_to_next(errors_BN, torch.zeros_like(bootstrap_B))
@@ -171,7 +168,7 @@ def returns(
     gamma: float = 1.0,
     bootstrap_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Discounted return from each loss token on; masked tokens do not discount.
+    """Compute the discounted return from each loss token on; masked tokens do not discount.
 
     Args, Raises: as `gae`.
     Returns: float [B, T], 0 where the mask is False.
@@ -194,11 +191,11 @@ def distillation_advantages(
     *,
     gamma: float = 0.0,
 ) -> torch.Tensor:
-    """On-policy distillation: reward log p_teacher - log p_student of each token that the student sampled.
+    """Compute on-policy distillation advantages from the reward log p_teacher - log p_student of each sampled token.
 
-    Its mean over the student's samples is minus the reverse KL, KL(student || teacher), of the position. With gamma 0
-    the advantage is the reward itself: its policy gradient is that of the KL at each position, none passing through
-    the sampling of later ones. With gamma 1 it is that of the whole sequence's KL.
+    The mean of this reward over the student's samples is minus the reverse KL, KL(student || teacher), of the position.
+    With gamma 0 the advantage is the reward itself: the policy gradient is that of the KL at each position and ignores
+    the effect on later positions. With gamma 1 it is that of the whole sequence's KL.
 
     Args:
         student_logprobs_BT, teacher_logprobs_BT: float [B, T], nats, at the same temperature.
@@ -216,7 +213,7 @@ def distillation_advantages(
 
 
 def overlong_penalty(lengths_B: torch.Tensor, *, max_tokens: int, buffer: int) -> torch.Tensor:
-    """DAPO's soft overlong penalty: 0 up to max_tokens - buffer, then linear to -1 at max_tokens.
+    """Compute DAPO's soft overlong penalty: 0 up to max_tokens - buffer, then linear down to -1 at max_tokens.
 
     -min(excess, buffer) / buffer, excess = max(0, length - (max_tokens - buffer)).
     Args:
@@ -231,7 +228,7 @@ def overlong_penalty(lengths_B: torch.Tensor, *, max_tokens: int, buffer: int) -
 
 
 def _compute_discounted_sums(values_BN: torch.Tensor, factor: float) -> torch.Tensor:
-    """y_t = x_t + factor y_{t+1} along axis 1, in chunks from the right, one small matrix product per chunk.
+    """Compute y_t = x_t + factor y_{t+1} along axis 1, in chunks from the right, one small matrix product per chunk.
 
     Within a chunk y = x W, W[j, i] = factor^(j - i) for j >= i; the chunk to its right adds factor^(C - i) y_next.
     """
@@ -254,7 +251,7 @@ def _compute_discounted_sums(values_BN: torch.Tensor, factor: float) -> torch.Te
 
 
 def _compute_traced_sums(values_BN: torch.Tensor, factors_BN: torch.Tensor) -> torch.Tensor:
-    """y_t = x_t + f_t y_{t+1} along axis 1 for factors of at most 1, in log2(N) passes over windows that double.
+    """Compute y_t = x_t + f_t y_{t+1} along axis 1 for factors of at most 1, in log2(N) passes over doubling windows.
 
     Source: Hillis and Steele 1986, "Data parallel algorithms".
     """
@@ -268,7 +265,7 @@ def _compute_traced_sums(values_BN: torch.Tensor, factors_BN: torch.Tensor) -> t
 
 
 class _PackedTokens:
-    """Loss tokens of each row moved to its left in their order [B, N], and back; 0 beyond them."""
+    """The loss tokens of each row packed to the left in their order, [B, N], and back; 0 after the last one."""
 
     def __init__(self, loss_mask_BT: torch.Tensor) -> None:
         self.loss_mask_BT = loss_mask_BT
@@ -280,17 +277,17 @@ class _PackedTokens:
         self.last_BN = self.mask_BN & ~later_BN
 
     def pack_tokens(self, values_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T] to [B, N]."""
+        """Move the loss tokens of [B, T] to the left, [B, N]."""
         return fill_masked(values_BT, self.loss_mask_BT).gather(1, self.order_BN)
 
     def unpack_tokens(self, values_BN: torch.Tensor) -> torch.Tensor:
-        """[B, N] to [B, T]."""
+        """Move packed tokens [B, N] back to their places in [B, T]."""
         return torch.zeros_like(values_BN).scatter(
             1, self.order_BN, fill_masked(values_BN, self.mask_BN)
         )
 
     def shift_to_next(self, values_BN: torch.Tensor, bootstrap_B: torch.Tensor) -> torch.Tensor:
-        """Value of the next loss token; at the last one the bootstrap."""
+        """Return the value of the next loss token for each token; the bootstrap for the last one."""
         shifted_BN = torch.cat([values_BN[:, 1:], values_BN.new_zeros(len(values_BN), 1)], dim=1)
         return torch.where(self.last_BN, bootstrap_B[:, None].to(values_BN.dtype), shifted_BN)
 
@@ -303,7 +300,11 @@ def _check_trace_inputs(
     trace_lambda: float,
     bootstrap_B: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Bootstrap values [B], zeros for None, of inputs that `gae` and `vtrace` can use. Raises: DataError."""
+    """Check the inputs of `gae` and `vtrace`.
+
+    Returns: bootstrap values [B], zeros for None.
+    Raises: DataError.
+    """
     if loss_mask_BT.ndim != 2:
         raise DataError(f"loss_mask: shape {tuple(loss_mask_BT.shape)}, expected [B, T]")
     if not 0 <= gamma <= 1 or not 0 <= trace_lambda <= 1:

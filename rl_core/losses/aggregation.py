@@ -22,10 +22,10 @@ def token_weights(
     denominator: float,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Weight of each token's loss in the loss of the optimizer step, the same for policy, KL and entropy terms.
+    """Compute the weight of each token's loss in the optimizer step, the same for policy, KL and entropy terms.
 
     token_mean: 1 / N, N loss tokens of the step. sequence_mean: 1 / (S n), S sequences of the step with a loss token,
-    n loss tokens of the token's own row. constant: 1 / D, whatever the lengths.
+    n loss tokens of the token's row. constant: 1 / D, whatever the lengths.
 
     Args:
         loss_mask_BT: bool [B, T], True = token counts; a row is one whole sequence.
@@ -56,7 +56,9 @@ def aggregate(
     num_loss_tokens: float,
     loss_weights_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scalar sum of the losses under the mask, times `loss_weights_BT`; None = divided by num_loss_tokens."""
+    """Return the scalar sum of masked losses times `loss_weights_BT`; without weights, the sum divided by
+    num_loss_tokens.
+    """
     if loss_weights_BT is None:
         return masked_sum(losses_BT, loss_mask_BT) / check_count("num_loss_tokens", num_loss_tokens)
     if loss_weights_BT.shape != loss_mask_BT.shape:

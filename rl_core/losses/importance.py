@@ -23,10 +23,10 @@ def importance_ratios(
     *,
     level: ImportanceLevel = "token",
 ) -> torch.Tensor:
-    """Ratio pi / mu without gradient, its logarithm clamped to +-20.
+    """Compute the ratio pi / mu without gradient, its logarithm clamped to +-20.
 
-    token: of each token. sequence: the product over a row's loss tokens. geometric: the geometric mean of the ratios of
-    a row's loss tokens, which does not grow with length. The last two are the same at each token of a row.
+    token: the ratio of each token. sequence: the product over a row's loss tokens. geometric: the geometric mean over a
+    row's loss tokens, which does not grow with length. The last two are equal at all tokens of a row.
 
     Args:
         logprobs_BT: float [B, T], nats, log pi of the trained policy.
@@ -55,7 +55,7 @@ def truncated_importance_weights(
     level: ImportanceLevel = "token",
     cap: float = 2.0,
 ) -> torch.Tensor:
-    """min(ratio, cap), without gradient, with the ratio of `importance_ratios`.
+    """Compute min(ratio, cap) without gradient; the ratio is that of `importance_ratios`.
 
     Args:
         cap: at least 1; the truncation trades variance for bias towards mu.
@@ -79,15 +79,16 @@ def importance_mask(
     low: float,
     high: float,
 ) -> torch.Tensor:
-    """Tokens whose ratio (`importance_ratios`) lies in [low, high]; at the level of sequences, a row goes as a whole.
+    """Select the tokens whose ratio (`importance_ratios`) lies in [low, high].
 
-    What leaves the interval loses its policy gradient and stays in every denominator, as in TRL, NeMo-RL and OpenRLHF
-    (verl divides by the kept tokens alone): dropping then never enlarges the step of the others.
+    At the levels of sequences, whole rows are selected. Tokens outside the interval lose their policy gradient but stay
+    in every denominator, as in TRL, NeMo-RL and OpenRLHF (verl divides by the selected tokens only), so that masking
+    never enlarges the step of the other tokens.
 
     Args:
         low, high: 0 <= low < 1 < high.
-        others, Raises: as `importance_ratios`; DataError also for such limits.
-    Returns: bool [B, T], True = kept; False where the mask is False.
+        others, Raises: as `importance_ratios`; DataError also for limits out of range.
+    Returns: bool [B, T], True = selected; False where the mask is False.
     Source: Ling Team 2025, arXiv:2510.18855 (IcePop, tokens); Liu, Li et al. 2025, "When Speed Kills Stability"
         (sequences and geometric means).
     """
@@ -98,16 +99,17 @@ def importance_mask(
 
 
 def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-    """Effective sample size, (sum w)^2 / sum w^2 under the mask.
+    """Compute the effective sample size (sum w)^2 / sum w^2 under the mask.
 
-    Between 1 and the count under the mask, which equal weights reach; 0 if all weights are 0. For sequence weights pass
-    [B] weights with a [B] mask.
+    It lies between 1 and the count under the mask, which equal weights reach; 0 if all weights are 0. For sequence
+    weights pass [B] weights with a [B] mask.
     Raises: DataError on shapes, non-finite values, or an empty mask.
     Source: Kish 1965, "Survey Sampling".
     """
     check_inputs(mask_BT, weights=weights_BT)
     check_count("mask", int(mask_BT.sum()))
-    squares = masked_sum(weights_BT.double().square(), mask_BT)
-    return (
-        float(masked_sum(weights_BT.double(), mask_BT).square() / squares) if squares > 0 else 0.0
-    )
+    weights_BT = weights_BT.double()
+    squares = masked_sum(weights_BT.square(), mask_BT)
+    if squares == 0:
+        return 0.0
+    return float(masked_sum(weights_BT, mask_BT).square() / squares)

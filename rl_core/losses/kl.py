@@ -1,10 +1,9 @@
-"""Kullback-Leibler divergence: sample-based estimators, exact value, coefficient controllers.
+"""Kullback-Leibler divergence: sample-based estimators, exact and truncated values, coefficient controllers.
 
-Suffixes: B rows, T tokens, N positions, V vocabulary. All values in nats.
+`truncated_forward_kl` works from a recorded part of the old distribution: its most likely tokens and the total mass of
+all others.
 
-Forward KL from a recorded part of the old distribution: its most likely tokens and the mass of all others.
-
-Suffixes: N positions, K recorded tokens.
+Suffixes: B rows, T tokens, N positions, V vocabulary, K recorded tokens. All values in nats.
 """
 
 from __future__ import annotations
@@ -20,10 +19,14 @@ from rl_core.losses.masking import check_count, check_finite, check_inputs, fill
 
 KLEstimator = Literal["k1", "k2", "k3"]
 K3_LIMIT = 10.0  # exp(10) = 22,026: beyond it a single token would dominate the batch
+_MIN_REST_MASS = (
+    1e-12  # of the new policy's unrecorded tokens: keeps the KL finite if they have no mass
+)
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """k1 = d = logprobs - ref_logprobs at samples of the policy: unbiased for KL(policy || ref), of either sign.
+    """Compute k1 = d = logprobs - ref_logprobs at samples of the policy: unbiased for KL(policy || ref), of either
+    sign.
 
     Source: Schulman 2020, "Approximating KL divergence".
     """
@@ -31,7 +34,8 @@ def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """k2 = d^2 / 2: biased, low variance, never negative; its gradient is unbiased for that of KL(policy || ref).
+    """Compute k2 = d^2 / 2: biased, low variance, never negative; its gradient is unbiased for that of KL(policy ||
+    ref).
 
     Source: Schulman 2020.
     """
@@ -39,7 +43,7 @@ def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """k3 = exp(-d) - 1 + d with d clamped to +-10: unbiased (within the clamp), never negative at any token.
+    """Compute k3 = exp(-d) - 1 + d with d clamped to +-10: unbiased (within the clamp), never negative at any token.
 
     Source: Schulman 2020; used in the loss by GRPO, arXiv:2402.03300, eq. 4.
     """
@@ -63,10 +67,10 @@ def kl_penalty(
     estimator: KLEstimator = "k3",
     loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """KL(policy || reference) per loss token, as a loss term: its mean, or its sum with the weights of the policy loss.
+    """Compute KL(policy || reference) at the loss tokens as a loss term.
 
-    With the weights of the policy loss, a coefficient weighs a nat of KL at a token against that token's advantage,
-    whatever the aggregation divides by.
+    The term is the mean per token, or the sum with the weights of the policy loss. With those weights, a coefficient
+    balances a nat of KL at a token against that token's advantage, whatever the aggregation divides by.
 
     Args:
         logprobs_BT: float [B, T], current policy, with gradient.
@@ -85,13 +89,12 @@ def kl_penalty(
         fill_masked(logprobs_BT, loss_mask_BT), fill_masked(ref_logprobs_BT, loss_mask_BT)
     )
     kl = aggregate(kl_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
-    return kl, {
-        "ref_kl": kl_BT.detach().sum() / count
-    }  # log-probs are 0 outside the mask, hence every estimator too
+    # Log-probabilities are 0 outside the mask, hence every estimator too.
+    return kl, {"ref_kl": kl_BT.detach().sum() / count}
 
 
 def exact_forward_kl(old_logits_NV: torch.Tensor, new_logits_NV: torch.Tensor) -> torch.Tensor:
-    """KL(old || new) = sum_v p_old (log p_old - log p_new) at every position, in at least float32.
+    """Compute KL(old || new) = sum_v p_old (log p_old - log p_new) at every position, in at least float32.
 
     Args:
         old_logits_NV, new_logits_NV: float [N, V] (any leading axes); -inf = token cannot be sampled.
@@ -110,9 +113,8 @@ def exact_forward_kl(old_logits_NV: torch.Tensor, new_logits_NV: torch.Tensor) -
     dtype = torch.promote_types(old_logits_NV.dtype, torch.float32)
     old_log_p_NV = torch.log_softmax(old_logits_NV, dim=-1, dtype=dtype)
     new_log_p_NV = torch.log_softmax(new_logits_NV, dim=-1, dtype=dtype)
-    allowed_NV = (
-        old_logits_NV != forbidden
-    )  # p log p -> 0 as p -> 0; elsewhere -inf - -inf would be NaN
+    # p log p -> 0 as p -> 0; without the mask -inf - -inf would be NaN.
+    allowed_NV = old_logits_NV != forbidden
     difference_NV = fill_masked(old_log_p_NV, allowed_NV) - fill_masked(new_log_p_NV, allowed_NV)
     return (old_log_p_NV.exp() * difference_NV).sum(-1)
 
@@ -120,13 +122,15 @@ def exact_forward_kl(old_logits_NV: torch.Tensor, new_logits_NV: torch.Tensor) -
 def adaptive_kl_coef(
     kl_coef: float, kl: float, *, target: float, horizon: float, num_samples: int
 ) -> float:
-    """Next KL coefficient: kl_coef (1 + clip(kl / target - 1, +-0.2) min(1, num_samples / horizon)).
+    """Return the next KL coefficient: kl_coef (1 + clip(kl / target - 1, +-0.2) min(1, num_samples / horizon)).
+
+    A call changes the coefficient by 20% at most. More than one horizon of samples applies the full correction and no
+    more, as it is one measurement; the source's rule, applied literally, would take the coefficient to 0 and below from
+    five horizons on.
 
     Args:
         kl: measured KL in nats, same normalisation as `target`.
-        horizon: samples over which the full correction is applied. num_samples: samples since the last call. More than
-            one horizon of them corrects in full, no further: it is one measurement, and the source's rule as it stands
-            would take the coefficient to 0 and below from five horizons on. A call changes it by 20% at most.
+        horizon: samples over which the full correction is applied. num_samples: samples since the last call.
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (K_beta = num_samples / horizon, 0.1 there).
     """
     if target <= 0 or horizon <= 0:
@@ -146,8 +150,10 @@ def banded_kl_coef(
     minimum: float = 1e-4,
     maximum: float = 1.0,
 ) -> float:
-    """Next KL coefficient: multiplied by increase_factor above target + tolerance, divided by decrease_factor below
-    target - tolerance, unchanged between, clamped to [minimum, maximum].
+    """Return the next KL coefficient of a controller with a dead band around the target.
+
+    It is multiplied by increase_factor above target + tolerance, divided by decrease_factor below target - tolerance,
+    unchanged between, and clamped to [minimum, maximum].
     """
     if tolerance < 0 or increase_factor < 1 or decrease_factor < 1 or not 0 < minimum <= maximum:
         raise DataError(
@@ -160,21 +166,17 @@ def banded_kl_coef(
     return min(max(kl_coef, minimum), maximum)
 
 
-_MIN_REST_MASS = 1e-12  # of the new policy's rest: a finite price for having none
-
-
 def truncated_forward_kl(
     old_logprobs_NK: torch.Tensor, old_rest_N: torch.Tensor, new_logprobs_NK: torch.Tensor
 ) -> torch.Tensor:
-    """sum_k p_k log(p_k / q_k) + P log(P / Q), P and Q the masses of the tokens that were not recorded.
+    """Compute sum_k p_k log(p_k / q_k) + P log(P / Q), P and Q the masses of the tokens that were not recorded.
 
-    A lower bound of KL(old || new) over the vocabulary, by the data-processing inequality: taking many tokens for one
-    never adds to a divergence. It is the exact value where everything was recorded, or where p / q is the same for all
-    tokens of the rest.
+    This is a lower bound of KL(old || new) over the vocabulary, by the data-processing inequality: merging tokens never
+    increases a divergence. It is exact if every token was recorded, or if p / q is equal for all unrecorded tokens.
 
     Args:
         old_logprobs_NK: float [N, K], nats, of the recorded tokens. old_rest_N: float [N], 1 - sum of their
-            probabilities; rounding may take it a little below 0.
+            probabilities; rounding may take it slightly below 0.
         new_logprobs_NK: float [N, K], nats, of the same tokens under the new policy, with gradient.
     Returns: float [N] in at least float32, with gradient to the new policy. At least 0 up to rounding.
     Raises: DataError if shapes differ or a value is not finite.
@@ -192,15 +194,11 @@ def truncated_forward_kl(
         old_logprobs=old_logprobs_NK, old_rest=old_rest_N, new_logprobs=new_logprobs_NK.detach()
     )
     dtype = torch.promote_types(new_logprobs_NK.dtype, torch.float32)
-    old_NK, new_NK, rest_N = (
-        old_logprobs_NK.to(dtype),
-        new_logprobs_NK.to(dtype),
-        old_rest_N.to(dtype).clamp(min=0.0),
-    )
-    named_N = (old_NK.exp() * (old_NK - new_NK)).sum(-1)
-    # log(1 - sum q): expm1 keeps the digits where the recorded tokens have nearly all of the mass
-    new_log_rest_N = torch.log(
-        (-torch.expm1(torch.logsumexp(new_NK, -1))).clamp(min=_MIN_REST_MASS)
-    )
-    unnamed_N = torch.xlogy(rest_N, rest_N) - rest_N * new_log_rest_N
-    return named_N + torch.where(rest_N > 0, unnamed_N, torch.zeros_like(unnamed_N))
+    old_NK, new_NK = old_logprobs_NK.to(dtype), new_logprobs_NK.to(dtype)
+    old_rest_N = old_rest_N.to(dtype).clamp(min=0.0)
+    recorded_kl_N = (old_NK.exp() * (old_NK - new_NK)).sum(-1)
+    # 1 - sum q: expm1 keeps the digits if the recorded tokens have nearly all of the mass.
+    new_rest_N = -torch.expm1(torch.logsumexp(new_NK, -1))
+    new_log_rest_N = torch.log(new_rest_N.clamp(min=_MIN_REST_MASS))
+    rest_kl_N = torch.xlogy(old_rest_N, old_rest_N) - old_rest_N * new_log_rest_N
+    return recorded_kl_N + torch.where(old_rest_N > 0, rest_kl_N, torch.zeros_like(rest_kl_N))

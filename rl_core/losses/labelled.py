@@ -13,11 +13,11 @@ from rl_core.losses.preference import check_pairs
 
 
 def kto_reference_point(mismatched_logratio_sum: float, *, num_rows: float) -> float:
-    """Reference point z of KTO: max(0, mean of log policy - log reference), in nats, a constant of the step.
+    """Compute the reference point z of KTO: max(0, mean of log policy - log reference), in nats, constant for a step.
 
     Args:
-        mismatched_logratio_sum: over the rows of the step, each with a completion of another prompt, summed over its
-            tokens; without gradient. An estimate of KL(policy || reference), which is at least 0.
+        mismatched_logratio_sum: sum over the rows of the step, each row with a completion of another prompt and summed
+            over its tokens; without gradient. Estimates KL(policy || reference), which is at least 0.
     Raises: DataError for no rows.
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, sec. 4.1 (the estimate of z0).
     """
@@ -36,7 +36,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Kahneman-Tversky optimisation on unpaired labels, mean over the rows of the step.
+    """Compute the Kahneman-Tversky loss on unpaired labels, the mean over the rows of the step.
 
     L = w_d (1 - sigmoid(beta (h - z))) for a desirable row, w_u (1 - sigmoid(beta (z - h))) for an undesirable one,
     h = log policy - log reference of the completion.
@@ -61,7 +61,7 @@ def kto_loss(
         desirable_weight >= 0 and undesirable_weight >= 0 and reference_point >= 0
     ):
         raise DataError(
-            "beta has to be above 0; desirable_weight, undesirable_weight, reference_point at least 0"
+            "beta must be above 0; desirable_weight, undesirable_weight, reference_point at least 0"
         )
     count = check_count("num_desirable + num_undesirable", num_desirable + num_undesirable)
     ratio_B = logprobs_B - ref_logprobs_B
@@ -72,7 +72,7 @@ def kto_loss(
         .detach()
     )
     ahead_B = beta * sign_B * (ratio_B - reference_point)
-    # 1 - sigmoid(x) = sigmoid(-x), without cancellation
+    # 1 - sigmoid(x) = sigmoid(-x), without cancellation.
     loss = (weight_B * torch.sigmoid(-ahead_B)).sum() / count
     rewards_B, ahead_B = beta * ratio_B.detach(), ahead_B.detach()
     chosen = (rewards_B * desirable_B).sum() / max(num_desirable, 1)

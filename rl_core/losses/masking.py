@@ -29,39 +29,33 @@ def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> Non
             )
         if not tensor.is_floating_point():
             raise DataError(f"{name}: dtype {tensor.dtype}, expected a floating-point type")
-    found = [tensor.detach() for tensor in present.values()]
-    if (
-        len({tensor.dtype for tensor in found}) == 1
-    ):  # all at once: as many operations as for one of them
-        total = fill_masked(torch.stack(found), loss_mask).sum(dtype=torch.float32)
-        if math.isfinite(float(total)):
+    detached = {name: tensor.detach() for name, tensor in present.items()}
+    if len({tensor.dtype for tensor in detached.values()}) == 1:
+        # Stacked, all tensors take as many operations as one.
+        stacked = torch.stack(list(detached.values()))
+        if math.isfinite(float(fill_masked(stacked, loss_mask).sum(dtype=torch.float32))):
             return
-    check_finite(
-        **{
-            name: fill_masked(tensor, loss_mask)
-            for name, tensor in zip(present, found, strict=True)
-        }
-    )
+    check_finite(**{name: fill_masked(tensor, loss_mask) for name, tensor in detached.items()})
 
 
 def check_finite(**tensors: torch.Tensor) -> None:
     """Raise NonFiniteTensor (a DataError) naming the first tensor with NaN or infinity, and the position."""
-    # One reduction over all tensors, hence one device synchronisation. NaN and infinity survive a sum; one that is not
-    # finite for another reason (an overflow) is looked at closely below.
+    # One reduction over all tensors needs one device synchronisation. NaN and infinity survive a sum; the loop below
+    # recognises a sum that merely overflowed.
     sums = [tensor.detach().sum(dtype=torch.float32) for tensor in tensors.values()]
     if not sums or math.isfinite(float(sum(sums[1:], sums[0]))):
         return
     for name, tensor in tensors.items():
         bad = (~torch.isfinite(tensor)).nonzero()
         if len(bad):
-            place = tuple(bad[0].tolist())
+            position = tuple(bad[0].tolist())
             raise NonFiniteTensor(
-                f"{name}: {tensor[place].item()} at {place}; {len(bad)} of {tensor.numel()} are not finite"
+                f"{name}: {tensor[position].item()} at {position}; {len(bad)} of {tensor.numel()} are not finite"
             )
 
 
 def check_count(name: str, count: float) -> float:
-    """Validated global denominator: finite and above 0. Raises: DataError."""
+    """Return the global denominator as a float, which must be finite and above 0. Raises: DataError."""
     if not math.isfinite(count) or count <= 0:
         raise DataError(
             f"{name}: {count}; a loss needs at least one loss token, sequence or pair (is the mask empty?)"
@@ -70,9 +64,9 @@ def check_count(name: str, count: float) -> float:
 
 
 def build_full_mask(*shape: int) -> torch.Tensor:
-    """A mask that is True everywhere, and known to be: what has no padding saves the work of masking.
+    """Build a mask that is True everywhere and marked as such, so that masking operations can be skipped.
 
-    It must not be written to; what is made of it (a part, a copy) is an ordinary mask.
+    Do not write to it. A slice or copy of it is an ordinary mask.
     """
     mask = torch.ones(shape, dtype=torch.bool)
     mask.is_full = True  # type: ignore[attr-defined]
@@ -80,19 +74,19 @@ def build_full_mask(*shape: int) -> torch.Tensor:
 
 
 def fill_masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Values with 0 where the mask is False; masked entries, NaN included, affect neither value nor gradient."""
+    """Replace values by 0 where the mask is False; masked entries, NaN included, affect neither value nor gradient."""
     if getattr(mask_BT, "is_full", False):
         return values_BT
     return torch.where(mask_BT, values_BT, values_BT.new_zeros(()))
 
 
 def masked_sum(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Scalar sum over True entries."""
+    """Return the scalar sum over the entries whose mask is True."""
     return fill_masked(values_BT, mask_BT).sum()
 
 
 def masked_max(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Largest value under the mask, 0 for an empty mask; for metrics."""
+    """Return the largest value under the mask, 0 for an empty mask; for metrics."""
     if not mask_BT.numel():
         return values_BT.new_zeros(())
     if getattr(mask_BT, "is_full", False):
@@ -104,7 +98,7 @@ def masked_max(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 def masked_whiten(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, *, shift_mean: bool = True, eps: float = 1e-8
 ) -> torch.Tensor:
-    """(values - mean) rsqrt(var + eps) under the mask, 0 elsewhere; unbiased variance.
+    """Compute (values - mean) rsqrt(var + eps) under the mask, 0 elsewhere; unbiased variance.
 
     Call it once per optimizer step: whitening each micro-batch separately changes the loss.
 

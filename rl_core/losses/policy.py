@@ -1,11 +1,11 @@
-"""Policy-gradient losses.
+"""Policy-gradient losses: normalised ones for the trainers, plain sums for clients of the training service.
 
-Suffixes: B rows, T tokens. r = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp.
+Losses named `*_loss` divide by a global denominator. Those named `summed_*`, `importance_sampling_loss` and
+`proximal_regression_loss` are plain sums over tokens with thresholds of the ratio, which remote clients select by name.
+A request may be split anywhere: they divide by no count, so the gradient of the whole is the sum over its parts.
 
-Policy losses as plain sums over tokens, with thresholds of the ratio: those that remote clients ask for by name.
-
-A request may be cut into parts at any place, so nothing here divides by a count: the gradient of the whole is the sum
-of the gradients of its parts. Suffixes: B rows, T tokens. p current, q sampler's log-probabilities, r = exp(p - q).
+Suffixes: B rows, T tokens. r = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp. In the sums, p
+is the current and q the sampler's log-probability, r = exp(p - q).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def clipped_policy_loss(
     dual_clip: float | None = None,
     loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Clipped policy-gradient loss over completion tokens.
+    """Compute the clipped policy-gradient loss over completion tokens.
 
     L = max(-r A, -clip(r, 1 - clip_eps, 1 + clip_eps_high) A), summed with each token's weight; with dual_clip c, at
     A < 0 at most -c A.
@@ -80,19 +80,18 @@ def clipped_policy_loss(
         losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT
     )
     with torch.no_grad():
-        falls_BT, rises_BT = advantages_BT < 0, advantages_BT > 0
-        parts = {
-            "clip_fraction_low": (ratio_BT < 1 - clip_eps) & falls_BT,
-            "clip_fraction_high": (ratio_BT > 1 + high) & rises_BT,
+        clipped = {
+            "clip_fraction_low": (ratio_BT < 1 - clip_eps) & (advantages_BT < 0),
+            "clip_fraction_high": (ratio_BT > 1 + high) & (advantages_BT > 0),
         }
         if dual_clip is not None:
-            parts["clip_fraction_dual"] = (ratio_BT > dual_clip) & falls_BT
-        numbers = {name: masked_sum(part_BT, loss_mask_BT) for name, part_BT in parts.items()}
-        low, *others = numbers.values()
+            clipped["clip_fraction_dual"] = (ratio_BT > dual_clip) & (advantages_BT < 0)
+        counts = {name: masked_sum(tokens_BT, loss_mask_BT) for name, tokens_BT in clipped.items()}
+        low, *others = counts.values()
         metrics = {
             "loss": loss.detach(),
             "clip_fraction": sum(others, low) / count,  # no token is in two of them
-            **{name: number / count for name, number in numbers.items()},
+            **{name: number / count for name, number in counts.items()},
             **_compute_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
         }
     return loss, metrics
@@ -108,7 +107,7 @@ def cispo_loss(
     clip_eps_high: float = 0.2,
     loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """CISPO: L = -stopgrad(min(r, 1 + clip_eps_high)) A logprobs; no token loses its gradient.
+    """Compute the CISPO loss L = -stopgrad(min(r, 1 + clip_eps_high)) A logprobs; no token loses its gradient.
 
     Args, Raises: as `clipped_policy_loss`.
     Returns: scalar loss; {"loss", "clip_fraction" (truncated weights), "ratio_mean", "ratio_max", "update_kl",
@@ -147,12 +146,13 @@ def gspo_loss(
     clip_eps_high: float = 4e-4,
     loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """GSPO: one ratio per sequence, s = exp(mean of its tokens' log-ratios), clipped; mean over sequences.
+    """Compute the GSPO loss: one clipped ratio per sequence, s = exp(mean of its tokens' log-ratios); mean over
+    sequences.
 
     Args:
         advantages_B: float [B], one per sequence.
         num_sequences: sequences with loss tokens in the whole optimizer step, the denominator of the metrics.
-        loss_weights_BT: float [B, T], see `aggregation.token_weights`: each token has its sequence's loss; None = the
+        loss_weights_BT: float [B, T], see `aggregation.token_weights`; every token has its sequence's loss. None = the
             sequence mean, 1 / num_sequences for each sequence.
     Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max"} per sequence.
         Rows without loss tokens are ignored.
@@ -171,26 +171,25 @@ def gspo_loss(
     check_finite(advantages=advantages_B)
     count = check_count("num_sequences", num_sequences)
     lengths_B = loss_mask_BT.sum(1)
-    counts_B = lengths_B > 0
-    log_ratio_B = fill_masked(logprobs_BT - old_logprobs_BT, loss_mask_BT).sum(1) / lengths_B.clamp(
-        min=1
-    )
+    mask_B = lengths_B > 0
+    log_ratio_sums_B = fill_masked(logprobs_BT - old_logprobs_BT, loss_mask_BT).sum(1)
+    log_ratio_B = log_ratio_sums_B / lengths_B.clamp(min=1)
     ratio_B = log_ratio_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     losses_B = clipped_terms(ratio_B, advantages_B, 1 - clip_eps, 1 + clip_eps_high)
-    weights_B = (
-        None if loss_weights_BT is None else fill_masked(loss_weights_BT, loss_mask_BT).sum(1)
-    )
-    loss = aggregate(losses_B, counts_B, num_loss_tokens=count, loss_weights_BT=weights_B)
+    weights_B = None
+    if loss_weights_BT is not None:
+        weights_B = fill_masked(loss_weights_BT, loss_mask_BT).sum(1)
+    loss = aggregate(losses_B, mask_B, num_loss_tokens=count, loss_weights_BT=weights_B)
     with torch.no_grad():
         low_B = (ratio_B < 1 - clip_eps) & (advantages_B < 0)
         high_B = (ratio_B > 1 + clip_eps_high) & (advantages_B > 0)
         metrics = {
             "loss": loss.detach(),
-            "clip_fraction": masked_sum((low_B | high_B).float(), counts_B) / count,
-            "clip_fraction_low": masked_sum(low_B.float(), counts_B) / count,
-            "clip_fraction_high": masked_sum(high_B.float(), counts_B) / count,
-            "ratio_mean": masked_sum(ratio_B, counts_B) / count,
-            "ratio_max": masked_max(ratio_B, counts_B),
+            "clip_fraction": masked_sum((low_B | high_B).float(), mask_B) / count,
+            "clip_fraction_low": masked_sum(low_B.float(), mask_B) / count,
+            "clip_fraction_high": masked_sum(high_B.float(), mask_B) / count,
+            "ratio_mean": masked_sum(ratio_B, mask_B) / count,
+            "ratio_max": masked_max(ratio_B, mask_B),
         }
     return loss, metrics
 
@@ -206,7 +205,8 @@ def sapo_loss(
     tau_negative: float = 1.05,
     loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """SAPO: a soft gate of the ratio in place of the clip, L = -(4 / tau) sigmoid(tau (r - 1)) A.
+    """Compute the SAPO loss, which replaces the clip by a soft gate of the ratio: L = -(4 / tau) sigmoid(tau (r - 1))
+    A.
 
     Its gradient is that of -r A times 4 p (1 - p), p = sigmoid(tau (r - 1)): 1 at r = 1, falling smoothly to both sides
     for either sign of A. A larger tau falls faster.
@@ -251,7 +251,7 @@ def reinforce_loss(
     num_loss_tokens: float,
     loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """REINFORCE: L = -A logprobs, A = return - baseline, detached.
+    """Compute the REINFORCE loss L = -A logprobs, A = return - baseline, detached.
 
     Args, Raises: as `clipped_policy_loss`.
     Returns: scalar loss; {"loss"}.
@@ -273,8 +273,8 @@ def clipped_terms(
     low: float | torch.Tensor,
     high: float | torch.Tensor,
 ) -> torch.Tensor:
-    """max(-r A, -clip(r, low, high) A) of every entry, of one shape; limits are numbers or tensors of that shape."""
-    clipped = torch.clamp(ratio, low, high)  # type: ignore[arg-type]  # its stubs know no union
+    """Compute max(-r A, -clip(r, low, high) A) per entry; limits are numbers or tensors of the same shape."""
+    clipped = torch.clamp(ratio, low, high)  # type: ignore[arg-type]  # the stubs have no union
     losses = -advantages
     return torch.maximum(ratio * losses, clipped * losses)
 
@@ -285,7 +285,7 @@ def policy_ratio(
     advantages_BT: torch.Tensor,
     loss_mask_BT: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Validated ratio (1 where the mask is False) and advantages (0 there), both [B, T]."""
+    """Check the inputs and return the ratio (1 where the mask is False) and the advantages (0 there), both [B, T]."""
     check_inputs(
         loss_mask_BT, logprobs=logprobs_BT, old_logprobs=old_logprobs_BT, advantages=advantages_BT
     )
@@ -301,7 +301,7 @@ def _compute_ratio_metrics(
     loss_mask_BT: torch.Tensor,
     count: float,
 ) -> Metrics:
-    """Metrics of the ratio and of KL(old || current) at samples of the old policy, per token."""
+    """Return metrics of the ratio and of KL(old || current) at samples of the old policy, per token."""
     return {
         "ratio_mean": masked_sum(ratio_BT, loss_mask_BT) / count,
         "ratio_max": masked_max(ratio_BT, loss_mask_BT),
@@ -316,7 +316,7 @@ def importance_sampling_loss(
     advantages_BT: torch.Tensor,
     mask_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """L = -sum r A, without a clip.
+    """Compute L = -sum r A, without a clip.
 
     Args:
         logprobs_BT: float [B, T], nats, with gradient.
@@ -339,11 +339,11 @@ def summed_ppo_loss(
     low_BT: torch.Tensor,
     high_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """L = -sum min(r A, clip(r, low, high) A).
+    """Compute L = -sum min(r A, clip(r, low, high) A).
 
     Args: as `importance_sampling_loss`; low_BT, high_BT: float [B, T], thresholds of the ratio,
         0 <= low <= high.
-    Raises: DataError, also for such thresholds.
+    Raises: DataError, also for thresholds out of range.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
     """
     _check_thresholds(mask_BT, low_BT, high_BT)
@@ -360,7 +360,7 @@ def summed_cispo_loss(
     low_BT: torch.Tensor,
     high_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """L = -sum stopgrad(clip(r, low, high)) A p; no token loses its gradient.
+    """Compute L = -sum stopgrad(clip(r, low, high)) A p; no token loses its gradient.
 
     Args, Raises: as `summed_ppo_loss`.
     Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
@@ -379,7 +379,7 @@ def proximal_regression_loss(
     *,
     beta: float,
 ) -> torch.Tensor:
-    """L = -sum (A p - beta / 2 (p - q)^2), called dro by clients: a policy gradient held near the sampler.
+    """Compute L = -sum (A p - beta / 2 (p - q)^2), a policy gradient held near the sampler; clients call it dro.
 
     Args, Raises: as `importance_sampling_loss`; DataError for beta below 0.
     Source: Richemond et al. 2024, arXiv:2405.19107 (direct reward optimisation), per token.
@@ -392,10 +392,9 @@ def proximal_regression_loss(
         sampler_logprobs=sampler_logprobs_BT,
         advantages=advantages_BT,
     )
-    move_BT = logprobs_BT - sampler_logprobs_BT.detach()
-    return -masked_sum(
-        advantages_BT.detach() * logprobs_BT - 0.5 * beta * move_BT.square(), mask_BT
-    )
+    log_ratio_BT = logprobs_BT - sampler_logprobs_BT.detach()
+    terms_BT = advantages_BT.detach() * logprobs_BT - 0.5 * beta * log_ratio_BT.square()
+    return -masked_sum(terms_BT, mask_BT)
 
 
 def summed_gspo_loss(
@@ -408,7 +407,8 @@ def summed_gspo_loss(
     low_BT: torch.Tensor,
     high_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """L = -sum min(s A, clip(s, low, high) A), s = exp(mean of p - q over the row's tokens of `ratio_mask_BT`).
+    """Compute L = -sum min(s A, clip(s, low, high) A), s = exp(mean of p - q over the row's tokens of
+    `ratio_mask_BT`).
 
     Args: as `summed_ppo_loss`; ratio_mask_BT: bool [B, T], the tokens that form a row's ratio. A row without any has
         ratio 1 and no gradient.
@@ -421,13 +421,13 @@ def summed_gspo_loss(
         sampler_logprobs=sampler_logprobs_BT,
         advantages=advantages_BT,
     )
-    moves_BT = fill_masked(logprobs_BT - sampler_logprobs_BT.detach(), ratio_mask_BT & mask_BT)
-    counts_B = (ratio_mask_BT & mask_BT).sum(1).clamp(min=1)
-    ratio_B = (moves_BT.sum(1) / counts_B).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    ratio_BT = ratio_B[:, None].expand_as(moves_BT)
-    return clipped_terms(
-        ratio_BT, fill_masked(advantages_BT.detach(), mask_BT), low_BT, high_BT
-    ).sum()
+    ratio_mask_BT = ratio_mask_BT & mask_BT
+    log_ratios_BT = fill_masked(logprobs_BT - sampler_logprobs_BT.detach(), ratio_mask_BT)
+    log_ratio_B = log_ratios_BT.sum(1) / ratio_mask_BT.sum(1).clamp(min=1)
+    ratio_B = log_ratio_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_BT = ratio_B[:, None].expand_as(log_ratios_BT)
+    advantages_BT = fill_masked(advantages_BT.detach(), mask_BT)
+    return clipped_terms(ratio_BT, advantages_BT, low_BT, high_BT).sum()
 
 
 def _check_thresholds(mask_BT: torch.Tensor, low_BT: torch.Tensor, high_BT: torch.Tensor) -> None:

@@ -1,14 +1,10 @@
-"""Pairwise losses: Bradley-Terry reward model, DPO, cDPO, IPO, NLL of the chosen completion; calibration error.
+"""Losses on preferences: Bradley-Terry, DPO, cDPO, IPO, chosen NLL, ties, reward regression; calibration metrics.
 
-Suffix: B pairs. Metrics are divided by `num_pairs`, the pairs of the optimizer step, so that micro-batches add up.
+Ties follow Rao-Kupper's or Davidson's model. Both have one parameter, expressed here as the probability of a tie
+between two answers of equal reward, so that they are interchangeable.
 
-Pairwise losses on preferences of which some are ties: Bradley-Terry and DPO under Rao-Kupper's or Davidson's model.
-
-Suffix: B pairs. Both models have one parameter, given here as the probability of a tie between two answers of equal
-reward, so that they can be exchanged. Metrics of the order are divided by `num_ordered`, the pairs of the optimizer
-step that are no ties; the loss by `num_pairs`.
-
-Regression of a reward model on scores that people gave. Suffix: B rows.
+Suffix: B pairs (rows in the regression). Losses and metrics are divided by `num_pairs`, the pairs of the optimizer
+step, so that micro-batches add up; metrics of the order are divided by `num_ordered`, the pairs that are not ties.
 """
 
 from __future__ import annotations
@@ -22,6 +18,8 @@ from torch.nn import functional
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_count, check_finite
 
+TieModel = Literal["rao_kupper", "davidson"]
+
 
 def bradley_terry_loss(
     chosen_B: torch.Tensor,
@@ -31,7 +29,8 @@ def bradley_terry_loss(
     margin_B: torch.Tensor | None = None,
     center_coef: float = 0.01,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Ranking loss of a reward model: mean of -log sigmoid(r_c - r_r - margin) + center_coef (r_c + r_r)^2.
+    """Compute the ranking loss of a reward model: mean of -log sigmoid(r_c - r_r - margin) + center_coef (r_c +
+    r_r)^2.
 
     Args:
         chosen_B, rejected_B: float [B], scores, with gradient.
@@ -44,12 +43,8 @@ def bradley_terry_loss(
     check_pairs(chosen=chosen_B, rejected=rejected_B, margin=margin_B)
     count = check_count("num_pairs", num_pairs)
     difference_B = chosen_B - rejected_B
-    ranking = (
-        -functional.logsigmoid(
-            difference_B - margin_B if margin_B is not None else difference_B
-        ).sum()
-        / count
-    )
+    excess_B = difference_B if margin_B is None else difference_B - margin_B
+    ranking = -functional.logsigmoid(excess_B).sum() / count
     loss = ranking + center_coef * (chosen_B + rejected_B).square().sum() / count
     metrics = {
         "ranking_loss": ranking.detach(),
@@ -70,7 +65,7 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Direct preference optimisation; with label_smoothing e > 0, conservative DPO.
+    """Compute the direct preference optimisation loss; with label_smoothing e > 0, conservative DPO.
 
     L = -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), h = policy log-ratio - reference log-ratio.
     Args:
@@ -100,7 +95,7 @@ def ipo_loss(
     num_pairs: float,
     beta: float = 0.1,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Identity preference optimisation: L = (h - 1 / (2 beta))^2.
+    """Compute the identity preference optimisation loss L = (h - 1 / (2 beta))^2.
 
     Args:
         *_logprobs_B: float [B], nats, MEAN over each completion's tokens, so that length does not matter.
@@ -118,7 +113,7 @@ def ipo_loss(
 def chosen_nll(
     chosen_logprobs_B: torch.Tensor, num_tokens_B: torch.Tensor, *, num_pairs: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Cross-entropy of the chosen completions: mean over pairs of -log p(chosen) / number of its tokens.
+    """Compute the cross-entropy of the chosen completions: mean over pairs of -log p(chosen) / number of its tokens.
 
     DPO alone may lower both likelihoods as long as the rejected one falls faster; this term counteracts that.
     Args:
@@ -136,7 +131,7 @@ def chosen_nll(
 
 
 def calibration_error(margin_B: torch.Tensor, *, num_bins: int = 10) -> float:
-    """Expected calibration error of a reward model, from margins r_c - r_r.
+    """Compute the expected calibration error of a reward model from margins r_c - r_r.
 
     Confidence of a predicted order is c = sigmoid(|margin|); over equal-width bins on [0.5, 1]: sum of
     bin share x |mean c - accuracy|. A tie counts half.
@@ -157,7 +152,7 @@ def calibration_error(margin_B: torch.Tensor, *, num_bins: int = 10) -> float:
 
 
 def check_pairs(**tensors: torch.Tensor | None) -> None:
-    """Raise DataError for tensors that are not of the same shape [B], or not finite."""
+    """Raise DataError unless all tensors have the same shape [B] and are finite."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     shape = next(iter(present.values())).shape
     for name, tensor in present.items():
@@ -175,7 +170,7 @@ def _compute_implicit_rewards(
     ref_rejected_B: torch.Tensor,
     beta: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implicit rewards beta (policy - reference log-probability) of chosen and rejected."""
+    """Return the implicit rewards beta (policy - reference log-probability) of chosen and rejected."""
     check_pairs(
         chosen_logprobs=chosen_B,
         rejected_logprobs=rejected_B,
@@ -188,7 +183,7 @@ def _compute_implicit_rewards(
 
 
 def accuracy(difference_B: torch.Tensor, count: float) -> torch.Tensor:
-    """Share of positive differences; a tie counts half."""
+    """Return the share of positive differences; a tie counts half."""
     difference_B = difference_B.detach()
     return ((difference_B > 0).float() + 0.5 * (difference_B == 0).float()).sum() / count
 
@@ -196,7 +191,7 @@ def accuracy(difference_B: torch.Tensor, count: float) -> torch.Tensor:
 def preference_metrics(
     chosen_reward_B: torch.Tensor, rejected_reward_B: torch.Tensor, count: float
 ) -> dict[str, torch.Tensor]:
-    """Detached metrics of implicit rewards: accuracy, margin, chosen_reward, rejected_reward."""
+    """Return detached metrics of implicit rewards: accuracy, margin, chosen_reward, rejected_reward."""
     difference_B = chosen_reward_B - rejected_reward_B
     return {
         "accuracy": accuracy(difference_B, count),
@@ -206,9 +201,6 @@ def preference_metrics(
     }
 
 
-TieModel = Literal["rao_kupper", "davidson"]
-
-
 def tied_nll(
     difference_B: torch.Tensor,
     ties_B: torch.Tensor,
@@ -216,11 +208,11 @@ def tied_nll(
     model: TieModel,
     tie_probability: float = 0.5,
 ) -> torch.Tensor:
-    """Negative log-likelihood [B] of the first side being preferred, or of a tie, given d = reward difference.
+    """Compute the negative log-likelihood [B] that the first side wins, or of a tie, at reward difference d.
 
     rao_kupper: p(win) = sigmoid(d - a), p(tie) = (n^2 - 1) sigmoid(d - a) sigmoid(-d - a), a = log n, n = (1 + t) /
     (1 - t). davidson: p(win) = 1 / z, p(tie) = 2 n e^(-d/2) / z, z = 1 + e^-d + 2 n e^(-d/2), n = t / (1 - t).
-    Either way p(tie) = t at d = 0, and p(win) + p(loss) + p(tie) = 1.
+    In both models p(tie) = t at d = 0, and p(win) + p(loss) + p(tie) = 1.
     Args:
         difference_B: float [B], d, with gradient. ties_B: bool [B], True = a tie.
         tie_probability: t, above 0 and below 1.
@@ -258,14 +250,14 @@ def tied_bradley_terry_loss(
     margin_B: torch.Tensor | None = None,
     center_coef: float = 0.01,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Ranking loss of a reward model on pairs and ties; see `tied_nll` and `preference.bradley_terry_loss`.
+    """Compute the ranking loss of a reward model on pairs and ties; see `tied_nll` and `bradley_terry_loss`.
 
     Args:
-        ties_B: bool [B], True = neither side is better; which one stands as chosen has no meaning.
-        num_ordered: pairs of the whole optimizer step that are no ties; 0 = none, then there is no metric of the order.
+        ties_B: bool [B], True = neither side is better; which of them is passed as chosen does not matter.
+        num_ordered: pairs of the whole optimizer step that are not ties; 0 = none, and no metrics of the order.
         margin_B: float [B], required score margin of the ordered pairs.
-    Returns: scalar loss; {"ranking_loss", "reward_mean", "accuracy" and "margin" (of the ordered pairs, where there are
-        some), "tie_gap" (mean |r_c - r_r| of the ties, where there are some)}.
+    Returns: scalar loss; {"ranking_loss", "reward_mean", "accuracy" and "margin" (of the ordered pairs, if any),
+        "tie_gap" (mean |r_c - r_r| of the ties, if any)}.
     """
     check_pairs(chosen=chosen_B, rejected=rejected_B, margin=margin_B)
     count = check_count("num_pairs", num_pairs)
@@ -294,7 +286,7 @@ def tied_dpo_loss(
     model: TieModel,
     tie_probability: float = 0.5,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """DPO on pairs and ties (DPO-RK, DPO-D): `tied_nll` of the implicit rewards' difference.
+    """Compute the DPO loss on pairs and ties (DPO-RK, DPO-D): `tied_nll` of the implicit rewards' difference.
 
     Args:
         *_reward_B: float [B], beta times (policy - reference log-probability), with gradient.
@@ -305,10 +297,8 @@ def tied_dpo_loss(
     check_pairs(chosen_reward=chosen_reward_B, rejected_reward=rejected_reward_B)
     count = check_count("num_pairs", num_pairs)
     difference_B = chosen_reward_B - rejected_reward_B
-    loss = (
-        tied_nll(difference_B, ties_B, model=model, tie_probability=tie_probability).sum() / count
-    )
-    return loss, {
+    nll_B = tied_nll(difference_B, ties_B, model=model, tie_probability=tie_probability)
+    return nll_B.sum() / count, {
         "chosen_reward": chosen_reward_B.detach().sum() / count,
         "rejected_reward": rejected_reward_B.detach().sum() / count,
         **_compute_order_metrics(difference_B, ties_B, count, num_ordered),
@@ -324,10 +314,11 @@ def tied_ipo_loss(
     num_ordered: float,
     beta: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """IPO on pairs and ties: (h - y)^2, y = 1 / (2 beta) for a preference and 0 for a tie; h = difference / beta.
+    """Compute the IPO loss on pairs and ties: (h - y)^2, y = 1 / (2 beta) for a preference and 0 for a tie.
 
-    IPO regresses h on (p - 1/2) / beta, p the probability that the first side is preferred, which is 1/2 for a tie.
-    Args, Returns: as `tied_dpo_loss`, on means over the tokens.
+    h = difference / beta. IPO regresses h on (p - 1/2) / beta, p the probability that the first side is preferred,
+    which is 1/2 for a tie.
+    Args, Returns: as `tied_dpo_loss`, with means over the tokens.
     Source: Azar et al. 2023, arXiv:2310.12036, eqs. 9 and 17.
     """
     check_pairs(chosen_reward=chosen_reward_B, rejected_reward=rejected_reward_B)
@@ -345,25 +336,27 @@ def tied_ipo_loss(
 def _compute_order_metrics(
     difference_B: torch.Tensor, ties_B: torch.Tensor, num_pairs: float, num_ordered: float
 ) -> dict[str, torch.Tensor]:
-    """Accuracy and margin of the ordered pairs, and the mean distance of the ties; each where the step has some."""
+    """Return accuracy and margin of the ordered pairs and the mean distance of the ties, each only if the step has
+    some.
+    """
     difference_B = difference_B.detach()
-    found = {}
+    metrics = {}
     if num_ordered > 0:
         right_B = (difference_B > 0).float() + 0.5 * (difference_B == 0).float()
-        found["accuracy"] = (right_B * ~ties_B).sum() / num_ordered
-        found["margin"] = (difference_B * ~ties_B).sum() / num_ordered
+        metrics["accuracy"] = (right_B * ~ties_B).sum() / num_ordered
+        metrics["margin"] = (difference_B * ~ties_B).sum() / num_ordered
     if num_pairs > num_ordered:
-        found["tie_gap"] = (difference_B.abs() * ties_B).sum() / (num_pairs - num_ordered)
-    return found
+        metrics["tie_gap"] = (difference_B.abs() * ties_B).sum() / (num_pairs - num_ordered)
+    return metrics
 
 
 def reward_regression_loss(
     scores_B: torch.Tensor, targets_B: torch.Tensor, *, num_rows: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean squared error between a reward model's scores and given ones: L = sum (s - y)^2 / num_rows.
+    """Compute the mean squared error of a reward model's scores: L = sum (s - y)^2 / num_rows.
 
     Args:
-        scores_B: float [B], with gradient. targets_B: float [B], y, in the units of the scores.
+        scores_B: float [B], with gradient. targets_B: float [B], y, scores assigned by people, in the same units.
         num_rows: rows of the whole optimizer step.
     Returns: scalar loss; {"absolute_error" (mean), "reward_mean"}.
     Raises: DataError on shapes, non-finite values, or no rows.
@@ -379,15 +372,15 @@ def reward_regression_loss(
 
 
 def pairwise_concordance(scores_B: torch.Tensor, targets_B: torch.Tensor) -> float:
-    """Share of the row pairs with different targets that the scores order rightly; equal scores count half.
+    """Compute the share of row pairs with different targets that the scores order correctly; equal scores count half.
 
-    (Kendall's tau without ties + 1) / 2: comparable to the accuracy on preference pairs.
-    Raises: DataError where no two targets differ.
+    This is (Kendall's tau without ties + 1) / 2, comparable to the accuracy on preference pairs.
+    Raises: DataError if no two targets differ.
     """
     check_pairs(scores=scores_B, targets=targets_B)
     ahead_BB = targets_B[:, None] > targets_B[None, :]
     if not bool(ahead_BB.any()):
-        raise DataError("targets: all are equal, so no order can be told")
+        raise DataError("targets: all are equal, so there is no order to compare")
     difference_BB = (scores_B[:, None] - scores_B[None, :]).double()
     right_BB = (difference_BB > 0).double() + 0.5 * (difference_BB == 0).double()
     return float(right_BB[ahead_BB].mean())

@@ -1,4 +1,4 @@
-"""Pairwise losses without a reference model: SimPO, ORPO.
+"""Losses on pairs without a reference model: SimPO, ORPO.
 
 Suffix: B pairs. Metrics are divided by `num_pairs`, the pairs of the optimizer step, so that micro-batches add up.
 """
@@ -14,10 +14,10 @@ from rl_core.errors import DataError
 from rl_core.losses.masking import check_count
 from rl_core.losses.preference import accuracy, check_pairs, preference_metrics
 
-MAX_ROUNDING_ERROR = 1e-4  # by which a sum of float32 log-probabilities may come out above 0
+MAX_ROUNDING_ERROR = 1e-4  # by which a sum of float32 log-probabilities may exceed 0
 MAX_ODDS_LOGPROB = (
     -1e-6
-)  # log-probability per token above which the odds are held, as they are infinite at 0
+)  # per token; odds are infinite at 0, so larger log-probabilities are clamped
 
 
 def simpo_loss(
@@ -28,7 +28,7 @@ def simpo_loss(
     beta: float = 2.0,
     gamma: float = 0.5,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Simple preference optimisation: L = -log sigmoid(beta (m_c - m_r) - gamma). No reference term.
+    """Compute the simple preference optimisation loss L = -log sigmoid(beta (m_c - m_r) - gamma). No reference term.
 
     Args:
         *_logprobs_B: float [B], nats, MEAN m over each completion's tokens (length-normalised), with gradient.
@@ -53,7 +53,7 @@ def orpo_loss(
     num_pairs: float,
     beta: float = 0.1,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Odds-ratio preference optimisation: L = -m_c - beta log sigmoid(log odds_c - log odds_r). No reference term.
+    """Compute the odds-ratio preference loss L = -m_c - beta log sigmoid(log odds_c - log odds_r). No reference term.
 
     odds = p / (1 - p), p = exp(m). The first term is the cross-entropy of the chosen completion, per token.
     Args:
@@ -71,7 +71,7 @@ def orpo_loss(
     for name, logprobs_B in (("chosen", chosen_logprobs_B), ("rejected", rejected_logprobs_B)):
         if bool((logprobs_B > MAX_ROUNDING_ERROR).any()):
             raise DataError(
-                f"{name}_logprobs: {float(logprobs_B.max())} is no log-probability, which is at most 0"
+                f"{name}_logprobs: {float(logprobs_B.max())}; a log-probability is at most 0"
             )
     count = check_count("num_pairs", num_pairs)
     log_odds_B = _compute_log_odds(chosen_logprobs_B) - _compute_log_odds(rejected_logprobs_B)
@@ -83,6 +83,6 @@ def orpo_loss(
 
 
 def _compute_log_odds(logprobs_B: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)); 1 - p without cancellation near p = 1."""
-    held_B = logprobs_B.clamp(max=MAX_ODDS_LOGPROB)
-    return held_B - torch.log(-torch.expm1(held_B))
+    """Return log(p / (1 - p)), computing 1 - p without cancellation near p = 1."""
+    clamped_B = logprobs_B.clamp(max=MAX_ODDS_LOGPROB)
+    return clamped_B - torch.log(-torch.expm1(clamped_B))

@@ -1,10 +1,6 @@
-"""Supervised losses and entropy.
+"""Supervised loss, entropy, and load balancing of mixture-of-experts models.
 
-Suffixes: B rows, T tokens, N positions, V vocabulary, C positions of one chunk.
-
-Load balancing of mixture-of-experts models.
-
-Suffixes: N tokens, E experts.
+Suffixes: B rows, T tokens, N positions (tokens in the load balancing), V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from rl_core.losses.masking import check_count, check_finite, check_inputs, mask
 def supervised_loss(
     logprobs_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Negative log-likelihood of the completion tokens: -sum(logprobs) / num_loss_tokens.
+    """Compute the negative log-likelihood of the completion tokens: -sum(logprobs) / num_loss_tokens.
 
     Args:
         logprobs_BT: float [B, T], nats, log-probability of each token, with gradient.
@@ -42,7 +38,7 @@ def entropy_bonus(
     num_loss_tokens: float,
     loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Negative mean entropy per loss token; add entropy_coef times this to a loss to raise the entropy.
+    """Compute the negative mean entropy per loss token; add entropy_coef times this to a loss to raise the entropy.
 
     Args:
         entropy_BT: float [B, T], nats, entropy of each token's distribution, with gradient.
@@ -51,9 +47,8 @@ def entropy_bonus(
     Raises: DataError on shapes, non-finite values, or an empty step.
     """
     check_inputs(loss_mask_BT, entropy=entropy_BT)
-    entropy = masked_sum(entropy_BT.detach(), loss_mask_BT) / check_count(
-        "num_loss_tokens", num_loss_tokens
-    )
+    count = check_count("num_loss_tokens", num_loss_tokens)
+    entropy = masked_sum(entropy_BT.detach(), loss_mask_BT) / count
     term = aggregate(
         entropy_BT, loss_mask_BT, num_loss_tokens=num_loss_tokens, loss_weights_BT=loss_weights_BT
     )
@@ -63,7 +58,7 @@ def entropy_bonus(
 def entropy_coef_at(
     count: int, *, start: float, decay: float = 0.9995, floor: float = 0.0
 ) -> float:
-    """Entropy coefficient after `count` episodes: max(floor, start decay^count)."""
+    """Return the entropy coefficient after `count` episodes: max(floor, start decay^count)."""
     if count < 0 or not 0 < decay <= 1 or not 0 <= floor <= start:
         raise DataError(
             f"count {count} >= 0, 0 < decay {decay} <= 1 and 0 <= floor {floor} <= start {start} must hold"
@@ -72,7 +67,9 @@ def entropy_coef_at(
 
 
 def token_entropy(log_p_NV: torch.Tensor) -> torch.Tensor:
-    """-sum_v p log p of log-probabilities, nats; a token of probability 0 (log p = -inf) adds 0, to gradients as well.
+    """Compute -sum_v p log p, in nats.
+
+    A token of probability 0 (log p = -inf) contributes 0, to the gradient as well.
 
     Args:
         log_p_NV: float [..., V].
@@ -82,18 +79,18 @@ def token_entropy(log_p_NV: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_infinite_logprobs(log_p_NV: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities as factors of p: 0 in place of -inf, as p log p -> 0, where the product would be NaN."""
+    """Replace -inf by 0, so that the product p log p, which tends to 0, is not NaN."""
     return log_p_NV.masked_fill(log_p_NV == float("-inf"), 0.0)
 
 
 def load_balancing_loss(
     router_logits: Sequence[torch.Tensor], real_N: torch.Tensor, *, top_k: int
 ) -> torch.Tensor:
-    """Auxiliary loss E sum_e f_e P_e over the tokens of all layers together; top_k where the load is even.
+    """Compute the auxiliary loss E sum_e f_e P_e over the tokens of all layers; it equals top_k at an even load.
 
     f_e = assignments to expert e per token and layer (a count: no gradient), P_e = mean probability of expert e. Both
-    are means over all real tokens given, and a product of means is no sum over micro-batches: the loss is defined for
-    the tokens of one forward pass.
+    are means over all real tokens. As a product of means is not a sum over micro-batches, the loss is defined for the
+    tokens of one forward pass.
 
     Args:
         router_logits: of each layer with experts, float [N, E]; taken through a softmax here.
@@ -104,24 +101,21 @@ def load_balancing_loss(
     Source: Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, for top_k > 1 and over all layers at once as in the models
         of transformers (`load_balancing_loss_func`).
     """
+    num_tokens = real_N.numel()
     for index, logits_NE in enumerate(router_logits):
-        if (
-            logits_NE.ndim != 2
-            or logits_NE.shape[0] != real_N.numel()
-            or logits_NE.shape[1] < top_k
-        ):
-            shape = tuple(logits_NE.shape)
+        shape = tuple(logits_NE.shape)
+        if len(shape) != 2 or shape[0] != num_tokens or shape[1] < top_k:
             raise DataError(
-                f"router_logits[{index}]: shape {shape}, expected [{real_N.numel()}, experts >= {top_k}]"
+                f"router_logits[{index}]: shape {shape}, expected [{num_tokens}, experts >= {top_k}]"
             )
     if not router_logits or not bool(real_N.any()):
         raise DataError(
-            "router_logits: a load needs at least one layer with experts and one real token"
+            "router_logits: load balancing needs at least one layer with experts and one real token"
         )
     logits_NE = torch.cat([logits_NE[real_N] for logits_NE in router_logits])
     check_finite(router_logits=logits_NE.detach())
-    p_NE = torch.softmax(
-        logits_NE, dim=-1, dtype=torch.promote_types(logits_NE.dtype, torch.float32)
-    )
-    chosen_NE = torch.zeros_like(p_NE).scatter_(1, p_NE.detach().topk(top_k, dim=-1).indices, 1.0)
-    return p_NE.shape[1] * (chosen_NE.mean(0) * p_NE.mean(0)).sum()
+    dtype = torch.promote_types(logits_NE.dtype, torch.float32)
+    p_NE = torch.softmax(logits_NE, dim=-1, dtype=dtype)
+    top_indices = p_NE.detach().topk(top_k, dim=-1).indices
+    assigned_NE = torch.zeros_like(p_NE).scatter_(1, top_indices, 1.0)
+    return p_NE.shape[1] * (assigned_NE.mean(0) * p_NE.mean(0)).sum()

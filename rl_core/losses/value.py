@@ -20,7 +20,7 @@ def value_loss(
     old_values_BT: torch.Tensor | None = None,
     value_clip_eps: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Squared error of the critic, optionally clipped around the old values.
+    """Compute the squared error of the critic, optionally clipped around the old values.
 
     L = 1/2 max((v - R)^2, (v_old + clip(v - v_old, +-value_clip_eps) - R)^2) / num_loss_tokens, summed over tokens.
 
@@ -34,10 +34,8 @@ def value_loss(
     """
     check_inputs(loss_mask_BT, values=values_BT, returns=returns_BT, old_values=old_values_BT)
     count = check_count("num_loss_tokens", num_loss_tokens)
-    values_BT, returns_BT = (
-        fill_masked(values_BT, loss_mask_BT),
-        fill_masked(returns_BT.detach(), loss_mask_BT),
-    )
+    values_BT = fill_masked(values_BT, loss_mask_BT)
+    returns_BT = fill_masked(returns_BT.detach(), loss_mask_BT)
     errors_BT = (values_BT - returns_BT).square()
     clipped = errors_BT.new_zeros(())
     if value_clip_eps is not None:
@@ -57,7 +55,8 @@ def value_loss(
 def explained_variance(
     values_BT: torch.Tensor, returns_BT: torch.Tensor, loss_mask_BT: torch.Tensor
 ) -> float:
-    """1 - Var(R - V) / max(Var R, 1e-8) over the loss tokens of a step: 1 = perfect, 0 = no better than the mean.
+    """Compute 1 - Var(R - V) / max(Var R, 1e-8) over the loss tokens of a step: 1 = perfect, 0 = no better than the
+    mean.
 
     Raises: DataError on shapes, non-finite values, or an empty mask.
     """

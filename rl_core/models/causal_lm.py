@@ -1,4 +1,4 @@
-"""Causal language models: creation from a preset, loading from a folder or hub name, saving as safetensors."""
+"""Causal language models: create from a preset, load from a folder or hub name, save as safetensors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:  # the package takes seconds to import, and many commands load
     from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-MAX_CONFIG_BYTES = 16 * 2**20  # real ones have a few KiB
+MAX_CONFIG_BYTES = 16 * 2**20  # real configs have a few KiB
 MAX_LAYERS = 10_000  # each costs milliseconds before any weight is read
 
 
 def resolve_device(settings: ModelSettings) -> torch.device:
-    """The device that `settings.device` means on this machine.
+    """Resolve `settings.device` on this machine.
 
-    Raises: SettingsError when a GPU is asked for where torch sees none.
+    Raises: SettingsError if a GPU is requested but torch sees none.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError(
-            "device: 'cuda' was asked for, but torch sees no GPU here; use 'auto' or 'cpu'"
+            "device: 'cuda' is set, but torch sees no GPU here; use 'auto' or 'cpu'"
         )
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,20 +43,20 @@ def resolve_device(settings: ModelSettings) -> torch.device:
 
 
 def resolve_dtype(settings: ModelSettings) -> torch.dtype:
-    """The torch dtype of `settings.dtype`."""
+    """Return the torch dtype of `settings.dtype`."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
         settings.dtype
     ]
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Parameters, tied ones counted once."""
+    """Count the parameters, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager
 def use_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Every module in eval mode inside; afterwards each is as it was before, also where only some were training."""
+    """Put every module into eval mode; restore each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -67,7 +67,11 @@ def use_eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def build_preset_config(settings: ModelSettings, vocab_size: int, **token_ids: Any) -> LlamaConfig:
-    """Configuration of a Llama of `settings.preset`'s shape. `token_ids`: `pad_token_id` and the like."""
+    """Build the configuration of a Llama of `settings.preset`'s shape.
+
+    Args:
+        token_ids: `pad_token_id` and the like.
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -83,10 +87,10 @@ def build_preset_config(settings: ModelSettings, vocab_size: int, **token_ids: A
 def create_model(
     settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """A Llama of `settings.preset`'s shape for this tokenizer, its weights drawn from `seed` alone.
+    """Create a Llama of `settings.preset`'s shape for this tokenizer, with weights drawn from `seed` alone.
 
-    Weights are drawn on the CPU under a forked generator, so they do not depend on the device and leave the global
-    random state untouched. Adapters are added when `settings.lora` is given.
+    Weights are drawn on the CPU under a forked generator, so they do not depend on the device and the global random
+    state is not changed. Adapters are added if `settings.lora` is set.
     """
     from transformers import LlamaForCausalLM
 
@@ -113,14 +117,14 @@ def load_model(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The causal language model and tokenizer in a folder, or under a hub name.
+    """Load the causal language model and tokenizer from a folder or hub name.
 
-    Only safetensors weights are read. Adapters are added when `settings.lora` is given, drawn from `seed`. A tokenizer
+    Only safetensors weights are read. Adapters are added if `settings.lora` is set, drawn from `seed`. A tokenizer
     without a padding token pads with its end-of-sequence token.
 
     Args:
-        options: further ones of `from_pretrained` that place the model, such as a quantisation.
-    Raises: ModelError when there is no such model, or its files cannot be used.
+        options: further arguments of `from_pretrained` that place the model, such as a quantisation.
+    Raises: ModelError if there is no such model or its files cannot be used.
     """
     from transformers import AutoModelForCausalLM
 
@@ -139,15 +143,16 @@ def load_model(
 
 
 def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
-    """The causal language model of a folder or hub name on the meta device, built from its config alone.
+    """Build the causal language model of a folder or hub name on the meta device, from its config alone.
 
-    Adapters are added when `settings.lora` is given. Raises: ModelError as `load`.
+    Adapters are added if `settings.lora` is set.
+    Raises: ModelError as `load_model`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    place = _resolve_model_path(path)
+    source = _resolve_model_path(path)
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=resolve_dtype(settings), trust_remote_code=settings.trust_remote_code
@@ -158,29 +163,29 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
     except SettingsError:
         raise
     except Exception as error:
-        raise _build_load_error(place, "config", error) from error
+        raise _build_load_error(source, "config", error) from error
     return model.train()
 
 
 def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name, with a padding token and the settings' chat template.
+    """Load the tokenizer of a model folder or hub name, with a padding token and the settings' chat template.
 
-    Raises: ModelError when there is none, or it has neither a padding nor an end-of-sequence token; SettingsError
-        for a chat template that cannot be read.
+    Raises: ModelError if there is no tokenizer or it has no end-of-sequence token; SettingsError for a chat template
+        that cannot be read.
     """
     from transformers import AutoTokenizer
 
-    place = _resolve_model_path(path)
-    with verify_while_reading(place, lambda name: not _is_weights_file(name)):
+    source = _resolve_model_path(path)
+    with verify_while_reading(source, lambda name: not _is_weights_file(name)):
         try:
             tokenizer = AutoTokenizer.from_pretrained(
-                place, trust_remote_code=settings.trust_remote_code
+                source, trust_remote_code=settings.trust_remote_code
             )
         except Exception as error:
-            raise _build_load_error(place, "tokenizer", error) from error
+            raise _build_load_error(source, "tokenizer", error) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one"
+            f"the tokenizer of '{source}' has no end-of-sequence token (eos_token); it needs one"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -191,7 +196,7 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> None:
     """Give the tokenizer the chat template of the settings, if they name one.
 
-    Raises: SettingsError when the file cannot be read.
+    Raises: SettingsError if the file cannot be read.
     """
     if settings.chat_template is None:
         return
@@ -206,17 +211,18 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSetting
 
 
 def read_context_length(path: str | Path, settings: ModelSettings) -> int:
-    """Longest sequence, in tokens, of the model in a folder or under a hub name; 2^20 where its config names none.
+    """Return the longest sequence in tokens of the model in a folder or under a hub name; 2^20 if its config names
+    none.
 
-    Raises: ModelError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
+    Raises: ModelError if there is no such model; SettingsError if `settings.rope_context` does not fit it.
     """
     from transformers import AutoConfig
 
-    place = _resolve_model_path(path)
+    source = _resolve_model_path(path)
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     except Exception as error:
-        raise _build_load_error(place, "config", error) from error
+        raise _build_load_error(source, "config", error) from error
     return read_config_max_length(config, settings.rope_context)
 
 
@@ -228,37 +234,38 @@ def load_pretrained(
     allowed_missing: tuple[str, ...] = (),
     **options: Any,
 ) -> PreTrainedModel:
-    """`auto_class.from_pretrained` restricted to safetensors, with typed errors and the settings' dtype.
+    """Call `auto_class.from_pretrained`, restricted to safetensors, with typed errors and the settings' dtype.
 
     Args:
-        may_miss: weights that the files need not hold; transformers makes them up. Any other one missing is an error.
+        allowed_missing: weights that may be missing in the files; transformers initialises them. Other missing
+            weights are errors.
     """
-    place = _resolve_model_path(path)
-    if Path(place).is_dir():
-        _check_weight_files(Path(place))
-    with verify_while_reading(place, lambda name: _is_weights_file(name) or name == "config.json"):
+    source = _resolve_model_path(path)
+    if Path(source).is_dir():
+        _check_weight_files(Path(source))
+    with verify_while_reading(source, lambda name: _is_weights_file(name) or name == "config.json"):
         try:
             model, report = auto_class.from_pretrained(
-                place,
+                source,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
+                ignore_mismatched_sizes=True,  # refused below with the name of the weight
                 dtype=resolve_dtype(settings),
                 use_safetensors=True,
                 trust_remote_code=settings.trust_remote_code,
                 **options,
             )
         except Exception as error:
-            raise _build_load_error(place, "model", error) from error
+            raise _build_load_error(source, "model", error) from error
     if report["mismatched_keys"]:
-        name, found, needed = sorted(report["mismatched_keys"])[0]
+        name, file_shape, config_shape = sorted(report["mismatched_keys"])[0]
         raise ModelError(
-            f"the weights in '{place}' do not fit {type(model).__name__}: {name} is {list(found)} in the file, the "
-            f"config asks for {list(needed)}"
+            f"the weights in '{source}' do not fit {type(model).__name__}: {name} is {list(file_shape)} in the file, "
+            f"but {list(config_shape)} by the config"
         )
     absent = sorted(set(map(str, report["missing_keys"])) - set(allowed_missing))
     if absent:
         raise ModelError(
-            f"the weights in '{place}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
+            f"the weights in '{source}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
         )
     fix_frequencies(model, settings.rope_context)
     return model
@@ -267,8 +274,8 @@ def load_pretrained(
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Write model and tokenizer into `folder` in Hugging Face format, weights as safetensors.
 
-    With adapters, the folder holds the merged model, which loads without peft, and `adapter/` the adapter alone. The
-    caller publishes the folder atomically.
+    With adapters, the folder holds the merged model, which loads without peft, and `adapter/` holds the adapter
+    alone. The caller publishes the folder atomically.
     """
     folder = Path(folder)
     save_weights(model, folder)
@@ -279,7 +286,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
 
 
 def save_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Write config and weights alone, adapters merged."""
+    """Write only config and weights, adapters merged."""
     if lora.is_lora(model):
         lora.save_merged(model, folder)
     else:
@@ -289,10 +296,10 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
 def publish_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
 ) -> None:
-    """As `save`, into a folder that appears when it is complete, or takes the place of an earlier model's as a whole.
+    """Save into a folder that appears, or replaces an earlier model, only when it is complete.
 
-    `manifest.json` in it holds the SHA-256 of every file; `load` verifies them.
-    Raises: CheckpointError where the disk refuses, or the folder holds other files.
+    Its `manifest.json` holds the SHA-256 of every file, which `load_model` verifies.
+    Raises: CheckpointError if writing fails or the folder holds other files.
     """
     replace_folder(folder, lambda temporary: save(model, tokenizer, temporary), {"kind": "model"})
 
@@ -302,37 +309,37 @@ def _is_weights_file(name: str) -> bool:
 
 
 def _resolve_model_path(path: str | Path) -> str:
-    """`path` as text. Raises: ModelError when it can only be a folder and is none."""
-    place = str(path)
-    local = Path(place).expanduser()
+    """Return `path` as text.
+
+    Raises: ModelError if it can only be a folder and is none.
+    """
+    source = str(path)
+    local = Path(source).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise ModelError(
-                f"'{place}' is a folder without a config.json, so it is no model folder"
-            )
+            raise ModelError(f"'{source}' is a folder without a config.json, not a model folder")
         _check_config(local / "config.json")
         return str(local)
     if (
         isinstance(path, Path)
-        or place.startswith((".", "/", "~"))
-        or place.count("/") > 1
+        or source.startswith((".", "/", "~"))
+        or source.count("/") > 1
         or local.exists()
     ):
-        raise ModelError(
-            f"no model folder '{place}'" + (" (it is a file)" if local.exists() else "")
-        )
-    try:  # one small request (or look into the cache), before the many that loading makes
-        hf_hub_download(place, "config.json")
+        hint = " (it is a file)" if local.exists() else ""
+        raise ModelError(f"no model folder '{source}'{hint}")
+    try:  # one small request or cache lookup, before the many of loading
+        hf_hub_download(source, "config.json")
     except Exception as error:
-        raise _build_load_error(place, "config.json", error) from error
-    return place
+        raise _build_load_error(source, "config.json", error) from error
+    return source
 
 
 def _check_config(path: Path) -> None:
-    """ModelError for a config that transformers would work on for hours, or read gigabytes of."""
+    """Raise ModelError for a config that would take transformers hours or gigabytes."""
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise ModelError(
-            f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is no model's config"
+            f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, too large for a model's config"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -341,17 +348,17 @@ def _check_config(path: Path) -> None:
             f"the config '{path}' cannot be read: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(config, dict):
-        raise ModelError(f"the config '{path}' holds no object")
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for name, value in part.items():
+        raise ModelError(f"the config '{path}' is not a JSON object")
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, value in section.items():
             if "layer" in name and isinstance(value, int) and value > MAX_LAYERS:
                 raise ModelError(
-                    f"the config '{path}' asks for {name} {value}; at most {MAX_LAYERS} are built"
+                    f"the config '{path}' sets {name} to {value}; at most {MAX_LAYERS} are allowed"
                 )
 
 
 def _check_weight_files(folder: Path) -> None:
-    """ModelError when a folder holds no safetensors weights."""
+    """Raise ModelError if a folder holds no safetensors weights."""
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(
@@ -365,18 +372,18 @@ def _check_weight_files(folder: Path) -> None:
     raise ModelError(f"'{folder}' holds no weights (*.safetensors)")
 
 
-def _build_load_error(place: str, what: str, error: Exception) -> ModelError:
-    """An error for people in place of one that transformers raised."""
+def _build_load_error(source: str, part: str, error: Exception) -> ModelError:
+    """Build a readable error from one that transformers raised."""
     reason = " ".join(str(error).split())[:300]
-    if Path(place).is_dir():
+    if Path(source).is_dir():
         return ModelError(
-            f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}"
+            f"the {part} in '{source}' cannot be read: {type(error).__name__}: {reason}"
         )
     if "trust_remote_code" in reason:
         return ModelError(
-            f"'{place}' needs Python code from the hub; set trust_remote_code: true if you trust it"
+            f"'{source}' needs Python code from the hub; set trust_remote_code: true if you trust it"
         )
     return ModelError(
-        f"no model folder or cached hub model named '{place}' ({what}: {type(error).__name__}: {reason}); "
-        "check the name, or download the model first where there is no network"
+        f"no model folder or cached hub model named '{source}' ({part}: {type(error).__name__}: {reason}); "
+        "check the name, or download the model first if this machine is offline"
     )

@@ -1,4 +1,4 @@
-"""Output head and log-softmax at chosen positions, chunk by chunk, without a [B, S, V] tensor.
+"""Output head and log-softmax at selected positions, chunk by chunk, without a [B, S, V] tensor.
 
 N tokens, C of them in a chunk, H hidden, V vocabulary.
 """
@@ -15,14 +15,13 @@ from torch.autograd.function import once_differentiable
 from rl_core.cpu.layer_kernels import add_weight_grad, compute_input_grad, compute_linear
 from rl_core.cpu.low_rank import AdapterSpan, AdapterSpans, add_low_rank, compute_low_rank_grads
 
-_MIN_LOGPROB = (
-    -1e30
-)  # for -inf, which a bias may hold (tokens taken out): its product with exp(-inf) = 0 would be NaN
-_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
+# replaces -inf, which a bias may hold for excluded tokens: -inf times exp(-inf) = 0 would be NaN
+_MIN_LOGPROB = -1e30
+_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # logits per chunk: 64 MiB and 1 GiB in float32
 
 
 def compute_chunk_tokens(device_type: str, vocab_size: int) -> int:
-    """Positions of a chunk, by vocabulary and device."""
+    """Return the number of positions in a chunk, by vocabulary and device."""
     return max(128, _CHUNK_ELEMENTS.get(device_type, 2**24) // vocab_size)
 
 
@@ -37,16 +36,17 @@ def compute_selected_logprobs(
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log softmax((hidden W^T + bias) / temperature) at the targets, and the entropy, chunk by chunk, with gradient.
+    """Compute log softmax((hidden W^T + bias) / temperature) at the targets, and the entropy, chunk by chunk, with
+    gradient.
 
     Args:
-        hidden_NH, weight_VH, bias_V: the head's input and parameters; the product is taken in their dtype (or in that
-            of autocast), everything after it in at least float32.
-        targets_N: int64 [N], or [N, K] for K targets at each place.
+        hidden_NH, weight_VH, bias_V: the head's input and parameters; the product is computed in their dtype (or
+            autocast's), everything after it in at least float32.
+        targets_N: int64 [N], or [N, K] for K targets per position.
         temperatures_N: float [N], above 0; None = 1.
-        adapters: of the head, each over a span of the positions, in order; what a span gets does not depend on the
-            others where all positions are one chunk.
-    Returns: logprobs of the targets' shape and entropy [N] or None, nats; float32, or float64 for float64 input.
+        adapters: of the head, each over a span of the positions, in order; a span's result does not depend on the
+            others if all positions are one chunk.
+    Returns: logprobs of the targets' shape and entropy [N] or None, in nats; float32, or float64 for float64 input.
     """
     device = hidden_NH.device.type
     if torch.is_autocast_enabled(device):
@@ -72,11 +72,11 @@ def compute_selected_logprobs(
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """Chunked head + log-softmax.
+    """Chunked head and log-softmax.
 
     With p = softmax(z / T), z = h W^T + b, for upstream gradients g (log-prob) and e (entropy S = -sum p log p):
         dL/dz = (g (onehot(target) - p) - e p (log p + S)) / T
-    When everything fits into one chunk, log p is kept for backward; else each chunk's is computed again there.
+    If everything fits into one chunk, log p is kept for backward; otherwise backward recomputes it chunk by chunk.
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         accurate = promote_to_float32(hidden_NH.dtype)
         logprobs_N = hidden_NH.new_empty(targets_N.shape, dtype=accurate)
         entropy_N = hidden_NH.new_empty(count if with_entropy else 0, dtype=accurate)
-        kept: list[torch.Tensor] = []
+        cached: list[torch.Tensor] = []
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             log_p_CV, saved = _compute_log_softmax(
@@ -114,14 +114,13 @@ class _SelectedLogprobs(torch.autograd.Function):
                     log_p_CV.clamp_(min=_MIN_LOGPROB)
                 entropy_N[part] = -_sum_products(log_p_CV.exp(), log_p_CV)
             if count <= chunk and any(ctx.needs_input_grad):
-                kept = [log_p_CV, *saved]
+                cached = [log_p_CV, *saved]
         ctx.save_for_backward(
-            hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *kept
+            hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *cached
         )
         ctx.chunk, ctx.spans, ctx.count = chunk, spans, len(factors)
-        ctx.set_materialize_grads(
-            False
-        )  # an entropy that is only looked at costs the backward pass nothing
+        # an entropy that is only logged costs the backward pass nothing
+        ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
@@ -131,33 +130,30 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *kept = (
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *cached = (
             ctx.saved_tensors
         )
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accurate = promote_to_float32(hidden_NH.dtype)
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(targets_N, dtype=accurate)
-        if (
-            temperatures_N is not None
-        ):  # here rather than at the [C, V] gradients, which are linear in these
+        # scaled here instead of at the [C, V] gradients, which are linear in these
+        if temperatures_N is not None:
             grad_logprobs_N = (_to_columns(grad_logprobs_N) / temperatures_N[:, None]).view(
                 targets_N.shape
             )
             grad_entropy_N = grad_entropy_N / temperatures_N if grad_entropy_N is not None else None
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
+        # Summed over chunks in float32: bfloat16 sums would lose small contributions.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=accurate) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=accurate) if needs_bias else None
         grad_factors = _FactorGrads(ctx.spans, ctx.count)
         count = hidden_NH.shape[0]
         for start in range(0, count, ctx.chunk):
-            part, spans = (
-                slice(start, start + ctx.chunk),
-                _clip_spans(ctx.spans, start, start + ctx.chunk, count),
-            )
-            if kept:
-                log_p_CV, saved = kept[0], kept[1:]
+            part = slice(start, start + ctx.chunk)
+            spans = _clip_spans(ctx.spans, start, start + ctx.chunk, count)
+            if cached:
+                log_p_CV, saved = cached[0], cached[1:]
             else:
                 log_p_CV, saved = _compute_log_softmax(
                     hidden_NH[part], weight_VH, bias_V, _slice_optional(temperatures_N, part), spans
@@ -205,24 +201,24 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 class _FactorGrads:
-    """Gradients of adapters' factors, added up over chunks in their order."""
+    """Gradients of adapters' factors, summed over chunks in order."""
 
     def __init__(self, spans: Sequence[AdapterSpan], count: int) -> None:
         self._spans = spans
         self.sums: list[torch.Tensor | None] = [None] * count
 
     def add_chunk(self, start: int, stop: int, grads: Sequence[torch.Tensor]) -> None:
-        """Those of the spans that reach into a chunk."""
-        given = iter(grads)
+        """Add the gradients of the spans that overlap a chunk."""
+        next_grads = iter(grads)
         for index, span in enumerate(self._spans):
             if span.start < stop and start < span.stop:
-                for place in (2 * index, 2 * index + 1):
-                    grad, before = next(given), self.sums[place]
-                    self.sums[place] = grad if before is None else before + grad
+                for factor in (2 * index, 2 * index + 1):
+                    grad, total = next(next_grads), self.sums[factor]
+                    self.sums[factor] = grad if total is None else total + grad
 
 
 def _clip_spans(spans: AdapterSpans, start: int, stop: int, count: int) -> AdapterSpans:
-    """Spans and parts of spans that lie in a chunk of so many positions, by the places there."""
+    """Clip spans to a chunk and shift them to its positions."""
     if start == 0 and count <= stop:
         return spans
     return AdapterSpans(
@@ -237,9 +233,9 @@ def _clip_spans(spans: AdapterSpans, start: int, stop: int, count: int) -> Adapt
 def expand_temperatures(
     values: Sequence[float], counts: Sequence[int], device: torch.device
 ) -> torch.Tensor | None:
-    """Temperatures [N] of positions in groups of one temperature each, float32 whatever the model's dtype is.
+    """Expand one temperature per group to positions [N], float32 regardless of the model's dtype.
 
-    Returns: None where all are 1.
+    Returns: None if all are 1.
     """
     if all(value == 1 for value in values):
         return None
@@ -251,7 +247,7 @@ def expand_temperatures(
 
 
 def promote_to_float32(dtype: torch.dtype) -> torch.dtype:
-    """At least float32."""
+    """Return the dtype, promoted to at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -260,7 +256,7 @@ def _slice_optional(values_N: torch.Tensor | None, part: slice) -> torch.Tensor 
 
 
 def _to_columns(values: torch.Tensor) -> torch.Tensor:
-    """[N, K] of [N, K] or [N]."""
+    """View [N] or [N, K] as [N, K]."""
     return values if values.ndim == 2 else values[:, None]
 
 
@@ -270,7 +266,7 @@ def compute_log_softmax_chunk(
     bias_V: torch.Tensor | None,
     temperatures_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """log softmax of the logits [C, V] over the temperatures, at least float32."""
+    """Compute log softmax of the logits over the temperatures, [C, V], in at least float32."""
     return _compute_log_softmax(hidden_CH, weight_VH, bias_V, temperatures_C, [])[0]
 
 
@@ -281,7 +277,9 @@ def _compute_log_softmax(
     temperatures_C: torch.Tensor | None,
     spans: Sequence[AdapterSpan],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """As `compute_log_softmax_chunk`, with adapters; also what `compute_low_rank_grads` takes as `saved`."""
+    """Compute as `compute_log_softmax_chunk`, with adapters; also return the `saved` argument of
+    `compute_low_rank_grads`.
+    """
     logits_CV = compute_linear(hidden_CH, [weight_VH])
     saved: list[torch.Tensor] = []
     if spans:
@@ -290,11 +288,11 @@ def _compute_log_softmax(
     if bias_V is not None:
         logits_CV += bias_V
     accurate = promote_to_float32(logits_CV.dtype)
-    if temperatures_C is not None:  # in float32 as the sampler does it, in place: no third buffer
+    if temperatures_C is not None:  # in float32 as in the sampler; in place, to save a third buffer
         logits_CV = logits_CV.to(accurate).div_(temperatures_C[:, None])
     return torch.log_softmax(logits_CV, dim=-1, dtype=accurate), saved
 
 
 def _sum_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:
-    """Row-wise dot products [C], in place of a third [C, V] buffer."""
+    """Compute row-wise dot products [C], without a third [C, V] buffer."""
     return left_CV.mul_(right_CV).sum(-1)

@@ -1,7 +1,8 @@
-"""Program: log-probs and scores of model folders by transformers alone, as anyone who downloads a model computes them.
+"""Program: log-probs and scores of model folders by transformers alone, as a user who downloads the model computes
+them.
 
-Nothing of this project is imported. The argument is the id of the process that asks, without which this one ends. The
-request is one JSON object on the standard input, the answer the last line of the standard output. See
+It imports nothing of this project. The argument is the pid of the requesting process; this process ends with it. The
+request is one JSON object on standard input, the answer the last line of standard output. See
 `rl_core/models/export_verification.py`.
 """
 
@@ -15,11 +16,11 @@ import signal
 import sys
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main() -> None:
-    """Answer one request: a list of answers, one for each model."""
+    """Answer one request with a list of answers, one per model."""
     exit_with_parent(int(sys.argv[1]))
     import torch
     import transformers
@@ -32,16 +33,16 @@ def main() -> None:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies: a run that goes on needs the memory."""
+    """Make the kernel kill this process when its parent dies, because a resumed run needs the memory."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
 def process_request(request: dict[str, Any]) -> dict[str, Any]:
-    """As `measure`, or an `error`."""
+    """Measure log-probs or scores; return an `error` entry on failure."""
     try:
         return measure_logprobs(request) if "sequences" in request else measure_scores(request)
     except Exception as error:
@@ -49,12 +50,13 @@ def process_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_logprobs(request: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs of the sequences under the folder's language model, and the weights that did not fit."""
+    """Compute log-probs of the sequences with the folder's language model; report weights that did not fit."""
     import torch
     import transformers
 
     model, report = load_model(transformers.AutoModelForCausalLM, request)
-    device, found = model.device, []
+    device = model.device
+    logprobs_by_sequence = []
     with torch.no_grad():
         for sequence in request["sequences"]:
             ids = torch.tensor([sequence["ids"]], device=device)
@@ -62,16 +64,16 @@ def measure_logprobs(request: dict[str, Any]) -> dict[str, Any]:
                 model(input_ids=ids, use_cache=False).logits[0].float() / sequence["temperature"]
             )
             logprobs = torch.log_softmax(logits, dim=-1)
-            found.append(
-                [float(logprobs[place - 1, sequence["ids"][place]]) for place in sequence["scored"]]
+            logprobs_by_sequence.append(
+                [float(logprobs[i - 1, sequence["ids"][i]]) for i in sequence["scored"]]
             )
-    return {"logprobs": found, **describe_model(model, report)}
+    return {"logprobs": logprobs_by_sequence, **describe_model(model, report)}
 
 
 def measure_scores(request: dict[str, Any]) -> dict[str, Any]:
-    """Scores of the rows under the folder's classifier, and the weights that did not fit.
+    """Compute scores of the rows with the folder's classifier; report weights that did not fit.
 
-    transformers has no heads of several layers. Where the configuration names one, it is put together from the folder's
+    transformers has no heads of several layers. If the configuration names one, it is built from the folder's
     tensors, as a user of the model has to do.
     """
     import torch
@@ -83,16 +85,13 @@ def measure_scores(request: dict[str, Any]) -> dict[str, Any]:
     head = getattr(model.config, "reward_head", None) or {"layers": 1}
     if head["layers"] > 1:
         weights = load_head_weights(request["folder"])
-        widths = [len(weights[f"{2 * place}.weight"]) for place in range(head["layers"])]
-        parts: list[Any] = []
-        for size, width in zip(
-            [model.config.get_text_config().hidden_size, *widths], widths, strict=False
-        ):
-            parts += [
-                torch.nn.Linear(size, width, bias=f"{len(parts)}.bias" in weights),
-                torch.nn.GELU(),
-            ]
-        model.score = torch.nn.Sequential(*parts[:-1])
+        widths = [len(weights[f"{2 * i}.weight"]) for i in range(head["layers"])]
+        sizes = [model.config.get_text_config().hidden_size, *widths]
+        layers: list[Any] = []
+        for size, width in zip(sizes, widths, strict=False):
+            has_bias = f"{len(layers)}.bias" in weights
+            layers += [torch.nn.Linear(size, width, bias=has_bias), torch.nn.GELU()]
+        model.score = torch.nn.Sequential(*layers[:-1])
         model.score.load_state_dict(weights)
         model.score.to(model.device, model.dtype)
         report = {
@@ -101,15 +100,14 @@ def measure_scores(request: dict[str, Any]) -> dict[str, Any]:
     scores = []
     with torch.no_grad():
         for row in request["rows"]:
-            logits = model(
-                input_ids=torch.tensor([row], device=model.device), use_cache=False
-            ).logits
+            ids = torch.tensor([row], device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits
             scores.append(float(logits[0, 0]))
     return {"scores": scores, **describe_model(model, report)}
 
 
 def load_model(kind: Any, request: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A model of this kind, on the request's device, and the report on its weights."""
+    """Load a model of this kind on the request's device, with the report on its weights."""
     import torch
 
     model, report = kind.from_pretrained(
@@ -129,19 +127,19 @@ def load_model(kind: Any, request: dict[str, Any], **options: Any) -> tuple[Any,
 
 
 def load_head_weights(folder: str) -> dict[str, Any]:
-    """Tensors of a folder under `score.`, by the rest of their names."""
+    """Load the tensors under `score.` in a folder, keyed by the rest of their names."""
     from safetensors import safe_open
 
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:  # the trunk's stay in the file
-            names = [name for name in tensors.keys() if name.startswith("score.")]  # noqa: SIM118  # no mapping
-            found |= {name.removeprefix("score."): tensors.get_tensor(name) for name in names}
-    return found
+        with safe_open(path, framework="pt") as tensors:  # the trunk's tensors are not read
+            names = [name for name in tensors.keys() if name.startswith("score.")]  # noqa: SIM118  # not a mapping
+            weights |= {name.removeprefix("score."): tensors.get_tensor(name) for name in names}
+    return weights
 
 
 def describe_model(model: Any, report: dict[str, Any]) -> dict[str, Any]:
-    """Class, versions, and the weights that did not fit."""
+    """Return class, versions, and weights that did not fit."""
     import torch
     import transformers
 

@@ -1,10 +1,8 @@
-"""The precision that a model computes in, apart from that of its weights.
+"""Modes of forward passes: compute precision apart from the weights' precision, and dropout.
 
-Dropout of training passes: switched off, or with masks that can be drawn again.
-
-A ratio or a KL compares two passes over the same tokens. Masks that differ between the two (or are there in one only)
-move it though no weight has changed, so trainers that compare either train without dropout or give both passes the
-masks of the same seed.
+A ratio or a KL compares two passes over the same tokens. Dropout masks that differ between the passes, or are drawn
+in only one, change it although no weight has changed. Trainers that compare passes therefore train without dropout,
+or give both passes the masks of the same seed.
 """
 
 from __future__ import annotations
@@ -21,44 +19,43 @@ from rl_core.models.lora import unwrap_model
 
 AutocastPrecision = Literal["none", "bfloat16"]
 
+_UNUSED_HEADS = ("classifier", "summary")  # rates of heads that no trainer uses
+
 
 def enable_autocast(
     precision: AutocastPrecision, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Context in which matrix products are taken in bfloat16, where that is asked for; weights stay as they are.
+    """Return a context in which matrix products run in bfloat16 if requested; weights keep their dtype.
 
-    Casts are not cached: each weight is cast once in a pass anyway, and a cast that was cached under no_grad would cut
-    the gradient of a pass that follows in the same context where torch does not guard against it.
+    Casts are not cached: each weight is cast once per pass anyway, and a cast cached under no_grad would cut the
+    gradient of a later pass in the same context where torch does not guard against it.
     """
     if precision == "none":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
-_OTHER_HEADS = ("classifier", "summary")  # rates of heads that no trainer uses
-
-
 def has_dropout(model: nn.Module) -> bool:
-    """True = passes in training mode draw masks: some dropout layer, or rate of the configuration, is above 0."""
+    """Return whether passes in training mode draw masks: some dropout layer or configured rate is above 0."""
     layers = any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
     config = getattr(unwrap_model(model), "config", None)
-    return layers or any(not name.startswith(_OTHER_HEADS) for name in _find_dropout_rates(config))
+    return layers or any(not name.startswith(_UNUSED_HEADS) for name in _find_dropout_rates(config))
 
 
 @contextmanager
 def use_training_mode(model: nn.Module, *, dropout: bool) -> Iterator[None]:
-    """The mode of an update and its backward pass; afterwards each module is as it was before.
+    """Set the mode of an update and its backward pass; restore each module afterwards.
 
     Args:
-        dropout: True = training mode, with the model's configured dropout. False = eval mode, in which sampler and
-            reference compute as well. Modules that checkpoint their activations do so in training mode only, so they
-            stay in it, their own rates set to 0.
+        dropout: True = training mode, with the model's configured dropout. False = eval mode, as in sampler and
+            reference. Modules that checkpoint activations do so only in training mode, so they stay in it with their
+            own rates set to 0.
     """
     modules = list(model.modules())
-    # looked up in the instance: nn.Module answers a missing name slowly
+    # looked up in __dict__, because nn.Module is slow for missing names
     checkpointing = any(module.__dict__.get("gradient_checkpointing", False) for module in modules)
     if not dropout and not checkpointing and not any(module.training for module in modules):
-        yield  # as it is already
+        yield  # nothing to change
         return
     modes = [(module, module.training) for module in modules]
     zeroed: list[tuple[Any, str, float]] = []
@@ -85,9 +82,9 @@ def use_training_mode(model: nn.Module, *, dropout: bool) -> Iterator[None]:
 
 @contextmanager
 def seed_dropout_masks(device: torch.device, seed: int) -> Iterator[None]:
-    """Passes whose dropout masks follow from `seed` and the batch's shape; the global generators stay as they were.
+    """Draw dropout masks that depend on `seed` and the batch's shape alone; leave the global generators unchanged.
 
-    Activations that are computed again in backward get the same masks: torch keeps the generator's state of the pass.
+    Activations that are recomputed in backward get the same masks, because torch stores the generator's state.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed % 2**63)
@@ -95,7 +92,7 @@ def seed_dropout_masks(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _find_dropout_rates(owner: Any) -> dict[str, float]:
-    """Probabilities above 0 that a module or configuration keeps under a name with 'drop' in it."""
+    """Return probabilities above 0 of a module or configuration, under names that contain 'drop'."""
     return {
         name: value
         for name, value in (vars(owner) if owner is not None else {}).items()

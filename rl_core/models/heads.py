@@ -1,10 +1,6 @@
-"""Reward models: a scalar head on the last real token of any causal language model.
+"""Heads: reward models with a scalar head on the last real token, and value functions of token sequences.
 
-B rows, S tokens, H hidden.
-
-Value functions over token sequences: a critic with a trunk of its own, or a head on the policy's.
-
-B rows, S sequence, N positions, H hidden.
+B rows, S tokens of a sequence, N positions, H hidden.
 """
 
 from __future__ import annotations
@@ -32,36 +28,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_SHAPE = (
-    "reward_head"  # of a model's config: {"layers", "width"} of a head that is no single matrix
-)
+# config key: {"layers", "width"} of a head with several layers
+_SHAPE_KEY = "reward_head"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Layers of a reward model's head, and units of its hidden ones."""
+    """The shape of a reward model's head: number of layers and width of hidden ones."""
 
     layers: int = 1
     width: int = 256
 
     def list_weight_names(self) -> tuple[str, ...]:
-        """Names of its weights in a model."""
+        """List the names of the head's weights in a model."""
         if self.layers == 1:
             return ("score.weight",)
         names = tuple(
-            f"score.{2 * place}.{kind}"
-            for place in range(self.layers)
-            for kind in ("weight", "bias")
+            f"score.{2 * i}.{kind}" for i in range(self.layers) for kind in ("weight", "bias")
         )
-        return names[:-1]  # the last layer has no offset, which ranking would leave free
+        return names[:-1]  # no offset in the last layer: ranking would not determine it
 
     def build_module(self, hidden_size: int) -> torch.nn.Module:
-        """The head: matrices with GELU between them."""
+        """Build the head: linear layers with GELU between them."""
         widths = [hidden_size, *[self.width] * (self.layers - 1)]
         hidden = [
-            part
-            for before, after in itertools.pairwise(widths)
-            for part in (torch.nn.Linear(before, after), torch.nn.GELU())
+            module
+            for num_inputs, num_outputs in itertools.pairwise(widths)
+            for module in (torch.nn.Linear(num_inputs, num_outputs), torch.nn.GELU())
         ]
         return torch.nn.Sequential(*hidden, torch.nn.Linear(widths[-1], 1, bias=False))
 
@@ -73,40 +66,40 @@ def create_reward_model(
     seed: int = 0,
     shape: HeadShape | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A reward model whose trunk is the causal LM in `policy_path` and whose head is new, drawn from `seed`.
+    """Create a reward model whose trunk is the causal LM in `policy_path` and whose new head is drawn from `seed`.
 
-    The last matrix starts at N(0, 1 / (H + 1)), the scale of Stiennon et al. 2020, arXiv:2009.01325; those before it at
-    N(0, 2 / H), He et al. 2015, arXiv:1502.01852, with offsets of 0. H = inputs of the matrix.
+    The last matrix starts at N(0, 1 / (H + 1)), the scale of Stiennon et al. 2020, arXiv:2009.01325; earlier ones at
+    N(0, 2 / H), He et al. 2015, arXiv:1502.01852, with zero offsets. H = inputs of the matrix.
+
     Args:
         shape: of the head; None = one matrix.
-    Raises: CheckpointError when the model cannot be read or its family has no sequence head.
+    Raises: CheckpointError if the model cannot be read or its family has no sequence head.
     """
     shape = shape or HeadShape()
     model, tokenizer = _load_classifier(
         policy_path, settings, allowed_missing=shape.list_weight_names(), shape=shape
     )
     generator = torch.Generator().manual_seed(seed)
-    *hidden, last = [
-        part for part in model.get_submodule("score").modules() if isinstance(part, torch.nn.Linear)
-    ]
+    score_modules = model.get_submodule("score").modules()
+    *hidden, last = [module for module in score_modules if isinstance(module, torch.nn.Linear)]
     with torch.no_grad():
-        for part in hidden:
-            part.weight.copy_(
-                torch.randn(part.weight.shape, generator=generator) * (2 / part.in_features) ** 0.5
-            )
-            part.bias.zero_()
-        last.weight.copy_(
-            torch.randn(last.weight.shape, generator=generator) * (last.in_features + 1) ** -0.5
-        )
+        for layer in hidden:
+            noise = torch.randn(layer.weight.shape, generator=generator)
+            layer.weight.copy_(noise * (2 / layer.in_features) ** 0.5)
+            layer.bias.zero_()
+        noise = torch.randn(last.weight.shape, generator=generator)
+        last.weight.copy_(noise * (last.in_features + 1) ** -0.5)
     return model, tokenizer
 
 
 def load_reward_model(
     path: str | Path, settings: ModelSettings, *, options: Mapping[str, Any] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The reward model and tokenizer in a folder, or under a hub name. `options`: as in `causal_lm.load`.
+    """Load the reward model and tokenizer from a folder or hub name.
 
-    Raises: CheckpointError when it cannot be read, has no trained head, or its family has no sequence head.
+    Args:
+        options: as in `causal_lm.load_model`.
+    Raises: CheckpointError if it cannot be read, has no trained head, or its family has no sequence head.
     """
     return _load_classifier(path, settings, allowed_missing=(), options=options)
 
@@ -119,9 +112,13 @@ def _load_classifier(
     options: Mapping[str, Any] | None = None,
     shape: HeadShape | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`shape`: of a new head; None = that of the model's config."""
+    """Load a classifier and its tokenizer.
+
+    Args:
+        shape: of a new head; None = as in the model's config.
+    """
     tokenizer = load_tokenizer(path, settings)
-    # transformers draws the head that a policy folder lacks: under a fork, so that the caller's random state stays
+    # transformers draws a missing head; the fork keeps the caller's random state unchanged
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = load_pretrained(
@@ -142,66 +139,64 @@ def _load_classifier(
 
 
 class _ClassifierLoader:
-    """transformers' classifier of a model's family, with a head of the given shape or of the one in its config."""
+    """A loader of a family's transformers classifier, with a head of a given shape or the one in its config."""
 
     def __init__(self, shape: HeadShape | None) -> None:
         self._shape = shape
 
-    def from_pretrained(self, place: str, **options: Any) -> Any:
-        """As `AutoModelForSequenceClassification.from_pretrained`."""
+    def from_pretrained(self, source: str, **options: Any) -> Any:
+        """Load as `AutoModelForSequenceClassification.from_pretrained` does."""
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
         config = AutoConfig.from_pretrained(
-            place, trust_remote_code=options.get("trust_remote_code", False)
+            source, trust_remote_code=options.get("trust_remote_code", False)
         )
-        shape = self._shape or HeadShape(**(getattr(config, _SHAPE, None) or {}))
+        shape = self._shape or HeadShape(**(getattr(config, _SHAPE_KEY, None) or {}))
         if shape.layers == 1:
-            found = AutoModelForSequenceClassification.from_pretrained(place, **options)
-            model = found[0] if isinstance(found, tuple) else found
-            model.config.__dict__.pop(_SHAPE, None)  # of the head before this one
-            return found
+            result = AutoModelForSequenceClassification.from_pretrained(source, **options)
+            model = result[0] if isinstance(result, tuple) else result
+            model.config.__dict__.pop(_SHAPE_KEY, None)  # left by an earlier head
+            return result
         family: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
         if family is None:
-            raise CheckpointError(f"'{place}' ({config.model_type}) has no sequence head")
+            raise CheckpointError(f"'{source}' ({config.model_type}) has no sequence head")
         options.pop("trust_remote_code", None)
-        return _build_class_with_head(family, shape).from_pretrained(place, **options)
+        return _build_class_with_head(family, shape).from_pretrained(source, **options)
 
 
 def _build_class_with_head(family: type[Any], shape: HeadShape) -> Any:
-    """The class of a family's classifiers, with a head of this shape, which its config records."""
+    """Build a subclass of a family's classifier with a head of this shape, recorded in its config."""
 
-    def make(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
-        family.__init__(self, config, *arguments, **named)
+    def init(self: Any, config: Any, *arguments: Any, **keywords: Any) -> None:
+        family.__init__(self, config, *arguments, **keywords)
         if isinstance(getattr(self, "score", None), torch.nn.Linear):
             self.score = shape.build_module(self.score.in_features)
-            setattr(self.config, _SHAPE, {"layers": shape.layers, "width": shape.width})
+            setattr(self.config, _SHAPE_KEY, {"layers": shape.layers, "width": shape.width})
 
-    return type(family.__name__, (family,), {"__init__": make, "__module__": family.__module__})
+    return type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
 
 
 def compute_sequence_scores(
     model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor
 ) -> torch.Tensor:
-    """Scalar scores of right-padded rows, read at each row's last real token, with gradient.
+    """Compute scalar scores of right-padded rows, read at each row's last real token, with gradient.
 
     Args:
-        input_ids_BS: int64 [B, S], right-padded. Causal attention keeps padding out of every real token, so no mask is
-            needed, and a padding token that equals the end-of-sequence token does no harm.
+        input_ids_BS: int64 [B, S], right-padded. Causal attention keeps padding out of every real token, so no mask
+            is needed, and the padding token may equal the end-of-sequence token.
         lengths_B: int64 [B], real tokens of each row, at least 1.
     Returns: float32 [B].
-    Raises: DataError when shapes differ or a row is empty.
+    Raises: DataError if shapes differ or a row is empty.
     """
-    return (
-        model.get_submodule("score")(_read_last_states(model, input_ids_BS, lengths_B))
-        .squeeze(-1)
-        .float()
-    )
+    states_BH = _read_last_states(model, input_ids_BS, lengths_B)
+    scores_B1: torch.Tensor = model.get_submodule("score")(states_BH)
+    return scores_B1.squeeze(-1).float()
 
 
 def _read_last_states(
     model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor
 ) -> torch.Tensor:
-    """States [B, H] at the last real token of each row; arguments and errors of `compute_sequence_scores`."""
+    """Return states [B, H] at the last real token of each row; arguments and errors as in `compute_sequence_scores`."""
     if input_ids_BS.ndim != 2 or lengths_B.shape != input_ids_BS.shape[:1]:
         raise DataError(
             f"input_ids {tuple(input_ids_BS.shape)} and lengths {tuple(lengths_B.shape)} do not match"
@@ -209,15 +204,13 @@ def _read_last_states(
     if lengths_B.numel() and not (
         int(lengths_B.min()) >= 1 and int(lengths_B.max()) <= input_ids_BS.shape[1]
     ):
-        raise DataError(
-            f"lengths must lie in 1..{input_ids_BS.shape[1]}, found {lengths_B.tolist()}"
-        )
-    places_S = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)
+        raise DataError(f"lengths must be in 1..{input_ids_BS.shape[1]}, got {lengths_B.tolist()}")
+    positions_S = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)
     lengths_B1 = lengths_B.to(input_ids_BS.device)[:, None]
     batch = TrainBatch(
-        input_ids_BS, places_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool)
+        input_ids_BS, positions_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool)
     )
-    last_BS = places_S == lengths_B1 - 1
+    last_BS = positions_S == lengths_B1 - 1
     return compute_hidden_states(model, batch, last_BS)[last_BS]
 
 
@@ -229,11 +222,11 @@ def score_rows(
     pad_id: int | None = None,
     max_tokens: int = 16384,
 ) -> list[float]:
-    """Scores of token rows, in the order given; length-sorted micro-batches of at most `max_tokens` padded tokens.
+    """Score token rows in length-sorted micro-batches of at most `max_tokens` padded tokens; keep their order.
 
     Args:
-        pad_id: token id on the right of short rows; None = the model configuration's.
-    Raises: DataError for an empty row, or where there is no padding token; OutOfMemory for a row that does not fit.
+        pad_id: padding token; None = the model configuration's.
+    Raises: DataError for an empty row or a missing padding token; OutOfMemory for a row that does not fit.
     """
     for index, row in enumerate(rows):
         if not row:
@@ -254,7 +247,7 @@ def score_rows(
 
 
 def build_score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of rows that are scored together: shortest first, at most `max_tokens` padded tokens, or a row alone."""
+    """Group row indices for scoring: shortest first, at most `max_tokens` padded tokens, or one longer row."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     batches: list[list[int]] = []
     for index in order:
@@ -269,7 +262,7 @@ def build_score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[in
 def score_batch(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None
 ) -> list[float]:
-    """Scores of token rows in one pass, in the model's present mode."""
+    """Score token rows in one pass, in the model's current mode."""
     scores: list[float] = compute_sequence_scores(model, *_pad_rows(model, rows, pad_id)).tolist()
     return scores
 
@@ -278,14 +271,14 @@ def score_batch(
 def compute_last_states(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None
 ) -> torch.Tensor:
-    """States [B, H] at the last token of token rows, in one pass of a causal model or a classifier."""
+    """Compute states [B, H] at the last token of token rows, in one pass of a causal model or a classifier."""
     return _read_last_states(model, *_pad_rows(model, rows, pad_id))
 
 
 def _pad_rows(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], pad_id: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token rows as one tensor [B, S] on the model's device, and their lengths [B]."""
+    """Pad token rows to a tensor [B, S] on the model's device; return it with the lengths [B]."""
     pad = pad_id if pad_id is not None else model.config.pad_token_id
     if pad is None or pad < 0:
         raise DataError(
@@ -300,21 +293,24 @@ def _pad_rows(
 
 
 def read_hidden_size(model: PreTrainedModel) -> int:
-    """Width of the hidden states that the model's head reads."""
+    """Return the width of the hidden states that the model's head reads."""
     return int(unwrap_model(model).get_output_embeddings().weight.shape[1])
 
 
 class ValueHead(nn.Module):
-    """Linear map of hidden states to values in float32. It starts at 0: the first advantages use no values."""
+    """A linear map from hidden states to values in float32.
+
+    It starts at 0, so the first advantages use no values.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.head = nn.Linear(size, 1)  # a name that ends in `head` keeps it out of Muon
+        self.head = nn.Linear(size, 1)  # Muon skips names that end in `head`
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> float32 [N] (float64 for float64)."""
+        """Map [N, H] to float32 [N] (float64 for float64)."""
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             weight, bias = self.head.weight.to(dtype), self.head.bias.to(dtype)
@@ -322,7 +318,10 @@ class ValueHead(nn.Module):
 
 
 class SeparateCritic(nn.Module):
-    """A copy of a causal model's trunk, adapters included, with a value head. Its training never changes the policy."""
+    """A copy of a causal model's trunk, adapters included, with a value head.
+
+    Training it never changes the policy.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -331,9 +330,9 @@ class SeparateCritic(nn.Module):
         self.head = ValueHead(read_hidden_size(model)).to(device=reference.device)
 
     def forward(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Value of the state before each loss token, [B, S] (0 elsewhere), and after each row's last real token, [B].
+        """Return the value before each loss token, [B, S] (0 elsewhere), and after each row's last real token, [B].
 
-        Raises: DataError when position 0 carries loss.
+        Raises: DataError if position 0 carries loss.
         """
         mask_BS = batch.loss_mask_BS
         if bool(mask_BS[:, 0].any()):
@@ -342,13 +341,12 @@ class SeparateCritic(nn.Module):
         after_BS = self.head(hidden_BSH.reshape(-1, hidden_BSH.shape[-1])).view(mask_BS.shape)
         before_BS = torch.cat([after_BS.new_zeros(len(after_BS), 1), after_BS[:, :-1]], dim=1)
         last_B1 = batch.attention_mask_BS.sum(1, keepdim=True) - 1
-        return torch.where(mask_BS, before_BS, before_BS.new_zeros(())), after_BS.gather(
-            1, last_B1
-        ).squeeze(1)
+        values_BS = torch.where(mask_BS, before_BS, before_BS.new_zeros(()))
+        return values_BS, after_BS.gather(1, last_B1).squeeze(1)
 
 
 class PolicyWithCritic(nn.Module):
-    """A policy and its value function as one module, so that one checkpoint holds both."""
+    """A policy and its value function in one module, so that one checkpoint holds both."""
 
     def __init__(self, policy: PreTrainedModel, critic: SeparateCritic | ValueHead) -> None:
         super().__init__()
@@ -357,11 +355,11 @@ class PolicyWithCritic(nn.Module):
 
     @property
     def value_head(self) -> ValueHead | None:
-        """The head on the policy's own hidden states, where there is one."""
+        """The head on the policy's hidden states, or None with a separate critic."""
         return self.critic if isinstance(self.critic, ValueHead) else None
 
     def compute_values(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values before each loss token, [B, S], and after each row's last real token, [B]."""
+        """Compute values before each loss token, [B, S], and after each row's last real token, [B]."""
         if isinstance(self.critic, SeparateCritic):
             values_BS, after_B = self.critic(batch)
             return values_BS, after_B
@@ -370,5 +368,5 @@ class PolicyWithCritic(nn.Module):
         return outputs.values_BS, outputs.value_after_B
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The policy's output head."""
+        """Return the policy's output head."""
         return self.policy.get_output_embeddings()

@@ -1,10 +1,6 @@
-"""Hidden states of a causal language model for training: dispatch between the packed forward pass and transformers.
+"""Hidden states of a causal language model: for training, by the packed forward pass or transformers, and per turn.
 
-B rows, S sequence, H hidden.
-
-The policy's last hidden states at the turns of an episode, averaged over each turn's tokens.
-
-B rows, S sequence, H hidden, N states.
+B rows, S tokens of a sequence, H hidden, N states.
 """
 
 from __future__ import annotations
@@ -35,16 +31,16 @@ def compute_hidden_states(
     needed_BS: torch.Tensor | None = None,
     groups: RowGroups | None = None,
 ) -> torch.Tensor:
-    """Last hidden states, after the final norm, of a right-padded batch, with gradient.
+    """Compute the last hidden states, after the final norm, of a right-padded batch, with gradient.
 
     Args:
-        model: a model of transformers with a head on it (without adapters around it: see `unwrap`), or its trunk.
-        needed_BS: True at the positions whose hidden states will be read, all of them real; the last layer may leave
-            out the others. None = all real positions.
-        groups: rows that go through other adapters than the rest; not with `position_ids_BS`.
+        model: a transformers model with a head (without adapters around it: see `unwrap_model`), or its trunk.
+        needed_BS: True at positions whose hidden states will be read, all of them real; the last layer may skip the
+            others. None = all real positions.
+        groups: rows that use other adapters than the rest; not with `position_ids_BS`.
     Returns: [B, S, H]; arbitrary at padding and at positions that are not needed.
-    Raises: DataError when a position is needed that the attention mask calls padding (on a CPU, where it is read), or
-        a row is longer than the model's rotary frequencies allow.
+    Raises: DataError if a needed position is padding by the attention mask (checked on a CPU, which reads it), or a
+        row is longer than the model's rotary frequencies allow.
     """
     trunk: Any = model.base_model
     check_row_lengths(trunk, batch)
@@ -54,45 +50,43 @@ def compute_hidden_states(
         return run_packed_forward(trunk, batch, needed_BS, groups)
     if groups is not None:
         groups.tokens = [rows * batch.input_ids_BS.shape[1] for rows in groups.rows]
-    hidden: torch.Tensor = trunk(
-        **build_model_inputs(model, batch), use_cache=False
-    ).last_hidden_state
+    inputs = build_model_inputs(model, batch)
+    hidden: torch.Tensor = trunk(**inputs, use_cache=False).last_hidden_state
     return hidden.reshape(*batch.input_ids_BS.shape, -1)
 
 
 def _compute_sequence_states(
     trunk: Any, batch: TrainBatch, positions_BS: torch.Tensor, needed_BS: torch.Tensor | None
 ) -> torch.Tensor:
-    """Hidden states of rows that hold several sequences, each computed in a row of its own: [B, S, H]."""
+    """Compute hidden states [B, S, H] of rows that hold several sequences, each sequence in its own row."""
     real_BS = batch.attention_mask_BS
     check_needed_positions(real_BS, needed_BS)
-    place_N = positions_BS[real_BS]
-    sequence_N = (place_N == 0).cumsum(
-        0
-    ) - 1  # a row begins a sequence, so the real tokens of all rows can be counted
-    shape = (int(sequence_N[-1]) + 1, int(place_N.max()) + 1)
+    position_N = positions_BS[real_BS]
+    # every row begins a sequence, so sequences can be counted over all rows
+    sequence_N = (position_N == 0).cumsum(0) - 1
+    shape = (int(sequence_N[-1]) + 1, int(position_N.max()) + 1)
     ids_RW, mask_RW = batch.input_ids_BS.new_zeros(shape), real_BS.new_zeros(shape)
-    ids_RW[sequence_N, place_N] = batch.input_ids_BS[real_BS]
-    mask_RW[sequence_N, place_N] = True
+    ids_RW[sequence_N, position_N] = batch.input_ids_BS[real_BS]
+    mask_RW[sequence_N, position_N] = True
     needed_RW = None
     if needed_BS is not None:
         needed_RW = real_BS.new_zeros(shape)
-        needed_RW[sequence_N, place_N] = needed_BS[real_BS]
+        needed_RW[sequence_N, position_N] = needed_BS[real_BS]
     hidden_RWH = run_packed_forward(
         trunk, TrainBatch(ids_RW, mask_RW, torch.zeros_like(mask_RW)), needed_RW
     )
     hidden_BSH = hidden_RWH.new_zeros(*real_BS.shape, hidden_RWH.shape[-1])
-    hidden_BSH[real_BS] = hidden_RWH[sequence_N, place_N]
+    hidden_BSH[real_BS] = hidden_RWH[sequence_N, position_N]
     return hidden_BSH
 
 
 def build_model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """Keyword arguments of the trunk for a batch: its tokens and, where rows are packed, their positions.
+    """Build the trunk's keyword arguments for a batch: its tokens and, for packed rows, their positions.
 
-    transformers builds a block-diagonal causal mask from positions that start again, when it is given neither an
-    attention mask nor a cache. Its flash kernels read the same positions, but only in a batch of one row: there the
-    rows are laid end to end, which changes nothing, as each begins a sequence. The output then has shape [1, B*S, ...].
-    Raises: DataError when a row is longer than the model's rotary frequencies allow.
+    Without an attention mask and a cache, transformers builds a block-diagonal causal mask from positions that
+    restart. Its flash kernels read the same positions, but only in a batch of one row. For them the rows are
+    concatenated, which changes nothing because each begins a sequence; the output then has shape [1, B*S, ...].
+    Raises: DataError if a row is longer than the model's rotary frequencies allow.
     """
     check_row_lengths(model, batch)
     if batch.position_ids_BS is None:
@@ -105,29 +99,29 @@ def build_model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, t
 
 @dataclass(slots=True)
 class TurnEmbeddings:
-    """The policy's states along one rollout. float32, on the CPU, without gradient."""
+    """The policy's states along one rollout, float32, on the CPU, without gradient."""
 
-    states_NH: (
-        torch.Tensor
-    )  # [1 + turns, H] mean over the prompt, then over each turn: its action and what came back
+    # [1 + turns, H] mean over the prompt, then over each turn (action and observation)
+    states_NH: torch.Tensor
     actions_NH: torch.Tensor  # [turns, H] mean over each turn's action
-    is_observed: list[bool]  # [turns] True = something came back
+    is_observed: list[bool]  # [turns] True = the turn has an observation
 
 
 TurnEmbedder = Callable[[Sequence[Rollout]], list[TurnEmbeddings]]
 
 
 def find_turn_spans(loss_mask: Sequence[bool]) -> list[tuple[int, int, int]]:
-    """(start, end of the action, end of the observation) of each turn, in tokens after the prompt.
+    """Return (start, end of the action, end of the observation) of each turn, in tokens after the prompt.
 
-    A turn is a run of sampled tokens and the run of observed ones after it: `collect` appends at least one observed
-    token between two actions. Where a context begins anew, what was observed stands at the end of its prompt.
+    A turn is a run of sampled tokens followed by a run of observed ones: `collect_rollouts` appends at least one
+    observed token between two actions. If a new context begins, the observation is at the end of its prompt.
     """
-    runs, place = [], 0
+    runs = []
+    position = 0
     for sampled, run in groupby(loss_mask):
-        stop = place + sum(1 for _ in run)
-        runs.append((sampled, place, stop))
-        place = stop
+        stop = position + sum(1 for _ in run)
+        runs.append((sampled, position, stop))
+        position = stop
     ends = {start: stop for sampled, start, stop in runs if not sampled}
     return [(start, stop, ends.get(stop, stop)) for sampled, start, stop in runs if sampled]
 
@@ -136,9 +130,9 @@ def find_turn_spans(loss_mask: Sequence[bool]) -> list[tuple[int, int, int]]:
 def compute_turn_embeddings(
     model: PreTrainedModel, rollouts: Sequence[Rollout], *, pad_id: int, max_tokens: int = 16384
 ) -> list[TurnEmbeddings]:
-    """The states of each rollout, from one pass of the policy over its whole sequence.
+    """Compute each rollout's states from one pass of the policy over its whole sequence.
 
-    Attention is causal, so a turn's state knows everything before it and nothing after.
+    Attention is causal, so a turn's state depends on everything before it and nothing after it.
 
     Args:
         max_tokens: padded tokens of one micro-batch.
@@ -147,7 +141,7 @@ def compute_turn_embeddings(
     base = unwrap_model(model)
     device = next(base.parameters()).device
     lengths = [len(row) for row in rows]
-    found: list[TurnEmbeddings | None] = [None] * len(rows)
+    embeddings: list[TurnEmbeddings | None] = [None] * len(rows)
 
     def fill(group: list[int]) -> None:
         batch = build_unscored_batch([rows[index] for index in group], pad_id)
@@ -155,13 +149,13 @@ def compute_turn_embeddings(
             batch.position_ids_BS = pad_rows([rollouts[index].positions for index in group], 0)
         hidden_BSH = compute_hidden_states(base, batch.to(device)).float().cpu()
         for b, index in enumerate(group):
-            found[index] = _average_over_turns(hidden_BSH[b], rollouts[index])
+            embeddings[index] = _average_over_turns(hidden_BSH[b], rollouts[index])
 
     with use_eval_mode(model):
         MemoryFit("hidden states of rollouts").compute_batches(
             plan_micro_batches(lengths, max_tokens), fill, lengths=lengths
         )
-    return [states for states in found if states is not None]
+    return [states for states in embeddings if states is not None]
 
 
 def _average_over_turns(hidden_SH: torch.Tensor, rollout: Rollout) -> TurnEmbeddings:

@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens that carry loss, computed without a [B, S, V] tensor.
 
-B rows, S sequence, N tokens that carry loss, H hidden, V vocabulary.
+B rows, S tokens of a sequence, N tokens that carry loss, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TokenOutputs:
-    """Outputs of a model at the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
+    """Outputs of a model at the tokens that carry loss, with gradient; [B, S] tensors are 0 where the mask is False."""
 
     logprobs_BS: torch.Tensor  # nats
-    entropy_BS: torch.Tensor | None = (
-        None  # nats, of the distribution over the vocabulary before the token
-    )
+    # nats, of the distribution that predicts the token
+    entropy_BS: torch.Tensor | None = None
     values_BS: torch.Tensor | None = None  # value of the state before the token
     value_after_B: torch.Tensor | None = None  # value of the state after each row's last real token
-    # of a mixture of experts: how evenly its routers load them over the batch's real tokens, scalar
+    # mixture of experts: how evenly its routers load the experts over the batch's real tokens, scalar
     load_balancing_loss: torch.Tensor | None = None
 
 
@@ -56,9 +55,9 @@ def completion_logprobs(
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log p(token s | tokens before s) of every token that carries loss, with gradient; and their entropy.
+    """Compute log p(token s | tokens before s) of every token that carries loss, and the entropy, with gradient.
 
-    p is at the batch's temperatures. Args, Raises: as `compute_token_outputs`.
+    p is taken at the batch's temperatures. Args, Raises: as `compute_token_outputs`.
     Returns: logprobs float32 [B, S] in nats; entropy float32 [B, S] in nats or None; both 0 where the mask is False.
         (float64 for a float64 model.)
     """
@@ -77,102 +76,96 @@ def compute_token_outputs(
     with_load_balancing: bool = False,
     chunk_tokens: int | None = None,
 ) -> TokenOutputs:
-    """Log-probabilities, entropies and values of every token that carries loss, from one pass through the trunk.
+    """Compute log-probabilities, entropies and values of every token that carries loss, in one pass through the
+    trunk.
 
-    Head and log-softmax run at the positions whose next token carries loss, in chunks, so that at most two float32
-    buffers of [chunk_tokens, V] exist at any time, in backward too. Rows are padded on the right, so the causal mask
-    alone keeps padding out of real tokens: no attention mask is passed, and the attention kernels take their fast
-    causal path. Rows that hold several sequences say so by `position_ids_BS`; the model must be one that heeds it
-    (`capabilities.sequence_packing`).
+    Head and log-softmax run in chunks over the positions whose next token carries loss, so at most two float32
+    buffers of [chunk_tokens, V] exist at any time, also in backward. Rows are padded on the right, so the causal mask
+    alone keeps padding out of real tokens; without an attention mask the kernels take their fast causal path. Rows
+    that hold several sequences are marked by `position_ids_BS`; the model must support it
+    (`capabilities.check_sequence_packing`).
 
-    Where tokens were drawn from softmax(logits / temperature), `temperatures_BS` says so, and log-probabilities and
-    entropies are of that distribution: a policy gradient taken at another temperature is another policy's.
+    If tokens were drawn from softmax(logits / temperature), `temperatures_BS` holds the temperatures, and
+    log-probabilities and entropies are of that distribution: a policy gradient at another temperature belongs to
+    another policy.
 
     Args:
         model: a causal LM, with or without adapters.
-        batch: right-padded; loss_mask_BS True = token carries loss, never at position 0, nor at the first token of a
+        batch: right-padded; loss_mask_BS True = token carries loss, never at position 0 nor at the first token of a
             packed sequence; temperatures_BS above 0 at these tokens, None = 1.
-        with_entropy: also give the entropies.
+        with_entropy: compute entropies.
         value_head: maps hidden states [N, H] to values [N]; None = no values.
-        with_load_balancing: also give `losses.router.load_balancing_loss`; needs `capabilities.check_router_logits`.
-        chunk_tokens: positions whose logits are held at once; None = by vocabulary and device.
-    Raises: DataError when shapes differ, position 0 carries loss, or a temperature is not above 0.
+        with_load_balancing: compute `losses.supervised.load_balancing_loss`; needs
+            `capabilities.check_router_logits`.
+        chunk_tokens: positions whose logits exist at the same time; None = by vocabulary and device.
+    Raises: DataError if shapes differ, position 0 carries loss, or a temperature is not above 0.
     """
     _check_loss_mask(batch)
     ids_BS = batch.input_ids_BS
     positions_N = batch.loss_mask_BS.reshape(-1).nonzero().squeeze(1)
-    targets_N, temperatures_N = (
-        ids_BS.reshape(-1)[positions_N],
-        _select_temperatures(batch, positions_N),
-    )
+    targets_N = ids_BS.reshape(-1)[positions_N]
+    temperatures_N = _select_temperatures(batch, positions_N)
     base = unwrap_model(model)
     if check_chunked_head(base).allowed:
         hidden_BSH, routed = _compute_trunk_states(
             base, batch, with_last=value_head is not None, with_router=with_load_balancing
         )
-        hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
+        hidden_NH = _select_rows(hidden_BSH, positions_N - 1)
         head = base.get_output_embeddings()
         options: dict[str, Any] = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens}
         logprobs_N, entropy_N = compute_selected_logprobs(
             hidden_NH, head.weight, head.bias, targets_N, temperatures_N=temperatures_N, **options
         )
-    else:  # a head that scales, caps or adapts its logits: let the model compute them
-        more = {"output_router_logits": True} if with_load_balancing else {}
-        outputs = base(
-            **build_model_inputs(base, batch),
-            use_cache=False,
-            output_hidden_states=value_head is not None,
-            **more,
-        )
+    else:  # the head scales, caps or adapts its logits, so the model computes them
+        inputs: dict[str, Any] = build_model_inputs(base, batch)
+        if with_load_balancing:
+            inputs["output_router_logits"] = True
+        outputs = base(**inputs, use_cache=False, output_hidden_states=value_head is not None)
         routed = getattr(outputs, "router_logits", None)
         hidden_BSH = outputs.hidden_states[-1] if value_head is not None else outputs.logits
-        logits_NV = outputs.logits.reshape(-1, outputs.logits.shape[-1]).index_select(
-            0, positions_N - 1
-        )
+        logits_NV = _select_rows(outputs.logits, positions_N - 1)
         logprobs_N, entropy_N = _compute_logprobs_from_logits(
             logits_NV, targets_N, temperatures_N, with_entropy=with_entropy
         )
 
     def scatter(values_N: torch.Tensor) -> torch.Tensor:
-        return (
-            values_N.new_zeros(ids_BS.numel())
-            .index_copy(0, positions_N, values_N)
-            .view(ids_BS.shape)
-        )
+        flat = values_N.new_zeros(ids_BS.numel()).index_copy(0, positions_N, values_N)
+        return flat.view(ids_BS.shape)
 
-    result = TokenOutputs(
-        scatter(logprobs_N), scatter(entropy_N) if entropy_N is not None else None
-    )
+    entropy_BS = scatter(entropy_N) if entropy_N is not None else None
+    result = TokenOutputs(scatter(logprobs_N), entropy_BS)
     if with_load_balancing:
         layers = [logits.reshape(-1, logits.shape[-1]) for logits in routed]
         result.load_balancing_loss = load_balancing_loss(
             layers, batch.attention_mask_BS.reshape(-1), top_k=int(base.config.num_experts_per_tok)
         )
     if value_head is not None:
-        flat = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])
-        result.values_BS = scatter(value_head(flat.index_select(0, positions_N - 1)))
+        result.values_BS = scatter(value_head(_select_rows(hidden_BSH, positions_N - 1)))
         last_B = batch.attention_mask_BS.sum(1) - 1
-        result.value_after_B = value_head(
-            hidden_BSH[torch.arange(len(last_B), device=last_B.device), last_B]
-        )
+        rows_B = torch.arange(len(last_B), device=last_B.device)
+        result.value_after_B = value_head(hidden_BSH[rows_B, last_B])
     return result
+
+
+def _select_rows(values_BSD: torch.Tensor, indices_N: torch.Tensor) -> torch.Tensor:
+    """Return [N, D] at flat positions of [B, S, D]."""
+    return values_BSD.reshape(-1, values_BSD.shape[-1]).index_select(0, indices_N)
 
 
 def _compute_trunk_states(
     base: PreTrainedModel, batch: TrainBatch, *, with_last: bool, with_router: bool
 ) -> tuple[torch.Tensor, Any]:
-    """Hidden states [B, S, H] before the head, and the layers' router logits; None = not asked for."""
+    """Compute hidden states [B, S, H] before the head, and the layers' router logits if requested, otherwise None."""
     if not with_router:
-        return compute_hidden_states(
-            base, batch, _mark_read_positions(batch, with_last=with_last)
-        ), None
-    trunk: Any = base.base_model  # experts have no fast path
+        needed_BS = _mark_read_positions(batch, with_last=with_last)
+        return compute_hidden_states(base, batch, needed_BS), None
+    trunk: Any = base.base_model  # models with experts have no packed forward pass
     output = trunk(**build_model_inputs(base, batch), use_cache=False, output_router_logits=True)
     return output.last_hidden_state, output.router_logits
 
 
 def check_contexts(model: PreTrainedModel) -> None:
-    """Raise SettingsError where a row of several contexts would be read as one sequence."""
+    """Raise SettingsError if the model would read a row of several contexts as one sequence."""
     base = unwrap_model(model)
     if (
         not check_training_forward(base.base_model).allowed
@@ -185,7 +178,7 @@ def check_contexts(model: PreTrainedModel) -> None:
 
 
 def check_router(model: PreTrainedModel, coef: float) -> None:
-    """Raise SettingsError where a load-balancing loss is asked for (`coef` above 0) and the model gives none."""
+    """Raise SettingsError if `coef` is above 0 and the model has no router logits for a load-balancing loss."""
     if coef > 0 and not (decision := check_router_logits(model)).allowed:
         raise SettingsError(
             f"router_aux_loss_coef: {coef} balances the experts of a mixture; {decision.reason}. Leave it at 0"
@@ -193,7 +186,7 @@ def check_router(model: PreTrainedModel, coef: float) -> None:
 
 
 def _check_loss_mask(batch: TrainBatch) -> None:
-    """Raises: DataError when shapes differ, or a token carries loss that has no token before it."""
+    """Raise DataError if shapes differ, or a token without a predecessor carries loss."""
     ids_BS, mask_BS = batch.input_ids_BS, batch.loss_mask_BS
     if ids_BS.ndim != 2 or mask_BS.shape != ids_BS.shape:
         raise DataError(
@@ -214,7 +207,7 @@ def _compute_logprobs_from_logits(
     *,
     with_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `compute_selected_logprobs`, from logits."""
+    """Compute as `compute_selected_logprobs`, from logits."""
     logits_NV = logits_NV.to(promote_to_float32(logits_NV.dtype))
     if temperatures_N is not None:
         logits_NV = logits_NV / temperatures_N[:, None]
@@ -224,7 +217,7 @@ def _compute_logprobs_from_logits(
 
 
 def _select_temperatures(batch: TrainBatch, positions_N: torch.Tensor) -> torch.Tensor | None:
-    """Temperatures [N] of the tokens that carry loss; None = 1."""
+    """Return the temperatures [N] of the tokens that carry loss; None = 1."""
     temperatures_BS = batch.temperatures_BS
     if temperatures_BS is None:
         return None
@@ -234,25 +227,27 @@ def _select_temperatures(batch: TrainBatch, positions_N: torch.Tensor) -> torch.
         )
     temperatures_N = temperatures_BS.reshape(-1)[positions_N]
     if not bool((temperatures_N > 0).all()):
-        raise DataError("temperatures: a token that carries loss has one that is not above 0")
+        raise DataError("temperatures must be above 0 for tokens that carry loss")
     return temperatures_N
 
 
 def _mark_read_positions(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
-    """[B, S] positions whose hidden states are read: those before loss tokens and, if asked for, each row's last."""
-    places_BS = torch.cat(
+    """Mark the positions [B, S] whose hidden states are read: those before loss tokens and, if requested, each row's
+    last.
+    """
+    needed_BS = torch.cat(
         [batch.loss_mask_BS[:, 1:], torch.zeros_like(batch.loss_mask_BS[:, :1])], dim=1
     )
     if with_last:
         last_B = batch.attention_mask_BS.sum(1) - 1
-        places_BS[torch.arange(len(last_B), device=last_B.device), last_B] = True
-    return places_BS
+        needed_BS[torch.arange(len(last_B), device=last_B.device), last_B] = True
+    return needed_BS
 
 
 def compute_vocabulary_logprobs(model: PreTrainedModel, batch: TrainBatch) -> torch.Tensor:
-    """log p over the whole vocabulary before every token that carries loss, at the batch's temperatures, with gradient.
+    """Compute log p over the vocabulary before every loss token, at the batch's temperatures, with gradient.
 
-    Holds [N, V], so that a divergence can be taken exactly: for micro-batches of few tokens.
+    Holds [N, V], so that a divergence can be computed exactly: for micro-batches with few tokens.
     Args, Raises: as `compute_token_outputs`.
     Returns: float [N, V] in nats, at least float32; rows in the order of `loss_mask_BS.reshape(-1).nonzero()`.
     """
@@ -265,11 +260,11 @@ def compute_vocabulary_logprobs(model: PreTrainedModel, batch: TrainBatch) -> to
         hidden_BSH = compute_hidden_states(
             base, batch, _mark_read_positions(batch, with_last=False)
         )
-        hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
+        hidden_NH = _select_rows(hidden_BSH, positions_N - 1)
         logits_NV = functional.linear(hidden_NH, head.weight, head.bias)
     else:
         logits_BSV = base(**build_model_inputs(base, batch), use_cache=False).logits
-        logits_NV = logits_BSV.reshape(-1, logits_BSV.shape[-1]).index_select(0, positions_N - 1)
+        logits_NV = _select_rows(logits_BSV, positions_N - 1)
     logits_NV = logits_NV.to(promote_to_float32(logits_NV.dtype))
     if temperatures_N is not None:
         logits_NV = logits_NV / temperatures_N[:, None]
@@ -280,28 +275,27 @@ def compute_vocabulary_logprobs(model: PreTrainedModel, batch: TrainBatch) -> to
 def iter_next_token_logprobs(
     model: PreTrainedModel, batch: TrainBatch, *, chunk_tokens: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """Distributions over the vocabulary before every token that carries loss, at temperature 1, chunk by chunk.
+    """Yield the distributions over the vocabulary before every loss token, at temperature 1, chunk by chunk.
 
-    Args, Raises: as `compute_token_outputs`, but the batch's temperatures are ignored. Two models of one vocabulary and device
-    give chunks of equal positions.
+    Args, Raises: as `compute_token_outputs`, but the batch's temperatures are ignored. Two models with the same
+    vocabulary and device yield chunks of the same positions.
     Returns: log p float32 [C, V] in nats, C <= chunk_tokens; without gradient.
     """
     mask_BS = batch.loss_mask_BS
     positions_N = mask_BS.reshape(-1).nonzero().squeeze(1) - 1
     base = unwrap_model(model)
     head = base.get_output_embeddings()
-    plain = check_chunked_head(base).allowed
-    if plain:
+    is_plain_head = check_chunked_head(base).allowed
+    if is_plain_head:
         states_BS = compute_hidden_states(base, batch, _mark_read_positions(batch, with_last=False))
     else:
         states_BS = base(**build_model_inputs(base, batch), use_cache=False).logits
     flat = states_BS.reshape(-1, states_BS.shape[-1])
     size = int(base.config.get_text_config().vocab_size)
     chunk = chunk_tokens or compute_chunk_tokens(flat.device.type, size)
-    for part_C in positions_N.split(chunk):
-        chosen = flat.index_select(0, part_C)
-        yield (
-            compute_log_softmax_chunk(chosen, head.weight, head.bias)
-            if plain
-            else torch.log_softmax(chosen, dim=-1, dtype=promote_to_float32(chosen.dtype))
-        )
+    for indices_C in positions_N.split(chunk):
+        states = flat.index_select(0, indices_C)
+        if is_plain_head:
+            yield compute_log_softmax_chunk(states, head.weight, head.bias)
+        else:
+            yield torch.log_softmax(states, dim=-1, dtype=promote_to_float32(states.dtype))

@@ -1,10 +1,8 @@
-"""Layers whose frozen weights are in few bits (bitsandbytes), as plain ones for a while: to be merged, read or written.
+"""Low-rank adapters (arXiv:2106.09685) through peft, and temporary dequantisation of frozen layers (bitsandbytes).
 
-bitsandbytes merges an adapter by rounding the sum once more, which makes another model of it than the one that was
-trained, and its packed weights cannot be taken back by a copy of their bytes. So the layers are exchanged: inside there
-are plain ones with the values that the few bits stand for, outside the very layers from before.
-
-Low-rank adapters (arXiv:2106.09685) through peft, which is imported only where adapters are used.
+peft is imported only where adapters are used. bitsandbytes merges an adapter by rounding the sum again, which gives
+another model than the trained one, and its packed weights cannot be restored by copying their bytes. Quantised layers
+are therefore swapped for plain ones with the dequantised values, and swapped back as the same objects.
 """
 
 from __future__ import annotations
@@ -25,22 +23,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+ALL_LINEAR = "all-linear"
 _QUANTIZED_KINDS = (
     "Params4bit",
     "Int8Params",
 )  # of bitsandbytes, which is imported only where it is used
+# part of the name of a weight of a fully trained module
+_MODULES_TO_SAVE = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 def find_quantized_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
-    """(parent, attribute, layer) of every linear layer whose weight is in few bits."""
+    """List (parent, attribute, layer) of every linear layer with a quantised weight."""
     return [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(getattr(child, "weight", None)).__name__ in _QUANTIZED_KINDS
-        and not hasattr(
-            child, "base_layer"
-        )  # an adapter's layer shows the weight of the one below it
+        and not hasattr(child, "base_layer")  # an adapter layer exposes its base layer's weight
     ]
 
 
@@ -48,7 +47,7 @@ def find_quantized_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module,
 def dequantize_layers(
     model: torch.nn.Module, layers: Sequence[tuple[torch.nn.Module, str, Any]]
 ) -> Iterator[None]:
-    """The layers of `find_quantized_layers` are plain `Linear` ones inside, and the same objects as before afterwards."""
+    """Replace the layers of `find_quantized_layers` by plain `Linear` ones; put back the same objects afterwards."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     try:
         for parent, name, layer in layers:
@@ -63,17 +62,17 @@ def _dequantize_layer(layer: Any, dtype: torch.dtype) -> torch.nn.Linear:
     from peft.utils.integrations import dequantize_bnb_weight
 
     weight = dequantize_bnb_weight(layer.weight, state=getattr(layer, "state", None)).to(dtype)
-    made = torch.nn.Linear(
+    plain = torch.nn.Linear(
         layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
     )
-    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    plain.weight = torch.nn.Parameter(weight, requires_grad=False)
     if layer.bias is not None:
-        made.bias = layer.bias
-    return made.train(layer.training)
+        plain.bias = layer.bias
+    return plain.train(layer.training)
 
 
 def merge_into_dequantized(layer: Any) -> None:
-    """Merge the active adapters of a layer of peft for few bits into the plain layer that stands under it now."""
+    """Merge the active adapters of a quantised peft layer into the plain layer that temporarily replaces its base."""
     weight = layer.base_layer.weight
     for adapter in layer.active_adapters:
         if adapter not in layer.lora_A:
@@ -92,28 +91,22 @@ def merge_into_dequantized(layer: Any) -> None:
 
 @contextmanager
 def drop_quantization_config(model: Any) -> Iterator[None]:
-    """`model.save_pretrained` writes no quantisation into the config inside."""
+    """Make `model.save_pretrained` omit the quantisation from the config."""
     names = ("hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method")
-    kept = {name: model.__dict__.pop(name) for name in names if name in model.__dict__}
+    attributes = {name: model.__dict__.pop(name) for name in names if name in model.__dict__}
     config = model.config.__dict__.pop("quantization_config", None)
     try:
         yield
     finally:
-        model.__dict__.update(kept)
+        model.__dict__.update(attributes)
         if config is not None:
             model.config.quantization_config = config
 
 
-ALL_LINEAR = "all-linear"
-_MODULES_TO_SAVE = re.compile(
-    r"\.modules_to_save\.[^.]+\."
-)  # within the name of a weight of a module trained as a whole
-
-
 def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
-    """`model` with trainable adapters on its `target_modules`; all other weights are frozen.
+    """Add trainable adapters on the model's `target_modules`; freeze all other weights.
 
-    Raises: SettingsError when peft is missing, or no layer has one of these names.
+    Raises: SettingsError if peft is missing, or no layer has one of these names.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -123,12 +116,11 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
         raise SettingsError("lora: needs the peft package, which is not installed") from error
     targets = _resolve_target_modules(model, settings)
     _check_saved_modules(model, settings)
-    linears = [
-        module
+    is_transposed = any(
+        isinstance(module, Conv1D)
         for name, module in model.named_modules()
         if targets == ALL_LINEAR or name.rsplit(".", 1)[-1] in targets
-    ]
-    transposed = [module for module in linears if isinstance(module, Conv1D)]
+    )
     wrapped: Any = get_peft_model(
         model,
         LoraConfig(
@@ -139,7 +131,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
             modules_to_save=list(settings.modules_to_save) or None,
             use_rslora=settings.rank_stabilized,
             use_dora=settings.dora,
-            fan_in_fan_out=bool(transposed),
+            fan_in_fan_out=is_transposed,
             task_type="CAUSAL_LM",
         ),
     )
@@ -149,7 +141,10 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
 def _resolve_target_modules(
     model: PreTrainedModel, settings: LoraSettings
 ) -> tuple[str, ...] | str:
-    """Names of the layers with an adapter. Raises: SettingsError for one that is none, or shares its weights."""
+    """Return the names of the layers with an adapter.
+
+    Raises: SettingsError for a name without a linear layer, or with shared weights.
+    """
     from transformers.pytorch_utils import Conv1D
 
     if settings.target_modules == ALL_LINEAR:
@@ -168,105 +163,111 @@ def _resolve_target_modules(
     if tied := [name for name in settings.target_modules if name in _find_tied_names(model)]:
         raise SettingsError(
             f"lora.target_modules: {tied[0]} shares its weights with the embedding here, so merging its adapter would "
-            "change both; leave it out"
+            "change both; remove it"
         )
     return settings.target_modules
 
 
 def _check_saved_modules(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Raises: SettingsError for a name that no module has, or that of shared weights."""
+    """Raise SettingsError for a name without a module, or with shared weights."""
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     if missing := [name for name in settings.modules_to_save if name not in names]:
         raise SettingsError(f"lora.modules_to_save: this model has no module named {missing[0]}")
     if tied := [name for name in settings.modules_to_save if name in _find_tied_names(model)]:
         raise SettingsError(
             f"lora.modules_to_save: {tied[0]} shares its weights with the embedding or the output head here, and a "
-            "copy of it would not; leave it out"
+            "copy of it would not; remove it"
         )
 
 
 def _find_tied_names(model: PreTrainedModel) -> set[str]:
-    """Last names of embedding and output head, where they share their weights."""
+    """Return the last names of embedding and output head if they share their weights."""
     if not model.config.tie_word_embeddings:
         return set()
     shared = (model.get_input_embeddings(), model.get_output_embeddings())
-    found = {
+    names = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
-        if any(module is one for one in shared)
+        if any(module is tied for tied in shared)
     }
-    return found | {"lm_head", "embed_tokens"}
+    return names | {"lm_head", "embed_tokens"}
 
 
 def is_lora(model: torch.nn.Module) -> bool:
-    """True = `model` is wrapped by peft."""
+    """Return whether `model` is wrapped by peft."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def is_fresh_adapter(model: Any) -> bool:
-    """True = adapters that change nothing yet, so that without them the model computes what it does with them."""
+    """Return whether the adapters change nothing yet, so the model computes the same without them."""
     if not is_lora(model):
         return False
-    named = dict(model.named_parameters())
-    second = [
+    parameters = dict(model.named_parameters())
+    up_factors = [
         tensor
-        for name, tensor in named.items()
+        for name, tensor in parameters.items()
         if ".lora_B." in name or ".lora_embedding_B." in name
     ]
-    if not second or any(bool(tensor.any()) for tensor in second):
+    if not up_factors or any(bool(tensor.any()) for tensor in up_factors):
         return False
-    originals = {name: tensor for name, tensor in named.items() if ".original_module." in name}
+    originals = {name: tensor for name, tensor in parameters.items() if ".original_module." in name}
     return all(
-        torch.equal(tensor, named[found])
+        torch.equal(tensor, parameters[saved_name])
         for name, tensor in originals.items()
-        for found in named
-        if _MODULES_TO_SAVE.sub(".", found) == name.replace(".original_module.", ".")
-        and ".modules_to_save." in found
+        for saved_name in parameters
+        if _MODULES_TO_SAVE.sub(".", saved_name) == name.replace(".original_module.", ".")
+        and ".modules_to_save." in saved_name
     )
 
 
 def unwrap_model(model: Any) -> PreTrainedModel:
-    """The transformers model inside; adapter layers stay in place."""
+    """Return the transformers model inside; adapter layers stay in place."""
     return model.get_base_model() if is_lora(model) else model
 
 
 def unwrap_linear(module: Any) -> Any:
-    """The layer under an adapter, or the layer itself."""
+    """Return the layer under an adapter, or the layer itself."""
     return getattr(module, "base_layer", module)
 
 
 @contextmanager
 def disable_adapter(model: Any) -> Iterator[None]:
-    """The very model that adapters were added to, inside: adapters are off, modules trained as a whole the original."""
+    """Disable adapters temporarily and use the original of fully trained modules: the model before adapters were
+    added.
+    """
     with model.disable_adapter():
         yield
 
 
 @contextmanager
 def use_merged_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Adapters merged into the weights inside; afterwards the weights are the very bits that they were before.
+    """Merge adapters into the weights temporarily; restore the weights bit for bit afterwards.
 
-    Subtracting an update that was added leaves rounding errors behind, so the original weights are kept and put back.
-    Layers in few bits are plain ones inside (rl_core/models/lora.py).
+    Subtracting the update would leave rounding errors, so the original weights are stored and restored. Quantised
+    layers are replaced by plain ones meanwhile.
     """
-    found = find_quantized_layers(model)
-    few_bits = {id(layer) for _, _, layer in found}
+    quantized = find_quantized_layers(model)
+    quantized_ids = {id(layer) for _, _, layer in quantized}
     packed = {
-        id(layer) for layer in _find_adapter_layers(model) if id(layer.base_layer) in few_bits
+        id(layer) for layer in _find_adapter_layers(model) if id(layer.base_layer) in quantized_ids
     }
-    with dequantize_layers(model, found):
+    with dequantize_layers(model, quantized):
         yield from _merge_layers(model, packed)
 
 
 def _merge_layers(model: torch.nn.Module, packed: set[int]) -> Iterator[None]:
-    """`packed`: ids of the adapters' layers whose weights are in few bits outside."""
+    """Merge all adapters, yield, and restore.
+
+    Args:
+        packed: ids of the adapter layers whose weights are quantised otherwise.
+    """
     layers = _find_adapter_layers(model)
     originals = [layer.base_layer.weight.detach().clone() for layer in layers]
-    done: list[Any] = []
+    merged: list[Any] = []
     try:
         with torch.no_grad():
             for layer in layers:
-                done.append(layer)
+                merged.append(layer)
                 if id(layer) in packed:
                     merge_into_dequantized(layer)
                 else:
@@ -274,14 +275,14 @@ def _merge_layers(model: torch.nn.Module, packed: set[int]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for layer, original in zip(done, originals, strict=False):
+            for layer, original in zip(merged, originals, strict=False):
                 layer.base_layer.weight.data.copy_(original)
                 layer.merged_adapters.clear()
-                layer._caches.clear()  # norms that DoRA notes for an `unmerge`
+                layer._caches.clear()  # norms that DoRA stores for `unmerge`
 
 
 def is_servable_adapter(model: Any) -> bool:
-    """True = the adapter is one that inference servers add to the base model: neither DoRA nor whole modules."""
+    """Return whether inference servers can apply the adapter to the base model: neither DoRA nor full modules."""
     if not is_lora(model):
         return False
     config = next(iter(model.peft_config.values()))
@@ -291,12 +292,12 @@ def is_servable_adapter(model: Any) -> bool:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter alone, in peft's format."""
+    """Write only the adapter, in peft's format."""
     model.save_pretrained(folder, safe_serialization=True, save_embedding_layers=False)
 
 
 def save_merged(model: Any, folder: Path) -> None:
-    """Write the model with its adapters merged, as a plain transformers model folder."""
+    """Write the model with merged adapters as a plain transformers model folder."""
     base = unwrap_model(model)
     with use_merged_weights(model):
         state = {
@@ -311,26 +312,29 @@ def save_merged(model: Any, folder: Path) -> None:
 def build_quantization_options(
     settings: LoraSettings | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Options of `from_pretrained` for frozen weights in few bits; {} = none. Raises: as `check_quantization`."""
+    """Build the options of `from_pretrained` for quantised frozen weights; {} = none.
+
+    Raises: as `check_quantization`.
+    """
     if settings is None or settings.quantize == "none":
         return {}
     check_quantization(settings, device)
     from transformers import BitsAndBytesConfig
 
-    in_four = {
+    four_bit_options = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
     }
-    bits = in_four if settings.quantize == "nf4" else {"load_in_8bit": True}
+    bit_options = four_bit_options if settings.quantize == "nf4" else {"load_in_8bit": True}
     return {
-        "quantization_config": BitsAndBytesConfig(**bits, bnb_4bit_compute_dtype=dtype),
+        "quantization_config": BitsAndBytesConfig(**bit_options, bnb_4bit_compute_dtype=dtype),
         "device_map": {"": device},
     }
 
 
 def check_quantization(settings: LoraSettings, device: torch.device) -> None:
-    """Raises: SettingsError where frozen weights in few bits cannot be had: no CUDA device, or no bitsandbytes."""
+    """Raise SettingsError if frozen weights cannot be quantised: no CUDA device, or no bitsandbytes."""
     if settings.quantize == "none":
         return
     if device.type != "cuda":
@@ -346,7 +350,7 @@ def check_quantization(settings: LoraSettings, device: torch.device) -> None:
 
 
 def _find_adapter_layers(model: torch.nn.Module) -> list[Any]:
-    """Every layer that carries an adapter and is not merged already."""
+    """List every layer with an unmerged adapter."""
     if not is_lora(model):
         return []
     from peft.tuners.lora import LoraLayer

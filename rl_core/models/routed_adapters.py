@@ -1,8 +1,8 @@
-"""Low-rank adapters of several owners over one frozen model, each for rows of its own in a common pass.
+"""Low-rank adapters of several owners over one frozen model, each for its own rows of a shared pass.
 
-The model itself stays as it is: `AdapterRouter.routed` puts layers that add an adapter's product in the place of its
-linear layers for one forward pass. Every product with an adapter is taken over its owner's tokens alone, so its
-gradient is a sum over these in their order, whatever is computed beside them.
+The model itself does not change: `AdapterRouter.route_rows` replaces its linear layers, for one forward pass, by
+layers that add an adapter's product. Every product with an adapter covers only its owner's tokens, so its gradient is
+a sum over these in order, regardless of the rest of the batch.
 
 N tokens, I inputs, O outputs, R rank.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 _Result = TypeVar("_Result")
-_MAX_CACHED_SETS = 64  # of adapters side by side, whose tables are kept
+_MAX_CACHED_SETS = 64  # lists of adapters whose tables are cached
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Update of one weight [O, I]: scale B A, both factors float32."""
+    """An update of one weight [O, I]: scale B A, both factors float32."""
 
     down_RI: torch.Tensor  # A
     up_OR: torch.Tensor  # B
@@ -41,29 +41,30 @@ class LowRank:
 
     @torch.no_grad()
     def add_to_weight(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """A new weight, of the dtype of the old one."""
+        """Return the updated weight, in the original's dtype."""
         update_OI = (self.up_OR @ self.down_RI).mul_(self.scale)
-        return (
-            (weight_OI + update_OI).to(weight_OI.dtype)
-            if weight_OI.is_floating_point()
-            else weight_OI
-        )
+        if not weight_OI.is_floating_point():
+            return weight_OI
+        return (weight_OI + update_OI).to(weight_OI.dtype)
 
 
 Adapter = Mapping[str, LowRank]  # by the name of the linear layer
 
 
 class AdapterRouter:
-    """The layers that take the place of a model's linear ones while adapters are routed."""
+    """The layers that replace a model's linear ones while adapters are routed."""
 
     def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
-        """names: linear layers of the model that adapters may update."""
+        """Create the replacement layers.
+
+        Args:
+            names: linear layers of the model that adapters may update.
+        """
         self.groups = RowGroups([])
         self._gradients: AdapterGradients | None = None
         self._routes = _Routes([])
-        self._cached_routes: dict[
-            tuple[int, ...], _Routes
-        ] = {}  # by the adapters; the one used last is the last
+        # by ids of the adapters, least recently used first
+        self._cached_routes: dict[tuple[int, ...], _Routes] = {}
         self._routed_layers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         for name in names:
             owner, _, attribute = name.rpartition(".")
@@ -77,19 +78,17 @@ class AdapterRouter:
         adapters: Sequence[Adapter | None],
         gradients: AdapterGradients | None = None,
     ) -> Iterator[RowGroups]:
-        """The model with these adapters inside: the first rows of a batch through the first, and so on.
+        """Route the rows of a batch through these adapters: the first rows through the first adapter, and so on.
 
         Args:
-            rows: of each adapter, consecutive. adapters: None = the model as it is; factors change in place alone, and
-                `forget` is called before an adapter is given up.
-            gradients: where those of the factors go; None = none are asked for.
-        Returns: what `models.compute_hidden_states` takes as `groups`.
+            rows: number of consecutive rows of each adapter.
+            adapters: None = the model without an adapter. Factors may change only in place; call `clear_routes`
+                before an adapter is freed.
+            gradients: receives the factors' gradients; None = no gradients.
+        Returns: the `groups` argument of `models.compute_hidden_states`.
         """
-        self.groups, self._gradients, self._routes = (
-            RowGroups(list(rows)),
-            gradients,
-            self._find_routes(adapters),
-        )
+        self.groups, self._gradients = RowGroups(list(rows)), gradients
+        self._routes = self._find_routes(adapters)
         for parent, attribute, _, routed in self._routed_layers:
             parent._modules[attribute] = routed
         try:
@@ -100,11 +99,11 @@ class AdapterRouter:
             self.groups, self._gradients, self._routes = RowGroups([]), None, _Routes([])
 
     def clear_routes(self) -> None:
-        """Drop what is kept of adapters between passes."""
+        """Drop what is cached about adapters between passes."""
         self._cached_routes.clear()
 
     def _find_routes(self, adapters: Sequence[Adapter | None]) -> _Routes:
-        """Tables of these adapters side by side; the sets used last are kept, with the adapters themselves."""
+        """Return the tables of this list of adapters; the latest lists are cached with their adapters."""
         key = tuple(map(id, adapters))
         routes = self._cached_routes.pop(key, None) or _Routes(adapters)
         self._cached_routes[key] = routes
@@ -113,15 +112,18 @@ class AdapterRouter:
         return routes
 
     def build_spans(self, names: tuple[str, ...], widths: Sequence[int]) -> AdapterSpans:
-        """Tokens that have updates of some of these layers, whose outputs of these widths lie side by side."""
+        """Build the spans of tokens with updates of some of these layers, whose outputs of these widths lie side by
+        side.
+        """
         return self._routes.build_spans(names, widths, tuple(self.groups.tokens))
 
     def build_separate_spans(
         self, adapters: Sequence[Adapter | None], name: str, width: int, tokens: Sequence[int]
     ) -> AdapterSpans:
-        """Spans of one layer that is called apart from the model; places of their gradients are in order.
+        """Build the spans of one layer that is called apart from the model; its gradients are placed in order.
 
-        Args: tokens: of each adapter, one after the other.
+        Args:
+            tokens: number of consecutive tokens of each adapter.
         """
         return self._find_routes(adapters).build_spans(
             (name,), (width,), tuple(tokens), in_order=True
@@ -129,49 +131,53 @@ class AdapterRouter:
 
     @property
     def gradients(self) -> AdapterGradients | None:
-        """Room for the gradients of the pass under way."""
+        """The gradient buffer of the current pass."""
         return self._gradients
 
 
 class AdapterGradients:
-    """Gradients of a pass's adapters: a flat tensor of all factors, those of each adapter in its own order."""
+    """The gradients of a pass's adapters: a flat tensor of all factors, in order by adapter."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """size: numbers of all adapters' factors."""
+        """Allocate the buffer.
+
+        Args:
+            size: total number of elements of all adapters' factors.
+        """
         self.flat = torch.empty(size, device=device)
-        self.anchor = torch.zeros(
-            (), requires_grad=True, device=device
-        )  # the input by which autograd finds the way
+        # an input that requires a gradient, so that autograd calls backward
+        self.anchor = torch.zeros((), requires_grad=True, device=device)
         self.written_layers: set[str] = set()  # layers whose gradients have been written
 
     def accumulate_layers(
         self, names: Sequence[str], compute: Callable[[torch.Tensor], _Result]
     ) -> _Result:
-        """Gradients of some layers, which `compute` writes into a tensor as `flat`; a layer's second ones are added."""
+        """Store the gradients of some layers that `compute` writes into a tensor like `flat`; add a layer's second
+        ones.
+        """
         if self.written_layers.isdisjoint(names):
             self.written_layers.update(names)
             return compute(self.flat)
-        more = torch.zeros_like(self.flat)
-        result = compute(more)
-        self.flat += more
+        addition = torch.zeros_like(self.flat)
+        result = compute(addition)
+        self.flat += addition
         return result
 
 
 class _Routes:
-    """Adapters side by side, and their spans at each group of layers, as the last pass had them."""
+    """A list of adapters, with the spans of the latest pass by group of layers."""
 
     def __init__(self, adapters: Sequence[Adapter | None]) -> None:
         self._adapters = list(adapters)
         self._cached_spans: dict[tuple[bool | str, ...], tuple[tuple[int, ...], AdapterSpans]] = {}
-        self._factor_offsets: list[
-            dict[str, tuple[int, int]]
-        ] = []  # of A and B of each layer among all gradients
-        place = 0
+        # by adapter and layer: offsets of A and B in the flat gradients
+        self._factor_offsets: list[dict[str, tuple[int, int]]] = []
+        offset = 0
         for adapter in self._adapters:
             self._factor_offsets.append({})
             for name, update in ({} if adapter is None else adapter).items():
-                self._factor_offsets[-1][name] = (place, place + update.down_RI.numel())
-                place += update.down_RI.numel() + update.up_OR.numel()
+                self._factor_offsets[-1][name] = (offset, offset + update.down_RI.numel())
+                offset += update.down_RI.numel() + update.up_OR.numel()
 
     def build_spans(
         self,
@@ -181,12 +187,16 @@ class _Routes:
         *,
         in_order: bool = False,
     ) -> AdapterSpans:
-        """See `AdapterRouter.spans`. Args: tokens: of each adapter. in_order: see `AdapterRouter.apart`."""
-        before, spans = self._cached_spans.get((in_order, *names), (None, None))
-        if spans is None or before != tokens:
-            if (
-                spans is not None and len(spans) == len(tokens) and all(tokens)
-            ):  # every adapter has updates here
+        """See `AdapterRouter.build_spans`.
+
+        Args:
+            tokens: of each adapter.
+            in_order: see `AdapterRouter.build_separate_spans`.
+        """
+        previous_tokens, spans = self._cached_spans.get((in_order, *names), (None, None))
+        if spans is None or previous_tokens != tokens:
+            # only token counts change if every adapter has updates here
+            if spans is not None and len(spans) == len(tokens) and all(tokens):
                 spans = spans.with_token_counts(tokens)
             else:
                 spans = self._compute_spans(names, widths, tokens, in_order=in_order)
@@ -197,59 +207,63 @@ class _Routes:
         self, names: Sequence[str], widths: Sequence[int], tokens: Sequence[int], *, in_order: bool
     ) -> AdapterSpans:
         ends = list(itertools.accumulate(widths))
-        spans, places, start = [], [], 0
-        for count, adapter, own in zip(tokens, self._adapters, self._factor_offsets, strict=True):
-            found = [
+        spans, destinations, start = [], [], 0
+        for count, adapter, offsets in zip(
+            tokens, self._adapters, self._factor_offsets, strict=True
+        ):
+            layer_updates = [
                 (end - width, end, adapter[name])
                 for name, width, end in zip(names, widths, ends, strict=True)
                 if adapter is not None and name in adapter
             ]
-            if found and count:
-                updates = [update for *_, update in found]
+            if layer_updates and count:
+                updates = [update for *_, update in layer_updates]
                 spans.append(
                     AdapterSpan(
                         start,
                         start + count,
-                        [(begin, end) for begin, end, _ in found],
+                        [(begin, end) for begin, end, _ in layer_updates],
                         updates[0].scale,
                         [update.down_RI for update in updates],
                         [update.up_OR for update in updates],
                     )
                 )
-                placed = [own[name] for name in names if name in own]
-                places.append([*(down for down, _ in placed), *(up for _, up in placed)])
+                layer_offsets = [offsets[name] for name in names if name in offsets]
+                destinations.append(
+                    [*(down for down, _ in layer_offsets), *(up for _, up in layer_offsets)]
+                )
             start += count
-        return AdapterSpans(spans, None if in_order else places)
+        return AdapterSpans(spans, None if in_order else destinations)
 
 
 class _RoutedLinear(nn.Module):
-    """A linear layer and, for some tokens, an adapter's product."""
+    """A linear layer that adds an adapter's product for some tokens."""
 
     def __init__(self, layer: nn.Module, name: str, router: AdapterRouter) -> None:
         super().__init__()
         self.base_layer, self._name = layer, name
-        self.__dict__["_router"] = router  # no module of this one
+        self.__dict__["_router"] = router  # not registered as a submodule
 
     @property
     def weight(self) -> Any:
-        """Of the layer itself: some models look at its dtype."""
+        """The base layer's weight; some models read its dtype."""
         return self.base_layer.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + bias + scale x A^T B^T, the last for tokens with an adapter."""
+        """Compute x W^T + bias + scale x A^T B^T, the last for tokens with an adapter."""
         if x.ndim == 2:
             return self.joined(x, [self])
         out = self.base_layer(x)
-        return self._add_updates(
-            out.flatten(0, -2), x.flatten(0, -2), [self], [out.shape[-1]]
-        ).view(out.shape)
+        flat = self._add_updates(out.flatten(0, -2), x.flatten(0, -2), [self], [out.shape[-1]])
+        return flat.view(out.shape)
 
     def joined(self, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear]) -> torch.Tensor:
-        """Outputs of several routed layers of one input, side by side (see `cpu.kernels.linears`)."""
-        plain = [layer.base_layer for layer in layers]
-        return self._add_updates(
-            apply_linears(x_NI, plain), x_NI, layers, [layer.weight.shape[0] for layer in layers]
-        )
+        """Compute the outputs of several routed layers of one input, side by side (see
+        `cpu.layer_kernels.apply_linears`).
+        """
+        out_NO = apply_linears(x_NI, [layer.base_layer for layer in layers])
+        widths = [layer.weight.shape[0] for layer in layers]
+        return self._add_updates(out_NO, x_NI, layers, widths)
 
     def _add_updates(
         self,
@@ -270,10 +284,10 @@ class _RoutedLinear(nn.Module):
 
 
 class _AddLowRank(torch.autograd.Function):
-    """out + scale x A^T B^T over the tokens of each span, each in products of its own.
+    """out + scale x A^T B^T over the tokens of each span, with separate products per span.
 
-    Gradients of the factors go to their places, not through autograd: with many adapters its account of every factor
-    costs more than the products.
+    Gradients of the factors go to a buffer, not through autograd: with many adapters, autograd's handling of every
+    factor costs more than the products.
     """
 
     @staticmethod

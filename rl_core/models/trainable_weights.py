@@ -1,4 +1,4 @@
-"""Trainable weights of a model as a state: what checkpoints and snapshots store, without the frozen ones."""
+"""Trainable weights of a model: what checkpoints and snapshots store, without frozen weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _list_frozen_names(model: nn.Module) -> set[str]:
 
 
 def collect_trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
-    """Every trainable parameter and every persistent buffer; frozen weights (under LoRA) are those of the start.
+    """Collect every trainable parameter and every persistent buffer; frozen weights (under LoRA) never change.
 
     Args:
-        copy: a snapshot on the CPU that later updates do not change; False = the live tensors. Of sharded weights it is
+        copy: a snapshot on the CPU that later updates do not change; False = the live tensors. Sharded weights are
             this process's rows, on their device.
     """
     frozen = _list_frozen_names(model)
@@ -36,9 +36,8 @@ def collect_trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[s
         return _collect_sharded_weights(model, weights, copy=copy)
     if not copy:
         return weights
-    copies: dict[
-        tuple[Any, ...], torch.Tensor
-    ] = {}  # tied weights: one copy for all names of one parameter
+    # one copy for all names of a tied weight
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
     snapshot = {}
     for name, tensor in weights.items():
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -51,7 +50,10 @@ def collect_trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[s
 def _collect_sharded_weights(
     model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool
 ) -> dict[str, torch.Tensor]:
-    """Sharded weights, with one object for all names of a tied one: alike in every process, unlike memory addresses."""
+    """Collect sharded weights with one object for all names of a tied one.
+
+    Objects identify ties alike in every process; memory addresses do not.
+    """
     owners = {
         name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
     }
@@ -66,12 +68,13 @@ def _collect_sharded_weights(
 
 
 def load_trainable_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Inverse of `collect_trainable_weights`. Raises CheckpointError if names or shapes differ."""
+    """Load weights of `collect_trainable_weights`.
+
+    Raises: CheckpointError if names or shapes differ.
+    """
     expected = collect_trainable_weights(model)
-    missing, unexpected = (
-        sorted(expected.keys() - weights.keys()),
-        sorted(weights.keys() - expected.keys()),
-    )
+    missing = sorted(expected.keys() - weights.keys())
+    unexpected = sorted(weights.keys() - expected.keys())
     if missing or unexpected:
         raise CheckpointError(
             f"weights of another model: missing {missing[:3]}, unexpected {unexpected[:3]}"
@@ -86,10 +89,10 @@ def load_trainable_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]
 
 @contextmanager
 def swap_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """The model holds these weights inside, in place; afterwards its own, to the last bit."""
-    before = {name: tensor.clone() for name, tensor in collect_trainable_weights(model).items()}
+    """Give the model these weights temporarily, in place; restore its own bit for bit afterwards."""
+    previous = {name: tensor.clone() for name, tensor in collect_trainable_weights(model).items()}
     try:
         load_trainable_weights(model, weights)
         yield
     finally:
-        load_trainable_weights(model, before)
+        load_trainable_weights(model, previous)

@@ -1,1 +1,1 @@
-"""Networks for plain observations: PPO on Gymnasium's vectorised environments, through the one training loop."""
+"""Networks for plain observations: PPO on Gymnasium's vectorised environments, with the common training loop."""

@@ -1,17 +1,11 @@
-"""Running mean and variance of observations.
+"""Policy and value networks for vector observations, discrete or continuous actions; observation statistics.
 
-Suffixes: B rows, D numbers of an observation.
+The two networks have the same hidden widths and the same input, and are computed together: half as many operations,
+twice as wide. Layers this small cost little arithmetic and much bookkeeping. Each pair of hidden layers is one batched
+product, forward and backward; the result is that of the two networks one after the other, up to rounding.
 
-Two networks of the same hidden widths on the same input, computed together: half as many operations, twice as wide.
-
-Layers as small as these cost little arithmetic and much bookkeeping. Each pair of hidden layers is one batched product,
-forward and backward; the result is that of the two networks one after the other, to rounding.
-
-Suffixes: B rows, D numbers of the input, H width of a hidden layer; a leading 2 is (first network, second network).
-
-Policy and value networks for vector observations, discrete or continuous actions.
-
-Suffixes: B rows, D numbers of an observation, A actions (discrete) or numbers of an action (continuous).
+Suffixes: B rows, D numbers of an observation (the input), H width of a hidden layer, A actions (discrete) or numbers of
+an action (continuous); a leading 2 is (first network, second network).
 """
 
 from __future__ import annotations
@@ -31,12 +25,16 @@ from rl_core.losses.supervised import token_entropy
 
 VARIANCE_EPSILON = 1e-8
 MAX_DEVIATIONS = 10.0  # standard deviations
+LOG_2PI = math.log(2 * math.pi)
+Activation = Literal["tanh", "relu"]
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
 class ObservationStatistics(nn.Module):
-    """Normalises observations by the mean and variance of all that `update` was given, clipped to +-10 deviations.
+    """Normaliser of observations by the mean and variance of all rows passed to `update`, clipped to +-10 deviations.
 
-    Before the first update it changes nothing. The sums are float64 buffers: part of every state of the module.
+    Before the first update observations pass unchanged. The sums are float64 buffers: part of every state of the
+    module.
     """
 
     count: torch.Tensor
@@ -47,38 +45,33 @@ class ObservationStatistics(nn.Module):
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean_D", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer(
-            "squares_D", torch.zeros(size, dtype=torch.float64)
-        )  # sum of squared deviations
+        # Sum of squared deviations.
+        self.register_buffer("squares_D", torch.zeros(size, dtype=torch.float64))
 
     @torch.no_grad()
     def update(self, observations_BD: torch.Tensor) -> None:
-        """Take rows in, exactly as if all rows so far had been averaged together.
+        """Add rows, exactly as if all rows so far had been averaged together.
 
         Raises: NonFiniteTensor for an observation with NaN or infinity, before anything is changed.
         Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
         """
         check_finite(observations=observations_BD)
         rows_BD = observations_BD.double()
-        added, mean_D = len(rows_BD), rows_BD.mean(0)
-        total = self.count + added
-        apart_D = mean_D - self.mean_D
-        self.squares_D += (rows_BD - mean_D).square().sum(
-            0
-        ) + apart_D.square() * self.count * added / total
-        self.mean_D += apart_D * added / total
+        num_rows, mean_D = len(rows_BD), rows_BD.mean(0)
+        total = self.count + num_rows
+        difference_D = mean_D - self.mean_D
+        within_D = (rows_BD - mean_D).square().sum(0)
+        self.squares_D += within_D + difference_D.square() * self.count * num_rows / total
+        self.mean_D += difference_D * num_rows / total
         self.count.copy_(total)
 
     def forward(self, observations_BD: torch.Tensor) -> torch.Tensor:
-        """(x - mean) / sqrt(variance + 1e-8), float32, clipped."""
+        """Compute (x - mean) / sqrt(variance + 1e-8), float32, clipped."""
         if not self.count:
             return observations_BD
         deviation_D = (self.squares_D / self.count + VARIANCE_EPSILON).sqrt()
-        return (
-            ((observations_BD - self.mean_D) / deviation_D)
-            .clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS)
-            .float()
-        )
+        normalised_BD = (observations_BD - self.mean_D) / deviation_D
+        return normalised_BD.clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS).float()
 
 
 def compute_paired_layers(
@@ -87,7 +80,8 @@ def compute_paired_layers(
     second: Sequence[torch.Tensor],
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of both networks, float [B, outputs of each], with gradients of their weights (none of the input).
+    """Compute the outputs of both networks, float [B, outputs of each], with gradients to their weights (not to the
+    input).
 
     Args:
         first, second: weight, offset, weight, offset, ... of each network's linear layers; hidden widths agree.
@@ -103,81 +97,76 @@ def compute_paired_layers(
 def compute_single_layers(
     inputs_BD: torch.Tensor, weights: Sequence[torch.Tensor], activation: str
 ) -> torch.Tensor:
-    """Outputs of one network, float [B, outputs]: the same bits as its `nn.Sequential`, without a call of each module.
+    """Compute the outputs of one network, float [B, outputs], with the same bits as `nn.Sequential` but without module
+    calls.
 
     Args:
         weights: weight, offset, weight, offset, ... of its linear layers.
         activation: tanh or relu, between the layers.
     """
-    act = torch.tanh if activation == "tanh" else torch.relu
+    activate = torch.tanh if activation == "tanh" else torch.relu
     outputs = torch.nn.functional.linear(inputs_BD, weights[0], weights[1])
-    for place in range(2, len(weights), 2):
-        outputs = torch.nn.functional.linear(act(outputs), weights[place], weights[place + 1])
+    for index in range(2, len(weights), 2):
+        outputs = torch.nn.functional.linear(activate(outputs), weights[index], weights[index + 1])
     return outputs
 
 
 class _PairedLayers(torch.autograd.Function):
+    """Autograd function of two networks' linear layers, in pairs."""
+
     @staticmethod
     def forward(
         context: Any, inputs_BD: torch.Tensor, activation: str, count: int, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = weights[:count], weights[count:]
         states: list[torch.Tensor] = []  # [2, B, H] after each hidden layer
-        matrices: list[torch.Tensor] = []  # [2, H, H'] of the hidden layers behind the first
-        act_ = torch.tanh_ if activation == "tanh" else torch.relu_
-        for place in range(0, count - 2, 2):
-            offset_21H = torch.stack((first[place + 1], second[place + 1]))[:, None]
-            matrix_2HH = torch.stack((first[place], second[place]))
-            before = states[-1] if states else inputs_BD.expand(2, -1, -1)
-            states.append(act_(torch.baddbmm(offset_21H, before, matrix_2HH.transpose(1, 2))))
-            if place:
+        matrices: list[torch.Tensor] = []  # [2, H, H'] of the hidden layers after the first
+        activate_in_place = torch.tanh_ if activation == "tanh" else torch.relu_
+        for index in range(0, count - 2, 2):
+            offset_21H = torch.stack((first[index + 1], second[index + 1]))[:, None]
+            matrix_2HH = torch.stack((first[index], second[index]))
+            previous = states[-1] if states else inputs_BD.expand(2, -1, -1)
+            sums_2BH = torch.baddbmm(offset_21H, previous, matrix_2HH.transpose(1, 2))
+            states.append(activate_in_place(sums_2BH))
+            if index:
                 matrices.append(matrix_2HH)
         last = states[-1] if states else inputs_BD.expand(2, -1, -1)
         context.save_for_backward(inputs_BD, first[-2], second[-2], *states, *matrices)
         context.activation, context.depth = activation, len(states)
-        return torch.addmm(first[-1], last[0], first[-2].T), torch.addmm(
-            second[-1], last[1], second[-2].T
-        )
+        first_outputs = torch.addmm(first[-1], last[0], first[-2].T)
+        return first_outputs, torch.addmm(second[-1], last[1], second[-2].T)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs_BD, *heads = context.saved_tensors
-        heads, states, matrices = (
-            heads[:2],
-            heads[2 : 2 + context.depth],
-            heads[2 + context.depth :],
-        )
+        inputs_BD, *saved = context.saved_tensors
+        depth = context.depth
+        heads, states, matrices = saved[:2], saved[2 : 2 + depth], saved[2 + depth :]
         last = states[-1] if states else inputs_BD.expand(2, -1, -1)
-        found: list[list[torch.Tensor]] = [
+        weight_gradients: list[list[torch.Tensor]] = [
             [gradient.T @ last[side], gradient.sum(0)] for side, gradient in enumerate(gradients)
         ]
         if states:
             back_2BH = torch.empty_like(states[-1])
             for side in (0, 1):
                 torch.mm(gradients[side], heads[side], out=back_2BH[side])
-        for place in range(context.depth - 1, -1, -1):
-            back_2BH = _apply_activation_gradient(back_2BH, states[place], context.activation)
-            before = states[place - 1] if place else inputs_BD.expand(2, -1, -1)
-            matrix_2HH, offset_2H = torch.bmm(back_2BH.transpose(1, 2), before), back_2BH.sum(1)
+        for layer in range(depth - 1, -1, -1):
+            back_2BH = _apply_activation_gradient(back_2BH, states[layer], context.activation)
+            previous = states[layer - 1] if layer else inputs_BD.expand(2, -1, -1)
+            matrix_2HH, offset_2H = torch.bmm(back_2BH.transpose(1, 2), previous), back_2BH.sum(1)
             for side in (0, 1):
-                found[side][:0] = [matrix_2HH[side], offset_2H[side]]
-            if place:
-                back_2BH = torch.bmm(back_2BH, matrices[place - 1])
-        return (None, None, None, *found[0], *found[1])
+                weight_gradients[side][:0] = [matrix_2HH[side], offset_2H[side]]
+            if layer:
+                back_2BH = torch.bmm(back_2BH, matrices[layer - 1])
+        return (None, None, None, *weight_gradients[0], *weight_gradients[1])
 
 
 def _apply_activation_gradient(
     gradient: torch.Tensor, state: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """Gradient before the activation, from that behind it and the activation's value."""
+    """Compute the gradient before the activation from the gradient after it and the activation's value."""
     if activation == "tanh":
         return torch.ops.aten.tanh_backward(gradient, state)
     return torch.ops.aten.threshold_backward(gradient, state, 0)
-
-
-Activation = Literal["tanh", "relu"]
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
-LOG_2PI = math.log(2 * math.pi)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +176,19 @@ class ActionSpace:
     kind: Literal["discrete", "continuous"]
     size: int
     start: int = 0  # number of the first alternative
-    low: tuple[float, ...] = ()  # bounds of each number, infinite where there is none
+    low: tuple[float, ...] = ()  # bounds of each number, infinite without one
     high: tuple[float, ...] = ()
-    shape: tuple[int, ...] = ()  # as the environment takes an action
+    shape: tuple[int, ...] = ()  # of an action passed to the environment
 
     @property
     def is_discrete(self) -> bool:
-        """True = one of several alternatives."""
+        """Whether an action is one of several alternatives."""
         return self.kind == "discrete"
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkShape:
-    """Sizes that an actor-critic is made from."""
+    """Sizes of an actor-critic."""
 
     observation_size: int
     actions: ActionSpace
@@ -209,11 +198,7 @@ class NetworkShape:
     normalises: bool = False  # observations, by running mean and variance
 
     def __post_init__(self) -> None:
-        if (
-            self.observation_size < 1
-            or self.actions.size < 1
-            or any(width < 1 for width in self.hidden)
-        ):
+        if min(self.observation_size, self.actions.size, *self.hidden) < 1:
             raise SettingsError(
                 f"hidden: sizes {self.observation_size}, {self.hidden}, {self.actions.size} must all be at least 1"
             )
@@ -222,24 +207,26 @@ class NetworkShape:
 def _build_layers(
     sizes: Sequence[int], activation: Activation, gain: float, generator: torch.Generator | None
 ) -> nn.Sequential:
-    """Linear layers with the activation between them; orthogonal weights, offsets 0.
+    """Build linear layers with the activation between them; orthogonal weights, offsets 0.
 
     Hidden layers have gain sqrt(2), the last one `gain`. Source: Engstrom et al. 2020, arXiv:2005.12729, section 3.
     """
-    parts: list[nn.Module] = []
-    last = len(sizes) - 2
-    for place, (before, after) in enumerate(itertools.pairwise(sizes)):
-        layer = nn.Linear(before, after)
-        nn.init.orthogonal_(
-            layer.weight, gain if place == last else math.sqrt(2), generator=generator
-        )
+    modules: list[nn.Module] = []
+    for index, (num_inputs, num_outputs) in enumerate(itertools.pairwise(sizes)):
+        is_last = index == len(sizes) - 2
+        layer = nn.Linear(num_inputs, num_outputs)
+        layer_gain = gain if is_last else math.sqrt(2)
+        nn.init.orthogonal_(layer.weight, layer_gain, generator=generator)
         nn.init.zeros_(layer.bias)
-        parts += [layer] if place == last else [layer, _ACTIVATIONS[activation]()]
-    return nn.Sequential(*parts)
+        modules.append(layer)
+        if not is_last:
+            modules.append(_ACTIVATIONS[activation]())
+    return nn.Sequential(*modules)
 
 
 class PolicyNetwork(nn.Module):
-    """Distribution over actions given an observation: categorical, or a Gaussian with one learned deviation each."""
+    """Distribution over actions for an observation: categorical, or a Gaussian with one learned deviation per number.
+    """
 
     def __init__(self, shape: NetworkShape, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -250,30 +237,33 @@ class PolicyNetwork(nn.Module):
             self.log_std_A = nn.Parameter(torch.full((shape.actions.size,), shape.initial_log_std))
 
     def forward(self, observations_BD: torch.Tensor) -> torch.Tensor:
-        """Logits of the alternatives, or means of the numbers; float [B, A]."""
+        """Compute logits of the alternatives, or means of the numbers; float [B, A]."""
         outputs_BA: torch.Tensor = self.layers(observations_BD)
         return outputs_BA
 
     def compute_logprobs_and_entropy(
         self, observations_BD: torch.Tensor, actions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability (density) of the actions and entropy of their distribution, nats; float [B] each.
+        """Compute the log-probability (density) of the actions and the entropy of their distribution, nats; float [B]
+        each.
 
         Args:
-            actions: int64 [B], counted from 0; or float [B, A], as drawn, before they are clipped to bounds.
+            actions: int64 [B], counted from 0; or float [B, A], as drawn, before clipping to bounds.
         Raises: DataError on shapes.
         """
         outputs_BA = self(observations_BD)
         return self.compute_logprobs(outputs_BA, actions), self.compute_entropy(outputs_BA)
 
     def compute_logprobs(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of the actions from the outputs of `forward`, float [B]. Raises: DataError on shapes."""
+        """Compute log-probabilities of the actions from the outputs of `forward`, float [B]. Raises: DataError on
+        shapes.
+        """
         return self.compute_logprob_column(outputs_BA, actions).squeeze(1)
 
     def compute_logprob_column(
         self, outputs_BA: torch.Tensor, actions: torch.Tensor
     ) -> torch.Tensor:
-        """The same as a column [B, 1], as losses take it."""
+        """Compute the same log-probabilities as a column [B, 1], the shape that losses take."""
         expected = outputs_BA.shape[:1] if self.actions.is_discrete else outputs_BA.shape
         if actions.shape != expected:
             raise DataError(f"actions: shape {tuple(actions.shape)}, expected {tuple(expected)}")
@@ -282,7 +272,7 @@ class PolicyNetwork(nn.Module):
         return compute_gaussian_logprobs(actions, outputs_BA, self.log_std_A)[:, None]
 
     def compute_entropy(self, outputs_BA: torch.Tensor) -> torch.Tensor:
-        """Entropies of the distributions from the outputs of `forward`, float [B]."""
+        """Compute entropies of the distributions from the outputs of `forward`, float [B]."""
         if self.actions.is_discrete:
             return token_entropy(outputs_BA.log_softmax(-1))
         return compute_gaussian_entropy(self.log_std_A).expand(len(outputs_BA))
@@ -290,7 +280,8 @@ class PolicyNetwork(nn.Module):
     def act(
         self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Actions, int64 [B] counted from 0 or float [B, A] (not clipped): drawn by the noise, or the likeliest.
+        """Return actions, int64 [B] counted from 0 or float [B, A] (not clipped): sampled with the noise, or the
+        likeliest.
 
         Args:
             noise_BA: standard Gumbel noise for alternatives (the largest of logit + noise is a sample of the softmax:
@@ -301,7 +292,7 @@ class PolicyNetwork(nn.Module):
     def sample_actions(
         self, outputs_BA: torch.Tensor, noise_BA: torch.Tensor | None
     ) -> torch.Tensor:
-        """Actions from the outputs of `forward`; see `act`."""
+        """Sample actions from the outputs of `forward`; see `act`."""
         if self.actions.is_discrete:
             return (outputs_BA if noise_BA is None else outputs_BA + noise_BA).argmax(-1)
         return outputs_BA if noise_BA is None else outputs_BA + self.log_std_A.exp() * noise_BA
@@ -317,19 +308,19 @@ class ValueNetwork(nn.Module):
         )
 
     def forward(self, observations_BD: torch.Tensor) -> torch.Tensor:
-        """Values, float [B]."""
+        """Compute values, float [B]."""
         values_B: torch.Tensor = self.layers(observations_BD).squeeze(1)
         return values_B
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value network of their own layers, over the same normalised observations.
+    """Separate policy and value networks over the same normalised observations.
 
-    The statistics of the normalisation are buffers, so checkpoints and saved networks hold them with the weights.
+    The statistics of the normalisation are buffers, so checkpoints and saved networks contain them with the weights.
     """
 
     def __init__(self, shape: NetworkShape, seed: int = 0) -> None:
-        """Weights are drawn from `seed`."""
+        """Build the networks; weights are drawn from `seed`."""
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
@@ -338,41 +329,42 @@ class ActorCritic(nn.Module):
         )
         self.policy = PolicyNetwork(shape, generator)
         self.value = ValueNetwork(shape, generator)
-        # asked for at every pass, and slow to look up; weights change in place only
+        # Cached because every pass needs them and the lookup is slow; weights only change in place.
         self._weights = (
             tuple(self.policy.layers.parameters()),
             tuple(self.value.layers.parameters()),
         )
 
     def normalise_observations(self, observations_BD: torch.Tensor) -> torch.Tensor:
-        """Observations as the networks see them."""
+        """Normalise observations for the networks."""
         return observations_BD if self.statistics is None else self.statistics(observations_BD)
 
     def forward(self, observations_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs of the policy, float [B, A], and values, float [B], from raw observations."""
+        """Compute outputs of the policy, float [B, A], and values, float [B], from raw observations."""
         outputs_BA, values_B1 = self.compute_outputs_and_values(observations_BD)
         return outputs_BA, values_B1.squeeze(1)
 
     def compute_outputs_and_values(
         self, observations_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the values as a column [B, 1], as losses take them."""
+        """Compute the same outputs with the values as a column [B, 1], the shape that losses take."""
         return compute_paired_layers(
             self.normalise_observations(observations_BD), *self._weights, self.shape.activation
         )
 
     @torch.no_grad()
     def compute_values(self, observations_BD: torch.Tensor) -> torch.Tensor:
-        """Values of raw observations, float [B], no gradient."""
-        return compute_single_layers(
+        """Compute values of raw observations, float [B], without gradient."""
+        values_B1 = compute_single_layers(
             self.normalise_observations(observations_BD), self._weights[1], self.shape.activation
-        ).squeeze(1)
+        )
+        return values_B1.squeeze(1)
 
     @torch.no_grad()
     def act(
         self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Actions for raw observations; see `PolicyNetwork.act`."""
+        """Return actions for raw observations; see `PolicyNetwork.act`."""
         outputs_BA = compute_single_layers(
             self.normalise_observations(observations_BD), self._weights[0], self.shape.activation
         )
@@ -382,11 +374,11 @@ class ActorCritic(nn.Module):
 def compute_gaussian_logprobs(
     actions_BA: torch.Tensor, means_BA: torch.Tensor, log_std_A: torch.Tensor
 ) -> torch.Tensor:
-    """Log-density of a Gaussian with independent numbers: -sum((a - m)^2 / (2 s^2) + log s + log(2 pi) / 2); [B]."""
+    """Compute the log-density of independent Gaussians: -sum((a - m)^2 / (2 s^2) + log s + log(2 pi) / 2); [B]."""
     scaled_BA = (actions_BA - means_BA) * (-log_std_A).exp()
     return -(0.5 * scaled_BA.square() + log_std_A + 0.5 * LOG_2PI).sum(-1)
 
 
 def compute_gaussian_entropy(log_std_A: torch.Tensor) -> torch.Tensor:
-    """Entropy of that Gaussian, sum(log s + (1 + log(2 pi)) / 2), nats; scalar."""
+    """Compute the entropy of that Gaussian, sum(log s + (1 + log(2 pi)) / 2), nats; scalar."""
     return (log_std_A + 0.5 * (1 + LOG_2PI)).sum()

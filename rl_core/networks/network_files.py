@@ -1,6 +1,6 @@
-"""Trained networks as folders: `network.json` (sizes, actions, environment) and `network.safetensors` (weights).
+"""Folders of trained networks: `network.json` (sizes, actions, environment) and `network.safetensors` (weights).
 
-The statistics of normalised observations are among the weights.
+The statistics of normalised observations are stored with the weights.
 """
 
 from __future__ import annotations
@@ -50,19 +50,23 @@ def save_network(model: ActorCritic, folder: Path, environment: str) -> None:
 
 
 def publish_network(model: ActorCritic, folder: str | Path, environment: str) -> None:
-    """As `save_network`, into a folder that appears when it is complete, or takes an earlier network's place.
+    """Write the network's files into a folder that appears when complete, or replaces an earlier network.
 
-    Raises: CheckpointError where the disk refuses, or the folder holds other files.
+    Raises: CheckpointError if writing fails, or the folder contains other files.
     """
-    replace_folder(
-        folder, lambda temporary: save_network(model, temporary, environment), {"kind": "network"}
-    )
+
+    def write_files(temporary: Path) -> None:
+        save_network(model, temporary, environment)
+
+    replace_folder(folder, write_files, {"kind": "network"})
 
 
 def load_network(folder: str | Path) -> ActorCritic:
-    """The network in a folder that `Training.save` or the stage `network` wrote. Raises: ModelError naming the file."""
-    place = Path(folder).expanduser()
-    config = _read_config(place / CONFIG_FILE)
+    """Load the network in a folder written by `Training.save` or the stage `network`. Raises: ModelError naming the
+    file.
+    """
+    path = Path(folder).expanduser()
+    config = _read_config(path / CONFIG_FILE)
     try:
         actions = config["actions"]
         low, high = (tuple(float(bound) for bound in actions[name]) for name in ("low", "high"))
@@ -84,17 +88,17 @@ def load_network(folder: str | Path) -> ActorCritic:
         )
         model = ActorCritic(shape)
     except PosttrainError as error:
-        raise ModelError(f"'{place / CONFIG_FILE}': {error}") from error
+        raise ModelError(f"'{path / CONFIG_FILE}': {error}") from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"'{place / CONFIG_FILE}' is no network's config ({type(error).__name__}: {error})"
+            f"'{path / CONFIG_FILE}' is not a network's config ({type(error).__name__}: {error})"
         ) from error
     try:
-        model.load_state_dict(_read_weights(place / WEIGHTS_FILE))
+        model.load_state_dict(_read_weights(path / WEIGHTS_FILE))
     except RuntimeError as error:
-        lines = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"'{place / WEIGHTS_FILE}' does not fit {CONFIG_FILE} beside it: {lines}"
+            f"'{path / WEIGHTS_FILE}' does not match the {CONFIG_FILE} next to it: {message}"
         ) from error
     return model.eval()
 
@@ -103,15 +107,15 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ModelError(
-                f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is no network's config"
+                f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is not a network's config"
             )
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"'{path}' cannot be read ({error}); name the folder of a trained network"
+            f"'{path}' cannot be read ({error}); pass the folder of a trained network"
         ) from error
     if not isinstance(config, dict) or config.get("format") != CONFIG_FORMAT:
-        raise ModelError(f"'{path}' is no config of a network in format {CONFIG_FORMAT}")
+        raise ModelError(f"'{path}' is not a network's config in format {CONFIG_FORMAT}")
     return config
 
 
@@ -119,4 +123,4 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"'{path}' holds no weights ({error})") from error
+        raise ModelError(f"'{path}' contains no weights ({error})") from error

@@ -1,11 +1,8 @@
-"""Fixed-size buffer of the steps of one iteration, and their advantages by GAE or V-trace.
+"""Update of an actor-critic: a buffer of an iteration's steps, advantages by GAE or V-trace, epochs x minibatches of
+PPO.
 
-Suffixes: T steps of an iteration, N environments, M = real steps of the buffer, D numbers of an observation, E parts of
-episodes within the buffer, L steps of the longest of them.
-
-Update of an actor-critic on the steps of an iteration: epochs x minibatches of PPO's loss.
-
-Suffixes: M rows, D numbers of an observation. Losses take columns: M1 is [M, 1].
+Suffixes: T steps of an iteration, N environments, M real steps of the buffer (rows), D numbers of an observation,
+E segments of episodes within the buffer, L steps of the longest segment. Losses take columns: M1 is [M, 1].
 """
 
 from __future__ import annotations
@@ -37,28 +34,28 @@ ValueFunction = Callable[[torch.Tensor], torch.Tensor]  # observations [B, D] to
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSegments:
-    """Places of the real steps in a table with one row for each part of an episode, in the order of time."""
+    """Positions of the real steps in a table with one row per segment of an episode, in the order of time."""
 
     rows_M: torch.Tensor  # int64
     columns_M: torch.Tensor  # int64
     mask_EL: torch.Tensor  # bool, True = a real step
-    last_E: torch.Tensor  # int64, index among the M steps of each part's last one
+    last_E: torch.Tensor  # int64, index of each segment's last step among the M steps
 
     def arrange_by_segment(self, values_M: torch.Tensor) -> torch.Tensor:
-        """[M] to [E, L], 0 beyond a part's end."""
+        """Arrange [M] as a table [E, L], 0 after a segment's end."""
         table_EL = values_M.new_zeros(self.mask_EL.shape)
         table_EL[self.rows_M, self.columns_M] = values_M
         return table_EL
 
     def flatten_table(self, table_EL: torch.Tensor) -> torch.Tensor:
-        """[E, L] to [M]."""
+        """Flatten a table [E, L] to [M]."""
         return table_EL[self.rows_M, self.columns_M]
 
 
 class StepBuffer:
     """The steps of T x N actions: allocated once, filled step by step, read flat.
 
-    Steps in which an environment only reset itself are in it, and left out of everything that is read.
+    It also stores steps in which an environment only reset itself, but excludes them from everything that is read.
     """
 
     def __init__(
@@ -68,50 +65,46 @@ class StepBuffer:
         self.shape = shape
         self.num_filled = 0
         self.observations = np.zeros((*shape, observation_size), np.float32)
-        self.after = np.zeros(
-            (*shape, observation_size), np.float32
-        )  # observations that the actions led to
-        self.actions = (
-            np.zeros(shape, np.int64)
-            if actions.is_discrete
-            else np.zeros((*shape, actions.size), np.float32)
-        )
+        self.after = np.zeros((*shape, observation_size), np.float32)  # where the actions led
+        if actions.is_discrete:
+            self.actions = np.zeros(shape, np.int64)
+        else:
+            self.actions = np.zeros((*shape, actions.size), np.float32)
         self.rewards = np.zeros(shape, np.float32)
         self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
         self.is_action = np.zeros(shape, bool)
-        self.behaviour_logprobs_M = torch.zeros(
-            0
-        )  # of the policy that acted, nats; set once the buffer is full
+        # Log-probs of the policy that acted, nats; set when the buffer is full.
+        self.behaviour_logprobs_M = torch.zeros(0)
 
     def add_step(self, observations_ND: np.ndarray, actions: np.ndarray, step: VectorStep) -> None:
-        """Add one step of all environments. Raises: DataError where the buffer is full."""
+        """Add one step of all environments. Raises: DataError if the buffer is full."""
         if self.num_filled == self.shape[0]:
             raise DataError(
-                f"the buffer holds {self.shape[0]} steps already; read it, then `clear`"
+                f"the buffer already contains {self.shape[0]} steps; read it, then `clear_steps`"
             )
-        place = self.num_filled
-        self.observations[place], self.actions[place] = observations_ND, actions
-        self.after[place], self.rewards[place] = step.after_ND, step.rewards_N
-        self.terminated[place], self.truncated[place] = step.terminated_N, step.truncated_N
-        self.is_action[place] = step.is_action_N
+        index = self.num_filled
+        self.observations[index], self.actions[index] = observations_ND, actions
+        self.after[index], self.rewards[index] = step.after_ND, step.rewards_N
+        self.terminated[index], self.truncated[index] = step.terminated_N, step.truncated_N
+        self.is_action[index] = step.is_action_N
         self.num_filled += 1
 
     def clear_steps(self) -> None:
-        """Empty the buffer; its memory is used again."""
+        """Empty the buffer, keeping its memory."""
         self.num_filled = 0
 
     @property
     def num_steps(self) -> int:
-        """M, the real steps."""
+        """M, the number of real steps."""
         return int(self.is_action.sum())
 
     def read_real_steps(self, name: str) -> torch.Tensor:
-        """A field's real steps, [M] or [M, ...], environment after environment; a copy."""
+        """Return a copy of a field's real steps, [M] or [M, ...], environment after environment."""
         values, mask = getattr(self, name).swapaxes(0, 1), self.is_action.swapaxes(0, 1)
         return torch.from_numpy(values[mask])
 
     def split_into_segments(self) -> EpisodeSegments:
-        """The real steps cut behind every end of an episode, and at the end of the buffer."""
+        """Split the real steps after every end of an episode, and at the end of the buffer."""
         mask_NT = self.is_action.swapaxes(0, 1)
         ended_NT = (self.terminated | self.truncated).swapaxes(0, 1) & mask_NT
         ended_M = ended_NT[mask_NT]
@@ -123,7 +116,10 @@ class StepBuffer:
         columns_M = np.arange(len(ended_M)) - np.repeat(borders[:-1], lengths_E)
         mask_EL = np.arange(lengths_E.max())[None, :] < lengths_E[:, None]
         return EpisodeSegments(
-            *(torch.from_numpy(part) for part in (rows_M, columns_M, mask_EL, borders[1:] - 1))
+            torch.from_numpy(rows_M),
+            torch.from_numpy(columns_M),
+            torch.from_numpy(mask_EL),
+            torch.from_numpy(borders[1:] - 1),
         )
 
     def estimate_advantages(
@@ -137,63 +133,61 @@ class StepBuffer:
         rho_cap: float = 1.0,
         c_cap: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Advantages, targets of the value network and present values of the real steps; float [M] each.
+        """Estimate advantages, targets of the value network and current values of the real steps; float [M] each.
 
-        A part of an episode that ends in a truncation, or with the buffer, goes on with the value of the observation
-        that its last action led to; one that terminated is worth 0 from there.
+        A segment that ends in a truncation, or with the buffer, is bootstrapped from the value of the observation that
+        its last action led to; the value after a terminal state is 0.
 
         Args:
-            ratios_M: probability of each action under the present policy over that of the policy that acted: V-trace.
-                None = the steps are the present policy's own: GAE.
+            ratios_M: probability of each action under the current policy over that of the policy that acted: V-trace.
+                None = the steps are from the current policy: GAE.
         """
-        parts = self.split_into_segments()
+        segments = self.split_into_segments()
         values_M = values(self.read_real_steps("observations"))
-        alive_E = ~self.read_real_steps("terminated")[parts.last_E]
-        bootstrap_E = values(self.read_real_steps("after")[parts.last_E]) * alive_E
-        rewards_EL, values_EL = (
-            parts.arrange_by_segment(self.read_real_steps("rewards") * reward_scale),
-            parts.arrange_by_segment(values_M),
-        )
+        alive_E = ~self.read_real_steps("terminated")[segments.last_E]
+        bootstrap_E = values(self.read_real_steps("after")[segments.last_E]) * alive_E
+        rewards_M = self.read_real_steps("rewards") * reward_scale
+        rewards_EL = segments.arrange_by_segment(rewards_M)
+        values_EL = segments.arrange_by_segment(values_M)
         if ratios_M is None:
-            found = gae(
+            advantages_EL, targets_EL = gae(
                 rewards_EL,
                 values_EL,
-                parts.mask_EL,
+                segments.mask_EL,
                 gamma=gamma,
                 gae_lambda=trace_lambda,
                 bootstrap_B=bootstrap_E,
             )
         else:
-            found = vtrace(
+            advantages_EL, targets_EL = vtrace(
                 rewards_EL,
                 values_EL,
-                parts.arrange_by_segment(ratios_M),
-                parts.mask_EL,
+                segments.arrange_by_segment(ratios_M),
+                segments.mask_EL,
                 gamma=gamma,
                 trace_lambda=trace_lambda,
                 rho_cap=rho_cap,
                 c_cap=c_cap,
                 bootstrap_B=bootstrap_E,
             )
-        return parts.flatten_table(found[0]), parts.flatten_table(found[1]), values_M
+        advantages_M = segments.flatten_table(advantages_EL)
+        return advantages_M, segments.flatten_table(targets_EL), values_M
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields, of a full buffer that is replayed."""
-        names = (
-            "observations",
-            "after",
-            "actions",
-            "rewards",
-            "terminated",
-            "truncated",
-            "is_action",
-        )
-        return {name: getattr(self, name) for name in names} | {
-            "behaviour_logprobs": self.behaviour_logprobs_M
+        """Return all fields of a full buffer that is replayed."""
+        return {
+            "observations": self.observations,
+            "after": self.after,
+            "actions": self.actions,
+            "rewards": self.rewards,
+            "terminated": self.terminated,
+            "truncated": self.truncated,
+            "is_action": self.is_action,
+            "behaviour_logprobs": self.behaviour_logprobs_M,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         for name, value in state.items():
             if name != "behaviour_logprobs":
                 getattr(self, name)[:] = value
@@ -213,7 +207,7 @@ class NetworkBatch:
     values_M1: torch.Tensor  # of the value network before the first optimizer step
 
     def select_rows(self, index: torch.Tensor | slice) -> NetworkBatch:
-        """Some of the rows."""
+        """Select some of the rows."""
         return NetworkBatch(*(getattr(self, name)[index] for name in BATCH_FIELDS))
 
 
@@ -221,7 +215,7 @@ BATCH_FIELDS = tuple(field.name for field in dataclasses.fields(NetworkBatch))
 
 
 class NetworkUpdate:
-    """One iteration's optimizer steps on the buffers' steps.
+    """One iteration's optimizer steps on the steps of the buffers.
 
     L = clipped policy loss + value_coef value loss - entropy_coef entropy, each a mean over the rows of the step.
     """
@@ -233,7 +227,7 @@ class NetworkUpdate:
         settings: NetworkSettings,
         buffers: Sequence[StepBuffer],
     ) -> None:
-        """`buffers`: of this iteration first, then of earlier ones (`replay`)."""
+        """Store the parts. `buffers`: of this iteration first, then of earlier ones (`replay`)."""
         self.model = model
         self.optimizer_step = optimizer_step
         self.settings = settings
@@ -243,48 +237,44 @@ class NetworkUpdate:
         self._mask_M1: torch.Tensor | None = None  # of the newest micro-batch; most are of one size
 
     def run_update(self, rng: np.random.Generator) -> dict[str, float]:
-        """All optimizer steps; metrics are means over them (`_max`: the largest)."""
+        """Run all optimizer steps; metrics are means over them (`_max`: the largest)."""
         settings = self.settings
         with span("measure"):
             rows = self._build_rows()
         metrics = self._compute_metrics(rows)
         if settings.normalise_advantages == "iteration" or self._is_one_minibatch:
             rows.advantages_M1 = whiten_advantages(rows.advantages_M1)
-        parts: list[dict[str, float]] = []
+        step_metrics: list[dict[str, float]] = []
         for _ in range(settings.epochs):
-            parts += [
-                self._run_optimizer_step(minibatch)
-                for minibatch in self._split_into_minibatches(rows, rng)
-            ]
-        metrics |= aggregate_step_metrics(parts)
+            minibatches = self._split_into_minibatches(rows, rng)
+            step_metrics += [self._run_optimizer_step(minibatch) for minibatch in minibatches]
+        metrics |= aggregate_step_metrics(step_metrics)
         metrics["train/skipped_steps"] = float(self.optimizer_step.skipped_steps)
         if settings.kl_target is not None:
-            last = aggregate_step_metrics(parts[-settings.minibatches :])
-            self._adapt_learning_rate(last.get("policy/update_kl"))
+            last_pass = aggregate_step_metrics(step_metrics[-settings.minibatches :])
+            self._adapt_learning_rate(last_pass.get("policy/update_kl"))
         return metrics
 
     def _build_rows(self) -> NetworkBatch:
-        """Old log-probs, values, advantages and targets of every buffer's steps, under the model as it is."""
-        found = [self._build_buffer_rows(buffer) for buffer in self.buffers]
+        """Compute old log-probs, values, advantages and targets of every buffer's steps, under the current model."""
+        batches = [self._build_buffer_rows(buffer) for buffer in self.buffers]
         return NetworkBatch(
-            *(torch.cat([getattr(part, name) for part in found]) for name in BATCH_FIELDS)
+            *(torch.cat([getattr(batch, name) for batch in batches]) for name in BATCH_FIELDS)
         )
 
     @torch.no_grad()
     def _build_buffer_rows(self, buffer: StepBuffer) -> NetworkBatch:
         settings = self.settings
-        observations_MD, actions = (
-            buffer.read_real_steps("observations"),
-            buffer.read_real_steps("actions"),
-        )
-        seen_MD = self.model.normalise_observations(observations_MD)
-        logprobs_M, entropy_M = self.model.policy.compute_logprobs_and_entropy(seen_MD, actions)
+        observations_MD = buffer.read_real_steps("observations")
+        actions = buffer.read_real_steps("actions")
+        inputs_MD = self.model.normalise_observations(observations_MD)
+        logprobs_M, entropy_M = self.model.policy.compute_logprobs_and_entropy(inputs_MD, actions)
         self._entropies.append(entropy_M)
         ratios_M = None
         if settings.advantages == "vtrace":
             behaviour_M1 = buffer.behaviour_logprobs_M[:, None]
-            everything_M1 = torch.ones_like(behaviour_M1, dtype=torch.bool)
-            ratios_M = importance_ratios(logprobs_M[:, None], behaviour_M1, everything_M1)[:, 0]
+            mask_M1 = torch.ones_like(behaviour_M1, dtype=torch.bool)
+            ratios_M = importance_ratios(logprobs_M[:, None], behaviour_M1, mask_M1)[:, 0]
         advantages_M, targets_M, values_M = buffer.estimate_advantages(
             self.model.compute_values,
             gamma=settings.gamma,
@@ -294,49 +284,48 @@ class NetworkUpdate:
             rho_cap=settings.vtrace_rho,
             c_cap=settings.vtrace_c,
         )
-        columns = (found[:, None] for found in (logprobs_M, advantages_M, targets_M, values_M))
+        columns = (x_M[:, None] for x_M in (logprobs_M, advantages_M, targets_M, values_M))
         return NetworkBatch(observations_MD, actions, *columns)
 
     def _compute_metrics(self, rows: NetworkBatch) -> dict[str, float]:
-        everything_M1 = build_full_mask(len(rows.advantages_M1), 1)
+        mask_M1 = build_full_mask(len(rows.advantages_M1), 1)
         metrics = {
             "train/advantages_mean": float(rows.advantages_M1.mean()),
             "train/advantages_std": float(rows.advantages_M1.std(correction=0)),
             "policy/entropy": float(torch.cat(self._entropies).mean()),
             "value/explained_variance": explained_variance(
-                rows.values_M1, rows.targets_M1, everything_M1
+                rows.values_M1, rows.targets_M1, mask_M1
             ),
         }
         if len(self.buffers) > 1:
-            metrics["train/replayed_steps"] = float(
-                len(rows.advantages_M1) - self.buffers[0].num_steps
-            )
+            num_replayed = len(rows.advantages_M1) - self.buffers[0].num_steps
+            metrics["train/replayed_steps"] = float(num_replayed)
         return metrics
 
     def _split_into_minibatches(
         self, rows: NetworkBatch, rng: np.random.Generator
     ) -> list[NetworkBatch]:
-        """Rows of each optimizer step of one pass, in random order; in order if there is a single step."""
+        """Split the rows into the optimizer steps of one pass, in random order; in order if there is a single step."""
         if self.settings.minibatches == 1:
             return [rows]
         order = torch.from_numpy(rng.permutation(len(rows.advantages_M1)))
-        found = [
-            rows.select_rows(index)
-            for index in order.tensor_split(self.settings.minibatches)
-            if len(index)
+        minibatches = [
+            rows.select_rows(indices)
+            for indices in order.tensor_split(self.settings.minibatches)
+            if len(indices)
         ]
         if self.settings.normalise_advantages == "minibatch":
-            for minibatch in found:
+            for minibatch in minibatches:
                 minibatch.advantages_M1 = whiten_advantages(minibatch.advantages_M1)
-        return found
+        return minibatches
 
     @property
     def _is_one_minibatch(self) -> bool:
-        """True = advantages are normalised over an optimizer step's rows, which are the same at every step."""
+        """Whether advantages are normalised over an optimizer step's rows, equal at every step."""
         return self.settings.normalise_advantages == "minibatch" and self.settings.minibatches == 1
 
     def _run_optimizer_step(self, rows: NetworkBatch) -> dict[str, float]:
-        """One optimizer step on these rows."""
+        """Run one optimizer step on these rows."""
         self.num_rows = len(rows.advantages_M1)
         size = self.settings.micro_batch_tokens
         if self.num_rows <= size:
@@ -347,14 +336,14 @@ class NetworkUpdate:
         return self.optimizer_step.run_step(batches, self.compute_loss)
 
     def compute_loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss of one micro-batch over the rows of the optimizer step; metrics per row."""
+        """Compute the loss of one micro-batch over the rows of the optimizer step; metrics are per row."""
         settings, count = self.settings, self.num_rows
         outputs_MA, values_M1 = self.model.compute_outputs_and_values(batch.observations_MD)
         logprobs_M1 = self.model.policy.compute_logprob_column(outputs_MA, batch.actions)
         if self._mask_M1 is None or len(self._mask_M1) != len(logprobs_M1):
             self._mask_M1 = build_full_mask(len(logprobs_M1), 1)
         mask_M1 = self._mask_M1
-        policy, parts = clipped_policy_loss(
+        policy, policy_metrics = clipped_policy_loss(
             logprobs_M1,
             batch.old_logprobs_M1,
             batch.advantages_M1,
@@ -362,7 +351,7 @@ class NetworkUpdate:
             num_loss_tokens=count,
             clip_eps=settings.clip_eps,
         )
-        value, value_parts = value_loss(
+        value, value_metrics = value_loss(
             values_M1,
             batch.targets_M1,
             mask_M1,
@@ -373,11 +362,13 @@ class NetworkUpdate:
         loss = policy + (value if settings.value_coef == 1 else settings.value_coef * value)
         if settings.entropy_coef > 0:
             entropy_M = self.model.policy.compute_entropy(outputs_MA)
-            bonus, entropy = entropy_bonus(entropy_M[:, None], mask_M1, num_loss_tokens=count)
+            bonus, entropy_metrics = entropy_bonus(
+                entropy_M[:, None], mask_M1, num_loss_tokens=count
+            )
             loss = loss + settings.entropy_coef * bonus
-            parts |= entropy
-        metrics = {f"policy/{name}": number for name, number in parts.items()}
-        return loss, metrics | {f"value/{name}": number for name, number in value_parts.items()}
+            policy_metrics |= entropy_metrics
+        metrics = {f"policy/{name}": number for name, number in policy_metrics.items()}
+        return loss, metrics | {f"value/{name}": number for name, number in value_metrics.items()}
 
     def _adapt_learning_rate(self, kl: float | None) -> None:
         """Adapt the learning rate to the KL of the iteration's last pass; None = every step of it was skipped."""
@@ -397,12 +388,12 @@ class NetworkUpdate:
 def adapt_learning_rate_scale(
     scale: float, kl: float, *, target: float, factor: float, low: float, high: float
 ) -> float:
-    """Scale of the learning rate after an iteration: over `factor` if kl > 2 target, times it if kl < target / 2.
+    """Return the next scale of the learning rate: divided by `factor` if kl > 2 target, multiplied if kl < target / 2.
 
     Args:
         kl: KL(old || new), nats per action; an estimate may be slightly negative.
         low, high: limits of the scale.
-    Raises: DataError for a KL that is not finite, or limits that exclude one another.
+    Raises: DataError for a KL that is not finite, or contradictory limits.
     Source: Rudin et al. 2021, arXiv:2109.11978, appendix A.5 (adaptive learning rate).
     """
     if not np.isfinite(kl) or not 0 < low <= high or target <= 0 or factor <= 1:
@@ -419,13 +410,12 @@ def adapt_learning_rate_scale(
 def compute_policy_logprobs(
     model: ActorCritic, observations_MD: torch.Tensor, actions: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities of the actions under the present policy, nats, [M]; no gradient."""
+    """Compute log-probabilities of the actions under the current policy, nats, [M], without gradient."""
     with torch.no_grad():
-        return model.policy.compute_logprobs_and_entropy(
-            model.normalise_observations(observations_MD), actions
-        )[0]
+        inputs_MD = model.normalise_observations(observations_MD)
+        return model.policy.compute_logprobs_and_entropy(inputs_MD, actions)[0]
 
 
 def whiten_advantages(advantages_M1: torch.Tensor) -> torch.Tensor:
-    """Advantages of mean 0 and variance 1."""
+    """Scale advantages to mean 0 and variance 1."""
     return masked_whiten(advantages_M1, build_full_mask(len(advantages_M1), 1))

@@ -1,8 +1,4 @@
-"""Episodes of an actor-critic on chosen seeds.
-
-Suffixes: N environments, A actions or numbers of an action.
-
-Trainer of an actor-critic: rollouts of a vectorised environment, PPO's update, validation on held-out seeds.
+"""Trainer of an actor-critic: rollouts of a vectorised environment, PPO's update, validation on held-out seeds.
 
 Suffixes: T steps of an iteration, N environments, A actions or numbers of an action.
 """
@@ -36,8 +32,9 @@ from rl_core.settings import NetworkSettings
 from rl_core.timing import span
 from rl_core.training.optimizer_step import OptimizerStep
 
-MAX_PARALLEL_ENVIRONMENTS = 32  # environments of an evaluation at most
-Z95 = 1.959964
+MAX_PARALLEL_ENVIRONMENTS = 32  # limit of environments of an evaluation
+NUM_RECENT_EPISODES = 100  # episodes averaged in train/episode_return
+Z95 = 1.959964  # quantile of the normal distribution for a 95% interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +42,12 @@ class PlayedEpisodes:
     """Returns and lengths of episodes, in the order of their seeds."""
 
     seeds: list[int]
-    returns: list[float]  # undiscounted, of the environment's own rewards
+    returns: list[float]  # undiscounted and unscaled
     lengths: list[int]
     truncated: list[bool]
 
     def compute_metrics(self) -> dict[str, float]:
-        """Mean return with its normal 95% interval, extremes, length, share of truncated episodes."""
+        """Compute the mean return with its normal 95% interval, extremes, length, and share of truncated episodes."""
         returns = np.array(self.returns)
         spread = float(returns.std(ddof=1)) if len(returns) > 1 else 0.0
         half = Z95 * spread / math.sqrt(len(returns))
@@ -67,18 +64,19 @@ class PlayedEpisodes:
         }
 
     def to_json(self) -> list[dict[str, float | bool]]:
-        """One object an episode."""
+        """Convert to one JSON object per episode."""
         rows = zip(self.seeds, self.returns, self.lengths, self.truncated, strict=True)
         return [
-            dict(zip(("seed", "return", "length", "truncated"), row, strict=True)) for row in rows
+            {"seed": seed, "return": value, "length": length, "truncated": truncated}
+            for seed, value, length, truncated in rows
         ]
 
 
 def draw_action_noise(rng: np.random.Generator, count: int, actions: ActionSpace) -> np.ndarray:
-    """Noise by which `count` actions are drawn (`PolicyNetwork.act`), float32 [count, A]."""
+    """Draw the noise that samples `count` actions (`PolicyNetwork.act`), float32 [count, A]."""
     shape = (count, actions.size)
-    drawn = rng.gumbel(size=shape) if actions.is_discrete else rng.standard_normal(shape)
-    return drawn.astype(np.float32)
+    noise = rng.gumbel(size=shape) if actions.is_discrete else rng.standard_normal(shape)
+    return noise.astype(np.float32)
 
 
 def play_episodes(
@@ -93,62 +91,53 @@ def play_episodes(
     """Play one episode from each seed to its end.
 
     Args:
-        greedy: the likeliest action (the mean of continuous ones); False: sampled actions.
+        greedy: True = the likeliest action (the mean of continuous ones); False = sampled actions.
         noise_seed: of sampled actions.
     Raises: SettingsError, EnvironmentFault.
     """
-    waiting = list(range(len(seeds)))[::-1]
-    count = min(MAX_PARALLEL_ENVIRONMENTS, len(seeds))
-    playing: list[int | None] = [
-        None
-    ] * count  # index of the seed of each environment's episode; None = of no interest
-    started: list[int] = []
+    num_environments = min(MAX_PARALLEL_ENVIRONMENTS, len(seeds))
+    pending = list(range(len(seeds)))[::-1]  # indices of seeds
+    started: list[int] = []  # indices of the seeds of new episodes; -1 = a surplus episode
 
-    def next_seed() -> int:
-        started.append(waiting.pop() if waiting else -1)
-        return seeds[started[-1]] if started[-1] >= 0 else seeds[0]
+    def draw_next_seed() -> int:
+        index = pending.pop() if pending else -1
+        started.append(index)
+        return seeds[max(index, 0)]
 
-    environment = VectorEnvironment(make_vector_environment(factory, count), name, next_seed)
+    vector = make_vector_environment(factory, num_environments)
+    environment = VectorEnvironment(vector, name, draw_next_seed)
     rng = np.random.default_rng(noise_seed)
     returns, lengths, truncated = [0.0] * len(seeds), [0] * len(seeds), [False] * len(seeds)
-    missing = len(seeds)
+    num_missing = len(seeds)
     try:
         environment.reset()
-        playing, started[:] = list(started), []
-        while missing:
-            noise_NA = (
-                None
-                if greedy
-                else torch.from_numpy(draw_action_noise(rng, count, environment.actions))
-            )
+        current, started[:] = list(started), []  # current: by environment
+        while num_missing:
+            noise_NA = None
+            if not greedy:
+                noise = draw_action_noise(rng, num_environments, environment.actions)
+                noise_NA = torch.from_numpy(noise)
             actions = model.act(torch.from_numpy(environment.observations_ND), noise_NA).numpy()
             step = environment.step(actions)
             ended = np.flatnonzero(step.terminated_N | step.truncated_N)
-            for place, value, length in zip(
-                ended, *environment.pop_ended_episodes(step), strict=True
-            ):
-                index = playing[place]
-                if index is not None and index >= 0:
-                    returns[index], lengths[index], truncated[index] = (
-                        value,
-                        length,
-                        bool(step.truncated_N[place]),
-                    )
-                    missing -= 1
-                playing[place] = started.pop(0)
+            ended_returns, ended_lengths = environment.pop_ended_episodes(step)
+            for i, value, length in zip(ended, ended_returns, ended_lengths, strict=True):
+                index = current[i]
+                if index >= 0:
+                    returns[index], lengths[index] = value, length
+                    truncated[index] = bool(step.truncated_N[i])
+                    num_missing -= 1
+                current[i] = started.pop(0)
     finally:
         environment.close()
     return PlayedEpisodes(list(seeds), returns, lengths, truncated)
 
 
-NUM_RECENT_EPISODES = 100  # episodes behind train/episode_return
-
-
 class NetworkTrainer:
     """PPO of an actor-critic on a vectorised environment; a `rl_core.training.callbacks.Trainer`.
 
-    The statistics of normalised observations take an iteration's steps in after its update, so that all log-probs of
-    an iteration are of the same inputs.
+    The statistics of normalised observations are updated with an iteration's steps after its update, so that all
+    log-probs of an iteration are of the same inputs.
     """
 
     def __init__(
@@ -160,11 +149,13 @@ class NetworkTrainer:
         name: str,
         vector: Any = None,
     ) -> None:
-        """Args:
-            maker: makes one environment; for training unless `vector` is given, and for validation.
+        """Build environment, networks and optimizer.
+
+        Args:
+            environment_factory: makes one environment; for training unless `vector` is passed, and for validation.
             name: of the environment, for messages.
-            vector: a gymnasium `VectorEnv` to train in, whatever its autoreset mode; None = one of `maker`'s.
-        Raises: SettingsError where the environment cannot be made, or does not fit the settings.
+            vector: a gymnasium `VectorEnv` to train in, with any autoreset mode; None = one from `environment_factory`.
+        Raises: SettingsError if the environment cannot be made, or does not match the settings.
         """
         self.settings, self.seed, self.name = settings, seed, name
         self.environment_factory = environment_factory
@@ -191,10 +182,9 @@ class NetworkTrainer:
             settings.iterations * settings.updates_per_iteration,
             max_nonfinite=settings.max_nonfinite,
         )
-        self._buffers = [self._create_buffer()]  # of the present iteration first
-        self._recent: deque[tuple[float, int]] = deque(
-            maxlen=NUM_RECENT_EPISODES
-        )  # (return, length) of the newest episodes
+        self._buffers = [self._create_buffer()]  # of the current iteration first
+        # (return, length) of the newest episodes.
+        self._recent: deque[tuple[float, int]] = deque(maxlen=NUM_RECENT_EPISODES)
         self.environment_steps = 0  # real ones, of all environments
         self.episodes = 0
         self._has_started = False
@@ -223,11 +213,11 @@ class NetworkTrainer:
         return int(self._rng.integers(TRAINING_SEEDS.start, TRAINING_SEEDS.stop))
 
     def step(self) -> dict[str, float]:
-        """Rollout and update; metrics."""
+        """Run one iteration, rollout and update, and return its metrics."""
         if not self._has_started:
             self.environment.reset()
             self._has_started = True
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         buffer = self._rotate_buffers()
         with span("rollout"):
             metrics = self._collect_rollouts(buffer)
@@ -238,20 +228,18 @@ class NetworkTrainer:
                     buffer.read_real_steps("observations"),
                     buffer.read_real_steps("actions"),
                 )
-            metrics |= NetworkUpdate(
-                self.model, self.optimizer_step, self.settings, self._buffers
-            ).run_update(self._rng)
+            update = NetworkUpdate(self.model, self.optimizer_step, self.settings, self._buffers)
+            metrics |= update.run_update(self._rng)
             if self.model.statistics is not None:
                 self.model.statistics.update(buffer.read_real_steps("observations"))
         if not self.environment.actions.is_discrete:
             metrics["policy/action_std"] = float(self.model.policy.log_std_A.detach().exp().mean())
-        metrics["perf/environment_steps_per_second"] = buffer.num_steps / (
-            time.perf_counter() - started
-        )
+        seconds = time.perf_counter() - start_time
+        metrics["perf/environment_steps_per_second"] = buffer.num_steps / seconds
         return metrics
 
     def _rotate_buffers(self) -> StepBuffer:
-        """An empty buffer at the front; those beyond `replay` are used again or left out."""
+        """Return an empty buffer at the front; buffers beyond `replay` are reused or dropped."""
         if len(self._buffers) > self.settings.replay and self._buffers[0].num_filled:
             self._buffers.insert(0, self._buffers.pop())
         elif self._buffers[0].num_filled:
@@ -260,13 +248,12 @@ class NetworkTrainer:
         return self._buffers[0]
 
     def _collect_rollouts(self, buffer: StepBuffer) -> dict[str, float]:
-        """Fill the buffer by sampled actions. Raises: EnvironmentFault."""
-        environment, actions_space = self.environment, self.environment.actions
+        """Fill the buffer with sampled actions. Raises: EnvironmentFault."""
+        environment, action_space = self.environment, self.environment.actions
         steps, size = buffer.shape
-        noise_TNA = torch.from_numpy(
-            draw_action_noise(self._rng, steps * size, actions_space)
-        ).view(steps, size, -1)
-        episodes = 0
+        noise = draw_action_noise(self._rng, steps * size, action_space)
+        noise_TNA = torch.from_numpy(noise).view(steps, size, -1)
+        num_episodes = 0
         for noise_NA in noise_TNA:
             observations_ND = environment.observations_ND
             actions = self.model.act(torch.from_numpy(observations_ND), noise_NA).numpy()
@@ -274,9 +261,9 @@ class NetworkTrainer:
             buffer.add_step(observations_ND, actions, step)
             ended = list(zip(*environment.pop_ended_episodes(step), strict=True))
             self._recent.extend(ended)
-            episodes += len(ended)
+            num_episodes += len(ended)
         self.environment_steps += buffer.num_steps
-        self.episodes += episodes
+        self.episodes += num_episodes
         metrics = {
             "train/environment_steps": float(self.environment_steps),
             "train/episodes": float(self.episodes),
@@ -284,70 +271,66 @@ class NetworkTrainer:
         }
         if self._recent:
             returns, lengths = zip(*self._recent, strict=True)
-            metrics["train/episode_return"], metrics["train/episode_length"] = (
-                np.mean(returns),
-                np.mean(lengths),
-            )
-        if not actions_space.is_discrete:
+            metrics["train/episode_return"] = np.mean(returns)
+            metrics["train/episode_length"] = np.mean(lengths)
+        if not action_space.is_discrete:
             metrics["train/clipped_action_rate"] = compute_clipped_share(
-                buffer.read_real_steps("actions").numpy(), actions_space
+                buffer.read_real_steps("actions").numpy(), action_space
             )
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Validation episodes, the same ones each time; {} where a VectorEnv alone was handed in."""
-        return (
-            {}
-            if self.environment_factory is None
-            else self.evaluate_on_seeds(VALIDATION_SEEDS).compute_metrics()
-        )
+        """Return metrics of the same validation episodes each time; {} if only a VectorEnv was passed."""
+        if self.environment_factory is None:
+            return {}
+        return self.evaluate_on_seeds(VALIDATION_SEEDS).compute_metrics()
 
     def evaluate_on_test_seeds(self) -> PlayedEpisodes:
-        """Held-out episodes that share no seed with training or validation."""
+        """Play held-out episodes that share no seed with training or validation."""
         return self.evaluate_on_seeds(TEST_SEEDS)
 
     def evaluate_on_seeds(self, seeds: Sequence[int]) -> PlayedEpisodes:
-        """`eval_episodes` episodes from seeds drawn among these, the same ones at every call. Raises: SettingsError."""
+        """Play `eval_episodes` episodes from seeds drawn among these, the same ones at every call. Raises:
+        SettingsError.
+        """
         if self.environment_factory is None:
             raise SettingsError(
-                "environment: a VectorEnv alone has no held-out episodes; hand in a function that makes one"
+                "environment: a VectorEnv has no held-out episodes; pass a function that makes an environment"
             )
-        drawn = np.random.default_rng([self.seed, 1]).integers(
-            0, len(seeds), size=self.settings.eval_episodes
-        )
+        rng = np.random.default_rng([self.seed, 1])
+        indices = rng.integers(0, len(seeds), size=self.settings.eval_episodes)
         return play_episodes(
             self.model,
             self.environment_factory,
-            [seeds[int(index)] for index in drawn],
+            [seeds[int(index)] for index in indices],
             greedy=self.settings.eval_greedy,
             noise_seed=self.seed,
             name=self.name,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Episodes being played, generator, counts, and the buffers that are learned from again."""
-        kept = self._buffers[: self.settings.replay] if self._buffers[0].num_filled else []
+        """Return current episodes, generator, counts, and the buffers to replay."""
+        replayed = self._buffers[: self.settings.replay] if self._buffers[0].num_filled else []
         return {
             "environment": self.environment.state_dict() if self._has_started else None,
             "rng": self._rng.bit_generator.state,
             "recent": [[value, length] for value, length in self._recent],
             "environment_steps": self.environment_steps,
             "episodes": self.episodes,
-            "buffers": [buffer.state_dict() for buffer in kept],
+            "buffers": [buffer.state_dict() for buffer in replayed],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`. Raises: CheckpointError where the environment is not deterministic."""
+        """Load a `state_dict`. Raises: CheckpointError if the environment is not deterministic."""
         self._has_started = state["environment"] is not None
         if self._has_started:
             self.environment.load_state_dict(state["environment"])
         self._rng.bit_generator.state = state["rng"]
-        self._recent = deque(
-            ((value, length) for value, length in state["recent"]), maxlen=NUM_RECENT_EPISODES
-        )
+        recent = ((value, length) for value, length in state["recent"])
+        self._recent = deque(recent, maxlen=NUM_RECENT_EPISODES)
         self.environment_steps, self.episodes = state["environment_steps"], state["episodes"]
         self._buffers = []
-        for saved in state["buffers"]:
+        for buffer_state in state["buffers"]:
             self._buffers.append(self._create_buffer())
-            self._buffers[-1].load_state_dict(saved)
+            self._buffers[-1].load_state_dict(buffer_state)
         self._buffers = self._buffers or [self._create_buffer()]

@@ -1,15 +1,9 @@
-"""Spaces of Gymnasium environments as vectors: sizes, and conversion of observations and actions.
+"""Gymnasium environments in vectors: making them, conversion of their spaces, one interface for three autoreset modes.
+
+Environments made here reset on request (`AutoresetMode.DISABLED`): every episode has its own seed, so their state is
+the seeds and the actions since, which a resume replays. A `VectorEnv` passed by the user keeps its mode.
 
 Suffixes: N environments, D numbers of an observation, A numbers of an action.
-
-Gymnasium's vectorised environments, one interface for their three autoreset modes.
-
-Environments that are made here reset by hand (`AutoresetMode.DISABLED`): every episode has a seed of its own, so their
-state is the seeds and the actions since, which a resume plays again. A `VectorEnv` that a user hands in keeps its mode.
-
-Suffixes: N environments, D numbers of an observation, A numbers of an action.
-
-Gymnasium environments by id, class or function, made in vectors that reset by hand.
 """
 
 from __future__ import annotations
@@ -30,27 +24,33 @@ from rl_core.networks.actor_critic import ActionSpace
 from rl_core.settings import NetworkSettings
 from rl_core.user_code import import_object
 
+logger = logging.getLogger(__name__)
+
+EnvironmentFactory = Callable[[], Any]  # makes a new gymnasium.Env at each call
+
+# Values of gymnasium's AutoresetMode.
+NEXT_STEP, SAME_STEP, DISABLED = "NextStep", "SameStep", "Disabled"
+
+# Seeds of episodes: reported ones share none with training or with the selection of the best weights.
+TRAINING_SEEDS = range(HELDOUT_START)
+VALIDATION_SEEDS = range(HELDOUT_START, HELDOUT_START + HELDOUT_START // 2)
+TEST_SEEDS = range(HELDOUT_START + HELDOUT_START // 2, 2 * HELDOUT_START)
+
 
 def _find_space_kind(space: Any) -> str:
-    """Class name of a space; spaces are recognised by it, so that gymnasium need not be imported."""
-    return next(
-        (base.__name__ for base in type(space).__mro__ if base.__name__ in ("Box", "Discrete")), ""
-    )
+    """Return Box or Discrete by class name, so that gymnasium need not be imported; "" for another space."""
+    names = [base.__name__ for base in type(space).__mro__]
+    return next((name for name in names if name in ("Box", "Discrete")), "")
 
 
 def convert_action_space(space: Any) -> ActionSpace:
-    """The space as a network acts in it. Raises: SettingsError for another than Discrete, or Box of numbers."""
+    """Convert an action space for a network. Raises: SettingsError unless it is Discrete, or Box of numbers."""
     if _find_space_kind(space) == "Discrete":
         return ActionSpace("discrete", int(space.n), start=int(space.start))
-    if (
-        _find_space_kind(space) == "Box"
-        and np.issubdtype(space.dtype, np.floating)
-        and math.prod(space.shape) > 0
-    ):
-        low, high = (
-            tuple(np.asarray(bound, np.float64).flatten().tolist())
-            for bound in (space.low, space.high)
-        )
+    is_real_box = _find_space_kind(space) == "Box" and np.issubdtype(space.dtype, np.floating)
+    if is_real_box and math.prod(space.shape) > 0:
+        low = tuple(np.asarray(space.low, np.float64).flatten().tolist())
+        high = tuple(np.asarray(space.high, np.float64).flatten().tolist())
         return ActionSpace("continuous", len(low), low=low, high=high, shape=tuple(space.shape))
     raise SettingsError(
         f"environment: actions are {space}; a network acts in Discrete, or in Box of real numbers"
@@ -58,7 +58,7 @@ def convert_action_space(space: Any) -> ActionSpace:
 
 
 def count_observation_values(space: Any) -> int:
-    """Numbers of an observation: of a Box all of them, of a Discrete one for each value.
+    """Count the numbers of an observation: all of a Box, one per value of a Discrete.
 
     Raises: SettingsError for another space.
     """
@@ -67,13 +67,13 @@ def count_observation_values(space: Any) -> int:
     if _find_space_kind(space) == "Box" and math.prod(space.shape) > 0:
         return math.prod(space.shape)
     raise SettingsError(
-        f"environment: observations are {space}; a network reads Box or Discrete (wrap others, as by "
+        f"environment: observations are {space}; a network reads Box or Discrete (wrap others, for example with "
         "gymnasium.wrappers.FlattenObservation, in a class of yours: environment_class)"
     )
 
 
 def flatten_observations(observations: Any, space: Any) -> np.ndarray:
-    """Observations of several environments as float32 [N, D]; a Discrete one is 1 at its value and 0 elsewhere."""
+    """Convert observations of several environments to float32 [N, D]; a Discrete one is one-hot."""
     values = np.asarray(observations)
     if _find_space_kind(space) == "Discrete":
         return np.eye(int(space.n), dtype=np.float32)[values.astype(np.int64) - int(space.start)]
@@ -81,7 +81,7 @@ def flatten_observations(observations: Any, space: Any) -> np.ndarray:
 
 
 def convert_actions(actions: np.ndarray, space: ActionSpace) -> np.ndarray:
-    """Actions as the environments take them: counted from the space's start, or clipped to its bounds and shaped.
+    """Convert actions for the environments: counted from the space's start, or clipped to its bounds and shaped.
 
     Args:
         actions: int64 [N] counted from 0, or float [N, A].
@@ -93,19 +93,11 @@ def convert_actions(actions: np.ndarray, space: ActionSpace) -> np.ndarray:
 
 
 def compute_clipped_share(actions: np.ndarray, space: ActionSpace) -> float:
-    """Share of the numbers [..., A] that lie outside the bounds of a continuous space; 0 for a discrete one."""
+    """Compute the share of the numbers [..., A] outside the bounds of a continuous space; 0 for a discrete one."""
     if space.is_discrete:
         return 0.0
-    return float(((actions < np.array(space.low)) | (actions > np.array(space.high))).mean())
-
-
-logger = logging.getLogger(__name__)
-
-NEXT_STEP, SAME_STEP, DISABLED = (
-    "NextStep",
-    "SameStep",
-    "Disabled",
-)  # values of gymnasium's AutoresetMode
+    is_outside = (actions < np.array(space.low)) | (actions > np.array(space.high))
+    return float(is_outside.mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +106,19 @@ class VectorStep:
 
     observations_ND: np.ndarray  # float32, to act on next
     rewards_N: np.ndarray  # float32
-    terminated_N: np.ndarray  # bool, an end after which nothing comes: its value is 0
-    truncated_N: np.ndarray  # bool, an episode that was cut: what would have come has a value
+    terminated_N: np.ndarray  # bool, True = a terminal state, after which the value is 0
+    truncated_N: np.ndarray  # bool, True = the episode was cut off, so its last state has a value
     after_ND: np.ndarray  # float32, the observation that the action led to, before any reset
     is_action_N: (
         np.ndarray
-    )  # bool, False = the environment only reset itself, whatever the action (NEXT_STEP)
+    )  # bool, False = the environment ignored the action and reset (NEXT_STEP)
 
 
 class VectorEnvironment:
-    """Episodes of a vectorised environment, their returns, and a state from which they go on."""
+    """Episodes of a vectorised environment, their returns, and a state from which they can be continued."""
 
     def __init__(self, inner: Any, name: str, next_seed: Callable[[], int]) -> None:
-        """`inner`: a gymnasium `VectorEnv`. `next_seed`: gives the seed of the next episode.
+        """Read the spaces of `inner`, a gymnasium `VectorEnv`. `next_seed`: returns the seed of the next episode.
 
         Raises: SettingsError for spaces that a network cannot read or act in.
         """
@@ -139,24 +131,22 @@ class VectorEnvironment:
         self.mode: str = getattr(mode, "value", mode)
         self._next_seed = next_seed
         self._ended_N = np.zeros(self.size, bool)  # NEXT_STEP: resets at the next step
-        self._seeds = [0] * self.size  # of the present episodes
-        self._played: list[list[np.ndarray]] = [
-            [] for _ in range(self.size)
-        ]  # actions of the present episodes
+        # Of the current episodes: seeds and actions so far, observations, returns and lengths.
+        self._seeds = [0] * self.size
+        self._played: list[list[np.ndarray]] = [[] for _ in range(self.size)]
         self.observations_ND = np.zeros((self.size, self.observation_size), np.float32)
-        self.returns_N = np.zeros(self.size)  # of the present episodes so far
+        self.returns_N = np.zeros(self.size)
         self.lengths_N = np.zeros(self.size, np.int64)
 
     @property
     def can_restore(self) -> bool:
-        """True = `load_state_dict` brings back the very episodes that were being played."""
+        """Whether `load_state_dict` restores exactly the episodes that were being played."""
         return self.mode == DISABLED
 
     def reset(self) -> None:
-        """Begin a new episode in every environment."""
-        self._start_episodes(
-            np.ones(self.size, bool), [self._next_seed() for _ in range(self.size)]
-        )
+        """Start a new episode in every environment."""
+        seeds = [self._next_seed() for _ in range(self.size)]
+        self._start_episodes(np.ones(self.size, bool), seeds)
         self._ended_N[:] = False
 
     def step(self, actions: np.ndarray) -> VectorStep:
@@ -164,13 +154,13 @@ class VectorEnvironment:
 
         Args:
             actions: int64 [N] counted from 0, or float [N, A]; clipped to the bounds of the space.
-        Raises: EnvironmentFault where the environment raises or answers with a number that is not finite.
+        Raises: EnvironmentFault if the environment raises or returns a number that is not finite.
         """
-        taken = convert_actions(actions, self.actions)
+        inner_actions = convert_actions(actions, self.actions)
         is_action_N = ~self._ended_N
         with self._convert_faults("step"):
-            found, rewards_N, terminated_N, truncated_N, infos = self.inner.step(taken)
-            observations_ND = self._read_observations(found)
+            raw, rewards_N, terminated_N, truncated_N, infos = self.inner.step(inner_actions)
+            observations_ND = self._read_observations(raw)
         rewards_N = np.asarray(rewards_N, np.float32)
         if not np.isfinite(rewards_N).all():
             raise EnvironmentFault(
@@ -183,11 +173,12 @@ class VectorEnvironment:
         self.lengths_N += is_action_N
         self.observations_ND = observations_ND
         if self.mode == DISABLED:
-            self._record_actions(taken)
+            for actions_so_far, action in zip(self._played, inner_actions, strict=True):
+                actions_so_far.append(action)
             if ended_N.any():
                 seeds = [
-                    self._next_seed() if ended else self._seeds[i]
-                    for i, ended in enumerate(ended_N)
+                    self._next_seed() if ended else seed
+                    for seed, ended in zip(self._seeds, ended_N, strict=True)
                 ]
                 self._start_episodes(ended_N, seeds)
         elif self.mode == NEXT_STEP:
@@ -202,14 +193,14 @@ class VectorEnvironment:
         )
 
     def pop_ended_episodes(self, step: VectorStep) -> tuple[list[float], list[int]]:
-        """Returns and lengths of the episodes that ended in this step; their counts begin anew."""
+        """Return the returns and lengths of the episodes that ended in this step, and reset their counts."""
         ended_N = step.terminated_N | step.truncated_N
         if not ended_N.any():
             return [], []
-        found = self.returns_N[ended_N].tolist(), self.lengths_N[ended_N].tolist()
+        returns, lengths = self.returns_N[ended_N].tolist(), self.lengths_N[ended_N].tolist()
         self.returns_N[ended_N] = 0.0
         self.lengths_N[ended_N] = 0
-        return found
+        return returns, lengths
 
     def close(self) -> None:
         """Close the environments."""
@@ -218,69 +209,62 @@ class VectorEnvironment:
     def _read_final_observations(
         self, observations_ND: np.ndarray, ended_N: np.ndarray, infos: Mapping[str, Any]
     ) -> np.ndarray:
-        """Observations that the actions led to: SAME_STEP hands those of ended episodes over in `infos`."""
+        """Read the observations that the actions led to; in SAME_STEP those of ended episodes are in `infos`."""
         if self.mode != SAME_STEP or not ended_N.any():
             return observations_ND
         if "final_obs" not in infos:
             raise EnvironmentFault(
-                f"{self._describe_position()}: an episode ended, and infos hold no 'final_obs' of it"
+                f"{self._describe_position()}: an episode ended, but infos contain no 'final_obs' of it"
             )
         after_ND = observations_ND.copy()
-        places = np.flatnonzero(ended_N)
-        last = np.stack([np.asarray(infos["final_obs"][place]) for place in places])
-        after_ND[places] = flatten_observations(last, self.inner.single_observation_space)
+        ended = np.flatnonzero(ended_N)
+        final = np.stack([np.asarray(infos["final_obs"][index]) for index in ended])
+        after_ND[ended] = flatten_observations(final, self.inner.single_observation_space)
         return after_ND
 
     def _start_episodes(self, mask_N: np.ndarray, seeds: list[int]) -> None:
-        """New episodes where the mask is True; in a mode that resets by itself, in all environments."""
+        """Start new episodes where the mask is True; in a mode that resets by itself, in all environments."""
         with self._convert_faults("reset"):
             if self.mode == DISABLED:
-                found, _ = self.inner.reset(seed=list(seeds), options={"reset_mask": mask_N.copy()})
-            else:  # once; vectors that are one program (`vector_entry_point`) take a single seed
-                found, _ = self.inner.reset(seed=seeds[0])
-            self.observations_ND = self._read_observations(found)
-        for place in np.flatnonzero(mask_N):
-            self._seeds[place] = seeds[place]
-            self._played[place] = []
+                options = {"reset_mask": mask_N.copy()}
+                raw, _ = self.inner.reset(seed=list(seeds), options=options)
+            else:  # only once; vectors that are one program (`vector_entry_point`) take a single seed
+                raw, _ = self.inner.reset(seed=seeds[0])
+            self.observations_ND = self._read_observations(raw)
+        for index in np.flatnonzero(mask_N):
+            self._seeds[index] = seeds[index]
+            self._played[index] = []
 
-    def _record_actions(self, taken: np.ndarray) -> None:
-        for place, action in enumerate(taken):
-            self._played[place].append(action)
-
-    def _read_observations(self, found: Any) -> np.ndarray:
-        observations_ND = flatten_observations(found, self.inner.single_observation_space)
+    def _read_observations(self, raw: Any) -> np.ndarray:
+        observations_ND = flatten_observations(raw, self.inner.single_observation_space)
         if not np.isfinite(observations_ND).all():
             raise EnvironmentFault(f"{self._describe_position()}: an observation is not finite")
         return observations_ND
 
     def _describe_position(self) -> str:
-        seeds = (
-            f" (seeds of the episodes: {self._seeds}, steps: {self.lengths_N.tolist()})"
-            if self.can_restore
-            else ""
-        )
-        return f"environment '{self.name}'{seeds}"
+        if not self.can_restore:
+            return f"environment '{self.name}'"
+        steps = self.lengths_N.tolist()
+        return f"environment '{self.name}' (seeds of the episodes: {self._seeds}, steps: {steps})"
 
     @contextmanager
     def _convert_faults(self, call: str) -> Iterator[None]:
-        """Errors of the environment's code as an EnvironmentFault that says where it happened."""
+        """Convert errors of the environment's code to an EnvironmentFault that says where they occurred."""
         try:
             yield
         except EnvironmentFault:
             raise
-        except Exception as error:  # whatever a user's environment raises
+        except Exception as error:  # a user's environment may raise anything
             raise EnvironmentFault(
-                f"{self._describe_position()} raised {type(error).__name__} in {call}: {error}. Nothing of this iteration is "
-                "learned from; mend the environment and start the same command again"
+                f"{self._describe_position()} raised {type(error).__name__} in {call}: {error}. This iteration is "
+                "discarded; fix the environment and run the same command again"
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Seeds and actions of the present episodes, and their observations, by which a resume checks itself."""
-        played = (
-            [np.stack(actions) if actions else None for actions in self._played]
-            if self.can_restore
-            else []
-        )
+        """Return seeds and actions of the current episodes, and their observations, which a resume compares."""
+        played = []
+        if self.can_restore:
+            played = [np.stack(actions) if actions else None for actions in self._played]
         return {
             "seeds": list(self._seeds),
             "played": played,
@@ -290,9 +274,9 @@ class VectorEnvironment:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Play the present episodes again up to where they were; new ones where the mode cannot (a warning says so).
+        """Replay the current episodes up to where they were; start new ones, with a warning, if the mode cannot replay.
 
-        Raises: CheckpointError where the same seeds and actions lead elsewhere.
+        Raises: CheckpointError if the same seeds and actions lead elsewhere.
         """
         if len(state["seeds"]) != self.size:
             raise CheckpointError(
@@ -300,7 +284,7 @@ class VectorEnvironment:
             )
         if not self.can_restore:
             logger.warning(
-                "environment '%s' resets itself (%s), so its episodes cannot be played again: resumed with new ones",
+                "environment '%s' resets itself (%s), so its episodes cannot be replayed: resumed with new ones",
                 self.name,
                 self.mode,
             )
@@ -309,105 +293,97 @@ class VectorEnvironment:
             return
         self._replay_episodes(
             [int(seed) for seed in state["seeds"]],
-            [[] if one is None else list(one) for one in state["played"]],
+            [[] if actions is None else list(actions) for actions in state["played"]],
         )
         if not np.array_equal(self.observations_ND, state["observations"]):
             raise CheckpointError(
                 f"environment '{self.name}' is not deterministic: the same seeds and actions led to other observations "
-                "than those of the checkpoint, so it cannot be resumed; begin anew with --fresh"
+                "than those of the checkpoint, so it cannot be resumed; start over with --fresh"
             )
         self.returns_N, self.lengths_N = np.array(state["returns"]), np.array(state["lengths"])
 
     def _replay_episodes(self, seeds: list[int], played: list[list[np.ndarray]]) -> None:
-        """Play all episodes so that they arrive at the same step; before its turn each plays something that is lost."""
+        """Replay all episodes so that they end at the same step; shorter ones play discarded steps first."""
         lengths = [len(actions) for actions in played]
         longest = max(lengths)
         idle = next((actions[0] for actions in played if actions), None)
         ended_N = np.ones(self.size, bool)
         for time in range(longest + 1):
             starts_N = np.array([time == longest - length for length in lengths])
-            if (due_N := ended_N | starts_N).any():
+            due_N = ended_N | starts_N
+            if due_N.any():
                 self._start_episodes(due_N, seeds)
             if time == longest:
                 break
             assert idle is not None
-            actions = [
-                played[i][time - longest + lengths[i]] if time >= longest - lengths[i] else idle
-                for i in range(self.size)
-            ]
+            actions = []
+            for episode_actions in played:
+                index = time - longest + len(episode_actions)
+                actions.append(episode_actions[index] if index >= 0 else idle)
             with self._convert_faults("step"):
-                found, _, terminated_N, truncated_N, _ = self.inner.step(np.stack(actions))
-                self.observations_ND = self._read_observations(found)
+                raw, _, terminated_N, truncated_N, _ = self.inner.step(np.stack(actions))
+                self.observations_ND = self._read_observations(raw)
             ended_N = np.asarray(terminated_N, bool) | np.asarray(truncated_N, bool)
         self._seeds, self._played = seeds, [list(actions) for actions in played]
 
 
-EnvironmentFactory = Callable[[], Any]  # a gymnasium.Env, a new one at each call
-
-# Seeds of episodes: those that are reported share none with training or with the choice of the best weights.
-TRAINING_SEEDS = range(HELDOUT_START)
-VALIDATION_SEEDS = range(HELDOUT_START, HELDOUT_START + HELDOUT_START // 2)
-TEST_SEEDS = range(HELDOUT_START + HELDOUT_START // 2, 2 * HELDOUT_START)
-
-
 def import_gymnasium() -> Any:
-    """The package. Raises: SettingsError with the command that installs it."""
+    """Import the package. Raises: SettingsError with the command that installs it."""
     return import_optional_package("gymnasium", "gymnasium", "environment: a network's environment")
 
 
 def build_environment_factory(settings: NetworkSettings) -> EnvironmentFactory:
-    """Function that makes one environment as the settings name it.
+    """Build a function that makes one environment as set in the settings.
 
-    Raises: SettingsError without the package, for an unknown id, or a class that is none.
+    Raises: SettingsError without the package, for an unknown id, or for a class that is not an environment.
     """
     gymnasium = import_gymnasium()
     options = dict(settings.environment_options)
     if settings.environment_class is None:
         return lambda: gymnasium.make(settings.environment, **options)
-    found = import_object(settings.environment_class, "environment_class")
-    if not (isinstance(found, type) and issubclass(found, gymnasium.Env)):
+    environment_class = import_object(settings.environment_class, "environment_class")
+    if not (isinstance(environment_class, type) and issubclass(environment_class, gymnasium.Env)):
         raise SettingsError(
             f"environment_class: '{settings.environment_class}' is not a subclass of gymnasium.Env"
         )
-    return lambda: found(**options)
+    return lambda: environment_class(**options)
 
 
 def make_vector_environment(
     factory: EnvironmentFactory, count: int, vectorization: str = "sync"
 ) -> Any:
-    """A gymnasium `VectorEnv` of `count` environments that are reset by hand. Raises: SettingsError."""
+    """Make a gymnasium `VectorEnv` of `count` environments that reset on request. Raises: SettingsError."""
     gymnasium = import_gymnasium()
-    kind = (
-        gymnasium.vector.AsyncVectorEnv
-        if vectorization == "async"
-        else gymnasium.vector.SyncVectorEnv
-    )
+    vector_class = gymnasium.vector.SyncVectorEnv
+    if vectorization == "async":
+        vector_class = gymnasium.vector.AsyncVectorEnv
+    mode = gymnasium.vector.AutoresetMode(DISABLED)
     try:
-        # its observations are read into arrays of our own before the next step
-        return kind(
-            [factory] * count, copy=False, autoreset_mode=gymnasium.vector.AutoresetMode(DISABLED)
-        )
+        # No copies, because observations are converted to new arrays before the next step.
+        return vector_class([factory] * count, copy=False, autoreset_mode=mode)
     except Exception as error:
         raise SettingsError(_describe_creation_error(error)) from error
 
 
 def read_environment_name(settings: NetworkSettings) -> str:
-    """The environment as the settings name it, for people."""
-    return (
-        settings.environment if settings.environment_class is None else settings.environment_class
-    )
+    """Return the environment's name in the settings, for messages."""
+    if settings.environment_class is not None:
+        return settings.environment_class
+    return settings.environment
 
 
 def check_environment(settings: NetworkSettings) -> None:
-    """Make one environment and look at its spaces. Raises: SettingsError naming the setting."""
+    """Make one environment and check its spaces. Raises: SettingsError naming the setting."""
     read_spaces(settings)
 
 
 def read_spaces(settings: NetworkSettings) -> tuple[int, ActionSpace]:
-    """Numbers of an observation, and the actions, of one environment. Raises: SettingsError naming the setting."""
-    maker = build_environment_factory(settings)
+    """Return the numbers of an observation, and the actions, of one environment. Raises: SettingsError naming the
+    setting.
+    """
+    factory = build_environment_factory(settings)
     try:
-        environment = maker()
+        environment = factory()
     except Exception as error:
         raise SettingsError(_describe_creation_error(error)) from error
     try:

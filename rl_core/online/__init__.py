@@ -1,4 +1,4 @@
 """Online learning: votes, experiences, guarded updates, gate and alarms of a model that learns from its traffic.
 
-No HTTP, no Prefect, no MLflow: the server hands answers in, the worker takes them out of the buffer.
+No HTTP, Prefect or MLflow: the server passes answers in, and the worker reads them from the buffer.
 """

@@ -1,6 +1,6 @@
-"""An update worker from its settings: model, environment, rewards, and the folders that it keeps.
+"""Construction of an update worker from its settings: model, environment, rewards, and its folders.
 
-<folder>/buffer/         the experience log; the server writes it
+<folder>/buffer/         the experience log, written by the server
 <folder>/checkpoints/    state of the worker
 <folder>/snapshots/      weights that may be served, and the pointer to the live ones
 <folder>/update_audit.log, update_contribution.jsonl
@@ -36,7 +36,7 @@ from rl_core.settings import EnvironmentSettings, OnlineSettings
 from rl_core.storage.manifest import digest_folder
 
 BUFFER_FOLDER, CHECKPOINTS_FOLDER, SNAPSHOTS_FOLDER = "buffer", "checkpoints", "snapshots"
-# What decides about neither weights nor buffer; a worker may go on with others.
+# Settings that affect neither weights nor buffer, so they may change between runs of a worker.
 _SETTINGS_OUTSIDE_FINGERPRINT = ("folder", "audit", "gate", "voting", "service")
 
 
@@ -47,22 +47,20 @@ def build_update_worker(
     log: Path | None = None,
     audit: UpdateAudit | None = None,
 ) -> UpdateWorker:
-    """The worker of `folder`, over the log there or another one; its model is loaded.
+    """Build the worker of `folder` with its model loaded; it reads the log there, or `log`.
 
-    Raises: SettingsError for settings without a model, or that do not go together; CheckpointError for a model that
+    Raises: SettingsError for settings without a model, or that contradict each other; CheckpointError for a model that
         cannot be read.
     """
     if settings.model.path is None:
-        raise SettingsError("model.path: name the folder of the model that the service began with")
+        raise SettingsError("model.path: set it to the folder of the service's initial model")
     policy = load_policy(settings.model, seed=settings.seed)
     environment = create_online_environment(settings.environment)
+    scorer = None
+    if settings.reward_model is not None:
+        scorer = _load_reward_scorer(settings.reward_model, policy)
     rewards = RewardOrchestrator(
-        settings.rewards,
-        scorer=_load_reward_scorer(settings.reward_model, policy)
-        if settings.reward_model is not None
-        else None,
-        options=settings.reward_options,
-        seed=settings.seed,
+        settings.rewards, scorer=scorer, options=settings.reward_options, seed=settings.seed
     )
     rewards.check_columns(environment.columns if environment is not None else ())
     pad_id = policy.renderer.pad_id
@@ -89,45 +87,39 @@ def build_update_worker(
 
 
 def create_online_environment(settings: EnvironmentSettings | None) -> Environment | None:
-    """The environment whose episodes are served; None = chat."""
-    return (
-        None
-        if settings is None or settings.name == CHAT_ENVIRONMENT
-        else make_environment(settings.name, settings.options)
-    )
+    """Create the environment whose episodes are served; None for chat."""
+    if settings is None or settings.name == CHAT_ENVIRONMENT:
+        return None
+    return make_environment(settings.name, settings.options)
 
 
 def _load_reward_scorer(folder: str, policy: Policy) -> Scorer:
-    """The reward model's scores of token rows. Raises: SettingsError where it reads other tokens."""
+    """Load the reward model as a scorer of token rows. Raises: SettingsError if its tokenizer differs."""
     source, kind = resolve_model_folder(folder), select_device_settings(policy)
     if causal_lm.load_tokenizer(source, kind).get_vocab() != policy.tokenizer.get_vocab():
         raise SettingsError(
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
         )
-    return functools.partial(
-        heads.score_rows, get_frozen_models().load_model(source, kind, kind="reward_model")
-    )
+    model = get_frozen_models().load_model(source, kind, kind="reward_model")
+    return functools.partial(heads.score_rows, model)
 
 
 def _compute_fingerprint(settings: OnlineSettings) -> dict[str, Any]:
-    """Settings by block, and the starting model's bytes: a checkpoint of others is refused."""
-    found: dict[str, Any] = {}
+    """Compute digests of the settings by section and of the initial model; other checkpoints are refused."""
+    excluded = {*_SETTINGS_OUTSIDE_FINGERPRINT, "model"}
+    if not settings.rollouts.samples:
+        excluded.add("rollouts")
+    fingerprint: dict[str, Any] = {}
     for name, value in dataclasses.asdict(settings).items():
-        if (
-            name not in _SETTINGS_OUTSIDE_FINGERPRINT
-            and name != "model"
-            and not (name == "rollouts" and not settings.rollouts.samples)
-        ):
-            found[name] = (
-                value if isinstance(value, int | float | str | None) else _digest_settings(value)
-            )
+        if name not in excluded:
+            is_plain = isinstance(value, int | float | str | None)
+            fingerprint[name] = value if is_plain else _digest_settings(value)
     model = dataclasses.asdict(settings.model)
     path = model.pop("path")
-    place = Path(resolve_model_folder(path))
-    return found | {
-        "model": _digest_settings(model),
-        "model.path": digest_folder(place) if place.is_dir() else path,
-    }
+    folder = Path(resolve_model_folder(path))
+    fingerprint["model"] = _digest_settings(model)
+    fingerprint["model.path"] = digest_folder(folder) if folder.is_dir() else path
+    return fingerprint
 
 
 def _digest_settings(value: Mapping[str, Any]) -> str:

@@ -1,28 +1,24 @@
-"""Canary episodes: held-out episodes that decide about snapshots, and that nothing is ever learned from.
+"""Canary gate: held-out episodes decide which snapshots go live. Nothing is ever trained on them.
 
-The gate of snapshots: a paired test that may be looked at after every episode, for as long as the service lives.
-
-Candidate and live model (and the champion) answer the same canary episodes, which nobody trains on. With d the
-difference of their successes, -1 to 1, the hypothesis to be refuted is "worse by the margin or more": mean d <=
--margin.
+Candidate, live model and champion answer the same canary episodes, and a paired sequential test, which may be evaluated
+after every episode for as long as the service runs, decides. With d the difference of their successes, -1 to 1, the
+hypothesis to refute is "worse by the margin or more": mean d <= -margin.
 
 Within a candidate: the wealth mean_l prod_i (1 + l (d_i + margin)) of the betting test (`betting_test`) is a
-non-negative supermartingale under the hypothesis, so it ever exceeds 1 / level with probability `level` at most,
-however often one looks (Ville's inequality): its reciprocal is an anytime-valid p-value.
-Over candidates: the k-th is tested at alpha / (k (k + 1)) (`compute_spent_alpha`); the levels of all of them add up to alpha,
-so by the union bound the chance that any snapshot worse by the margin ever goes live is at most alpha.
-Against two models: both hypotheses have to be refuted at the full level, since a bad candidate is bad against one of
-them, whose test it then has to pass (intersection-union test).
+non-negative supermartingale under the hypothesis. So it ever exceeds 1 / level with probability at most `level`,
+however often it is evaluated (Ville's inequality): its reciprocal is an anytime-valid p-value.
+Over candidates: the k-th is tested at alpha / (k (k + 1)) (`compute_spent_alpha`). The levels of all candidates add up
+to alpha, so by the union bound the chance that any snapshot worse by the margin ever goes live is at most alpha.
+Against two models: both hypotheses must be refuted at the full level, because a bad candidate is worse than one of the
+models, whose test it then has to pass (intersection-union test).
 
-The price of the spending: the k-th candidate needs a wealth of k (k + 1) / alpha, whose logarithm grows as 2 log k.
+The price of alpha spending: the k-th candidate needs a wealth of k (k + 1) / alpha, whose logarithm grows as 2 log k.
+
+State and decisions are one file, replaced atomically after every look. A killed gate therefore continues with the
+episodes that it had played, and never spends the same share of the error twice.
 
 Source: Waudby-Smith and Ramdas 2024, arXiv:2010.09686; Ramdas, Grünwald, Vovk and Shafer 2023, arXiv:2210.01948 (Ville,
 e-processes); Tian and Ramdas 2021, arXiv:1910.04900 (alpha-spending); Berger 1982, doi:10.1080/00401706.1982.10487790.
-
-The gate at work: plays canary episodes of a candidate, the live snapshot and the champion, and decides.
-
-State and decisions are one file, replaced atomically after every look, so a killed gate goes on with the episodes that
-it had played, and never spends the same share of the error twice.
 """
 
 from __future__ import annotations
@@ -49,68 +45,68 @@ from rl_core.settings import EvaluationSettings, OnlineGateSettings, OnlineSetti
 from rl_core.storage.atomic_files import write_json_atomic
 from rl_core.storage.faults import inject_fault
 
-_SEED_STRIDE = (
-    1_000_003  # a prime above the rounds of a service: no two rounds of two seeds draw alike
-)
+logger = logging.getLogger(__name__)
+
+GateDecision = Literal["wait", "promote", "reject"]
+GATE_OPPONENTS = ("live", "champion")
+_SEED_STRIDE = 1_000_003  # a prime above any number of rounds, so that no two rounds share a seed
+_MAX_KEPT_ENTRIES = 1000  # decisions and orders in the file
 
 
 def build_canary_requests(
     environment: Environment, levels: tuple[str, ...], count: int, seed: int, round_number: int
 ) -> list[EpisodeRequest]:
-    """Held-out episodes of one round, levels in equal shares.
+    """Draw the held-out episodes of one round, with equal shares of the levels.
 
-    Each round is a draw of its own, so an episode may come again in a later one, as in any sample.
+    Rounds are drawn independently, so an episode may recur in a later round.
     Raises: DataError for a level without held-out episodes; SettingsError for an unknown level.
     """
-    chosen = levels or tuple(environment.levels)
-    settings = EvaluationSettings(episodes=max(count, len(chosen), 2), levels=chosen)
+    drawn_levels = levels or tuple(environment.levels)
+    settings = EvaluationSettings(episodes=max(count, len(drawn_levels), 2), levels=drawn_levels)
     return draw_heldout_requests(environment, settings, seed * _SEED_STRIDE + round_number)
 
 
 def is_canary(environment: Environment, level: str, seed: int) -> bool:
-    """True = the question of this episode is held out, whatever its seed. Raises: SettingsError, EnvironmentFault."""
+    """Return whether the question of an episode is held out. Raises: SettingsError, EnvironmentFault."""
     environment.check_level(level)
-    held = environment.seeds_of("heldout", level)
-    if isinstance(held, ContentSeeds):
-        return is_heldout(
-            environment.compute_question_digest(seed, level), environment.heldout_share
-        )
-    return seed in held
-
-
-GateDecision = Literal["wait", "promote", "reject"]
-GATE_OPPONENTS = ("live", "champion")
+    heldout_seeds = environment.seeds_of("heldout", level)
+    if isinstance(heldout_seeds, ContentSeeds):
+        digest = environment.compute_question_digest(seed, level)
+        return is_heldout(digest, environment.heldout_share)
+    return seed in heldout_seeds
 
 
 class SequentialGateTest:
-    """One candidate at a time; the number of candidates is what the error is spent over, and never goes back."""
+    """Test of one candidate at a time. The error is spent over the number of candidates, which never decreases."""
 
     def __init__(self, settings: OnlineGateSettings) -> None:
         self.settings = settings
         self.candidates = 0  # opened so far
-        self.version: int | None = None  # of the candidate that is tested; None = there is none
+        self.version: int | None = None  # of the current candidate
         self.episodes = 0
-        self.differences: dict[str, Counter[float]] = {rival: Counter() for rival in GATE_OPPONENTS}
+        self.differences: dict[str, Counter[float]] = {
+            opponent: Counter() for opponent in GATE_OPPONENTS
+        }
         self.decisions: Counter[str] = Counter()
 
     @property
     def level(self) -> float:
-        """Level of the present candidate."""
+        """Significance level of the current candidate."""
         return compute_spent_alpha(self.settings.alpha, max(1, self.candidates))
 
     def open_candidate(self, version: int) -> None:
-        """Begin with a candidate. Raises: DataError while another one is being tested."""
+        """Start testing a candidate. Raises: DataError while another one is being tested."""
         if self.version is not None:
             raise DataError(f"gate: snapshot {self.version} is still being tested")
         self.candidates += 1
         self.version = version
         self.episodes = 0
-        self.differences = {rival: Counter() for rival in GATE_OPPONENTS}
+        self.differences = {opponent: Counter() for opponent in GATE_OPPONENTS}
 
     def observe_episode(self, candidate: float, live: float, champion: float) -> None:
-        """Take one canary episode in: the success of each model on it, 0 to 1. Raises: DataError."""
+        """Add one canary episode: the success of each model on it, 0 to 1. Raises: DataError."""
         if self.version is None:
-            raise DataError("gate: no snapshot is being tested; open one first")
+            raise DataError("gate: no snapshot is being tested; call open_candidate first")
         if not all(0 <= value <= 1 for value in (candidate, live, champion)):
             raise DataError(
                 f"gate: successes {candidate}, {live}, {champion} must lie between 0 and 1"
@@ -120,11 +116,11 @@ class SequentialGateTest:
         self.differences["champion"][candidate - champion] += 1
 
     def compute_p_value(self, opponent: str) -> float:
-        """Anytime-valid p-value of "worse than this rival by the margin or more"; 1 without an episode."""
+        """Return the anytime-valid p-value of "worse than the opponent by the margin or more"; 1 without an episode."""
         return self._run_betting_test(opponent, 1.0)
 
     def compute_worse_p_value(self, opponent: str) -> float:
-        """Anytime-valid p-value of "better than worse by the margin": small = it is worse."""
+        """Return the anytime-valid p-value of "not worse by the margin or more"; small if the candidate is worse."""
         return self._run_betting_test(opponent, -1.0)
 
     def _run_betting_test(self, opponent: str, sign: float) -> float:
@@ -132,30 +128,31 @@ class SequentialGateTest:
         if not counts:
             return 1.0
         values = sorted(counts)
-        return betting_test(
-            [sign * v for v in values], [counts[v] for v in values], -sign * self.settings.margin
-        )
+        signed_values = [sign * value for value in values]
+        multiplicities = [counts[value] for value in values]
+        return betting_test(signed_values, multiplicities, -sign * self.settings.margin)
 
     def decide_candidate(self) -> GateDecision:
-        """The decision by now; any but `wait` closes the candidate.
+        """Return the current decision; any but `wait` closes the candidate.
 
-        Promoted where both hypotheses are refuted. Rejected where it is proven to be worse than a rival by the margin
-        (which decides nothing about the error), or after `max_episodes`.
+        Promote if both hypotheses are refuted. Reject if the candidate is proven worse than an opponent by the margin
+        (which does not affect the error), or after `max_episodes`.
         """
         if self.version is None:
-            raise DataError("gate: no snapshot is being tested; open one first")
+            raise DataError("gate: no snapshot is being tested; call open_candidate first")
         level = self.level
-        if all(self.compute_p_value(rival) <= level for rival in GATE_OPPONENTS):
+        if all(self.compute_p_value(opponent) <= level for opponent in GATE_OPPONENTS):
             return self._close_candidate("promote")
         is_worse = any(
-            self.compute_worse_p_value(rival) <= self.settings.alpha for rival in GATE_OPPONENTS
+            self.compute_worse_p_value(opponent) <= self.settings.alpha
+            for opponent in GATE_OPPONENTS
         )
         if is_worse or self.episodes >= self.settings.max_episodes:
             return self._close_candidate("reject")
         return "wait"
 
     def abandon_candidate(self) -> None:
-        """Give the candidate up undecided: its rivals have changed. Its share of the error stays spent."""
+        """Abandon the candidate undecided because its opponents have changed. Its share of the error stays spent."""
         self.version = None
         self.decisions["abandon"] += 1
 
@@ -165,48 +162,42 @@ class SequentialGateTest:
         return decision
 
     def compute_metrics(self) -> dict[str, float]:
-        """Candidates and decisions so far, and the present test."""
+        """Return counts of candidates and decisions, and the state of the current test."""
         return {
             "online/gate_candidates": float(self.candidates),
             "online/gate_promoted": float(self.decisions["promote"]),
             "online/gate_rejected": float(self.decisions["reject"]),
             "online/gate_episodes": float(self.episodes),
-            "online/gate_p_value": max(self.compute_p_value(rival) for rival in GATE_OPPONENTS),
+            "online/gate_p_value": max(
+                self.compute_p_value(opponent) for opponent in GATE_OPPONENTS
+            ),
             "online/gate_level": self.level,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything; the number of candidates above all."""
+        """Return the complete state, including the number of candidates."""
         return {
             "candidates": self.candidates,
             "version": self.version,
             "episodes": self.episodes,
             "differences": {
-                rival: sorted(counts.items()) for rival, counts in self.differences.items()
+                opponent: sorted(counts.items()) for opponent, counts in self.differences.items()
             },
             "decisions": dict(self.decisions),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        self.candidates, self.version, self.episodes = (
-            state["candidates"],
-            state["version"],
-            state["episodes"],
-        )
+        """Load a state; inverse of `state_dict`."""
+        self.candidates = state["candidates"]
+        self.version, self.episodes = state["version"], state["episodes"]
         self.differences = {
-            rival: Counter(dict(pairs)) for rival, pairs in state["differences"].items()
+            opponent: Counter(dict(pairs)) for opponent, pairs in state["differences"].items()
         }
         self.decisions = Counter(state["decisions"])
 
 
-logger = logging.getLogger(__name__)
-
-_MAX_KEPT_ENTRIES = 1000  # decisions and orders in the file
-
-
 class CanaryGate:
-    """Tests one candidate after the other: always the newest snapshot that was not tested yet."""
+    """Gate that tests one candidate after the other: always the newest untested snapshot."""
 
     def __init__(
         self,
@@ -216,33 +207,33 @@ class CanaryGate:
         environment: Environment,
         snapshots: WeightSnapshots,
     ) -> None:
-        """folder: of the service. policy: its weights are replaced by those of the snapshots that play."""
+        """Load the gate's state.
+
+        Args:
+            folder: of the service.
+            policy: its weights are replaced by those of the snapshots that play.
+        """
         self.folder, self.settings = folder, settings
         self.policy, self.environment, self.snapshots = policy, environment, snapshots
         self.gate = SequentialGateTest(settings.gate)
-        self.round = 0  # looks of all candidates: draws the episodes
+        self.round = 0  # looks at all candidates so far; seeds the episodes
         self.newest_tested = 0  # newest version that was a candidate
-        self.next_candidate: int | None = (
-            None  # the next candidate, once the worker says that it keeps it
-        )
-        self.live_opponent: int | None = (
-            None  # the live version that the candidate is compared with
-        )
+        self.next_candidate: int | None = None  # opened once the worker confirms that it holds it
+        self.live_opponent: int | None = None  # live version that the candidate is compared with
         self.decisions: list[dict[str, Any]] = []
-        self.orders: list[dict[str, Any]] = []  # to the worker, numbered
+        self.orders: list[dict[str, Any]] = []  # for the worker, numbered
         self._load_state()
 
     def step(self) -> bool:
-        """Open a candidate, or play one look of the present one; False = there is nothing to test."""
+        """Open a candidate, or play one look of the current one; return False if there is nothing to test."""
         live = self.snapshots.read_live_version()
         if live is None:
             return False
         if read_json_object(self.folder / METRICS_FILE).get("paused"):
             return self._abandon_while_paused()
         if self.gate.version is not None and live != self.live_opponent:
-            self._record_decision(
-                "abandoned", f"the live snapshot is {live} now, no longer {self.live_opponent}"
-            )
+            reason = f"the live snapshot is now {live}, no longer {self.live_opponent}"
+            self._record_decision("abandoned", reason)
             self.gate.abandon_candidate()
             self.save_state()
         if self.gate.version is None:
@@ -251,7 +242,7 @@ class CanaryGate:
         return True
 
     def _abandon_while_paused(self) -> bool:
-        """While learning is paused nothing is tested: what was learned before the alarm must not go live after it."""
+        """Test nothing while learning is paused: what was learned before the alarm must not go live after it."""
         newest = max([self.newest_tested, *self.snapshots.list_versions()])
         if self.gate.version is not None:
             self._record_decision("abandoned", "learning is paused")
@@ -270,21 +261,14 @@ class CanaryGate:
                 self._append_order("hold", self.next_candidate)
                 self.save_state()
             return False
-        is_gone = self.next_candidate not in versions
-        if (
-            not is_gone
-            and read_json_object(self.folder / METRICS_FILE).get("online/held_version")
-            != self.next_candidate
-        ):
-            return False  # a worker that lags reads the order later
-        self.newest_tested, self.next_candidate, self.live_opponent = (
-            self.next_candidate,
-            None,
-            live,
-        )
-        if (
-            is_gone or self.snapshots.load_weights_if_valid(self.newest_tested) is None
-        ):  # costs no share of the error
+        is_missing = self.next_candidate not in versions
+        held_version = read_json_object(self.folder / METRICS_FILE).get("online/held_version")
+        if not is_missing and held_version != self.next_candidate:
+            return False  # the worker lags and reads the order later
+        self.newest_tested, self.next_candidate = self.next_candidate, None
+        self.live_opponent = live
+        # An unusable snapshot is never opened, so it costs no share of the error.
+        if is_missing or self.snapshots.load_weights_if_valid(self.newest_tested) is None:
             self.save_state()
             return False
         self.gate.open_candidate(self.newest_tested)
@@ -292,8 +276,8 @@ class CanaryGate:
         return True
 
     def _play_look(self) -> None:
-        version, rival = self.gate.version, self.live_opponent
-        assert version is not None and rival is not None
+        version, opponent = self.gate.version, self.live_opponent
+        assert version is not None and opponent is not None
         settings = self.settings.gate
         requests = build_canary_requests(
             self.environment,
@@ -303,43 +287,45 @@ class CanaryGate:
             self.round,
         )
         try:
-            played = {
-                one: self._measure_success(one, requests)
-                for one in dict.fromkeys((version, rival, CHAMPION_VERSION))
+            successes = {
+                player: self._measure_success(player, requests)
+                for player in dict.fromkeys((version, opponent, CHAMPION_VERSION))
             }
-        except CheckpointError as error:  # a snapshot is damaged or gone
+        except CheckpointError as error:  # a snapshot is damaged or missing
             self._record_decision("abandoned", str(error))
             self.gate.abandon_candidate()
             self.save_state()
             return
         self.round += 1
-        common = [
-            request
-            for request in requests
-            if all((request.level, request.seed) in p for p in played.values())
-        ]
-        for request in common:
+        for request in requests:
             key = (request.level, request.seed)
-            self.gate.observe_episode(
-                played[version][key], played[rival][key], played[CHAMPION_VERSION][key]
-            )
-        numbers = self._collect_numbers()
+            if all(key in played for played in successes.values()):
+                self.gate.observe_episode(
+                    successes[version][key],
+                    successes[opponent][key],
+                    successes[CHAMPION_VERSION][key],
+                )
+        statistics = self._collect_statistics()
         decision = self.gate.decide_candidate()
         inject_fault("online.looked")
+        if decision != "wait":
+            verdict = "promoted" if decision == "promote" else "rejected"
+            reason = self._describe_decision(statistics)
+            self._record_decision(verdict, reason, statistics, version)
         if decision == "promote":
-            self._record_decision("promoted", self._describe_decision(numbers), numbers, version)
             self._append_order("live", version)
-        elif decision == "reject":
-            self._record_decision("rejected", self._describe_decision(numbers), numbers, version)
         self.save_state()
 
     def _measure_success(
         self, version: int, requests: Sequence[EpisodeRequest]
     ) -> dict[tuple[str, int], float]:
-        """Success of a snapshot on each episode. Raises: CorruptError for a snapshot that cannot be read."""
+        """Play the episodes with a snapshot; return its success on each.
+
+        Raises: CorruptError for an unreadable snapshot.
+        """
         load_trainable_weights(self.policy.model, self.snapshots.load_weights(version))
         with use_eval_mode(self.policy.model):
-            found = evaluate(
+            evaluation = evaluate(
                 self.environment,
                 self.policy.backend(),
                 self.policy.renderer,
@@ -349,33 +335,30 @@ class CanaryGate:
                 seed=self.settings.seed * 7919 + self.round,
                 policy_version=version,
             )
-        return {episode.key: episode.success for episode in found.episodes}
+        return {episode.key: episode.success for episode in evaluation.episodes}
 
-    # Record
+    def _collect_statistics(self) -> dict[str, float]:
+        statistics = {"episodes": float(self.gate.episodes), "level": self.gate.level}
+        for opponent in GATE_OPPONENTS:
+            counts = self.gate.differences[opponent]
+            total = sum(difference * count for difference, count in counts.items())
+            statistics[f"p_value_{opponent}"] = self.gate.compute_p_value(opponent)
+            statistics[f"difference_{opponent}"] = total / max(1, sum(counts.values()))
+        return statistics
 
-    def _collect_numbers(self) -> dict[str, float]:
-        found = {"episodes": float(self.gate.episodes), "level": self.gate.level}
-        for rival in GATE_OPPONENTS:
-            counts = self.gate.differences[rival]
-            found[f"p_value_{rival}"] = self.gate.compute_p_value(rival)
-            found[f"difference_{rival}"] = sum(d * n for d, n in counts.items()) / max(
-                1, sum(counts.values())
-            )
-        return found
-
-    def _describe_decision(self, numbers: dict[str, float]) -> str:
+    def _describe_decision(self, statistics: dict[str, float]) -> str:
         return (
-            f"{numbers['difference_live']:+.1%} against the live snapshot {self.live_opponent} "
-            f"(p {numbers['p_value_live']:.2g}), {numbers['difference_champion']:+.1%} against the champion "
-            f"(p {numbers['p_value_champion']:.2g}), level "
-            f"{numbers['level']:.2g}, {numbers['episodes']:g} episodes, margin {self.settings.gate.margin:g}"
+            f"{statistics['difference_live']:+.1%} against the live snapshot {self.live_opponent} "
+            f"(p {statistics['p_value_live']:.2g}), {statistics['difference_champion']:+.1%} against the champion "
+            f"(p {statistics['p_value_champion']:.2g}), level "
+            f"{statistics['level']:.2g}, {statistics['episodes']:g} episodes, margin {self.settings.gate.margin:g}"
         )
 
     def _record_decision(
         self,
         verdict: str,
         reason: str,
-        numbers: dict[str, float] | None = None,
+        statistics: dict[str, float] | None = None,
         version: int | None = None,
     ) -> None:
         version = self.gate.version if version is None else version
@@ -389,7 +372,7 @@ class CanaryGate:
                 "rival": self.live_opponent,
                 "verdict": verdict,
                 "reason": reason,
-                **(numbers or {}),
+                **(statistics or {}),
             }
         )
 
@@ -398,11 +381,9 @@ class CanaryGate:
         self.orders.append({"number": number, "order": {"order": name, "version": version}})
 
     def save_state(self) -> None:
-        """Write everything down."""
-        self.decisions, self.orders = (
-            self.decisions[-_MAX_KEPT_ENTRIES:],
-            self.orders[-_MAX_KEPT_ENTRIES:],
-        )
+        """Write state, decisions, orders and metrics to the gate's file."""
+        self.decisions = self.decisions[-_MAX_KEPT_ENTRIES:]
+        self.orders = self.orders[-_MAX_KEPT_ENTRIES:]
         write_json_atomic(
             self.folder / GATE_FILE,
             {
@@ -419,21 +400,20 @@ class CanaryGate:
         inject_fault("online.gated")
 
     def _load_state(self) -> None:
-        """Take the file over, where there is one. Raises: CorruptError for a damaged one: what is spent is unknown."""
+        """Load the file if it exists.
+
+        Raises: CorruptError if it is damaged, because the spent error is then unknown.
+        """
         if not (self.folder / GATE_FILE).exists():
             return
-        found = read_gate_state(self.folder)
+        state = read_gate_state(self.folder)
         try:
-            self.gate.load_state_dict(found["gate"])
-            self.round, self.newest_tested, self.live_opponent = (
-                found["round"],
-                found["tested"],
-                found["rival"],
-            )
-            self.next_candidate = found["wanted"]
-            self.decisions, self.orders = found["decisions"], found["orders"]
+            self.gate.load_state_dict(state["gate"])
+            self.round, self.newest_tested = state["round"], state["tested"]
+            self.live_opponent, self.next_candidate = state["rival"], state["wanted"]
+            self.decisions, self.orders = state["decisions"], state["orders"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(
-                f"{self.folder / GATE_FILE}: is damaged, so how much of gate.alpha is spent is not known. Put a copy back, "
-                "or remove the file: the gate then begins anew, and alpha holds from there on"
+                f"{self.folder / GATE_FILE}: is damaged, so it is unknown how much of gate.alpha is spent. Restore a "
+                "copy, or remove the file: the gate then starts again, and alpha holds from then on"
             ) from error

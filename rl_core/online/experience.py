@@ -1,13 +1,10 @@
-"""Experience: one answered request with all its samples, as the buffer keeps it and the worker learns from it.
+"""Experiences: answered requests with all their samples, as the buffer stores them and the worker learns from them.
 
-The samples of a request stay together: they are the group whose rewards are compared, and one record of the buffer, so
-that a crash leaves all of them or none.
+The samples of a request stay together: they are the group whose rewards are compared, and they form one record of the
+buffer, so that a crash leaves all of them or none. Served answers become ballots, rollouts and the recorded
+distribution.
 
 Suffixes: T completion tokens, K recorded tokens.
-
-From served answers to an experience: ballots, rollouts, the recorded distribution.
-
-T completion tokens, K recorded tokens.
 """
 
 from __future__ import annotations
@@ -29,20 +26,21 @@ from rl_core.settings import VotingSettings
 from rl_core.storage.manifest import digest_bytes
 from rl_core.types import Conversation, Rollout, StopReason, Trajectory, Turn
 
-MAX_NAME_CHARACTERS = 256  # characters of a request's id or a caller's name
+CHAT_ENVIRONMENT = "chat"  # environment and level of a conversation outside any environment
+MAX_NAME_CHARACTERS = 256  # of a request's id or a caller's name
 MASS_TOLERANCE = 1e-3  # of recorded probabilities, which are float32
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTopK:
-    """The sampler's most likely tokens at each completion token, and the mass of all others."""
+    """The sampler's most likely tokens at each completion token, and the probability mass of all others."""
 
     ids_TK: NDArray[np.int32]
     logprobs_TK: NDArray[np.float32]  # nats, at the sampling temperature
     rest_T: NDArray[np.float32]  # 1 - sum of exp(logprobs)
 
     def to_json(self) -> dict[str, Any]:
-        """Shape and bytes in base64."""
+        """Return shapes and bytes in base64."""
         return {
             "shape": list(self.ids_TK.shape),
             "ids": _encode_array(self.ids_TK, "<i4"),
@@ -52,13 +50,13 @@ class RecordedTopK:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> RecordedTopK:
-        """Inverse of `to_json`. Raises: DataError."""
+        """Parse the output of `to_json`. Raises: DataError."""
         try:
-            tokens, kept = (int(size) for size in row["shape"])
+            num_tokens, num_recorded = (int(size) for size in row["shape"])
             return cls(
-                _decode_array(row["ids"], "<i4").reshape(tokens, kept),
-                _decode_array(row["logprobs"], "<f4").reshape(tokens, kept),
-                _decode_array(row["rest"], "<f4").reshape(tokens),
+                _decode_array(row["ids"], "<i4").reshape(num_tokens, num_recorded),
+                _decode_array(row["logprobs"], "<f4").reshape(num_tokens, num_recorded),
+                _decode_array(row["rest"], "<f4").reshape(num_tokens),
             )
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise DataError(f"recorded top tokens: {error}") from error
@@ -74,7 +72,7 @@ def _decode_array(text: str, kind: str) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """One answered request: the samples that voted, the vote, and where it came from."""
+    """Answered request: the samples that voted, the vote, and its origin."""
 
     request_id: str
     caller: str
@@ -82,36 +80,37 @@ class Experience:
     rollouts: tuple[Rollout, ...]  # [G] the samples, in the order of the ballots
     vote: VoteOutcome
     recorded: tuple[RecordedTopK | None, ...]  # [G] the sampler's distribution; None = not recorded
-    is_voted: bool = False  # True = the caller got the vote's answer alone, else all of them
-    conversation: Conversation | None = None  # None = a session, or a record of before it was kept
+    is_voted: bool = False  # the caller got only the vote's answer, otherwise all of them
+    conversation: Conversation | None = None  # None for a session, or a record of an older version
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that sampled it: a request is answered by one."""
+        """Version of the weights that sampled it; one version answers a request."""
         return self.rollouts[0].trajectory.policy_version
 
     @property
     def returned_answers(self) -> tuple[str | None, ...]:
-        """Answers that the caller got, by choice; None = a choice without one."""
-        return (
-            (self.vote.answer,)
-            if self.is_voted
-            else tuple(ballot.answer for ballot in self.vote.ballots)
-        )
+        """Answers that the caller got, by choice; None for a choice without an answer."""
+        if self.is_voted:
+            return (self.vote.answer,)
+        return tuple(ballot.answer for ballot in self.vote.ballots)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples, prompts included."""
+        """Number of tokens of all samples, including prompts."""
         return sum(len(r.prompt_ids) + len(r.completion_ids) for r in self.rollouts)
 
     @property
     def environment_level(self) -> tuple[str, str]:
-        """(environment, level): requests that are compared with one running mean."""
+        """(environment, level): requests that share one running mean of rewards."""
         return self.rollouts[0].trajectory.environment, self.rollouts[0].trajectory.level
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` is the inverse, to the last bit."""
-        kept = self.conversation
+        """Return plain values; `from_json` is the exact inverse."""
+        conversation = None
+        if self.conversation is not None:
+            messages, tools = self.conversation.messages, self.conversation.tools
+            conversation = {"messages": messages, "tools": tools}
         return {
             "request_id": self.request_id,
             "caller": self.caller,
@@ -120,34 +119,33 @@ class Experience:
             "vote": self.vote.to_json(),
             "recorded": [top.to_json() if top is not None else None for top in self.recorded],
             "is_voted": self.is_voted,
-            "conversation": {"messages": kept.messages, "tools": kept.tools}
-            if kept is not None
-            else None,
+            "conversation": conversation,
         }
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Experience:
-        """Inverse of `to_json`. Raises: DataError for a row that is none."""
+        """Parse the output of `to_json`. Raises: DataError for an invalid row."""
         try:
+            recorded = tuple(
+                RecordedTopK.from_json(top) if top is not None else None for top in row["recorded"]
+            )
+            conversation = row.get("conversation")
             return cls(
                 row["request_id"],
                 row["caller"],
                 row["time"],
                 tuple(decode_rollout(rollout) for rollout in row["rollouts"]),
                 VoteOutcome.from_json(row["vote"]),
-                tuple(
-                    RecordedTopK.from_json(top) if top is not None else None
-                    for top in row["recorded"]
-                ),
+                recorded,
                 bool(row.get("is_voted", False)),
-                Conversation(**kept) if (kept := row.get("conversation")) is not None else None,
+                Conversation(**conversation) if conversation is not None else None,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(f"experience: {type(error).__name__}: {error}") from error
 
 
 def encode_rollout(rollout: Rollout) -> dict[str, Any]:
-    """Plain values of a rollout, tokens and log-probs as they are."""
+    """Return a rollout as plain values, with tokens and log-probs unchanged."""
     return {
         "prompt_ids": list(rollout.prompt_ids),
         "completion_ids": list(rollout.completion_ids),
@@ -160,7 +158,7 @@ def encode_rollout(rollout: Rollout) -> dict[str, Any]:
 
 
 def decode_rollout(row: Mapping[str, Any]) -> Rollout:
-    """Inverse of `encode_rollout`."""
+    """Parse the output of `encode_rollout`."""
     return Rollout(
         prompt_ids=row["prompt_ids"],
         completion_ids=row["completion_ids"],
@@ -176,16 +174,17 @@ def check_experience(experience: Experience, *, vocab_size: int, max_tokens: int
     """Raise DataError, naming field and sample, for an experience that cannot be learned from.
 
     Args:
-        vocab_size: tokens of the model. max_tokens: of all samples together, prompts included.
+        vocab_size: of the model.
+        max_tokens: of all samples together, including prompts.
     """
     for name in ("request_id", "caller"):
         value = getattr(experience, name)
         if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARACTERS:
             raise DataError(
-                f"{name}: {str(value)[:40]!r} must be a text of 1 to {MAX_NAME_CHARACTERS} characters"
+                f"{name}: {str(value)[:40]!r} must be a string of 1 to {MAX_NAME_CHARACTERS} characters"
             )
     if not _is_number(experience.time) or not 0 <= experience.time < 1e11:
-        raise DataError(f"time: {experience.time!r} is no time in seconds since 1970")
+        raise DataError(f"time: {experience.time!r} is not a time in seconds since 1970")
     count = len(experience.rollouts)
     if not count or count != len(experience.recorded) or count != len(experience.vote.ballots):
         raise DataError(
@@ -199,10 +198,12 @@ def check_experience(experience: Experience, *, vocab_size: int, max_tokens: int
     versions = {rollout.trajectory.policy_version for rollout in experience.rollouts}
     if len(versions) != 1 or min(versions) < 0:
         raise DataError(
-            f"policy_version: {sorted(versions)}; all samples of a request come from one version"
+            f"policy_version: {sorted(versions)}; all samples of a request must have the same version"
         )
     if len({read_environment_level(rollout) for rollout in experience.rollouts}) != 1:
-        raise DataError("trajectory: the samples of a request are of one environment and level")
+        raise DataError(
+            "trajectory: all samples of a request must have the same environment and level"
+        )
     for index, (rollout, top) in enumerate(
         zip(experience.rollouts, experience.recorded, strict=True)
     ):
@@ -212,7 +213,7 @@ def check_experience(experience: Experience, *, vocab_size: int, max_tokens: int
 
 
 def read_environment_level(rollout: Rollout) -> tuple[str, str]:
-    """(environment, level)."""
+    """Return (environment, level)."""
     return rollout.trajectory.environment, rollout.trajectory.level
 
 
@@ -228,19 +229,16 @@ def _check_rollout(rollout: Rollout, index: int, vocab_size: int) -> None:
                 f"rollouts.{index}.{name}: {len(getattr(rollout, name))} entries for {count} tokens"
             )
     if not rollout.prompt_ids:
-        raise DataError(
-            f"rollouts.{index}.prompt_ids: empty; the first token would follow from nothing"
-        )
+        raise DataError(f"rollouts.{index}.prompt_ids: empty; the first token needs a context")
     for name in ("prompt_ids", "completion_ids"):
         _check_token_ids(getattr(rollout, name), f"rollouts.{index}.{name}", vocab_size)
     if True not in rollout.loss_mask:
         raise DataError(f"rollouts.{index}.loss_mask: no token was sampled")
-    for place, (value, counts) in enumerate(
-        zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
-    ):
-        if not _is_number(value) or (counts and value > 1e-6):
+    pairs = zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
+    for position, (value, is_counted) in enumerate(pairs):
+        if not _is_number(value) or (is_counted and value > 1e-6):
             raise DataError(
-                f"rollouts.{index}.sampler_logprobs.{place}: {value!r} is no log-probability"
+                f"rollouts.{index}.sampler_logprobs.{position}: {value!r} is not a log-probability"
             )
     temperature = rollout.temperature
     if not _is_number(temperature) or temperature <= 0:
@@ -250,49 +248,38 @@ def _check_rollout(rollout: Rollout, index: int, vocab_size: int) -> None:
     starts = list(rollout.context_starts)
     if any(not 0 <= b < count for b in starts) or starts != sorted(set(starts)):
         raise DataError(
-            f"rollouts.{index}.context_starts: {starts} must rise within {count} tokens"
+            f"rollouts.{index}.context_starts: {starts} must be ascending and below {count}"
         )
 
 
 def _check_token_ids(ids: Sequence[Any], name: str, vocab_size: int) -> None:
-    for place, token in enumerate(ids):
+    for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise DataError(
-                f"{name}.{place}: {token!r} is no token of a vocabulary of {vocab_size}"
+                f"{name}.{position}: {token!r} is not a token of a vocabulary of {vocab_size}"
             )
 
 
 def _check_recorded_top_k(top: RecordedTopK, rollout: Rollout, index: int, vocab_size: int) -> None:
-    name, tokens = f"recorded.{index}", len(rollout.completion_ids)
+    name, num_tokens = f"recorded.{index}", len(rollout.completion_ids)
     shape = top.ids_TK.shape
-    if (
-        len(shape) != 2
-        or shape[0] != tokens
-        or shape[1] < 1
-        or top.logprobs_TK.shape != shape
-        or top.rest_T.shape != (tokens,)
-    ):
+    is_matrix = len(shape) == 2 and shape[0] == num_tokens and shape[1] >= 1
+    if not is_matrix or top.logprobs_TK.shape != shape or top.rest_T.shape != (num_tokens,):
         raise DataError(
-            f"{name}: shapes {shape}, {top.logprobs_TK.shape}, {top.rest_T.shape} for {tokens} tokens"
+            f"{name}: shapes {shape}, {top.logprobs_TK.shape}, {top.rest_T.shape} for {num_tokens} tokens"
         )
     mask_T = np.asarray(rollout.loss_mask, dtype=bool)
-    ids, logprobs, rest = (
-        top.ids_TK[mask_T],
-        top.logprobs_TK[mask_T].astype(np.float64),
-        top.rest_T[mask_T],
-    )
+    ids, rest = top.ids_TK[mask_T], top.rest_T[mask_T]
+    logprobs = top.logprobs_TK[mask_T].astype(np.float64)
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise DataError(
             f"{name}.ids: {int(ids.min())} to {int(ids.max())}; the vocabulary has {vocab_size} tokens"
         )
     ordered = np.sort(ids, axis=1)
     if shape[1] > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-        raise DataError(f"{name}.ids: a token occurs twice at one place")
-    if (
-        not np.isfinite(logprobs).all()
-        or not np.isfinite(rest).all()
-        or bool((rest < -MASS_TOLERANCE).any())
-    ):
+        raise DataError(f"{name}.ids: a token occurs twice at one position")
+    is_finite = np.isfinite(logprobs).all() and np.isfinite(rest).all()
+    if not is_finite or bool((rest < -MASS_TOLERANCE).any()):
         raise DataError(f"{name}: a log-probability or a mass is not finite, or below 0")
     mass = np.exp(logprobs).sum(1) + rest
     if bool((np.abs(mass - 1) > MASS_TOLERANCE).any()):
@@ -301,13 +288,10 @@ def _check_recorded_top_k(top: RecordedTopK, rollout: Rollout, index: int, vocab
         )
 
 
-CHAT_ENVIRONMENT = "chat"  # environment and level of a conversation that no environment plays
-
-
 def build_ballot(answer: ServedAnswer) -> Ballot:
-    """The vote of one answer: a session votes with its final answer, a conversation with its text.
+    """Return the vote of one answer: of a session its final answer, of a conversation its text.
 
-    An answer that was cut off votes for nothing. The check of a session is that the answer follows from what was seen.
+    A truncated answer votes for nothing. For a session, the check is whether the answer follows from the observations.
     """
     rollout = answer.rollout
     if rollout is None:
@@ -315,11 +299,8 @@ def build_ballot(answer: ServedAnswer) -> Ballot:
         logprobs = answer.sampler_logprobs
     else:
         text = rollout.trajectory.answer
-        logprobs = [
-            value
-            for value, sampled in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
-            if sampled
-        ]
+        pairs = zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
+        logprobs = [value for value, is_sampled in pairs if is_sampled]
     return Ballot(
         text if text and text.strip() else None,
         min(0.0, float(sum(logprobs))),
@@ -333,7 +314,7 @@ def build_ballot(answer: ServedAnswer) -> Ballot:
 def count_votes(
     ballots: Sequence[Ballot], settings: VotingSettings, max_samples: int
 ) -> VoteOutcome:
-    """`tally` with these settings."""
+    """Tally the votes with these settings; see `tally_votes`."""
     return tally_votes(
         ballots,
         max_samples=max_samples,
@@ -346,18 +327,17 @@ def count_votes(
 def build_served_experience(
     answers: Sequence[ServedAnswer], settings: VotingSettings, time: float
 ) -> Experience:
-    """The experience of one request with all answers that were sampled for it.
+    """Build the experience of one request from all answers that were sampled for it.
 
     Args:
         time: of the answers, seconds since 1970.
     Raises: DataError without answers, or for answers of several requests.
     """
     if len({answer.answer_id for answer in answers}) != 1:
-        raise DataError(f"answers: {len(answers)} of one request are needed")
+        raise DataError(f"answers: expected one or more of one request, got {len(answers)}")
     first = answers[0]
-    outcome = count_votes(
-        [build_ballot(answer) for answer in answers], settings, first.max_votes or len(answers)
-    )
+    ballots = [build_ballot(answer) for answer in answers]
+    outcome = count_votes(ballots, settings, first.max_votes or len(answers))
     rollouts = tuple(build_served_rollout(answer) for answer in answers)
     recorded = tuple(
         _align_recorded_top_k(answer.top, rollout)
@@ -376,17 +356,17 @@ def build_served_experience(
 
 
 def _limit_caller_name(caller: str) -> str:
-    """The caller's name within its bound; of a longer one its digest, which tells callers apart as well."""
+    """Return the caller's name; a name that is too long is replaced by its digest, which also distinguishes callers."""
     if len(caller) > MAX_NAME_CHARACTERS:
         return digest_bytes(caller.encode("utf-8", "surrogatepass"))
     return caller or "anonymous"
 
 
 def build_served_rollout(answer: ServedAnswer) -> Rollout:
-    """The session's rollout, or that of a conversation of one turn."""
+    """Return the session's rollout, or build that of a conversation with one turn."""
     if answer.rollout is not None:
         return answer.rollout
-    is_cut, count = answer.finish_reason == "length", len(answer.completion_ids)
+    is_truncated, count = answer.finish_reason == "length", len(answer.completion_ids)
     trajectory = Trajectory(
         environment=CHAT_ENVIRONMENT,
         level=CHAT_ENVIRONMENT,
@@ -395,9 +375,9 @@ def build_served_rollout(answer: ServedAnswer) -> Rollout:
         prompt="",
         target="",
         turns=[Turn(answer.text, num_tokens=count)],
-        answer=None if is_cut else answer.text,
+        answer=None if is_truncated else answer.text,
         rewards={"task": 0.0},
-        stop_reason=StopReason.MAX_TOKENS if is_cut else StopReason.TERMINATED,
+        stop_reason=StopReason.MAX_TOKENS if is_truncated else StopReason.TERMINATED,
         num_prompt_tokens=len(answer.prompt_ids),
         num_completion_tokens=count,
         num_action_tokens=count,
@@ -412,12 +392,12 @@ def build_served_rollout(answer: ServedAnswer) -> Rollout:
         [True] * count,
         list(answer.sampler_logprobs),
         trajectory,
-        is_truncated=is_cut,
+        is_truncated=is_truncated,
     )
 
 
 def _align_recorded_top_k(top: TopTokens | None, rollout: Rollout) -> RecordedTopK | None:
-    """The recorded tokens at every token of the completion; zeros where the environment wrote it."""
+    """Return the recorded tokens at every completion token, with zeros for tokens written by the environment."""
     if top is None:
         return None
     mask_T = np.asarray(rollout.loss_mask, dtype=bool)

@@ -1,13 +1,9 @@
-"""Sum tree: sampling in proportion to priorities, with updates in logarithmic time.
+"""Experience buffer in the worker's memory: prioritised sampling, eviction, caps per caller.
 
-Source: Schaul et al. 2015, arXiv:1511.05952, appendix B.2.1.
+`experience_log` is the record on disk. Nothing here reads a clock: ages are relative to the newest experiences,
+staleness to the version that answers. So the content depends only on the records and their order.
 
-The buffer as the worker holds it: prioritised sampling, eviction, caps per caller.
-
-It is in memory; `experience_log` is the record on the disk.
-
-Nothing here reads a clock: ages are against the newest experiences, staleness against the version that answers. So the
-content follows from the records and their order alone.
+Source: Schaul et al. 2015, arXiv:1511.05952 (appendix B.2.1 for the sum tree).
 """
 
 from __future__ import annotations
@@ -26,12 +22,19 @@ from rl_core.online.experience import Experience
 from rl_core.online.labels import Label, LabelSource
 from rl_core.settings import OnlineBufferSettings
 
+# The median time of this many newest experiences is "now", so that a brief clock jump evicts nothing.
+_NUM_NEWEST_TIMES = 9
+# If segments are removed, the buffer may refer to this share of the log's bytes.
+_MAX_LOG_SHARE = 0.5
+
 
 class SumTree:
-    """Non-negative priorities of numbered leaves, and the sums over every aligned power of two of them.
+    """Sum tree over non-negative priorities of numbered leaves: sampling and updates in logarithmic time.
 
-    A parent is always the sum of its two children as they are, never changed by a difference: so rounding does not add
-    up, and equal priorities give equal trees whatever happened before.
+    A parent is always recomputed as the sum of its two children, never adjusted by a difference. So rounding errors do
+    not
+    accumulate, and equal priorities give equal trees whatever happened before.
+    Source: Schaul et al. 2015, arXiv:1511.05952, appendix B.2.1.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,9 +42,8 @@ class SumTree:
             raise DataError(f"capacity: {capacity} must be at least 1")
         self.capacity = capacity
         self.leaves = 1 << (capacity - 1).bit_length()
-        self.nodes = np.zeros(
-            2 * self.leaves
-        )  # node i has the children 2 i and 2 i + 1; leaf l is node leaves + l
+        # Node i has the children 2 i and 2 i + 1; leaf l is node leaves + l.
+        self.nodes = np.zeros(2 * self.leaves)
 
     @property
     def total(self) -> float:
@@ -51,11 +53,11 @@ class SumTree:
     @property
     def priorities(self) -> NDArray[np.float64]:
         """Priorities by leaf (a view)."""
-        found: NDArray[np.float64] = self.nodes[self.leaves : self.leaves + self.capacity]
-        return found
+        leaves: NDArray[np.float64] = self.nodes[self.leaves : self.leaves + self.capacity]
+        return leaves
 
     def set_priority(self, leaf: int, priority: float) -> None:
-        """Change one priority. Raises: DataError for a leaf that is not there, or a priority that is none."""
+        """Set one priority. Raises: DataError for an invalid leaf or priority."""
         if not 0 <= leaf < self.capacity:
             raise DataError(f"leaf {leaf}: the tree has {self.capacity}")
         if not 0 <= priority < np.inf:
@@ -67,14 +69,14 @@ class SumTree:
             self.nodes[node] = self.nodes[2 * node] + self.nodes[2 * node + 1]
 
     def find_leaf(self, mass: float) -> int:
-        """The leaf l with sum(priorities before l) <= mass < that sum + priority of l; never one of priority 0.
+        """Return the leaf l with sum(priorities before l) <= mass < that sum + priority of l; never one of priority 0.
 
         Args:
-            mass: 0 to `total`; rounding may take it to the total, which belongs to the last leaf with a priority.
-        Raises: DataError where all priorities are 0.
+            mass: 0 to `total`; if rounding makes it equal the total, it belongs to the last leaf with a priority.
+        Raises: DataError if all priorities are 0.
         """
         if self.total <= 0:
-            raise DataError("nothing can be drawn: all priorities are 0")
+            raise DataError("cannot sample: all priorities are 0")
         node = 1
         while node < self.leaves:
             left = float(self.nodes[2 * node])
@@ -86,11 +88,11 @@ class SumTree:
         return node - self.leaves
 
     def state_dict(self) -> dict[str, Any]:
-        """The priorities."""
+        """Return the priorities."""
         return {"priorities": self.priorities.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`. Raises: DataError for another capacity."""
+        """Load a state; inverse of `state_dict`. Raises: DataError for a different capacity."""
         priorities = np.asarray(state["priorities"], dtype=np.float64)
         if priorities.shape != (self.capacity,):
             raise DataError(f"priorities: {priorities.shape}, the tree has {self.capacity} leaves")
@@ -99,87 +101,90 @@ class SumTree:
             self.nodes[node] = self.nodes[2 * node] + self.nodes[2 * node + 1]
 
 
-_NUM_NEWEST_TIMES = 9  # experiences whose median time is the present, so that a clock that jumps for a moment evicts nothing
-_MAX_LOG_SHARE = (
-    0.5  # of the log's bytes that the buffer may reach back over, where segments are removed
-)
-
-
 @dataclass(slots=True)
 class BufferedExperience:
-    """An experience in the buffer, with what is known of it by now."""
+    """Experience in the buffer, and what is known about it so far."""
 
     number: int  # of its record in the log
     experience: Experience
     digest: str = ""  # of its record
-    position: int = 0  # bytes of all records up to this one
-    label: Label | None = None  # None = nothing to learn from yet
+    position: int = 0  # bytes of all records up to and including this one
+    label: Label | None = None  # None until it can be learned from
     times_learned: int = 0
-    agreed: bool | None = (
-        None  # feedback agreed with the consensus; None = it did not tell, or there was none
-    )
+    agreed: bool | None = None  # whether feedback agreed with the consensus; None = unknown
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSample:
     """Experiences drawn for an update."""
 
-    experiences: tuple[BufferedExperience, ...]  # [n] an experience may be drawn twice
+    experiences: tuple[BufferedExperience, ...]  # [n] an experience can be drawn twice
     weights: tuple[float, ...]  # [n] importance weights, the largest is 1
 
 
 def compute_sampling_beta(update: int, *, start: float, updates: int) -> float:
-    """Exponent of the importance weights: from `start` to 1, linearly over `updates`. Source: arXiv:1511.05952."""
+    """Return the exponent of the importance weights: linear from `start` to 1 over `updates`.
+
+    Source: arXiv:1511.05952.
+    """
     return start + (1.0 - start) * min(1.0, update / updates)
 
 
 def compute_importance_weights(
     probabilities_N: Sequence[float], count: int, beta: float
 ) -> list[float]:
-    """(count p_i)^-beta over their largest. Args: count: experiences that could be drawn. Source: arXiv:1511.05952."""
+    """Return (count p_i)^-beta divided by the largest.
+
+    Args:
+        count: experiences that could be drawn.
+    Source: arXiv:1511.05952.
+    """
     raw = [(count * p) ** -beta for p in probabilities_N]
     return [value / max(raw) for value in raw]
 
 
 class ExperienceBuffer:
-    """At most `capacity` experiences; those with a label can be drawn, in proportion to (error + floor)^alpha.
+    """Buffer of at most `capacity` experiences.
 
-    A new or newly labelled experience has the largest error seen so far, so that it is drawn soon.
+    Those with a label can be drawn, in proportion to (error + floor)^alpha. A new or newly labelled experience gets the
+    largest error seen so far, so that it is drawn soon.
     """
 
     def __init__(self, settings: OnlineBufferSettings) -> None:
         self.settings = settings
         self.tree = SumTree(settings.capacity)
         self.slots: dict[int, BufferedExperience] = {}
-        self.slot_of: dict[str, int] = {}  # by request
+        self.slots_by_request: dict[str, int] = {}
         self.errors: dict[int, float] = {}  # by slot
         self.largest_error = 1.0
         self.newest_times: deque[float] = deque(maxlen=_NUM_NEWEST_TIMES)
         self.newest_position = 0
         self.evicted: Counter[str] = Counter()  # by reason
-        self._free = list(range(settings.capacity - 1, -1, -1))
+        self._free_slots = list(range(settings.capacity - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self.slots)
 
     @property
     def num_drawable(self) -> int:
-        """Experiences with a label."""
-        return sum(kept.label is not None for kept in self.slots.values())
+        """Number of experiences with a label."""
+        return sum(buffered.label is not None for buffered in self.slots.values())
 
     @property
     def now(self) -> float:
-        """Time that ages are taken against: the median of the newest experiences' (of an even number, the later)."""
-        return sorted(self.newest_times)[len(self.newest_times) // 2] if self.newest_times else 0.0
+        """Time that ages are relative to: the (upper) median of the newest experiences' times."""
+        if not self.newest_times:
+            return 0.0
+        return sorted(self.newest_times)[len(self.newest_times) // 2]
 
     @property
     def caller_cap(self) -> int:
-        """Experiences that one caller may hold."""
+        """Maximum number of experiences of one caller."""
         return max(1, math.floor(self.settings.capacity * self.settings.max_caller_share))
 
     def find_experience(self, request_id: str) -> BufferedExperience | None:
-        """The experience of a request; None = it is not here, or no longer."""
-        slot = self.slot_of.get(request_id)
+        """Return the experience of a request, or None if it is not in the buffer."""
+        slot = self.slots_by_request.get(request_id)
         return None if slot is None else self.slots[slot]
 
     def add_experience(
@@ -192,47 +197,48 @@ class ExperienceBuffer:
         digest: str = "",
         position: int = 0,
     ) -> bool:
-        """Take an experience in, after evicting what is too old, too stale, or beyond a cap.
+        """Add an experience, after evicting what is too old, too stale, or above a cap.
 
         Args:
-            version: of the policy that answers, for staleness. digest: of the record. position: bytes of all records
-                up to it.
-        Returns: False where the request is here already, or the experience itself is too old or too stale.
+            version: of the answering policy, for staleness.
+            digest: of the record.
+            position: bytes of all records up to and including this one.
+        Returns: False if the request is already in the buffer, or the experience itself is too old or too stale.
         """
-        if experience.request_id in self.slot_of:
+        if experience.request_id in self.slots_by_request:
             self.evicted["repeated"] += 1
             return False
         self.newest_times.append(experience.time)
         self.newest_position = max(self.newest_position, position)
         self.evict_outdated(version)
-        kept = BufferedExperience(number, experience, digest, position)
-        if self._find_eviction_reason(kept, version):
+        buffered = BufferedExperience(number, experience, digest, position)
+        if self._find_eviction_reason(buffered, version):
             self.evicted["late"] += 1
             return False
-        if self._count_of_caller(experience.caller) >= self.caller_cap:
+        if self._count_for_caller(experience.caller) >= self.caller_cap:
             self._evict_slot(self._find_eviction_slot(experience.caller), "caller")
-        elif not self._free:
+        elif not self._free_slots:
             self._evict_slot(self._find_eviction_slot(None), "priority")
-        slot = self._free.pop()
-        self.slots[slot] = kept
-        self.slot_of[experience.request_id] = slot
+        slot = self._free_slots.pop()
+        self.slots[slot] = buffered
+        self.slots_by_request[experience.request_id] = slot
         self.errors[slot] = self.largest_error
         if label is not None:
             self.set_label(experience.request_id, label)
         return True
 
     def set_label(self, request_id: str, label: Label) -> None:
-        """Give an experience its label; it may be drawn from now on, with the largest priority."""
-        slot = self.slot_of[request_id]
+        """Set the label of an experience; from now on it can be drawn, with the largest priority."""
+        slot = self.slots_by_request[request_id]
         self.slots[slot].label = label
         self._set_error(slot, self.largest_error)
 
     def drop_labels(self, source: LabelSource) -> int:
-        """Take the labels of a source back; returns how many there were. Those experiences wait for another label."""
+        """Remove the labels of a source and return their number. Those experiences wait for another label."""
         slots = [
-            s
-            for s, kept in self.slots.items()
-            if kept.label is not None and kept.label.source == source
+            slot
+            for slot, buffered in self.slots.items()
+            if buffered.label is not None and buffered.label.source == source
         ]
         for slot in slots:
             self.slots[slot].label = None
@@ -240,9 +246,9 @@ class ExperienceBuffer:
         return len(slots)
 
     def sample_experiences(self, count: int, beta: float, rng: np.random.Generator) -> BufferSample:
-        """`count` experiences, one from each of `count` equal parts of the total priority.
+        """Draw `count` experiences, one from each of `count` equal parts of the total priority.
 
-        Raises: DataError where none has a label.
+        Raises: DataError if none has a label.
         """
         total = self.tree.total
         masses = (np.arange(count) + rng.random(count)) * (total / count)
@@ -252,53 +258,63 @@ class ExperienceBuffer:
         return BufferSample(tuple(self.slots[slot] for slot in slots), tuple(weights))
 
     def record_error(self, request_id: str, error: float) -> None:
-        """Note the error of an experience after an update. Raises: DataError for one that is no error."""
+        """Record the error of an experience after an update. Raises: DataError for an invalid error."""
         if not 0 <= error < math.inf:
             raise DataError(f"error: {error} must be finite and at least 0")
-        slot = self.slot_of.get(request_id)
+        slot = self.slots_by_request.get(request_id)
         if slot is not None:
             self.slots[slot].times_learned += 1
             self.largest_error = max(self.largest_error, error)
             self._set_error(slot, error)
 
     def evict_outdated(self, version: int) -> None:
-        """Drop every experience that is too old or too stale. Args: version: of the policy that answers."""
+        """Evict every experience that is too old or too stale.
+
+        Args:
+            version: of the answering policy.
+        """
         for slot in sorted(self.slots):
-            if reason := self._find_eviction_reason(self.slots[slot], version):
+            reason = self._find_eviction_reason(self.slots[slot], version)
+            if reason:
                 self._evict_slot(slot, reason)
 
     def collect_referenced_versions(self) -> set[int]:
-        """Policy versions that sampled an experience which is still here."""
-        return {kept.experience.policy_version for kept in self.slots.values()}
+        """Return the policy versions that sampled an experience in the buffer."""
+        return {buffered.experience.policy_version for buffered in self.slots.values()}
 
     def count_longest_answer_tokens(self) -> int:
-        """Tokens of the longest answer that is here, those of an environment's turns included; 0 for none."""
-        rollouts = (rollout for kept in self.slots.values() for rollout in kept.experience.rollouts)
-        return max((len(rollout.completion_ids) for rollout in rollouts), default=0)
+        """Return the tokens of the longest answer, including the environment's turns; 0 for an empty buffer."""
+        lengths = (
+            len(rollout.completion_ids)
+            for buffered in self.slots.values()
+            for rollout in buffered.experience.rollouts
+        )
+        return max(lengths, default=0)
 
     def find_first_number(self) -> int | None:
-        """The smallest record number that is still here."""
-        return min((kept.number for kept in self.slots.values()), default=None)
+        """Return the smallest record number in the buffer."""
+        return min((buffered.number for buffered in self.slots.values()), default=None)
 
     def compute_metrics(self) -> dict[str, float]:
-        """Size, share of the largest caller, ages, evictions by reason."""
-        held = Counter(kept.experience.caller for kept in self.slots.values())
-        ages = [max(0.0, self.now - kept.experience.time) for kept in self.slots.values()]
-        found = {
+        """Return size, share of the largest caller, ages and evictions by reason."""
+        experiences = [buffered.experience for buffered in self.slots.values()]
+        by_caller = Counter(experience.caller for experience in experiences)
+        ages = [max(0.0, self.now - experience.time) for experience in experiences]
+        metrics = {
             "online/buffer_size": float(len(self.slots)),
             "online/buffer_drawable": float(self.num_drawable),
-            "online/buffer_callers": float(len(held)),
-            "online/buffer_largest_caller": max(held.values(), default=0) / max(1, len(self.slots)),
+            "online/buffer_callers": float(len(by_caller)),
+            "online/buffer_largest_caller": max(by_caller.values(), default=0)
+            / max(1, len(self.slots)),
             "online/buffer_age_max_seconds": max(ages, default=0.0),
             "online/buffer_age_mean_seconds": math.fsum(ages) / max(1, len(ages)),
         }
-        return found | {
-            f"online/evicted/{reason}": float(count)
-            for reason, count in sorted(self.evicted.items())
-        }
+        for reason, count in sorted(self.evicted.items()):
+            metrics[f"online/evicted/{reason}"] = float(count)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the experiences themselves, which are in the log under their numbers."""
+        """Return the state without the experiences, which are in the log under their numbers."""
         slots = sorted(self.slots)
         return {
             "slots": slots,
@@ -309,7 +325,7 @@ class ExperienceBuffer:
             "agreed": [self.slots[slot].agreed for slot in slots],
             "labels": [_encode_label(self.slots[slot].label) for slot in slots],
             "errors": [self.errors[slot] for slot in slots],
-            "free": list(self._free),
+            "free": list(self._free_slots),
             "largest_error": self.largest_error,
             "newest_times": list(self.newest_times),
             "newest_position": self.newest_position,
@@ -319,94 +335,88 @@ class ExperienceBuffer:
     def load_state_dict(
         self, state: Mapping[str, Any], experiences: Mapping[int, Experience]
     ) -> None:
-        """Inverse of `state_dict`.
+        """Load a state; inverse of `state_dict`.
 
         Args:
-            experiences: by record number; all that the state names.
-        Raises: DataError where one is missing.
+            experiences: by record number; all that the state refers to.
+        Raises: DataError if one is missing.
         """
         missing = [number for number in state["numbers"] if number not in experiences]
         if missing:
             raise DataError(
-                f"the buffer's record {missing[0]} is gone, and {len(missing) - 1} more; the log was changed"
+                f"the buffer's record {missing[0]} is missing, and {len(missing) - 1} more; the log was changed"
             )
         self.__init__(self.settings)  # type: ignore[misc]
-        self._free = list(state["free"])
-        self.largest_error, self.newest_position = (
-            float(state["largest_error"]),
-            int(state["newest_position"]),
-        )
+        self._free_slots = list(state["free"])
+        self.largest_error = float(state["largest_error"])
+        self.newest_position = int(state["newest_position"])
         self.newest_times.extend(state["newest_times"])
         self.evicted.update(state["evicted"])
-        names = (
-            "slots",
-            "numbers",
-            "digests",
-            "positions",
-            "labels",
-            "times_learned",
-            "agreed",
-            "errors",
+        rows = zip(
+            state["slots"],
+            state["numbers"],
+            state["digests"],
+            state["positions"],
+            state["labels"],
+            state["times_learned"],
+            state["agreed"],
+            state["errors"],
+            strict=True,
         )
-        for slot, number, digest, position, label, times, agreed, error in zip(
-            *(state[n] for n in names), strict=True
-        ):
+        for slot, number, digest, position, label_row, times, agreed, error in rows:
             experience = experiences[number]
-            found = Label.from_json(label) if label is not None else None
+            label = Label.from_json(label_row) if label_row is not None else None
             self.slots[slot] = BufferedExperience(
-                number, experience, digest, position, found, times, agreed
+                number, experience, digest, position, label, times, agreed
             )
-            self.slot_of[experience.request_id] = slot
+            self.slots_by_request[experience.request_id] = slot
             self.errors[slot] = error
-            if found is not None:
+            if label is not None:
                 self._set_error(slot, error)
 
-    def _find_eviction_reason(self, kept: BufferedExperience, version: int) -> str:
-        settings, experience = self.settings, kept.experience
+    def _find_eviction_reason(self, buffered: BufferedExperience, version: int) -> str:
+        settings, experience = self.settings, buffered.experience
         if self.now - experience.time > settings.max_age_s:
             return "age"
         if version - experience.policy_version > settings.max_staleness:
             return "staleness"
-        # one experience that is never evicted would hold all segments after its own, until the log takes nothing more
-        is_far = self.newest_position - kept.position > settings.max_bytes * _MAX_LOG_SHARE
+        # An experience that is never evicted would keep all later segments, until the log is full.
+        is_far = self.newest_position - buffered.position > settings.max_bytes * _MAX_LOG_SHARE
         return "log" if is_far and not settings.keep_segments else ""
 
-    def _count_of_caller(self, caller: str) -> int:
-        return sum(kept.experience.caller == caller for kept in self.slots.values())
+    def _count_for_caller(self, caller: str) -> int:
+        return sum(buffered.experience.caller == caller for buffered in self.slots.values())
 
     def _find_eviction_slot(self, caller: str | None) -> int:
-        """Slot of the experience to go (of a caller): by error, then by age.
+        """Return the slot of the experience (of a caller) to evict: the one with the smallest error, then the oldest.
 
-        Those without a label go first where they have more than `waiting_share` of the room. The rest of them stay: a
-        label comes later than its answer.
+        Experiences without a label are evicted first if they use more than `waiting_share` of the capacity. Otherwise
+        they
+        stay, because labels arrive later than answers.
         """
         slots = [
-            s
-            for s, kept in self.slots.items()
-            if caller is None or kept.experience.caller == caller
+            slot
+            for slot, buffered in self.slots.items()
+            if caller is None or buffered.experience.caller == caller
         ]
-        room = self.settings.capacity if caller is None else self.caller_cap
-        waiting = [s for s in slots if self.slots[s].label is None]
-        labelled = [s for s in slots if self.slots[s].label is not None]
-        chosen = (
-            waiting
-            if len(waiting) > room * self.settings.waiting_share or not labelled
-            else labelled
-        )
-        return min(chosen, key=lambda s: (self.errors[s], self.slots[s].number))
+        capacity = self.settings.capacity if caller is None else self.caller_cap
+        waiting = [slot for slot in slots if self.slots[slot].label is None]
+        labelled = [slot for slot in slots if self.slots[slot].label is not None]
+        has_many_waiting = len(waiting) > capacity * self.settings.waiting_share
+        candidates = waiting if has_many_waiting or not labelled else labelled
+        return min(candidates, key=lambda slot: (self.errors[slot], self.slots[slot].number))
 
     def _evict_slot(self, slot: int, reason: str) -> None:
-        kept = self.slots.pop(slot)
-        del self.slot_of[kept.experience.request_id], self.errors[slot]
+        buffered = self.slots.pop(slot)
+        del self.slots_by_request[buffered.experience.request_id], self.errors[slot]
         self.tree.set_priority(slot, 0.0)
-        self._free.append(slot)
+        self._free_slots.append(slot)
         self.evicted[reason] += 1
 
     def _set_error(self, slot: int, error: float) -> None:
         self.errors[slot] = error
-        self.tree.set_priority(
-            slot, (error + self.settings.priority_floor) ** self.settings.priority_exponent
-        )
+        base = error + self.settings.priority_floor
+        self.tree.set_priority(slot, base**self.settings.priority_exponent)
 
 
 def _encode_label(label: Label | None) -> dict[str, Any] | None:

@@ -1,12 +1,12 @@
-"""The record of experiences and labels on the disk: append-only segments with a checksum in every line.
+"""Log of experiences and labels on disk: append-only segments with a checksum in every line.
 
-    <folder>/.lock                    flock of the one writer (the server)
+    <folder>/.lock                    flock of the single writer (the server)
     <folder>/segment-000000000001.jsonl   named after the number of its first record
 
     {"number": 17, "kind": "experience", "experience": {...}, "crc": "..."}
 
-A record is acknowledged when `append` returns: its bytes are on the disk then. A writer that was killed may leave a
-torn last line, which nobody was promised; the next one cuts it off. Readers (the worker) follow without a lock.
+A record is acknowledged when `append` returns; its bytes are then on the disk. A killed writer may leave a torn last
+line, which was never acknowledged; the next writer truncates it. Readers (the worker) follow without a lock.
 """
 
 from __future__ import annotations
@@ -31,21 +31,19 @@ RECORD_KINDS = ("experience", "label", "control")
 
 
 class ExperienceLogRecord(NamedTuple):
-    """One record."""
+    """Record of the log."""
 
-    number: int  # from 1, rising by 1
+    number: int  # consecutive, from 1
     kind: str  # experience, label or control
-    value: dict[
-        str, Any
-    ]  # plain values of the experience, of {"request_id", "label"}, or of the order
+    value: dict[str, Any]  # an experience, {"request_id", "label"}, or an order, as plain values
     size: int = 0  # bytes in the log
 
     def parse_experience(self) -> Experience:
-        """The experience. Raises: DataError."""
+        """Return the experience. Raises: DataError."""
         return Experience.from_json(self.value)
 
     def parse_label(self) -> tuple[str, Label]:
-        """(request, label). Raises: DataError."""
+        """Return (request id, label). Raises: DataError."""
         try:
             return str(self.value["request_id"]), Label.from_json(self.value["label"])
         except (KeyError, TypeError) as error:
@@ -53,29 +51,38 @@ class ExperienceLogRecord(NamedTuple):
 
 
 def list_segments(folder: Path) -> list[tuple[int, Path]]:
-    """(number of the first record, path) of every segment, the oldest first."""
+    """Return (number of the first record, path) of every segment, oldest first."""
     if not folder.is_dir():
         return []
-    found = ((match, path) for path in folder.iterdir() if (match := _SEGMENT.fullmatch(path.name)))
-    return sorted((int(match[1]), path) for match, path in found)
+    segments = []
+    for path in folder.iterdir():
+        match = _SEGMENT.fullmatch(path.name)
+        if match:
+            segments.append((int(match[1]), path))
+    return sorted(segments)
 
 
 def find_oldest_number(folder: Path) -> int | None:
-    """Number that the oldest segment begins with; None = there is none."""
-    found = list_segments(folder)
-    return found[0][0] if found else None
+    """Return the first record number of the oldest segment, or None without a segment."""
+    segments = list_segments(folder)
+    return segments[0][0] if segments else None
 
 
 class ExperienceLog:
-    """The writer; a context manager that holds the folder's lock and mends what a killed writer left."""
+    """Writer of the log; a context manager that holds the folder's lock and repairs what a killed writer left."""
 
     def __init__(
         self, folder: Path | str, *, segment_bytes: int = 1 << 24, max_bytes: int = 1 << 30
     ) -> None:
-        """segment_bytes: size at which a segment is closed. max_bytes: of all segments; beyond it nothing is taken."""
+        """Configure the writer.
+
+        Args:
+            segment_bytes: size at which a segment is closed.
+            max_bytes: of all segments; above it, records are refused.
+        """
         self.folder = Path(folder)
         self.segment_bytes, self.max_bytes = segment_bytes, max_bytes
-        self.num_refused_records = 0  # records that found the log full
+        self.num_refused_records = 0  # because the log was full
         self.next_number = 1
         self._path: Path | None = None
         self._sizes: dict[Path, int] = {}
@@ -101,16 +108,18 @@ class ExperienceLog:
         self._lock.__exit__(kind, error, traceback)
 
     def append(self, records: Sequence[tuple[str, Mapping[str, Any]]]) -> list[int] | None:
-        """Write records together, with one wait for the disk.
+        """Append records with a single sync.
 
         Args:
             records: (kind, plain values) of each.
-        Returns: their numbers, once they are safe; None where the log is full: nothing was written, `refused` counts.
-        Raises: DataError for a kind or a value that is none; CheckpointError where the disk refuses (nothing stays).
+        Returns: their numbers once they are durable; None if the log is full, in which case nothing is written and
+            `num_refused_records` counts them.
+        Raises: DataError for an invalid kind or value; CheckpointError for a disk error (nothing is written).
         """
         assert self._lock.is_held, "append within the `with` block"
-        if wrong := next((kind for kind, _ in records if kind not in RECORD_KINDS), None):
-            raise DataError(f"kind: '{wrong}' must be one of {', '.join(RECORD_KINDS)}")
+        for kind, _ in records:
+            if kind not in RECORD_KINDS:
+                raise DataError(f"kind: '{kind}' must be one of {', '.join(RECORD_KINDS)}")
         numbers = list(range(self.next_number, self.next_number + len(records)))
         try:
             data = b"".join(
@@ -118,8 +127,8 @@ class ExperienceLog:
                 for number, (kind, value) in zip(numbers, records, strict=True)
             )
         except ValueError as error:
-            raise DataError(f"a record holds a value that JSON has no word for: {error}") from error
-        self._forget_removed()
+            raise DataError(f"a record holds a value that is not valid JSON: {error}") from error
+        self._drop_removed_segments()
         if sum(self._sizes.values()) + len(data) > self.max_bytes:
             self.num_refused_records += len(records)
             return None
@@ -133,12 +142,12 @@ class ExperienceLog:
         return numbers
 
     def append_experience(self, experience: Experience) -> int | None:
-        """`append` of one experience."""
+        """Append one experience; return its number, or None if the log is full."""
         numbers = self.append([("experience", experience.to_json())])
         return None if numbers is None else numbers[0]
 
     def append_label(self, request_id: str, label: Label) -> int | None:
-        """`append` of a label for an earlier request."""
+        """Append a label for an earlier request; return its number, or None if the log is full."""
         label.check_content()
         numbers = self.append([("label", {"request_id": request_id, "label": label.to_json()})])
         return None if numbers is None else numbers[0]
@@ -148,17 +157,18 @@ class ExperienceLog:
             return self._path
         return self.folder / f"segment-{self.next_number:012d}.jsonl"
 
-    def _forget_removed(self) -> None:
-        """Segments that the worker has removed count no more."""
-        for path in [path for path in self._sizes if path != self._path and not path.exists()]:
-            del self._sizes[path]
+    def _drop_removed_segments(self) -> None:
+        """Stop counting segments that the worker has removed."""
+        for path in list(self._sizes):
+            if path != self._path and not path.exists():
+                del self._sizes[path]
 
     def _recover(self) -> None:
-        """Find the end; cut off a line that a killed writer left unfinished."""
-        found = list_segments(self.folder)
-        self._sizes = {path: path.stat().st_size for _, path in found}
+        """Find the end of the log and truncate a line that a killed writer left unfinished."""
+        segments = list_segments(self.folder)
+        self._sizes = {path: path.stat().st_size for _, path in segments}
         self._path, self.next_number = None, 1
-        for first, path in reversed(found):
+        for first, path in reversed(segments):
             end, last = 0, first - 1
             for line in read_checked_lines(path):
                 end = line.end
@@ -166,7 +176,7 @@ class ExperienceLog:
                     last = max(last, int(line.record["number"]))
                 else:
                     report_damaged_line(path, line)
-                    last += 1  # its number is not given again
+                    last += 1  # its number is not reused
             if end < self._sizes[path]:
                 truncate_file(path, end)
                 self._sizes[path] = end
@@ -179,10 +189,14 @@ class ExperienceLog:
 
 
 class ExperienceLogReader:
-    """Follows the log from a record on; damaged lines are left out and counted, each once."""
+    """Reader that follows the log from a record on; skips damaged lines and counts each once."""
 
     def __init__(self, folder: Path | str, after: int = 0) -> None:
-        """after: number of the last record that is known already."""
+        """Start reading.
+
+        Args:
+            after: number of the last record that is already known.
+        """
         self.folder = Path(folder)
         self.last_number = after
         self.num_damaged = 0
@@ -190,50 +204,43 @@ class ExperienceLogReader:
         self._offset = 0
 
     def read_records(self) -> Iterator[ExperienceLogRecord]:
-        """Records that are there by now, in order."""
+        """Yield the records that are available now, in order."""
         if (self._path is None or not self._path.exists()) and not self._find_next_segment():
             return
         while True:
             assert self._path is not None
-            following = (
-                self._find_following_segment()
-            )  # looked for first: a segment that has a successor grows no more
-            yield from self._read_rest_of_segment()
-            if following is None:
+            # Looked up before reading, because a segment with a successor no longer grows.
+            successor = self._find_successor()
+            yield from self._read_segment()
+            if successor is None:
                 return
-            self._path, self._offset = following, 0
+            self._path, self._offset = successor, 0
 
-    def _read_rest_of_segment(self) -> Iterator[ExperienceLogRecord]:
+    def _read_segment(self) -> Iterator[ExperienceLogRecord]:
         assert self._path is not None
         for line in read_checked_lines(self._path, self._offset):
             self._offset = line.end
-            record = line.record
-            if (
-                record is None
-                or record.get("kind") not in RECORD_KINDS
-                or not isinstance(record.get("number"), int)
-            ):
+            record = line.record or {}
+            kind, number = record.get("kind"), record.get("number")
+            if kind not in RECORD_KINDS or not isinstance(number, int):
                 self.num_damaged += 1
                 report_damaged_line(self._path, line)
                 continue
-            if record["number"] > self.last_number:
-                self.last_number = record["number"]
-                yield ExperienceLogRecord(
-                    record["number"], record["kind"], record[record["kind"]], line.end - line.start
-                )
+            if number > self.last_number:
+                self.last_number = number
+                yield ExperienceLogRecord(number, kind, record[kind], line.end - line.start)
 
     def _find_next_segment(self) -> bool:
-        """Find the segment that holds the next record."""
-        found = list_segments(self.folder)
-        if not found:
+        """Open the segment that holds the next record; return False without a segment."""
+        segments = list_segments(self.folder)
+        if not segments:
             return False
-        self._path = next(
-            (path for first, path in reversed(found) if first <= self.last_number + 1), found[0][1]
-        )
+        earlier = [path for first, path in segments if first <= self.last_number + 1]
+        self._path = earlier[-1] if earlier else segments[0][1]
         self._offset = 0
         return True
 
-    def _find_following_segment(self) -> Path | None:
+    def _find_successor(self) -> Path | None:
         assert self._path is not None
         later = [path for _, path in list_segments(self.folder) if path.name > self._path.name]
         return later[0] if later else None

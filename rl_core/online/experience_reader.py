@@ -1,4 +1,4 @@
-"""Intake of the log's records: experiences into the buffer with their first label, feedback, signals of the traffic."""
+"""Intake of log records: experiences get their first label and enter the buffer; feedback and signals are applied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExperienceReader:
-    """The worker's view of the traffic. What it holds follows from the records and their order alone."""
+    """Worker's view of the traffic. Its state depends only on the records and their order."""
 
     def __init__(
         self,
@@ -36,31 +36,36 @@ class ExperienceReader:
         on_alarm: Callable[[str, str], None],
         on_order: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """on_alarm: called with the signal and a sentence. on_order: called with an order; may raise DataError."""
+        """Prepare an empty reader.
+
+        Args:
+            on_alarm: called with the signal and a sentence.
+            on_order: called with an order; may raise DataError.
+        """
         self.settings, self.vocab_size = settings, vocab_size
         self._on_alarm, self._on_order = on_alarm, on_order
         self.buffer = ExperienceBuffer(settings.buffer)
         self.drift = DriftMonitor(settings.drift)
         self.precision = PseudoLabelPrecision()
-        self.trusts_consensus = (
-            settings.labels.use_consensus
-        )  # False = pseudo-labels are measured alone
+        # If False, pseudo-labels are measured but not learned from.
+        self.trusts_consensus = settings.labels.use_consensus
         self.counts: Counter[str] = Counter()
         self.records = 0  # answers and labels read so far
-        self.read_bytes = 0  # of all records read so far
+        self.read_bytes = 0  # of all records
         self.last_digest = ""
 
     def process_record(
         self, record: ExperienceLogRecord, log_path: object, version: int, live: int
     ) -> None:
-        """Take one record in; one that cannot be used is counted and left out.
+        """Process one record; an unusable one is counted and skipped.
 
         Args:
-            place: of the log, for the warning. version: the worker's newest update. live: version that answers.
+            log_path: for the warning.
+            version: the worker's newest update.
+            live: version that answers.
         """
-        self.records += (
-            record.kind != "control"
-        )  # orders follow from updates, and must not cause any
+        # Orders follow from updates and must not trigger any, so they do not count.
+        self.records += record.kind != "control"
         self.read_bytes += record.size
         self.last_digest = digest_record(record)
         try:
@@ -70,18 +75,13 @@ class ExperienceReader:
                 self._apply_label(*record.parse_label())
             else:
                 self._on_order(record.value)
-        except (
-            DataError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-        ) as error:  # of values of another type
+        # The last four are raised for values of the wrong type.
+        except (DataError, TypeError, ValueError, KeyError, AttributeError) as error:
             self.counts["refused"] += 1
-            logger.warning("record %d of %s is left out: %s", record.number, log_path, error)
+            logger.warning("record %d of %s is skipped: %s", record.number, log_path, error)
 
     def observe_signal(self, signal: str, value: float) -> None:
-        """Hand a signal to the drift monitor."""
+        """Pass a signal to the drift monitor."""
         alarm = self.drift.observe(signal, value)
         if alarm is not None:
             self._on_alarm(signal, f"drift: {alarm}")
@@ -93,8 +93,8 @@ class ExperienceReader:
         )
         if experience.policy_version > version:
             raise DataError(
-                f"policy_version: {experience.policy_version} comes from a later update than {version}, the last "
-                "one here; the log belongs to another worker"
+                f"policy_version: {experience.policy_version} is of a later update than {version}, the latest of this "
+                "worker; the log belongs to another worker"
             )
         self._observe_traffic(experience)
         label = self._choose_first_label(experience)
@@ -108,24 +108,19 @@ class ExperienceReader:
         )
 
     def _observe_traffic(self, experience: Experience) -> None:
-        drift, turns = (
-            self.settings.drift,
-            [t for r in experience.rollouts for t in r.trajectory.turns],
-        )
-        tokens = sum(sum(rollout.loss_mask) for rollout in experience.rollouts) / len(
-            experience.rollouts
-        )
+        rollouts = experience.rollouts
+        turns = [turn for rollout in rollouts for turn in rollout.trajectory.turns]
+        mean_tokens = sum(sum(rollout.loss_mask) for rollout in rollouts) / len(rollouts)
         self.observe_signal("confidence", experience.vote.confidence)
-        self.observe_signal("length", tokens / drift.max_length)
+        self.observe_signal("length", mean_tokens / self.settings.drift.max_length)
         self.observe_signal("refusals", sum(turn.is_error for turn in turns) / max(1, len(turns)))
 
     def _choose_first_label(self, experience: Experience) -> Label | None:
-        labels = self.settings.labels
-        found = self._create_consensus_label(experience) if self.trusts_consensus else None
-        if found is not None:
+        label = self._create_consensus_label(experience) if self.trusts_consensus else None
+        if label is not None:
             self.counts["pseudo_labels"] += 1
-            return found
-        return Label("played", "environment") if labels.trust_environment else None
+            return label
+        return Label("played", "environment") if self.settings.labels.trust_environment else None
 
     def _create_consensus_label(self, experience: Experience) -> Label | None:
         labels = self.settings.labels
@@ -137,79 +132,68 @@ class ExperienceReader:
         )
 
     def _apply_label(self, request_id: str, label: Label) -> None:
-        kept = self.buffer.find_experience(request_id)
-        if kept is None:
+        buffered = self.buffer.find_experience(request_id)
+        if buffered is None:
             self.counts["labels_without_experience"] += 1
             return
         self.counts["labels"] += 1
-        chosen = choose_prevailing_label(kept.label, label)
+        chosen = choose_prevailing_label(buffered.label, label)
         if chosen is not label:
             return
         if label.source == "feedback":
-            self._compare_with_feedback(kept, label)
+            self._compare_with_feedback(buffered, label)
         self.buffer.set_label(request_id, label)
         self._review_trust()
 
-    def _compare_with_feedback(self, kept: BufferedExperience, label: Label) -> None:
-        """Precision of the pseudo-label, and success of the answer that was given."""
-        consensus = self._create_consensus_label(kept.experience)
+    def _compare_with_feedback(self, buffered: BufferedExperience, label: Label) -> None:
+        """Compare feedback with the pseudo-label (for its precision) and with the returned answer (for success)."""
+        consensus = self._create_consensus_label(buffered.experience)
         if consensus is not None:
-            self.precision.remove_observation(kept.agreed)
-            kept.agreed = self.precision.observe(consensus, label)
-        if kept.label is not None and kept.label.source == "feedback":
-            return  # one who says it again and again is no change of the traffic
-        given = kept.experience.vote.answer
+            self.precision.remove_observation(buffered.agreed)
+            buffered.agreed = self.precision.observe(consensus, label)
+        if buffered.label is not None and buffered.label.source == "feedback":
+            return  # repeated feedback is not a change of the traffic
+        returned_answer = buffered.experience.vote.answer
         if label.kind == "answer" and label.text is not None:
-            self.observe_signal(
-                "success",
-                float(
-                    given is not None and normalise_answer(given) == normalise_answer(label.text)
-                ),
+            is_right = returned_answer is not None and (
+                normalise_answer(returned_answer) == normalise_answer(label.text)
             )
+            self.observe_signal("success", float(is_right))
         elif label.score is not None:
             self.observe_signal("success", max(0.0, label.score))
 
     def _review_trust(self) -> None:
-        """Take back the pseudo-labels once feedback has shown that too few are right; later ones count again."""
+        """Drop the pseudo-labels when feedback shows that too few are right; use new ones again when it recovers."""
         labels = self.settings.labels
         trusts = labels.use_consensus and self.precision.is_at_least(labels.min_precision)
         if self.trusts_consensus and not trusts:
-            taken_back = self.buffer.drop_labels("consensus")
-            self.counts["pseudo_labels_taken_back"] += taken_back
-            agreed, checked = (
+            num_dropped = self.buffer.drop_labels("consensus")
+            self.counts["pseudo_labels_taken_back"] += num_dropped
+            logger.warning(
+                "pseudo-labels are no longer used: feedback confirmed %d of %d (labels.min_precision %g); "
+                "%d in the buffer are dropped",
                 self.precision.agreed,
                 self.precision.agreed + self.precision.disagreed,
-            )
-            logger.warning(
-                "pseudo-labels are not learned from any more: feedback confirmed %d of %d (labels.min_precision %g); "
-                "%d in the buffer are taken back",
-                agreed,
-                checked,
                 labels.min_precision,
-                taken_back,
+                num_dropped,
             )
         elif trusts and not self.trusts_consensus:
-            logger.warning("pseudo-labels are learned from again: feedback confirms enough of them")
+            logger.warning("pseudo-labels are used again: feedback confirms enough of them")
         self.trusts_consensus = trusts
 
     def collect_metrics(self) -> dict[str, float]:
-        """Records, counts, and the numbers of the buffer, the alarms and the pseudo-labels."""
-        found = {
+        """Return records, counts, and the metrics of buffer, alarms and pseudo-labels."""
+        metrics = {
             "online/records": float(self.records),
             "online/trusts_consensus": float(self.trusts_consensus),
         }
-        found |= {
-            f"online/count/{name}": float(count) for name, count in sorted(self.counts.items())
-        }
-        return (
-            found
-            | self.buffer.compute_metrics()
-            | self.drift.compute_metrics()
-            | self.precision.compute_metrics()
-        )
+        for name, count in sorted(self.counts.items()):
+            metrics[f"online/count/{name}"] = float(count)
+        metrics |= self.buffer.compute_metrics() | self.drift.compute_metrics()
+        return metrics | self.precision.compute_metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the experiences themselves, which are in the log."""
+        """Return the state without the experiences, which are in the log."""
         return {
             "buffer": self.buffer.state_dict(),
             "drift": self.drift.state_dict(),
@@ -224,14 +208,16 @@ class ExperienceReader:
     def load_state_dict(
         self, state: Mapping[str, Any], experiences: Mapping[int, Experience]
     ) -> None:
-        """Inverse of `state_dict`. Args: experiences: of the buffer, by record number. Raises: DataError."""
+        """Load a state; inverse of `state_dict`.
+
+        Args:
+            experiences: of the buffer, by record number.
+        Raises: DataError.
+        """
         self.drift.load_state_dict(state["drift"])
-        self.precision.agreed, self.precision.disagreed = (
-            int(count) for count in state["precision"]
-        )
-        self.trusts_consensus = bool(
-            state.get("trusts_consensus", self.settings.labels.use_consensus)
-        )
+        self.precision.agreed, self.precision.disagreed = map(int, state["precision"])
+        default_trust = self.settings.labels.use_consensus
+        self.trusts_consensus = bool(state.get("trusts_consensus", default_trust))
         self.counts.clear()
         self.counts.update(state["counts"])
         self.records, self.read_bytes = int(state["records"]), int(state["read_bytes"])
@@ -240,8 +226,7 @@ class ExperienceReader:
 
 
 def digest_record(record: ExperienceLogRecord) -> str:
-    """Digest of a record, by which a checkpoint knows its log again."""
-    text = repr(
-        (record.number, record.kind, sorted(record.value.items(), key=lambda pair: pair[0]))
-    )
+    """Return the digest of a record, by which a checkpoint recognises its log."""
+    items = sorted(record.value.items(), key=lambda item: item[0])
+    text = repr((record.number, record.kind, items))
     return digest_bytes(text.encode("utf-8", "surrogatepass"))

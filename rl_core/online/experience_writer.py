@@ -1,4 +1,4 @@
-"""Served answers and their labels into the experience log: what is kept, and what is not."""
+"""Writer of served answers and their labels to the experience log; decides what is stored."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from rl_core.inference.serving_requests import FeedbackLabel, ServedAnswer
 from rl_core.online.canary_gate import is_canary
 from rl_core.online.experience import CHAT_ENVIRONMENT, build_served_experience
 from rl_core.online.experience_log import ExperienceLog, ExperienceLogReader, list_segments
-from rl_core.online.labels import create_feedback_label
+from rl_core.online.labels import Label, create_feedback_label
 from rl_core.settings import OnlineSettings
 
 logger = logging.getLogger(__name__)
 
-_MAX_KNOWN_ANSWERS = 100_000  # requests whose answers are remembered for their feedback
-_MAX_LABELS_PER_ANSWER = 16  # of one answer: every label counts towards the next update
-_MAX_BYTES_READ_AT_START = 64 * 2**20  # of the newest segments, read at the start for the same
+_MAX_KNOWN_ANSWERS = 100_000  # requests whose answers are kept in memory for feedback
+_MAX_LABELS_PER_ANSWER = 16  # limited, because every label counts towards the next update
+_MAX_BYTES_READ_AT_START = 64 * 2**20  # of the newest segments, to restore the known answers
 
 
 class ExperienceWriter:
-    """`AnswerSink` and `FeedbackSink` over an `ExperienceLog`; a context manager. Any thread.
+    """Sink of answers and feedback (`AnswerSink`, `FeedbackSink`) over an `ExperienceLog`.
 
-    Kept are answers that something can be learned from: sampled (not greedy) from the whole vocabulary, of the
-    environment that is learned (of conversations where there is none), and of no canary episode.
+    A context manager; thread-safe. Stored are answers that can be learned from: sampled (not greedy) from the complete
+    vocabulary, of the environment that is being learned (or conversations if there is none), and not of a canary
+    episode.
     """
 
     def __init__(
@@ -47,10 +48,14 @@ class ExperienceWriter:
         environment: Environment | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """environment: that is learned; None = conversations."""
+        """Configure the writer.
+
+        Args:
+            environment: that is being learned; None = conversations.
+        """
         self.settings, self.environment, self._clock = settings, environment, clock
         self.num_top_tokens = settings.service.record_top
-        self.counts: Counter[str] = Counter()  # kept, labels, and requests left out by reason
+        self.counts: Counter[str] = Counter()  # kept, labels, and excluded requests by reason
         self._log = ExperienceLog(
             folder, segment_bytes=settings.buffer.segment_bytes, max_bytes=settings.buffer.max_bytes
         )
@@ -75,13 +80,11 @@ class ExperienceWriter:
     ) -> None:
         self._log.__exit__(kind, error, traceback)
 
-    # Answers
-
     def record_answers(self, answers: Sequence[ServedAnswer]) -> None:
-        """Keep the answers to one request; see `AnswerSink`."""
-        why = self._find_exclusion_reason(answers)
-        if why:
-            self.counts[why] += 1
+        """Store the answers to one request; see `AnswerSink`."""
+        reason = self._find_exclusion_reason(answers)
+        if reason:
+            self.counts[reason] += 1
             return
         experience = build_served_experience(answers, self.settings.voting, self._clock())
         if experience.num_tokens > self.settings.buffer.max_tokens:
@@ -93,7 +96,7 @@ class ExperienceWriter:
             except CheckpointError as error:
                 self.counts["disk"] += 1
                 logger.warning(
-                    "request %s is not kept for learning: %s", experience.request_id, error
+                    "request %s is not stored for learning: %s", experience.request_id, error
                 )
                 return
             if number is None:
@@ -103,7 +106,7 @@ class ExperienceWriter:
             self._remember_answers(experience.request_id, experience.returned_answers)
 
     def _find_exclusion_reason(self, answers: Sequence[ServedAnswer]) -> str:
-        """Reason for which nothing is learned from these answers; "" = something is."""
+        """Return the reason why these answers cannot be learned from; "" if they can."""
         first = answers[0]
         if first.temperature <= 0:
             return "greedy"
@@ -113,90 +116,73 @@ class ExperienceWriter:
             return "empty"
         if len({answer.policy_version for answer in answers}) > 1:
             return "several_versions"
-        played = first.rollout.trajectory if first.rollout is not None else None
-        wanted = self.environment.name if self.environment is not None else CHAT_ENVIRONMENT
-        if (played.environment if played is not None else CHAT_ENVIRONMENT) != wanted:
+        trajectory = first.rollout.trajectory if first.rollout is not None else None
+        name = trajectory.environment if trajectory is not None else CHAT_ENVIRONMENT
+        learned = self.environment.name if self.environment is not None else CHAT_ENVIRONMENT
+        if name != learned:
             return "other_environment"
-        if played is not None and self.environment is not None:
-            try:
-                return "canary" if is_canary(self.environment, played.level, played.seed) else ""
-            except (
-                SettingsError,
-                EnvironmentFault,
-            ) as error:  # never learned from where it cannot be told
-                logger.warning(
-                    "level '%s', seed %d is not kept for learning: %s",
-                    played.level,
-                    played.seed,
-                    error,
-                )
-                return "failed"
-        return ""
-
-    # Labels
+        if trajectory is None or self.environment is None:
+            return ""
+        level, seed = trajectory.level, trajectory.seed
+        try:
+            return "canary" if is_canary(self.environment, level, seed) else ""
+        # If it cannot be determined, the answer is not learned from.
+        except (SettingsError, EnvironmentFault) as error:
+            logger.warning("level '%s', seed %d is not stored for learning: %s", level, seed, error)
+            return "failed"
 
     def knows(self, answer_id: str) -> bool:
-        """True = the answer is in the log, and can be labelled."""
+        """Return whether the answer is in the log and can be labelled."""
         with self._lock:
             return answer_id in self._returned_answers
 
     def accept_label(self, answer_id: str, choice: int, label: FeedbackLabel) -> None:
-        """Keep a label; see `FeedbackSink`."""
+        """Store a label; see `FeedbackSink`."""
         with self._lock:
-            given = self._returned_answers.get(answer_id)
-            if given is None:
-                raise UnknownAnswer(f"nothing is learned from answer '{answer_id}'")
-            if choice >= len(given):
+            answers = self._returned_answers.get(answer_id)
+            if answers is None:
+                raise UnknownAnswer(f"answer '{answer_id}' is not used for learning")
+            if choice >= len(answers):
                 raise DataError(
-                    f"answer '{answer_id}' has {len(given)} choices, none with index {choice}"
+                    f"answer '{answer_id}' has {len(answers)} choices, none with index {choice}"
                 )
             if self._label_counts[answer_id] >= _MAX_LABELS_PER_ANSWER:
                 raise DataError(
                     f"answer '{answer_id}' has {_MAX_LABELS_PER_ANSWER} labels already; the last of them counts"
                 )
-            has_answer, has_score = label.answer is not None, label.score is not None
-            found = create_feedback_label(
-                given[choice],
-                right_answer=label.answer,
-                score=label.score if not has_answer else None,
-                thumbs=cast("Literal['up', 'down'] | None", label.thumb)
-                if not (has_answer or has_score)
-                else None,
-                comment=label.comment,
-            )
-            if self._log.append_label(answer_id, found) is None:
+            feedback = _create_label(answers[choice], label)
+            if self._log.append_label(answer_id, feedback) is None:
                 self.counts["labels_full"] += 1
             else:
                 self.counts["labels"] += 1
                 self._label_counts[answer_id] += 1
 
-    # Orders
-
     def append_orders(self, orders: Sequence[Mapping[str, Any]]) -> None:
-        """Write orders to the worker, together. Raises: CheckpointError where the disk refuses or the log is full."""
+        """Append orders for the worker together. Raises: CheckpointError for a disk error or a full log."""
         with self._lock:
             if self._log.append([("control", dict(order)) for order in orders]) is None:
                 raise CheckpointError(
-                    f"{self._log.folder}: the log is full (buffer.max_bytes), so the worker gets no orders"
+                    f"{self._log.folder}: the log is full (buffer.max_bytes), so the worker receives no orders"
                 )
 
     def collect_metrics(self) -> dict[str, float]:
-        """Requests kept and left out, by reason."""
+        """Return the numbers of stored and excluded requests, by reason."""
         with self._lock:
             return {
                 f"online/answers/{name}": float(count)
                 for name, count in sorted(self.counts.items())
             }
 
-    def _remember_answers(self, request_id: str, given: tuple[str | None, ...]) -> None:
-        self._returned_answers[request_id] = given
+    def _remember_answers(self, request_id: str, answers: tuple[str | None, ...]) -> None:
+        self._returned_answers[request_id] = answers
         while len(self._returned_answers) > _MAX_KNOWN_ANSWERS:
-            self._label_counts.pop(self._returned_answers.popitem(last=False)[0], None)
+            oldest_id, _ = self._returned_answers.popitem(last=False)
+            self._label_counts.pop(oldest_id, None)
 
     def _load_known_answers(self) -> None:
-        """Answers of the newest segments, so that their labels are taken after a restart as well."""
-        found, size, first = list_segments(self._log.folder), 0, 1
-        for number, path in reversed(found):
+        """Load the answers of the newest segments, so that they can be labelled after a restart."""
+        size, first = 0, 1
+        for number, path in reversed(list_segments(self._log.folder)):
             size, first = size + path.stat().st_size, number
             if size > _MAX_BYTES_READ_AT_START:
                 break
@@ -207,8 +193,23 @@ class ExperienceWriter:
                 except DataError:
                     continue
                 self._remember_answers(experience.request_id, experience.returned_answers)
-            elif (
-                record.kind == "label"
-                and (request := str(record.value.get("request_id"))) in self._returned_answers
-            ):
-                self._label_counts[request] += 1
+            elif record.kind == "label":
+                request_id = str(record.value.get("request_id"))
+                if request_id in self._returned_answers:
+                    self._label_counts[request_id] += 1
+
+
+def _create_label(returned_answer: str | None, feedback: FeedbackLabel) -> Label:
+    """Convert feedback to a label; an answer takes precedence over a score, a score over thumbs."""
+    score, thumb = feedback.score, feedback.thumb
+    if feedback.answer is not None:
+        score = thumb = None
+    elif score is not None:
+        thumb = None
+    return create_feedback_label(
+        returned_answer,
+        right_answer=feedback.answer,
+        score=score,
+        thumbs=cast("Literal['up', 'down'] | None", thumb),
+        comment=feedback.comment,
+    )

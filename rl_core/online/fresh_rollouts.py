@@ -1,12 +1,11 @@
-"""Fresh rollouts: requests whose right answer feedback named are answered anew by the policy that learns.
+"""Fresh rollouts: requests whose right answer is known from feedback are sampled again by the learning policy.
 
-A recorded answer can be learned from once or twice: after a few updates its ratio to the policy that sampled it is
-clipped, and where all recorded answers are wrong there is nothing to compare. A right answer that a caller named stays
-right: new samples of the same request are on-policy at every update, and more of them tell more requests apart
-(one prompt, many samples: arXiv:2504.20571).
+A recorded answer can be learned from once or twice: after a few updates its ratio to the sampling policy is clipped,
+and if all recorded answers are wrong there is nothing to compare. A right answer named by a caller stays right: new
+samples of the same request are on-policy at every update, and more samples distinguish more requests (one prompt, many
+samples: arXiv:2504.20571).
 
-The environment's own judgement of the new episodes is not looked at: the label stands for the truth in the reward, as
-with recorded answers.
+The environment's judgement of the new episodes is not used: the label defines the reward, as for recorded answers.
 """
 
 from __future__ import annotations
@@ -37,26 +36,20 @@ from rl_core.types import Rollout
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ERRORS = (
-    DataError,
-    EnvironmentFault,
-    SettingsError,
-)  # a prompt without room, an environment, an unknown level
+# Raised for a prompt that fills the context, a failing environment, an unknown level.
+_REQUEST_ERRORS = (DataError, EnvironmentFault, SettingsError)
 
 
 def has_right_answer(buffered: BufferedExperience) -> bool:
-    """True = feedback named the right answer, which new samples can be compared with."""
-    return (
-        buffered.label is not None
-        and buffered.label.source == "feedback"
-        and buffered.label.kind == "answer"
-    )
+    """Return whether feedback named the right answer, which new samples can be compared with."""
+    label = buffered.label
+    return label is not None and label.source == "feedback" and label.kind == "answer"
 
 
 class FreshRolloutSampler:
-    """Samples requests anew from the policy's present weights.
+    """Sampler of requests with the policy's current weights.
 
-    Random numbers follow from (seed, update, request, sample) alone, so a resumed worker draws the same.
+    Random numbers depend only on (seed, update, request, sample), so a resumed worker draws the same.
     """
 
     def __init__(
@@ -67,16 +60,16 @@ class FreshRolloutSampler:
         *,
         seed: int,
     ) -> None:
-        """environment: whose episodes are served; None = conversations."""
-        self.policy, self.environment, self.settings, self.seed = (
-            policy,
-            environment,
-            settings,
-            seed,
-        )
-        self.counts: Counter[str] = Counter()  # rollouts sampled, requests that could not be played
+        """Prepare the sampler.
+
+        Args:
+            environment: whose episodes are served; None = conversations.
+        """
+        self.policy, self.environment = policy, environment
+        self.settings, self.seed = settings, seed
+        self.counts: Counter[str] = Counter()  # sampled rollouts and failed requests
         self._backend = policy.backend()
-        self._max_answer_tokens = 1  # tokens of a fresh answer
+        self._max_answer_tokens = 1  # of a fresh answer
 
     def sample_rollouts(
         self,
@@ -85,69 +78,76 @@ class FreshRolloutSampler:
         live_version: int,
         longest_answer_tokens: int,
     ) -> dict[int, Experience]:
-        """Experiences with fresh rollouts in place of the recorded ones, by number of the record.
+        """Return experiences with fresh rollouts instead of the recorded ones, by record number.
 
-        Left out: requests without a right answer by feedback, and those whose environment fails; they are learned from
-        as recorded. Their policy version is the live one: the KL is measured against the policy that answers by now.
+        Requests without a right answer from feedback, and those whose environment fails, are left out and learned from
+        as
+        recorded. The new experiences have the live policy version: the KL is measured against the policy that answers
+        now.
 
         Args:
-            update: number of the update, from 1. live: version that answers. longest: tokens of the longest recorded
-                answer; fresh ones take at most twice as many.
+            update: number of the update, from 1.
+            live_version: version that answers.
+            longest_answer_tokens: of the recorded answers; fresh ones use at most twice as many.
         """
-        wanted = [one for one in buffered if has_right_answer(one)]
-        if not wanted:
+        requests = [experience for experience in buffered if has_right_answer(experience)]
+        if not requests:
             return {}
         self._backend.refresh_weights()
         self._max_answer_tokens = min(
             self.settings.sampling.max_completion_tokens, 2 * longest_answer_tokens
         )
-        found = {}
         with use_eval_mode(self.policy.model):
-            groups = self._sample_groups(wanted, update)
-        for one, fresh in zip(wanted, groups, strict=True):
-            if len(fresh) > 1:
-                for rollout in fresh:
+            groups = self._sample_groups(requests, update)
+        fresh = {}
+        for request, rollouts in zip(requests, groups, strict=True):
+            if len(rollouts) > 1:
+                for rollout in rollouts:
                     rollout.trajectory.policy_version = live_version
-                found[one.number] = dataclasses.replace(
-                    one.experience, rollouts=tuple(fresh), recorded=(None,) * len(fresh)
+                fresh[request.number] = dataclasses.replace(
+                    request.experience, rollouts=tuple(rollouts), recorded=(None,) * len(rollouts)
                 )
-        self.counts["rollouts"] += sum(len(one.rollouts) for one in found.values())
-        self.counts["failed"] += len(wanted) - len(found)
-        return found
+        self.counts["rollouts"] += sum(len(experience.rollouts) for experience in fresh.values())
+        self.counts["failed"] += len(requests) - len(fresh)
+        return fresh
 
     def collect_metrics(self) -> dict[str, float]:
-        """Rollouts sampled and requests that could not be sampled, since the worker began."""
+        """Return the numbers of sampled rollouts and failed requests since the worker started."""
         return {f"online/fresh/{name}": float(self.counts[name]) for name in ("rollouts", "failed")}
 
-    def _build_sampling_settings(self, kept: BufferedExperience) -> SamplingSettings:
-        """The settings' sampling within the room of this update, at the temperature of the recorded answers."""
+    def _build_sampling_settings(self, request: BufferedExperience) -> SamplingSettings:
+        """Return the sampling settings for a request: this update's token limit, its recorded temperature."""
         return dataclasses.replace(
             self.settings.sampling,
             max_completion_tokens=self._max_answer_tokens,
-            temperature=kept.experience.rollouts[0].temperature,
+            temperature=request.experience.rollouts[0].temperature,
         )
 
     def _sample_groups(
-        self, wanted: Sequence[BufferedExperience], update: int
+        self, requests: Sequence[BufferedExperience], update: int
     ) -> list[list[Rollout]]:
-        """Rollouts of each request, those of equal temperature together; [] for one that cannot be sampled."""
-        found: dict[int, list[Rollout]] = {}
-        for sampling in dict.fromkeys(map(self._build_sampling_settings, wanted)):
-            members = [one for one in wanted if self._build_sampling_settings(one) == sampling]
+        """Sample rollouts of each request, those of equal settings together; [] for a request that fails."""
+        by_sampling: dict[SamplingSettings, list[BufferedExperience]] = {}
+        for request in requests:
+            by_sampling.setdefault(self._build_sampling_settings(request), []).append(request)
+        rollouts: dict[int, list[Rollout]] = {}
+        for sampling, members in by_sampling.items():
             try:
                 groups = self._sample_members(members, sampling, update)
-            except _REQUEST_ERRORS:  # which spoils no other
-                groups = [self._sample_one_request(one, sampling, update) for one in members]
-            found |= {one.number: group for one, group in zip(members, groups, strict=True)}
-        return [found[one.number] for one in wanted]
+            except _REQUEST_ERRORS:  # sample each alone, so that the error affects one request
+                groups = [self._sample_one_request(member, sampling, update) for member in members]
+            for request, group in zip(members, groups, strict=True):
+                rollouts[request.number] = group
+        return [rollouts[request.number] for request in requests]
 
     def _sample_one_request(
-        self, kept: BufferedExperience, sampling: SamplingSettings, update: int
+        self, request: BufferedExperience, sampling: SamplingSettings, update: int
     ) -> list[Rollout]:
         try:
-            return self._sample_members([kept], sampling, update)[0]
+            return self._sample_members([request], sampling, update)[0]
         except _REQUEST_ERRORS as error:
-            logger.warning("request %s is not sampled anew: %s", kept.experience.request_id, error)
+            request_id = request.experience.request_id
+            logger.warning("request %s is not sampled again: %s", request_id, error)
             return []
 
     def _sample_members(
@@ -155,12 +155,12 @@ class FreshRolloutSampler:
     ) -> list[list[Rollout]]:
         if self.environment is None:
             return self._sample_conversations(members, sampling, update)
-        played = [one.experience.rollouts[0].trajectory for one in members]
+        trajectories = [member.experience.rollouts[0].trajectory for member in members]
         groups = collect_rollouts(
             self.environment,
             self._backend,
             self.policy.renderer,
-            [EpisodeRequest(trajectory.level, trajectory.seed) for trajectory in played],
+            [EpisodeRequest(trajectory.level, trajectory.seed) for trajectory in trajectories],
             group_size=self.settings.samples,
             sampling=sampling,
             seed=self._compute_seed(update),
@@ -172,24 +172,31 @@ class FreshRolloutSampler:
         self, members: Sequence[BufferedExperience], sampling: SamplingSettings, update: int
     ) -> list[list[Rollout]]:
         groups = [
-            [self._build_sequence(one, update, sample) for sample in range(self.settings.samples)]
-            for one in members
+            [
+                self._build_sequence(member, update, sample)
+                for sample in range(self.settings.samples)
+            ]
+            for member in members
         ]
         self._backend.run_sequences([sequence for group in groups for sequence in group], sampling)
         return [
-            [self._build_rollout(one, sample, sequence) for sample, sequence in enumerate(group)]
-            for one, group in zip(members, groups, strict=True)
+            [self._build_rollout(member, sample, sequence) for sample, sequence in enumerate(group)]
+            for member, group in zip(members, groups, strict=True)
         ]
 
-    def _build_sequence(self, kept: BufferedExperience, update: int, sample: int) -> AnswerSequence:
-        seed = compute_sequence_seed(self._compute_seed(update), kept.experience.request_id, sample)
+    def _build_sequence(
+        self, request: BufferedExperience, update: int, sample: int
+    ) -> AnswerSequence:
+        seed = compute_sequence_seed(
+            self._compute_seed(update), request.experience.request_id, sample
+        )
         stops = build_stop_test(self.policy.renderer.action_text, self.settings.sampling.stop)
-        return AnswerSequence(list(kept.experience.rollouts[0].prompt_ids), seed, stops)
+        return AnswerSequence(list(request.experience.rollouts[0].prompt_ids), seed, stops)
 
     def _build_rollout(
-        self, kept: BufferedExperience, sample: int, sequence: AnswerSequence
+        self, request: BufferedExperience, sample: int, sequence: AnswerSequence
     ) -> Rollout:
-        experience = kept.experience
+        experience = request.experience
         return build_served_rollout(
             ServedAnswer(
                 answer_id=experience.request_id,

@@ -1,14 +1,12 @@
-"""Rewards of experiences: the label stands for the truth in the reward, and nowhere else.
+"""Rewards of experiences under their labels, and demonstrations from the right answers of a recorded buffer.
 
-An environment is a function of (level, seed, actions, right answer). So the episode is played again with the recorded
-actions and the label as its right answer, on a copy of the trajectory; the orchestrator that offline training uses
-then scores that copy with all its components.
+An environment is a function of (level, seed, actions, right answer). So the episode is replayed with the recorded
+actions and the label as its right answer, on a copy of the trajectory. The orchestrator of offline training then scores
+that copy with all its components. The label stands for the truth in the reward, and nowhere else.
+
+A file of demonstrations is new data for a retraining (`prepare_data.demonstrations`).
 
 R rollouts of the experience, C components.
-
-Demonstrations out of a recorded buffer: episodes and chat answers that were right under their label.
-
-For a retraining: a file of them is new data of `prepare_data.demonstrations`.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from rl_core.rollouts.episode_sequence import normalize_messages, normalize_step
 from rl_core.settings import OnlineLabelSettings
 from rl_core.types import Conversation, Rollout, RolloutGroup, StopReason, Trajectory
 
-REPLAY_TIMEOUT_SECONDS = 60.0  # of an environment's call, where it may wait
+REPLAY_TIMEOUT_SECONDS = 60.0  # per call of an environment that can block
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +44,23 @@ class RewardTable:
     """Rewards of an experience by rollout and component."""
 
     components: tuple[str, ...]  # [C]
-    raw_RC: NDArray[np.float64]  # 0 where a rollout is masked
+    raw_RC: NDArray[np.float64]  # 0 for a masked rollout
     weighted_RC: NDArray[np.float64]  # contributions to the total
     totals_R: NDArray[np.float64]
-    is_known_R: NDArray[
-        np.bool_
-    ]  # False = the label says nothing of this rollout, or a component failed on it
+    # False = the label does not apply to this rollout, or a component failed on it
+    is_known_R: NDArray[np.bool_]
     success_R: NDArray[np.bool_]  # under the label
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, None where nothing is known."""
-        known = self.is_known_R.tolist()
-        rows = zip(
-            known,
-            self.raw_RC.tolist(),
-            self.weighted_RC.tolist(),
-            self.totals_R.tolist(),
-            strict=True,
-        )
-        return {
-            "components": list(self.components),
-            "rollouts": [
-                {"raw": raw, "weighted": weighted, "total": total} if is_known else None
-                for is_known, raw, weighted, total in rows
-            ],
-        }
+        """Return plain values, None for unknown rewards."""
+        columns = (self.is_known_R, self.raw_RC, self.weighted_RC, self.totals_R)
+        rollouts = [
+            {"raw": raw, "weighted": weighted, "total": total} if is_known else None
+            for is_known, raw, weighted, total in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
+        ]
+        return {"components": list(self.components), "rollouts": rollouts}
 
 
 def apply_label(
@@ -80,30 +70,32 @@ def apply_label(
     *,
     is_same_answer: Callable[[str, str], bool] | None = None,
 ) -> list[Rollout | None]:
-    """Copies of the rollouts with the reward, success and right answer that follow from the label; None = unknown.
+    """Copy the rollouts with reward, success and right answer according to the label; None if unknown.
 
     Args:
-        environment: that was played; None = chat, where an answer is right (1, else 0) if it is the label's.
-        same: equality of an answer and a label, in chat and for scores; None = up to case and white space.
-    Raises: DataError for an experience of another environment; EnvironmentFault where the replay fails.
+        environment: that was played; None = chat, where an answer is right (1, else 0) if it equals the label's.
+        is_same_answer: equality of an answer and a label, in chat and for scores; None = ignoring case and white space.
+    Raises: DataError for an experience of another environment; EnvironmentFault if the replay fails.
     """
-    is_same_answer = is_same_answer or (
-        lambda answer, text: normalise_answer(answer) == normalise_answer(text)
-    )
-    found: list[Rollout | None] = []
+    is_same_answer = is_same_answer or _have_equal_normal_form
+    labelled: list[Rollout | None] = []
     for rollout in experience.rollouts:
         if label.kind == "played":
-            found.append(_copy_rollout(rollout))
+            labelled.append(_copy_rollout(rollout))
         elif label.kind == "score":
-            found.append(_apply_score(rollout, label, is_same_answer, experience.vote.answer))
+            labelled.append(_apply_score(rollout, label, is_same_answer, experience.vote.answer))
         else:
             assert label.text is not None
-            found.append(_apply_right_answer(rollout, label.text, environment, is_same_answer))
-    return found
+            labelled.append(_apply_right_answer(rollout, label.text, environment, is_same_answer))
+    return labelled
+
+
+def _have_equal_normal_form(answer: str, text: str) -> bool:
+    return normalise_answer(answer) == normalise_answer(text)
 
 
 def _copy_rollout(rollout: Rollout, **changes: Any) -> Rollout:
-    """A rollout whose trajectory is its own, with these values; a reward as an unscored trajectory has it."""
+    """Copy a rollout and its trajectory with these values; rewards are as in an unscored trajectory."""
     old = rollout.trajectory
     rewards = {name: value for name, value in old.rewards.items() if name == "task"}
     trajectory = dataclasses.replace(
@@ -123,15 +115,14 @@ def _apply_score(
     is_same_answer: Callable[[str, str], bool],
     returned_answer: str | None,
 ) -> Rollout | None:
-    """A score is of one answer; of others nothing is known."""
-    wanted, answer = (
-        label.text if label.text is not None else returned_answer,
-        rollout.trajectory.answer,
-    )
-    is_meant = (
-        answer == wanted if answer is None or wanted is None else is_same_answer(answer, wanted)
-    )
-    if not is_meant:
+    """Apply a score to the one answer it is about; return None for other answers, which stay unknown."""
+    scored_answer = label.text if label.text is not None else returned_answer
+    answer = rollout.trajectory.answer
+    if answer is None or scored_answer is None:
+        is_scored = answer == scored_answer
+    else:
+        is_scored = is_same_answer(answer, scored_answer)
+    if not is_scored:
         return None
     assert label.score is not None
     return _copy_rollout(rollout, reward=float(label.score), success=label.score >= 0.5)
@@ -151,29 +142,29 @@ def _apply_right_answer(
 
 
 def _replay_episode(rollout: Rollout, text: str, environment: Environment) -> Rollout:
-    """The episode played again with this right answer: rewards are added up as when it was collected."""
-    played = rollout.trajectory
-    place = f"environment '{environment.name}', level '{played.level}', seed {played.seed}"
-    if played.environment != environment.name:
+    """Replay the episode with this right answer; rewards are added up as during collection."""
+    recorded = rollout.trajectory
+    description = (
+        f"environment '{environment.name}', level '{recorded.level}', seed {recorded.seed}"
+    )
+    if recorded.environment != environment.name:
         raise DataError(
-            f"an experience of environment '{played.environment}'; this worker has '{environment.name}'"
+            f"an experience of environment '{recorded.environment}'; this worker has '{environment.name}'"
         )
 
     def call(function: Callable[[], Any]) -> Any:
-        return (
-            call_with_time_limit(REPLAY_TIMEOUT_SECONDS, place, function)
-            if environment.blocking
-            else function()
-        )
+        if environment.blocking:
+            return call_with_time_limit(REPLAY_TIMEOUT_SECONDS, description, function)
+        return function()
 
     try:
-        episode = call(lambda: environment.episode(seed=played.seed, level=played.level))
+        episode = call(lambda: environment.episode(seed=recorded.seed, level=recorded.level))
         try:
             call(lambda: normalize_messages(episode.reset()))
             episode.target = text
             reward, success, grounded = 0.0, False, None
-            for turn in played.turns:
-                if turn is played.turns[-1] and _is_cut_off(played.stop_reason, turn):
+            for turn in recorded.turns:
+                if turn is recorded.turns[-1] and _is_cut_off(recorded.stop_reason, turn):
                     break
                 step = call(functools.partial(_step_episode, episode, turn.action))
                 reward += step.reward
@@ -185,7 +176,7 @@ def _replay_episode(rollout: Rollout, text: str, environment: Environment) -> Ro
     except (SettingsError, EnvironmentFault):
         raise
     except (Exception, SystemExit) as error:
-        raise EnvironmentFault(f"{place}: {type(error).__name__}: {error}") from error
+        raise EnvironmentFault(f"{description}: {type(error).__name__}: {error}") from error
     return _copy_rollout(rollout, reward=reward, success=success, is_grounded=grounded, target=text)
 
 
@@ -194,14 +185,14 @@ def _step_episode(episode: Episode, action: str) -> Step:
 
 
 def _is_cut_off(stop_reason: str, turn: Any) -> bool:
-    """True = the last action was cut off by a limit, and the environment was not shown it."""
+    """Return whether a limit truncated the last action, so that the environment never saw it."""
     return stop_reason == StopReason.MAX_TOKENS and turn.tool_call is None and not turn.is_error
 
 
 class ExperienceScorer:
-    """Scores experiences with the orchestrator of offline training.
+    """Scorer of experiences with the orchestrator of offline training.
 
-    The orchestrator's state (running scales, the curiosity model) changes with every call, so calls are made in the
+    The orchestrator's state (running scales, the curiosity model) changes with every call, so calls must be made in the
     order of learning.
     """
 
@@ -213,7 +204,11 @@ class ExperienceScorer:
         embed: TurnEmbedder | None = None,
         is_same_answer: Callable[[str, str], bool] | None = None,
     ) -> None:
-        """embed: the policy's states, where a component needs them."""
+        """Configure the scorer.
+
+        Args:
+            embed: the policy's embeddings of turns, if a component needs them.
+        """
         self.rewards = rewards
         self.environment = environment
         self.embed = embed
@@ -222,46 +217,41 @@ class ExperienceScorer:
     def score_experiences(
         self, pairs: Sequence[tuple[Experience, Label]]
     ) -> list[RewardTable | str]:
-        """Rewards of each experience under its label, as one batch of groups; a text = why it could not be scored.
+        """Return the rewards of each experience under its label, scored as one batch of groups; a string is an error.
 
-        A label that no component can use (a word where a number is compared) spoils no other experience: then each is
-        scored by itself, and the orchestrator's state is as if the spoilt ones had never been there.
+        A label that a component cannot use (a word where a number is expected) does not affect other experiences: each
+        is then
+        scored alone, and the orchestrator's state is as if the failing ones had been absent.
         """
-        found: list[list[Rollout | None] | str] = []
+        labelled: list[list[Rollout | None] | str] = []
         for experience, label in pairs:
             try:
-                found.append(
-                    apply_label(
-                        experience, label, self.environment, is_same_answer=self.is_same_answer
-                    )
+                rollouts = apply_label(
+                    experience, label, self.environment, is_same_answer=self.is_same_answer
                 )
-            except (
-                DataError,
-                EnvironmentFault,
-                SettingsError,
-            ) as error:  # an unknown level is the request's
-                found.append(str(error))
-        before = copy.deepcopy(self.rewards.state_dict())
-        problem = self._score_rollouts(
-            [rollouts for rollouts in found if not isinstance(rollouts, str)]
-        )
-        if not problem:
-            return [one if isinstance(one, str) else self._build_reward_table(one) for one in found]
-        self.rewards.load_state_dict(before)
-        return [one if isinstance(one, str) else self._score_alone(one) for one in found]
+                labelled.append(rollouts)
+            # An unknown level in a request raises SettingsError.
+            except (DataError, EnvironmentFault, SettingsError) as error:
+                labelled.append(str(error))
+        state_before = copy.deepcopy(self.rewards.state_dict())
+        problem = self._score_rollouts([item for item in labelled if not isinstance(item, str)])
+        if problem:
+            self.rewards.load_state_dict(state_before)
+        score = self._score_alone if problem else self._build_reward_table
+        return [item if isinstance(item, str) else score(item) for item in labelled]
 
     def _score_alone(self, rollouts: Sequence[Rollout | None]) -> RewardTable | str:
-        before = copy.deepcopy(self.rewards.state_dict())
+        state_before = copy.deepcopy(self.rewards.state_dict())
         problem = self._score_rollouts([rollouts])
         if problem:
-            self.rewards.load_state_dict(before)
+            self.rewards.load_state_dict(state_before)
         return problem or self._build_reward_table(rollouts)
 
-    def _score_rollouts(self, found: Sequence[Sequence[Rollout | None]]) -> str:
-        """Score the known rollouts; why it cannot be done, "" = it is."""
+    def _score_rollouts(self, experiences: Sequence[Sequence[Rollout | None]]) -> str:
+        """Score the known rollouts; return "" or the error."""
         groups = [
             RolloutGroup([rollout for rollout in rollouts if rollout is not None])
-            for rollouts in found
+            for rollouts in experiences
         ]
         groups = [group for group in groups if group.rollouts]
         try:
@@ -271,131 +261,119 @@ class ExperienceScorer:
             return str(error)
         except statistics.StatisticsError:
             return "no rollout could be scored"
-        wrong = next(
-            (r for group in groups for r in group.rollouts if not math.isfinite(r.reward)), None
-        )
-        return "" if wrong is None else f"a reward is {wrong.reward}"
+        for group in groups:
+            for rollout in group.rollouts:
+                if not math.isfinite(rollout.reward):
+                    return f"a reward is {rollout.reward}"
+        return ""
 
-    def _build_reward_table(self, found: Sequence[Rollout | None]) -> RewardTable:
+    def _build_reward_table(self, rollouts: Sequence[Rollout | None]) -> RewardTable:
         names = tuple(self.rewards.weights)
-        shape = (len(found), len(names))
+        shape = (len(rollouts), len(names))
         raw_RC, weighted_RC, totals_R = np.zeros(shape), np.zeros(shape), np.zeros(shape[0])
-        known_R, success_R = np.zeros(shape[0], dtype=bool), np.zeros(shape[0], dtype=bool)
-        for index, rollout in enumerate(found):
+        is_known_R, success_R = np.zeros(shape[0], dtype=bool), np.zeros(shape[0], dtype=bool)
+        for index, rollout in enumerate(rollouts):
             if rollout is None or rollout.is_masked:
                 continue
             values = rollout.trajectory.rewards
-            known_R[index], success_R[index] = True, rollout.trajectory.success
+            is_known_R[index], success_R[index] = True, rollout.trajectory.success
             raw_RC[index] = [values[name] for name in names]
             weighted_RC[index] = [values[WEIGHTED_PREFIX + name] for name in names]
             totals_R[index] = rollout.reward
-        return RewardTable(names, raw_RC, weighted_RC, totals_R, known_R, success_R)
+        return RewardTable(names, raw_RC, weighted_RC, totals_R, is_known_R, success_R)
 
 
 def read_labelled_experiences(
     log: Path, settings: OnlineLabelSettings
 ) -> Iterator[tuple[Experience, Label]]:
-    """Experiences of a log with the label that counts in the end, as the worker chooses it."""
-    found: dict[str, tuple[Experience, Label | None]] = {}
+    """Yield the experiences of a log with their final label, as chosen by the worker."""
+    experiences: dict[str, Experience] = {}
+    labels: dict[str, Label | None] = {}
     for record in ExperienceLogReader(log).read_records():
         try:
             if record.kind == "experience":
                 experience = record.parse_experience()
-                first = None
+                first_label = None
                 if settings.use_consensus:
-                    first = create_pseudo_label(
+                    first_label = create_pseudo_label(
                         experience.vote,
                         min_confidence=settings.min_confidence,
                         min_votes=settings.min_votes,
                         confidence=settings.confidence,
                     )
-                if first is None and settings.trust_environment:
-                    first = Label("played", "environment")
-                found.setdefault(experience.request_id, (experience, first))
-            elif (
-                record.kind == "label"
-                and (entry := found.get(record.value["request_id"])) is not None
-            ):
-                found[record.value["request_id"]] = (
-                    entry[0],
-                    choose_prevailing_label(entry[1], record.parse_label()[1]),
-                )
-        except (DataError, KeyError, TypeError):  # the worker leaves it out as well
+                if first_label is None and settings.trust_environment:
+                    first_label = Label("played", "environment")
+                experiences.setdefault(experience.request_id, experience)
+                labels.setdefault(experience.request_id, first_label)
+            elif record.kind == "label" and record.value["request_id"] in experiences:
+                request_id, (_, label) = record.value["request_id"], record.parse_label()
+                labels[request_id] = choose_prevailing_label(labels[request_id], label)
+        except (DataError, KeyError, TypeError):  # the worker skips it too
             continue
-    yield from ((experience, label) for experience, label in found.values() if label is not None)
+    for request_id, experience in experiences.items():
+        final_label = labels[request_id]
+        if final_label is not None:
+            yield experience, final_label
 
 
 def extract_demonstrations(
     log: Path, settings: OnlineLabelSettings, environment: Environment | None
 ) -> Iterator[dict[str, Any]]:
-    """One right answer of each request: its messages, `tools` where it had some, `request_id`, the label's source.
+    """Yield one right answer of each request: its messages, `tools` if any, `request_id`, the label's source.
 
-    In a conversation the answer alone is imitated: earlier turns of the assistant have weight 0.
-
+    In a conversation only the answer is imitated: earlier assistant turns have weight 0.
     Args:
         environment: whose episodes were served; None = conversations.
-    Raises: DataError where the log holds nothing of this environment that was right.
+    Raises: DataError if the log holds nothing of this environment that was right.
     """
     count = 0
     for experience, label in read_labelled_experiences(log, settings):
         try:
             rollouts = apply_label(experience, label, environment)
-            best = next(
-                (
-                    r.trajectory
-                    for r in rollouts
-                    if r is not None and r.success and not r.is_truncated
-                ),
-                None,
-            )
-            if best is None:
+            right = [
+                rollout.trajectory
+                for rollout in rollouts
+                if rollout is not None and rollout.success and not rollout.is_truncated
+            ]
+            if not right:
                 continue
-            row = (
-                _build_conversation_row(experience.conversation, best)
-                if environment is None
-                else _replay_messages(environment, best)
-            )
-        except (
-            DataError,
-            EnvironmentFault,
-            SettingsError,
-            KeyError,
-            TypeError,
-        ):  # of values of another type
+            if environment is None:
+                row = _build_conversation_row(experience.conversation, right[0])
+            else:
+                row = _replay_messages(environment, right[0])
+        # The last two are raised for values of the wrong type.
+        except (DataError, EnvironmentFault, SettingsError, KeyError, TypeError):
             continue
         count += 1
         yield {**row, "request_id": experience.request_id, "label": label.source}
     if not count:
-        what = (
-            "conversation"
-            if environment is None
-            else f"episode of environment '{environment.name}'"
-        )
-        raise DataError(f"{log}: holds no {what} that is right under its label")
+        noun = "conversation"
+        if environment is not None:
+            noun = f"episode of environment '{environment.name}'"
+        raise DataError(f"{log}: holds no {noun} that is right according to its label")
 
 
 def _build_conversation_row(
     conversation: Conversation | None, answer: Trajectory
 ) -> dict[str, Any]:
-    """A conversation with the answer at its end."""
+    """Return a conversation followed by the answer."""
     if conversation is None:
-        raise DataError("was recorded without its messages, or is an episode")
+        raise DataError("recorded without messages, or an episode")
     earlier = [
         {**message, "weight": 0} if message["role"] == "assistant" else dict(message)
         for message in conversation.messages
     ]
-    row: dict[str, Any] = {
-        "messages": [*earlier, {"role": "assistant", "content": answer.turns[-1].action}]
-    }
+    last_message = {"role": "assistant", "content": answer.turns[-1].action}
+    row: dict[str, Any] = {"messages": [*earlier, last_message]}
     return {**row, "tools": conversation.tools} if conversation.tools else row
 
 
-def _replay_messages(environment: Environment, played: Trajectory) -> dict[str, Any]:
-    """The messages of an episode, played again."""
-    episode = environment.episode(seed=played.seed, level=played.level)
+def _replay_messages(environment: Environment, trajectory: Trajectory) -> dict[str, Any]:
+    """Replay an episode and return its messages."""
+    episode = environment.episode(seed=trajectory.seed, level=trajectory.level)
     try:
         messages: list[dict[str, Any]] = [dict(message) for message in episode.reset()]
-        for turn in played.turns:
+        for turn in trajectory.turns:
             messages.append({"role": "assistant", "content": turn.action})
             step = episode.step(turn.action)
             if step.terminated or step.truncated:

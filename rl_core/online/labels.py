@@ -1,4 +1,4 @@
-"""Labels: what stands for the truth in the reward, where it came from, and how often pseudo-labels were right."""
+"""Labels: the truth that the reward assumes, where it came from, and how often pseudo-labels were right."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rl_core.online.voting import VoteOutcome, normalise_answer
 
 LabelSource = Literal["consensus", "environment", "feedback"]
 _SOURCE_RANK = {"environment": 0, "consensus": 1, "feedback": 2}
-MAX_TEXT_CHARACTERS = 65_536  # characters of an answer or a comment
+MAX_TEXT_CHARACTERS = 65_536  # of an answer or a comment
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A right answer, or a score of one answer.
+    """Right answer, or score of one answer.
 
     answer: `text` is the right answer to the request. score: `score` is the reward of the answers that equal `text`
-    (None = the answer that was given); nothing is known of the others. played: the environment's own reward stands.
+    (None = the returned answer); nothing is known about the others. played: the environment's reward is used.
     """
 
     kind: Literal["answer", "score", "played"]
@@ -32,14 +32,13 @@ class Label:
     comment: str = ""
 
     def check_content(self) -> None:
-        """Raise DataError for a label that says nothing, or is too long."""
+        """Raise DataError for a label without content, or with too much."""
         if self.source not in _SOURCE_RANK or self.kind not in ("answer", "score", "played"):
             raise DataError(f"label: kind {self.kind!r} of source {self.source!r} is unknown")
         if self.kind == "answer" and (self.text is None or not self.text.strip()):
             raise DataError("label: an answer needs a text")
-        if self.kind == "score" and (
-            self.score is None or not math.isfinite(self.score) or abs(self.score) > 1
-        ):
+        has_score = self.score is not None and math.isfinite(self.score) and abs(self.score) <= 1
+        if self.kind == "score" and not has_score:
             raise DataError(f"label: score {self.score} must be a number from -1 to 1")
         if not 0 <= self.confidence <= 1:
             raise DataError(f"label: confidence {self.confidence} must lie between 0 and 1")
@@ -50,12 +49,12 @@ class Label:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` is the inverse."""
+        """Return plain values; `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Label:
-        """Inverse of `to_json`. Raises: DataError."""
+        """Parse the output of `to_json`. Raises: DataError."""
         try:
             label = cls(**row)
             label.check_content()
@@ -71,16 +70,17 @@ def create_pseudo_label(
     min_votes: int,
     confidence: Literal["share", "wilson"] = "share",
 ) -> Label | None:
-    """The vote's answer as a label, where at least `min_votes` ballots were cast with this confidence; else None.
+    """Return the vote's answer as a label if at least `min_votes` ballots with enough confidence were cast, else None.
 
-    A ballot of weight 0, which the environment's check has refused, was not cast.
-
+    A ballot of weight 0, which the environment's check refused, does not count as cast.
     Args:
-        confidence: of the vote that is compared: the winner's share, or the lower bound of its Wilson interval.
+        confidence: compare the winner's share, or the lower bound of its Wilson interval.
     """
-    found = vote.confidence if confidence == "share" else vote.low
-    cast = sum(weight > 0 for weight in vote.weights)
-    if vote.answer is None or not vote.answer.strip() or cast < min_votes or found < min_confidence:
+    vote_confidence = vote.confidence if confidence == "share" else vote.low
+    num_cast = sum(weight > 0 for weight in vote.weights)
+    if vote.answer is None or not vote.answer.strip():
+        return None
+    if num_cast < min_votes or vote_confidence < min_confidence:
         return None
     return Label("answer", "consensus", text=vote.answer, confidence=vote.confidence)
 
@@ -93,12 +93,14 @@ def create_feedback_label(
     thumbs: Literal["up", "down"] | None = None,
     comment: str = "",
 ) -> Label:
-    """Label of what a caller said about an answer.
+    """Convert a caller's feedback on an answer to a label.
 
     Args:
-        given: the answer that the caller got; None = it had none.
-        right: the right answer. score: of the answer given, -1 to 1. thumbs: up = it is right, down = it is worth 0.
-    Raises: DataError unless exactly one of the three is there.
+        returned_answer: the answer that the caller got, or None.
+        right_answer: the right answer.
+        score: of the returned answer, -1 to 1.
+        thumbs: up = it is right, down = it is worth 0.
+    Raises: DataError unless exactly one of the last three is set.
     """
     if sum(value is not None for value in (right_answer, score, thumbs)) != 1:
         raise DataError(
@@ -118,13 +120,13 @@ def create_feedback_label(
 
 
 def choose_prevailing_label(old: Label | None, new: Label) -> Label:
-    """The label that counts: feedback over consensus over the environment's reward; of equal rank the later one."""
+    """Return the label that counts: feedback before consensus before the environment's reward; the later of equals."""
     return new if old is None or _SOURCE_RANK[new.source] >= _SOURCE_RANK[old.source] else old
 
 
 @dataclass(slots=True)
 class PseudoLabelPrecision:
-    """Share of pseudo-labels that feedback on the same request agreed with; each request counts once, as it stands."""
+    """Share of pseudo-labels that feedback on the same request confirms; each request counts by its latest feedback."""
 
     agreed: int = 0
     disagreed: int = 0
@@ -132,9 +134,9 @@ class PseudoLabelPrecision:
     def observe(
         self, pseudo: Label, feedback: Label, normalise: Callable[[str], str] = normalise_answer
     ) -> bool | None:
-        """Count one pair. Returns: True = they agree; None = the feedback does not tell (a score of another answer).
+        """Count one pair and return whether they agree; None if the feedback is about another answer.
 
-        A right answer agrees where it has the same normal form. A score of the consensus agrees at 0.5 or more.
+        A right answer agrees if it has the same normal form. A score of the consensus agrees at 0.5 or more.
         """
         verdict = _check_agreement(pseudo, feedback, normalise)
         if verdict is not None:
@@ -143,18 +145,18 @@ class PseudoLabelPrecision:
         return verdict
 
     def remove_observation(self, verdict: bool | None) -> None:
-        """Undo a pair whose feedback has been replaced."""
+        """Remove a pair whose feedback has been replaced."""
         if verdict is not None:
             self.agreed -= verdict
             self.disagreed -= not verdict
 
     def is_at_least(self, share: float) -> bool:
-        """False = the upper bound of the 95% Wilson interval of the precision lies below `share`."""
+        """Return False if the upper bound of the precision's 95% Wilson interval lies below `share`."""
         count = self.agreed + self.disagreed
         return not count or wilson_interval(self.agreed, count)[1] >= share
 
     def compute_metrics(self) -> dict[str, float]:
-        """online/pseudo_label_precision with its 95% Wilson interval, and the number of pairs; {} without a pair."""
+        """Return the precision with its 95% Wilson interval and the number of pairs; {} without a pair."""
         count = self.agreed + self.disagreed
         if not count:
             return {}
@@ -173,10 +175,8 @@ def _check_agreement(
     assert pseudo.text is not None, "a consensus has an answer"
     if feedback.kind == "answer" and feedback.text is not None:
         return normalise(feedback.text) == normalise(pseudo.text)
-    if (
-        feedback.kind == "score"
-        and feedback.text is not None
-        and normalise(feedback.text) == normalise(pseudo.text)
-    ):
-        return feedback.score is not None and feedback.score >= 0.5
-    return None
+    if feedback.kind != "score" or feedback.text is None:
+        return None
+    if normalise(feedback.text) != normalise(pseudo.text):
+        return None
+    return feedback.score is not None and feedback.score >= 0.5

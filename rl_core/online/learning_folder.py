@@ -1,11 +1,11 @@
-"""Folder of one learning service: the model that it began with, its settings, and what happened.
+"""Folder of a learning service: its initial model, its settings, and its history.
 
-<folder>/model/          the model that the service began with; snapshots are weights of it
-<folder>/service.json    its name, registered version and digest, and the time at which the service began
+<folder>/model/          the initial model of the service; snapshots are weights of it
+<folder>/service.json    its name, registered version and digest, and the time at which the service started
 <folder>/online.yaml     settings of worker and gate
 <folder>/events.jsonl    decisions, alarms, restarts
-<folder>/operator.json   orders of a person: to go on after an alarm
-<folder>/orders.json     numbers of the last orders that were handed to the worker
+<folder>/operator.json   orders of an operator: resume after an alarm
+<folder>/orders.json     numbers of the last orders that were forwarded to the worker
 """
 
 from __future__ import annotations
@@ -44,38 +44,42 @@ MAX_STORED_ORDERS = 100
 def build_pipeline_settings(
     online: OnlineSettings, environment: EnvironmentSettings, model: ModelSettings, folder: Path
 ) -> OnlineSettings:
-    """Settings of the service of a pipeline, which adds its environment, model and folder.
+    """Build the settings of a pipeline's service by adding its environment, model and folder.
 
-    Raises: SettingsError where the section `online` names what is the pipeline's.
+    Raises: SettingsError if the section `online` sets what the pipeline determines.
     """
     if online.model.path is not None:
         raise SettingsError(
-            "online.model.path: in a pipeline the service begins with what is served; leave it out"
+            "online.model.path: in a pipeline the service starts from the served model; leave it out"
         )
     if online.folder != OnlineSettings().folder:
         raise SettingsError(
-            "online.folder: a pipeline's services are in its own folder; leave it out"
+            "online.folder: a pipeline stores its services in its output folder; leave it out"
         )
-    own = dataclasses.replace(model, path=str(folder / "model"), lora=online.model.lora)
+    service_model = dataclasses.replace(model, path=str(folder / "model"), lora=online.model.lora)
     return dataclasses.replace(
-        online, folder=str(folder), model=own, environment=online.environment or environment
+        online,
+        folder=str(folder),
+        model=service_model,
+        environment=online.environment or environment,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LearningFolder:
-    """One service's folder, made when it first begins."""
+    """Folder of one service, created at its first start."""
 
     path: Path
-    facts: dict[str, Any]  # of service.json
+    facts: dict[str, Any]  # content of service.json
 
     @classmethod
     def open_or_create(cls, path: Path, source: Path, facts: Mapping[str, Any]) -> LearningFolder:
-        """The folder; at the first start the model is copied into it.
+        """Open the folder; at the first start, copy the model into it.
 
         Args:
-            source: folder of the model. facts: name, and registered version where there is one.
-        Raises: CheckpointError where the disk refuses; DataError where the folder is that of another model.
+            source: folder of the model.
+            facts: name, and registered version if there is one.
+        Raises: CheckpointError for a disk error; DataError if the folder belongs to another model.
         """
         make_folder(path)
         digest = digest_folder(source)
@@ -84,53 +88,54 @@ class LearningFolder:
             publish_folder(model, lambda target: _copy_model(source, target), {"kind": "model"})
             inject_fault("online.model")
         if not (path / SERVICE_FILE).is_file():
-            write_json_atomic(
-                path / SERVICE_FILE, {**facts, "model_sha256": digest, "began": time.time()}
-            )
-        found = read_service_facts(path)
-        if found.get("model_sha256") != digest:
-            raise DataError(f"{path}: is the service of another model; move it away to begin anew")
-        return cls(path, found)
+            service = {**facts, "model_sha256": digest, "began": time.time()}
+            write_json_atomic(path / SERVICE_FILE, service)
+        stored_facts = read_service_facts(path)
+        if stored_facts.get("model_sha256") != digest:
+            raise DataError(f"{path}: is the service of another model; move it away to start again")
+        return cls(path, stored_facts)
 
     def write_settings(self, settings: OnlineSettings) -> Path:
-        """The file that worker and gate read; JSON is YAML."""
+        """Write the file that worker and gate read (JSON is YAML) and return its path."""
         text = json.dumps(dataclasses.asdict(settings), indent=1, sort_keys=True)
         write_text_atomic(self.path / SETTINGS_FILE, text + "\n")
         return self.path / SETTINGS_FILE
 
-    def append_event(self, kind: str, text: str, **more: Any) -> None:
-        """Append to the record of what happened. Raises: CheckpointError."""
-        line = json.dumps({"time": time.time(), "kind": kind, "text": text, **more})
-        RotatingLineLog(
+    def append_event(self, kind: str, text: str, **details: Any) -> None:
+        """Append an event to the history. Raises: CheckpointError."""
+        line = json.dumps({"time": time.time(), "kind": kind, "text": text, **details})
+        log = RotatingLineLog(
             self.path / EVENTS_FILE, max_bytes=MAX_EVENT_BYTES, keep=NUM_ROTATED_FILES
-        ).append_lines((line + "\n").encode())
+        )
+        log.append_lines((line + "\n").encode())
 
     @property
     def forwarded_orders(self) -> dict[str, int]:
-        """Number of the last order that was handed to the worker, by the file of the gate or of a person."""
-        found = read_json_object(self.path / FORWARDED_ORDERS_FILE)
-        return {
-            name: number if type(number := found.get(name)) is int else 0
-            for name in (GATE_FILE, OPERATOR_FILE)
-        }
+        """Number of the last order that was forwarded to the worker, by source: the gate's or the operator's file."""
+        stored = read_json_object(self.path / FORWARDED_ORDERS_FILE)
+        numbers = {name: stored.get(name) for name in (GATE_FILE, OPERATOR_FILE)}
+        return {name: value if type(value) is int else 0 for name, value in numbers.items()}
 
     def record_forwarded_orders(self, forwarded: Mapping[str, int]) -> None:
-        """Note that all orders up to these are handed over, before they are: one that a kill loses is given up,
-        and never given twice, when a rollback may have come between."""
+        """Record that all orders up to these are forwarded, before they are.
+
+        An order lost to a crash is dropped and never sent twice, because a rollback may have happened in between.
+        """
         write_json_atomic(self.path / FORWARDED_ORDERS_FILE, dict(forwarded))
         inject_fault("online.taken")
 
 
 def request_resume(path: Path) -> str:
-    """Ask the server of a service's folder to have learning go on after an alarm; returns a sentence for the person.
+    """Ask the server of a service's folder to resume learning after an alarm; return a sentence for the user.
 
-    Raises: DataError for a folder that holds no service; CheckpointError where the disk refuses.
+    Raises: DataError for a folder that holds no service; CheckpointError for a disk error.
     """
     if not read_service_facts(path):
         raise DataError(
-            f"{path}: holds no service; name the folder of one, as outputs/NAME/online/version-N"
+            f"{path}: holds no service; use a service folder such as outputs/NAME/online/version-N"
         )
-    if not (paused := read_json_object(path / METRICS_FILE).get("paused")):
+    paused = read_json_object(path / METRICS_FILE).get("paused")
+    if not paused:
         return "learning is not paused"
     with FolderLock(make_folder(path / "operator")):
         orders = read_json_object(path / OPERATOR_FILE).get("orders", [])
@@ -138,7 +143,9 @@ def request_resume(path: Path) -> str:
         orders = [*orders, {"number": number, "order": {"order": "resume"}}][-MAX_STORED_ORDERS:]
         write_json_atomic(path / OPERATOR_FILE, {"orders": orders})
         inject_fault("online.asked")
-    return f"paused until now: {paused}; its server is asked to go on, at its next start if it does not run"
+    return (
+        f"paused: {paused}; the server will resume learning, at its next start if it is not running"
+    )
 
 
 def _copy_model(source: Path, target: Path) -> dict[str, str]:
@@ -147,21 +154,23 @@ def _copy_model(source: Path, target: Path) -> dict[str, str]:
 
 
 def read_service_facts(path: Path) -> dict[str, Any]:
-    """Facts of a service's folder; {} where it is none."""
+    """Return the content of a service's file; {} if the folder holds no service."""
     return read_json_object(path / SERVICE_FILE)
 
 
 def read_events(path: Path, count: int = 1000) -> list[dict[str, Any]]:
-    """The newest events of a service, the oldest first."""
+    """Return the newest events of a service, oldest first."""
     lines: list[str] = []
     for number in range(NUM_ROTATED_FILES, -1, -1):
         file = path / (f"{EVENTS_FILE}.{number}" if number else EVENTS_FILE)
         if file.is_file():
             lines += file.read_text(errors="replace").splitlines()
-    found = []
+    events = []
     for line in lines[-count:]:
         try:
-            found.append(json.loads(line))
-        except ValueError:  # torn by a kill
+            event = json.loads(line)
+        except ValueError:  # torn by a crash
             continue
-    return [event for event in found if isinstance(event, dict)]
+        if isinstance(event, dict):
+            events.append(event)
+    return events

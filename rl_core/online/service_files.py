@@ -1,4 +1,4 @@
-"""Names of a service's files that others read, and readers that need no torch."""
+"""Names of a service's files that other processes read, and readers that do not import torch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from typing import Any
 AUDIT_FILE = "update_audit.log"
 CONTRIBUTION_FILE = "update_contribution.jsonl"
 GATE_FILE = "gate.json"
-OPERATOR_FILE = "operator.json"  # orders of a person
-METRICS_FILE = (
-    "worker.json"  # numbers of the worker, for live views: written after every update, never synced
-)
+OPERATOR_FILE = "operator.json"  # orders of an operator
+METRICS_FILE = "worker.json"  # the worker's metrics; written after every update, never synced
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is none, or it cannot be read."""
+    """Return the JSON object in a file; {} if it is missing or unreadable."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_file_identity(path: Path) -> tuple[int, int, int] | None:
-    """Inode, time of the last change (ns) and size, by which a file is known to be the same; None = there is none."""
+    """Return inode, modification time (ns) and size, which identify a file's version; None if it is missing."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def read_gate_state(folder: Path) -> dict[str, Any]:
-    """The gate's file of a service; {} where there is none yet, or it cannot be read."""
+    """Return the state of a service's gate; {} if it is missing or unreadable."""
     return read_json_object(folder / GATE_FILE)

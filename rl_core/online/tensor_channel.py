@@ -1,11 +1,11 @@
-"""Large tensors from one process to another through shared memory, each segment removed once it is acknowledged.
+"""Channel for large tensors between two processes through shared memory.
 
-The message that travels over the connection names the segment and the layout of its tensors; the bytes are in the
-segment. The receiver copies them out (into pinned memory where there is a GPU), lets go, and acknowledges; the sender
-then removes the segment. What is not acknowledged counts towards a bound, so a receiver that hangs costs a bounded
-amount. Nothing stays behind: `close` removes the rest, and after a kill the reaper does, at the next start of either.
+A message on the connection names a segment and the layout of its tensors; the bytes are in the segment. The receiver
+copies them (into pinned memory if there is a GPU), unmaps the segment and acknowledges; the sender then removes it.
+Unacknowledged segments count towards a limit, so a hanging receiver costs a bounded amount of memory. No segment is
+left behind: `close` removes the rest, and after a crash either side removes stale segments at its next start.
 
-The tensors are a short cut, never the only copy: what must not be lost is in the log.
+The tensors are a shortcut, never the only copy: what must not be lost is in the log.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rl_core.storage.session_resources import (
     remove_stale_segments,
 )
 
-_ALIGNMENT_BYTES = 64  # bytes; a cache line
+_ALIGNMENT_BYTES = 64  # a cache line
 MAX_MESSAGE_BYTES = 1 << 20
 _DTYPES_BY_NAME = {
-    str(kind).removeprefix("torch."): kind
-    for kind in (
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
         torch.float32,
         torch.float64,
         torch.float16,
@@ -51,18 +51,22 @@ _DTYPES_BY_NAME = {
 
 
 class TensorSender:
-    """One end of a channel. A context manager: at its end no segment of it is left."""
+    """Sending end of a channel; a context manager that leaves no segment behind."""
 
     def __init__(
         self, connection: Connection, *, max_bytes: int, folder: Path = SHARED_MEMORY
     ) -> None:
-        """max_bytes: of all segments that are not acknowledged."""
+        """Configure the sender.
+
+        Args:
+            max_bytes: of all unacknowledged segments.
+        """
         self.connection = connection
         self.max_bytes = max_bytes
         self.folder = folder
         self.token = generate_sender_token()
-        self.num_refused = 0  # sends that found no room
-        self._unacknowledged_segments: OrderedDict[int, SharedSegment] = OrderedDict()
+        self.num_refused = 0  # sends without enough space
+        self._pending_segments: OrderedDict[int, SharedSegment] = OrderedDict()
         self._number = 0
 
     def __enter__(self) -> TensorSender:
@@ -79,22 +83,22 @@ class TensorSender:
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Bytes of the segments that are not acknowledged."""
-        return sum(segment.size for segment in self._unacknowledged_segments.values())
+        """Total size of the unacknowledged segments."""
+        return sum(segment.size for segment in self._pending_segments.values())
 
     def send_tensors(
         self, tensors: Mapping[str, torch.Tensor], tag: str = "", *, timeout_s: float = 0.0
     ) -> bool:
-        """Send tensors under a tag; False = no room in `timeout_s`, or nobody is there any more: nothing was sent.
+        """Send tensors under a tag; return False if there is no space within `timeout_s`, or no receiver any more.
 
-        Raises: DataError for a dtype that is not known, or more bytes than the channel may ever hold.
+        Raises: DataError for an unsupported dtype, or more bytes than the channel can hold.
         """
         layout, size = _plan_layout(tensors)
         if size > self.max_bytes:
             raise DataError(
                 f"tensors of {size} bytes do not fit into a channel of {self.max_bytes}"
             )
-        if not self._make_room(size, time.monotonic() + timeout_s):
+        if not self._wait_for_space(size, time.monotonic() + timeout_s):
             self.num_refused += 1
             return False
         try:
@@ -113,62 +117,63 @@ class TensorSender:
                 "tensors": layout,
             }
             self.connection.send_bytes(json.dumps(message).encode())
-        except OSError:  # the receiver is gone
+        except OSError:  # the receiver has closed the connection
             segment.close()
             self.num_refused += 1
             return False
         except BaseException:
             segment.close()
             raise
-        self._unacknowledged_segments[self._number] = segment
+        self._pending_segments[self._number] = segment
         self._number += 1
         return True
 
     def collect_acknowledgements(self, timeout_s: float = 0.0) -> int:
-        """Take acknowledgements in, and remove their segments; returns how many."""
+        """Process acknowledgements, remove their segments and return their number."""
         count = 0
         try:
-            while self._unacknowledged_segments and self.connection.poll(
-                timeout_s if not count else 0.0
-            ):
-                segment = self._unacknowledged_segments.pop(
-                    _read_acknowledged_number(self.connection.recv_bytes(MAX_MESSAGE_BYTES)), None
-                )
+            while self._pending_segments and self.connection.poll(0.0 if count else timeout_s):
+                data = self.connection.recv_bytes(MAX_MESSAGE_BYTES)
+                segment = self._pending_segments.pop(_read_acknowledged_number(data), None)
                 if segment is not None:
                     segment.close()
                     count += 1
-        except (OSError, EOFError):  # the receiver is gone: it will acknowledge nothing any more
+        except (OSError, EOFError):  # the receiver has gone away and will acknowledge nothing
             self._remove_segments()
         return count
 
     def close(self) -> None:
-        """Remove every segment."""
+        """Remove every segment and close the connection."""
         self._remove_segments()
         self.connection.close()
 
     def _remove_segments(self) -> None:
-        while self._unacknowledged_segments:
-            self._unacknowledged_segments.popitem()[1].close()
+        while self._pending_segments:
+            self._pending_segments.popitem()[1].close()
 
-    def _make_room(self, size: int, deadline: float) -> bool:
+    def _wait_for_space(self, size: int, deadline: float) -> bool:
         self.collect_acknowledgements()
         while self.unacknowledged_bytes + size > self.max_bytes:
-            left = deadline - time.monotonic()
-            if left <= 0 or (
-                not self.collect_acknowledgements(left)
-                and self.unacknowledged_bytes + size > self.max_bytes
-            ):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            num_acknowledged = self.collect_acknowledgements(remaining_s)
+            if not num_acknowledged and self.unacknowledged_bytes + size > self.max_bytes:
                 return False
         return True
 
 
 class TensorReceiver:
-    """The other end. A context manager."""
+    """Receiving end of a channel; a context manager."""
 
     def __init__(
         self, connection: Connection, *, pin: bool | None = None, folder: Path = SHARED_MEMORY
     ) -> None:
-        """pin: copy into pinned memory; None = where there is a GPU."""
+        """Configure the receiver.
+
+        Args:
+            pin: copy into pinned memory; None = if there is a GPU.
+        """
         self.connection = connection
         self.folder = folder
         self.pin = torch.cuda.is_available() if pin is None else pin
@@ -184,14 +189,14 @@ class TensorReceiver:
         traceback: TracebackType | None,
     ) -> None:
         self.connection.close()
-        remove_stale_segments(folder=self.folder)  # of a sender that was killed
+        remove_stale_segments(folder=self.folder)  # left by a killed sender
 
     def receive_tensors(
         self, timeout_s: float | None = 0.0
     ) -> tuple[str, dict[str, torch.Tensor]] | None:
-        """The next (tag, tensors), copied and acknowledged; None = nothing in time, or the sender is gone.
+        """Return the next (tag, tensors), copied and acknowledged; None on timeout, or if the sender has gone away.
 
-        Raises: CorruptError for a message that no sender wrote; the channel can go on.
+        Raises: CorruptError for an invalid message; the channel stays usable.
         """
         try:
             if not self.connection.poll(timeout_s):
@@ -213,49 +218,44 @@ class TensorReceiver:
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"message of a tensor channel: {error}") from error
         try:
-            return {
-                name: self._copy_tensor(memory, place) for name, place in message["tensors"].items()
-            }
+            tensors = message["tensors"]
+            return {name: self._copy_tensor(memory, layout) for name, layout in tensors.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(f"message of a tensor channel: {error}") from error
         finally:
             memory.close()
 
     def _copy_tensor(self, memory: Any, layout: Mapping[str, Any]) -> torch.Tensor:
-        kind, shape, start = (
-            _DTYPES_BY_NAME[layout["dtype"]],
-            [int(size) for size in layout["shape"]],
-            int(layout["start"]),
-        )
-        size = torch.empty((), dtype=kind).element_size() * int(np.prod(shape, dtype=np.int64))
+        dtype, start = _DTYPES_BY_NAME[layout["dtype"]], int(layout["start"])
+        shape = [int(size) for size in layout["shape"]]
+        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         if start < 0 or min(shape, default=0) < 0 or start + size > len(memory):
             raise ValueError(f"a tensor of shape {shape} lies outside the segment")
-        data = bytearray(memory[start : start + size])
-        tensor = (
-            torch.frombuffer(data, dtype=kind).reshape(shape)
-            if size
-            else torch.empty(shape, dtype=kind)
-        )
+        if size:
+            data = bytearray(memory[start : start + size])
+            tensor = torch.frombuffer(data, dtype=dtype).reshape(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
         return tensor.pin_memory() if self.pin else tensor
 
     def _acknowledge_message(self, message: Mapping[str, Any]) -> None:
         try:
             self.connection.send_bytes(json.dumps({"done": message.get("number")}).encode())
-        except OSError:  # the sender is gone, and its segments with it
+        except OSError:  # the sender has gone away, and its segments with it
             return
 
 
 def _plan_layout(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]], int]:
-    """Place of each tensor in the segment, and its size in bytes."""
+    """Return the position of each tensor in the segment, and the segment's size in bytes."""
     layout: dict[str, dict[str, Any]] = {}
     size = 0
     for name, tensor in tensors.items():
-        kind = str(tensor.dtype).removeprefix("torch.")
-        if kind not in _DTYPES_BY_NAME:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES_BY_NAME:
             raise DataError(
-                f"{name}: dtype {kind} does not travel; known: {', '.join(_DTYPES_BY_NAME)}"
+                f"{name}: dtype {dtype} cannot be sent; known: {', '.join(_DTYPES_BY_NAME)}"
             )
-        layout[name] = {"dtype": kind, "shape": list(tensor.shape), "start": size}
+        layout[name] = {"dtype": dtype, "shape": list(tensor.shape), "start": size}
         size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return layout, max(1, size)
 
@@ -270,12 +270,12 @@ def _write_tensor(segment: SharedSegment, layout: Mapping[str, Any], tensor: tor
 
 def _parse_message(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        message = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"message of a tensor channel: {error}") from error
-    if not isinstance(found, dict):
-        raise CorruptError("message of a tensor channel: is no object")
-    return found
+    if not isinstance(message, dict):
+        raise CorruptError("message of a tensor channel: not an object")
+    return message
 
 
 def _read_acknowledged_number(data: bytes) -> int:

@@ -1,8 +1,8 @@
-"""update_audit.log, a line for people per update, and update_contribution.jsonl, a record; written by a thread.
+"""Audit of updates: update_audit.log has a readable line per update, update_contribution.jsonl a record.
 
-The worker hands a record over and goes on: it never waits for the disk. What the disk does not take in time is dropped
-and counted. A worker that was killed computes some updates again and writes their records again, with equal numbers: of
-several records of an update the last one counts.
+A thread writes both, so the worker never waits for the disk. Updates that the disk does not accept in time are dropped
+and counted. A killed worker recomputes some updates and writes their records again with equal values: of several
+records of an update the last one counts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ logger = logging.getLogger(__name__)
 
 
 def format_audit_line(report: UpdateReport, seconds: float) -> str:
-    """One update for a person; `seconds` since 1970."""
+    """Format one update as a readable line.
+
+    Args:
+        seconds: time since 1970.
+    """
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     verdict = f"REFUSED ({report.refused})" if report.refused else "taken"
     if not report.losses:
         return f"{when} update {report.number}: {verdict}"
     kl = report.kl_control
-    mean = kl.get("mean_kl")
+    mean_kl = f"{kl['mean_kl']:.4g}" if kl.get("mean_kl") is not None else "-"
     bound = " (lower bound)" if report.is_lower_bound else ""
     return (
         f"{when} update {report.number}: {verdict}; loss {report.losses['total']:.4g} (rl {report.losses['rl']:.4g}, "
-        f"kl {report.losses['kl']:.4g}); KL {'-' if mean is None else f'{mean:.4g}'}{bound} of {kl['target_kl']:g}, "
+        f"kl {report.losses['kl']:.4g}); KL {mean_kl}{bound} of {kl['target_kl']:g}, "
         f"coefficient {kl['coefficient']:.4g}; gradient {report.gradients['norm']:.4g}, clipped to "
         f"{report.gradients['clipped']:.4g}; learning rate {report.learning_rate:.4g}; {report.num_rollouts} rollouts, "
         f"{report.num_tokens} tokens"
@@ -47,7 +51,7 @@ def format_audit_line(report: UpdateReport, seconds: float) -> str:
 def build_contribution_record(
     report: UpdateReport, task: UpdateTask | None, seconds: float
 ) -> dict[str, Any]:
-    """One update for programs: every number of the report, and per experience label, rewards and advantages."""
+    """Build the record of one update: the report, and label, rewards and advantages of each experience."""
     record: dict[str, Any] = {"time": seconds, **report.to_json(), "experiences": []}
     for item in task.items if task is not None else ():
         record["experiences"].append(
@@ -71,7 +75,7 @@ def build_contribution_record(
 
 
 class UpdateAudit:
-    """The two logs of a folder; a context manager. At its end it waits for the disk, a few seconds at most."""
+    """Both logs of a folder; a context manager. On exit it waits a few seconds at most for the disk."""
 
     def __init__(self, folder: Path | str, settings: OnlineAuditSettings) -> None:
         folder = Path(folder)
@@ -102,23 +106,22 @@ class UpdateAudit:
                 self._queue.put(None, timeout=5.0)
                 self._thread.join(5.0)
             except queue.Full:
-                logger.warning(
-                    "update audit: the disk takes nothing; %d records are lost", self._queue.qsize()
-                )
+                num_lost = self._queue.qsize()
+                logger.warning("update audit: the disk does not respond; %d records lost", num_lost)
             self._thread = None
 
     def enqueue_update(self, report: UpdateReport, task: UpdateTask | None) -> None:
-        """Hand an update over; dropped and counted where the queue is full."""
+        """Queue an update for writing; if the queue is full, drop and count it."""
         try:
             self._queue.put_nowait((report, task, time.time()))
         except queue.Full:
             self.num_dropped += 1
 
     def _write_queued_updates(self) -> None:
-        while (taken := self._queue.get()) is not None:
+        while (update := self._queue.get()) is not None:
             try:
-                self._append_update(*taken)
-            except CheckpointError as error:  # learning goes on without its log
+                self._append_update(*update)
+            except CheckpointError as error:  # learning continues without its log
                 self.num_dropped += 1
                 logger.warning("update audit: %s", error)
 

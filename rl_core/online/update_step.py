@@ -1,14 +1,10 @@
-"""Update tasks: the experiences of one update with rewards, advantages, learning rate and old distribution.
+"""Guarded updates: policy loss and KL to the old policy, with a hard KL limit, gradient clipping and averaged weights.
 
-R rollouts of an experience, N loss tokens of a rollout, V vocabulary.
+An update task holds experiences with rewards, advantages, learning rate and the distribution that they were sampled
+from: exact if the snapshot exists, otherwise the recorded part of it.
 
-The distribution that an experience was sampled from: exact from a snapshot, or what was recorded of it.
-
-N loss tokens of a rollout, K recorded tokens, V vocabulary.
-
-One guarded update: policy loss and KL to the old policy, with a hard KL limit, clipping and an average of weights.
-
-B rows of a micro-batch, S whole sequence, N loss tokens of a micro-batch, V vocabulary.
+B rows of a micro-batch, S complete sequence, R rollouts of an experience, N loss tokens of a rollout or micro-batch,
+K recorded tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,15 +45,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# Optimizer steps of a service that never ends; its schedule is constant after the warm-up.
+_UNLIMITED_STEPS = 2**31
+
+
 def compute_adaptive_learning_rate(
     error: float, *, base: float, reference: float, low: float, high: float
 ) -> float:
-    """base error / reference, within [low, high].
+    """Return base error / reference, bounded to [low, high].
 
     Args:
-        error: root mean square of reward minus baseline over the update's rollouts; 0 or more.
-        base: learning rate at `reference`. low, high: bounds.
-    Raises: DataError for an error that is none, or bounds out of order.
+        error: root mean square of reward minus baseline over the update's rollouts; at least 0.
+        base: learning rate at `reference`.
+        low, high: bounds.
+    Raises: DataError for an invalid error, or bounds out of order.
     """
     if not 0 <= error < math.inf or not 0 < low <= high or reference <= 0 or base <= 0:
         raise DataError(
@@ -72,18 +73,18 @@ def compute_request_advantages(
     baseline: float,
     method: GroupMethod,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Advantages and errors (reward minus baseline) of one request's rollouts; 0 where nothing is known.
+    """Return advantages and errors (reward minus baseline) of one request's rollouts; 0 for unknown rewards.
 
-    Two or more known rollouts are compared with each other (`group_advantages`); a single one with the running mean of
-    its environment and level.
+    Two or more known rollouts are compared with each other (`group_advantages`), a single one with the running mean of
+    its
+    environment and level.
     """
     advantages_R, errors_R = np.zeros(len(rewards_R)), np.zeros(len(rewards_R))
     known = np.flatnonzero(is_known_R)
     if len(known) > 1:
         values = rewards_R[known]
-        advantages_R[known] = group_advantages(torch.from_numpy(values)[None], method=method)[
-            0
-        ].numpy()
+        advantages = group_advantages(torch.from_numpy(values)[None], method=method)[0]
+        advantages_R[known] = advantages.numpy()
         errors_R[known] = values - values.mean()
     elif len(known) == 1:
         advantages_R[known] = errors_R[known] = rewards_R[known] - baseline
@@ -91,41 +92,39 @@ def compute_request_advantages(
 
 
 class RunningRewardBaseline:
-    """Running mean of rewards by environment and level, its start corrected: m_t / (1 - decay^t)."""
+    """Running mean of rewards by environment and level, with bias correction: m_t / (1 - decay^t)."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
         self._sums: dict[str, tuple[float, int]] = {}
 
     def read_mean(self, environment_level: tuple[str, str]) -> float:
-        """The mean; 0 before the first reward."""
+        """Return the mean; 0 before the first reward."""
         total, count = self._sums.get("/".join(environment_level), (0.0, 0))
         return total / (1 - self.decay**count) if count else 0.0
 
     def add_reward(self, environment_level: tuple[str, str], reward: float) -> None:
-        """Take one reward in."""
-        total, count = self._sums.get("/".join(environment_level), (0.0, 0))
-        self._sums["/".join(environment_level)] = (
-            self.decay * total + (1 - self.decay) * reward,
-            count + 1,
-        )
+        """Add one reward."""
+        key = "/".join(environment_level)
+        total, count = self._sums.get(key, (0.0, 0))
+        self._sums[key] = (self.decay * total + (1 - self.decay) * reward, count + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sums and counts by place."""
-        return {place: [total, count] for place, (total, count) in self._sums.items()}
+        """Return sums and counts by environment and level."""
+        return {key: [total, count] for key, (total, count) in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        self._sums = {place: (float(total), int(count)) for place, (total, count) in state.items()}
+        """Load a state; inverse of `state_dict`."""
+        self._sums = {key: (float(total), int(count)) for key, (total, count) in state.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredExperience:
-    """An experience of an update with its rewards."""
+    """Experience of an update with its rewards."""
 
     buffered: BufferedExperience
-    experience: Experience  # that is learned from: the recorded one, or one with fresh rollouts
-    label: Label  # as it was for this update; a better one may come
+    experience: Experience  # to learn from: the recorded one, or one with fresh rollouts
+    label: Label  # used in this update; it may be replaced later
     weight: float  # importance weight of its draw
     rewards: RewardTable
     advantages_R: NDArray[np.float64]
@@ -133,14 +132,14 @@ class ScoredExperience:
 
     @property
     def error(self) -> float:
-        """Root mean square error of its known rollouts: its next priority."""
+        """Root mean square error of its known rollouts; its next priority."""
         known = self.errors_R[self.rewards.is_known_R]
         return float(np.sqrt(np.square(known).mean())) if len(known) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTask:
-    """Everything that one update takes in."""
+    """All inputs of one update."""
 
     number: int  # of the update, from 1
     items: tuple[ScoredExperience, ...]
@@ -154,7 +153,7 @@ class UpdateTask:
 
 
 def compute_rms_error(items: Sequence[ScoredExperience]) -> float:
-    """Root mean square of reward minus baseline over the known rollouts of all experiences; 0 without one."""
+    """Return the root mean square of reward minus baseline over all known rollouts; 0 without one."""
     errors = [item.errors_R[item.rewards.is_known_R] for item in items]
     flat = np.concatenate(errors) if errors else np.zeros(0)
     return float(np.sqrt(np.square(flat).mean())) if len(flat) else 0.0
@@ -162,7 +161,7 @@ def compute_rms_error(items: Sequence[ScoredExperience]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OldPolicyDistribution:
-    """One rollout's old distribution at its loss tokens; one of the two forms."""
+    """Old distribution at one rollout's loss tokens, in one of two forms."""
 
     logprobs_NV: torch.Tensor | None = None  # exact
     top_ids_NK: torch.Tensor | None = None  # recorded
@@ -171,12 +170,15 @@ class OldPolicyDistribution:
 
     @property
     def is_exact(self) -> bool:
-        """False = a divergence from it is a lower bound."""
+        """False if a divergence from it is only a lower bound."""
         return self.logprobs_NV is not None
 
 
 def compute_forward_kl(old: OldPolicyDistribution, new_logprobs_NV: torch.Tensor) -> torch.Tensor:
-    """KL(old || new) [N] at each loss token, with gradient to the new policy; a lower bound unless `old.is_exact`."""
+    """Compute KL(old || new) [N] at each loss token with gradient to the new policy.
+
+    It is a lower bound unless `old.is_exact`.
+    """
     if old.logprobs_NV is not None:
         return exact_forward_kl(old.logprobs_NV.to(new_logprobs_NV), new_logprobs_NV)
     assert old.top_ids_NK is not None and old.top_logprobs_NK is not None and old.rest_N is not None
@@ -188,7 +190,7 @@ def compute_forward_kl(old: OldPolicyDistribution, new_logprobs_NV: torch.Tensor
 def build_recorded_distribution(
     top: RecordedTopK, loss_mask: Sequence[bool]
 ) -> OldPolicyDistribution:
-    """The recorded tokens at the loss tokens."""
+    """Build the distribution at the loss tokens from the recorded tokens."""
     mask_T = np.asarray(loss_mask, dtype=bool)
     return OldPolicyDistribution(
         top_ids_NK=torch.from_numpy(top.ids_TK[mask_T].astype(np.int64)),
@@ -207,27 +209,24 @@ def compute_old_distributions(
     *,
     pad_id: int,
 ) -> list[OldPolicyDistribution | None]:
-    """The old distribution of each row: of the snapshot of its version, else as recorded, else None.
+    """Return the old distribution of each row: from its version's snapshot, else as recorded, else None.
 
     Args:
-        rows, versions, recorded: of each rollout.
+        rows, versions, recorded: one per rollout.
     """
-    found: list[OldPolicyDistribution | None] = [None] * len(rows)
+    distributions: list[OldPolicyDistribution | None] = [None] * len(rows)
     for version in sorted(set(versions)):
         members = [index for index, other in enumerate(versions) if other == version]
         weights = snapshots.load_weights_if_valid(version)
         if weights is None:
             for index in members:
                 top = recorded[index]
-                found[index] = (
-                    build_recorded_distribution(top, rows[index].loss_mask)
-                    if top is not None
-                    else None
-                )
+                if top is not None:
+                    distributions[index] = build_recorded_distribution(top, rows[index].loss_mask)
             continue
         with swap_weights(model, weights):
-            _fill_exact_distributions(model, optimizer_step, rows, members, pad_id, found)
-    return found
+            _fill_exact_distributions(model, optimizer_step, rows, members, pad_id, distributions)
+    return distributions
 
 
 @torch.no_grad()
@@ -237,26 +236,20 @@ def _fill_exact_distributions(
     rows: Sequence[TrainRow],
     members: Sequence[int],
     pad_id: int,
-    found: list[OldPolicyDistribution | None],
+    distributions: list[OldPolicyDistribution | None],
 ) -> None:
     device = next(model.parameters()).device
-    batches = build_batches(
-        [rows[index] for index in members], optimizer_step.settings.micro_batch_tokens, pad_id
-    )
+    member_rows = [rows[index] for index in members]
+    batches = build_batches(member_rows, optimizer_step.settings.micro_batch_tokens, pad_id)
 
     def fill(batch: TrainBatch) -> None:
         logprobs_NV = compute_vocabulary_logprobs(model, batch.to(device))
         counts = batch.loss_mask_BS.sum(1).tolist()
-        for place, part_NV in zip(batch.rows, logprobs_NV.split(counts), strict=True):
-            found[members[place]] = OldPolicyDistribution(logprobs_NV=part_NV.clone())
+        for row, row_NV in zip(batch.rows, logprobs_NV.split(counts), strict=True):
+            distributions[members[row]] = OldPolicyDistribution(logprobs_NV=row_NV.clone())
 
     with use_eval_mode(model), optimizer_step.enable_autocast():
         MemoryFit("old distributions").compute_batches(batches, fill)
-
-
-_UNLIMITED_STEPS = (
-    2**31
-)  # optimizer steps of a service without an end; its schedule is constant after the warm-up
 
 
 @dataclass(slots=True)
@@ -264,37 +257,36 @@ class UpdateReport:
     """Outcome of one update."""
 
     number: int
-    refused: str = ""  # empty, kl, nonfinite or paused; "" = taken
+    refused: str = ""  # empty, kl, nonfinite or paused; "" = applied
     learning_rate: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)  # rl, kl (with its coefficient), total
     gradients: dict[str, float] = field(default_factory=dict)  # norm, clipped
-    kl_control: dict[str, float] = field(
-        default_factory=dict
-    )  # coefficient, mean_kl, target_kl, before
-    is_lower_bound: bool = False  # True = the KL is of recorded tokens, in part at least
+    # coefficient, mean_kl, target_kl, before
+    kl_control: dict[str, float] = field(default_factory=dict)
+    is_lower_bound: bool = False  # the KL is partly that of recorded tokens
     num_tokens: int = 0  # loss tokens
     num_rollouts: int = 0
-    without_old: int = 0  # rollouts left out, because nothing is known of their old distribution
+    without_old: int = 0  # rollouts left out, because their old distribution is unknown
     error: float = 0.0
     requests: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as written to update_contribution.jsonl; what is not finite is a text there."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
+        """Return plain values as written to update_contribution.jsonl; non-finite values become strings."""
+        row = {name: getattr(self, name) for name in self.__slots__}
         for name in ("losses", "gradients", "kl_control"):
-            plain[name] = {
+            row[name] = {
                 key: value if math.isfinite(value) else str(value)
-                for key, value in plain[name].items()
+                for key, value in row[name].items()
             }
-        return plain
+        return row
 
 
 @dataclass(slots=True)
 class _UpdateRows:
-    """Rollouts of an update as rows."""
+    """Rollouts of an update as training rows."""
 
     rows: list[TrainRow]
-    advantages: list[float]  # with the importance weight of the draw
+    advantages: list[float]  # times the importance weight of the draw
     old_distributions: list[OldPolicyDistribution]
     without_old: int
 
@@ -304,12 +296,13 @@ class _UpdateRows:
 
 
 class GuardedLearner:
-    """The policy, its optimizer and its three guardrails.
+    """Policy, optimizer and three guardrails.
 
     L = clipped policy loss against the sampler's log-probs + coefficient KL(old || policy), both means over the loss
-    tokens. A step whose mean KL(old || policy) lies beyond the limit, or that is not finite, leaves weights, moments
-    and average as they were. The coefficient is steered by the KL measured after the step, refused or not, unless
-    the update has no error: then nothing drives the KL.
+    tokens. A step whose mean KL(old || policy) exceeds the limit, or that is not finite, leaves weights, moments and
+    average unchanged. The coefficient is adjusted by the KL measured after the step, refused or not, unless the update
+    has
+    no error: then nothing drives the KL.
     """
 
     def __init__(
@@ -337,39 +330,36 @@ class GuardedLearner:
         )
 
     def apply_update(self, task: UpdateTask) -> UpdateReport:
-        """Take the update, or refuse it."""
+        """Apply the update, or refuse it."""
         report = UpdateReport(
             task.number,
             learning_rate=task.learning_rate,
             error=task.error,
             requests=[item.buffered.experience.request_id for item in task.items],
         )
-        found = self._build_rows(task)
-        report.without_old, report.num_rollouts, report.num_tokens = (
-            found.without_old,
-            len(found.rows),
-            found.num_tokens,
-        )
-        report.is_lower_bound = any(not old.is_exact for old in found.old_distributions)
-        if not found.rows:
+        update = self._build_rows(task)
+        report.without_old = update.without_old
+        report.num_rollouts, report.num_tokens = len(update.rows), update.num_tokens
+        report.is_lower_bound = any(not old.is_exact for old in update.old_distributions)
+        if not update.rows:
             return self.refuse_update(report, "empty")
-        batches = build_batches(found.rows, self.settings.micro_batch_tokens, self.pad_id)
+        batches = build_batches(update.rows, self.settings.micro_batch_tokens, self.pad_id)
         weights = {
             name: tensor.clone() for name, tensor in collect_trainable_weights(self.model).items()
         }
         state = copy.deepcopy(self.optimizer_step.state_dict())
-        skipped = self.optimizer_step.skipped_steps
+        num_skipped = self.optimizer_step.skipped_steps
         self.optimizer_step.learning_rate_scale = task.learning_rate / self.settings.learning_rate
-        metrics = self._apply_batches(batches, found, task.number)
+        metrics = self._apply_batches(batches, update, task.number)
         self._fill_report(report, metrics)
-        if self.optimizer_step.skipped_steps > skipped:
+        if self.optimizer_step.skipped_steps > num_skipped:
             return self.refuse_update(report, "nonfinite")
-        kl = self._measure_mean_kl(batches, found)
+        kl = self._measure_mean_kl(batches, update)
         report.kl_control["mean_kl"] = kl
         if math.isfinite(kl) and task.error > 0:
             self.kl_coef = self._compute_next_kl_coef(kl, report.kl_control["before"])
         if not kl <= self.settings.kl_limit:
-            # a step may be finite and still leave weights that give no finite number any more
+            # A finite step can still lead to weights whose outputs are not finite.
             load_trainable_weights(self.model, weights)
             self.optimizer_step.load_state_dict(state)
             self.optimizer_step.num_steps += 1
@@ -379,7 +369,7 @@ class GuardedLearner:
         return report
 
     def refuse_update(self, report: UpdateReport, reason: str) -> UpdateReport:
-        """Count a refused update."""
+        """Mark an update as refused and count it."""
         report.refused = reason
         self.refused[reason] += 1
         if reason in ("kl", "nonfinite"):
@@ -387,29 +377,29 @@ class GuardedLearner:
         return report
 
     def copy_served_weights(self) -> dict[str, torch.Tensor]:
-        """A copy of what may be served: the average; before the first update the weights themselves."""
+        """Return a copy of the weights to serve: the average, or before the first update the weights themselves."""
         with self.optimizer_step.ema.use_averages():
             return collect_trainable_weights(self.model, copy=True)
 
     def restart_from_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Go back to these weights, with a new optimizer, average and coefficient."""
+        """Restart from these weights with a new optimizer, average and coefficient."""
         load_trainable_weights(self.model, weights)
         self.optimizer_step = self._build_optimizer_step()
         self.kl_coef = self.settings.kl_coef
         self.refused_in_row = 0
 
     def collect_metrics(self) -> dict[str, float]:
-        """Counts of updates and the coefficient."""
-        tried = self.num_taken + self.refused["kl"] + self.refused["nonfinite"]
+        """Return the coefficient and counts of updates."""
+        num_attempted = self.num_taken + self.refused["kl"] + self.refused["nonfinite"]
         return {
             "online/updates_taken": float(self.num_taken),
-            "online/update_success_rate": self.num_taken / tried if tried else 1.0,
+            "online/update_success_rate": self.num_taken / num_attempted if num_attempted else 1.0,
             "online/kl_coef": self.kl_coef,
-            **{f"online/refused/{why}": float(count) for why, count in self.refused.items()},
+            **{f"online/refused/{reason}": float(count) for reason, count in self.refused.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """State besides the model's weights."""
+        """Return the state without the model's weights."""
         return {
             "optimizer_step": self.optimizer_step.state_dict(),
             "kl_coef": self.kl_coef,
@@ -419,13 +409,11 @@ class GuardedLearner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; the model's weights are loaded before."""
+        """Load a state; inverse of `state_dict`. Load the model's weights first."""
         self.optimizer_step.load_state_dict(state["optimizer_step"])
         self.kl_coef, self.num_taken = float(state["kl_coef"]), int(state["taken"])
-        self.refused = {why: int(count) for why, count in state["refused"].items()}
+        self.refused = {reason: int(count) for reason, count in state["refused"].items()}
         self.refused_in_row = int(state["refused_in_row"])
-
-    # Passes over the model
 
     def _build_rows(self, task: UpdateTask) -> _UpdateRows:
         rows: list[TrainRow] = []
@@ -450,41 +438,40 @@ class GuardedLearner:
             recorded,
             pad_id=self.pad_id,
         )
-        kept = [
-            (row, advantage, one)
-            for row, advantage, one in zip(rows, advantages, old, strict=True)
-            if one is not None
-        ]
-        return _UpdateRows(
-            [k[0] for k in kept], [k[1] for k in kept], [k[2] for k in kept], len(rows) - len(kept)
-        )
+        update = _UpdateRows([], [], [], without_old=0)
+        for row, advantage, distribution in zip(rows, advantages, old, strict=True):
+            if distribution is None:
+                update.without_old += 1
+                continue
+            update.rows.append(row)
+            update.advantages.append(advantage)
+            update.old_distributions.append(distribution)
+        return update
 
     def _apply_batches(
-        self, batches: Sequence[TrainBatch], found: _UpdateRows, number: int
+        self, batches: Sequence[TrainBatch], update: _UpdateRows, seed: int
     ) -> dict[str, float]:
-        def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-            return self._compute_loss(batch.to(self.device), found)
+        def compute_loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+            return self._compute_loss(batch.to(self.device), update)
 
         if not self.settings.dropout:
-            return self.optimizer_step.run_step(batches, loss)
+            return self.optimizer_step.run_step(batches, compute_loss)
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(
-            devices=devices
-        ):  # masks follow from the update, so a resumed worker draws the same
-            torch.manual_seed(number)
-            return self.optimizer_step.run_step(batches, loss)
+        # Dropout masks depend only on the update, so a resumed worker draws the same.
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            return self.optimizer_step.run_step(batches, compute_loss)
 
     def _compute_loss(
-        self, batch: TrainBatch, found: _UpdateRows
+        self, batch: TrainBatch, update: _UpdateRows
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss of a micro-batch over the denominator of the whole update."""
-        count, mask_BS = float(found.num_tokens), batch.loss_mask_BS
+        """Compute the loss of a micro-batch with the denominator of the complete update."""
+        num_tokens, mask_BS = float(update.num_tokens), batch.loss_mask_BS
         new_NV = compute_vocabulary_logprobs(self.model, batch)
         targets_N = batch.input_ids_BS[mask_BS]
-        logprobs_BS = new_NV.new_zeros(mask_BS.shape).masked_scatter(
-            mask_BS, new_NV.gather(1, targets_N[:, None])[:, 0]
-        )
-        advantages_B = new_NV.new_tensor([found.advantages[row] for row in batch.rows])
+        logprobs_N = new_NV.gather(1, targets_N[:, None])[:, 0]
+        logprobs_BS = new_NV.new_zeros(mask_BS.shape).masked_scatter(mask_BS, logprobs_N)
+        advantages_B = new_NV.new_tensor([update.advantages[row] for row in batch.rows])
         advantages_BS = advantages_B[:, None].expand(mask_BS.shape)
         assert batch.sampler_logprobs_BS is not None
         rl, metrics = clipped_policy_loss(
@@ -492,36 +479,35 @@ class GuardedLearner:
             batch.sampler_logprobs_BS.to(logprobs_BS),
             advantages_BS,
             mask_BS,
-            num_loss_tokens=count,
+            num_loss_tokens=num_tokens,
             clip_eps=self.settings.clip_eps,
         )
-        kl = self._sum_kl(batch, found, new_NV) / count
+        kl = self._sum_kl(batch, update, new_NV) / num_tokens
         parts = {"rl": rl.detach(), "kl": kl.detach(), "clip_fraction": metrics["clip_fraction"]}
         return rl + self.kl_coef * kl, parts
 
-    def _sum_kl(self, batch: TrainBatch, found: _UpdateRows, new_NV: torch.Tensor) -> torch.Tensor:
-        """Sum of KL(old || new) over the micro-batch's loss tokens."""
+    def _sum_kl(self, batch: TrainBatch, update: _UpdateRows, new_NV: torch.Tensor) -> torch.Tensor:
+        """Return the sum of KL(old || new) over the micro-batch's loss tokens."""
         counts = batch.loss_mask_BS.sum(1).tolist()
-        parts = [
-            compute_forward_kl(found.old_distributions[row], part_NV).sum()
-            for row, part_NV in zip(batch.rows, new_NV.split(counts), strict=True)
+        sums = [
+            compute_forward_kl(update.old_distributions[row], row_NV).sum()
+            for row, row_NV in zip(batch.rows, new_NV.split(counts), strict=True)
         ]
-        return torch.stack(parts).sum()
+        return torch.stack(sums).sum()
 
     @torch.no_grad()
-    def _measure_mean_kl(self, batches: Sequence[TrainBatch], found: _UpdateRows) -> float:
-        """Mean KL(old || policy) per loss token, under the weights as they are; NaN where these give none."""
+    def _measure_mean_kl(self, batches: Sequence[TrainBatch], update: _UpdateRows) -> float:
+        """Measure the mean KL(old || policy) per loss token under the current weights; NaN if it is not finite."""
 
-        def of_batch(batch: TrainBatch) -> float:
+        def sum_kl(batch: TrainBatch) -> float:
             batch = batch.to(self.device)
-            return float(self._sum_kl(batch, found, compute_vocabulary_logprobs(self.model, batch)))
+            new_NV = compute_vocabulary_logprobs(self.model, batch)
+            return float(self._sum_kl(batch, update, new_NV))
 
         with use_eval_mode(self.model), self.optimizer_step.enable_autocast():
             try:
-                return (
-                    math.fsum(MemoryFit("KL after the update").compute_batches(batches, of_batch))
-                    / found.num_tokens
-                )
+                sums = MemoryFit("KL after the update").compute_batches(batches, sum_kl)
+                return math.fsum(sums) / update.num_tokens
             except NonFiniteTensor:
                 return math.nan
 
@@ -541,16 +527,17 @@ class GuardedLearner:
         }
 
     def _compute_next_kl_coef(self, kl: float, before: float) -> float:
-        """The coefficient after a step that moved the KL of its tokens from `before` to `kl`.
+        """Return the coefficient after a step that changed the KL of its tokens from `before` to `kl`.
 
-        The KL adds up over updates while the coefficient only changes its slope, so steering by its level alone swings
-        about the band. It is steered by the level that the KL would have after a few more steps like this one.
+        The KL accumulates over updates while the coefficient only changes its slope, so controlling by its level alone
+        oscillates around the band. It is controlled by the level that the KL would reach after a few more steps like
+        this one.
         """
         settings = self.settings
-        ahead = max(0.0, kl + settings.kl_lookahead * (kl - before))
+        predicted_kl = max(0.0, kl + settings.kl_lookahead * (kl - before))
         return banded_kl_coef(
             self.kl_coef,
-            ahead,
+            predicted_kl,
             target=settings.kl_target,
             tolerance=settings.kl_tolerance,
             increase_factor=settings.kl_factor,

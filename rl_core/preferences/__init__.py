@@ -1,1 +1,1 @@
-"""Preferences by people: items to rate, the journal of ratings, agreement, the choice of what to ask next, and rows."""
+"""Human preferences: items to rate, the journal of ratings, agreement, question order, and training rows."""

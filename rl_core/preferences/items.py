@@ -1,4 +1,4 @@
-"""Items that people rate: a prompt and one or two answers, each a text or the turns of a trajectory.
+"""Items to rate: a prompt and one or two answers, each a text or the turns of a trajectory.
 
 items.jsonl   {"id", "prompt", "answers", "sources", "about", "crc"}, one line each, written once
 """
@@ -20,14 +20,13 @@ from rl_core.storage.atomic_files import make_folder, replace_file
 from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.types import Message, Trajectory
 
-RatedAnswer = (
-    str | list[dict[str, Any]]
-)  # a text, or messages that begin and end with the assistant's
+# A text, or messages that start and end with the assistant's.
+RatedAnswer = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class RatedItem:
-    """One thing to rate."""
+    """Prompt with one or two answers to rate."""
 
     prompt: RatedAnswer  # text of the user, or messages
     answers: tuple[RatedAnswer, ...]  # two to compare, or one to score
@@ -36,15 +35,14 @@ class RatedItem:
 
     @property
     def id(self) -> str:
-        """Digest of what is shown; the same texts are the same item, in whatever order the answers stand."""
-        shown = [self.prompt, sorted(json.dumps(answer, sort_keys=True) for answer in self.answers)]
-        return hashlib.sha256(
-            json.dumps(shown, sort_keys=True).encode("utf-8", "surrogatepass")
-        ).hexdigest()[:24]
+        """Digest of the displayed content; the order of the answers does not matter."""
+        answers = sorted(json.dumps(answer, sort_keys=True) for answer in self.answers)
+        content = json.dumps([self.prompt, answers], sort_keys=True)
+        return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
 def extract_answer(trajectory: Trajectory) -> RatedAnswer:
-    """A policy's part of an episode: its text, or its turns with the observations between them."""
+    """Return a policy's part of an episode: its text, or its turns with the observations in between."""
     turns = trajectory.turns
     if len(turns) == 1:
         return turns[0].action
@@ -57,56 +55,59 @@ def extract_answer(trajectory: Trajectory) -> RatedAnswer:
 
 
 def load_items(path: Path, *, answers: int) -> list[RatedItem]:
-    """Items from rows {"prompt", "answers": [...], "sources": [...]}, or from preference rows in any format.
+    """Load items from rows {"prompt", "answers": [...], "sources": [...]}, or from preference rows in any format.
 
-    Items that come twice are left out, and so are pairs with equal answers.
+    Duplicate items and pairs with equal answers are skipped.
     Args:
-        answers: 2 = pairs; 1 = each answer of a row is an item of its own.
-    Raises: DataError naming a row that cannot be used, or a file without any.
+        answers: 2 = pairs; 1 = each answer of a row is a separate item.
+    Raises: DataError naming a row that cannot be used, or a file without items.
     """
     rows = list(_read_answer_rows(path)) or [
-        RatedItem(row["prompt"], (row["chosen"], row["rejected"]), ("chosen", "rejected"))
-        if "chosen" in row
-        else RatedItem(row["prompt"], (row["completion"],), ("completion",))
-        for row in read_preferences(path).rows
+        _convert_preference_row(row) for row in read_preferences(path).rows
     ]
-    found: dict[str, RatedItem] = {}
-    for item in rows:
-        for one in _split_item(item, answers):
-            found.setdefault(one.id, one)
-    if not found:
-        raise DataError(
-            f"{path}: holds no item with {answers} different answer{'s' * (answers > 1)}"
-        )
-    return list(found.values())
+    items: dict[str, RatedItem] = {}
+    for row_item in rows:
+        for item in _split_item(row_item, answers):
+            items.setdefault(item.id, item)
+    if not items:
+        noun = "answers" if answers > 1 else "answer"
+        raise DataError(f"{path}: holds no item with {answers} different {noun}")
+    return list(items.values())
+
+
+def _convert_preference_row(row: Mapping[str, Any]) -> RatedItem:
+    if "chosen" in row:
+        answers = (row["chosen"], row["rejected"])
+        return RatedItem(row["prompt"], answers, ("chosen", "rejected"))
+    return RatedItem(row["prompt"], (row["completion"],), ("completion",))
 
 
 def _split_item(item: RatedItem, answers: int) -> Iterable[RatedItem]:
-    """The item as pairs, or as single answers."""
+    """Return the item as a list of pairs or of single answers."""
     if answers == 1:
-        sides = zip(item.answers, item.sources, strict=True)
         return [
-            RatedItem(item.prompt, (answer,), (source,), item.about) for answer, source in sides
+            RatedItem(item.prompt, (answer,), (source,), item.about)
+            for answer, source in zip(item.answers, item.sources, strict=True)
         ]
     return [item] if len(item.answers) == 2 and item.answers[0] != item.answers[1] else []
 
 
 def _read_answer_rows(path: Path) -> Iterable[RatedItem]:
-    """Items of rows that have `answers`; nothing where the first row has none."""
+    """Yield the items of rows that have `answers`; nothing if the first row has none."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place = f"{path}:{number}"
+            row_location = f"{path}:{number}"
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{place}: is no JSON object: {error}") from None
+                raise DataError(f"{row_location}: not a JSON object: {error}") from None
             if not isinstance(row, dict) or "answers" not in row:
                 if number == 1:
                     return
-                raise DataError(f"{place}: has no answers, as the rows before it have")
-            yield _parse_item(row, place)
+                raise DataError(f"{row_location}: has no answers, but earlier rows have them")
+            yield _parse_item(row, row_location)
 
 
 def _parse_item(row: Mapping[str, Any], row_location: str) -> RatedItem:
@@ -123,9 +124,7 @@ def _parse_item(row: Mapping[str, Any], row_location: str) -> RatedItem:
         for index, answer in enumerate(answers)
     )
     prompt = _check_answer(row.get("prompt"), f"{row_location}: prompt")
-    return RatedItem(
-        prompt, checked, tuple(str(source) for source in sources), dict(row.get("about") or {})
-    )
+    return RatedItem(prompt, checked, tuple(map(str, sources)), dict(row.get("about") or {}))
 
 
 def _check_answer(value: Any, row_location: str) -> RatedAnswer:
@@ -134,30 +133,27 @@ def _check_answer(value: Any, row_location: str) -> RatedAnswer:
     if isinstance(value, list) and value:
         try:
             return [dict(message) for message in validate_messages(value, row_location)]
-        except BadRow as bad:
-            raise DataError(str(bad)) from None
+        except BadRow as error:
+            raise DataError(str(error)) from None
     raise DataError(f"{row_location}: must be text or a list of messages")
 
 
 def write_items(path: Path, items: Sequence[RatedItem]) -> None:
-    """Write the items, whole or not at all."""
+    """Write the items atomically."""
     make_folder(path.parent)
     with replace_file(path, binary=True) as file:
         for item in items:
-            file.write(
-                encode_checked_line(
-                    {
-                        "prompt": item.prompt,
-                        "answers": item.answers,
-                        "sources": item.sources,
-                        "about": item.about,
-                    }
-                )
-            )
+            row = {
+                "prompt": item.prompt,
+                "answers": item.answers,
+                "sources": item.sources,
+                "about": item.about,
+            }
+            file.write(encode_checked_line(row))
 
 
 def read_items(path: Path) -> list[RatedItem]:
-    """The items of a file, in order; damaged lines are named and left out."""
+    """Read the items of a file in order; damaged lines are reported and skipped."""
     items = []
     for line in read_checked_lines(path):
         if line.record is None:
@@ -171,8 +167,8 @@ def read_items(path: Path) -> list[RatedItem]:
 
 
 def build_prompt_messages(item: RatedItem) -> list[Message]:
-    """The prompt as messages."""
-    prompt: Any = (
-        [{"role": "user", "content": item.prompt}] if isinstance(item.prompt, str) else item.prompt
-    )
+    """Return the prompt as messages."""
+    prompt: Any = item.prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     return list(prompt)

@@ -1,9 +1,10 @@
-"""Ratings in an append-only journal: each is on the disk before the page is told, and an undo is a line of its own.
+"""Append-only journal of ratings, and their conversion to training rows.
 
 ratings.jsonl   {"number": 1, "item": ..., "rater": "ann", "choice": "first", "left": 1, ..., "crc": ...}
                 {"undo": 1, "rater": "ann", "time": ..., "crc": ...}
 
-Ratings as the rows of a data file: preferences with ties, or scored answers, with rater, time and models.
+Each rating is on the disk before it is acknowledged; an undo is a separate line. Rows are preferences with ties, or
+scored answers, with rater, time and models.
 """
 
 from __future__ import annotations
@@ -22,56 +23,52 @@ from rl_core.storage.atomic_files import append_bytes, make_folder, replace_file
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 
-CHOICES = (
-    "first",
-    "second",
-    "tie",
-    "both_bad",
-    "skip",
-)  # of a pair; first = the item's first answer
-MAX_COMMENT_CHARACTERS = 2000  # characters of a comment
+CHOICES = ("first", "second", "tie", "both_bad", "skip")  # for a pair; first = the first answer
+MAX_COMMENT_CHARACTERS = 2000
+# Line ends within texts, at which many readers of JSON lines would split.
+_ESCAPED_LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
 
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """One person's opinion of one item, once."""
+    """Opinion of one rater on one item."""
 
     number: int  # from 1, in the order of the journal
     item: str
     rater: str
-    choice: str  # one of CHOICES; "score" or "skip" of a single answer
+    choice: str  # one of CHOICES; "score" or "skip" for a single answer
     score: float | None = None  # 1 to 5, or 0 and 1 for thumbs
-    left: int = 0  # answer that stood left: 0 = the item's first
+    left: int = 0  # answer shown on the left: 0 = the item's first
     reason: str = ""
     comment: str = ""
-    seconds: float = 0.0  # between showing and answering, by the page's clock
+    seconds: float = 0.0  # from display to answer, by the page's clock
     time: float = 0.0  # seconds since 1970
-    asked: int = 1  # how often this rater has been asked about the item, this time included
+    asked: int = 1  # times this rater was asked about the item, including now
 
     @property
     def is_opinion(self) -> bool:
-        """True = it says something about the answers."""
+        """Whether it expresses an opinion of the answers."""
         return self.choice != "skip"
 
     @property
     def value(self) -> float:
-        """Number for agreement: 1 first, 0 tie or both bad, -1 second; a score as it is."""
+        """Value for agreement: 1 first, 0 tie or both bad, -1 second; a score unchanged."""
         if self.score is not None:
             return self.score
         return {"first": 1.0, "second": -1.0}.get(self.choice, 0.0)
 
 
 class RatingJournal:
-    """The ratings of a folder. Safe to use from several threads; one process writes."""
+    """Ratings of a folder. Thread-safe; only one process writes."""
 
     def __init__(self, path: Path) -> None:
-        """Read what is there; a last line that a kill tore off, which nobody was told of, is cut off."""
+        """Read the journal; truncate a torn last line, which was never acknowledged."""
         self.path = path
         self._lock = threading.Lock()
         self._ratings: dict[int, Rating] = {}
         self._by_rater: dict[str, list[int]] = {}
         self._last_number = 0
-        self.version = 0  # grows with every line
+        self.version = 0  # increases with every line
         make_folder(path.parent)
         end = 0
         for line in read_checked_lines(path):
@@ -84,7 +81,7 @@ class RatingJournal:
             truncate_file(path, end)
 
     def __iter__(self) -> Iterator[Rating]:
-        """Ratings that were not taken back, in order."""
+        """Iterate over the ratings that were not undone, in order."""
         with self._lock:
             return iter(list(self._ratings.values()))
 
@@ -93,46 +90,45 @@ class RatingJournal:
 
     @property
     def raters(self) -> list[str]:
-        """Names of those who rated something."""
+        """Names of the raters with ratings."""
         with self._lock:
             return sorted(name for name, numbers in self._by_rater.items() if numbers)
 
     def list_ratings_of(self, rater: str) -> list[Rating]:
-        """A person's ratings, in order."""
+        """Return a rater's ratings in order."""
         with self._lock:
             return [self._ratings[number] for number in self._by_rater.get(rater, [])]
 
     def count_ratings_of(self, rater: str) -> int:
-        """Number of a person's ratings."""
+        """Return the number of a rater's ratings."""
         with self._lock:
             return len(self._by_rater.get(rater, []))
 
     def add_rating(self, rating: Rating) -> Rating:
-        """Keep a rating, with the next number. Raises: DataError for one that means nothing; CheckpointError."""
-        if rating.choice not in (*CHOICES, "score") or (rating.choice == "score") != (
-            rating.score is not None
-        ):
-            raise DataError(f"choice: {rating.choice!r} with score {rating.score} is no rating")
+        """Store a rating under the next number. Raises: DataError for an invalid one; CheckpointError."""
+        has_score, needs_score = rating.score is not None, rating.choice == "score"
+        if rating.choice not in (*CHOICES, "score") or has_score != needs_score:
+            raise DataError(f"choice: {rating.choice!r} with score {rating.score} is not a rating")
         with self._lock:
-            kept = dataclasses.replace(
+            stored = dataclasses.replace(
                 rating,
                 number=self._last_number + 1,
                 comment=rating.comment[:MAX_COMMENT_CHARACTERS],
             )
-            self._append_record(dataclasses.asdict(kept))
+            self._append_record(dataclasses.asdict(stored))
         inject_fault("rating.kept")
-        return kept
+        return stored
 
     def undo_last_rating(self, rater: str, time: float) -> Rating | None:
-        """Take back a person's last rating; None = there is none. Raises: CheckpointError."""
+        """Undo a rater's last rating and return it; None without ratings. Raises: CheckpointError."""
         with self._lock:
             numbers = self._by_rater.get(rater, [])
             if not numbers:
                 return None
-            taken = self._ratings[numbers[-1]]
-            self._append_record({"undo": taken.number, "rater": rater, "time": time})
+            undone = self._ratings[numbers[-1]]
+            self._append_record({"undo": undone.number, "rater": rater, "time": time})
         inject_fault("rating.kept")
-        return taken
+        return undone
 
     def _append_record(self, record: Mapping[str, Any]) -> None:
         append_bytes(self.path, encode_checked_line(record), synced=True)
@@ -141,9 +137,9 @@ class RatingJournal:
     def _apply_record(self, record: Mapping[str, Any]) -> None:
         self.version += 1
         if "undo" in record:
-            gone = self._ratings.pop(record["undo"], None)
-            if gone is not None:
-                self._by_rater[gone.rater].remove(gone.number)
+            undone = self._ratings.pop(record["undo"], None)
+            if undone is not None:
+                self._by_rater[undone.rater].remove(undone.number)
             return
         rating = Rating(**record)
         self._ratings[rating.number] = rating
@@ -151,22 +147,19 @@ class RatingJournal:
         self._last_number = max(self._last_number, rating.number)
 
 
-# Line ends within texts, which many readers of JSON lines would cut at
-_ESCAPED_LINE_ENDS = {number: f"\\u{number:04x}" for number in (0x85, 0x2028, 0x2029)}
-
-
 def build_rating_rows(
     items: Sequence[RatedItem], ratings: Iterable[Rating]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each opinion, in the order of the ratings; skipped items and unknown ones give none.
+    """Yield a row for each opinion, in the order of the ratings; skipped and unknown items are left out.
 
-    Of a pair {"prompt", "chosen", "rejected"}, with "tie": true where neither is better (both bad included); of a
-    single answer {"prompt", "completion", "score"}. Where one part is messages, all are: formats are not mixed within a
-    row. `judgement` has the rest, which training does not read.
+    Pairs give {"prompt", "chosen", "rejected"}, with "tie": true if neither is better (including both bad); single
+    answers
+    give {"prompt", "completion", "score"}. If one part is messages, all are: formats are not mixed within a row.
+    `judgement` holds all other data, which training does not read.
     """
-    known = {item.id: item for item in items}
+    items_by_id = {item.id: item for item in items}
     for rating in ratings:
-        item = known.get(rating.item)
+        item = items_by_id.get(rating.item)
         if item is None or not rating.is_opinion:
             continue
         if rating.score is not None:
@@ -186,22 +179,24 @@ def build_rating_rows(
             "chosen": answers[order[0]],
             "rejected": answers[order[1]],
             **tie,
-            "judgement": _build_judgement(rating, [item.sources[place] for place in order]),
+            "judgement": _build_judgement(rating, [item.sources[index] for index in order]),
         }
 
 
 def _unify_formats(prompt: RatedAnswer, *answers: RatedAnswer) -> list[RatedAnswer]:
-    """All as texts, or all as messages."""
+    """Return all parts as texts, or all as messages."""
     if all(isinstance(part, str) for part in (prompt, *answers)):
         return [prompt, *answers]
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    said = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
-    return [asked, *said]
+
+    def to_messages(part: RatedAnswer, role: str) -> RatedAnswer:
+        return [{"role": role, "content": part}] if isinstance(part, str) else part
+
+    return [to_messages(prompt, "user"), *(to_messages(part, "assistant") for part in answers)]
 
 
 def _build_judgement(rating: Rating, sources: Sequence[str]) -> dict[str, Any]:
-    """Rater, time and manner, and the models compared (the chosen one first)."""
-    found: Mapping[str, Any] = {
+    """Return rater, time and manner, and the compared models (the chosen one first)."""
+    fields: Mapping[str, Any] = {
         "rater": rating.rater,
         "time": rating.time,
         "seconds": rating.seconds,
@@ -213,11 +208,11 @@ def _build_judgement(rating: Rating, sources: Sequence[str]) -> dict[str, Any]:
         "asked": rating.asked,
         "shown_left": rating.left,
     }
-    return {name: value for name, value in found.items() if value not in ("", [""], ["", ""])}
+    return {name: value for name, value in fields.items() if value not in ("", [""], ["", ""])}
 
 
 def write_rating_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Replace the data file; readers see the old or the new one. Returns the number of rows."""
+    """Replace the data file atomically; return the number of rows."""
     count = 0
     with replace_file(path, binary=True) as file:
         for row in rows:

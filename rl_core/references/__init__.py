@@ -1,1 +1,1 @@
-"""Reference models: a cache of frozen models, in few bits where that is asked for, that score token rows."""
+"""Reference models: a cache of frozen, optionally quantized models that score token rows."""

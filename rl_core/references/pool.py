@@ -1,9 +1,7 @@
-"""Cache of loaded models, bounded by number and by bytes.
+"""Pool of a process's reference models: loaded at first use, cached by number and bytes, shared by many threads.
 
-What falls out of the cache and is still used elsewhere keeps its memory, so it counts until its last user drops it; it
-comes back without being loaded again.
-
-Reference models of a process: loaded at the first use, kept in a cache, asked by many threads.
+A model that is evicted from the cache but still in use keeps its memory, so it counts until its last user drops it; it
+returns to the cache without being loaded again.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -56,11 +54,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """Counts of a cache since it was made, and its content."""
+    """Content of a cache, and counts since its creation."""
 
     kept: int  # models in the cache
-    alive: int  # these and those that fell out and are still used
-    bytes: int  # of all that are alive
+    alive: int  # these and evicted ones that are still in use
+    bytes: int  # of all models alive
     limit: int  # bytes
     hits: int
     loads: int
@@ -68,13 +66,22 @@ class CacheState:
 
 
 class ModelCache(Generic[Key, Model]):
-    """Models by key, the least recently used evicted first. Thread-safe; a model is loaded once for all who ask."""
+    """Cache of models by key that evicts the least recently used first.
+
+    Thread-safe; concurrent requests load a model once.
+    """
 
     def __init__(self, max_models: int, limit: Callable[[], int], free: Callable[[], int]) -> None:
-        """`most`: models that are kept. `limit`: bytes of all models alive. `free`: bytes that the machine has left."""
+        """Configure the cache.
+
+        Args:
+            max_models: models in the cache.
+            limit: returns the maximum bytes of all models alive.
+            free: returns the free bytes of the machine.
+        """
         self._max_models, self._limit, self._free = max_models, limit, free
         self._lock = threading.Lock()
-        self._cached: OrderedDict[Key, Model] = OrderedDict()  # the newest last
+        self._cached: OrderedDict[Key, Model] = OrderedDict()  # newest last
         self._alive: dict[Key, tuple[weakref.ref[Model], int]] = {}
         self._loading: dict[Key, Future[Model]] = {}
         self._reserved: dict[Key, int] = {}  # bytes of models that are being loaded
@@ -89,48 +96,52 @@ class ModelCache(Generic[Key, Model]):
         expected: int,
         description: str,
     ) -> Model:
-        """The model of a key: kept, still alive, being loaded by another thread, or loaded now.
+        """Return the model of a key: cached, still alive, being loaded by another thread, or loaded now.
 
         Args:
-            size: bytes of a loaded model. expected: the same before it is loaded. what: for messages.
-        Raises: OutOfMemory where it does not fit beside those in use; what `load` raises, to all who wait for it.
+            size: returns the bytes of a loaded model.
+            expected: estimated bytes.
+            description: for messages.
+        Raises: OutOfMemory if it does not fit in addition to models in use; errors of `load`, to all waiting threads.
         """
         with self._lock:
-            if (found := self._find_model(key)) is not None:
+            cached = self._find_model(key)
+            if cached is not None:
                 self._hits += 1
-                return found
-            if waiting := self._loading.get(key):
+                return cached
+            pending = self._loading.get(key)
+            if pending:
                 self._hits += 1
             else:
                 self._make_room(expected, description)
-                mine = self._loading[key] = Future()
+                future = self._loading[key] = Future()
                 self._reserved[key] = expected
-        if waiting:
-            return waiting.result()
+        if pending:
+            return pending.result()
         try:
             model = self._load_with_retry(load)
             with self._lock:
                 self._add_loaded_model(key, model, size(model))
-            mine.set_result(model)
+            future.set_result(model)
             return model
         except BaseException as error:
-            mine.set_exception(error)
+            future.set_exception(error)
             raise
         finally:
             with self._lock:
                 del self._loading[key], self._reserved[key]
 
     def release_models(self) -> None:
-        """Drop every model, as memory is short; those in use stay with their users."""
+        """Drop every model because memory is short; models in use stay with their users."""
         with self._lock:
             while self._cached:
                 self._evict_oldest()
 
     @property
     def state(self) -> CacheState:
-        """Present content and counts."""
+        """Current content and counts."""
         with self._lock:
-            self._forget_dead()
+            self._drop_dead()
             return CacheState(
                 kept=len(self._cached),
                 alive=len(self._alive),
@@ -141,14 +152,17 @@ class ModelCache(Generic[Key, Model]):
                 evictions=self._evictions,
             )
 
-    # -- under the lock ------------------------------------------------------------------------------------------------
+    # Methods up to `_count_bytes` require the lock.
 
     def _find_model(self, key: Key) -> Model | None:
         model = self._cached.get(key)
-        if model is None and key in self._alive and (model := self._alive[key][0]()) is not None:
-            self._cache_model(key, model)
-        elif model is not None:
+        if model is not None:
             self._cached.move_to_end(key)
+            return model
+        if key in self._alive:
+            model = self._alive[key][0]()
+            if model is not None:
+                self._cache_model(key, model)
         return model
 
     def _cache_model(self, key: Key, model: Model) -> None:
@@ -161,50 +175,51 @@ class ModelCache(Generic[Key, Model]):
         self._loads += 1
         self._cache_model(key, model)
         self._reserved[key] = 0
-        while len(self._cached) > 1 and self._count_bytes() > self._limit():  # larger than expected
+        # The model may be larger than expected.
+        while len(self._cached) > 1 and self._count_bytes() > self._limit():
             self._evict_oldest()
 
     def _make_room(self, expected: int, description: str) -> None:
         limit = self._limit()
+        needs = f"{description}: needs about {_format_gib(expected)}"
         if expected > limit:
             raise OutOfMemory(
-                f"{description}: takes about {_format_gib(expected)}, and reference models may take {_format_gib(limit)} together; choose a "
-                "lower precision (int8, int4), or raise memory_share"
+                f"{needs}, and all reference models may use {_format_gib(limit)} together; choose a lower precision "
+                "(int8, int4), or raise memory_share"
             )
         while self._cached and len(self._cached) + len(self._loading) >= self._max_models:
             self._evict_oldest()
         while self._cached and (self._count_bytes() + expected > limit or self._free() < expected):
             self._evict_oldest()
-        if (used := self._count_bytes()) + expected > limit:
+        used = self._count_bytes()
+        if used + expected > limit:
             raise OutOfMemory(
-                f"{description}: takes about {_format_gib(expected)} beside {_format_gib(used)} of reference models in use, beyond the "
-                f"{_format_gib(limit)} that they may take together; raise memory_share, or choose a lower precision"
+                f"{needs} in addition to {_format_gib(used)} of reference models in use, more than the "
+                f"{_format_gib(limit)} that they may use together; raise memory_share, or choose a lower precision"
             )
-        if (free := self._free()) < expected:
+        free = self._free()
+        if free < expected:
             raise OutOfMemory(
-                f"{description}: takes about {_format_gib(expected)}, and {_format_gib(free)} are free; choose a lower precision"
+                f"{needs}, and {_format_gib(free)} are free; choose a lower precision"
             )
 
     def _evict_oldest(self) -> None:
         key, model = self._cached.popitem(last=False)
         self._evictions += 1
         del model
-        if self._alive[key][0]() is not None:  # in use, or in a circle of references
+        if self._alive[key][0]() is not None:  # in use, or in a reference cycle
             gc.collect()
         if self._alive[key][0]() is None:
             del self._alive[key]
         else:
-            logger.info("a reference model fell out of the cache while it is in use: %s", key)
+            logger.info("a reference model was evicted from the cache while in use: %s", key)
 
-    def _forget_dead(self) -> None:
-        for key in [key for key, (model, _) in self._alive.items() if model() is None]:
-            del self._alive[key]
+    def _drop_dead(self) -> None:
+        self._alive = {key: entry for key, entry in self._alive.items() if entry[0]() is not None}
 
     def _count_bytes(self) -> int:
-        self._forget_dead()
+        self._drop_dead()
         return sum(size for _, size in self._alive.values()) + sum(self._reserved.values())
-
-    # -- without the lock ----------------------------------------------------------------------------------------------
 
     def _load_with_retry(self, load: Callable[[], Model]) -> Model:
         try:
@@ -212,7 +227,7 @@ class ModelCache(Generic[Key, Model]):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("memory is short: reference models that nobody uses are dropped")
+            logger.warning("memory is short: dropping unused reference models")
         self.release_models()
         gc.collect()
         return load()
@@ -222,8 +237,18 @@ def _format_gib(size: int) -> str:
     return f"{size / GIB:,.2f} GiB"
 
 
+def _build_cache(
+    settings: ReferenceSettings, device: torch.device
+) -> ModelCache[tuple[str, ...], Any]:
+    return ModelCache(
+        settings.max_models,
+        lambda: int(settings.memory_share * measure_machine_memory(device)),
+        lambda: measure_free_memory(device),
+    )
+
+
 class _CachedScorer:
-    """Entry of the cache: a model of this process, or a process of its own, behind one queue."""
+    """Entry of the cache: a model in this process or in a separate one, behind one queue."""
 
     def __init__(self, scorer: ModelScorer | ScorerProcess) -> None:
         self.scorer = scorer
@@ -231,32 +256,32 @@ class _CachedScorer:
 
     @property
     def bytes(self) -> int:
-        """Of its weights."""
-        return (
-            self.scorer.bytes
-            if isinstance(self.scorer, ScorerProcess)
-            else count_weight_bytes(self.scorer.model)
-        )
+        """Bytes of its weights."""
+        if isinstance(self.scorer, ScorerProcess):
+            return self.scorer.bytes
+        return count_weight_bytes(self.scorer.model)
 
 
 class ReferencePool:
-    """Frozen models by path. Thread-safe."""
+    """Pool of frozen models by path. Thread-safe."""
 
     def __init__(
         self, settings: ReferenceSettings | None = None, model: ModelSettings | None = None
     ) -> None:
-        """`model`: dtype and device of all of them."""
+        """Configure the pool.
+
+        Args:
+            model: dtype and device of all models.
+        """
         self.settings, self._model = settings or ReferenceSettings(), model or ModelSettings()
         device = causal_lm.resolve_device(self._model)
-        self._cache: ModelCache[tuple[str, ...], _CachedScorer] = ModelCache(
-            self.settings.max_models,
-            lambda: int(self.settings.memory_share * measure_machine_memory(device)),
-            lambda: measure_free_memory(device),
+        self._cache: ModelCache[tuple[str, ...], _CachedScorer] = _build_cache(
+            self.settings, device
         )
 
     @property
     def precision(self) -> Precision:
-        """The settings' precision, `auto` decided."""
+        """Precision of the settings, with `auto` resolved."""
         if self.settings.precision != "auto":
             return self.settings.precision
         if is_torchao_installed():
@@ -270,32 +295,29 @@ class ReferencePool:
         return self._cache.state
 
     def logprobs(self, path: str | Path, rows: TokenRows, temperature: float = 1.0) -> RowScores:
-        """log p(token | tokens before) of all tokens but the first, nats, at a temperature: float32 [S - 1] a row.
+        """Compute log p(token | tokens before) of all tokens but the first, nats, float32 [S - 1] per row.
 
         Requests of other threads for the same model and temperature share passes with this one.
-        Raises: DataError for rows that cannot be scored; ModelError where there is no such model; OutOfMemory.
+        Raises: DataError for rows that cannot be scored; ModelError if there is no such model; OutOfMemory.
         """
-        kept = self._get_scorer(
-            path, "policy"
-        )  # a name of its own, so that it counts as used until the end
-        return kept.shared.score_rows(rows, temperature)
+        cached = self._get_scorer(path, "policy")  # a local variable, so that it stays in use
+        return cached.shared.score_rows(rows, temperature)
 
     def logits(self, path: str | Path, rows: TokenRows, begin: int, end: int) -> np.ndarray:
-        """Logits float32 [end - begin, V] of some positions of the rows that another token follows, one row after the
-        other; the states of the rows asked for last are kept, so chunk after chunk is cheap.
+        """Compute the logits float32 [end - begin, V] of positions that another token follows, counted over all rows.
 
-        Raises: as `logprobs`.
+        The hidden states of the last rows are cached, so reading chunk after chunk is cheap. Raises: as `logprobs`.
         """
-        kept = self._get_scorer(path, "policy")
-        return kept.shared.run_exclusively(lambda: kept.scorer.compute_logits(rows, begin, end))
+        cached = self._get_scorer(path, "policy")
+        return cached.shared.run_exclusively(lambda: cached.scorer.compute_logits(rows, begin, end))
 
     def scores(self, path: str | Path, rows: TokenRows) -> list[float]:
-        """Scores of a reward model. Raises: as `logprobs`."""
-        kept = self._get_scorer(path, "reward_model")
-        return [float(score[0]) for score in kept.shared.score_rows(rows)]
+        """Compute the scores of a reward model. Raises: as `logprobs`."""
+        cached = self._get_scorer(path, "reward_model")
+        return [float(score[0]) for score in cached.shared.score_rows(rows)]
 
     def release_models(self) -> None:
-        """Drop every model that nobody uses."""
+        """Drop every model that is not in use."""
         self._cache.release_models()
 
     def _get_scorer(self, path: str | Path, kind: ReferenceKind) -> _CachedScorer:
@@ -303,17 +325,17 @@ class ReferencePool:
             path=str(path), kind=kind, precision=self.precision, model=self._model
         )
         expected = source.estimated_bytes
-        apart = expected > self.settings.own_process_gib * GIB
+        is_separate = expected > self.settings.own_process_gib * GIB
         return self._cache.get_or_load(
-            (*source.key, "apart" if apart else ""),
-            functools.partial(self._load_scorer, source, apart),
-            lambda kept: kept.bytes,
+            (*source.key, "separate" if is_separate else ""),
+            functools.partial(self._load_scorer, source, is_separate),
+            lambda cached: cached.bytes,
             expected,
             f"reference model '{path}' ({source.precision})",
         )
 
-    def _load_scorer(self, source: ReferenceSource, apart: bool) -> _CachedScorer:
-        if not apart:
+    def _load_scorer(self, source: ReferenceSource, is_separate: bool) -> _CachedScorer:
+        if not is_separate:
             return _CachedScorer(load_scorer(source, self.settings.pass_tokens))
         fields = {
             "path": source.path,
@@ -335,7 +357,7 @@ class ReferencePool:
 
 
 class FrozenModelCache:
-    """Whole frozen models for trainers of this process, which read their weights themselves."""
+    """Cache of complete frozen models for trainers of this process, which read their weights directly."""
 
     def __init__(self, settings: ReferenceSettings) -> None:
         self._caches: dict[str, ModelCache[tuple[str, ...], PreTrainedModel]] = {}
@@ -349,18 +371,13 @@ class FrozenModelCache:
         kind: ReferenceKind = "policy",
         precision: Precision = "full",
     ) -> PreTrainedModel:
-        """The model of a folder or hub name, in eval mode, the same object for all who ask while it is in memory."""
+        """Return the model of a folder or hub name in eval mode; the same object while it is in memory."""
         source = ReferenceSource(path=str(path), kind=kind, precision=precision, model=model)
         device = causal_lm.resolve_device(model)
         with self._lock:
-            cache = self._caches.setdefault(
-                device.type,
-                ModelCache(
-                    self._settings.max_models,
-                    lambda: int(self._settings.memory_share * measure_machine_memory(device)),
-                    lambda: measure_free_memory(device),
-                ),
-            )
+            if device.type not in self._caches:
+                self._caches[device.type] = _build_cache(self._settings, device)
+            cache = self._caches[device.type]
         return cache.get_or_load(
             source.key,
             lambda: load_reference_model(source)[0],
@@ -372,7 +389,7 @@ class FrozenModelCache:
 
 @functools.cache
 def get_frozen_models() -> FrozenModelCache:
-    """The frozen models of this process's trainings."""
+    """Return the cache of frozen models for the trainings of this process."""
     return FrozenModelCache(ReferenceSettings())
 
 

@@ -1,4 +1,4 @@
-"""Main program of a reference model's own process: load it, then score rows until the connection ends."""
+"""Main program of a separate process for a reference model: load it, then score rows until the connection ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _EMPTY_ARRAY = np.zeros(0, dtype=np.float32)
 
 
 def load_requested_scorer(source: dict[str, Any], pass_tokens: int, threads: int) -> ModelScorer:
-    """The scorer that an owner asks for. `source`: fields of a `ReferenceSource`."""
+    """Load the scorer that the owner requests.
+
+    Args:
+        source: fields of a `ReferenceSource`.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -30,7 +34,7 @@ def load_requested_scorer(source: dict[str, Any], pass_tokens: int, threads: int
 
 
 def main(descriptor: int) -> None:
-    """Serve the owner at the other end of a connection."""
+    """Serve the owner at the other end of the connection."""
     connection: Connection = Connection(descriptor)
     threading.Thread(target=_exit_with_owner, args=(descriptor,), daemon=True).start()
     scorer: ModelScorer | None = None
@@ -46,26 +50,22 @@ def main(descriptor: int) -> None:
                 continue
             rows = [row.tolist() for row in split_rows(tokens, head["lengths"])]
             if "begin" in head:
-                send_message(
-                    connection, {}, scorer.compute_logits(rows, head["begin"], head["end"])
-                )
+                logits = scorer.compute_logits(rows, head["begin"], head["end"])
+                send_message(connection, {}, logits)
                 continue
-            answer = scorer.score_rows(rows, head["temperature"])
-            values = np.concatenate([_EMPTY_ARRAY, *answer])
-            send_message(connection, {"lengths": [len(row) for row in answer]}, values)
+            scores = scorer.score_rows(rows, head["temperature"])
+            values = np.concatenate([_EMPTY_ARRAY, *scores])
+            send_message(connection, {"lengths": [len(row) for row in scores]}, values)
         except Exception as error:
-            send_message(
-                connection,
-                {"error": str(error) or format_first_line(error), "kind": type(error).__name__},
-                _EMPTY_ARRAY,
-            )
+            reply = {"error": str(error) or format_first_line(error), "kind": type(error).__name__}
+            send_message(connection, reply, _EMPTY_ARRAY)
 
 
 def _exit_with_owner(descriptor: int) -> None:
-    """End this process when the other end of the connection is closed, be it within a pass that nobody waits for."""
-    closed = select.poll()
-    closed.register(descriptor, select.POLLRDHUP)
-    while not closed.poll():
+    """End this process when the other end of the connection is closed, even during a pass."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLRDHUP)
+    while not poller.poll():
         continue
     os._exit(0)
 

@@ -1,9 +1,9 @@
-"""Frozen models whose linear layers hold 8 or 4 bits a weight.
+"""Frozen models whose linear layers have 8 or 4 bits per weight.
 
-torchao rounds while the files are read, so that a model never stands in memory as a whole: 8 bits with a scale for each
-output row, 4 bits with a scale for 32 inputs of a row, both symmetric. The rounded numbers are kept here in layers of
-their own, 4 bits two to a byte, and widened for each product: torchao's own 4-bit kernels are for bfloat16 on GPUs, and
-took fifty times as long as float32 on a CPU. Embeddings, output head and norms stay as they are.
+torchao quantizes while the files are read, so the full-precision model is never in memory completely: 8 bits with a
+scale per output row, 4 bits with a scale per 32 inputs of a row, both symmetric. The integers are stored in the layers
+defined here, two 4-bit values per byte, and dequantized for each product: torchao's 4-bit kernels are for bfloat16 on
+GPUs, and took fifty times as long as float32 on a CPU. Embeddings, output head and norms are not quantized.
 
 O outputs, I inputs, G groups of inputs with one scale, N rows.
 """
@@ -25,27 +25,24 @@ from rl_core.cpu import layer_kernels
 from rl_core.errors import SettingsError
 from rl_core.settings.common import Precision
 
-GROUP_SIZES = (
-    32,
-    16,
-    8,
-)  # inputs that share a scale of 4-bit weights: the first that divides all layers' inputs
+# Inputs that share a scale of 4-bit weights; the first size that divides the inputs of all layers is used.
+GROUP_SIZES = (32, 16, 8)
 _UNQUANTIZED_NAME_PARTS = ("embed", "wte", "wpe", "lm_head", "norm", "score")
 
 
 def is_torchao_installed() -> bool:
-    """True = weights can be taken in few bits."""
+    """Return whether weights can be quantized."""
     return importlib.util.find_spec("torchao") is not None
 
 
 def build_quantized_loading_options(
     precision: Precision, device: torch.device, folder: Path | None
 ) -> dict[str, Any]:
-    """Options of `from_pretrained` by which linear layers are rounded one by one as they are read; {} = full precision.
+    """Build options of `from_pretrained` that quantize each linear layer as it is read; {} for full precision.
 
     Args:
-        folder: of the model's files; None = a hub name, for which 4 bits take groups of 32.
-    Raises: SettingsError without torchao, or where no group size divides the layers' inputs.
+        folder: of the model's files; None = a hub name, for which 4 bits use groups of 32.
+    Raises: SettingsError without torchao, or if no group size divides the layers' inputs.
     """
     if precision == "full":
         return {}
@@ -54,45 +51,47 @@ def build_quantized_loading_options(
             f"precision: {precision} needs the package torchao; install it, or posttrain[quantize], or set full"
         )
     for name in ("torchao", "torchao.utils"):
-        logging.getLogger(name).setLevel(
-            logging.ERROR
-        )  # they name libraries of GPUs that are not here
+        # They warn about missing GPU libraries.
+        logging.getLogger(name).setLevel(logging.ERROR)
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup
     from transformers import TorchAoConfig
 
     if precision == "int8":
-        rounding: Any = Int8WeightOnlyConfig(set_inductor_config=False)
+        quantization: Any = Int8WeightOnlyConfig(set_inductor_config=False)
     else:
-        four_bits: Any = getattr(torch, "int4")  # noqa: B009  # in no stub
-        rounding = IntxWeightOnlyConfig(
+        four_bits: Any = getattr(torch, "int4")  # noqa: B009  # missing in the type stubs
+        quantization = IntxWeightOnlyConfig(
             weight_dtype=four_bits, granularity=PerGroup(_choose_group_size(folder))
         )
-    return {"quantization_config": TorchAoConfig(rounding), "device_map": {"": device}}
+    return {"quantization_config": TorchAoConfig(quantization), "device_map": {"": device}}
 
 
 def _choose_group_size(folder: Path | None) -> int:
-    inputs = (
-        {shape[1] for name, shape in _read_tensor_shapes(folder) if _is_linear_weight(name, shape)}
-        if folder is not None
-        else set()
-    )
+    inputs = set()
+    if folder is not None:
+        shapes = _read_tensor_shapes(folder)
+        inputs = {shape[1] for name, shape in shapes if _is_linear_weight(name, shape)}
     for size in GROUP_SIZES:
         if all(count % size == 0 for count in inputs):
             return size
-    odd = next(count for count in sorted(inputs) if count % GROUP_SIZES[-1])
+    indivisible = next(count for count in sorted(inputs) if count % GROUP_SIZES[-1])
     raise SettingsError(
-        f"precision: int4 takes layers of a multiple of {GROUP_SIZES[-1]} inputs; one has {odd}; set int8"
+        f"precision: int4 needs layers with a multiple of {GROUP_SIZES[-1]} inputs; one has {indivisible}; set int8"
     )
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer of 8 or 4 bits a weight."""
+    """Frozen linear layer with 8 or 4 bits per weight."""
 
     def __init__(
         self, rounded_OI: torch.Tensor, scale_OG: torch.Tensor, bits: int, bias: torch.Tensor | None
     ) -> None:
-        """`rounded_OI`: int8, from -128 to 127 or from -8 to 7."""
+        """Store the integers, packed if `bits` is 4.
+
+        Args:
+            rounded_OI: int8, from -128 to 127 or from -8 to 7.
+        """
         super().__init__()
         self.bits = bits
         self.numbers: torch.Tensor
@@ -105,18 +104,16 @@ class QuantizedLinear(nn.Module):
         self.bias = bias
 
     def dequantize(self) -> torch.Tensor:
-        """The weights [O, I], in the dtype of their scales."""
+        """Return the weights [O, I] in the dtype of their scales."""
         numbers_OI = self.numbers
         if self.bits == 4:
-            numbers_OI = (
-                torch.stack([numbers_OI & 15, numbers_OI >> 4], dim=-1).flatten(1).to(torch.int8)
-                - 8
-            )
+            nibbles = torch.stack([numbers_OI & 15, numbers_OI >> 4], dim=-1)
+            numbers_OI = nibbles.flatten(1).to(torch.int8) - 8
         grouped_OGi = numbers_OI.unflatten(1, (self.scale_OG.shape[1], -1)).to(self.scale_OG.dtype)
         return grouped_OGi.mul_(self.scale_OG[..., None]).flatten(1)
 
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
-        """x W^T + b, for an input of any number of leading dimensions."""
+        """Compute x W^T + b for an input with any number of leading dimensions."""
         weight_OI = self.dequantize().to(x_NI.dtype)
         out_NO = layer_kernels.compute_linear(x_NI.reshape(-1, x_NI.shape[-1]), [weight_OI])
         out_NO = out_NO.view(*x_NI.shape[:-1], -1)
@@ -125,27 +122,25 @@ class QuantizedLinear(nn.Module):
 
 @torch.no_grad()
 def replace_quantized_layers(model: nn.Module, precision: Precision) -> None:
-    """Put a `QuantizedLinear` in place of every layer that torchao has rounded, one after the other."""
+    """Replace every layer that torchao has quantized by a `QuantizedLinear`, one after the other."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            rounded: Any = getattr(layer, "weight", None)
-            if isinstance(layer, nn.Linear) and hasattr(rounded, "qdata"):
+            weight: Any = getattr(layer, "weight", None)
+            if isinstance(layer, nn.Linear) and hasattr(weight, "qdata"):
                 bits = 8 if precision == "int8" else 4
-                setattr(
-                    parent, name, QuantizedLinear(rounded.qdata, rounded.scale, bits, layer.bias)
-                )
+                quantized = QuantizedLinear(weight.qdata, weight.scale, bits, layer.bias)
+                setattr(parent, name, quantized)
 
 
 def count_weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights and buffers in memory; shared ones count once."""
+    """Return the bytes of a model's weights and buffers in memory; shared ones count once."""
     tensors = (*model.parameters(), *model.buffers())
-    return sum(
-        {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values()
-    )
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
+    return sum(sizes.values())
 
 
 def estimate_model_bytes(folder: Path | None, dtype: torch.dtype, precision: Precision) -> int:
-    """Bytes that a model will take, from the shapes in its files; 0 for a hub name."""
+    """Estimate the bytes that a model will use from the shapes in its files; 0 for a hub name."""
     if folder is None:
         return 0
     return sum(
@@ -157,7 +152,7 @@ def estimate_model_bytes(folder: Path | None, dtype: torch.dtype, precision: Pre
 def _read_tensor_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # no mapping
+            for name in tensors.keys():  # noqa: SIM118  # not a mapping
                 yield name, tensors.get_slice(name).get_shape()
 
 
@@ -169,10 +164,12 @@ def _is_linear_weight(name: str, shape: list[int]) -> bool:
     )
 
 
-def _estimate_tensor_bytes(name: str, shape: list[int], item: int, precision: Precision) -> int:
+def _estimate_tensor_bytes(
+    name: str, shape: list[int], item_bytes: int, precision: Precision
+) -> int:
     numel = math.prod(shape)
     if precision == "full" or not _is_linear_weight(name, shape):
-        return numel * item
+        return numel * item_bytes
     if precision == "int8":
-        return numel + shape[0] * item
-    return numel // 2 + numel // GROUP_SIZES[0] * item
+        return numel + shape[0] * item_bytes
+    return numel // 2 + numel // GROUP_SIZES[0] * item_bytes

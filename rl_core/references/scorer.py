@@ -1,8 +1,7 @@
-"""Log-probabilities and reward scores of token rows under one frozen model, for several askers at a time.
+"""Scoring of token rows by one frozen model for several threads: log-probabilities or reward scores.
 
-Who asks while a pass is under way waits and shares the next one with all others who wait. B rows, S sequence.
-
-Reading a reference model from its files: which one, in which precision, and its bytes before it is read.
+Requests that arrive during a pass wait and share the next pass. Also here: loading a reference model from its files,
+with its precision and estimated size. B rows, S sequence.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ if TYPE_CHECKING:
 ReferenceKind = Literal["policy", "reward_model"]
 TokenRows = Sequence[Sequence[int]]
 CallResult = TypeVar("CallResult")
-# Of each row: log p(token | tokens before), float32 [S - 1], of all tokens but the first; or its score, float32 [1].
+# For each row: log p(token | tokens before) of all tokens but the first, float32 [S - 1]; or its score, float32 [1].
 RowScores = list[np.ndarray]
 
 
 class RowScorer(Protocol):
-    """Scores of token rows, in order."""
+    """Scorer of token rows."""
 
     def score_rows(self, rows: TokenRows, temperature: float = 1.0) -> RowScores:
-        """Of a policy: log-probabilities at a temperature, nats; of a reward model: scores.
+        """Score rows in order: log-probabilities of a policy at a temperature, nats, or scores of a reward model.
 
-        Raises: DataError for a row without a token, or a token outside of the vocabulary.
+        Raises: DataError for a row without tokens, or a token outside the vocabulary.
         """
 
 
 class ModelScorer:
-    """A model of this process."""
+    """Scorer over a model in this process."""
 
     def __init__(
         self, model: PreTrainedModel, kind: ReferenceKind, pad_id: int, pass_tokens: int
@@ -67,18 +66,16 @@ class ModelScorer:
         self._kind, self._pad_id, self._pass_tokens = kind, pad_id, pass_tokens
         embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
-        self._last_read: tuple[list[list[int]], torch.Tensor] | None = (
-            None  # rows asked for last, and their states
-        )
+        self._last_read: tuple[list[list[int]], torch.Tensor] | None = None  # rows and their states
 
     def score_rows(self, rows: TokenRows, temperature: float = 1.0) -> RowScores:
-        """See `Scorer`."""
+        """See `RowScorer`."""
         self._check_rows(rows)
         if self._kind == "reward_model":
-            found = heads.score_rows(
+            scores = heads.score_rows(
                 self.model, rows, pad_id=self._pad_id, max_tokens=self._pass_tokens
             )
-            return [np.array([value], dtype=np.float32) for value in found]
+            return [np.array([score], dtype=np.float32) for score in scores]
         return self._compute_logprobs(rows, temperature)
 
     def _check_rows(self, rows: TokenRows) -> None:
@@ -86,78 +83,66 @@ class ModelScorer:
             if not len(row):
                 raise DataError(f"row {index} has no tokens to score")
             if not (min(row) >= 0 and max(row) < self._vocabulary):
+                invalid = next(token for token in row if not 0 <= token < self._vocabulary)
                 raise DataError(
-                    f"row {index} holds token {_find_invalid_token(row, self._vocabulary)}; there are those below "
-                    f"{self._vocabulary}"
+                    f"row {index} holds token {invalid}; valid ones are below {self._vocabulary}"
                 )
 
     @torch.no_grad()
     def compute_logits(self, rows: TokenRows, begin: int, end: int) -> np.ndarray:
-        """Logits float32 [end - begin, V] of positions that another token follows, counted over all rows."""
-        given = [list(row) for row in rows]
-        if self._last_read is None or self._last_read[0] != given:
-            self._check_rows(given)
-            self._last_read = given, self._compute_states(given)
-        found_NX = self._last_read[1][begin:end]
+        """Compute logits float32 [end - begin, V] of positions that another token follows, counted over all rows."""
+        token_rows = [list(row) for row in rows]
+        if self._last_read is None or self._last_read[0] != token_rows:
+            self._check_rows(token_rows)
+            self._last_read = token_rows, self._compute_states(token_rows)
+        logits_NV = self._last_read[1][begin:end]
         if check_chunked_head(self.model).allowed:
             head: Any = self.model.get_output_embeddings()
-            found_NX = compute_linear(found_NX, [head.weight])
-            found_NX = found_NX if head.bias is None else found_NX + head.bias
-        return found_NX.float().cpu().numpy()
+            logits_NV = compute_linear(logits_NV, [head.weight])
+            logits_NV = logits_NV if head.bias is None else logits_NV + head.bias
+        return logits_NV.float().cpu().numpy()
 
     def _compute_states(self, rows: list[list[int]]) -> torch.Tensor:
-        """Last hidden states [N, H], of which logits are made; the logits [N, V] where the head is no plain one."""
-        device, found = next(self.model.parameters()).device, []
+        """Compute the last hidden states [N, H]; for a model with a non-standard head, the logits [N, V]."""
+        device, states = next(self.model.parameters()).device, []
         with use_eval_mode(self.model):
             for row in rows:
                 batch = build_unscored_batch([row], self._pad_id).to(device)
                 if check_chunked_head(self.model).allowed:
                     states_SX = compute_hidden_states(self.model, batch)[0]
                 else:
-                    states_SX = self.model(
-                        **build_model_inputs(self.model, batch), use_cache=False
-                    ).logits
-                    states_SX = states_SX.reshape(len(row), -1)
-                found.append(states_SX[: len(row) - 1])
-        return torch.cat(found)
+                    inputs = build_model_inputs(self.model, batch)
+                    logits = self.model(**inputs, use_cache=False).logits
+                    states_SX = logits.reshape(len(row), -1)
+                states.append(states_SX[: len(row) - 1])
+        return torch.cat(states)
 
     @torch.no_grad()
     def _compute_logprobs(self, rows: TokenRows, temperature: float) -> RowScores:
-        answer = [np.zeros(0, dtype=np.float32)] * len(rows)
-        places = [
-            index for index, row in enumerate(rows) if len(row) > 1
-        ]  # a first token has no probability
+        scores = [np.zeros(0, dtype=np.float32)] * len(rows)
         device = next(self.model.parameters()).device
         lengths = [len(row) for row in rows]
 
-        def fill(chosen: list[int]) -> None:
-            ids_BS = pad_rows([list(rows[index]) for index in chosen], self._pad_id)
-            mask_BS = attention_mask([lengths[index] for index in chosen])
+        def fill(indices: list[int]) -> None:
+            ids_BS = pad_rows([list(rows[index]) for index in indices], self._pad_id)
+            mask_BS = attention_mask([lengths[index] for index in indices])
             scored_BS = mask_BS.clone()
-            scored_BS[:, 0] = False
-            temperatures_BS = (
-                None if temperature == 1 else torch.full(ids_BS.shape, float(temperature))
-            )
-            batch = TrainBatch(ids_BS, mask_BS, scored_BS, temperatures_BS=temperatures_BS).to(
-                device
-            )
-            found_BS = completion_logprobs(self.model, batch)[0].float().cpu().numpy()
-            for index, found_S in zip(chosen, found_BS, strict=True):
-                answer[index] = found_S[1 : lengths[index]].copy()
+            scored_BS[:, 0] = False  # a first token has no probability
+            temperatures_BS = None
+            if temperature != 1:
+                temperatures_BS = torch.full(ids_BS.shape, float(temperature))
+            batch = TrainBatch(ids_BS, mask_BS, scored_BS, temperatures_BS=temperatures_BS)
+            logprobs_BS = completion_logprobs(self.model, batch.to(device))[0]
+            for index, logprobs_S in zip(indices, logprobs_BS.float().cpu().numpy(), strict=True):
+                scores[index] = logprobs_S[1 : lengths[index]].copy()
 
-        batches = [
-            [places[i] for i in batch]
-            for batch in plan_micro_batches([lengths[i] for i in places], self._pass_tokens)
-        ]
+        scorable = [index for index, length in enumerate(lengths) if length > 1]
+        plan = plan_micro_batches([lengths[index] for index in scorable], self._pass_tokens)
+        batches = [[scorable[i] for i in batch] for batch in plan]
+        fit = MemoryFit("scoring by a reference model")
         with use_eval_mode(self.model):
-            MemoryFit("scoring by a reference model").compute_batches(
-                batches, fill, lengths=lengths
-            )
-        return answer
-
-
-def _find_invalid_token(row: Sequence[int], vocabulary: int) -> int:
-    return next(token for token in row if not 0 <= token < vocabulary)
+            fit.compute_batches(batches, fill, lengths=lengths)
+        return scores
 
 
 @dataclass(slots=True)
@@ -169,97 +154,96 @@ class _ScoreRequest:
 
 
 class SharedScorer:
-    """One scorer for many threads: requests that wait at the same temperature are computed together."""
+    """Scorer shared by many threads: waiting requests at the same temperature are computed together."""
 
     def __init__(self, score: Callable[[TokenRows, float], RowScores]) -> None:
         self._score = score
         self._pending: list[_ScoreRequest] = []
         self._pending_lock, self._pass_lock = threading.Lock(), threading.Lock()
-        self.num_passes = 0  # calls of the scorer behind, each of one or more requests
+        self.num_passes = 0  # calls of the underlying scorer, each for one or more requests
 
     def score_rows(self, rows: TokenRows, temperature: float = 1.0) -> RowScores:
-        """See `Scorer`; an error of one request is that of its asker alone."""
-        asked = _ScoreRequest(rows, temperature)
+        """See `RowScorer`; an error in one request is raised only in its caller."""
+        request = _ScoreRequest(rows, temperature)
         with self._pending_lock:
-            self._pending.append(asked)
+            self._pending.append(request)
         with self._pass_lock:
-            if asked.scores is None and asked.error is None:  # else the one before took it along
+            # The previous pass may have included the request already.
+            if request.scores is None and request.error is None:
                 with self._pending_lock:
-                    chosen = [other for other in self._pending if other.temperature == temperature]
-                    self._pending = [
-                        other for other in self._pending if other.temperature != temperature
-                    ]
-                self._score_requests(chosen)
-        if asked.error is not None:
-            raise asked.error
-        assert asked.scores is not None
-        return asked.scores
+                    pending = self._pending
+                    batch = [other for other in pending if other.temperature == temperature]
+                    self._pending = [other for other in pending if other.temperature != temperature]
+                self._score_requests(batch)
+        if request.error is not None:
+            raise request.error
+        assert request.scores is not None
+        return request.scores
 
     def run_exclusively(self, call: Callable[[], CallResult]) -> CallResult:
-        """A computation of another kind by the same scorer, while no request is computed."""
+        """Run another computation with the same scorer while no request is computed."""
         with self._pass_lock:
             return call()
 
-    def _score_requests(self, chosen: list[_ScoreRequest]) -> None:
+    def _score_requests(self, requests: list[_ScoreRequest]) -> None:
+        rows = [row for request in requests for row in request.rows]
         try:
             self.num_passes += 1
-            found = self._score(
-                [row for asked in chosen for row in asked.rows], chosen[0].temperature
-            )
+            scores = self._score(rows, requests[0].temperature)
         except DataError as error:
-            if len(chosen) == 1:
-                chosen[0].error = error
+            if len(requests) == 1:
+                requests[0].error = error
                 return
-            for asked in chosen:  # the one at fault is found by computing each alone
-                self._score_requests([asked])
+            for request in requests:  # compute each alone, so that only the invalid one fails
+                self._score_requests([request])
         except BaseException as error:
-            for asked in chosen:
-                asked.error = error
+            for request in requests:
+                request.error = error
         else:
-            place = 0
-            for asked in chosen:
-                asked.scores = found[place : place + len(asked.rows)]
-                place += len(asked.rows)
+            begin = 0
+            for request in requests:
+                request.scores = scores[begin : begin + len(request.rows)]
+                begin += len(request.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSource:
-    """A frozen model of a folder or hub name."""
+    """Frozen model in a folder or under a hub name."""
 
     path: str
     kind: ReferenceKind
     precision: Precision
-    model: ModelSettings  # dtype, device, positions; adapters are not for frozen models
+    model: ModelSettings  # dtype, device, positions; without adapters
 
     @property
     def folder(self) -> Path | None:
-        """Its folder; None for a hub name."""
-        place = Path(self.path).expanduser()
-        return place if place.is_dir() else None
+        """Folder of the model; None for a hub name."""
+        folder = Path(self.path).expanduser()
+        return folder if folder.is_dir() else None
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Name by which it is kept: with the sizes and times of its files, so that a folder that is replaced is new."""
+        """Cache key; includes sizes and times of the files, so that a replaced folder gets a new key."""
         settings = dataclasses.replace(self.model, path=None, lora=None)
-        place, files = self.path, ""
-        if (folder := self.folder) is not None:
-            stats = [(file.name, file.stat()) for file in sorted(folder.glob("*"))]
-            known = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
-            place, files = str(folder.resolve()), hashlib.sha256(repr(known).encode()).hexdigest()
-        return (place, self.kind, self.precision, repr(settings), files)
+        path, files_digest, folder = self.path, "", self.folder
+        if folder is not None:
+            files = [(file.name, file.stat()) for file in sorted(folder.glob("*"))]
+            stamps = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in files]
+            path = str(folder.resolve())
+            files_digest = hashlib.sha256(repr(stamps).encode()).hexdigest()
+        return (path, self.kind, self.precision, repr(settings), files_digest)
 
     @property
     def estimated_bytes(self) -> int:
-        """Bytes that it will take; 0 for a hub name."""
-        return estimate_model_bytes(
-            self.folder, causal_lm.resolve_dtype(self.model), self.precision
-        )
+        """Bytes that it will use; 0 for a hub name."""
+        dtype = causal_lm.resolve_dtype(self.model)
+        return estimate_model_bytes(self.folder, dtype, self.precision)
 
 
 def load_reference_model(source: ReferenceSource) -> tuple[PreTrainedModel, Any]:
-    """The frozen model, in eval mode, and its tokenizer. Raises: ModelError, SettingsError."""
+    """Load the frozen model in eval mode, and its tokenizer. Raises: ModelError, SettingsError."""
     if source.model.lora is not None:
-        raise SettingsError("a reference model has no adapters; merge them into its folder")
+        raise SettingsError("a reference model cannot have adapters; merge them into its folder")
     load = causal_lm.load_model if source.kind == "policy" else heads.load_reward_model
     device = causal_lm.resolve_device(source.model)
     options = build_quantized_loading_options(source.precision, device, source.folder)
@@ -270,6 +254,6 @@ def load_reference_model(source: ReferenceSource) -> tuple[PreTrainedModel, Any]
 
 
 def load_scorer(source: ReferenceSource, pass_tokens: int) -> ModelScorer:
-    """A scorer over the model. Raises: as `load_reference_model`."""
+    """Load the model as a scorer. Raises: as `load_reference_model`."""
     model, tokenizer = load_reference_model(source)
     return ModelScorer(model, source.kind, int(tokenizer.pad_token_id), pass_tokens)

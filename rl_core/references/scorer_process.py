@@ -1,7 +1,7 @@
-"""A reference model in a process of its own.
+"""Reference model in a separate process.
 
-The process ends with its owner's connection, so it never outlives the one who asks. Messages are a JSON head and an
-array of numbers; nothing is pickled.
+The process ends with its owner's connection, so it never outlives the owner. Messages are a JSON head and an array of
+numbers; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ SHUTDOWN_SECONDS = 10.0
 
 
 class ScorerProcess:
-    """A `Scorer` that hands rows to a child process; started again once where the child dies."""
+    """Scorer that passes rows to a child process; a child that dies is restarted once."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         """Start the child and load the model in it.
 
         Args:
-            setup: arguments of `process_main.start`.
-        Raises: what loading raised, by its kind and message.
+            setup: arguments of `process_main.load_requested_scorer`.
+        Raises: the error of loading, with its type and message.
         """
         self._setup = dict(setup)
         self._lock = threading.Lock()
         self._start_child()
 
     def score_rows(self, rows: TokenRows, temperature: float = 1.0) -> RowScores:
-        """See `Scorer`. Raises: BackendError where the process died twice."""
+        """See `RowScorer`. Raises: BackendError if the process died twice."""
         reply, values = self._request_with_restart(rows, {"temperature": temperature})
         return split_rows(values, reply["lengths"])
 
     def compute_logits(self, rows: TokenRows, begin: int, end: int) -> np.ndarray:
-        """See `ModelScorer.logits`. Raises: as `score`."""
+        """See `ModelScorer.compute_logits`. Raises: as `score_rows`."""
         _, values = self._request_with_restart(rows, {"begin": begin, "end": end})
         return values.reshape(end - begin, -1).copy()
 
     def _request_with_restart(
         self, rows: TokenRows, options: Mapping[str, Any]
     ) -> tuple[dict[str, Any], np.ndarray]:
-        """The child's answer about some rows; a child that died is started again once."""
+        """Return the child's reply about some rows; restart a dead child once."""
         tokens = np.array([token for row in rows for token in row], dtype=np.int64)
         head = {"lengths": [len(row) for row in rows], **options}
         with self._lock:
@@ -85,7 +85,7 @@ class ScorerProcess:
         return reply, values
 
     def close(self) -> None:
-        """End the process; it is waited for."""
+        """End the process and wait for it."""
         self._end()
 
     @property
@@ -94,29 +94,24 @@ class ScorerProcess:
         return int(self._load_reply["bytes"])
 
     def _start_child(self) -> None:
-        ours, theirs = Pipe()
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "rl_core.references.process_main",
-            str(theirs.fileno()),
-        ]
+        connection, child_connection = Pipe()
+        descriptor = child_connection.fileno()
+        program = ["-P", "-m", "rl_core.references.process_main"]
         child = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
+            [sys.executable, *program, str(descriptor)],
+            pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": build_child_import_path()},
         )
-        theirs.close()
-        self._connection, self._child = ours, child
-        self._end = weakref.finalize(self, _stop_child, ours, child)
+        child_connection.close()
+        self._connection, self._child = connection, child
+        self._end = weakref.finalize(self, _stop_child, connection, child)
         try:
             self._load_reply, _ = self._exchange_messages(self._setup, np.zeros(0))
         except (EOFError, OSError) as error:
             self.close()
             raise BackendError(
-                "the process of the reference model died while it loaded (out of memory?)"
+                "the process of the reference model died during loading (out of memory?)"
             ) from error
         if "error" in self._load_reply:
             self.close()
@@ -139,13 +134,13 @@ def send_message(connection: Connection, head: Mapping[str, Any], values: np.nda
 
 
 def receive_message(connection: Connection) -> tuple[dict[str, Any], np.ndarray]:
-    """Wait for a message. Raises: EOFError where the other side is gone."""
+    """Wait for a message. Raises: EOFError if the other side has closed the connection."""
     head: dict[str, Any] = json.loads(connection.recv_bytes())
     return head, np.frombuffer(connection.recv_bytes(), dtype=head.pop("dtype"))
 
 
 def split_rows(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """The rows of these lengths that lie one after the other."""
+    """Split concatenated rows into rows of these lengths."""
     return [values[begin:end] for begin, end in pairwise(np.cumsum([0, *lengths]).tolist())]
 
 
@@ -155,7 +150,7 @@ def _raise_child_error(reply: Mapping[str, Any]) -> None:
 
 
 def _stop_child(connection: Connection, child: subprocess.Popen[bytes]) -> None:
-    connection.close()  # which ends it
+    connection.close()  # ends the child
     try:
         child.wait(SHUTDOWN_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,1 +1,1 @@
-"""Memory, work and time of training and rollouts, from settings and a model's config alone: nothing is loaded."""
+"""Memory, work and time of training and rollouts, estimated from settings and a model's config without its weights."""

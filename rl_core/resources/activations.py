@@ -1,10 +1,10 @@
-"""Memory of a micro-batch's forward and backward pass: activations kept for backward, logits, temporaries.
+"""Memory of a micro-batch's forward and backward pass: activations saved for backward, logits, temporaries.
 
-Two ways through a model (`capabilities.training_forward`): the packed forward pass on a CPU, whose saved tensors are
-counted here, and transformers' own, whose saved tensors are recorded on the meta device.
+There are two ways through a model (`capabilities.training_forward`): the packed forward pass on a CPU, whose saved
+tensors are counted here, and transformers' own, whose saved tensors are recorded on the meta device.
 
-N tokens of a micro-batch, H hidden, I width of the MLP, E width of the query heads, K width of the key/value heads,
-V vocabulary.
+Symbols: N tokens of a micro-batch, H hidden, I width of the MLP, E width of the query heads, K width of the key/value
+heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from rl_core.resources.model_shape import ModelShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-_TRACED_TOKENS = 64  # of the sequence on the meta device: what is kept grows with the tokens alone
+_TRACED_TOKENS = 64  # of the traced sequence; saved bytes are proportional to the tokens
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The largest micro-batch of an optimizer step."""
+    """Largest micro-batch of an optimizer step."""
 
-    tokens: int  # real ones that are computed
+    tokens: int  # computed, without padding
     padded: int  # rows x width
     loss_tokens: int
     count: int = 1  # micro-batches of the step
@@ -44,38 +43,39 @@ class Activations:
     """Bytes at the peak of a micro-batch."""
 
     saved: int  # for backward, by all layers
-    layer: int  # of one layer: what backward frees with it, or what checkpointing computes again
-    temporary: int  # gradients of activations on their way
+    layer: int  # of one layer: freed by its backward, or recomputed by checkpointing
+    temporary: int  # gradients of activations
     logits: int  # of the output head and the log-softmax
-    holes: int = 0  # of the heap, between tensors of a step
+    holes: int = 0  # of the heap, between the tensors of a step
 
     def with_heap_holes(self, share: float) -> Activations:
-        """The same with holes of this share of what is live."""
+        """Return the same with holes of this share of the live bytes."""
         return dataclasses.replace(self, holes=int(share * (self.saved + self.temporary)))
 
 
 def estimate_packed_activations(shape: ModelShape, batch: MicroBatch) -> Activations:
-    """Of `rl_core.cpu.run_packed_forward`, in float32.
+    """Estimate the activations of `rl_core.cpu.run_packed_forward`, in float32.
 
-    A layer keeps, for each token: two sums and their norms (4 H); turned heads (E + 2 K) and the attended ones (E), a
-    logarithm a query head; gate and up (2 I) and their product (I); two scales; the adapters' inner values; with norms
-    of single heads their inputs (E + K). The last layer computes its MLP at loss tokens alone, and copies its input
-    there (E + H).
+    Per token a layer saves: two sums and their norms (4 H); rotated heads (E + 2 K) and the attended ones (E), a
+        logarithm per query head; gate and up (2 I) and their product (I); two scales; the inner values of adapters;
+        with norms of single heads their inputs (E + K). The last layer computes its MLP only at loss tokens, and
+        copies its input there (E + H).
     """
     hidden, inner, queries, keys = shape.hidden, shape.inner, shape.query_width, shape.kv_width
     attention = 2 * hidden + 2 * queries + 2 * keys + shape.query_heads + 1
     attention += queries + keys if shape.head_norms else 0
     mlp = 2 * hidden + 3 * inner + 1
     layer = attention + mlp + shape.ranks
-    tokens, read = batch.tokens, min(batch.loss_tokens, batch.tokens)
-    kept = shape.layers * layer * tokens - mlp * (tokens - read) + (queries + 2 * hidden) * read
-    around = (
-        2 * hidden * batch.padded + hidden * read
-    )  # the padded result and its copy, the states that the head reads
-    # Backward of the MLP: gradients of the sum, the norm, the product, gate and up; what it frees is less.
+    tokens = batch.tokens
+    loss_tokens = min(batch.loss_tokens, tokens)
+    saved = shape.layers * layer * tokens
+    saved += (queries + 2 * hidden) * loss_tokens - mlp * (tokens - loss_tokens)
+    # The padded result and its copy, and the states that the head reads.
+    outside = 2 * hidden * batch.padded + hidden * loss_tokens
+    # Backward of the MLP: gradients of the sum, the norm, the product, gate and up; it frees less than that.
     temporary = (2 * hidden + 3 * inner) * tokens
     return Activations(
-        4 * (kept + around),
+        4 * (saved + outside),
         4 * layer * tokens,
         4 * temporary,
         estimate_head_bytes(shape, batch, "cpu", torch.float32),
@@ -85,15 +85,15 @@ def estimate_packed_activations(shape: ModelShape, batch: MicroBatch) -> Activat
 def estimate_head_bytes(
     shape: ModelShape, batch: MicroBatch, device: str, dtype: torch.dtype
 ) -> int:
-    """Of the chunked head (`rl_core.models.chunked_head`): two float32 buffers of [chunk, V], and logits below that.
+    """Estimate the chunked head (`rl_core.models.chunked_head`).
 
-    0 for a model without an output head.
+    It has two float32 buffers of [chunk, V], and logits in lower precision. A model without an output head has 0.
     """
     if not shape.head:
         return 0
     chunk = min(max(1, batch.loss_tokens), compute_chunk_tokens(device, shape.vocabulary))
-    lower = 0 if dtype == torch.float32 else dtype.itemsize
-    return chunk * shape.vocabulary * (2 * 4 + lower)
+    logit_bytes = 0 if dtype == torch.float32 else dtype.itemsize
+    return chunk * shape.vocabulary * (2 * 4 + logit_bytes)
 
 
 def estimate_transformers_activations(
@@ -105,72 +105,66 @@ def estimate_transformers_activations(
     autocast: bool,
     checkpointing: bool,
 ) -> Activations:
-    """Of transformers' own forward pass, by tensors that autograd keeps in a pass on the meta device.
+    """Estimate the activations of transformers' forward pass, by the tensors that autograd saves on the meta device.
 
     Attention counts as a fused kernel: queries, keys, values, result and the logarithms of the denominators. Under
-    autocast, products work on bfloat16 copies of weights and inputs, which are kept beside the originals.
+        autocast, products use bfloat16 copies of weights and inputs, which are saved in addition to the originals.
     Args:
         model: on the meta device, in training mode.
     """
-    first, others = _trace_saved_bytes(model)
-    layers, tokens = max(1, shape.layers), batch.padded / _TRACED_TOKENS
-    layer, around = int(sum(others) / layers * tokens), int(first * tokens)
+    traced_outside, traced_layers = _trace_saved_bytes(model)
+    layers = max(1, shape.layers)
+    scale = batch.padded / _TRACED_TOKENS
+    layer = int(sum(traced_layers) / layers * scale)
+    outside = int(traced_outside * scale)
     item = next(model.parameters()).element_size()
-    if (
-        autocast
-    ):  # inputs of products in bfloat16 (3 of them H or E wide, one I), and the weights' own copies
+    if autocast:
+        # bfloat16 inputs of products (three of width H or E, one of width I), and copies of the weights.
         layer += 2 * batch.padded * (3 * shape.hidden + shape.inner)
-        around += 2 * shape.linear
-    kept = around + (
-        item * shape.hidden * batch.padded * layers if checkpointing else layer * layers
-    )
-    again = layer if checkpointing else 0
+        outside += 2 * shape.linear
+    saved = outside + layer * layers
+    if checkpointing:
+        # The inputs of all layers, and one recomputed layer.
+        saved = outside + item * shape.hidden * batch.padded * layers + layer
     temporary = item * (2 * shape.hidden + 3 * shape.inner) * batch.padded
     dtype = torch.bfloat16 if autocast else next(model.parameters()).dtype
-    return Activations(
-        kept + again, layer, temporary, estimate_head_bytes(shape, batch, device, dtype)
-    )
-
-
-# -- what autograd keeps -----------------------------------------------------------------------------------------------
+    return Activations(saved, layer, temporary, estimate_head_bytes(shape, batch, device, dtype))
 
 
 def _trace_saved_bytes(model: PreTrainedModel) -> tuple[int, list[int]]:
-    """Bytes kept for backward of one sequence of `_TRACED_TOKENS`: outside the layers, and by each layer."""
+    """Return the bytes saved for backward of a sequence of `_TRACED_TOKENS`: outside the layers, and by each layer."""
     trunk: Any = unwrap_model(model).base_model
     blocks = getattr(trunk, "layers", None) or getattr(trunk, "h", [])
-    own = {parameter.untyped_storage()._cdata for parameter in trunk.parameters()}
-    found: dict[
-        int, tuple[int, int]
-    ] = {}  # storage -> (layer that keeps it first; -1 = none, bytes)
-    alive: list[torch.Tensor] = []  # so that no address is used twice
-    present = -1
+    parameter_storages = {parameter.untyped_storage()._cdata for parameter in trunk.parameters()}
+    saved: dict[int, tuple[int, int]] = {}  # storage: (first layer that saves it or -1, bytes)
+    alive: list[torch.Tensor] = []  # so that no address is reused
+    current_block = -1
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage()._cdata
-        if place not in own and place not in found:
-            found[place] = (present, tensor.untyped_storage().nbytes())
+    def record_saved(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameter_storages and storage._cdata not in saved:
+            saved[storage._cdata] = (current_block, storage.nbytes())
             alive.append(tensor)
         return tensor
 
-    def enter(number: int) -> Callable[..., None]:
-        def set_present(*_: Any) -> None:
-            nonlocal present
-            present = number
+    def build_hook(number: int) -> Callable[..., None]:
+        def set_current_block(*_: Any) -> None:
+            nonlocal current_block
+            current_block = number
 
-        return set_present
+        return set_current_block
 
     handles = [
-        block.register_forward_pre_hook(enter(number)) for number, block in enumerate(blocks)
+        block.register_forward_pre_hook(build_hook(number)) for number, block in enumerate(blocks)
     ]
-    handles += [block.register_forward_hook(enter(-1)) for block in blocks]
+    handles += [block.register_forward_hook(build_hook(-1)) for block in blocks]
     ids = torch.zeros(1, _TRACED_TOKENS, dtype=torch.int64, device="meta")
-    # A mask of four dimensions is taken as it is; any other would be looked into, which has no values here.
+    # A four-dimensional mask is used unchanged; the values of any other would be read, and meta tensors have none.
     mask = torch.ones(1, 1, _TRACED_TOKENS, _TRACED_TOKENS, dtype=torch.bool, device="meta")
     try:
         with (
             _patch_fused_kernels(),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor),
         ):
             result = trunk(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     finally:
@@ -178,31 +172,30 @@ def _trace_saved_bytes(model: PreTrainedModel) -> tuple[int, list[int]]:
             handle.remove()
     del result
     by_layer = [0] * max(1, len(blocks))
-    around = 0
-    for number, size in found.values():
+    outside = 0
+    for number, size in saved.values():
         if number < 0:
-            around += size
+            outside += size
         else:
             by_layer[number] += size
-    return around, by_layer
+    return outside, by_layer
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Shapes of a fused attention kernel: what it keeps for its backward pass."""
+    """Shapes of a fused attention kernel, with what it saves for backward."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        out = torch.empty_like(query)
-        ctx.save_for_backward(
-            query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32)
-        )
-        return out
+        result = torch.empty_like(query)
+        log_denominators = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, log_denominators)
+        return result
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Shapes of the product of rows with their experts' weights [experts, inputs, outputs]: it keeps the rows."""
+    """Shapes of the product of rows with their experts' weights [experts, inputs, outputs]; it saves the rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -212,27 +205,29 @@ class _GroupedProduct(torch.autograd.Function):
 
 @contextmanager
 def _patch_fused_kernels() -> Iterator[None]:
-    """Attention and experts' products by their shapes.
+    """Replace attention and experts' products by functions that only know their shapes.
 
-    On the meta device torch's attention would keep [S, S] weights, and its grouped product takes bfloat16 alone.
+    On the meta device torch's attention would save [S, S] weights, and its grouped product accepts only bfloat16.
     """
 
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
     ) -> torch.Tensor:
-        found: torch.Tensor = _FusedAttention.apply(query, key, value)
-        return found
+        result: torch.Tensor = _FusedAttention.apply(query, key, value)
+        return result
 
-    def product(rows: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
-        found: torch.Tensor = _GroupedProduct.apply(rows, weights)
-        return found
+    def multiply_groups(rows: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = _GroupedProduct.apply(rows, weights)
+        return result
 
-    own = {"scaled_dot_product_attention": attend, "grouped_mm": product}
-    before = {name: getattr(functional, name) for name in own if hasattr(functional, name)}
-    for name in before:
-        setattr(functional, name, own[name])
+    replacements = {"scaled_dot_product_attention": attend, "grouped_mm": multiply_groups}
+    originals = {
+        name: getattr(functional, name) for name in replacements if hasattr(functional, name)
+    }
+    for name in originals:
+        setattr(functional, name, replacements[name])
     try:
         yield
     finally:
-        for name, function in before.items():
+        for name, function in originals.items():
             setattr(functional, name, function)

@@ -1,7 +1,7 @@
-"""Measurement of this machine's speeds and of a process's own memory, in about a minute.
+"""Measurement of this machine's speeds and of a process's memory, in about a minute.
 
-Every speed is taken several times, all of them in turn, so that a neighbour's load spreads over them; small models of
-the widths in `SHAPES` stand for those that are planned.
+Every speed is measured several times in rounds, so that other load on the machine affects all of them. Small models of
+the widths in `SHAPES` represent the planned ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.cpu import layer_kernels, packed_gemm
-from rl_core.cpu.packed_gemm import load_int8_gemm as int8_products
 from rl_core.errors import BackendError
 from rl_core.inference.engine import create_rollout_backend
 from rl_core.machine_memory import measure_machine_memory
@@ -43,29 +42,33 @@ from rl_core.trainers.sft import SFTTrainer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Clock = Callable[[], float]
 
-# hidden, layers, heads, key/value heads, inner: 0.7M to 12M parameters
+# Hidden size, layers, heads, key/value heads, width of the MLP: 0.7M to 12M parameters.
 SHAPES = ((128, 4, 4, 2, 344), (256, 4, 4, 2, 688), (512, 4, 8, 4, 1376), (1024, 1, 16, 8, 2752))
-TINY_SHAPE = (64, 2, 4, 2, 96)  # heads of 16 dimensions, as compiled code needs
-VOCABULARY, ROWS, LENGTH = 512, 32, 64  # of a training step: 2048 tokens
-SLOTS, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 24  # of a decoding run
-FEW_SLOTS = 4  # sequences of the run whose difference to `SLOTS` gives the cost of a sequence
-HEAP_SHAPE, HEAP_ROWS, HEAP_STEPS = (256, 4, 4, 2, 688), 64, 3
-NUM_COPIED_VALUES = 2**26  # float32 values of the copy: 256 MiB, which no cache holds
-PRODUCT_ROWS, PRODUCT_SIZES = 1024, (128, 256, 512, 1024)
+TINY_SHAPE = (64, 2, 4, 2, 96)  # heads of 16 dimensions, required by compiled code
+VOCABULARY = 512
+ROWS = 32  # of a training step
+LENGTH = 64  # tokens of a row
+SLOTS = 64  # sequences of a decoding run
+FEW_SLOTS = 4  # of a second run; the difference gives the cost of a sequence
+PROMPT_TOKENS = 8
+NEW_TOKENS = 24
+HEAP_SHAPE = (256, 4, 4, 2, 688)
+HEAP_ROWS = 64
+HEAP_STEPS = 3
+NUM_COPIED_VALUES = 2**26  # float32: 256 MiB, larger than any cache
+PRODUCT_ROWS = 1024
+PRODUCT_SIZES = (128, 256, 512, 1024)
 REPEATS = 3
-PROCESS_SECONDS = 300.0  # of a process that measures memory
+PROCESS_SECONDS = 300.0  # limit of a process that measures memory
 
-_ONE_STEP_CODE = (
-    "from rl_core.resources.machine_calibration import train_and_sample as work; work()"
-)
-_HEAP_CODE = "from rl_core.resources.machine_calibration import train_for_heap as work; work({recomputed}, {adapters})"
+_MODULE = "rl_core.resources.machine_calibration"
+_ONE_STEP_CODE = f"from {_MODULE} import train_and_sample; train_and_sample()"
+_HEAP_CODE = f"from {_MODULE} import train_for_heap; train_for_heap({{recomputed}}, {{adapters}})"
 _PEAK_CODE = (
     "; from rl_core.machine_memory import measure_peak_resident_bytes as peak; print(peak())"
 )
-
-
-Clock = Callable[[], float]
 
 
 def calibrate_machine(
@@ -76,21 +79,22 @@ def calibrate_machine(
     clock: Clock = time.perf_counter,
     progress: Callable[[str], None] = lambda text: None,
 ) -> MachineSettings:
-    """Speeds of this machine with torch's present number of threads.
+    """Measure the speeds of this machine with torch's current number of threads.
 
     Args:
         name: of the processor, for people.
-        pipeline_imports: modules that a pipeline's process has beside rl_core.
-        clock: of seconds; with one thread, processor time leaves other work on the machine out.
-        progress: told what is measured next.
-    Raises: BackendError where a process that measures memory fails.
+        pipeline_imports: modules of a pipeline's process in addition to rl_core.
+        clock: in seconds; with one thread, processor time excludes other work on the machine.
+        progress: called with the next measurement.
+    Raises: BackendError if a process that measures memory fails.
     """
     progress("memory of processes")
     library = measure_process_bytes()
     pipeline = measure_process_bytes(pipeline_imports) - library if pipeline_imports else 0
-    packed, recomputed = _measure_heap_share(library), _measure_heap_share(library, recomputed=True)
+    packed = _measure_heap_share(library)
+    recomputed = _measure_heap_share(library, recomputed=True)
     adapted = _measure_heap_share(library, adapters=True)
-    progress("memory's speed")
+    progress("speed of memory")
     copy, read = _measure_memory_speeds(repeats, clock)
     models = [(shape, _build_model(shape)) for shape in SHAPES]
     sizes = [measure_model_shape(model, LENGTH) for _, model in models]
@@ -101,20 +105,9 @@ def calibrate_machine(
     seconds = _measure_in_rounds([*training, *scoring, *decoding], repeats, clock, progress)
     progress("products of matrices")
     count = len(models)
-    found: dict[str, Any] = {
-        "training": [
-            _compute_training_speed(*pair, copy)
-            for pair in zip(sizes, seconds[:count], strict=True)
-        ],
-        "scoring": [
-            _compute_scoring_speed(*pair)
-            for pair in zip(sizes, seconds[count : 2 * count], strict=True)
-        ],
-        "decoding": [
-            _compute_decoding_speed(*pair, step, row)
-            for pair in zip(sizes, seconds[2 * count :], strict=True)
-        ],
-    }
+    training_pairs = zip(sizes, seconds[:count], strict=True)
+    scoring_pairs = zip(sizes, seconds[count : 2 * count], strict=True)
+    decoding_pairs = zip(sizes, seconds[2 * count :], strict=True)
     return MachineSettings(
         name=name,
         threads=torch.get_num_threads(),
@@ -130,23 +123,24 @@ def calibrate_machine(
         copy_bytes_per_second=copy,
         read_bytes_per_second=read,
         products=_measure_product_speeds(repeats, clock),
-        **{kind: tuple(speeds) for kind, speeds in found.items()},
+        training=tuple(_compute_training_speed(*pair, copy) for pair in training_pairs),
+        scoring=tuple(_compute_scoring_speed(*pair) for pair in scoring_pairs),
+        decoding=tuple(_compute_decoding_speed(*pair, step, row) for pair in decoding_pairs),
     )
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 def measure_process_bytes(imports: Sequence[str] = ()) -> int:
-    """Peak resident memory of a fresh process that trains and samples from a tiny model, with further imports.
+    """Return the peak resident memory of a fresh process that trains and samples from a tiny model.
 
-    Raises: BackendError where it fails.
+    Args:
+        imports: further modules that it imports.
+    Raises: BackendError if it fails.
     """
     return _measure_peak_bytes("".join(f"import {name}; " for name in imports) + _ONE_STEP_CODE)
 
 
 def _measure_peak_bytes(code: str) -> int:
-    """Peak resident memory of a process that runs this code."""
+    """Return the peak resident memory of a process that runs this code."""
     code += _PEAK_CODE
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     try:
@@ -159,7 +153,7 @@ def _measure_peak_bytes(code: str) -> int:
         )
     except subprocess.TimeoutExpired:
         raise BackendError(
-            f"a process that measures memory took longer than {PROCESS_SECONDS:g} s; try again with less beside it"
+            f"a process that measures memory took longer than {PROCESS_SECONDS:g} s; try again on an idle machine"
         ) from None
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
@@ -168,7 +162,7 @@ def _measure_peak_bytes(code: str) -> int:
 
 
 def train_for_heap(recomputed: bool, adapters: bool) -> None:
-    """Steps of a model of 3M parameters, whose activations are larger than anything else."""
+    """Train a model of 3M parameters whose activations are larger than anything else for a few steps."""
     model: Any = _build_model(HEAP_SHAPE)
     if adapters:
         model = lora.add_adapter(model, LoraSettings())
@@ -178,47 +172,40 @@ def train_for_heap(recomputed: bool, adapters: bool) -> None:
 
 
 def _measure_heap_share(library: int, *, recomputed: bool = False, adapters: bool = False) -> float:
-    """Peak of a fresh process beyond what is live in it, as a share of its activations."""
+    """Return the peak of a fresh process beyond its live bytes, as a share of its activations."""
     model: Any = _build_model(HEAP_SHAPE)
     shape = measure_model_shape(model, LENGTH)
     tokens = HEAP_ROWS * LENGTH
     batch = MicroBatch(tokens, tokens, HEAP_ROWS * (LENGTH - 1))
-    live = estimate_packed_activations(shape, batch)
+    activations = estimate_packed_activations(shape, batch)
     if recomputed:
         model = model.to("meta")
-        live = estimate_transformers_activations(
+        activations = estimate_transformers_activations(
             model, shape, batch, device="cpu", autocast=False, checkpointing=True
         )
-    held = (4 if adapters else 12) * shape.parameters  # weights, and the moments of what is trained
-    beyond = (
-        _measure_peak_bytes(_HEAP_CODE.format(recomputed=recomputed, adapters=adapters))
-        - library
-        - held
-        - live.saved
-        - live.temporary
-    )
-    return max(0.0, beyond / (live.saved + live.temporary))
+    state_bytes = (4 if adapters else 12) * shape.parameters  # weights, and moments of trained ones
+    peak = _measure_peak_bytes(_HEAP_CODE.format(recomputed=recomputed, adapters=adapters))
+    live = activations.saved + activations.temporary
+    extra = peak - library - state_bytes - live
+    return max(0.0, extra / live)
 
 
 def train_and_sample() -> None:
-    """One optimizer step and a few sampled tokens of a tiny model: loads what every stage loads."""
+    """Run one optimizer step and sample a few tokens of a tiny model, which loads what every stage loads."""
     model = _build_model(TINY_SHAPE)
     _build_training_step(model)()
     _build_decoding_run(model, FEW_SLOTS)()
 
 
-# -- work that is timed ------------------------------------------------------------------------------------------------
-
-
 class _SingleTurnEpisode:
-    """One turn of sampled tokens, up to the limit."""
+    """Episode of one turn of sampled tokens, up to the limit."""
 
     def __init__(self, seed: int) -> None:
         self.prompt_ids = [3 + seed % 8, *range(4, 3 + PROMPT_TOKENS)]
         self.seed = seed
 
     def take_action(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> None:
-        """Ends."""
+        """Do nothing: the episode ends."""
 
     def should_stop(self, action_ids: list[int]) -> bool:
         return False
@@ -288,23 +275,20 @@ def _measure_in_rounds(
     clock: Clock,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[list[float]]:
-    """Seconds of every repeat of each; a first call of each is left out."""
-    found: list[list[float]] = [[] for _ in works]
+    """Return the seconds of every repeat of each work, without its first call."""
+    seconds_by_work: list[list[float]] = [[] for _ in works]
     for repeat in range(repeats + 1):
         progress(f"speeds of models, round {repeat + 1} of {repeats + 1}")
-        for work, seconds in zip(works, found, strict=True):
-            began = clock()
+        for work, seconds in zip(works, seconds_by_work, strict=True):
+            start = clock()
             work()
             if repeat:
-                seconds.append(clock() - began)
-    return found
-
-
-# -- speeds ------------------------------------------------------------------------------------------------------------
+                seconds.append(clock() - start)
+    return seconds_by_work
 
 
 def _compute_speed(hidden: int, flops: float, seconds: Sequence[float]) -> MeasuredSpeed:
-    speeds = sorted(flops / spent for spent in seconds)
+    speeds = sorted(flops / duration for duration in seconds)
     return MeasuredSpeed(
         hidden_size=hidden, median=statistics.median(speeds), slowest=speeds[0], fastest=speeds[-1]
     )
@@ -324,7 +308,9 @@ def _compute_training_speed(
     )
     traffic = work.traffic_bytes / copy
     return _compute_speed(
-        shape.hidden, work.training_flops, [max(spent / 2, spent - traffic) for spent in seconds]
+        shape.hidden,
+        work.training_flops,
+        [max(duration / 2, duration - traffic) for duration in seconds],
     )
 
 
@@ -347,51 +333,50 @@ def _compute_decoding_speed(
     )
     fixed = work.decode_steps * step + work.decode_rows * row
     return _compute_speed(
-        shape.hidden, work.decoding_flops, [max(spent / 4, spent - fixed) for spent in seconds]
+        shape.hidden,
+        work.decoding_flops,
+        [max(duration / 4, duration - fixed) for duration in seconds],
     )
 
 
 def _measure_decode_overhead(repeats: int, clock: Clock) -> tuple[float, float]:
-    """Seconds of a step and of a sequence in it, from runs of few and of many sequences of a tiny model."""
+    """Return the seconds of a step and of a sequence in it, from runs of few and many sequences of a tiny model."""
     model = _build_model(TINY_SHAPE)
-    few, many = (
-        statistics.median(seconds) / NEW_TOKENS
-        for seconds in _measure_in_rounds(
-            [_build_decoding_run(model, slots) for slots in (FEW_SLOTS, SLOTS)], repeats, clock
-        )
-    )
+    runs = [_build_decoding_run(model, slots) for slots in (FEW_SLOTS, SLOTS)]
+    seconds = _measure_in_rounds(runs, repeats, clock)
+    few, many = (statistics.median(durations) / NEW_TOKENS for durations in seconds)
     row = max(0.0, (many - few) / (SLOTS - FEW_SLOTS))
     return max(0.0, few - FEW_SLOTS * row), row
 
 
 def _measure_memory_speeds(repeats: int, clock: Clock) -> tuple[float, float]:
-    """Bytes a second of copying, both directions counted, and of reading."""
+    """Return the bytes per second of copying, counted in both directions, and of reading."""
     source, target = torch.ones(NUM_COPIED_VALUES), torch.zeros(NUM_COPIED_VALUES)
     copying, reading = _measure_in_rounds(
         [lambda: target.copy_(source), source.sum], repeats, clock
     )
-    return 8 * NUM_COPIED_VALUES / statistics.median(
-        copying
-    ), 4 * NUM_COPIED_VALUES / statistics.median(reading)
+    copy_speed = 8 * NUM_COPIED_VALUES / statistics.median(copying)
+    read_speed = 4 * NUM_COPIED_VALUES / statistics.median(reading)
+    return copy_speed, read_speed
 
 
 def _measure_product_speeds(repeats: int, clock: Clock) -> tuple[ProductSpeed, ...]:
-    def product(size: int) -> Callable[[], object]:
+    def build_product(size: int) -> Callable[[], object]:
         left, right = torch.ones(PRODUCT_ROWS, size), torch.ones(size, size)
         return lambda: layer_kernels.compute_linear(left, [right])
 
-    seconds = _measure_in_rounds([product(size) for size in PRODUCT_SIZES], repeats, clock)
+    seconds = _measure_in_rounds([build_product(size) for size in PRODUCT_SIZES], repeats, clock)
     return tuple(
         ProductSpeed(
             rows=PRODUCT_ROWS,
             size=size,
-            median=2 * PRODUCT_ROWS * size**2 / statistics.median(spent),
+            median=2 * PRODUCT_ROWS * size**2 / statistics.median(durations),
         )
-        for size, spent in zip(PRODUCT_SIZES, seconds, strict=True)
+        for size, durations in zip(PRODUCT_SIZES, seconds, strict=True)
     )
 
 
 def _measure_packed_weight_bytes() -> float:
-    """Bytes of a weight in the layout of rollouts, of a matrix of 1024 x 1024."""
-    products = int8_products() or packed_gemm.load_packed_vectors()
+    """Return the bytes of a weight in the layout of rollouts, of a matrix of 1024 x 1024."""
+    products = packed_gemm.load_int8_gemm() or packed_gemm.load_packed_vectors()
     return 4.0 if products is None else products.size(1024, 1024) / 2**20

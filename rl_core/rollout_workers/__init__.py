@@ -1,1 +1,3 @@
-"""Rollout workers: processes beside the trainer that play its episodes, with verified weights (docs/scale-out.md)."""
+"""Rollout workers: separate processes or inference servers that play episodes, with verified weights
+(docs/scale-out.md).
+"""

@@ -1,7 +1,4 @@
-"""Tickets: episodes on their way from the trainer to a worker and back, one group each.
-
-A rollout worker that plays on a thread of its own while tickets and weights arrive.
-"""
+"""Asynchronous rollout workers: tasks of one group each, and the worker that plays them while new weights arrive."""
 
 from __future__ import annotations
 
@@ -33,28 +30,31 @@ from rl_core.types import Rollout, RolloutGroup
 
 @dataclass(frozen=True, slots=True)
 class RolloutTask:
-    """One group to play. Its number decides its random numbers, so it is the same group wherever it is played."""
+    """One group to play.
+
+    Its number determines its random numbers, so it is the same group on every worker.
+    """
 
     number: int
     request: EpisodeRequest
     group_size: int
     temperature: float
     seed: int  # of the sampling
-    plays: int = 0  # times that it was given up as too old before
+    plays: int = 0  # times that its group became too old
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
+        """Return the task as a dict."""
         return {**dataclasses.asdict(self), "seed": str(self.seed)}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> RolloutTask:
-        """Inverse of `to_json`."""
+        """Build a task from the result of `to_json`."""
         return cls(**{**row, "request": EpisodeRequest(**row["request"]), "seed": int(row["seed"])})
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRolloutTask:
-    """A ticket's group, and its episodes that failed."""
+    """A task's group and its failed episodes."""
 
     task: RolloutTask
     group: RolloutGroup
@@ -62,7 +62,7 @@ class FinishedRolloutTask:
 
 
 class VersionedEpisode(EpisodeSequence):
-    """An episode that notes the versions of the weights that it was sampled with."""
+    """An episode that records the versions of the weights that sampled it."""
 
     def __init__(self, *arguments: Any) -> None:
         self.version_starts: VersionStarts = []
@@ -70,29 +70,32 @@ class VersionedEpisode(EpisodeSequence):
 
 
 class RolloutTaskEpisodes:
-    """The sequences of one ticket; those that are dropped are begun anew, each for itself."""
+    """The sequences of one task; dropped sequences are restarted one by one."""
 
     def __init__(
         self,
-        ticket: RolloutTask,
+        task: RolloutTask,
         environment: Environment,
         renderer: Renderer,
         sampling: SamplingSettings,
         pool: StepPool | None,
         max_length: int,
     ) -> None:
-        """Begin the ticket's episodes. Raises: as `rollouts.collect.begin_group`."""
-        self.task, self.failed = ticket, list[FailedEpisode]()
+        """Begin the task's episodes.
+
+        Raises: as `rollouts.collect.begin_group`.
+        """
+        self.task, self.failed = task, list[FailedEpisode]()
         self._max_length = max_length
-        own = dataclasses.replace(sampling, temperature=ticket.temperature)
+        task_sampling = dataclasses.replace(sampling, temperature=task.temperature)
         self._build_sequences: Callable[[], list[VersionedEpisode]] = lambda: build_group(
             environment,
             renderer,
-            GroupPlan(ticket.request, 0),
-            ticket.group_size,
-            own,
+            GroupPlan(task.request, 0),
+            task.group_size,
+            task_sampling,
             pool,
-            ticket.seed,
+            task.seed,
             self.failed.append,
             VersionedEpisode,
         )
@@ -100,24 +103,25 @@ class RolloutTaskEpisodes:
         begin_group(self.sequences, max_length)
 
     def restart_episode(self, sequence: VersionedEpisode) -> VersionedEpisode:
-        """The same episode from its beginning, in place of this one."""
-        place = self.sequences.index(sequence)
+        """Replace a sequence by the same episode from its beginning; return the new sequence."""
+        position = self.sequences.index(sequence)
         sequence.close()
-        made = self._build_sequences()
-        for index, other in enumerate(made):
-            if index != place:
+        replacements = self._build_sequences()
+        for index, other in enumerate(replacements):
+            if index != position:
                 other.close()
-        made[place].begin_episode(self._max_length)
-        self.sequences[place] = made[place]
-        return made[place]
+        replacement = replacements[position]
+        replacement.begin_episode(self._max_length)
+        self.sequences[position] = replacement
+        return replacement
 
     @property
     def is_over(self) -> bool:
-        """True = every episode has ended or failed."""
+        """Whether every episode has ended or failed."""
         return all(sequence.has_failed or sequence.is_over for sequence in self.sequences)
 
     def collect_result(self) -> FinishedRolloutTask:
-        """The group, closed."""
+        """Close the episodes and return the finished group."""
         rollouts = []
         for sequence in self.sequences:
             sequence.close()
@@ -131,7 +135,7 @@ class RolloutTaskEpisodes:
 
 
 def list_token_versions(rollout: Rollout) -> list[int]:
-    """Version that each sampled token was drawn under."""
+    """List the version that sampled each token."""
     sampled, versions = sum(rollout.loss_mask), list[int]()
     starts = [*rollout.version_starts, (sampled, 0)]
     for (start, version), (end, _) in pairwise(starts):
@@ -140,7 +144,7 @@ def list_token_versions(rollout: Rollout) -> list[int]:
 
 
 def find_oldest_version(rollouts: Sequence[Rollout], default: int) -> int:
-    """Oldest version that any of the rollouts was begun or sampled with."""
+    """Return the oldest version in any of the rollouts."""
     return min(
         (version for rollout in rollouts for _, version in rollout.version_starts), default=default
     )
@@ -148,26 +152,26 @@ def find_oldest_version(rollouts: Sequence[Rollout], default: int) -> int:
 
 @dataclass(slots=True)
 class WorkerProgress:
-    """Work of a worker since it was asked last."""
+    """A worker's results since the last request."""
 
     finished: list[FinishedRolloutTask] = field(default_factory=list)
     transfers: list[TransferReport] = field(default_factory=list)
-    dropped: int = 0  # rollouts begun anew because of new weights
+    dropped: int = 0  # rollouts restarted because of new weights
 
 
 class _StopRequested(Exception):
-    """The worker is to stop in the middle of a run."""
+    """Signal: the worker has to stop in the middle of a run."""
 
 
 class AsyncRolloutWorker(RolloutWorker):
-    """Plays the tickets that it has, in order; weights that arrive are taken between two steps of the engine."""
+    """A worker that plays its tasks in order and loads new weights between two steps of the engine."""
 
     def __init__(self, spec: WorkerSpec, base: Mapping[str, PackedTensor]) -> None:
         super().__init__(spec, base)
         if not isinstance(self.backend, Engine):
             raise WorkerFailed(
-                "rollouts.max_staleness: weights change in the middle of a rollout, which the rollout engine does, and "
-                "transformers' own forward pass, which samples from this model, does not; set 0"
+                "rollouts.max_staleness: only the rollout engine can change weights during a rollout, and this model "
+                "is sampled by transformers' own forward pass; set it to 0"
             )
         self.engine: Engine = self.backend
         self._condition = threading.Condition()
@@ -178,12 +182,11 @@ class AsyncRolloutWorker(RolloutWorker):
         self._thread: threading.Thread | None = None
         self._is_ended = False
         self._sampling, self._max_concurrent = SamplingSettings(), 1
-        self._deferred_groups: list[
-            RolloutTaskEpisodes
-        ] = []  # begun, for the next run: the cache of the last one was too short
+        # groups that have begun but need a longer cache, for the next run
+        self._deferred_groups: list[RolloutTaskEpisodes] = []
         self._partial: Literal["keep", "drop"] = "keep"
 
-    # Called by the trainer, on any thread
+    # The trainer calls the next four methods, on any thread.
 
     def begin(
         self,
@@ -192,13 +195,13 @@ class AsyncRolloutWorker(RolloutWorker):
         max_concurrent: int,
         partial: Literal["keep", "drop"],
     ) -> None:
-        """Queue tickets, of which so many are played at once: the next one begins when another has ended."""
+        """Queue tasks; play at most `max_concurrent` together: the next begins when another has ended."""
         with self._condition:
             self._tasks += tasks
             self._sampling, self._max_concurrent, self._partial = sampling, max_concurrent, partial
             self._condition.notify_all()
         if self._thread is None:
-            # the engine that plays probes while the other one is in the middle of a run
+            # a second engine, to sample probes while the other one is in the middle of a run
             self.backend = Engine(
                 self.model,
                 eos_ids=self.spec.eos_ids,
@@ -216,9 +219,9 @@ class AsyncRolloutWorker(RolloutWorker):
             self._condition.notify_all()
 
     def collect(self, wait_s: float = 0.0) -> WorkerProgress:
-        """Everything that was finished since the last call; waits so long for the first of it.
+        """Return all results since the last call; wait up to `wait_s` seconds for the first.
 
-        Raises: the error that ended the playing.
+        Raises: the error that ended the playing thread.
         """
         with self._condition:
             self._condition.wait_for(
@@ -232,18 +235,18 @@ class AsyncRolloutWorker(RolloutWorker):
             )
             if self._error is not None:
                 raise self._error
-            done, self._progress = self._progress, WorkerProgress()
-            return done
+            progress, self._progress = self._progress, WorkerProgress()
+            return progress
 
     def end(self) -> None:
-        """Stop playing, and wait for the thread."""
+        """Stop playing and wait for the thread."""
         with self._condition:
             self._is_ended = True
             self._condition.notify_all()
         if self._thread is not None:
             self._thread.join()
 
-    # The playing thread
+    # The remaining methods run on the playing thread.
 
     def _run_loop(self) -> None:
         try:
@@ -254,12 +257,10 @@ class AsyncRolloutWorker(RolloutWorker):
                     return
                 self._apply_weight_updates(None)
                 with self._condition:
-                    tickets = [
-                        self._tasks.popleft()
-                        for _ in range(min(self._max_concurrent, len(self._tasks)))
-                    ]
-                if tickets:
-                    self._run_tasks(tickets)
+                    count = min(self._max_concurrent, len(self._tasks))
+                    tasks = [self._tasks.popleft() for _ in range(count)]
+                if tasks:
+                    self._run_tasks(tasks)
         except _StopRequested:
             return
         except PosttrainError as error:
@@ -274,7 +275,7 @@ class AsyncRolloutWorker(RolloutWorker):
             self._error = error
             self._condition.notify_all()
 
-    def _run_tasks(self, tickets: Sequence[RolloutTask]) -> None:
+    def _run_tasks(self, tasks: Sequence[RolloutTask]) -> None:
         torch.set_num_threads(self.spec.threads)
         sampling = self._sampling
         with ExitStack() as stack:
@@ -284,87 +285,90 @@ class AsyncRolloutWorker(RolloutWorker):
                     StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s)
                 )
 
-            def begin(ticket: RolloutTask) -> RolloutTaskEpisodes:
+            def begin_task(task: RolloutTask) -> RolloutTaskEpisodes:
                 return RolloutTaskEpisodes(
-                    ticket, self.environment, self.renderer, sampling, pool, self.engine.max_length
+                    task, self.environment, self.renderer, sampling, pool, self.engine.max_length
                 )
 
-            groups = [begin(ticket) for ticket in tickets]
+            groups = [begin_task(task) for task in tasks]
             while groups:
                 temperature = groups[0].task.temperature
-                now = [group for group in groups if group.task.temperature == temperature]
+                same_temperature = [
+                    group for group in groups if group.task.temperature == temperature
+                ]
                 groups = [group for group in groups if group.task.temperature != temperature]
-                self._run_groups(now, sampling, begin)
+                self._run_groups(same_temperature, sampling, begin_task)
                 groups, self._deferred_groups = [*self._deferred_groups, *groups], []
 
     def _run_groups(
         self,
         groups: list[RolloutTaskEpisodes],
         sampling: SamplingSettings,
-        begin: Callable[[RolloutTask], RolloutTaskEpisodes],
+        begin_task: Callable[[RolloutTask], RolloutTaskEpisodes],
     ) -> None:
-        """One run of the engine, which goes on for as long as there are tickets of this temperature."""
-        own = dataclasses.replace(sampling, temperature=groups[0].task.temperature)
-        waiting = list(groups)
+        """Run the engine once, for as long as there are tasks of this temperature."""
+        run_sampling = dataclasses.replace(sampling, temperature=groups[0].task.temperature)
+        running = list(groups)
         sequences = [
             sequence for group in groups for sequence in group.sequences if not sequence.has_failed
         ]
-        owner = {id(sequence): group for group in groups for sequence in group.sequences}
+        group_by_id = {id(sequence): group for group in groups for sequence in group.sequences}
 
-        def between(run: StreamingEngineRun) -> None:
+        def between_steps(run: StreamingEngineRun) -> None:
             if self._is_ended:
                 raise _StopRequested
-            for group in [group for group in waiting if group.is_over]:
-                waiting.remove(group)
+            for group in [group for group in running if group.is_over]:
+                running.remove(group)
                 self._publish_finished_task(group.collect_result())
                 for sequence in group.sequences:
-                    owner.pop(id(sequence), None)
+                    group_by_id.pop(id(sequence), None)
             if self._updates and self._apply_weight_updates(run) and self._partial == "drop":
-                dropped = run.restart_sequences(again)
+                dropped = run.restart_sequences(build_replacement)
                 with self._condition:
                     self._progress.dropped += dropped
             while (
-                len(waiting) < self._max_concurrent
-                and (ticket := self._pop_matching_task(sampling, own.temperature)) is not None
+                len(running) < self._max_concurrent
+                and (task := self._pop_matching_task(sampling, run_sampling.temperature))
+                is not None
             ):
-                refill(run, begin(ticket))
+                add_group(run, begin_task(task))
 
-        def refill(run: StreamingEngineRun, group: RolloutTaskEpisodes) -> None:
-            fresh = [sequence for sequence in group.sequences if not sequence.has_failed]
-            if not all(run.can_fit(sequence) for sequence in fresh):
+        def add_group(run: StreamingEngineRun, group: RolloutTaskEpisodes) -> None:
+            new_sequences = [sequence for sequence in group.sequences if not sequence.has_failed]
+            if not all(run.can_fit(sequence) for sequence in new_sequences):
                 self._deferred_groups.append(group)
                 return
-            waiting.append(group)
-            owner.update((id(sequence), group) for sequence in group.sequences)
-            for sequence in fresh:
+            running.append(group)
+            group_by_id.update((id(sequence), group) for sequence in group.sequences)
+            for sequence in new_sequences:
                 run.add_sequence(sequence)
 
-        def again(sequence: VersionedSequence) -> VersionedSequence | None:
-            group = owner[id(sequence)]
-            made = group.restart_episode(cast(VersionedEpisode, sequence))
-            owner[id(made)] = group
-            return None if made.has_failed else made
+        def build_replacement(sequence: VersionedSequence) -> VersionedSequence | None:
+            group = group_by_id[id(sequence)]
+            replacement = group.restart_episode(cast(VersionedEpisode, sequence))
+            group_by_id[id(replacement)] = group
+            return None if replacement.has_failed else replacement
 
         if sequences:
             run = StreamingEngineRun(
                 self.engine,
                 sequences,
-                own,
+                run_sampling,
                 version=lambda: self.version,
-                between_steps=between,
+                between_steps=between_steps,
                 capacity=self._max_concurrent * groups[0].task.group_size,
             )
             try:
                 run.play_sequences()
             finally:
                 run.close()
-        for group in waiting:
+        for group in running:
             self._publish_finished_task(group.collect_result())
 
     def _pop_matching_task(
         self, sampling: SamplingSettings, temperature: float
     ) -> RolloutTask | None:
-        """The next ticket, if a run with these settings may take it."""
+        """Return the next task if a run with these settings may take it, otherwise None."""
         with self._condition:
             if self._deferred_groups or not self._tasks or self._sampling != sampling:
                 return None
@@ -376,7 +380,7 @@ class AsyncRolloutWorker(RolloutWorker):
             self._condition.notify_all()
 
     def _apply_weight_updates(self, run: StreamingEngineRun | None) -> bool:
-        """Load all weights that have arrived, in order; True = there were some."""
+        """Load all weights that have arrived, in order; return whether there were any."""
         reports: list[TransferReport] = []
 
         def load() -> None:

@@ -1,13 +1,12 @@
-"""Asynchronous rollouts: tickets ahead of the trainer, weights behind its back, and nothing older than the bound.
+"""Asynchronous rollouts: workers play ahead of the trainer with weights up to `max_staleness` versions old.
 
-A version of the weights has the number of the iteration that learns with it. A group may be learned from in iteration i
-if none of its tokens is older than version i - max_staleness; one that has become too old is played again, and one that
-became so twice is waited for.
+A weights version has the number of the iteration that learns with it. Iteration i may learn from a group if none of
+its tokens is older than version i - max_staleness. A group that became too old is played again; one that became too
+old twice is waited for.
 
-Replay of an asynchronous run from its schedule: the same groups, each token under the same version, without workers.
-
-A schedule has a line for each time that rollouts were taken: the iteration, how often it had taken some before, and for
-every group its ticket and the version starts of its rollouts.
+`ScheduleReplay` repeats an asynchronous run from its schedule: the same groups, each token under the same version,
+without workers. A schedule has one line per batch of rollouts taken: the iteration, how often it had taken some
+before, and for every group its task and the version starts of its rollouts.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from rl_core.rollout_workers.cluster import HEARTBEAT_TIMEOUT_S, NO_HEARTBEAT, W
 from rl_core.rollout_workers.sampler_probe import ProbeCompletion
 from rl_core.rollout_workers.weight_transfer import digest_tensors
 from rl_core.rollout_workers.worker_group import (
-    _POLL_INTERVAL_S,
+    POLL_INTERVAL_S,
     WorkerConfig,
     WorkerGroup,
-    _WorkerSlot,
+    WorkerSlot,
 )
 from rl_core.rollouts.collect import enable_native_tools, record_failures
 from rl_core.settings import SamplingSettings
@@ -58,36 +57,31 @@ from rl_core.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-DrawTask = Callable[[int], RolloutTask]  # the ticket of a number
+DrawTask = Callable[[int], RolloutTask]  # makes the task of a number
 MAX_STALE_PLAYS = 2  # times that a group may become too old before an iteration waits for it
-COLLECT_TIMEOUT_S = (
-    5.0  # for a worker to wait for something finished, until it answers that there is nothing
-)
+COLLECT_TIMEOUT_S = 5.0  # a worker waits this long for a result before it returns none
 
 
 @dataclass
 class AsyncWorkerGroup(WorkerGroup):
-    """A team whose workers play while the trainer updates. Tickets are drawn in order of their numbers, each once."""
+    """A worker group that plays while the trainer updates. Tasks are drawn in order of their numbers, each once."""
 
-    schedule: Path | None = None  # file of what each iteration learned from, for a replay
-    stale_groups: int = 0  # since the beginning: became too old, and were played again
-    dropped_rollouts: int = 0  # since the beginning: begun anew because of new weights
+    schedule: Path | None = None  # file that records the groups of each iteration, for a replay
+    stale_groups: int = 0  # groups so far that became too old and were played again
+    dropped_rollouts: int = 0  # rollouts so far that were restarted because of new weights
     iteration: int = -1
-    _is_schedule_truncated: bool = (
-        False  # the schedule of an interrupted run ends before this one's first iteration
-    )
-    _part: int = -1  # times that this iteration has taken groups before
-    _steps_by_version: dict[int, int] = field(
-        default_factory=dict
-    )  # optimizer steps behind each version
+    # whether lines of an interrupted run were removed from the schedule
+    _is_schedule_truncated: bool = False
+    _part: int = -1  # number of earlier `take_groups` calls of this iteration
+    # optimizer steps behind each version
+    _steps_by_version: dict[int, int] = field(default_factory=dict)
     _next_number: int = 0
-    _queue: deque[RolloutTask] = field(default_factory=deque)  # drawn, with no worker
-    _running_tasks: dict[int, tuple[RolloutTask, _WorkerSlot]] = field(default_factory=dict)
+    _queue: deque[RolloutTask] = field(default_factory=deque)  # drawn, not assigned to a worker
+    _running_tasks: dict[int, tuple[RolloutTask, WorkerSlot]] = field(default_factory=dict)
     _finished: list[FinishedRolloutTask] = field(default_factory=list)
     _versions: dict[int, tuple[str, list[ProbeCompletion]]] = field(default_factory=dict)
-    _last_workers: dict[int, int] = field(
-        default_factory=dict
-    )  # number of a group that was played -> its worker's
+    # task number of a finished group -> slot number of its worker
+    _last_workers: dict[int, int] = field(default_factory=dict)
     _staleness: dict[str, float] = field(default_factory=dict)
 
     def take_groups(
@@ -101,30 +95,30 @@ class AsyncWorkerGroup(WorkerGroup):
         failures: EpisodeFailureMonitor,
         policy_version: int,
     ) -> list[RolloutGroup]:
-        """The next groups to learn from, as many as asked for, in the order in which they were finished.
+        """Return the next `count` groups to learn from, in the order in which they finished.
 
         Args:
-            iteration: that learns from them, with the weights as they are now.
-            ahead: groups of an iteration: so many times (max_staleness + 1) are under way or wait, at most.
-            draw: makes the ticket of a number, once.
-            policy_version: optimizer steps behind the present weights.
-        Raises: as `WorkerGroup.play`.
+            iteration: that learns from them, with the current weights.
+            groups_per_iteration: at most (max_staleness + 1) times this many groups are in progress or waiting.
+            draw_task: makes the task of a number; called once per number.
+            policy_version: optimizer steps behind the current weights.
+        Raises: as `WorkerGroup.collect_rollouts`.
         """
         self._part = self._part + 1 if self.iteration == iteration else 0
         self.iteration = iteration
         self._steps_by_version[iteration] = policy_version
         self._publish_weights(iteration, sampling)
-        for seat in self._slots:
-            seat.losses = 0
+        for slot in self._slots:
+            slot.losses = 0
         taken: list[FinishedRolloutTask] = []
         wait_s = 0.0
         while len(taken) < count:
             self._draw_tasks_ahead(groups_per_iteration, len(taken), draw_task)
             self._assign_tasks(groups_per_iteration, sampling)
             self._collect_finished(wait_s)
-            found = self._select_fresh_groups(count - len(taken))
-            taken += found
-            wait_s = 0.0 if found else _POLL_INTERVAL_S
+            fresh = self._select_fresh_groups(count - len(taken))
+            taken += fresh
+            wait_s = 0.0 if fresh else POLL_INTERVAL_S
         failed = [episode for finished in taken for episode in finished.failed]
         for finished in taken:
             for rollout in finished.group.rollouts:
@@ -135,16 +129,13 @@ class AsyncWorkerGroup(WorkerGroup):
         record_failures(failed, sum(finished.task.group_size for finished in taken), failures)
         return [finished.group for finished in taken]
 
-    # Weights
-
     def _publish_weights(self, iteration: int, sampling: SamplingSettings) -> None:
-        """Send the present weights as the version of this iteration, once; workers take them when they can."""
+        """Send the current weights as the version of this iteration, once; workers load them when they can."""
         if self._update is not None and self._update.number == iteration:
             return
         with span("weight_sync"):
-            update = self._build_update(
-                digest_tensors(collect_trainable_weights(self.config.model)), iteration, sampling
-            )
+            digests = digest_tensors(collect_trainable_weights(self.config.model))
+            update = self._build_update(digests, iteration, sampling)
             for number in [number for number in self._versions if number < iteration - 64]:
                 del self._versions[number], self._steps_by_version[number]
             if not self._slots:
@@ -152,8 +143,8 @@ class AsyncWorkerGroup(WorkerGroup):
                 return
             shared = self.cluster.share_value(update)
             calls = [
-                (seat, self.cluster.call_worker(seat.worker, "send", shared, self._probe))
-                for seat in self._slots
+                (slot, self.cluster.call_worker(slot.worker, "send", shared, self._probe))
+                for slot in self._slots
             ]
             self._sample_trainer_probe()
             self._wait_for_workers(calls)
@@ -170,114 +161,105 @@ class AsyncWorkerGroup(WorkerGroup):
     def _find_expected_probe(self, number: int) -> tuple[str, list[ProbeCompletion]]:
         return self._versions[number]
 
-    # Tickets
-
-    def _draw_tasks_ahead(self, ahead: int, taken: int, draw: DrawTask) -> None:
-        """Draw tickets up to the bound: back-pressure in one direction; `_ripe` waits in the other."""
-        while len(self._queue) + len(self._running_tasks) + len(self._finished) + taken < ahead * (
-            self._max_staleness + 1
-        ):
-            self._queue.append(draw(self._next_number))
+    def _draw_tasks_ahead(self, groups_per_iteration: int, taken: int, draw_task: DrawTask) -> None:
+        """Draw tasks up to the bound: back-pressure on the workers; `_select_fresh_groups` holds back the trainer."""
+        bound = groups_per_iteration * (self._max_staleness + 1)
+        while self._count_open_tasks() + taken < bound:
+            self._queue.append(draw_task(self._next_number))
             self._next_number += 1
 
-    def _assign_tasks(self, ahead: int, sampling: SamplingSettings) -> None:
-        """Give tickets to the workers, evenly; a slow one keeps those that it has, and gets no more.
+    def _assign_tasks(self, groups_per_iteration: int, sampling: SamplingSettings) -> None:
+        """Assign tasks evenly to the workers; a slow worker keeps those that it has and gets no more.
 
-        A group that became too old goes to another worker than the one that was too slow for it, where there is room;
-        one that an iteration will wait for does so beyond the even share.
+        A group that became too old goes to another worker than the one that was too slow, if there is room; one that
+        an iteration will wait for may exceed the even share.
         """
-        most = math.ceil(ahead * (self._max_staleness + 1) / len(self._slots))
-        loads = {seat.number: 0 for seat in self._slots}
-        for _, seat in self._running_tasks.values():
-            loads[seat.number] += 1
-        given: dict[int, list[RolloutTask]] = {seat.number: [] for seat in self._slots}
+        max_per_worker = math.ceil(
+            groups_per_iteration * (self._max_staleness + 1) / len(self._slots)
+        )
+        loads = {slot.number: 0 for slot in self._slots}
+        for _, slot in self._running_tasks.values():
+            loads[slot.number] += 1
+        assigned: dict[int, list[RolloutTask]] = {slot.number: [] for slot in self._slots}
         while self._queue:
-            ticket = self._queue[0]
-            slow = (
-                self._last_workers.get(ticket.number) if ticket.plays and len(loads) > 1 else None
+            task = self._queue[0]
+            slow_number = (
+                self._last_workers.get(task.number) if task.plays and len(loads) > 1 else None
             )
-            room = [number for number, load in loads.items() if load < most]
-            others = [
+            with_room = [number for number, load in loads.items() if load < max_per_worker]
+            preferred = [
                 number
-                for number in (loads if ticket.plays >= MAX_STALE_PLAYS else room)
-                if number != slow
+                for number in (loads if task.plays >= MAX_STALE_PLAYS else with_room)
+                if number != slow_number
             ]
-            if not (others or room):
+            if not (preferred or with_room):
                 break
-            number = min(others or room, key=lambda number: (loads[number], number))
-            given[number].append(self._queue.popleft())
+            number = min(preferred or with_room, key=lambda number: (loads[number], number))
+            assigned[number].append(self._queue.popleft())
             loads[number] += 1
         calls = []
-        for seat in self._slots:
-            if tickets := given[seat.number]:
-                self._running_tasks |= {ticket.number: (ticket, seat) for ticket in tickets}
+        for slot in self._slots:
+            if tasks := assigned[slot.number]:
+                self._running_tasks |= {task.number: (task, slot) for task in tasks}
                 call = self.cluster.call_worker(
-                    seat.worker, "begin", tickets, sampling, most, self.settings.partial
+                    slot.worker, "begin", tasks, sampling, max_per_worker, self.settings.partial
                 )
-                calls.append((seat, call))
+                calls.append((slot, call))
         self._wait_for_workers(calls)
 
     def _collect_finished(self, wait_s: float) -> None:
-        """Take everything that workers have finished, waiting so long for the first of it.
+        """Collect everything that workers have finished; wait up to `wait_s` seconds for the first result.
 
-        Each worker has one call that waits for it, also while the trainer updates: a finished group is told at once,
-        and nothing is asked for in vain.
+        Each worker always has one waiting call, also while the trainer updates, so a finished group is reported
+        immediately and workers are not polled in vain.
         """
-        for seat in self._slots:
-            if seat.collect_call is None:
-                seat.collect_call = self.cluster.call_concurrently(
-                    seat.worker, "collect", COLLECT_TIMEOUT_S
+        for slot in self._slots:
+            if slot.collect_call is None:
+                slot.collect_call = self.cluster.call_concurrently(
+                    slot.worker, "collect", COLLECT_TIMEOUT_S
                 )
-        waiting = {seat.collect_call: seat for seat in self._slots}
+        waiting = {slot.collect_call: slot for slot in self._slots}
         while waiting and (ended := self.cluster.wait_for_calls(list(waiting), wait_s)):
             wait_s = 0.0
             for call in ended:
-                seat = waiting.pop(call)
-                seat.collect_call = None
+                slot = waiting.pop(call)
+                slot.collect_call = None
                 try:
-                    self._receive_progress(seat, self._unwrap_result(call))
+                    self._receive_progress(slot, self._unwrap_result(call))
                 except WorkerLost as lost:
-                    self._replace_lost_worker(seat, str(lost))
+                    self._replace_lost_worker(slot, str(lost))
         for number in self._heartbeats.list_unresponsive(
-            (seat.number, seat.worker) for seat in self._slots
+            (slot.number, slot.worker) for slot in self._slots
         ):
             self._replace_lost_worker(self._slots[number], NO_HEARTBEAT)
 
-    def _receive_progress(self, seat: _WorkerSlot, progress: WorkerProgress) -> None:
+    def _receive_progress(self, slot: WorkerSlot, progress: WorkerProgress) -> None:
         """Verify the weights that a worker has played with, and take its groups."""
         for report in progress.transfers:
-            self._verify_worker(seat, report)
+            self._verify_worker(slot, report)
         self.dropped_rollouts += progress.dropped
         for finished in progress.finished:
-            if self._running_tasks.pop(finished.task.number, None) is not None:  # never twice
-                self._last_workers[finished.task.number] = seat.number
+            if (
+                self._running_tasks.pop(finished.task.number, None) is not None
+            ):  # never count a group twice
+                self._last_workers[finished.task.number] = slot.number
                 self._finished.append(finished)
 
     def _select_fresh_groups(self, count: int) -> list[FinishedRolloutTask]:
-        """Finished groups that are young enough, at most so many; too old ones are queued again."""
+        """Return at most `count` finished groups that are fresh enough; queue those that are too old again."""
         fresh: list[FinishedRolloutTask] = []
         for finished in self._finished:
-            if (
-                find_oldest_version(finished.group.rollouts, self.iteration)
-                >= self.iteration - self._max_staleness
-            ):
+            oldest = find_oldest_version(finished.group.rollouts, self.iteration)
+            if oldest >= self.iteration - self._max_staleness:
                 fresh.append(finished)
                 continue
             self.stale_groups += 1
-            ticket = finished.task
-            again = RolloutTask(
-                ticket.number,
-                ticket.request,
-                ticket.group_size,
-                ticket.temperature,
-                ticket.seed,
-                ticket.plays + 1,
-            )
-            self._queue.appendleft(again)
+            task = finished.task
+            self._queue.appendleft(dataclasses.replace(task, plays=task.plays + 1))
         awaited = [
-            ticket
-            for ticket in [*self._queue, *(t for t, _ in self._running_tasks.values())]
-            if ticket.plays >= MAX_STALE_PLAYS
+            task
+            for task in [*self._queue, *(t for t, _ in self._running_tasks.values())]
+            if task.plays >= MAX_STALE_PLAYS
         ]
         if awaited:
             self._finished = fresh
@@ -286,30 +268,30 @@ class AsyncWorkerGroup(WorkerGroup):
         self._finished = fresh[count:]
         return fresh[:count]
 
-    # Workers
-
-    def _wait_for_workers(self, calls: Sequence[tuple[_WorkerSlot, Any]]) -> None:
-        """Wait for calls of methods that return at once (the playing has a thread of its own); replace lost workers."""
+    def _wait_for_workers(self, calls: Sequence[tuple[WorkerSlot, Any]]) -> None:
+        """Wait for calls that return immediately (playing has its own thread); replace lost workers."""
         end = time.monotonic() + HEARTBEAT_TIMEOUT_S
-        for seat, call in calls:
+        for slot, call in calls:
             try:
-                while not self.cluster.wait_for_calls([call], _POLL_INTERVAL_S):
+                while not self.cluster.wait_for_calls([call], POLL_INTERVAL_S):
                     if time.monotonic() > end:
                         raise WorkerLost(NO_HEARTBEAT)
                 self._unwrap_result(call)
             except WorkerLost as lost:
-                self._replace_lost_worker(seat, str(lost))
+                self._replace_lost_worker(slot, str(lost))
 
-    def _replace_lost_worker(self, seat: _WorkerSlot, how: str) -> None:
-        """Queue again what a lost worker played, and put another into its place."""
-        mine = sorted(number for number, (_, other) in self._running_tasks.items() if other is seat)
-        for number in reversed(mine):
+    def _replace_lost_worker(self, slot: WorkerSlot, reason: str) -> None:
+        """Queue a lost worker's tasks again and start another worker in its slot."""
+        lost_numbers = sorted(
+            number for number, (_, other) in self._running_tasks.items() if other is slot
+        )
+        for number in reversed(lost_numbers):
             self._queue.appendleft(self._running_tasks.pop(number)[0])
-        self.replayed_groups += len(mine)
-        self._replace_worker(seat, how, f"{len(mine)} groups are played again")
+        self.replayed_groups += len(lost_numbers)
+        self._replace_worker(slot, reason, f"{len(lost_numbers)} groups are played again")
 
     def _record_schedule(self, taken: list[FinishedRolloutTask]) -> None:
-        """Staleness of what is learned from, and its line in the schedule."""
+        """Record the staleness of the taken groups and append their line to the schedule."""
         ages = [
             self.iteration - version
             for finished in taken
@@ -335,69 +317,68 @@ class AsyncWorkerGroup(WorkerGroup):
             _truncate_schedule(self.schedule, self.iteration)
             self._is_schedule_truncated = True
         line = json.dumps({"iteration": self.iteration, "part": self._part, "groups": groups})
-        append_bytes(
-            self.schedule, line.encode() + b"\n", synced=True
-        )  # before the checkpoint that follows
+        # synced, so that it is on disk before the next checkpoint
+        append_bytes(self.schedule, line.encode() + b"\n", synced=True)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Those of every team, the age of what was learned from, and the state of the queue."""
+        """Return the metrics of every worker group, the staleness of the taken groups, and the queue's state."""
         return (
             super().collect_metrics()
             | self._staleness
             | {
                 "perf/stale_groups": float(self.stale_groups),
                 "perf/dropped_rollouts": float(self.dropped_rollouts),
-                "perf/queued_groups": float(
-                    len(self._queue) + len(self._running_tasks) + len(self._finished)
-                ),
+                "perf/queued_groups": float(self._count_open_tasks()),
             }
         )
 
     def close(self) -> None:
-        """As of every team; what was under way is queued again."""
+        """End all workers; queue tasks in progress again."""
         self._queue = deque(self._list_open_tasks())
         self._running_tasks, self._finished, self._versions = {}, [], {}
         super().close()
 
-    # Checkpoint
+    def _count_open_tasks(self) -> int:
+        return len(self._queue) + len(self._running_tasks) + len(self._finished)
 
     def _list_open_tasks(self) -> list[RolloutTask]:
-        """Tickets that were drawn and not learned from, by their numbers."""
-        tickets = [*self._queue, *(ticket for ticket, _ in self._running_tasks.values())]
-        return sorted(
-            [*tickets, *(finished.task for finished in self._finished)],
-            key=lambda ticket: ticket.number,
-        )
+        """List tasks that were drawn and not learned from, by number."""
+        tasks = [*self._queue, *(task for task, _ in self._running_tasks.values())]
+        tasks += [finished.task for finished in self._finished]
+        return sorted(tasks, key=lambda task: task.number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tickets that were drawn and not learned from: a resumed run plays each of them."""
+        """Return tasks that were drawn and not learned from: a resumed run plays each of them."""
         return {
             "next": self._next_number,
-            "open": [ticket.to_json() for ticket in self._list_open_tasks()],
+            "open": [task.to_json() for task in self._list_open_tasks()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; workers are started anew."""
+        """Restore the tasks of `state_dict`; workers are started again."""
         self._next_number = int(state["next"])
         self._queue = deque(RolloutTask.from_json(row) for row in state["open"])
         self._running_tasks, self._finished = {}, []
 
 
 def _truncate_schedule(path: Path, iteration: int) -> None:
-    """Cut what an interrupted run noted from this iteration on, and a last line that its end tore."""
+    """Remove the lines of an interrupted run from this iteration on, and an incomplete last line."""
     if not path.is_file():
         return
-    place = 0
+    end = 0
     with open(path, "rb") as file:
         for line in file:
             if not line.endswith(b"\n") or _parse_line_iteration(line) >= iteration:
                 break
-            place += len(line)
-    truncate_file(path, place)
+            end += len(line)
+    truncate_file(path, end)
 
 
 def _parse_line_iteration(line: bytes) -> float:
-    """Iteration of a schedule's line; of a damaged one before all: it stays, and `read_schedule` names it."""
+    """Parse the iteration of a schedule's line.
+
+    Return -inf for a damaged line: it stays in the file, and `read_schedule` reports it.
+    """
     try:
         return float(json.loads(line)["iteration"])
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -408,11 +389,12 @@ ScheduleRow = dict[str, Any]
 
 
 def read_schedule(path: Path | str) -> dict[int, list[ScheduleRow]]:
-    """Lines of a schedule by iteration. Of an iteration that was computed twice, since a run was resumed, the last.
+    """Read the lines of a schedule by iteration.
 
+    If an iteration was computed twice because the run was resumed, its last lines count.
     Raises: DataError naming file and line.
     """
-    found: dict[int, list[ScheduleRow]] = {}
+    rows_by_iteration: dict[int, list[ScheduleRow]] = {}
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
@@ -424,14 +406,16 @@ def read_schedule(path: Path | str) -> dict[int, list[ScheduleRow]]:
             [RolloutTask.from_json(_extract_task_fields(group)) for group in row["groups"]]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path}, line {number}: is no line of a schedule ({type(error).__name__}: {error})"
+                f"{path}, line {number}: invalid line of a schedule ({type(error).__name__}: {error})"
             ) from error
         if part == 0:
-            found = {earlier: rows for earlier, rows in found.items() if earlier < iteration}
-        found.setdefault(iteration, []).append(row)
-    if not found:
-        raise DataError(f"{path}: is empty; an asynchronous run writes its schedule")
-    return found
+            rows_by_iteration = {
+                earlier: rows for earlier, rows in rows_by_iteration.items() if earlier < iteration
+            }
+        rows_by_iteration.setdefault(iteration, []).append(row)
+    if not rows_by_iteration:
+        raise DataError(f"{path}: the schedule is empty; asynchronous runs write it")
+    return rows_by_iteration
 
 
 def _extract_task_fields(group: ScheduleRow) -> ScheduleRow:
@@ -439,16 +423,19 @@ def _extract_task_fields(group: ScheduleRow) -> ScheduleRow:
 
 
 class ScheduleReplay:
-    """Gives a trainer the groups that an asynchronous run learned from, in its process."""
+    """A source of the groups that an asynchronous run learned from, played in the trainer's process."""
 
-    def __init__(self, path: Path | str, parts: WorkerConfig, max_staleness: int) -> None:
-        """Raises: DataError for a file that is no schedule; SettingsError for a model that the engine cannot sample."""
-        if not isinstance(parts.backend, Engine):
+    def __init__(self, path: Path | str, config: WorkerConfig, max_staleness: int) -> None:
+        """Read the schedule.
+
+        Raises: DataError for an invalid schedule; SettingsError for a model that the engine cannot sample.
+        """
+        if not isinstance(config.backend, Engine):
             raise SettingsError(
                 "rollouts.replay_schedule: needs the rollout engine, which does not support this model"
             )
-        self.path, self.config, self._max_staleness = path, parts, max_staleness
-        self._engine = parts.backend
+        self.path, self.config, self._max_staleness = path, config, max_staleness
+        self._engine = config.backend
         self._engine.disable_cross_row_batching()
         self._rows = read_schedule(path)
         self._versions: dict[int, dict[str, torch.Tensor]] = {}
@@ -466,7 +453,10 @@ class ScheduleReplay:
         failures: EpisodeFailureMonitor,
         policy_version: int,
     ) -> list[RolloutGroup]:
-        """As `AsyncWorkerGroup.take`. Raises: DataError where the schedule has nothing for this iteration."""
+        """See `AsyncWorkerGroup.take_groups`.
+
+        Raises: DataError if the schedule has no groups for this iteration.
+        """
         if self._iteration != iteration:
             self._iteration, self._part = iteration, -1
             self._versions[iteration] = collect_trainable_weights(self.config.model, copy=True)
@@ -487,10 +477,10 @@ class ScheduleReplay:
         failed = [episode for group in groups for episode in group.failed]
         finished = [group.collect_result() for group in groups]
         record_failures(failed, sum(group.task.group_size for group in groups), failures)
-        for one in finished:
-            for rollout in one.group.rollouts:
+        for result in finished:
+            for rollout in result.group.rollouts:
                 rollout.trajectory.policy_version = policy_version
-        return [one.group for one in finished]
+        return [result.group for result in finished]
 
     def _replay_groups(
         self, rows: Sequence[ScheduleRow], sampling: SamplingSettings
@@ -507,9 +497,9 @@ class ScheduleReplay:
                 )
             groups = []
             for row in rows:
-                ticket = RolloutTask.from_json(_extract_task_fields(row))
+                task = RolloutTask.from_json(_extract_task_fields(row))
                 group = RolloutTaskEpisodes(
-                    ticket, environment, renderer, sampling, pool, self._engine.max_length
+                    task, environment, renderer, sampling, pool, self._engine.max_length
                 )
                 for sample, sequence in enumerate(group.sequences):
                     sequence.version_starts = [
@@ -525,13 +515,13 @@ class ScheduleReplay:
     def _replay_at_temperature(
         self, temperature: float, groups: Sequence[RolloutTaskEpisodes], sampling: SamplingSettings
     ) -> None:
-        own = dataclasses.replace(sampling, temperature=temperature)
+        run_sampling = dataclasses.replace(sampling, temperature=temperature)
         sequences = [
             s for group in groups for s in group.sequences if s.version_starts and not s.has_failed
         ]
         if not sequences:
             return
-        run = ReplayEngineRun(self._engine, sequences, own, self._load_version)
+        run = ReplayEngineRun(self._engine, sequences, run_sampling, self._load_version)
         try:
             run.play_sequences()
         finally:
@@ -540,21 +530,22 @@ class ScheduleReplay:
     def _load_version(self, version: int) -> None:
         if version not in self._versions:
             raise DataError(
-                f"{self.path}: iteration {self._iteration} has tokens of version {version}, which is gone"
+                f"{self.path}: iteration {self._iteration} has tokens of version {version}, "
+                "whose weights are no longer stored"
             )
         load_trainable_weights(self.config.model, self._versions[version])
 
     def collect_metrics(self) -> dict[str, float]:
-        """None of its own."""
+        """Return nothing: a replay has no metrics."""
         return {}
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no workers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights of the versions that later iterations may ask for."""
+        """Return the weights of versions that later iterations may need."""
         return {"versions": {str(version): weights for version, weights in self._versions.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore the weights of `state_dict`."""
         self._versions = {int(version): weights for version, weights in state["versions"].items()}

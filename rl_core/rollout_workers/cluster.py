@@ -1,7 +1,4 @@
-"""Interface between the trainer and the processes that its workers live in.
-
-Questions to workers that play, answered beside the playing: a process that hangs answers none.
-"""
+"""The interface between the trainer and the processes of its workers, and heartbeats of playing workers."""
 
 from __future__ import annotations
 
@@ -12,49 +9,59 @@ from typing import Any, Protocol
 
 
 class WorkerLost(Exception):
-    """A worker's process is gone, with the call that it was asked for; the text says how."""
+    """Error: a worker's process has died during a call; the text says how."""
 
 
 class WorkerCluster(Protocol):
-    """Starts workers and calls their methods. Handles, shared values and calls are its own, opaque to others."""
+    """A set of worker processes: starts them and calls their methods.
+
+    Handles, shared values and calls are opaque to callers.
+    """
 
     def open_cluster(self, num_bytes: int) -> None:
-        """Make ready, once; shared values take up to so many bytes at a time.
+        """Start or join the cluster, once; shared values take up to `num_bytes` at a time.
 
-        Raises: SettingsError where there is no cluster, no room, or no package.
+        Raises: SettingsError if there is no cluster, no memory or no package.
         """
 
     def share_value(self, value: Any) -> Any:
-        """Put a value where all workers can read it, once for each machine; it lives as long as the result."""
+        """Make a value readable by all workers, stored once per machine; it lives as long as the result."""
 
     def start_worker(self, spec: Any, base: Any, *, is_live: bool) -> Any:
-        """Start a worker (`RolloutWorker`, or `AsyncRolloutWorker`) from shared values; its first call reports what failed."""
+        """Start a `RolloutWorker`, or an `AsyncRolloutWorker` if `is_live`, from shared values; its first call
+        reports errors.
+        """
 
     def call_worker(self, worker: Any, method: str, *arguments: Any) -> Any:
-        """Ask a worker for a method; shared values among the arguments arrive as what they hold."""
+        """Call a worker's method; shared values among the arguments arrive as their contents."""
 
     def call_concurrently(self, worker: Any, method: str, *arguments: Any) -> Any:
-        """As `call`, for a method that waits: the worker answers other calls meanwhile. One at a time for each."""
+        """Call a method that waits, like `call_worker`; the worker answers other calls meanwhile. One at a time per
+        worker.
+        """
 
     def ping_worker(self, worker: Any) -> Any:
-        """Ask a worker for a sign of life, which it gives while it plays, too."""
+        """Request a heartbeat, which a worker answers even while it plays."""
 
     def wait_for_calls(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Those of the calls that have ended, at least one unless the time is over."""
+        """Return the calls that have ended, at least one unless the timeout passes."""
 
     def fetch_result(self, call: Any) -> Any:
-        """Result of a call that has ended. Raises: WorkerLost; errors of the worker are values (`answer`)."""
+        """Return the result of a call that has ended.
+
+        Raises: WorkerLost; errors of the worker are values (`RolloutWorker.call_method`).
+        """
 
     def stop_worker(self, worker: Any) -> None:
-        """End a worker's process; one that is gone already is no error."""
+        """End a worker's process; ignore one that has already ended."""
 
     def close(self) -> None:
-        """End everything that was started, and leave nothing behind."""
+        """End everything that was started and clean up."""
 
 
-HEARTBEAT_INTERVAL_S = 15.0  # between two questions to one worker
-HEARTBEAT_TIMEOUT_S = 120.0  # without an answer, until a worker counts as lost
-NO_HEARTBEAT = f"no sign of life for {HEARTBEAT_TIMEOUT_S:g} s"  # how it was lost, for people
+HEARTBEAT_INTERVAL_S = 15.0  # between two pings of one worker
+HEARTBEAT_TIMEOUT_S = 120.0  # a worker without an answer for this long counts as lost
+NO_HEARTBEAT = f"no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s"  # reason of a loss, for messages
 
 
 @dataclass
@@ -65,29 +72,35 @@ class _PendingPing:
 
 @dataclass
 class HeartbeatMonitor:
-    """Watches workers by their seats' numbers."""
+    """Heartbeats of workers, identified by the numbers of their slots.
+
+    A worker answers heartbeats while it plays; a hanging process does not.
+    """
 
     cluster: WorkerCluster
     clock: Callable[[], float] = time.monotonic
     _pending: dict[int, _PendingPing] = field(default_factory=dict)
-    _last_checked: dict[int, float] = field(default_factory=dict)  # when each was asked, or began
+    _last_checked: dict[int, float] = field(
+        default_factory=dict
+    )  # when each last answered, or began
 
     def list_unresponsive(self, workers: Iterable[tuple[int, Any]]) -> list[int]:
-        """Numbers of those (number, worker) that have not answered for HUNG_S; the others are asked when it is time."""
-        now, found = self.clock(), []
+        """List the numbers of workers without an answer for HEARTBEAT_TIMEOUT_S; ping the others when due."""
+        now = self.clock()
+        unresponsive = []
         for number, worker in workers:
-            question = self._pending.get(number)
-            if question is None:
+            ping = self._pending.get(number)
+            if ping is None:
                 if now - self._last_checked.setdefault(number, now) >= HEARTBEAT_INTERVAL_S:
                     self._pending[number] = _PendingPing(self.cluster.ping_worker(worker), now)
-            elif self.cluster.wait_for_calls([question.call], 0.0):
+            elif self.cluster.wait_for_calls([ping.call], 0.0):
                 del self._pending[number]
                 self._last_checked[number] = now
-            elif now - question.sent_at >= HEARTBEAT_TIMEOUT_S:
-                found.append(number)
-        return found
+            elif now - ping.sent_at >= HEARTBEAT_TIMEOUT_S:
+                unresponsive.append(number)
+        return unresponsive
 
     def forget_worker(self, number: int) -> None:
-        """Note that another worker has this number, or that it plays nothing."""
+        """Forget a number: it has another worker, or its worker plays nothing."""
         self._pending.pop(number, None)
         self._last_checked.pop(number, None)

@@ -1,11 +1,11 @@
-"""The inference server's dialect: vLLM's HTTP interface, which `posttrain serve` speaks as well.
+"""Client of an inference server: vLLM's HTTP interface, which `posttrain serve` speaks too, and checks of the server.
 
-Tokens go in and tokens with log-probabilities come out (`/v1/completions` with a prompt of ids and `return_token_ids`);
-orders about weights go to the server's workers by `/collective_rpc`, to methods that are
-deployments/vllm/posttrain_worker.py in vLLM and posttrain/serving/weight_control.py in
-`posttrain serve`. Written from the source of vLLM 0.30.0.
+Tokens go in, tokens with log-probabilities come out (`/v1/completions` with a prompt of ids and `return_token_ids`).
+Commands about weights go to the server's workers by `/collective_rpc`, to methods that are implemented by
+deployments/vllm/posttrain_worker.py in vLLM and by posttrain/serving/weight_control.py in `posttrain serve`. Written
+from the source of vLLM 0.30.0.
 
-Checks of an inference server before anything is sampled: model, vocabulary, version, abilities.
+Before anything is sampled, the server's model, vocabulary, version and capabilities are checked.
 """
 
 from __future__ import annotations
@@ -28,75 +28,86 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-QUERY_TIMEOUT_S, COMMAND_TIMEOUT_S = (
-    10.0,
-    600.0,
-)  # of a question; of an order about weights or sleep
+QUERY_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 600.0  # for commands about weights or sleep
 CACHE_RESET_TIMEOUT_S = 60.0  # for requests that hold blocks of the prefix cache to end
-IMPOSSIBLE_LOGPROB = (
-    -9999.0
-)  # the dialect's number for the log-probability of a token that cannot come
+IMPOSSIBLE_LOGPROB = -9999.0  # vLLM's value for a token of probability 0
 PROCESSED_LOGPROBS = (
-    "processed_logprobs"  # of the distribution that tokens are drawn from, temperature included
+    "processed_logprobs"  # log-probs of the sampling distribution, including temperature
 )
-POSTTRAIN_ENGINE, VLLM_ENGINE = "posttrain", "vllm"  # engines
-_MAX_STOP_TEXTS = 16  # stop texts of one request that `posttrain serve` takes; the trainer looks for all of them itself
+POSTTRAIN_ENGINE, VLLM_ENGINE = "posttrain", "vllm"
+_MAX_STOP_TEXTS = (
+    16  # per request, the limit of `posttrain serve`; the trainer checks all stop texts itself
+)
+_START_HINT = "start vLLM with deployments/vllm/start.py, or `posttrain serve` with --set serving.rollouts=true"
+_SHAPE_UNITS = {
+    "vocab_size": "tokens",
+    "hidden_size": "hidden units",
+    "num_hidden_layers": "layers",
+}
+_NUM_COMPARED_TOKENS = 64  # spread over the vocabulary, in the text that both tokenizers read
 
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """The process behind an address, and the weights in it."""
+    """The process behind an address, and its weights."""
 
-    instance: str  # drawn at the start of the process, and in every answer's `system_fingerprint`
-    weights: str  # digest of those that were loaded last by an order; "" = those of its start
+    instance: str  # random id of the process, also in every answer's `system_fingerprint`
+    weights: str  # digest of the weights loaded last by a command; "" = the initial ones
 
 
 @dataclass(frozen=True, slots=True)
 class ServerDescription:
-    """A server that answers, and what it can do."""
+    """A server and its capabilities."""
 
-    engine: str  # OWN or VLLM
+    engine: str  # POSTTRAIN_ENGINE or VLLM_ENGINE
     version: str
-    model: str  # name that requests give
+    model: str  # its name in requests
     architecture: str
     shape: Mapping[str, int]  # vocab_size, hidden_size, num_hidden_layers
     context: int  # longest prompt and completion together, in tokens
     dtype: str
-    logprobs: str  # of which distribution, PROCESSED as it has to be
-    lora_rank: int  # highest rank of an adapter; 0 = takes none
-    sleeps: bool  # True = can give up its memory
+    logprobs: str  # kind of log-probs; must be PROCESSED_LOGPROBS
+    lora_rank: int  # highest adapter rank; 0 = adapters unsupported
+    sleeps: bool  # True = can release its memory
     state: ServerState
-    versions: Mapping[str, str]  # of the packages that compute, for the record
+    versions: Mapping[str, str]  # of packages that affect numbers, for the record
 
     @property
     def engine_label(self) -> str:
-        """Engine and version, for people and records."""
+        """Engine and version, for messages and records."""
         return f"{self.engine} {self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTokens:
-    """Answer to one request for tokens."""
+    """The answer to one request for tokens."""
 
     tokens: list[int]
-    logprobs: list[float]  # nats, at the temperature that was sampled at
-    instance: str  # of the process that answered
+    logprobs: list[float]  # nats, at the sampling temperature
+    instance: str  # process that answered
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Report of a server on a folder of weights that it has read."""
+    """A server's report on a folder of weights that it has read."""
 
-    digest: str  # of the tensors as it read them, see `weights.digest_of`
-    num_compared: int  # tensors that are in its model under the name and shape of the file, and were looked at afterwards
-    differing: Sequence[str]  # names of those that are not what the file holds
+    digest: str  # of the tensors as read, see `weight_transfer.combine_digests`
+    num_compared: int  # tensors with the same name and shape in its model, compared after loading
+    differing: Sequence[str]  # names of those that differ from the file
 
 
 class InferenceServer:
-    """Client of one server. Any thread. Raises: ServerAway, ServerRefusal in all methods that ask."""
+    """A client of one server, usable on any thread.
+
+    All methods that send requests raise ServerUnavailable and ServerErrorResponse.
+    """
 
     def __init__(self, settings: RolloutSettings) -> None:
-        """Nothing is sent yet. Raises: SettingsError for a key that is not set."""
+        """Read the key; send nothing.
+
+        Raises: SettingsError if the key is not set.
+        """
         self.settings = settings.server
         self.address = settings.address or ""
         self._connections = JsonConnections(
@@ -104,64 +115,64 @@ class InferenceServer:
         )
 
     def describe_server(self) -> ServerDescription:
-        """Ask for everything. Raises: SettingsError for a server that speaks another dialect; ServerAway."""
+        """Request the description of the server.
+
+        Raises: SettingsError for a server with another interface; ServerUnavailable.
+        """
         try:
             version = self._connections.get_json("/version", QUERY_TIMEOUT_S)["version"]
             listed = self._connections.get_json("/v1/models", QUERY_TIMEOUT_S)["data"]
             names = [str(card["id"]) for card in listed if not card.get("parent")]
         except (KeyError, TypeError) as error:
             raise SettingsError(
-                f"rollouts.address: {self.address} answers, but not as vLLM does (/version and /v1/models: no {error})"
+                f"rollouts.address: {self.address} answers, but not like vLLM (/version and /v1/models: no {error})"
             ) from None
         except ServerErrorResponse as refusal:
             raise SettingsError(f"rollouts.address: {_describe_refusal(refusal)}") from refusal
         name = self.settings.model or (names[0] if names else "")
         if name not in names:
             raise SettingsError(
-                f"rollouts.server.model: {self.address} serves no '{name}', but {', '.join(names) or 'no model'}"
+                f"rollouts.server.model: {self.address} does not serve '{name}'; it serves "
+                f"{', '.join(names) or 'no model'}"
             )
-        told = self._call_first_worker("describe", QUERY_TIMEOUT_S)
+        description = self._call_first_worker("describe", QUERY_TIMEOUT_S)
         try:
             return ServerDescription(
-                engine=str(told["engine"]),
+                engine=str(description["engine"]),
                 version=str(version),
                 model=name,
-                architecture=str(told["architecture"]),
+                architecture=str(description["architecture"]),
                 shape={
-                    key: int(told["shape"][key])
+                    key: int(description["shape"][key])
                     for key in ("vocab_size", "hidden_size", "num_hidden_layers")
                 },
-                context=int(told["context"]),
-                dtype=str(told["dtype"]),
-                logprobs=str(told["logprobs"]),
-                lora_rank=int(told["lora_rank"]),
-                sleeps=bool(told["sleeps"]),
-                state=ServerState(str(told["instance"]), str(told["weights"])),
+                context=int(description["context"]),
+                dtype=str(description["dtype"]),
+                logprobs=str(description["logprobs"]),
+                lora_rank=int(description["lora_rank"]),
+                sleeps=bool(description["sleeps"]),
+                state=ServerState(str(description["instance"]), str(description["weights"])),
                 versions={
-                    str(package): str(number) for package, number in told["versions"].items()
+                    str(package): str(number) for package, number in description["versions"].items()
                 },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SettingsError(
-                f"rollouts.address: the worker extension of {self.address} is of another version of posttrain ("
-                f"{type(error).__name__}: {error}); start the server with this checkout's deployments/vllm/start.py"
+                f"rollouts.address: the worker extension of {self.address} belongs to another version of posttrain "
+                f"({type(error).__name__}: {error}); start the server with this checkout's deployments/vllm/start.py"
             ) from error
 
     def read_state(self) -> ServerState:
-        """Ask for the process and its weights."""
+        """Request the id of the process and its weights."""
         with _convert_server_failures():
-            told = self._call_first_worker("state", QUERY_TIMEOUT_S)
-        return ServerState(str(told["instance"]), str(told["weights"]))
+            state = self._call_first_worker("state", QUERY_TIMEOUT_S)
+        return ServerState(str(state["instance"]), str(state["weights"]))
 
     def tokenize_text(self, model_name: str, text: str) -> list[int]:
-        """Ids of a text by the server's tokenizer, without special tokens."""
+        """Tokenise a text with the server's tokenizer, without special tokens."""
         body = {"model": model_name, "prompt": text, "add_special_tokens": False}
-        return [
-            int(token)
-            for token in self._connections.post_json("/tokenize", body, QUERY_TIMEOUT_S)["tokens"]
-        ]
-
-    # Tokens
+        answer = self._connections.post_json("/tokenize", body, QUERY_TIMEOUT_S)
+        return [int(token) for token in answer["tokens"]]
 
     def sample_completion(
         self,
@@ -172,14 +183,14 @@ class InferenceServer:
         seed: Mapping[str, int],
         eos_ids: Sequence[int],
     ) -> ServedTokens:
-        """Sample after a prompt: up to `most` tokens, one of `eos_ids` (which is kept), or about a stop text.
+        """Sample up to `max_tokens` tokens after a prompt, until one of `eos_ids` (included) or a stop text.
 
         Args:
-            name: of the model, or of an adapter.
-            seed: `seed`, and for `posttrain serve` `drawn`.
-        Raises: ServerAway; ServerRefusal for a request that will never be answered, or an answer that is none.
+            model_name: of the model or an adapter.
+            seed: `seed`, and for `posttrain serve` also `drawn`.
+        Raises: ServerUnavailable; ServerErrorResponse for a request that will never succeed, or an invalid answer.
         """
-        cuts, timeout_s = self._connections.num_closes, self.settings.timeout_s
+        num_closes, timeout_s = self._connections.num_closes, self.settings.timeout_s
         body = {
             "model": model_name,
             "prompt": list(prompt_ids),
@@ -206,10 +217,10 @@ class InferenceServer:
         while True:
             try:
                 with _convert_server_failures():
-                    return _parse_completion(
-                        self._connections.post_json("/v1/completions", body, timeout_s, cuts),
-                        prompt_ids,
+                    answer = self._connections.post_json(
+                        "/v1/completions", body, timeout_s, num_closes
                     )
+                    return _parse_completion(answer, prompt_ids)
             except ServerErrorResponse as refusal:
                 if refusal.status != 429:
                     raise
@@ -217,35 +228,34 @@ class InferenceServer:
                     raise ServerUnavailable(str(refusal)) from refusal
                 time.sleep(min(max(refusal.retry_after, 0.05), 5.0))
 
-    # Weights
-
     def load_weights(self, folder: Path) -> LoadedWeights:
-        """Have the weights of a model folder loaded in place of the present ones; see `reset_prefix_cache`."""
+        """Load the weights of a model folder in place of the current ones; see `reset_prefix_cache`."""
         return _merge_load_reports(
             self._call_all_workers("load_weights", COMMAND_TIMEOUT_S, folder=str(folder))
         )
 
     def reset_prefix_cache(self) -> None:
-        """Have the prefix cache emptied, which vLLM does not do (`success: false`) while requests hold blocks of it.
+        """Empty the prefix cache, which vLLM refuses (`success: false`) while requests hold blocks of it.
 
-        Those of a run that was stopped may still end. Raises: ServerRefusal where they do not within FORGET_S.
+        Requests of a stopped run may still be ending.
+        Raises: ServerErrorResponse if they do not end within CACHE_RESET_TIMEOUT_S.
         """
         end = time.monotonic() + CACHE_RESET_TIMEOUT_S
         while True:
-            told = self._connections.post_json("/reset_prefix_cache", {}, COMMAND_TIMEOUT_S)
-            if not isinstance(told, dict) or told.get("success", True):
+            answer = self._connections.post_json("/reset_prefix_cache", {}, COMMAND_TIMEOUT_S)
+            if not isinstance(answer, dict) or answer.get("success", True):
                 return
             if time.monotonic() > end:
                 raise ServerErrorResponse(
-                    f"{self.address} keeps what it computed with the weights before these: for {CACHE_RESET_TIMEOUT_S:g} s it has "
-                    "answered requests of others; give each run a server of its own",
+                    f"{self.address} could not empty its prefix cache of the previous weights: it has answered "
+                    f"other clients' requests for {CACHE_RESET_TIMEOUT_S:g} s; use one server per run",
                     0,
                 )
             time.sleep(0.1)
 
     def load_adapter(self, name: str, folder: Path) -> LoadedWeights:
-        """Have an adapter of peft's format loaded under a name of its own."""
-        read = _merge_load_reports(
+        """Load an adapter in peft's format under its own name."""
+        report = _merge_load_reports(
             self._call_all_workers("read_weights", COMMAND_TIMEOUT_S, folder=str(folder))
         )
         self._connections.post_json(
@@ -253,10 +263,10 @@ class InferenceServer:
             {"lora_name": name, "lora_path": str(folder)},
             COMMAND_TIMEOUT_S,
         )
-        return read
+        return report
 
     def unload_adapter(self, name: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        """Have an adapter dropped; one that is not there is no error."""
+        """Unload an adapter; ignore a missing one."""
         try:
             self._connections.post_json("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s)
         except ServerErrorResponse as refusal:
@@ -264,34 +274,37 @@ class InferenceServer:
                 raise
 
     def sleep_server(self) -> None:
-        """Have GPU memory given up; weights stay in the machine's memory."""
+        """Release the server's GPU memory; weights stay in the machine's memory."""
         with _convert_server_failures():
             self._connections.post_json("/sleep?level=1", {}, COMMAND_TIMEOUT_S)
 
     def is_asleep(self) -> bool:
-        """True = it has given up its memory, as at the order of an earlier run."""
+        """Return whether the server has released its memory, for example on command of an earlier run."""
         with _convert_server_failures():
             return bool(self._connections.get_json("/is_sleeping", QUERY_TIMEOUT_S)["is_sleeping"])
 
     def wake_server(self) -> None:
-        """Inverse of `sleep`."""
+        """Undo `sleep_server`."""
         with _convert_server_failures():
             self._connections.post_json("/wake_up", {}, COMMAND_TIMEOUT_S)
 
     def close(self) -> None:
-        """Cut all connections."""
+        """Close all connections."""
         self._connections.close()
 
     def _call_first_worker(
         self, method: str, timeout_s: float, **arguments: str
     ) -> Mapping[str, Any]:
-        """Answer of the first of the server's workers."""
+        """Call a method of the server's workers and return the first worker's answer."""
         return self._call_all_workers(method, timeout_s, **arguments)[0]
 
     def _call_all_workers(
         self, method: str, timeout_s: float, **arguments: str
     ) -> list[Mapping[str, Any]]:
-        """Answers of all of the server's workers. Raises: SettingsError where they do not know our methods."""
+        """Call a method of all workers of the server and return their answers.
+
+        Raises: SettingsError if the workers do not have posttrain's methods.
+        """
         body = {"method": f"posttrain_{method}", "kwargs": arguments}
         try:
             results = self._connections.post_json("/collective_rpc", body, timeout_s)["results"]
@@ -304,16 +317,13 @@ class InferenceServer:
                 raise
             raise SettingsError(f"rollouts.address: {_describe_refusal(refusal)}") from refusal
         raise SettingsError(
-            f"rollouts.address: {self.address} does not take posttrain's orders; {_START_HINT}"
+            f"rollouts.address: {self.address} does not support posttrain's commands; {_START_HINT}"
         )
-
-
-_START_HINT = "start vLLM with deployments/vllm/start.py, whose workers do, or `posttrain serve` with --set serving.rollouts=true"
 
 
 @contextlib.contextmanager
 def _convert_server_failures() -> Iterator[None]:
-    """Raise an error of the server itself (5xx) as ServerAway: an engine that has failed may be started again."""
+    """Convert internal server errors (5xx) to ServerUnavailable: a failed engine may be restarted."""
     try:
         yield
     except ServerErrorResponse as refusal:
@@ -323,10 +333,10 @@ def _convert_server_failures() -> Iterator[None]:
 
 
 def _describe_refusal(refusal: ServerErrorResponse) -> str:
-    """An error of a server that was just met, with what to do."""
+    """Describe an error of a server during first contact, and what to do about it."""
     if refusal.status in (401, 403):
         return f"{refusal}; set rollouts.server.key_variable to the environment variable that holds the server's key"
-    return f"{refusal}; it does not take posttrain's orders: {_START_HINT}"
+    return f"{refusal}; it does not support posttrain's commands: {_START_HINT}"
 
 
 def _build_auth_header(variable: str | None) -> dict[str, str]:
@@ -338,75 +348,73 @@ def _build_auth_header(variable: str | None) -> dict[str, str]:
         )
     if not (key.isascii() and key.isprintable()):
         raise SettingsError(
-            f"rollouts.server.key_variable: the environment variable {variable} holds characters that no key has"
+            f"rollouts.server.key_variable: the environment variable {variable} contains characters that are invalid "
+            "in a key"
         )
     return {"Authorization": f"Bearer {key}"}
 
 
 def _parse_completion(answer: Any, prompt_ids: Sequence[int]) -> ServedTokens:
-    """Tokens of an answer. Raises: ServerRefusal for one that is incomplete, or to another prompt."""
+    """Parse the tokens of an answer.
+
+    Raises: ServerErrorResponse for an incomplete answer, or one to another prompt.
+    """
     try:
         choice = answer["choices"][0]
         tokens = [int(token) for token in choice["token_ids"]]
-        told = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-        read, instance = list(choice["prompt_token_ids"]), str(answer["system_fingerprint"])
+        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+        read_ids, instance = list(choice["prompt_token_ids"]), str(answer["system_fingerprint"])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerErrorResponse(
             f"an answer of /v1/completions has no token_ids, prompt_token_ids or logprobs ({type(error).__name__}: "
-            f"{error}); is it a version of vLLM that was not tested?",
+            f"{error}); this version of vLLM may be untested",
             0,
         ) from error
-    if len(tokens) != len(told):
+    if len(tokens) != len(logprobs):
         raise ServerErrorResponse(
-            f"an answer of /v1/completions has {len(told)} log-probs for {len(tokens)} tokens", 0
+            f"an answer of /v1/completions has {len(logprobs)} log-probs for {len(tokens)} tokens",
+            0,
         )
-    if read != list(prompt_ids):
+    if read_ids != list(prompt_ids):
         raise ServerErrorResponse(
-            f"the server read another prompt than it was sent: {len(read)} tokens in place of {len(prompt_ids)}",
+            f"the server read another prompt than it was sent: {len(read_ids)} tokens instead of {len(prompt_ids)}",
             0,
         )
     return ServedTokens(
-        tokens, [-math.inf if value <= IMPOSSIBLE_LOGPROB else value for value in told], instance
+        tokens,
+        [-math.inf if value <= IMPOSSIBLE_LOGPROB else value for value in logprobs],
+        instance,
     )
 
 
 def _merge_load_reports(results: Sequence[Mapping[str, Any]]) -> LoadedWeights:
-    """The reports of all workers as one: they have to have read the same."""
-    found = {str(result["digest"]) for result in results}
+    """Merge the reports of all workers, which must have read the same weights."""
+    digests = {str(result["digest"]) for result in results}
     return LoadedWeights(
-        digest=found.pop() if len(found) == 1 else f"{len(found)} different ones",
+        digest=digests.pop() if len(digests) == 1 else f"{len(digests)} different ones",
         num_compared=sum(int(result.get("compared", 0)) for result in results),
         differing=[str(name) for result in results for name in result.get("differing", ())],
     )
 
 
-_SHAPE_UNITS = {
-    "vocab_size": "tokens",
-    "hidden_size": "hidden units",
-    "num_hidden_layers": "layers",
-}
-_NUM_COMPARED_TOKENS = (
-    64  # of the vocabulary, spread over it, in the text that both tokenizers read
-)
-
-
 def check_server_at_start(
     settings: RolloutSettings, shape: Mapping[str, int] | None, lora_rank: int
 ) -> None:
-    """Ask a server once, before a pipeline begins. Raises: SettingsError with what is wrong and what to do.
+    """Check a server once before a pipeline begins.
 
     Args:
         shape: of the model, as far as it is known (`check_model_shape`).
         lora_rank: of the adapter that will be sent; 0 = none.
+    Raises: SettingsError with what is wrong and what to do.
     """
     server = InferenceServer(settings)
     try:
         description = server.describe_server()
-    except ServerUnavailable as away:
+    except ServerUnavailable as error:
         raise SettingsError(
-            f"rollouts.address: no inference server answers ({away}); start one (docs/inference-servers.md), or set "
+            f"rollouts.address: no inference server answers ({error}); start one (docs/inference-servers.md), or set "
             "workers: in_process"
-        ) from away
+        ) from error
     finally:
         server.close()
     check_server_capabilities(description, settings, lora_rank)
@@ -417,45 +425,45 @@ def check_server_at_start(
 def check_server_capabilities(
     description: ServerDescription, settings: RolloutSettings, lora_rank: int
 ) -> None:
-    """Raises: SettingsError for another version of vLLM, or something that the server was not started for."""
-    wanted = settings.server.version
-    if description.engine == VLLM_ENGINE and description.version != wanted:
+    """Raise SettingsError for another version of vLLM, or a feature that the server was not started with."""
+    required = settings.server.version
+    if description.engine == VLLM_ENGINE and description.version != required:
         raise SettingsError(
-            f"rollouts.server.version: {settings.address} runs vLLM {description.version}, and {wanted} is accepted; "
+            f"rollouts.server.version: {settings.address} runs vLLM {description.version}, but {required} is required; "
             f"install deployments/vllm/requirements.txt there, or set version: {description.version} if you have "
-            "compared both"
+            "tested it"
         )
     if description.logprobs != PROCESSED_LOGPROBS:
         raise SettingsError(
-            f"rollouts.address: {settings.address} tells {description.logprobs}, which are not of the distribution "
-            f"that it samples from; start it with --logprobs-mode {PROCESSED_LOGPROBS} (deployments/vllm/start.py does)"
+            f"rollouts.address: {settings.address} returns {description.logprobs}, which are not those of its sampling "
+            f"distribution; start it with --logprobs-mode {PROCESSED_LOGPROBS} (deployments/vllm/start.py does)"
         )
     if settings.server.sleeps and not description.sleeps:
         raise SettingsError(
             f"rollouts.server.sleeps: {settings.address} was not started with sleep mode; start it with --sleeps, or "
-            "leave sleeps out"
+            "remove sleeps"
         )
     if lora_rank > description.lora_rank:
-        can = (
+        supported = (
             f"adapters up to rank {description.lora_rank}"
             if description.lora_rank
             else "no adapters"
         )
         raise SettingsError(
-            f"rollouts.address: {settings.address} takes {can}, and model.lora.rank is {lora_rank}; start it with "
-            f"--lora-rank {lora_rank}"
+            f"rollouts.address: {settings.address} supports {supported}, but model.lora.rank is {lora_rank}; start it "
+            f"with --lora-rank {lora_rank}"
         )
 
 
 def check_model_shape(
     description: ServerDescription, shape: Mapping[str, int], address: str
 ) -> None:
-    """Raises: SettingsError where the server's model has another vocabulary, width or depth than ours."""
-    for name, words in _SHAPE_UNITS.items():
+    """Raise SettingsError if the server's model has another vocabulary, width or depth than the policy."""
+    for name, unit in _SHAPE_UNITS.items():
         if name in shape and shape[name] != description.shape[name]:
             raise SettingsError(
                 f"rollouts.address: {address} serves another model ('{description.model}', {description.architecture}) "
-                f"of {description.shape[name]:,} {words}, and the policy has {shape[name]:,}; start it with the "
+                f"of {description.shape[name]:,} {unit}, and the policy has {shape[name]:,}; start it with the "
                 "policy's base model"
             )
 
@@ -463,7 +471,7 @@ def check_model_shape(
 def check_served_model(
     description: ServerDescription, model: PreTrainedModel, settings: RolloutSettings
 ) -> None:
-    """As `check_server_capabilities` and `check_model_shape`, for a policy that is loaded."""
+    """Check capabilities and model shape (`check_server_capabilities`, `check_model_shape`) for a loaded policy."""
     config: Any = unwrap_model(model).config.get_text_config()
     rank = 0
     if is_lora(model) and is_servable_adapter(model):
@@ -481,24 +489,27 @@ def check_served_model(
 def check_server_tokenizer(
     server: InferenceServer, description: ServerDescription, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raises: SettingsError where the server reads a text as other tokens than the policy's tokenizer does."""
+    """Raise SettingsError if the server tokenises a text differently from the policy's tokenizer."""
     size = len(tokenizer)
-    spread = [place * size // _NUM_COMPARED_TOKENS for place in range(_NUM_COMPARED_TOKENS)]
+    sample_ids = [
+        position * size // _NUM_COMPARED_TOKENS for position in range(_NUM_COMPARED_TOKENS)
+    ]
     special = set(tokenizer.all_special_ids)
-    text = str(tokenizer.decode([token for token in spread if token not in special]))
-    ours = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    text = str(tokenizer.decode([token for token in sample_ids if token not in special]))
+    policy_ids = [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
     try:
-        theirs = server.tokenize_text(description.model, text)
+        server_ids = server.tokenize_text(description.model, text)
     except (ServerErrorResponse, KeyError, TypeError, ValueError) as error:
         raise SettingsError(
-            f"rollouts.address: {server.address} does not tell its tokens ({error})"
+            f"rollouts.address: {server.address} does not return token ids ({error})"
         ) from error
-    if ours != theirs:
-        place = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)
+    if policy_ids != server_ids:
+        position = next(
+            (i for i, (a, b) in enumerate(zip(policy_ids, server_ids, strict=False)) if a != b),
+            len(policy_ids),
         )
         raise SettingsError(
-            f"rollouts.address: {server.address} has another tokenizer than the policy: of a text of {len(ours)} "
-            f"tokens it reads {len(theirs)}, other ones from number {place + 1} on; start it with the policy's "
-            "base model"
+            f"rollouts.address: {server.address} has another tokenizer than the policy: it reads a text of "
+            f"{len(policy_ids)} tokens as {len(server_ids)}, differing from token {position + 1} on; start it with "
+            "the policy's base model"
         )

@@ -1,8 +1,6 @@
-"""One Ray of this process: started on the loopback interface, or joined by its address; its actors and their results.
+"""Rollout workers as Ray actors, over a local Ray on the loopback interface or a running cluster.
 
 The only module that imports Ray, and only within functions.
-
-Rollout workers as Ray actors (`ray_session.py`).
 """
 
 from __future__ import annotations
@@ -26,18 +24,22 @@ from rl_core.settings import RolloutSettings
 from rl_core.settings.rollouts import check_ray_installed
 from rl_core.storage.session_resources import SessionFolder, remove_stale_session_folders
 
-MIN_OBJECT_STORE_BYTES = 80 * 2**20  # Ray refuses less than 75 MiB
-MAX_START_ATTEMPTS = 3  # attempts to start Ray, which gives up after 30 s where the machine is busy
-COMPARED_PACKAGES = ("torch", "transformers")  # whose versions have to be the same on every node
+MIB = 2**20
+MIN_OBJECT_STORE_BYTES = 80 * MIB  # Ray refuses less than 75 MiB
+OBJECT_STORE_SLACK = 64 * MIB  # for tasks and returning rollouts
+MAX_START_ATTEMPTS = 3  # Ray gives up a start after 30 s on a busy machine
+COMPARED_PACKAGES = ("torch", "transformers")  # must have the same version on every node
 NODE_REPLY_TIMEOUT_S = (
-    120.0  # for nodes to say what they have installed: each starts a process for it
+    120.0  # for nodes to report installed versions; each starts a process for that
 )
-CONNECT_TIMEOUT_S = 3.0  # for a cluster's address to take a connection
+CONNECT_TIMEOUT_S = 3.0
 _BUSY_MESSAGES = (
     "timed out",
     "connect to GCS",
-)  # in the text of a start that a busy machine was too slow for
-# Ray listens on the address that it finds for this machine; a Ray of our own stays on the loopback interface.
+)  # parts of the error when a busy machine starts Ray too slowly
+# concurrency groups of the actor: heartbeats, and methods that wait
+_PING_GROUP, _BLOCKING_GROUP = "watch", "beside"
+# Ray would listen on an external address of this machine; a local one must stay on the loopback interface.
 _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -46,7 +48,7 @@ _LOCAL_ENVIRONMENT = {
 
 
 def check_cluster_address(address: str, key: str = "rollouts.address") -> None:
-    """Raises: SettingsError for host:port that takes no connection; `auto` is looked up when Ray starts."""
+    """Raise SettingsError if host:port refuses connections; `auto` is resolved when Ray starts."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -55,18 +57,19 @@ def check_cluster_address(address: str, key: str = "rollouts.address") -> None:
     except (OSError, OverflowError, ValueError) as error:
         raise SettingsError(
             f"{key}: no Ray cluster answers at {address} within {CONNECT_TIMEOUT_S:g} s ({error}); start one with "
-            "`ray start --head`, or leave the address out"
+            "`ray start --head`, or remove the address"
         ) from error
 
 
 class RaySession:
-    """A Ray of the process's own, or a running one."""
+    """A local Ray of this process, or a connection to a running cluster."""
 
     def __init__(self, address: str | None, cpus: int, key: str = "rollouts.address") -> None:
-        """Nothing is started yet.
+        """Store the settings; start nothing.
 
         Args:
-            address: of a running cluster, or `auto`; None = one of its own. cpus: that one of its own hands out.
+            address: of a running cluster, or `auto`; None = a local Ray.
+            cpus: number of CPUs of a local Ray.
             key: name of the setting, for messages.
         """
         self.address, self._cpus, self._key = address, cpus, key
@@ -75,9 +78,9 @@ class RaySession:
         self._handles: list[Any] = []
 
     def connect_ray(self, store: int = MIN_OBJECT_STORE_BYTES) -> None:
-        """Start Ray on the loopback interface with an object store of so many bytes, or join the cluster.
+        """Start a local Ray with an object store of `store` bytes, or join the cluster.
 
-        Raises: SettingsError; WorkerFailed where it does not start.
+        Raises: SettingsError; WorkerFailed if Ray does not start.
         """
         if self._ray is not None:
             return
@@ -95,7 +98,7 @@ class RaySession:
         ):
             ray = importlib.import_module("ray")
             self._refuse_initialized_ray(ray)
-            for left in reversed(range(MAX_START_ATTEMPTS)):
+            for num_left in reversed(range(MAX_START_ATTEMPTS)):
                 try:
                     ray.init(
                         include_dashboard=False,
@@ -107,16 +110,14 @@ class RaySession:
                         address="local",
                     )
                     break
-                except (
-                    Exception
-                ) as error:  # Ray's own class for it: its node was not there within 30 s
-                    if not any(sign in str(error) for sign in _BUSY_MESSAGES):
+                except Exception as error:  # Ray has no public class for a node missing after 30 s
+                    if not any(text in str(error) for text in _BUSY_MESSAGES):
                         raise
                     ray.shutdown()
-                    if not left:
+                    if not num_left:
                         raise WorkerFailed(
-                            f"Ray did not start in {MAX_START_ATTEMPTS} attempts ({_format_first_line(error)}): this machine is too busy, "
-                            "or out of memory; the same command tries again"
+                            f"Ray did not start in {MAX_START_ATTEMPTS} attempts ({_format_first_line(error)}): this "
+                            "machine is too busy, or out of memory; run the same command again"
                         ) from error
         self._ray = ray
 
@@ -142,69 +143,74 @@ class RaySession:
     def _refuse_initialized_ray(self, ray: Any) -> None:
         if ray.is_initialized():
             raise SettingsError(
-                f"{self._key.partition('.')[0]}: this process uses Ray already; end that by ray.shutdown() before, or "
-                f"give its address as {self._key} in a process of its own"
+                f"{self._key.partition('.')[0]}: this process already uses Ray; call ray.shutdown() first, or set "
+                f"{self._key} to its address in another process"
             )
 
     def list_node_resources(self) -> list[Mapping[str, float]]:
-        """Resources of each living node: CPU, GPU, memory in bytes."""
+        """List the resources of each living node: CPU, GPU, memory in bytes."""
         return [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
 
     def check_node_versions(self) -> None:
-        """Ask every living node what it has installed. Raises: SettingsError for one with other versions, or none."""
+        """Compare the versions on every living node with those here.
 
-        def installed(
-            names: Sequence[str],
-        ) -> dict[str, str]:  # within: a node without posttrain can run it
+        Raises: SettingsError for other versions, or a node without an answer.
+        """
+
+        # nested, with its own imports, so that a node without posttrain can run it
+        def read_versions(names: Sequence[str]) -> dict[str, str]:
             import importlib.metadata
             import os
             import sys
 
-            found = {"": os.uname().nodename, "Python": ".".join(map(str, sys.version_info[:2]))}
+            versions = {"": os.uname().nodename, "Python": ".".join(map(str, sys.version_info[:2]))}
             for name in names:
                 try:
-                    found[name] = importlib.metadata.version(name)
+                    versions[name] = importlib.metadata.version(name)
                 except importlib.metadata.PackageNotFoundError:
-                    found[name] = "not installed"
-            return found
+                    versions[name] = "not installed"
+            return versions
 
-        here = installed(COMPARED_PACKAGES)
-        affinity = importlib.import_module(
-            "ray.util.scheduling_strategies"
-        ).NodeAffinitySchedulingStrategy
-        task = self._ray.remote(num_cpus=0, max_retries=0)(installed)
+        local_versions = read_versions(COMPARED_PACKAGES)
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        affinity = strategies.NodeAffinitySchedulingStrategy
+        task = self._ray.remote(num_cpus=0, max_retries=0)(read_versions)
         nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
         calls = [
             task.options(scheduling_strategy=affinity(node, soft=False)).remote(COMPARED_PACKAGES)
             for node in nodes
         ]
-        silent = list(calls)
+        pending = list(calls)
         end = time.monotonic() + NODE_REPLY_TIMEOUT_S
-        while silent and (left := end - time.monotonic()) > 0:
-            for call in self.wait_for_calls(silent, left):
-                silent.remove(call)
-                there = self.fetch_result(call)
+        while pending and (remaining := end - time.monotonic()) > 0:
+            for call in self.wait_for_calls(pending, remaining):
+                pending.remove(call)
+                versions = self.fetch_result(call)
                 for name in ("Python", *COMPARED_PACKAGES):
-                    if there[name] != here[name]:
+                    if versions[name] != local_versions[name]:
                         raise SettingsError(
-                            f"{self._key}: a node of the cluster ({there['']}) has {name} {there[name]}, this process "
-                            f"{here[name]}; install the same constraints.txt on every node"
+                            f"{self._key}: a node of the cluster ({versions['']}) has {name} {versions[name]}, this "
+                            f"process {local_versions[name]}; install the same constraints.txt on every node"
                         )
-        if silent:
+        if pending:
             raise SettingsError(
-                f"{self._key}: {len(silent)} of {len(calls)} nodes of the cluster did not say within {NODE_REPLY_TIMEOUT_S:g} s "
-                "what they have installed; look at `ray status`"
+                f"{self._key}: {len(pending)} of {len(calls)} nodes of the cluster did not report their versions "
+                f"within {NODE_REPLY_TIMEOUT_S:g} s; look at `ray status`"
             )
 
     def create_actor(self, kind: type, *arguments: Any, **options: Any) -> Any:
-        """A new actor of this class, never restarted by Ray. `options`: its resources, see `ray.remote`."""
-        made = self._ray.remote(
+        """Create an actor of this class that Ray never restarts.
+
+        Args:
+            options: its resources, see `ray.remote`.
+        """
+        actor_class = self._ray.remote(
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy="SPREAD" if self.address is not None else "DEFAULT",
             **options,
         )(kind)
-        handle = made.remote(*arguments)
+        handle = actor_class.remote(*arguments)
         self._handles.append(handle)
         return handle
 
@@ -219,9 +225,8 @@ class RaySession:
         errors = self._ray.exceptions
         try:
             return self._ray.get(call)
-        except errors.RayActorError as error:
-            raise WorkerLost(_format_first_line(error)) from error
         except (
+            errors.RayActorError,
             errors.ObjectLostError,
             errors.OutOfMemoryError,
             errors.WorkerCrashedError,
@@ -257,13 +262,13 @@ def _format_first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _set_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables inside, put back afterwards."""
-    before = {name: os.environ.get(name) for name in changes}
+    """Set environment variables temporarily."""
+    previous = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -272,38 +277,30 @@ def _set_environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _preserve_signal_handlers() -> Iterator[None]:
-    """Signal handlers put back afterwards: Ray installs one that ends the process at SIGTERM."""
+    """Restore signal handlers afterwards: Ray installs one that ends the process on SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             if handler is not None:
                 signal.signal(number, handler)
 
 
-MIB = 2**20
-_PING_GROUP = (
-    "watch"  # group of the actor's methods that are answered beside a call that takes long
-)
-_BLOCKING_GROUP = "beside"  # group of those that wait
-OBJECT_STORE_SLACK = 64 * MIB  # tasks, rollouts on their way back
-
-
 def check_object_store(num_bytes: int, shared_memory: str = "/dev/shm") -> int:
-    """Bytes of the object store for values of this size.
+    """Return the size of the object store for values of this size, in bytes.
 
-    Raises: SettingsError where this machine's shared memory or free memory is less.
+    Raises: SettingsError if the machine's shared memory or free memory is smaller.
     """
     needed = max(MIN_OBJECT_STORE_BYTES, num_bytes + OBJECT_STORE_SLACK)
     room = shutil.disk_usage(shared_memory).free if os.path.isdir(shared_memory) else 0
     free = min(room, measure_free_memory())
     if needed > free:
         raise SettingsError(
-            f"rollouts.workers: Ray's object store needs {needed / MIB:,.0f} MiB for the weights, and this machine has "
+            f"rollouts.workers: Ray's object store needs {needed / MIB:,.0f} MiB for the weights, but this machine has "
             f"{free / MIB:,.0f} MiB free ({shared_memory} {room / MIB:,.0f} MiB); enlarge {shared_memory} (docker run "
             "--shm-size), use lora, or set workers: in_process"
         )
@@ -311,7 +308,7 @@ def check_object_store(num_bytes: int, shared_memory: str = "/dev/shm") -> int:
 
 
 class RayCluster(RaySession):
-    """A `WorkerCluster` on Ray: one of its own, or a running one at `settings.address`."""
+    """A `WorkerCluster` on a local Ray, or on a running cluster at `settings.address`."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         check_ray_installed()
@@ -319,16 +316,19 @@ class RayCluster(RaySession):
         self._settings = settings
 
     def open_cluster(self, num_bytes: int) -> None:
-        """Start Ray on the loopback interface, or join the cluster. Raises: SettingsError."""
+        """Start Ray on the loopback interface, or join the cluster.
+
+        Raises: SettingsError.
+        """
         if self._ray is None:
             self.connect_ray(check_object_store(num_bytes) if self.address is None else 0)
 
     def share_value(self, value: Any) -> Any:
-        """An object of the store, of which each machine has one copy."""
+        """Put a value into the object store; each machine has one copy."""
         return self._ray.put(value)
 
     def start_worker(self, spec: Any, base: Any, *, is_live: bool) -> Any:
-        """A new actor."""
+        """Create a worker actor."""
         return self.create_actor(
             _RolloutActor,
             is_live,
@@ -340,20 +340,20 @@ class RayCluster(RaySession):
         )
 
     def call_worker(self, worker: Any, method: str, *arguments: Any) -> Any:
-        """A method of the actor's worker."""
+        """Call a method of the actor's worker."""
         return worker.answer.remote(method, *arguments)
 
     def call_concurrently(self, worker: Any, method: str, *arguments: Any) -> Any:
-        """See `WorkerCluster`: on a thread of the actor's own for it."""
+        """See `WorkerCluster`; runs on a dedicated thread of the actor."""
         return worker.answer.options(concurrency_group=_BLOCKING_GROUP).remote(method, *arguments)
 
     def ping_worker(self, worker: Any) -> Any:
-        """See `WorkerCluster`: on a thread of the actor's own for it."""
+        """See `WorkerCluster`; runs on a dedicated thread of the actor."""
         return worker.alive.options(concurrency_group=_PING_GROUP).remote()
 
 
 class _RolloutActor:
-    """The actor: imports the worker, and passes calls on."""
+    """The actor process: it creates the worker and forwards calls."""
 
     def __init__(self, is_live: bool, spec: Any, base: Any) -> None:
         self._error: Exception | None = None
@@ -362,28 +362,27 @@ class _RolloutActor:
             from rl_core.rollout_workers.worker import RolloutWorker
 
             self._worker = (AsyncRolloutWorker if is_live else RolloutWorker)(spec, base)
-        except (
-            Exception
-        ) as error:  # told by the first call, as a value: Ray would wrap it into a page of text
+        except Exception as error:
+            # returned by the first call as a value, because Ray would wrap it into a page of text
             self._error = error
 
     def alive(self) -> bool:
-        """Sign of life."""
+        """Return a heartbeat."""
         return True
 
     def answer(self, method: str, *arguments: Any) -> Any:
-        """See `RolloutWorker.answer`."""
+        """See `RolloutWorker.call_method`."""
         if self._error is not None:
             from rl_core.errors import PosttrainError
 
-            is_ours = isinstance(self._error, PosttrainError)
+            is_posttrain_error = isinstance(self._error, PosttrainError)
             text = f"a rollout worker did not start: {type(self._error).__name__}: {self._error}"
-            return self._error if is_ours else WorkerFailed(text)
+            return self._error if is_posttrain_error else WorkerFailed(text)
         return self._worker.call_method(method, *arguments)
 
 
 def _compute_gpu_share(count: int) -> float:
-    """GPUs of a worker: one, or a part of those that this machine has; 0 = it has none."""
+    """Return a worker's GPUs: one, or a fraction if this machine has fewer than workers; 0 = no GPU."""
     import torch
 
     gpus = torch.cuda.device_count()

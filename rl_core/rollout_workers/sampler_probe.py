@@ -1,4 +1,6 @@
-"""Probe of a sampler: a few tokens after fixed prompts, whose log-probs two samplers of the same weights agree on."""
+"""The probe of a sampler: a few tokens after fixed prompts; two samplers of the same weights agree on their
+log-probs.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,14 @@ NUM_SEQUENCES, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 8, 4
 
 @dataclass(frozen=True, slots=True)
 class SamplerProbe:
-    """Fixed prompts, and how they are continued."""
+    """Fixed prompts, and the settings to continue them."""
 
     vocab_size: int
     sampling: SamplingSettings
 
     @classmethod
     def from_sampling(cls, vocab_size: int, sampling: SamplingSettings) -> SamplerProbe:
-        """The probe at the temperature of these settings, whose limits are its own."""
+        """Build the probe at the temperature of these settings, with its own length limits."""
         short = dataclasses.replace(
             sampling,
             max_completion_tokens=COMPLETION_TOKENS,
@@ -47,7 +49,7 @@ class SamplerProbe:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCompletion:
-    """Continuation of one prompt."""
+    """The continuation of one prompt."""
 
     prompt_ids: list[int]
     tokens: list[int]
@@ -59,7 +61,7 @@ class _ProbeSequence:
 
     def __init__(self, number: int, length: int, vocab_size: int) -> None:
         self.prompt_ids = [
-            (7919 * (number * length + place) + 13) % vocab_size for place in range(length)
+            (7919 * (number * length + position) + 13) % vocab_size for position in range(length)
         ]
         self.seed = compute_sequence_seed("probe", number)
         self.answer = ProbeCompletion(self.prompt_ids, [], [])
@@ -67,19 +69,19 @@ class _ProbeSequence:
     def take_action(
         self, action_ids: list[int], logprobs: list[float], hit_limit: bool
     ) -> TurnOutcome:
-        """Keep the action; the sequence is over."""
+        """Store the action; the sequence is over."""
         self.answer = ProbeCompletion(
             self.prompt_ids, list(action_ids), [float(value) for value in logprobs]
         )
         return None
 
     def should_stop(self, action_ids: list[int]) -> bool:
-        """There are no stop texts."""
+        """Return False: there are no stop texts."""
         return False
 
 
 def sample_probe(backend: RolloutBackend, probe: SamplerProbe) -> list[ProbeCompletion]:
-    """Continue the probe's prompts by a sampler."""
+    """Continue the probe's prompts with a sampler."""
     length = max(1, min(PROMPT_TOKENS, backend.max_length - 1))
     sequences = [
         _ProbeSequence(number, length, probe.vocab_size) for number in range(NUM_SEQUENCES)
@@ -94,62 +96,65 @@ def check_probe_completions(
     observed: Sequence[ProbeCompletion],
     bound: float,
 ) -> float:
-    """Largest difference of log-probs of the tokens that two samplers agree on, nats.
+    """Return the largest difference of log-probs over the tokens that two samplers agree on, in nats.
 
-    Rounding may turn a draw: after a token that differs nothing is compared, and half of the first tokens have to
-    agree. Raises: SamplerMismatch with the figure beyond `bound`.
+    Rounding may change a draw: nothing is compared after a token that differs, and at least half of the first tokens
+    must agree.
+    Raises: SamplerMismatch with the figure beyond `bound`.
     """
-    worst, agreed = 0.0, 0
-    for mine, other in zip(expected, observed, strict=True):
-        agreed += mine.tokens[:1] == other.tokens[:1]
-        pairs = zip(mine.tokens, other.tokens, mine.logprobs, other.logprobs, strict=False)
-        for token, other_token, logprob, other_logprob in pairs:
-            if token != other_token:
+    max_gap, num_agreed = 0.0, 0
+    for ours, theirs in zip(expected, observed, strict=True):
+        num_agreed += ours.tokens[:1] == theirs.tokens[:1]
+        pairs = zip(ours.tokens, theirs.tokens, ours.logprobs, theirs.logprobs, strict=False)
+        for token, their_token, logprob, their_logprob in pairs:
+            if token != their_token:
                 break
-            worst = max(worst, _compute_gap(logprob - other_logprob))
-    if agreed * 2 < len(expected) or not worst <= bound:
+            max_gap = max(max_gap, _compute_gap(logprob - their_logprob))
+    if num_agreed * 2 < len(expected) or not max_gap <= bound:
         raise SamplerMismatch(
-            f"{worker_label}: on {len(expected)} fixed prompts its log-probs differ by up to {worst:.3g} nats from the trainer's "
-            f"sampler (limit {bound:g}), and {agreed} of {len(expected)} first tokens agree: it does not sample from the "
-            "weights that were sent. None of its rollouts is used"
+            f"{worker_label}: on {len(expected)} fixed prompts its log-probs differ by up to {max_gap:.3g} nats from "
+            f"the trainer's sampler (limit {bound:g}), and {num_agreed} of {len(expected)} first tokens agree: it "
+            "does not sample from the weights that were sent. None of its rollouts is used"
         )
-    return worst
+    return max_gap
 
 
 def _compute_gap(difference: float) -> float:
-    """Its size; infinite for NaN, which `max` would pass over."""
+    """Return the absolute difference; infinity for NaN, which `max` would ignore."""
     return math.inf if math.isnan(difference) else abs(difference)
 
 
 def measure_trainer_difference(
     model: PreTrainedModel, answers: Sequence[ProbeCompletion], probe: SamplerProbe
 ) -> float:
-    """Largest difference, in nats, of the answers' log-probs to those of the trainer's own forward pass."""
+    """Return the largest difference, in nats, of the answers' log-probs from the trainer's forward pass."""
+    temperature = probe.sampling.temperature
     rows = [
-        TrainRow(
-            a.prompt_ids, a.tokens, [True] * len(a.tokens), a.logprobs, probe.sampling.temperature
-        )
+        TrainRow(a.prompt_ids, a.tokens, [True] * len(a.tokens), a.logprobs, temperature)
         for a in answers
     ]
-    device, worst = next(model.parameters()).device, 0.0
+    device, max_gap = next(model.parameters()).device, 0.0
     with torch.no_grad(), use_eval_mode(model):
         for batch in build_batches(rows, 1_024, 0):
             batch = batch.to(device)
             logprobs_BS, _ = completion_logprobs(model, batch)
             assert batch.sampler_logprobs_BS is not None
             difference_BS = (logprobs_BS.float() - batch.sampler_logprobs_BS).abs()
-            worst = max(worst, _compute_gap(float(difference_BS[batch.loss_mask_BS].max())))
-    return worst
+            max_gap = max(max_gap, _compute_gap(float(difference_BS[batch.loss_mask_BS].max())))
+    return max_gap
 
 
 def check_trainer_difference(
     model: PreTrainedModel, answers: Sequence[ProbeCompletion], probe: SamplerProbe, bound: float
 ) -> float:
-    """As `measure_trainer_difference`. Raises: SamplerMismatch with the figure beyond `bound`."""
-    worst = measure_trainer_difference(model, answers, probe)
-    if not worst <= bound:
+    """Measure as `measure_trainer_difference` does.
+
+    Raises: SamplerMismatch with the figure beyond `bound`.
+    """
+    max_gap = measure_trainer_difference(model, answers, probe)
+    if not max_gap <= bound:
         raise SamplerMismatch(
-            f"rollout engine and trainer differ by up to {worst:.3g} nats on {len(answers)} fixed prompts (limit "
-            f"{bound:g}), so rollouts would not be from the policy that is trained"
+            f"rollout engine and trainer differ by up to {max_gap:.3g} nats on {len(answers)} fixed prompts (limit "
+            f"{bound:g}), so rollouts would not come from the trained policy"
         )
-    return worst
+    return max_gap

@@ -1,7 +1,7 @@
-"""A rollout backend over an inference server: tokens over HTTP, episodes and their environments in this process.
+"""A rollout backend over an inference server: tokens come over HTTP; episodes and environments run in this process.
 
-Each turn of a sequence is one request, so that a sequence waits for nothing but its own tokens and its own environment.
-Stop texts and ends are looked for here, in the tokens, as everywhere; the server's own stopping only saves work.
+Each turn of a sequence is one request, so a sequence waits only for its own tokens and its own environment. Stop
+texts and end tokens are detected here, in the tokens, as in every backend; the server's stopping only saves work.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MAX_RECOVERIES = 8  # of one run: a server that is lost more often ends it
-_POLL_INTERVAL_S = 0.25  # between two looks at overdue environment steps
-_RETRY_INTERVAL_S = 1.0  # between two questions to a server that does not answer
+MAX_RECOVERIES = 8  # per run; more losses of the server end it
+_POLL_INTERVAL_S = 0.25  # between two checks for overdue environment steps
+_RETRY_INTERVAL_S = 1.0  # between two requests to a server that does not answer
+_RESUME_HINT = "the same command resumes"
 
 
 class ServerBackend:
     """A `RolloutBackend` whose tokens come from an inference server.
 
-    A server that is gone is waited for, `patience_s` at a time and RECOVERIES times in a run; it gets the weights
-    again, and the turns that it owed are asked for anew. Environments notice nothing.
+    If the server is lost, the backend waits for it, `patience_s` at a time and MAX_RECOVERIES times per run, sends it
+    the weights again and repeats the unanswered requests. Environments are not affected.
     """
 
     def __init__(
@@ -61,22 +62,21 @@ class ServerBackend:
         max_length: int,
         bound: float | None = None,
     ) -> None:
-        """Ask the server who it is; nothing is sent yet.
+        """Request the server's description; send no weights.
 
         Args:
-            tokenizer: compared with the server's; None = not.
-            max_length: longest sequence of the model, in tokens; that of the server may be shorter.
+            tokenizer: compared with the server's; None = no comparison.
+            max_length: longest sequence of the model in tokens; the server's may be shorter.
             bound: see `ServerWeights`.
-        Raises: SettingsError for a server that cannot sample this model as `settings` say; BackendError for one that
-            does not answer within `patience_s`.
+        Raises: SettingsError for a server that cannot sample this model with these settings; BackendError for one
+            that does not answer within `patience_s`.
         """
         self.settings = settings.server
         self.server = InferenceServer(settings)
-        self.recoveries = 0  # since the beginning
-        self.on_event: Callable[[str], None] | None = (
-            None  # told of every loss, in words for people
-        )
-        self._recoveries_left = MAX_RECOVERIES  # of the present run
+        self.recoveries = 0  # so far
+        # called with a message for every loss
+        self.on_event: Callable[[str], None] | None = None
+        self._recoveries_left = MAX_RECOVERIES  # in the current run
         self.set_end_tokens(eos_ids)
         self.description: ServerDescription = self._retry_until_available(
             self.server.describe_server
@@ -95,20 +95,20 @@ class ServerBackend:
         )
 
     def set_end_tokens(self, eos_ids: Collection[int]) -> None:
-        """Tokens that end an action from now on."""
+        """Set the tokens that end an action."""
         self._eos_ids = sorted(set(eos_ids))
 
     def refresh_weights(self) -> None:
-        """Notice that the model's weights may have changed; the next run sends them, if they have."""
+        """Mark the model's weights as possibly changed; the next run sends them if they have changed."""
         self.weights.mark_changed()
 
     def run_sequences(
         self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings
     ) -> None:
-        """Play every sequence to its end, from the model's present weights.
+        """Play every sequence to its end, from the model's current weights.
 
-        Raises: SamplerMismatch where the server samples from others; BackendError for one that is away for too long, or
-            refuses; DataError for a prompt that is too long.
+        Raises: SamplerMismatch if the server samples from others; BackendError if it is unavailable for too long or
+            rejects a request; DataError for a prompt that is too long.
         """
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
@@ -121,13 +121,13 @@ class ServerBackend:
         self.weights.check_weights_unchanged()
 
     def put_server_to_sleep(self) -> None:
-        """Have the server give up its memory until the next run, where the settings say so."""
+        """Release the server's memory until the next run, if the settings say so."""
         if self.settings.sleeps and not self._is_asleep:
             self._retry_until_available(self.server.sleep_server)
             self._is_asleep = True
 
     def collect_metrics(self) -> dict[str, float]:
-        """Size of the newest weights, losses since the beginning, and the newest difference to the trainer."""
+        """Return the size of the newest weights, the losses so far, and the newest difference from the trainer."""
         return {
             "perf/weight_bytes": float(self.weights.sent_bytes),
             "perf/server_recoveries": float(self.recoveries),
@@ -135,14 +135,12 @@ class ServerBackend:
         }
 
     def close(self) -> None:
-        """Leave the server as it was found, but for the weights in it, and remove what was written."""
+        """Unload what this run loaded, except the weights, and remove written files."""
         self.weights.close()
         self.server.close()
 
-    # A server that may be away
-
     def _sync_weights(self, sampling: SamplingSettings) -> None:
-        """`ServerWeights.bring`, again after each loss."""
+        """Run `ServerWeights.sync_weights`, again after each loss."""
         while True:
             try:
                 if self._is_asleep:
@@ -150,15 +148,16 @@ class ServerBackend:
                     self._is_asleep = False
                 self.weights.sync_weights(_ProbeBackend(self, self.max_length), sampling)
                 return
-            except ServerUnavailable as away:
-                self.wait_for_recovery(away)
+            except ServerUnavailable as error:
+                self.wait_for_recovery(error)
             except ServerErrorResponse as refusal:
                 raise _build_refusal_error(refusal) from refusal
 
     def wait_for_recovery(self, error: ServerUnavailable) -> None:
-        """Wait for a server that was lost.
+        """Wait for a lost server.
 
-        Raises: BackendError after `patience_s`, or too many losses; SettingsError for one that cannot say who answers.
+        Raises: BackendError after `patience_s` or too many losses; SettingsError if its answers do not identify its
+            process.
         """
         self._recoveries_left -= 1
         self.recoveries += 1
@@ -174,41 +173,41 @@ class ServerBackend:
         state = self._retry_until_available(self.server.read_state, error)
         if isinstance(error, StaleServerResponse) and state.instance == self.weights.instance:
             raise SettingsError(
-                f"rollouts.address: {error}, and its workers are of {state.instance}, so its answers cannot be told "
-                "from those of other weights; start it with deployments/vllm/start.py"
+                f"rollouts.address: {error}, but its workers report process {state.instance}, so answers cannot be "
+                "attributed to their weights; start it with deployments/vllm/start.py"
             )
         if (
             state.instance != self.weights.instance
-        ):  # a new process, with the weights of its start, awake
+        ):  # a new process: awake, with its initial weights
             self.weights.forget_server_state()
             self._is_asleep = False
 
     def recover_and_sync_weights(
         self, error: ServerUnavailable, sampling: SamplingSettings
     ) -> None:
-        """`recover`, and the weights again where they were lost."""
+        """Wait for a lost server, and send the weights again if it lost them."""
         self.wait_for_recovery(error)
         self._sync_weights(sampling)
 
     def classify_refusal(self, refusal: ServerErrorResponse) -> ServerUnavailable:
-        """The loss of a server that refuses since it was started again: it does not know the adapter (404).
+        """Return the loss behind an error of a restarted server: it does not know the adapter (404).
 
-        Raises: BackendError for any other refusal.
+        Raises: BackendError for any other error.
         """
         try:
-            is_another = (
+            is_restarted = (
                 refusal.status == 404 and self.server.read_state().instance != self.weights.instance
             )
-        except ServerUnavailable as away:
-            return away
-        if not is_another:
+        except ServerUnavailable as error:
+            return error
+        if not is_restarted:
             raise _build_refusal_error(refusal) from refusal
-        return StaleServerResponse(f"it was started again: {refusal}")
+        return StaleServerResponse(f"it was restarted: {refusal}")
 
     def _retry_until_available(
         self, request: Callable[[], T], away: ServerUnavailable | None = None
     ) -> T:
-        """Result of a question, asked until it is answered or `patience_s` are over."""
+        """Repeat a request until it is answered or `patience_s` have passed; return its result."""
         end, problem = time.monotonic() + self.settings.patience_s, away
         while True:
             try:
@@ -219,20 +218,25 @@ class ServerBackend:
                 raise _build_refusal_error(refusal) from refusal
             if time.monotonic() >= end:
                 raise BackendError(
-                    f"the inference server does not answer for {self.settings.patience_s:g} s ({problem}); start it "
+                    f"the inference server has not answered for {self.settings.patience_s:g} s ({problem}); start it "
                     f"again (docs/inference-servers.md): {_RESUME_HINT}"
                 ) from problem
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, end - time.monotonic())))
 
     def request_tokens(self, row: BackendRow, sampling: SamplingSettings) -> ServedTokens:
-        """The next tokens of a row; called on a thread, while nothing else touches it."""
+        """Request the next tokens of a row; called on a pool thread while nothing else touches the row."""
         seed = row.sequence.seed
         if self.description.engine == POSTTRAIN_ENGINE:
-            drawn = {"seed": seed, "drawn": row.num_sampled}
+            seed_fields = {"seed": seed, "drawn": row.num_sampled}
         else:
-            drawn = {"seed": _derive_turn_seed(seed, row.num_sampled)}
+            seed_fields = {"seed": _derive_turn_seed(seed, row.num_sampled)}
         return self.server.sample_completion(
-            self.weights.name, row.ids, row.limit - len(row.ids), sampling, drawn, self._eos_ids
+            self.weights.name,
+            row.ids,
+            row.limit - len(row.ids),
+            sampling,
+            seed_fields,
+            self._eos_ids,
         )
 
     @property
@@ -241,22 +245,19 @@ class ServerBackend:
         return self._eos_ids
 
 
-_RESUME_HINT = "the same command resumes"
-
-
 def _build_refusal_error(refusal: ServerErrorResponse) -> BackendError:
     return BackendError(f"the inference server refuses a request: {refusal}")
 
 
 def _derive_turn_seed(seed: int, drawn: int) -> int:
-    """63 bits, as many as vLLM takes, for the tokens of a sequence after the first `drawn` ones."""
+    """Derive a seed of 63 bits, vLLM's limit, for the tokens of a sequence after the first `drawn` ones."""
     digest = hashlib.blake2b(f"{seed}\x1f{drawn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass
 class _ProbeBackend:
-    """A `RolloutBackend` that asks a server as it is: for the probe, which proves the weights."""
+    """A `RolloutBackend` over the server as it is, for the probe that verifies the weights."""
 
     backend: ServerBackend
     max_length: int
@@ -264,11 +265,14 @@ class _ProbeBackend:
     def run_sequences(
         self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings
     ) -> None:
-        """See `RolloutBackend`. Raises: ServerAway, too."""
+        """See `RolloutBackend`.
+
+        Raises: also ServerUnavailable.
+        """
         _ServerRun(self.backend, sampling, can_recover=False).run_sequences(sequences)
 
     def refresh_weights(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is cached."""
 
     def set_end_tokens(self, eos_ids: Collection[int]) -> None:
         """See `RolloutBackend`."""
@@ -277,7 +281,10 @@ class _ProbeBackend:
 
 @dataclass
 class _ServerRun:
-    """One run: rows that are asked for, and rows that wait for their environment. Only requests leave the thread."""
+    """One run: rows with a pending request, and rows that wait for their environment.
+
+    Only requests run on other threads.
+    """
 
     backend: ServerBackend
     sampling: SamplingSettings
@@ -285,15 +292,16 @@ class _ServerRun:
     _ready_rows: deque[BackendRow] = field(default_factory=deque)
     _pending_requests: dict[Future[ServedTokens], BackendRow] = field(default_factory=dict)
     _in_environment: dict[BackendRow, PendingTurn] = field(default_factory=dict)
-    _unanswered_rows: list[BackendRow] = field(
-        default_factory=list
-    )  # their request was lost, or not sent after a loss
+    # rows whose request was lost, or not sent because of a loss
+    _unanswered_rows: list[BackendRow] = field(default_factory=list)
     _unavailable_error: ServerUnavailable | None = None
 
     def run_sequences(self, sequences: Sequence[RolloutSequence]) -> None:
-        """Every sequence to its end."""
-        most = self.backend.max_length
-        self._ready_rows.extend(BackendRow(sequence, self.sampling, most) for sequence in sequences)
+        """Play every sequence to its end."""
+        max_length = self.backend.max_length
+        self._ready_rows.extend(
+            BackendRow(sequence, self.sampling, max_length) for sequence in sequences
+        )
         pool = ThreadPoolExecutor(
             min(self.backend.settings.concurrency, len(self._ready_rows)), "inference-server"
         )
@@ -307,7 +315,7 @@ class _ServerRun:
                 self._run_step(pool)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            self.backend.server.close()  # requests under way fail at once
+            self.backend.server.close()  # pending requests fail immediately
             raise
         pool.shutdown()
 
@@ -321,9 +329,8 @@ class _ServerRun:
             self._unanswered_rows, self._unavailable_error = [], None
         while self._ready_rows and not self._unanswered_rows:
             row = self._ready_rows.popleft()
-            self._pending_requests[pool.submit(self.backend.request_tokens, row, self.sampling)] = (
-                row
-            )
+            future = pool.submit(self.backend.request_tokens, row, self.sampling)
+            self._pending_requests[future] = row
         if not self._pending_requests:
             if self._in_environment and not self._unanswered_rows:
                 wait_for_any_turn(self._in_environment.values())
@@ -340,30 +347,29 @@ class _ServerRun:
             self._continue_row(row, self._in_environment.pop(row).finish_turn())
 
     def _process_response(self, row: BackendRow, future: Future[ServedTokens]) -> None:
-        """Go on with a row after the answer to its request, or note that it was lost."""
+        """Continue a row with the answer to its request, or record that the request was lost."""
         try:
             served = future.result()
-        except ServerUnavailable as away:
-            self._requeue_row(row, away)
+        except ServerUnavailable as lost:
+            self._requeue_row(row, lost)
             return
         except ServerErrorResponse as refusal:
             self._requeue_row(row, self.backend.classify_refusal(refusal))
             return
         if served.instance != self.backend.weights.instance:
-            self._requeue_row(
-                row,
-                StaleServerResponse(
-                    f"it was started again: an answer is of process {served.instance}"
-                ),
-            )
+            error = StaleServerResponse(f"it was restarted: process {served.instance} answered")
+            self._requeue_row(row, error)
             return
-        if not served.tokens:  # vLLM ends what it has not begun in this way when it is stopped
+        if not served.tokens:  # when vLLM is stopped, requests that have not begun end this way
             self._requeue_row(row, ServerUnavailable("an answer has no token"))
             return
         self._append_tokens(row, served)
 
     def _append_tokens(self, row: BackendRow, served: ServedTokens) -> None:
-        """Go on with a row after its next tokens. Raises: BackendError, SamplerMismatch for those that cannot be."""
+        """Append tokens to a row and continue it.
+
+        Raises: BackendError, SamplerMismatch for invalid tokens.
+        """
         vocabulary = self.backend.description.shape["vocab_size"]
         for token, logprob in zip(served.tokens, served.logprobs, strict=True):
             if not 0 <= token < vocabulary:
@@ -372,8 +378,8 @@ class _ServerRun:
                 )
             if not math.isfinite(logprob):
                 raise SamplerMismatch(
-                    f"{self.backend.weights.server_label}: it tells {logprob} as the log-prob of a token that it sampled, so "
-                    f"its activations overflow ({self.backend.description.dtype}), or the token is of another "
+                    f"{self.backend.weights.server_label}: it returned {logprob} as the log-prob of a sampled token, "
+                    f"so its activations overflow ({self.backend.description.dtype}), or the token comes from another "
                     "distribution. None of its rollouts is used"
                 )
             row.add_token(token, logprob)
@@ -384,10 +390,10 @@ class _ServerRun:
                 else:
                     self._continue_row(row, turn)
                 return
-        self._ready_rows.append(row)  # it saw a stop text where the trainer sees none
+        self._ready_rows.append(row)  # the server found a stop text that the trainer does not find
 
     def _requeue_row(self, row: BackendRow, error: ServerUnavailable) -> None:
-        """Note a lost request; those that have not been sent wait for the server, too."""
+        """Record a lost request; rows whose request is not sent yet wait for the server too."""
         self._unanswered_rows.append(row)
         self._unavailable_error = error
         for future in [future for future in self._pending_requests if future.cancel()]:

@@ -1,6 +1,6 @@
-"""Weights on their way to an inference server: one folder a version, in a folder that no killed run leaves behind.
+"""The trainer's weights in an inference server: sent when they have changed, and verified before any rollout counts.
 
-The trainer's weights in an inference server: sent when they have changed, and verified before anything counts.
+Each version is written to a folder; the session folder is removed even after a crash.
 """
 
 from __future__ import annotations
@@ -47,21 +47,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+UNLOAD_TIMEOUT_S = 10.0  # for unloading the adapter at the end of a run
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
     """One version of the weights as files."""
 
     path: Path
-    digest: str  # of the tensors in it
+    digest: str  # of the tensors
     num_bytes: int
-    is_adapter: bool  # False = a whole model, adapters merged
+    is_adapter: bool  # False = a full model, adapters merged
 
 
 class WeightFolders:
-    """Writes versions of one model; the newest stays, for a server that is started again."""
+    """A writer of one model's versions; the newest stays on disk for a server that is restarted."""
 
     def __init__(self, model: PreTrainedModel, root: str | None = None) -> None:
-        """`root`: a folder that the server sees under the same path; None = the temporary folder. Nothing is made."""
+        """Store the settings; write nothing.
+
+        Args:
+            root: a folder that the server sees under the same path; None = the temporary folder.
+        """
         self._model: Any = model
         self._root = Path(root).expanduser().resolve() if root is not None else None
         self._session: SessionFolder | None = None
@@ -69,20 +76,19 @@ class WeightFolders:
         self._newest: Path | None = None
 
     def write_version(self) -> WeightFolder:
-        """The present weights: the adapter where a server takes it alone, else the whole model.
+        """Write the current weights: only the adapter if a server can use it, otherwise the full model.
 
-        Raises: SettingsError for a folder that cannot be made; CheckpointError where the disk refuses.
+        Raises: SettingsError if the folder cannot be created; CheckpointError if writing fails.
         """
         session = self._open_session()
         folder = session.path / f"version-{self._number}"
         self._number += 1
         is_adapter = is_servable_adapter(self._model)
         try:
+            save = save_adapter if is_adapter else save_weights
             with torch.no_grad():
-                (save_adapter if is_adapter else save_weights)(self._model, folder)
-            found = WeightFolder(
-                folder, digest_weight_folder(folder), _measure_folder_size(folder), is_adapter
-            )
+                save(self._model, folder)
+            digest, num_bytes = digest_weight_folder(folder), _measure_folder_size(folder)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
@@ -92,7 +98,7 @@ class WeightFolders:
         if self._newest is not None:
             shutil.rmtree(self._newest, ignore_errors=True)
         self._newest = folder
-        return found
+        return WeightFolder(folder, digest, num_bytes, is_adapter)
 
     def close(self) -> None:
         """Remove everything that was written."""
@@ -113,24 +119,21 @@ class WeightFolders:
 
 
 def digest_weight_folder(folder: Path) -> str:
-    """Digest of all tensors in a folder's safetensors files, whatever file each is in."""
-    found: dict[str, str] = {}
+    """Compute the digest of all tensors in a folder's safetensors files, regardless of which file each is in."""
+    digests: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # no mapping
-                found |= digest_tensors({name: tensors.get_tensor(name)})
-    return combine_digests(found)
+            for name in tensors.keys():  # noqa: SIM118  # not a mapping
+                digests |= digest_tensors({name: tensors.get_tensor(name)})
+    return combine_digests(digests)
 
 
 def _measure_folder_size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
-UNLOAD_TIMEOUT_S = 10.0  # that the end of a run waits for its adapter to be dropped
-
-
 class ServerWeights:
-    """Keeps one server's weights those of one model."""
+    """The weights of one server, kept in sync with one model."""
 
     def __init__(
         self,
@@ -140,40 +143,43 @@ class ServerWeights:
         folders: WeightFolders,
         bound: float | None,
     ) -> None:
-        """`bound`: largest difference of log-probs, nats; None = what rounding explains, by the model's dtype."""
+        """Store the parts; send nothing.
+
+        Args:
+            bound: largest difference of log-probs, nats; None = what rounding explains, by the model's dtype.
+        """
         self.server, self.model, self.description = server, model, description
-        self.sent_bytes = 0  # of the newest version
-        self.difference = 0.0  # of the newest comparison, nats
-        self.is_exact = (
-            True  # False = the trainer's forward pass rounds to half the digits (autocast)
-        )
+        self.sent_bytes = 0  # size of the newest version
+        self.difference = 0.0  # largest in the newest comparison, nats
+        # False = the trainer's forward pass runs in reduced precision (autocast)
+        self.is_exact = True
         self._folders, self._bound = folders, bound
-        self._prefix = f"posttrain-{secrets.token_hex(4)}"  # of adapters' names: other runs may share the server
+        self._prefix = (
+            f"posttrain-{secrets.token_hex(4)}"  # of adapter names: other runs may share the server
+        )
         self._versions = 0
-        self._sent_digests: dict[
-            str, str
-        ] = {}  # digest of each trained tensor, as the server has it
+        # digest of each trained tensor on the server
+        self._sent_digests: dict[str, str] = {}
         self._folder: WeightFolder | None = None
-        self._state: ServerState | None = None  # of the server, once it had them
+        self._state: ServerState | None = None  # of the server after loading; None = unknown
         self._adapter: str | None = None
-        self._verified_temperatures: set[float] = (
-            set()
-        )  # temperatures at which these weights were compared
+        # temperatures at which the current weights were verified
+        self._verified_temperatures: set[float] = set()
         self._may_have_changed = True
 
     @property
     def name(self) -> str:
-        """Model's or adapter's name for requests."""
+        """Name of the model or adapter in requests."""
         return self._adapter or self.description.model
 
     @property
     def instance(self) -> str:
-        """Process that has the weights."""
+        """Id of the process that has the weights; "" = none."""
         return self._state.instance if self._state is not None else ""
 
     @property
     def bound(self) -> float:
-        """Largest difference that passes, nats."""
+        """Largest accepted difference of log-probs, nats."""
         if self._bound is not None:
             return self._bound
         is_float32 = next(self.model.parameters()).dtype == torch.float32
@@ -182,26 +188,26 @@ class ServerWeights:
         )
 
     def mark_changed(self) -> None:
-        """Notice that the model's weights may have changed."""
+        """Mark the model's weights as possibly changed."""
         self._may_have_changed = True
 
     def forget_server_state(self) -> None:
-        """Notice that the server may have lost them."""
+        """Assume that the server has lost the weights."""
         self._state = None
 
     def sync_weights(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
-        """Have the server sample from the present weights, and prove it at this temperature.
+        """Make the server sample from the current weights, and verify it at this temperature.
 
         Args:
-            sampler: asks the server, without bringing anything.
-        Raises: SamplerMismatch with the figure; ServerAway, ServerRefusal.
+            sampler: samples from the server as it is.
+        Raises: SamplerMismatch with the figure; ServerUnavailable, ServerErrorResponse.
         """
         with span("weight_sync"):
             if self._may_have_changed:
-                found = digest_tensors(collect_trainable_weights(self.model))
-                if found != self._sent_digests or self._folder is None:
+                digests = digest_tensors(collect_trainable_weights(self.model))
+                if digests != self._sent_digests or self._folder is None:
                     self._write_folder()
-                    self._sent_digests = found
+                    self._sent_digests = digests
                 self._may_have_changed = False
             if self._state is None or self.server.read_state() != self._state:
                 self._load_folder()
@@ -209,22 +215,24 @@ class ServerWeights:
                 self._verify_logprobs(sampler, sampling)
 
     def check_weights_unchanged(self) -> None:
-        """Raises: SamplerMismatch where somebody else has changed the server's weights since `bring`."""
+        """Raise SamplerMismatch if another client has changed the server's weights since `sync_weights`."""
         try:
-            now = self.server.read_state()
-        except (
-            ServerUnavailable
-        ):  # it has answered everything that was asked, under the right weights
+            state = self.server.read_state()
+        except ServerUnavailable:  # all requests were answered with the right weights
             return
-        if self._state is not None and now.instance == self._state.instance and now != self._state:
-            raise self._build_changed_error(now)
+        if (
+            self._state is not None
+            and state.instance == self._state.instance
+            and state != self._state
+        ):
+            raise self._build_changed_error(state)
 
-    def _build_changed_error(self, now: ServerState) -> SamplerMismatch:
+    def _build_changed_error(self, state: ServerState) -> SamplerMismatch:
         assert self._folder is not None
         return SamplerMismatch(
-            f"{self.server_label}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, ours "
-            f"{self._folder.digest[:12]}) while rollouts were sampled, of which none is used; give each run a server "
-            "of its own"
+            f"{self.server_label}: another client changed its weights (digest {state.weights[:12] or 'of its start'}, "
+            f"ours {self._folder.digest[:12]}) while rollouts were sampled. None of them is used; use one server per "
+            "run"
         )
 
     @property
@@ -238,7 +246,10 @@ class ServerWeights:
         self._state = None
 
     def _load_folder(self) -> None:
-        """Have the newest version loaded. Raises: SamplerMismatch where something else has arrived."""
+        """Load the newest version on the server.
+
+        Raises: SamplerMismatch if it loaded something else.
+        """
         assert self._folder is not None
         self._verified_temperatures.clear()
         try:
@@ -248,7 +259,7 @@ class ServerWeights:
                 else self.server.load_weights(self._folder.path)
             )
         except ServerErrorResponse as refusal:
-            self.server.read_state()  # an engine that has failed is a loss
+            self.server.read_state()  # raises ServerUnavailable if the engine has failed
             raise ServerErrorResponse(
                 f"{refusal}; does it see {self._folder.path} under the same path (rollouts.server.folder)?",
                 refusal.status,
@@ -261,40 +272,39 @@ class ServerWeights:
         self._state = state
 
     def _load_adapter(self) -> LoadedWeights:
-        """The newest adapter under a name of its own; the one before it is dropped."""
+        """Load the newest adapter under a new name; unload the previous one."""
         assert self._folder is not None
-        before, name = self._adapter, f"{self._prefix}-v{self._versions}"
+        previous, name = self._adapter, f"{self._prefix}-v{self._versions}"
         self._versions += 1
         loaded = self.server.load_adapter(name, self._folder.path)
         self._adapter = name
-        if before is not None:
-            self.server.unload_adapter(before)
+        if previous is not None:
+            self.server.unload_adapter(previous)
         return loaded
 
     def _check_loaded_weights(self, loaded: LoadedWeights, folder: WeightFolder) -> None:
         if loaded.digest != folder.digest:
             raise SamplerMismatch(
                 f"{self.server_label}: it has read weights with the digest {loaded.digest[:12]}, the trainer wrote "
-                f"{folder.digest[:12]}: the transfer did not arrive. Does it see {folder.path} under the same path?"
+                f"{folder.digest[:12]}: the transfer failed. Does it see {folder.path} under the same path?"
             )
         if loaded.differing:
             raise SamplerMismatch(
-                f"{self.server_label}: of {loaded.num_compared} weights that were looked at after the update "
-                f"{len(loaded.differing)} are not what was sent, first {loaded.differing[0]}: the update was "
-                "not taken over"
+                f"{self.server_label}: {len(loaded.differing)} of {loaded.num_compared} weights checked after the "
+                f"update differ from what was sent, first {loaded.differing[0]}: the update was not applied"
             )
 
     def _check_server_state(self, state: ServerState, folder: WeightFolder) -> None:
-        """Raises: ServerAway, SamplerMismatch, SettingsError for other weights right after an update."""
+        """Raise ServerUnavailable, SamplerMismatch or SettingsError for unexpected weights right after an update."""
         if folder.is_adapter:
             if state.weights:
                 raise SettingsError(
-                    f"rollouts.address: {self.server_label} holds whole weights of an earlier run (digest {state.weights[:12]}"
-                    "), and adapters belong on those of its start; start it again"
+                    f"rollouts.address: {self.server_label} holds full weights of an earlier run (digest "
+                    f"{state.weights[:12]}), but adapters need its initial weights; restart it"
                 )
         elif not state.weights:
             raise ServerUnavailable(
-                f"{self.server.address}: it was started again while it took new weights"
+                f"{self.server.address}: it was restarted while it loaded new weights"
             )
         elif state.weights != folder.digest:
             raise self._build_changed_error(state)
@@ -305,16 +315,16 @@ class ServerWeights:
         self.difference = measure_trainer_difference(self.model, answers, probe)
         if not self.difference <= self.bound:
             raise SamplerMismatch(
-                f"{self.server_label}: on {len(answers)} fixed prompts its log-probs differ by up to {self.difference:.3g} "
-                f"nats from the trainer's (limit {self.bound:g}; numerics.bound): it does not sample from the weights, "
-                "adapter and temperature that are trained. None of its rollouts is used"
+                f"{self.server_label}: on {len(answers)} fixed prompts its log-probs differ by up to "
+                f"{self.difference:.3g} nats from the trainer's (limit {self.bound:g}; numerics.bound): it does not "
+                "sample from the trained weights, adapter and temperature. None of its rollouts is used"
             )
         self._verified_temperatures.add(sampling.temperature)
 
     def close(self) -> None:
-        """Take the run's adapter out of the server, and remove what was written."""
+        """Unload the run's adapter and remove what was written."""
         if self._adapter is not None:
-            with contextlib.suppress(PosttrainError):  # one that is gone has forgotten it
+            with contextlib.suppress(PosttrainError):  # a lost server has no adapter to unload
                 self.server.unload_adapter(self._adapter, UNLOAD_TIMEOUT_S)
         self._adapter = None
         self.forget_server_state()

@@ -1,4 +1,4 @@
-"""Weights on their way to a worker: packed bytes, digests, and a model's structure without its weights."""
+"""Weights sent to workers: packed bytes, digests, and a model's structure without its weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor as plain bytes, which processes on one machine share without a copy."""
+    """A tensor as plain bytes, which processes on one machine share without copying."""
 
     dtype: str  # "float32"
     shape: tuple[int, ...]
@@ -28,29 +28,35 @@ class PackedTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> PackedTensor:
-        """Pack a tensor; one on the CPU is not copied."""
-        plain = tensor.detach().cpu().contiguous()
-        return cls(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), _view_bytes(plain))
+        """Pack a tensor; a CPU tensor is not copied."""
+        host_tensor = tensor.detach().cpu().contiguous()
+        return cls(
+            str(host_tensor.dtype).removeprefix("torch."),
+            tuple(host_tensor.shape),
+            _view_bytes(host_tensor),
+        )
 
     def unpack_tensor(self) -> torch.Tensor:
-        """The tensor over the same memory, to be read alone."""
+        """Return a read-only tensor over the same memory."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # shared memory cannot be written to
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # torch warns that shared memory is read-only
             flat = torch.from_numpy(self.data)
         return flat.view(getattr(torch, self.dtype)).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """One version of the weights: the tensors that changed since the version before it."""
+    """One version of the weights: the tensors that changed since the previous version."""
 
-    number: int  # of the version
+    number: int  # version
     changed: dict[str, PackedTensor]
-    digest: str  # of all weights that the trainer changes, after it
+    digest: str  # of all trained weights after the update
 
     @property
     def num_bytes(self) -> int:
-        """Size of what is sent."""
+        """Size of the sent tensors."""
         return sum(packed.data.nbytes for packed in self.changed.values())
 
 
@@ -60,48 +66,47 @@ def pack_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]
 
 
 def digest_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """SHA-256 of each tensor's type, shape and bytes; large ones beside each other, as hashing holds no lock."""
+    """Compute the SHA-256 of each tensor's type, shape and bytes, in parallel because hashing releases the
+    interpreter lock.
+    """
     with ThreadPoolExecutor(min(len(weights), 4, os.cpu_count() or 1) or 1) as pool:
-        found = pool.map(
+        digests = pool.map(
             lambda tensor: _digest_tensor(tensor.detach().cpu().contiguous()), weights.values()
         )
-        return dict(zip(weights, found, strict=True))
+        return dict(zip(weights, digests, strict=True))
 
 
 def combine_digests(by_name: Mapping[str, str]) -> str:
-    """One digest of the digests of all tensors, whatever their order."""
-    return hashlib.sha256(
-        "\n".join(f"{name} {by_name[name]}" for name in sorted(by_name)).encode()
-    ).hexdigest()
+    """Combine the digests of all tensors into one, independent of their order."""
+    lines = "\n".join(f"{name} {by_name[name]}" for name in sorted(by_name))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _digest_tensor(tensor: torch.Tensor) -> str:
-    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    found.update(_view_bytes(tensor).data)
-    return found.hexdigest()
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(_view_bytes(tensor).data)
+    return digest.hexdigest()
 
 
 def _view_bytes(tensor: torch.Tensor) -> np.ndarray:
-    return (
-        tensor.reshape(-1).view(torch.uint8).numpy()
-        if tensor.numel()
-        else np.zeros(0, dtype=np.uint8)
-    )
+    if not tensor.numel():
+        return np.zeros(0, dtype=np.uint8)
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def collect_unique_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer, a tied one under one name."""
+    """Collect every parameter and persistent buffer, tied ones under one name."""
     seen: set[int] = set()
-    found = {}
+    weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = tensor.detach()
-    return found
+            weights[name] = tensor.detach()
+    return weights
 
 
 def copy_without_weights(model: nn.Module) -> Any:
-    """A copy of the model's structure with everything but its weights, small enough to be sent."""
+    """Copy the model's structure and everything but its weights; the copy is small enough to send."""
     memo: dict[int, Any] = {}
     for tensor in model.state_dict(keep_vars=True).values():
         empty = torch.empty_like(tensor, device="meta")
@@ -112,18 +117,17 @@ def copy_without_weights(model: nn.Module) -> Any:
 
 
 def restore_weights(empty: Any, weights: Mapping[str, PackedTensor], device: str = "cpu") -> Any:
-    """Give a `skeleton` the weights that `pack(collect_unique_weights(model))` took, as memory of its own.
+    """Fill the result of `copy_without_weights` with packed weights of `collect_unique_weights`, in their own memory.
 
-    Raises: DataError where one is missing.
+    Raises: DataError if one is missing.
     """
     by_tensor: dict[int, torch.Tensor] = {}
     for name, tensor in empty.state_dict(keep_vars=True).items():
         if name in weights:
-            real = weights[name].unpack_tensor().clone()
-            is_parameter = isinstance(tensor, nn.Parameter)
-            by_tensor[id(tensor)] = (
-                nn.Parameter(real, tensor.requires_grad) if is_parameter else real
-            )
+            weight = weights[name].unpack_tensor().clone()
+            if isinstance(tensor, nn.Parameter):
+                weight = nn.Parameter(weight, tensor.requires_grad)
+            by_tensor[id(tensor)] = weight
     for module in empty.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in _list_meta_tensors(table):

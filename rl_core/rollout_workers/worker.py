@@ -1,4 +1,4 @@
-"""One rollout worker: a model of its own, its engine and its environments. Knows nothing of how it is called."""
+"""One rollout worker: its own model, engine and environments, independent of how it is called."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rl_core.types import RolloutGroup
 
 
 def read_runtime_versions() -> dict[str, str]:
-    """Versions that a worker's process has to share with its trainer's."""
+    """Return the versions that a worker's process must share with its trainer's."""
     import transformers
 
     return {
@@ -42,34 +42,34 @@ def read_runtime_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything that a worker is made of, but the weights."""
+    """Everything that a worker is built from, except the weights."""
 
-    skeleton: Any  # of the model, see `weights.skeleton`
+    skeleton: Any  # of the model, see `weight_transfer.copy_without_weights`
     device: str
     renderer: Renderer
     environment: Callable[[], Environment]
     eos_ids: Sequence[int]
     pad_id: int
     max_length: int
-    threads: int  # of torch: the trainer's number, so that products are summed alike
+    threads: int  # of torch: as in the trainer, for the same summation order
     versions: Mapping[str, str]  # of the trainer's process, see `read_runtime_versions`
 
     def check_versions(self) -> None:
-        """Raises: SettingsError where this process has other versions than the trainer's."""
-        for name, here in read_runtime_versions().items():
-            if here != self.versions[name]:
+        """Raise SettingsError if this process has other versions than the trainer's."""
+        for name, version in read_runtime_versions().items():
+            if version != self.versions[name]:
                 raise SettingsError(
-                    f"rollouts.workers: a node of the cluster ({os.uname().nodename}) has {name} {here}, the trainer "
-                    f"{self.versions[name]}; install the same constraints.txt on every node"
+                    f"rollouts.workers: a node of the cluster ({os.uname().nodename}) has {name} {version}, the "
+                    f"trainer {self.versions[name]}; install the same constraints.txt on every node"
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """Report of a worker on the weights that it has loaded."""
+    """A worker's report on the weights that it has loaded."""
 
-    number: int  # of the version
-    digest: str  # of the weights in its model
+    number: int  # version of the weights
+    digest: str  # of its weights
     answers: list[ProbeCompletion]
     pid: int
 
@@ -88,7 +88,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRolloutBatch:
-    """The groups of a task, and the episodes that failed."""
+    """The groups of a batch and its failed episodes."""
 
     indices: list[int]
     groups: list[RolloutGroup]
@@ -96,15 +96,18 @@ class FinishedRolloutBatch:
 
 
 class RolloutWorker:
-    """Plays tasks with the weights that it was given last."""
+    """A worker that plays batches with the weights that it loaded last."""
 
     def __init__(self, spec: WorkerSpec, base: Mapping[str, PackedTensor]) -> None:
-        """Build model, engine and environment. Raises: SettingsError for other versions, or an environment's error."""
+        """Build model, engine and environment.
+
+        Raises: SettingsError for other versions; the environment's errors.
+        """
         spec.check_versions()
         torch.set_num_threads(spec.threads)
         self.spec = spec
         self.model = restore_weights(spec.skeleton, base, spec.device)
-        self.model.train()  # as the trainer's between its updates; engines take no notice
+        self.model.train()  # as in the trainer between updates; engines ignore the mode
         self.environment = spec.environment()
         self.renderer = enable_native_tools(spec.renderer, self.environment.tools)
         self.backend = create_rollout_backend(
@@ -115,31 +118,32 @@ class RolloutWorker:
         self.version = -1
 
     def load(self, update: WeightUpdate, probe: SamplerProbe) -> TransferReport:
-        """Copy an update into the model, and say what it holds then and how it samples.
+        """Copy an update into the model; report the resulting weights and probe samples.
 
         Raises: SamplerMismatch for weights that this model does not have.
         """
-        torch.set_num_threads(self.spec.threads)  # of this thread: a pool of them may call
-        own = collect_trainable_weights(self.model)
+        torch.set_num_threads(
+            self.spec.threads
+        )  # a setting of the calling thread, which may be any of a pool
+        weights = collect_trainable_weights(self.model)
         with torch.no_grad():
             for name, packed in update.changed.items():
-                if name not in own or own[name].shape != torch.Size(packed.shape):
+                if name not in weights or weights[name].shape != torch.Size(packed.shape):
                     raise SamplerMismatch(
-                        f"{name}: was sent to a worker whose model has no such weight"
+                        f"{name}: sent to a worker whose model has no such weight"
                     )
-                own[name].copy_(packed.unpack_tensor())
+                weights[name].copy_(packed.unpack_tensor())
         self.version = update.number
         self.backend.refresh_weights()
         answers = sample_probe(self.backend, probe)
-        return TransferReport(
-            update.number,
-            combine_digests(digest_tensors(collect_trainable_weights(self.model))),
-            answers,
-            os.getpid(),
-        )
+        digest = combine_digests(digest_tensors(collect_trainable_weights(self.model)))
+        return TransferReport(update.number, digest, answers, os.getpid())
 
     def play(self, task: RolloutBatch) -> FinishedRolloutBatch:
-        """Play a task's groups. Raises: as `rollouts.collect.collect`."""
+        """Play a batch's groups.
+
+        Raises: as `rollouts.collect.collect_rollouts`.
+        """
         torch.set_num_threads(self.spec.threads)
         failed: list[FailedEpisode] = []
         groups = play_groups(
@@ -156,11 +160,11 @@ class RolloutWorker:
         return FinishedRolloutBatch(task.indices, groups, failed)
 
     def process(self) -> int:
-        """Number of this worker's process."""
+        """Return the pid of this process."""
         return os.getpid()
 
     def call_method(self, method: str, *arguments: Any) -> Any:
-        """Result of a method, or its error as a value: it is raised again where it is for the user to see."""
+        """Call a method; return an error as a value, to be raised again in the trainer."""
         try:
             return getattr(self, method)(*arguments)
         except PosttrainError as error:

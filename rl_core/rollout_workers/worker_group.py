@@ -1,9 +1,7 @@
-"""Tasks of one collection on their way: which is played next, and what is played a second time because it is late.
+"""The trainer's side of its rollout workers: weights out and verified, episodes in, lost workers replaced.
 
-Groups follow from their numbers alone, so whichever worker plays a task gives the same groups, and the first counts. A
-clock decides who plays, never what.
-
-The trainer's side of its rollout workers: weights out and verified, episodes in, lost workers replaced.
+Groups depend on their numbers alone: whichever worker plays a task gives the same groups, and the first result
+counts. A clock decides who plays, never what.
 """
 
 from __future__ import annotations
@@ -63,30 +61,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-LATE_FACTOR = 3.0  # times as long as the longest finished task takes one that others play, too
+logger = logging.getLogger(__name__)
+
+LATE_FACTOR = 3.0  # a task is late after this many times the duration of the longest finished one
+MAX_LOSSES_PER_WORKER = 3  # of each slot within one collection; more end the run
+BATCHES_PER_WORKER = (
+    2  # tasks per worker in one collection: more than one, so that a slow worker holds up less
+)
+POLL_INTERVAL_S = 0.2  # how often signals are checked while workers play
+_MAX_SHARED_VERSIONS = (
+    3  # in shared memory at a time: the current, the next, and one being released
+)
 
 
 @dataclass
 class _BatchProgress:
-    """One task."""
+    """The state of one task."""
 
     task: RolloutBatch
-    num_workers: int = 0  # workers that play it
-    started_at: float = 0.0  # when the first of them did
+    num_workers: int = 0  # workers that are playing it
+    started_at: float = 0.0  # when the first of them started
     result: FinishedRolloutBatch | None = None
 
 
 @dataclass
 class TaskQueue:
-    """The tasks of one collection."""
+    """The tasks of one collection: which is played next, and which is played a second time because it is late."""
 
     tasks: Sequence[RolloutBatch]
     clock: Callable[[], float] = time.monotonic
     _rows: list[_BatchProgress] = field(init=False)
     _waiting: deque[int] = field(init=False)
-    _longest_s: float | None = (
-        None  # seconds of the longest finished task; None = none has finished
-    )
+    # duration of the longest finished task; None = none has finished
+    _longest_s: float | None = None
 
     def __post_init__(self) -> None:
         self._rows = [_BatchProgress(task) for task in self.tasks]
@@ -94,16 +101,16 @@ class TaskQueue:
 
     @property
     def is_over(self) -> bool:
-        """True = every task has been played."""
+        """Whether every task has been played."""
         return all(row.result is not None for row in self._rows)
 
     @property
     def results(self) -> list[FinishedRolloutBatch]:
-        """Played tasks, in the order of the tasks."""
+        """Results in the order of the tasks."""
         return [row.result for row in self._rows if row.result is not None]
 
     def start_next_task(self) -> int | None:
-        """Number of the task that a free worker plays, which begins with this; None = nothing is to be played now."""
+        """Start a task on a free worker and return its number; return None if there is nothing to play now."""
         if self._waiting:
             number = self._waiting.popleft()
             self._rows[number].started_at = self.clock()
@@ -115,35 +122,32 @@ class TaskQueue:
         return number
 
     def _find_late_task(self) -> int | None:
-        """The oldest task that one worker alone plays, if it takes much longer than the others did."""
-        alone = [
+        """Return the oldest task with a single worker if it takes much longer than the others did."""
+        single = [
             number
             for number, row in enumerate(self._rows)
             if row.result is None and row.num_workers == 1
         ]
-        if not alone or self._longest_s is None:
+        if not single or self._longest_s is None:
             return None
-        oldest = min(alone, key=lambda number: self._rows[number].started_at)
-        return (
-            oldest
-            if self.clock() - self._rows[oldest].started_at > LATE_FACTOR * self._longest_s
-            else None
-        )
+        oldest = min(single, key=lambda number: self._rows[number].started_at)
+        duration = self.clock() - self._rows[oldest].started_at
+        return oldest if duration > LATE_FACTOR * self._longest_s else None
 
     def is_finished(self, number: int) -> bool:
-        """True = a worker has played it."""
+        """Return whether a worker has played the task."""
         return self._rows[number].result is not None
 
-    def record_result(self, number: int, played: FinishedRolloutBatch) -> None:
-        """Note a result; the second of a task is the first one's equal, and left out."""
+    def record_result(self, number: int, result: FinishedRolloutBatch) -> None:
+        """Store a result; ignore the second one of a task, which equals the first."""
         row = self._rows[number]
         row.num_workers -= 1
         if row.result is None:
-            row.result = played
+            row.result = result
             self._longest_s = max(self._longest_s or 0.0, self.clock() - row.started_at)
 
     def record_lost_worker(self, number: int) -> bool:
-        """Note that a player is gone; True = the task is played again from its beginning."""
+        """Record that a worker of the task was lost; return True if the task is played again from its beginning."""
         row = self._rows[number]
         row.num_workers -= 1
         if row.num_workers or row.result is not None:
@@ -152,29 +156,17 @@ class TaskQueue:
         return True
 
 
-logger = logging.getLogger(__name__)
-
-MAX_LOSSES_PER_WORKER = 3  # of each worker's place within one collection; more, and the run ends
-BATCHES_PER_WORKER = (
-    2  # of a collection for each of several workers: a slow one keeps less from the others
-)
-_POLL_INTERVAL_S = 0.2  # between two looks at signals while workers play
-_MAX_SHARED_VERSIONS = (
-    3  # in shared memory at a time: the present, the next, and one that is being let go
-)
-
-
 @dataclass
 class WorkerConfig:
-    """Parts of the trainer that workers are made of."""
+    """The parts of the trainer that workers are built from."""
 
     model: PreTrainedModel
-    backend: RolloutBackend  # the trainer's own sampler: what the workers' are compared with
+    backend: RolloutBackend  # the trainer's sampler, the reference for the workers' samplers
     renderer: Renderer
     environment: Callable[[], Environment]
     eos_ids: Sequence[int]
     pad_id: int
-    is_exact: bool = True  # False = a forward pass that rounds to half the digits (autocast)
+    is_exact: bool = True  # False = a forward pass in reduced precision (autocast)
 
     @property
     def bound(self) -> float:
@@ -184,48 +176,42 @@ class WorkerConfig:
 
 
 @dataclass
-class _WorkerSlot:
-    """The place of one worker, taken by another when it is lost."""
+class WorkerSlot:
+    """The slot of one worker, reused by another when it is lost."""
 
     number: int
     worker: Any
-    losses: int = 0  # within the present collection
-    version: int = -1  # of the weights that it was verified with
-    late_call: Any = (
-        None  # its call for a task that another worker has played meanwhile; None = it is free
-    )
-    collect_call: Any = (
-        None  # asynchronous: its call that waits for finished groups; None = not asked
-    )
+    losses: int = 0  # within the current collection
+    version: int = -1  # of the last verified weights
+    # its call for a task that another worker has already finished; None = not late
+    late_call: Any = None
+    # asynchronous: its call that waits for finished groups; None = none
+    collect_call: Any = None
 
 
 @dataclass
 class WorkerGroup:
-    """Workers of one trainer. They are started by the first collection, and ended by `close`."""
+    """The workers of one trainer, started by the first collection and ended by `close`."""
 
     settings: RolloutSettings
     cluster: WorkerCluster
     config: WorkerConfig
-    lost_workers: int = 0  # since the beginning
-    replayed_groups: int = 0  # since the beginning: their worker was lost while it played them
+    lost_workers: int = 0  # so far
+    replayed_groups: int = 0  # groups so far whose worker was lost while it played them
     sent_bytes: int = 0  # of weights, by the newest transfer
-    on_event: Callable[[str], None] | None = None  # told of every lost worker, in words for people
-    _slots: list[_WorkerSlot] = field(default_factory=list)
-    _shared: tuple[Any, Any] | None = (
-        None  # spec and weights of the start, as the cluster keeps them
-    )
-    _sent_digests: dict[str, str] = field(
-        default_factory=dict
-    )  # digest of each tensor that the workers have
-    _update: WeightUpdate | None = None  # the newest, and what a new worker needs in its place:
+    on_event: Callable[[str], None] | None = None  # called with a message for every lost worker
+    _slots: list[WorkerSlot] = field(default_factory=list)
+    # spec and initial weights, as shared values
+    _shared: tuple[Any, Any] | None = None
+    # digest of each tensor on the workers
+    _sent_digests: dict[str, str] = field(default_factory=dict)
+    _update: WeightUpdate | None = None  # the newest version; _answers and _probe belong to it
     _answers: list[ProbeCompletion] = field(default_factory=list)
     _probe: SamplerProbe | None = None
     _heartbeats: HeartbeatMonitor = field(init=False)
 
     def __post_init__(self) -> None:
         self._heartbeats = HeartbeatMonitor(self.cluster)
-
-    # Playing
 
     def collect_rollouts(
         self,
@@ -237,137 +223,143 @@ class WorkerGroup:
         policy_version: int,
         failures: EpisodeFailureMonitor,
     ) -> list[RolloutGroup]:
-        """As `rollouts.collect.collect` with the present weights, to the last bit, however many workers there are.
+        """Collect as `rollouts.collect.collect_rollouts` does with the current weights, bit for bit for any number of
+        workers.
 
-        Raises: as `collect`; SamplerMismatch for a worker whose weights or log-probs are not the trainer's;
-            WorkerFailed where too many workers are lost.
+        Raises: as `collect_rollouts`; SamplerMismatch if a worker's weights or log-probs differ from the trainer's;
+            WorkerFailed if too many workers are lost.
         """
-        for seat in self._slots:
-            seat.losses = 0
+        for slot in self._slots:
+            slot.losses = 0
         self.send_weights(sampling)
         plans, planned = plan_groups(requests, group_size), len(requests) * group_size
         tasks = [
             RolloutBatch(
-                part, [plans[index] for index in part], group_size, sampling, seed, policy_version
+                indices,
+                [plans[index] for index in indices],
+                group_size,
+                sampling,
+                seed,
+                policy_version,
             )
-            for part in _split_batches(len(plans), self.settings.count)
+            for indices in _split_batches(len(plans), self.settings.count)
         ]
         groups: dict[int, RolloutGroup] = {}
         failed: list[FailedEpisode] = []
-        for played in self._run_batches(tasks):
-            groups |= dict(zip(played.indices, played.groups, strict=True))
-            failed += played.failed
+        for batch in self._run_batches(tasks):
+            groups |= dict(zip(batch.indices, batch.groups, strict=True))
+            failed += batch.failed
             failures.check_failures(failed, planned)
         inject_fault("rollouts.played")
         record_failures(failed, planned, failures)
         return [groups[index] for index in range(len(plans))]
 
     def _run_batches(self, tasks: Sequence[RolloutBatch]) -> list[FinishedRolloutBatch]:
-        """Every task once, by whichever worker is free; that of a lost one again, and one that is late by another, too.
+        """Run every task once, on whichever worker is free; repeat tasks of lost workers, and late ones on a second
+        worker.
 
-        A worker whose task another one has played is left to it, takes no new weights, and comes back when it has
+        A worker whose task another one has finished keeps playing it, gets no new weights, and rejoins when it has
         ended: it costs the others at most its own share.
         """
-        board = TaskQueue(tasks)
-        running: dict[Any, tuple[_WorkerSlot, int]] = {}
-        free = [seat for seat in self._slots if seat.late_call is None]
+        queue = TaskQueue(tasks)
+        running: dict[Any, tuple[WorkerSlot, int]] = {}
+        free = [slot for slot in self._slots if slot.late_call is None]
         try:
-            while not board.is_over:
-                while free and (number := board.start_next_task()) is not None:
-                    seat = free.pop(0)
-                    running[self.cluster.call_worker(seat.worker, "play", tasks[number])] = (
-                        seat,
-                        number,
-                    )
-                late = {seat.late_call: seat for seat in self._slots if seat.late_call is not None}
-                for call in self.cluster.wait_for_calls([*running, *late], _POLL_INTERVAL_S):
+            while not queue.is_over:
+                while free and (number := queue.start_next_task()) is not None:
+                    slot = free.pop(0)
+                    call = self.cluster.call_worker(slot.worker, "play", tasks[number])
+                    running[call] = (slot, number)
+                late = {slot.late_call: slot for slot in self._slots if slot.late_call is not None}
+                for call in self.cluster.wait_for_calls([*running, *late], POLL_INTERVAL_S):
                     if call in late:
                         self._reclaim_late_worker(late[call])
                         free.append(late[call])
                         continue
-                    seat, number = running.pop(call)
-                    self._heartbeats.forget_worker(seat.number)
+                    slot, number = running.pop(call)
+                    self._heartbeats.forget_worker(slot.number)
                     try:
-                        board.record_result(number, self._unwrap_result(call))
+                        queue.record_result(number, self._unwrap_result(call))
                     except WorkerLost as lost:
-                        self._requeue_batch(board, number, seat, str(lost))
-                    free.append(seat)
-                free += self._replace_unresponsive(board, running)
-        finally:  # of those that still play: their results are not needed, or an error ends the run
-            for call, (seat, _) in running.items():
-                seat.late_call = call
-        return board.results
+                        self._requeue_batch(queue, number, slot, str(lost))
+                    free.append(slot)
+                free += self._replace_unresponsive(queue, running)
+        finally:  # results of those still playing are not needed, or an error ends the run
+            for call, (slot, _) in running.items():
+                slot.late_call = call
+        return queue.results
 
-    def _requeue_batch(self, board: TaskQueue, number: int, seat: _WorkerSlot, how: str) -> None:
-        groups = (
-            len(board.tasks[number].plans) if board.record_lost_worker(number) else 0
-        )  # 0 = another one plays them, too
+    def _requeue_batch(self, queue: TaskQueue, number: int, slot: WorkerSlot, reason: str) -> None:
+        # 0 = another worker plays them too
+        groups = len(queue.tasks[number].plans) if queue.record_lost_worker(number) else 0
         self.replayed_groups += groups
-        self._replace_worker(seat, how, f"{groups} groups are played again")
+        self._replace_worker(slot, reason, f"{groups} groups are played again")
 
     def _replace_unresponsive(
-        self, board: TaskQueue, running: dict[Any, tuple[_WorkerSlot, int]]
-    ) -> list[_WorkerSlot]:
-        """Replace workers that play or are late and give no sign of life; returns their seats, which are free now."""
-        calls = {seat.number: call for call, (seat, _) in running.items()}
-        busy = [seat for seat in self._slots if seat.number in calls or seat.late_call is not None]
+        self, queue: TaskQueue, running: dict[Any, tuple[WorkerSlot, int]]
+    ) -> list[WorkerSlot]:
+        """Replace workers without a heartbeat that play or are late; return their slots, which are now free."""
+        calls = {slot.number: call for call, (slot, _) in running.items()}
+        busy = [slot for slot in self._slots if slot.number in calls or slot.late_call is not None]
         silent = set(
-            self._heartbeats.list_unresponsive((seat.number, seat.worker) for seat in busy)
+            self._heartbeats.list_unresponsive((slot.number, slot.worker) for slot in busy)
         )
-        found = [seat for seat in busy if seat.number in silent]
-        for seat in found:
-            if seat.late_call is not None:
-                self._replace_worker(seat, NO_HEARTBEAT, "it was late")
+        unresponsive = [slot for slot in busy if slot.number in silent]
+        for slot in unresponsive:
+            if slot.late_call is not None:
+                self._replace_worker(slot, NO_HEARTBEAT, "it was late")
             else:
-                self._requeue_batch(board, running.pop(calls[seat.number])[1], seat, NO_HEARTBEAT)
-        return found
+                self._requeue_batch(queue, running.pop(calls[slot.number])[1], slot, NO_HEARTBEAT)
+        return unresponsive
 
-    def _reclaim_late_worker(self, seat: _WorkerSlot) -> None:
-        """Give a worker whose late task has ended the weights that it has missed; one that was lost is replaced."""
-        call, seat.late_call = seat.late_call, None
-        self._heartbeats.forget_worker(seat.number)
+    def _reclaim_late_worker(self, slot: WorkerSlot) -> None:
+        """Send a worker whose late task has ended the weights that it missed; replace it if it was lost."""
+        call, slot.late_call = slot.late_call, None
+        self._heartbeats.forget_worker(slot.number)
         try:
             self._unwrap_result(call)  # the first result of its task counts
         except WorkerLost as lost:
-            self._replace_worker(seat, str(lost), "it was late")
+            self._replace_worker(slot, str(lost), "it was late")
             return
-        except PosttrainError as error:  # the other one met it, too, or it is of this machine alone
+        except (
+            PosttrainError
+        ) as error:  # the other worker met the error too, or it only concerns this machine
             logger.warning(
-                "rollout worker %d failed at a task that another one has played: %s",
-                seat.number,
+                "rollout worker %d failed at a task that another worker has finished: %s",
+                slot.number,
                 error,
             )
         assert self._update is not None
-        if seat.version != self._update.number:
-            self._load_workers([seat], self._build_full_update())
+        if slot.version != self._update.number:
+            self._load_workers([slot], self._build_full_update())
 
     def _unwrap_result(self, call: Any) -> Any:
-        """Result of a call. Raises: the error that the worker met; WorkerLost."""
+        """Return the result of a call.
+
+        Raises: the worker's error; WorkerLost.
+        """
         value = self.cluster.fetch_result(call)
         if isinstance(value, PosttrainError):
             raise value
         return value
 
-    # Weights
-
     def send_weights(self, sampling: SamplingSettings) -> None:
-        """Give every worker the present weights, of which only changed tensors travel, and verify that it has them."""
-        found = digest_tensors(collect_trainable_weights(self.config.model))
-        if self._update is not None and found == self._sent_digests:
+        """Send every worker the changed tensors of the current weights and verify that it has them."""
+        digests = digest_tensors(collect_trainable_weights(self.config.model))
+        if self._update is not None and digests == self._sent_digests:
             return
         with span("weight_sync"):
-            update = self._build_update(
-                found, 0 if self._update is None else self._update.number + 1, sampling
-            )
+            number = 0 if self._update is None else self._update.number + 1
+            update = self._build_update(digests, number, sampling)
             if not self._slots:
                 self._start_workers()
             else:
-                self._load_workers([seat for seat in self._slots if seat.late_call is None], update)
+                self._load_workers([slot for slot in self._slots if slot.late_call is None], update)
 
     def _build_update(
         self, digests_by_name: dict[str, str], number: int, sampling: SamplingSettings
     ) -> WeightUpdate:
-        """The present weights as a version, of which the digests are `found`."""
+        """Build a version of the current weights, which have these digests."""
         weights = collect_trainable_weights(self.config.model)
         changed = {
             name: weights[name]
@@ -377,80 +369,74 @@ class WorkerGroup:
         self._update = WeightUpdate(number, pack_tensors(changed), combine_digests(digests_by_name))
         self.sent_bytes = self._update.num_bytes
         self._sent_digests = digests_by_name
-        self._probe, self._answers = (
-            SamplerProbe.from_sampling(self.config.model.config.vocab_size, sampling),
-            [],
-        )
+        self._probe = SamplerProbe.from_sampling(self.config.model.config.vocab_size, sampling)
+        self._answers = []
         return self._update
 
     def _sample_trainer_probe(self) -> None:
-        """The probe's answers of the trainer's own sampler, which its forward pass has to agree with; once a version.
+        """Sample the probe with the trainer's own sampler, once per version, and compare it with the trainer's
+        forward pass.
 
-        Asked for once the weights are under way, so that trainer and workers load and answer at the same time.
+        Called once the weights are being sent, so that trainer and workers load and answer at the same time.
         """
         if self._answers:
             return
-        parts = self.config
+        config = self.config
         assert self._probe is not None
-        parts.backend.refresh_weights()
-        self._answers = sample_probe(parts.backend, self._probe)
-        check_trainer_difference(parts.model, self._answers, self._probe, parts.bound)
+        config.backend.refresh_weights()
+        self._answers = sample_probe(config.backend, self._probe)
+        check_trainer_difference(config.model, self._answers, self._probe, config.bound)
 
-    def _load_workers(self, seats: Sequence[_WorkerSlot], update: WeightUpdate) -> None:
-        """Send an update to these workers, and verify each; one that is lost meanwhile is replaced."""
+    def _load_workers(self, slots: Sequence[WorkerSlot], update: WeightUpdate) -> None:
+        """Send an update to these workers and verify each; replace those lost meanwhile."""
         assert self._probe is not None
         shared = self.cluster.share_value(update)
         calls = {
-            self.cluster.call_worker(seat.worker, "load", shared, self._probe): seat
-            for seat in seats
+            self.cluster.call_worker(slot.worker, "load", shared, self._probe): slot
+            for slot in slots
         }
         self._sample_trainer_probe()
         while calls:
-            for call in self.cluster.wait_for_calls(list(calls), _POLL_INTERVAL_S):
-                seat = calls.pop(call)
+            for call in self.cluster.wait_for_calls(list(calls), POLL_INTERVAL_S):
+                slot = calls.pop(call)
                 try:
-                    self._verify_worker(seat, self._unwrap_result(call))
+                    self._verify_worker(slot, self._unwrap_result(call))
                 except WorkerLost as lost:
-                    self._replace_worker(seat, str(lost), "it was taking new weights")
-            known = {
-                seat.number: call for call, seat in calls.items() if seat.version >= 0
-            }  # not one that begins
+                    self._replace_worker(slot, str(lost), "it was taking new weights")
+            # heartbeats of workers that are still starting are not expected
+            known = {slot.number: call for call, slot in calls.items() if slot.version >= 0}
             for number in self._heartbeats.list_unresponsive(
                 (n, calls[call].worker) for n, call in known.items()
             ):
-                seat = calls.pop(known[number])
-                self._replace_worker(seat, NO_HEARTBEAT, "it was taking new weights")
+                slot = calls.pop(known[number])
+                self._replace_worker(slot, NO_HEARTBEAT, "it was taking new weights")
 
-    def _verify_worker(self, seat: _WorkerSlot, report: TransferReport) -> None:
-        """Raises: SamplerMismatch where the worker has other weights, or samples from others."""
+    def _verify_worker(self, slot: WorkerSlot, report: TransferReport) -> None:
+        """Raise SamplerMismatch if the worker has other weights or samples from others."""
         expected, answers = self._find_expected_probe(report.number)
-        who = f"rollout worker {seat.number} (process {report.pid})"
+        label = f"rollout worker {slot.number} (process {report.pid})"
         if report.digest != expected:
             raise SamplerMismatch(
-                f"{who}: after weight update {report.number} its weights have the digest {report.digest[:12]}, "
-                f"the trainer's {expected[:12]}: the transfer did not arrive. None of its rollouts is used"
+                f"{label}: after weight update {report.number} its weights have the digest {report.digest[:12]}, "
+                f"the trainer's {expected[:12]}: the weight transfer failed. None of its rollouts is used"
             )
-        check_probe_completions(who, answers, report.answers, self.config.bound)
-        seat.version = report.number
+        check_probe_completions(label, answers, report.answers, self.config.bound)
+        slot.version = report.number
 
     def _find_expected_probe(self, number: int) -> tuple[str, list[ProbeCompletion]]:
-        """Digest and probe's answers of a version."""
+        """Return digest and probe answers of a version."""
         assert self._update is not None and self._update.number == number
         return self._update.digest, self._answers
 
-    # Workers
-
     def _start_workers(self) -> None:
-        """Open the cluster, and start every worker with the present weights."""
+        """Open the cluster and start every worker with the current weights."""
         base = pack_tensors(collect_unique_weights(self.config.model))
         num_bytes = sum(packed.data.nbytes for packed in base.values())
-        self.cluster.open_cluster(
-            num_bytes
-            + _MAX_SHARED_VERSIONS * (self._update.num_bytes if self._update is not None else 0)
-        )
+        update_bytes = self._update.num_bytes if self._update is not None else 0
+        self.cluster.open_cluster(num_bytes + _MAX_SHARED_VERSIONS * update_bytes)
         self._shared = (self._share_spec(), self.cluster.share_value(base))
         self._slots = [
-            _WorkerSlot(number, self._start_worker()) for number in range(self.settings.count)
+            WorkerSlot(number, self._start_worker()) for number in range(self.settings.count)
         ]
         self._load_workers(self._slots, self._build_full_update())
 
@@ -459,16 +445,16 @@ class WorkerGroup:
         return self.cluster.start_worker(*self._shared, is_live=self.settings.max_staleness > 0)
 
     def _share_spec(self) -> Any:
-        parts = self.config
-        device = next(parts.model.parameters()).device.type
+        config = self.config
+        device = next(config.model.parameters()).device.type
         spec = WorkerSpec(
-            copy_without_weights(parts.model),
+            copy_without_weights(config.model),
             device,
-            parts.renderer,
-            parts.environment,
-            list(parts.eos_ids),
-            parts.pad_id,
-            parts.backend.max_length,
+            config.renderer,
+            config.environment,
+            list(config.eos_ids),
+            config.pad_id,
+            config.backend.max_length,
             torch.get_num_threads(),
             read_runtime_versions(),
         )
@@ -481,49 +467,52 @@ class WorkerGroup:
             ) from error
 
     def _build_full_update(self) -> WeightUpdate:
-        """The present version with all its tensors, for workers that have none before it."""
+        """Build the current version with all tensors, for workers without an earlier one."""
         assert self._update is not None
         weights = collect_trainable_weights(self.config.model)
         return WeightUpdate(self._update.number, pack_tensors(weights), self._update.digest)
 
-    def _replace_worker(self, seat: _WorkerSlot, how: str, consequence: str) -> None:
-        """Put a new worker into the place of a lost one. Raises: WorkerFailed where that was tried too often."""
-        seat.losses += 1
+    def _replace_worker(self, slot: WorkerSlot, reason: str, consequence: str) -> None:
+        """Start a new worker in the slot of a lost one.
+
+        Raises: WorkerFailed after too many losses.
+        """
+        slot.losses += 1
         self.lost_workers += 1
-        text = f"rollout worker {seat.number} was lost ({how}); {consequence}"
+        text = f"rollout worker {slot.number} was lost ({reason}); {consequence}"
         logger.warning("%s", text)
         if self.on_event is not None:
             self.on_event(text)
-        self.cluster.stop_worker(seat.worker)
-        seat.late_call, seat.collect_call, seat.version = None, None, -1
-        self._heartbeats.forget_worker(seat.number)
-        if seat.losses > MAX_LOSSES_PER_WORKER:
+        self.cluster.stop_worker(slot.worker)
+        slot.late_call, slot.collect_call, slot.version = None, None, -1
+        self._heartbeats.forget_worker(slot.number)
+        if slot.losses > MAX_LOSSES_PER_WORKER:
             raise WorkerFailed(
-                f"rollout worker {seat.number} was lost {seat.losses} times within one iteration, the last time: "
-                f"{how}. Look at the memory of its machine and at what the environment does; the same command resumes"
+                f"rollout worker {slot.number} was lost {slot.losses} times within one iteration, the last time: "
+                f"{reason}. Check the memory of its machine and the environment; the same command resumes"
             )
-        seat.worker = self._start_worker()
-        self._load_workers([seat], self._build_full_update())
+        slot.worker = self._start_worker()
+        self._load_workers([slot], self._build_full_update())
 
     def collect_metrics(self) -> dict[str, float]:
-        """Counts since the beginning, and the size of the newest transfer."""
+        """Return the counts so far and the size of the newest transfer."""
         return {
             "perf/rollout_workers": float(len(self._slots)),
             "perf/lost_workers": float(self.lost_workers),
-            "perf/late_workers": float(sum(seat.late_call is not None for seat in self._slots)),
+            "perf/late_workers": float(sum(slot.late_call is not None for slot in self._slots)),
             "perf/replayed_groups": float(self.replayed_groups),
             "perf/weight_bytes": float(self.sent_bytes),
         }
 
     def close(self) -> None:
-        """End all workers; a later collection starts others."""
+        """End all workers; a later collection starts new ones."""
         self._slots, self._shared, self._update, self._sent_digests = [], None, None, {}
         self._heartbeats = HeartbeatMonitor(self.cluster)
         self.cluster.close()
 
 
 def _split_batches(count: int, workers: int) -> list[list[int]]:
-    """Indices of each task: all in one for a single worker, else TASKS_EACH tasks for each."""
+    """Split groups into tasks: one task for a single worker, otherwise BATCHES_PER_WORKER per worker."""
     tasks = min(count, workers * BATCHES_PER_WORKER if workers > 1 else 1)
-    edges = [count * place // tasks for place in range(tasks + 1)] if tasks else []
+    edges = [count * i // tasks for i in range(tasks + 1)] if tasks else []
     return [list(range(begin, end)) for begin, end in pairwise(edges)]

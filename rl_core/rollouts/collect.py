@@ -1,7 +1,4 @@
-"""Seeds of training episodes: traversed in epochs where a level has few, sampled where it has many.
-
-Multi-turn collection: episodes played by the policy, in groups of rollouts of the same episode.
-"""
+"""Multi-turn collection: training seeds, and episodes played by the policy in groups of rollouts of one episode."""
 
 from __future__ import annotations
 
@@ -28,13 +25,20 @@ from rl_core.settings import SamplingSettings
 from rl_core.storage.faults import inject_fault
 from rl_core.types import RolloutGroup, ToolCall
 
+logger = logging.getLogger(__name__)
+
+AnySequence = TypeVar("AnySequence", bound=EpisodeSequence)
+
 MAX_EPOCH_SEEDS = (
     2**20
-)  # levels of up to so many seeds are traversed in epochs; larger ones are sampled
+)  # levels with at most this many seeds are traversed in epochs; larger ones are sampled
 
 
 def list_training_seeds(environment: Environment, level: str) -> Sequence[int]:
-    """Seeds of the training episodes of a level. Raises: SettingsError where it has none."""
+    """List the seeds of a level's training episodes.
+
+    Raises: SettingsError if there are none.
+    """
     seeds = environment.seeds_of("train", level)
     if not len(seeds):
         raise SettingsError(
@@ -44,41 +48,39 @@ def list_training_seeds(environment: Environment, level: str) -> Sequence[int]:
 
 
 class TrainingSeedOrders:
-    """Draws training seeds: without replacement within an epoch of a level that has few, else uniformly."""
+    """Draws of training seeds: epochs without replacement for levels with few seeds, otherwise uniform."""
 
     def __init__(self, environment: Environment, seed: int) -> None:
         self._environment = environment
         self._seed = seed
-        self._orders: dict[str, DataOrder] = {}  # of the levels that have few seeds
+        self._orders: dict[str, DataOrder] = {}  # by level, for levels with few seeds
 
     def draw_seed(self, level: str, rng: np.random.Generator) -> int:
-        """One seed. Raises: SettingsError for a level without training episodes."""
+        """Draw one seed.
+
+        Raises: SettingsError for a level without training episodes.
+        """
         seeds = list_training_seeds(self._environment, level)
         if len(seeds) > MAX_EPOCH_SEEDS:
             return int(seeds[int(rng.integers(len(seeds)))])
         return int(seeds[self._load_order(level, len(seeds)).next_batch()[0]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the order of each level."""
+        """Return the position in each level's order."""
         return {level: order.state_dict() for level, order in self._orders.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore the positions returned by `state_dict`."""
         self._orders = {}
         for level, order in state.items():
             self._load_order(level, int(order["num_rows"])).load_state_dict(order)
 
     def _load_order(self, level: str, num_rows: int) -> DataOrder:
         if level not in self._orders:
-            # 63 bits: a level's order is its own, whatever other levels there are
+            # 63 bits; each level's order is independent of the other levels
             seed = compute_sequence_seed(self._seed, "order", level) % 2**63
             self._orders[level] = DataOrder(num_rows, batch_size=1, seed=seed)
         return self._orders[level]
-
-
-logger = logging.getLogger(__name__)
-
-AnySequence = TypeVar("AnySequence", bound=EpisodeSequence)
 
 
 def collect_rollouts(
@@ -96,55 +98,58 @@ def collect_rollouts(
 ) -> list[RolloutGroup]:
     """Play every requested episode `group_size` times.
 
-    The random numbers of sample g of an episode follow from (seed, environment, level, episode seed, g) alone; an
-    episode that is requested twice gets new samples the second time. Steps of a `blocking` environment run on threads;
-    results and their order do not depend on when they finish, except as `sampling.rejoin` says.
+    The random numbers of sample g of an episode depend only on (seed, environment, level, episode seed, g); an
+    episode that is requested twice gets new samples the second time. Steps of a `blocking` environment run on
+    threads; results and their order do not depend on when they finish, except as `sampling.rejoin` says.
 
     Args:
-        seed: of the sampling; give another one at every iteration.
-        policy_version: kept in each trajectory: optimizer steps behind the sampling weights.
+        seed: of the sampling; pass another one at every iteration.
+        policy_version: stored in each trajectory: optimizer steps behind the sampling weights.
         process_group: processes that each play a share of the requests; all of them get all groups.
-        failures: counts the episodes whose environment raised, hung or broke its protocol. They are left out of their
-            groups, which may be empty then. None = those of this call alone, up to `sampling.max_failed_share`.
-    Returns: one group per request, in order; a rollout's reward is the sum of its episode's.
-    Raises: EnvironmentFault naming environment, level and seed when too many episodes failed, or two of the same seed
-        began differently; DataError when a prompt leaves no room in the context; SettingsError for native tools that
-        cannot be used.
+        failures: monitor of episodes whose environment raised, hung or broke its protocol. Such episodes are left out
+            of their groups, which may then be empty. None = a new monitor for this call, up to
+            `sampling.max_failed_share`.
+    Returns: one group per request, in order; a rollout's reward is the sum of its episode's rewards.
+    Raises: EnvironmentFault naming environment, level and seed if too many episodes failed, or if two episodes of the
+        same seed began differently; DataError if a prompt leaves no room in the context; SettingsError if native
+        tools cannot be used.
     """
     renderer = enable_native_tools(renderer, environment.tools)
     failures = failures or EpisodeFailureMonitor(sampling.max_failed_share)
     plans = plan_groups(requests, group_size)
     failed = _FailedEpisodes(failures, len(requests) * group_size)
-    mine = process_group.select_local_rows([1] * len(requests))
+    local_indices = process_group.select_local_rows([1] * len(requests))
     played = play_groups(
         environment,
         backend,
         renderer,
-        [plans[index] for index in mine],
+        [plans[index] for index in local_indices],
         group_size=group_size,
         sampling=sampling,
         seed=seed,
         policy_version=policy_version,
         on_failure=failed.add_episode,
     )
-    shares = process_group.all_gather((dict(zip(mine, played, strict=True)), failed.episodes))
-    of_all = {index: group for share, _ in shares for index, group in share.items()}
+    shares = process_group.all_gather(
+        (dict(zip(local_indices, played, strict=True)), failed.episodes)
+    )
+    groups = {index: group for share, _ in shares for index, group in share.items()}
     all_failed = [episode for _, episodes in shares for episode in episodes]
     inject_fault("rollouts.played")
     record_failures(all_failed, len(requests) * group_size, failures)
-    return [of_all[index] for index in range(len(requests))]
+    return [groups[index] for index in range(len(requests))]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group to play: a requested episode, and the number of its first sample among all of this episode."""
+    """One group to play: a requested episode, and the number of its first sample among all samples of this episode."""
 
     request: EpisodeRequest
     first: int
 
 
 def plan_groups(requests: Sequence[EpisodeRequest], group_size: int) -> list[GroupPlan]:
-    """One plan per request, in order; an episode that is requested again gets other samples."""
+    """Plan one group per request, in order; an episode that is requested again gets other samples."""
     plans, times_seen = [], Counter[EpisodeRequest]()
     for request in requests:
         plans.append(GroupPlan(request, times_seen[request] * group_size))
@@ -164,7 +169,11 @@ def play_groups(
     policy_version: int,
     on_failure: Callable[[FailedEpisode], None],
 ) -> list[RolloutGroup]:
-    """Play these groups here; a group lacks its failed episodes, which `on_failure` is given. Raises: as `collect`."""
+    """Play these groups in this process.
+
+    Failed episodes are passed to `on_failure` and left out of their groups.
+    Raises: as `collect_rollouts`.
+    """
     with ExitStack() as stack:
         pool = None
         if environment.blocking:
@@ -177,23 +186,15 @@ def play_groups(
         ]
         for group in groups:
             begin_group(group, backend.max_length)
+        sequences = [s for group in groups for s in group if not s.has_failed]
         try:
-            backend.run_sequences(
-                [sequence for group in groups for sequence in group if not sequence.has_failed],
-                sampling,
-            )
+            backend.run_sequences(sequences, sampling)
         finally:
             for group in groups:
                 for sequence in group:
                     sequence.close()
     return [
-        RolloutGroup(
-            [
-                sequence.build_rollout(policy_version)
-                for sequence in group
-                if not sequence.has_failed
-            ]
-        )
+        RolloutGroup([s.build_rollout(policy_version) for s in group if not s.has_failed])
         for group in groups
     ]
 
@@ -209,40 +210,45 @@ def build_group(
     on_failure: Callable[[FailedEpisode], None],
     kind: type[AnySequence] = EpisodeSequence,  # type: ignore[assignment]
 ) -> list[AnySequence]:
-    """The sequences of one group, each with random numbers of its own."""
-    made = []
+    """Build the sequences of one group, each with its own random numbers."""
+    sequences = []
     for sample in range(group_size):
         key = compute_sequence_seed(
             seed, environment.name, plan.request.level, plan.request.seed, plan.first + sample
         )
-        made.append(
+        sequences.append(
             kind(environment, renderer, plan.request, sampling, pool, key, sample, on_failure)
         )
-    return made
+    return sequences
 
 
 def begin_group(group: Sequence[EpisodeSequence], max_length: int) -> None:
-    """Take the opening messages. Raises: EnvironmentFault where those of one seed differ."""
+    """Read the opening messages.
+
+    Raises: EnvironmentFault if the messages of one seed differ.
+    """
     for sequence in group:
         sequence.begin_episode(max_length)
-    begun = [sequence for sequence in group if not sequence.has_failed]
-    if any(sequence.messages != begun[0].messages for sequence in begun):
+    started = [sequence for sequence in group if not sequence.has_failed]
+    if any(sequence.messages != started[0].messages for sequence in started):
         raise EnvironmentFault(
-            f"{begun[0].description}: two episodes of the same seed began with different messages"
+            f"{started[0].description}: two episodes of the same seed began with different messages"
         )
 
 
 def record_failures(
     failed: list[FailedEpisode], planned: int, failures: EpisodeFailureMonitor
 ) -> None:
-    """Take the failures of one collection into account. Raises: EnvironmentFault if they are too many."""
-    failed.sort(
-        key=lambda episode: (
-            episode.trajectory.level,
-            episode.trajectory.seed,
-            episode.trajectory.sample,
-        )
-    )
+    """Log and count one collection's failed episodes.
+
+    Raises: EnvironmentFault if there are too many.
+    """
+
+    def get_position(episode: FailedEpisode) -> tuple[str, int, int]:
+        trajectory = episode.trajectory
+        return trajectory.level, trajectory.seed, trajectory.sample
+
+    failed.sort(key=get_position)
     if failed:
         _log_failures(failed, planned, logging.INFO if failures.total else logging.WARNING)
     failures.close_collection(failed, planned)
@@ -250,20 +256,23 @@ def record_failures(
 
 @dataclass
 class _FailedEpisodes:
-    """Failed episodes of this process, in one collection of `planned` episodes."""
+    """Failed episodes of this process in one collection of `planned` episodes."""
 
     failures: EpisodeFailureMonitor
     planned: int
     episodes: list[FailedEpisode] = field(default_factory=list)
 
     def add_episode(self, episode: FailedEpisode) -> None:
-        """Note one. Raises: EnvironmentFault as soon as they are too many, however the rest will go."""
+        """Add one.
+
+        Raises: EnvironmentFault as soon as there are too many, regardless of the remaining episodes.
+        """
         self.episodes.append(episode)
         self.failures.check_failures(self.episodes, self.planned)
 
 
 def _log_failures(failed: Sequence[FailedEpisode], planned: int, level: int) -> None:
-    """Log them: as a warning the first time; after that the metrics count them."""
+    """Log failed episodes; the caller warns only the first time, because metrics count later ones."""
     first = failed[0]
     logger.log(
         level,
@@ -276,9 +285,11 @@ def _log_failures(failed: Sequence[FailedEpisode], planned: int, level: int) -> 
 
 
 def enable_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
-    """The renderer whose template describes the tools, where `native_tools` says so.
+    """Return a renderer whose chat template describes the tools if `native_tools` is set, otherwise the renderer
+    itself.
 
-    Raises: SettingsError if the template does not, or writes calls in a form that the environment does not read.
+    Raises: SettingsError if the template does not describe tools or writes calls in a form that the environment
+        cannot read.
     """
     if (
         not isinstance(renderer, ChatRenderer)
@@ -287,16 +298,14 @@ def enable_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
     ):
         return renderer
     tool = next(iter(tools.tools.values()))
-    call = ToolCall(
-        tool.name,
-        {
-            name: build_example_value(build_argument_schema(kind))
-            for name, kind in tool.parameters.items()
-        },
-    )
+    arguments = {
+        name: build_example_value(build_argument_schema(kind))
+        for name, kind in tool.parameters.items()
+    }
+    call = ToolCall(tool.name, arguments)
     function = {"name": call.name, "arguments": call.arguments}
-    told = renderer.with_tools(tools.schema())
-    text = told.render_assistant_text(
+    native_renderer = renderer.with_tools(tools.schema())
+    text = native_renderer.render_assistant_text(
         {
             "role": "assistant",
             "content": "",
@@ -304,12 +313,12 @@ def enable_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
         }
     )
     try:
-        read = tools.parse(text)
+        parsed = tools.parse(text)
     except ToolMisuse:
-        read = None
-    if read != call:
+        parsed = None
+    if parsed != call:
         raise SettingsError(
-            f"model.native_tools: the chat template writes calls as {text[:200]!r}, which environments do not read; "
-            "leave native_tools out: environments describe their tools in the system message"
+            f"model.native_tools: the chat template writes calls as {text[:200]!r}, which environments cannot read; "
+            "remove native_tools: environments describe their tools in the system message"
         )
-    return told
+    return native_renderer

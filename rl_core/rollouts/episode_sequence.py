@@ -41,17 +41,17 @@ class Renderer(Protocol):
     """The part of `data.chat.ChatRenderer` that collection needs."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the opening messages and the header of the first action."""
+        """Return token ids of the opening messages and the header of the first action."""
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids to append after the policy's end-of-turn token, up to the header of its next action."""
+        """Return token ids to append after the policy's end-of-turn token, up to the header of its next action."""
 
     def action_text(self, ids: Sequence[int]) -> str:
-        """Text of one sampled action."""
+        """Return the text of one sampled action."""
 
 
 class EpisodeSequence:
-    """A `RolloutSequence` over one episode: turns sampled tokens into actions, and observations into tokens."""
+    """A `RolloutSequence` over one episode: it turns sampled tokens into actions, and observations into tokens."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class EpisodeSequence:
         self._on_failure = on_failure
         self.has_failed = False
         self._turns: list[Turn] = []
-        self._history: list[Message] = []  # messages so far, those of the policy included
+        self._history: list[Message] = []  # messages so far, including the policy's
         self._completion_ids: list[int] = []
         self._context_starts: list[int] = []
-        self._used_tokens = 0  # of the room: sampled and appended tokens
+        self._used_tokens = 0  # sampled and appended tokens, out of _token_budget
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._reward = 0.0
@@ -99,21 +99,19 @@ class EpisodeSequence:
         except EnvironmentFault as fault:
             self._record_failure(fault, "the environment's episode()")
         else:
-            self._reset_call = (
-                pool.submit_call(
-                    f"{self.description}: its reset", self._call_environment, self._episode.reset
+            if pool:
+                label = f"{self.description}: its reset"
+                self._reset_call = pool.submit_call(
+                    label, self._call_environment, self._episode.reset
                 )
-                if pool
-                else None
-            )
 
     @property
     def is_over(self) -> bool:
-        """True = it has come to its end."""
+        """Whether the episode has ended."""
         return self._stop_reason is not None
 
     def begin_episode(self, max_length: int) -> None:
-        """Take the opening messages, of which a context of `max_length` tokens has to leave some room."""
+        """Read the opening messages, which must leave some room in a context of `max_length` tokens."""
         if self._episode is None:
             return
         try:
@@ -134,7 +132,8 @@ class EpisodeSequence:
         self._token_budget = min(self._token_budget, max_length - len(self.prompt_ids))
         if self._token_budget < 1:
             raise DataError(
-                f"{self.description}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of {max_length}"
+                f"{self.description}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context "
+                f"of {max_length}"
             )
 
     def take_action(
@@ -145,7 +144,7 @@ class EpisodeSequence:
         self._used_tokens += len(action_ids)
         text = self._renderer.action_text(action_ids)
         self._turns.append(Turn(action=text, num_tokens=len(action_ids)))
-        if hit_limit:  # cut in the middle: the environment is not shown half an action
+        if hit_limit:  # the environment is not shown an incomplete action
             self._stop_reason = StopReason.MAX_TOKENS
             return None
         assert self._episode is not None
@@ -157,14 +156,18 @@ class EpisodeSequence:
         )
 
     def should_stop(self, action_ids: list[int]) -> bool:
-        """True = the newest token completes a stop text; see `RolloutSequence`."""
-        # A token has at least one byte, a character at most four. More tokens than that: decoding may strip the first.
+        """Return whether the newest token completes a stop text; see `RolloutSequence`."""
+        # A token has at least one byte, a character at most four; decoding may strip the first bytes.
         newest = action_ids[-(4 * max(map(len, self._stop)) + 8) :]
         text = self._renderer.action_text(newest)
         return any(stop in text for stop in self._stop)
 
     def _take_step(self, result: Callable[[], Step]) -> Observation:
-        """Observation of a finished step, which `result` gives; None = the episode is over, or has failed."""
+        """Return the observation of a finished step; None = the episode is over or has failed.
+
+        Args:
+            result: returns the step.
+        """
         try:
             return self._observe_step(self._call_environment(normalize_step, result()))
         except EnvironmentFault as fault:
@@ -172,7 +175,7 @@ class EpisodeSequence:
             return None
 
     def _observe_step(self, step: Step) -> Observation:
-        """Observation of a step; None = the episode is over."""
+        """Return the observation of a step; None = the episode is over."""
         if not math.isfinite(step.reward):
             raise EnvironmentFault(
                 f"{self.description}: step returned reward {step.reward}, not a finite reward"
@@ -201,7 +204,7 @@ class EpisodeSequence:
         return observation
 
     def close(self) -> None:
-        """End the episode's sessions, where it has some; an error of that is logged."""
+        """Close the episode's sessions; log an error of that."""
         if self._episode is None:
             return
         try:
@@ -210,7 +213,9 @@ class EpisodeSequence:
             logger.warning("%s: its close failed", self.description, exc_info=True)
 
     def _build_continuation(self, messages: list[Message]) -> Observation:
-        """Tokens to append, or the context that the chat template renders anew; None = no room for a token after it."""
+        """Return the tokens to append, or a context rendered from the whole history; None = no room for another
+        token.
+        """
         self._history += [{"role": "assistant", "content": self._turns[-1].action}, *messages]
         if not (
             isinstance(self._renderer, ChatRenderer)
@@ -234,13 +239,13 @@ class EpisodeSequence:
         return ids if self._used_tokens < self._token_budget and self._has_room_for(ids) else None
 
     def _collect_context_ids(self) -> list[int]:
-        """All tokens that the policy reads now."""
+        """Return all tokens of the policy's current context."""
         if not self._context_starts:
             return [*self.prompt_ids, *self._completion_ids]
         return self._completion_ids[self._context_starts[-1] :]
 
     def _has_room_for(self, ids: list[int]) -> bool:
-        """A later context has room for these tokens and one more."""
+        """Return whether a later context has room for these tokens and one more."""
         return (
             not self._context_starts
             or len(self._collect_context_ids()) + len(ids)
@@ -248,7 +253,7 @@ class EpisodeSequence:
         )
 
     def build_rollout(self, policy_version: int) -> Rollout:
-        """The finished episode as a rollout."""
+        """Build the rollout of the finished episode."""
         assert self._stop_reason is not None, (
             f"{self.description}: the backend left the episode unfinished"
         )
@@ -289,7 +294,10 @@ class EpisodeSequence:
         )
 
     def _record_failure(self, fault: EnvironmentFault, where: str) -> None:
-        """Note that the environment failed, in `where`. Raises: EnvironmentFault if too many episodes have."""
+        """Record that the environment failed, in `where`.
+
+        Raises: EnvironmentFault if too many episodes have failed.
+        """
         self.has_failed = True
         self._stop_reason = StopReason.FAILED
         error = str(fault).removeprefix(f"{self.description}: ")
@@ -304,12 +312,15 @@ class EpisodeSequence:
         self._loss_mask += [sampled] * len(ids)
 
     def _call_environment(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call into the environment; whatever it raises names the episode."""
+        """Call into the environment; name the episode in whatever it raises."""
         try:
             return function(*args, **kwargs)
         except SettingsError:  # an unknown level is for the user to correct
             raise
-        except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # an environment must not end the run by SystemExit
             raise EnvironmentFault(
                 f"{self.description}: {type(error).__name__}: {error}"
             ) from error
@@ -321,16 +332,15 @@ def _run_timed(step: Callable[[], Step]) -> Step:
 
 
 def normalize_step(step: Step) -> Step:
-    """The step with plain texts: an environment may hand back what the policy wrote (message, answer, call)."""
+    """Clean the texts of a step: an environment may return what the policy wrote (message, answer, call)."""
     if isinstance(step.answer, str):
         step.answer = replace_unprintable(step.answer)
     if step.tool_call is not None:
         step.tool_call = _normalize_call(step.tool_call)
-    step.more_calls, step.info = (
-        [_normalize_call(call) for call in step.more_calls],
-        convert_to_plain_json(step.info),
-    )
-    step.messages, step.reward = normalize_messages(step.messages), float(step.reward)
+    step.more_calls = [_normalize_call(call) for call in step.more_calls]
+    step.info = convert_to_plain_json(step.info)
+    step.messages = normalize_messages(step.messages)
+    step.reward = float(step.reward)
     return step
 
 
@@ -339,7 +349,10 @@ def _normalize_call(call: ToolCall) -> ToolCall:
 
 
 def normalize_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages with texts that a tokenizer takes. Raises: ValueError for one without role or text."""
+    """Convert messages to texts that a tokenizer accepts.
+
+    Raises: ValueError for a message without role or text.
+    """
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r:.200} has no role, or no text as its content")

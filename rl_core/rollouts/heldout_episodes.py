@@ -1,7 +1,4 @@
-"""Seeds of held-out episodes: drawn at random, each question once while there are others.
-
-Requests of held-out episodes: those that every model is compared on, and those of validation while training.
-"""
+"""Held-out episodes: random seeds without repeated questions, for evaluating every model and for validation."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from rl_core.settings import EvaluationSettings
 
 logger = logging.getLogger(__name__)
 
-_MAX_DRAWS_PER_EPISODE = 20  # seeds looked at per episode that is wanted, at most
+_MAX_DRAWS_PER_EPISODE = 20  # most seeds inspected per requested episode
 
 
 def draw_heldout_seeds(
@@ -28,47 +25,46 @@ def draw_heldout_seeds(
     *,
     repeat: bool = True,
 ) -> list[int]:
-    """Up to `count` held-out seeds of a level, none of which asks a question of the training episodes.
+    """Draw up to `count` held-out seeds of a level, none of which asks a question of the training episodes.
 
-    Seeds with a question that is drawn already, or that a seed in `taken` asks, come last, with a warning, or with
-    `repeat` False not at all. Where questions cannot be held out (`Environment.held_out`), only the seeds differ.
+    Seeds whose question is already drawn or asked by an excluded seed come last, with a warning, or are omitted if
+    `repeat` is False. If questions cannot be held out (`Environment.held_out`), only the seeds differ.
+
     Args:
-        taken: seeds that are used elsewhere.
+        excluded: seeds that are used elsewhere.
     """
     seeds = environment.seeds_of("heldout", level)
-    found = environment.held_out(level)
-    by_content = found.by == "content"
-    asked = (
-        {environment.compute_question_digest(seed, level) for seed in excluded}
-        if by_content
-        else set()
-    )
+    held_out = environment.held_out(level)
+    by_content = held_out.by == "content"
+    known_questions: set[str] = set()
+    if by_content:
+        known_questions = {environment.compute_question_digest(seed, level) for seed in excluded}
     picked: list[int] = []
     repeated: list[int] = []
-    # Of indices: to look up a seed of a generated level takes several episodes.
-    for index in rng.sample(
-        range(len(seeds)), min(len(seeds), _MAX_DRAWS_PER_EPISODE * count + len(excluded))
-    ):
+    # Sample indices, because looking up a seed of a generated level takes several episodes.
+    num_draws = min(len(seeds), _MAX_DRAWS_PER_EPISODE * count + len(excluded))
+    for index in rng.sample(range(len(seeds)), num_draws):
         if len(picked) == count:
             break
         seed = seeds[index]
-        if seed in excluded or seed in found.shared:
-            continue
-        if by_content and (question := environment.compute_question_digest(seed, level)) in asked:
-            repeated.append(seed)
+        if seed in excluded or seed in held_out.shared:
             continue
         if by_content:
-            asked.add(question)
+            question = environment.compute_question_digest(seed, level)
+            if question in known_questions:
+                repeated.append(seed)
+                continue
+            known_questions.add(question)
         picked.append(seed)
-    again = repeated[: count - len(picked)] if repeat else []
-    if again:
+    reused = repeated[: count - len(picked)] if repeat else []
+    if reused:
         logger.warning(
-            "level %s: %d of %d held-out episodes repeat a question; no others were found",
+            "level %s: %d of %d held-out episodes repeat a question; no other episodes are available",
             level,
-            len(again),
+            len(reused),
             count,
         )
-    return picked + again
+    return picked + reused
 
 
 def draw_heldout_requests(
@@ -77,14 +73,16 @@ def draw_heldout_requests(
     seed: int,
     excluded: Collection[EpisodeRequest] = (),
 ) -> list[EpisodeRequest]:
-    """Held-out episodes: levels in equal shares, each with its own questions, interleaved.
+    """Draw held-out episodes: levels in equal shares, each with its own questions, interleaved.
 
-    Determined by environment, settings and seed, so that every model gets the same ones. `taken`: episodes used
-    elsewhere; neither they nor their questions are drawn (`rollouts.heldout_seeds`). A level with fewer held-out
-    episodes than its share contributes all of them to draw 0, with a warning. A later draw (`settings.episodes_draw`)
-    has the full share of every level, without the episodes and questions of the draws before it.
-    Raises: SettingsError for an unknown level; DataError for a level without held-out episodes, or without enough of
-    them for the draw.
+    The result depends only on environment, settings and seed, so every model gets the same episodes. A level with
+    fewer held-out episodes than its share contributes all of them to draw 0, with a warning. A later draw
+    (`settings.episodes_draw`) has the full share of every level, without the episodes and questions of earlier draws.
+
+    Args:
+        excluded: episodes used elsewhere; neither they nor their questions are drawn (`draw_heldout_seeds`).
+    Raises: SettingsError for an unknown level; DataError for a level without held-out episodes, or with too few for
+        the draw.
     """
     levels = settings.levels or environment.levels
     for level in levels:
@@ -96,13 +94,13 @@ def draw_heldout_requests(
             f"episodes: {settings.episodes} is fewer than the {len(levels)} levels to evaluate"
         )
     per_level: list[list[EpisodeRequest]] = []
-    used = {
+    used_seeds = {
         level: {request.seed for request in excluded if request.level == level} for level in levels
     }
     for index, level in enumerate(levels):
         share = settings.episodes // len(levels) + (index < settings.episodes % len(levels))
         picked = _draw_level_seeds(
-            environment, level, share, seed, settings.episodes_draw, used[level]
+            environment, level, share, seed, settings.episodes_draw, used_seeds[level]
         )
         per_level.append(
             [EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked]
@@ -114,26 +112,26 @@ def draw_heldout_requests(
 def _draw_level_seeds(
     environment: Environment, level: str, share: int, seed: int, draw: int, used: set[int]
 ) -> list[int]:
-    """Seeds of one level in a draw of the held-out episodes; see `draw_heldout_requests`."""
+    """Draw the seeds of one level; see `draw_heldout_requests`."""
     seeds = environment.seeds_of("heldout", level)
     if not len(seeds):
         raise DataError(
             f"environment '{environment.name}' has no held-out episodes of level '{level}'"
         )
-    # Seeding by text makes the draw of a level independent of the other levels.
+    # Seeding by text makes a level's draw independent of the other levels.
     picked = draw_heldout_seeds(
         environment, level, share, random.Random(f"heldout/{seed}/{level}"), () if draw else used
     )
     if not picked:
         logger.warning(
-            "level %s has no other held-out episodes; those used elsewhere are used again", level
+            "level %s has no other held-out episodes; reusing those that are used elsewhere", level
         )
         picked = draw_heldout_seeds(
             environment, level, share, random.Random(f"heldout/{seed}/{level}")
         )
     if len(picked) < share:
         logger.warning(
-            "level %s has %d held-out episodes, fewer than %d; all are used",
+            "level %s has %d held-out episodes, fewer than %d; using all of them",
             level,
             len(picked),
             share,
@@ -144,8 +142,8 @@ def _draw_level_seeds(
         picked = draw_heldout_seeds(environment, level, share, rng, seen, repeat=False)
         if len(picked) < share:
             raise DataError(
-                f"level '{level}' has {len(seeds)} held-out episodes, too few for draw {number} of {share} that were "
-                f"not used before: {len(picked)} whose question is new are left"
+                f"level '{level}' has {len(seeds)} held-out episodes, too few for draw {number} of {share} unused "
+                f"ones: {len(picked)} whose question is new are left"
             )
         seen.update(picked)
     return picked
@@ -160,7 +158,8 @@ def draw_validation_requests(
     setting: str = "eval_episodes",
     other: str = "evaluate.episodes",
 ) -> list[EpisodeRequest]:
-    """Validation episodes for early stopping and model selection; neither they nor their questions are `reported`.
+    """Draw validation episodes for early stopping and model selection; exclude `reported` episodes and their
+    questions.
 
     Args:
         setting, other: names of the settings for `episodes` and for the number of `reported` ones, for the error.
@@ -170,14 +169,14 @@ def draw_validation_requests(
     for index, level in enumerate(levels):
         share = episodes // len(levels) + (index < episodes % len(levels))
         seeds = environment.seeds_of("heldout", level)
-        taken = {request.seed for request in reported if request.level == level}
+        reported_seeds = {request.seed for request in reported if request.level == level}
         picked = draw_heldout_seeds(
-            environment, level, share, random.Random(f"validation/{seed}/{level}"), taken
+            environment, level, share, random.Random(f"validation/{seed}/{level}"), reported_seeds
         )
         if len(picked) < share:
             raise SettingsError(
-                f"{setting}: level '{level}' has {len(seeds)} held-out episodes; {other} takes {len(taken)} of them; "
-                f"{len(picked)} are left, {share} are needed. Lower {other} or {setting}"
+                f"{setting}: level '{level}' has {len(seeds)} held-out episodes; {other} takes "
+                f"{len(reported_seeds)} of them; {len(picked)} are left, {share} are needed. Lower {other} or {setting}"
             )
         requests += [EpisodeRequest(level=level, seed=s) for s in picked]
     return requests

@@ -1,7 +1,7 @@
-"""Replay of a recorded episode: its actions are shown to the environment again, and the results compared.
+"""Replay of a recorded episode: its actions are sent to the environment again, and the results compared.
 
-An environment is a function of (level, seed, actions), and a reward function one of the trajectory: any difference is
-non-determinism, or a change of code or data since.
+An environment is a function of (level, seed, actions), and a reward function one of the trajectory. Any difference
+means non-determinism, or changed code or data.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from rl_core.rewards.user_function import RewardFunction, RewardSignature
 from rl_core.rollouts.episode_sequence import normalize_messages, normalize_step
 from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
 
-TIMEOUT_TEXT = "has not returned within"  # in the message of a call that hangs
-_MAX_SHOWN_CHARACTERS = 400  # characters of a text
+TIMEOUT_TEXT = "has not returned within"  # part of the message for a hanging call
+_MAX_SHOWN_CHARACTERS = 400  # of each text
 
 
 @dataclass
 class EpisodeReplay:
-    """Outcome of a replay."""
+    """The result of a replay."""
 
-    lines: list[str] = field(default_factory=list)  # turn by turn, for people
-    differences: list[str] = field(default_factory=list)  # from the recording; [] = the same
-    error: str = ""  # type and text of what the environment or a reward function raised this time
+    lines: list[str] = field(default_factory=list)  # report for the user, turn by turn
+    differences: list[str] = field(default_factory=list)  # from the recording; [] = identical
+    error: str = ""  # what the environment or a reward function raised during the replay
     trace: str = ""
 
-    def compare_values(self, what: str, recorded: Any, found: Any) -> None:
-        """Note a difference."""
-        if not _is_same(recorded, found):
+    def compare_values(self, subject: str, recorded: Any, current: Any) -> None:
+        """Record a difference between a recorded and a current value."""
+        if not _is_same(recorded, current):
             self.differences.append(
-                f"{what}: recorded {_truncate_text(recorded)}, now {_truncate_text(found)}"
+                f"{subject}: recorded {_truncate_text(recorded)}, now {_truncate_text(current)}"
             )
             self.lines.append(f"  ! {self.differences[-1]}")
 
@@ -53,17 +53,17 @@ def replay_episode(
     """Play the recorded actions again, score the recorded trajectory twice with each reward function, and compare.
 
     Args:
-        recorded: a failed episode, or a trajectory that ended well.
-        rewards: by name. A function is given this trajectory alone, whatever else it was given with.
-        timeout_s: of a call.
+        recorded: a failed episode, or the trajectory of a successful one.
+        rewards: by name. Each function gets this trajectory alone, even if it originally got a batch.
+        timeout_s: per call.
     """
     failed = recorded if isinstance(recorded, FailedEpisode) else None
-    played = failed.trajectory if failed is not None else recorded
-    assert isinstance(played, Trajectory)
+    trajectory = failed.trajectory if failed is not None else recorded
+    assert isinstance(trajectory, Trajectory)
     replay = EpisodeReplay()
     in_environment = failed is not None and not failed.failed_in.startswith("reward ")
     _play_actions(
-        environment, played, failed.messages if failed is not None else [], replay, timeout_s
+        environment, trajectory, failed.messages if failed is not None else [], replay, timeout_s
     )
     if failed is not None and in_environment:
         if not (TIMEOUT_TEXT in failed.error and TIMEOUT_TEXT in replay.error):
@@ -78,22 +78,22 @@ def replay_episode(
         expected = (
             failed.error if failed is not None and failed.failed_in == f"reward '{name}'" else ""
         )
-        _score_trajectory(name, function, played, expected, replay, timeout_s)
+        _score_trajectory(name, function, trajectory, expected, replay, timeout_s)
     return replay
 
 
 def _play_actions(
     environment: Environment,
-    played: Trajectory,
+    trajectory: Trajectory,
     opening: Sequence[Message],
     replay: EpisodeReplay,
     timeout_s: float,
 ) -> None:
-    place = f"environment '{played.environment}', level '{played.level}', seed {played.seed}"
+    label = f"environment '{trajectory.environment}', level '{trajectory.level}', seed {trajectory.seed}"
 
     def call(function: Callable[[], Any]) -> Any:
         try:
-            return call_with_time_limit(timeout_s, place, function)
+            return call_with_time_limit(timeout_s, label, function)
         except (Exception, SystemExit) as error:
             is_late = isinstance(error, EnvironmentFault) and TIMEOUT_TEXT in str(error)
             replay.error = (
@@ -106,7 +106,7 @@ def _play_actions(
             return None
 
     episode: Episode | None = call(
-        lambda: environment.episode(seed=played.seed, level=played.level)
+        lambda: environment.episode(seed=trajectory.seed, level=trajectory.level)
     )
     messages = call(lambda: normalize_messages(episode.reset())) if episode is not None else None
     if episode is None or messages is None:
@@ -118,12 +118,12 @@ def _play_actions(
     if opening:
         replay.compare_values("opening messages", list(opening), messages)
     else:
-        replay.compare_values("prompt", played.prompt, prompt)
+        replay.compare_values("prompt", trajectory.prompt, prompt)
     total, last = 0.0, Step()
-    for number, turn in enumerate(played.turns, start=1):
+    for number, turn in enumerate(trajectory.turns, start=1):
         replay.lines.append(f"turn {number}: {_truncate_text(turn.action)}")
-        if turn is played.turns[-1] and _is_cut_off(played, turn):
-            replay.lines.append("  cut off by the token limit: the environment was not shown it")
+        if turn is trajectory.turns[-1] and _is_cut_off(trajectory, turn):
+            replay.lines.append("  cut off by the token limit: not sent to the environment")
             break
         step = call(functools.partial(_step_episode, episode, turn.action))
         if step is None:
@@ -132,76 +132,85 @@ def _play_actions(
         if not math.isfinite(step.reward):
             replay.error = f"step returned reward {step.reward}, not a finite reward"
             return
-        if _show_step(number, turn, step, played, replay):
+        if _show_step(number, turn, step, trajectory, replay):
             break
-    if played.stop_reason != StopReason.FAILED:
-        _compare_outcome(played, episode, last, total, replay)
+    if trajectory.stop_reason != StopReason.FAILED:
+        _compare_outcome(trajectory, episode, last, total, replay)
 
 
 def _step_episode(episode: Episode, action: str) -> Step:
     return normalize_step(episode.step(action))
 
 
-def _is_cut_off(played: Trajectory, turn: Turn) -> bool:
-    """True = the last action was cut off; an observation that did not fit left a call or an error behind."""
+def _is_cut_off(trajectory: Trajectory, turn: Turn) -> bool:
+    """Return whether the last action was cut off.
+
+    An observation that did not fit leaves a tool call or an error in the turn.
+    """
     return (
-        played.stop_reason == StopReason.MAX_TOKENS and turn.tool_call is None and not turn.is_error
+        trajectory.stop_reason == StopReason.MAX_TOKENS
+        and turn.tool_call is None
+        and not turn.is_error
     )
 
 
 def _show_step(
-    number: int, turn: Turn, step: Step, played: Trajectory, replay: EpisodeReplay
+    number: int, turn: Turn, step: Step, trajectory: Trajectory, replay: EpisodeReplay
 ) -> bool:
-    """Note what the step gave, and how it differs from the recording; True = the episode has ended."""
-    ended = step.terminated or step.truncated
-    observation = None if ended else "\n".join(message["content"] for message in step.messages)
+    """Record the result of a step and its differences from the recording; return whether the episode has ended."""
+    has_ended = step.terminated or step.truncated
+    observation = None if has_ended else "\n".join(message["content"] for message in step.messages)
     if step.tool_call is not None:
         replay.lines.append(
             f"  calls {step.tool_call.name} {_truncate_text(step.tool_call.arguments)}"
         )
     replay.lines.append(
-        f"  -> {'the end' if ended else _truncate_text(observation)} (reward {step.reward:g})"
+        f"  -> {'the end' if has_ended else _truncate_text(observation)} (reward {step.reward:g})"
     )
-    if not ended and not step.messages:
+    if not has_ended and not step.messages:
         replay.error = "a step neither ended the episode nor returned an observation"
         return True
     replay.compare_values(f"tool call of turn {number}", turn.tool_call, step.tool_call)
     replay.compare_values(f"misuse in turn {number}", turn.is_error, step.is_error)
-    is_last = turn is played.turns[-1]
+    is_last = turn is trajectory.turns[-1]
     if turn.observation is not None:
         replay.compare_values(
             f"observation of turn {number}",
             turn.observation,
             observation or "none: the episode ended",
         )
-    elif is_last and played.stop_reason in (StopReason.TERMINATED, StopReason.ENVIRONMENT):
-        replay.compare_values(f"end at turn {number}", True, ended)
-    return ended
+    elif is_last and trajectory.stop_reason in (StopReason.TERMINATED, StopReason.ENVIRONMENT):
+        replay.compare_values(f"end at turn {number}", True, has_ended)
+    return has_ended
 
 
 def _compare_outcome(
-    played: Trajectory, episode: Episode, last: Step, total: float, replay: EpisodeReplay
+    trajectory: Trajectory, episode: Episode, last: Step, total: float, replay: EpisodeReplay
 ) -> None:
-    replay.compare_values("answer", played.answer, last.answer)
-    replay.compare_values("success", played.success, bool(last.success))
+    replay.compare_values("answer", trajectory.answer, last.answer)
+    replay.compare_values("success", trajectory.success, bool(last.success))
     replay.compare_values(
-        "reward of the environment", played.rewards.get("task", played.reward), total
+        "reward of the environment", trajectory.rewards.get("task", trajectory.reward), total
     )
-    replay.compare_values("right answer (target)", played.target, episode.target)
+    replay.compare_values("right answer (target)", trajectory.target, episode.target)
 
 
 def _score_trajectory(
     name: str,
     function: RewardFunction,
-    played: Trajectory,
+    trajectory: Trajectory,
     expected: str,
     replay: EpisodeReplay,
     timeout_s: float,
 ) -> None:
-    """Score a copy of the trajectory twice; `expected`: the recorded error, "" = none."""
-    task = played.rewards.get("task", played.reward)
-    bare = dataclasses.replace(played, rewards={"task": task}, reward=task)
-    found: list[Any] = []
+    """Score a copy of the trajectory twice.
+
+    Args:
+        expected: the recorded error; "" = none.
+    """
+    task = trajectory.rewards.get("task", trajectory.reward)
+    bare = dataclasses.replace(trajectory, rewards={"task": task}, reward=task)
+    results: list[Any] = []
     for _ in range(2):
         try:
             value = call_with_time_limit(
@@ -209,42 +218,41 @@ def _score_trajectory(
                 f"reward '{name}'",
                 lambda: _compute_reward_values(RewardSignature(function, name), bare),
             )
-            found.append(value[0] if len(value) == 1 else f"{len(value)} values for 1 trajectory")
+            results.append(value[0] if len(value) == 1 else f"{len(value)} values for 1 trajectory")
         except (Exception, SystemExit) as error:
-            found.append(f"raised {type(error).__name__}: {error}")
-            replay.error, replay.trace = found[-1], format_error_trace(error)
-    replay.lines.append(f"reward {name}: {_truncate_text(found[0])}")
-    if not _is_same(*found):
-        text = f"reward '{name}' gave {_truncate_text(found[0])} and {_truncate_text(found[1])} for the same trajectory"
+            results.append(f"raised {type(error).__name__}: {error}")
+            replay.error, replay.trace = results[-1], format_error_trace(error)
+    result = results[0]
+    replay.lines.append(f"reward {name}: {_truncate_text(result)}")
+    if not _is_same(*results):
+        first, second = map(_truncate_text, results)
+        text = f"reward '{name}' gave {first} and {second} for the same trajectory"
         replay.differences.append(text)
         replay.lines.append(f"  ! {text}")
     if expected:
-        now = found[0] if isinstance(found[0], str) else f"gave {found[0]!r}"
-        now += (
-            ", no finite number"
-            if isinstance(found[0], float) and not math.isfinite(found[0])
-            else ""
-        )
+        now = result if isinstance(result, str) else f"gave {result!r}"
+        if isinstance(result, float) and not math.isfinite(result):
+            now += ", no finite number"
         replay.compare_values(f"error of reward '{name}'", expected, now)
-    elif name in played.rewards:
-        replay.compare_values(f"reward '{name}'", played.rewards[name], found[0])
+    elif name in trajectory.rewards:
+        replay.compare_values(f"reward '{name}'", trajectory.rewards[name], result)
 
 
-def _compute_reward_values(signature: RewardSignature, played: Trajectory) -> list[Any]:
-    """Values of a copy of the trajectory, which knows no token ids; see `rewards.user_function` for None."""
-    values = signature.call_function([Rollout([], [], [], [], copy.deepcopy(played))])
+def _compute_reward_values(signature: RewardSignature, trajectory: Trajectory) -> list[Any]:
+    """Score a copy of the trajectory without token ids; see `rewards.user_function` for None values."""
+    values = signature.call_function([Rollout([], [], [], [], copy.deepcopy(trajectory))])
     return [0.0 if value is None and signature.is_trl else value for value in values]
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, int | float):
-        return one == other or (math.isnan(one) and math.isnan(other))
-    return bool(one == other)
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, float) and isinstance(second, int | float):
+        return first == second or (math.isnan(first) and math.isnan(second))
+    return bool(first == second)
 
 
 def _truncate_text(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
-    # A policy may write control characters: none reaches a terminal.
+    # Escape control characters that a policy may write before they reach a terminal.
     text = "".join(
         character if character.isprintable() else repr(character)[1:-1]
         for character in text[: _MAX_SHOWN_CHARACTERS + 1]

@@ -1,6 +1,7 @@
-"""Failed episodes on disk: the first ones of a stage, whole, so that they can be played again.
+"""Rollout files: the first failed episodes of a stage, and token ids of rollouts.
 
-Token ids of rollouts on disk, beside their trajectories, so that text is never tokenised again.
+Failed episodes are stored completely, so that they can be replayed. Token ids are stored next to the trajectories, so
+that text is never tokenised again.
 
 T completion tokens.
 """
@@ -22,15 +23,15 @@ from rl_core.storage.atomic_files import append_bytes, replace_file, truncate_fi
 from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.types import Rollout
 
-MAX_FAILED_EPISODES = 50  # of a stage, the first ones
+MAX_FAILED_EPISODES = 50  # per stage
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeName:
-    """Name of an episode for people: policy/12/easy/345/0, evaluate/sft/easy/345/0."""
+    """A readable name of an episode: policy/12/easy/345/0, evaluate/sft/easy/345/0."""
 
     stage: str
-    source: str  # number of the iteration, or the model that was evaluated
+    source: str  # number of the iteration, or the evaluated model
     level: str
     seed: int
     sample: int
@@ -40,10 +41,13 @@ class EpisodeName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Inverse of `str`. Raises: DataError."""
+        """Parse the text form.
+
+        Raises: DataError.
+        """
         parts = text.split("/")
         try:
-            stage, of, seed, sample = parts[0], parts[1], int(parts[-2]), int(parts[-1])
+            stage, source, seed, sample = parts[0], parts[1], int(parts[-2]), int(parts[-1])
             level = "/".join(parts[2:-2])
         except (IndexError, ValueError):
             level = ""
@@ -52,21 +56,20 @@ class EpisodeName:
                 f"episode {text!r} must read STAGE/ITERATION/LEVEL/SEED/SAMPLE, as in policy/12/easy/345/0, or for an "
                 "evaluation STAGE/MODEL/LEVEL/SEED/SAMPLE, as in evaluate/policy/easy/345/0"
             )
-        return cls(stage, of, level, seed, sample)
+        return cls(stage, source, level, seed, sample)
 
 
 class FailedEpisodeFile:
-    """Appends the first KEPT_EPISODES failed episodes of a stage to one file.
+    """A file with the first MAX_FAILED_EPISODES failed episodes of a stage.
 
-    A resumed run repeats the iterations since its checkpoint, so their episodes are cut first.
+    A resumed run repeats the iterations since its checkpoint, so their episodes are removed first.
     """
 
     def __init__(self, path: Path, stage: str) -> None:
         self.path = path
         self.stage = stage
-        self._num_episodes: int | None = (
-            None  # None = the file of an interrupted run has not been looked at
-        )
+        # None = the file of an interrupted run has not been read yet
+        self._num_episodes: int | None = None
 
     def clear_file(self) -> None:
         """Remove the episodes of an earlier attempt."""
@@ -74,44 +77,46 @@ class FailedEpisodeFile:
         self._num_episodes = 0
 
     def __call__(self, iteration: int, rollouts: Iterable[Rollout]) -> None:
-        """Note that an iteration was played: as a record of a trainer, so that nothing of later ones stays."""
+        """Note that an iteration was played, as a record of a trainer: drop episodes of this and later iterations."""
         if self._num_episodes is None:
             self._num_episodes = self._truncate_before(iteration)
 
     def append_episode(self, episode: FailedEpisode, source: str) -> EpisodeName | None:
-        """Append one; its name, or None if there are enough. `of`: the iteration's number or the model's name."""
+        """Append an episode and return its name; return None if the file is full.
+
+        Args:
+            source: the iteration's number or the model's name.
+        """
         if self._num_episodes is None:
             self._num_episodes = self._truncate_before(episode.iteration)
         if self._num_episodes >= MAX_FAILED_EPISODES:
             return None
-        played = episode.trajectory
-        name = EpisodeName(self.stage, source, played.level, played.seed, played.sample)
-        append_bytes(
-            self.path,
-            encode_checked_line({"episode": str(name), **episode.to_json()}, allow_nan=True),
-            synced=True,
-        )
+        trajectory = episode.trajectory
+        name = EpisodeName(self.stage, source, trajectory.level, trajectory.seed, trajectory.sample)
+        record = {"episode": str(name), **episode.to_json()}
+        append_bytes(self.path, encode_checked_line(record, allow_nan=True), synced=True)
         self._num_episodes += 1
         return name
 
     def _truncate_before(self, iteration: int | None) -> int:
-        """Cut the file before the first episode of that iteration or a later one; number of those that stay."""
+        """Cut the file before the first episode of that iteration or a later one; return the number of remaining
+        episodes.
+        """
         if not self.path.is_file():
             return 0
-        place = count = 0
+        end = count = 0
         for line in read_checked_lines(self.path):
-            found = (line.record or {}).get("iteration")
-            if line.record is not None and (
-                iteration is None or found is None or found >= iteration
-            ):
+            recorded = (line.record or {}).get("iteration")
+            is_later = iteration is None or recorded is None or recorded >= iteration
+            if line.record is not None and is_later:
                 break
-            place, count = line.end, count + 1
-        truncate_file(self.path, place)
+            end, count = line.end, count + 1
+        truncate_file(self.path, end)
         return count
 
 
 def read_failed_episodes(path: Path) -> Iterator[tuple[str, FailedEpisode]]:
-    """Name and content of the episodes of a file, in order; damaged lines are named and left out."""
+    """Yield name and content of a file's episodes in order; report and skip damaged lines."""
     for line in read_checked_lines(path):
         if line.record is None:
             report_damaged_line(path, line, "one failed episode is lost")
@@ -120,20 +125,20 @@ def read_failed_episodes(path: Path) -> Iterator[tuple[str, FailedEpisode]]:
             yield str(line.record.get("episode", "")), FailedEpisode.from_json(line.record)
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"{path}: a line is no failed episode ({type(error).__name__}: {error})"
+                f"{path}: invalid line in a file of failed episodes ({type(error).__name__}: {error})"
             ) from None
 
 
 def build_tokens_path(trajectories: Path) -> Path:
-    """Path of the tokens of a trajectories_NAME.jsonl: tokens_NAME.jsonl beside it."""
+    """Return the path of the tokens of a trajectories_NAME.jsonl: tokens_NAME.jsonl in the same folder."""
     return trajectories.with_name(trajectories.name.replace("trajectories", "tokens", 1))
 
 
 def write_tokens(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """One line for each rollout, in the order of its trajectories file.
+    """Write one line per rollout, in the order of its trajectories file.
 
     {"prompt": [ids], "completion": [ids], "runs": [lengths of sampled, observed, sampled, ... tokens]}, and
-    "contexts": [`Rollout.context_starts`] where there are several.
+    "contexts": [`Rollout.context_starts`] if there are several.
     """
     with replace_file(path) as file:
         for rollout in rollouts:
@@ -152,9 +157,9 @@ def write_tokens(path: Path, rollouts: Iterable[Rollout]) -> None:
 
 
 def read_rollouts(trajectories: Path, limit: int) -> list[Rollout]:
-    """The first `limit` rollouts of a trajectories file, with their tokens; log-probabilities are not kept.
+    """Read the first `limit` rollouts of a trajectories file with their tokens, without log-probabilities.
 
-    Raises: DataError naming file and line where the tokens do not belong to the trajectories.
+    Raises: DataError naming file and line if the tokens do not match the trajectories.
     """
     path = build_tokens_path(trajectories)
     rollouts = []
@@ -167,7 +172,7 @@ def read_rollouts(trajectories: Path, limit: int) -> list[Rollout]:
         ):
             raise DataError(
                 f"{path}:{number}: {len(completion)} tokens, but the trajectory has "
-                f"{trajectory.num_completion_tokens}; the two files do not belong together"
+                f"{trajectory.num_completion_tokens}; the two files do not match"
             )
         rollouts.append(
             Rollout(
@@ -189,15 +194,12 @@ def _read_token_rows(path: Path) -> Iterator[tuple[list[int], list[int], list[bo
                 row = json.loads(line)
                 prompt, completion, runs = (row[name] for name in ("prompt", "completion", "runs"))
                 contexts = row.get("contexts", [])
-                if not all(map(_is_count_list, (prompt, completion, runs, contexts))) or sum(
-                    runs
-                ) != len(completion):
-                    raise ValueError(
-                        "expected lists of ids, and runs that add up to the completion"
-                    )
+                lists = (prompt, completion, runs, contexts)
+                if not all(map(_is_count_list, lists)) or sum(runs) != len(completion):
+                    raise ValueError("expected lists of ids, and runs that sum to the completion")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise DataError(
-                    f"{path}:{number}: this is no line of a tokens file ({error})"
+                    f"{path}:{number}: invalid line in a tokens file ({error})"
                 ) from None
             mask = [
                 sampled

@@ -1,4 +1,4 @@
-"""A base model in memory: its weights, what adapters may update, and a rollout engine over it."""
+"""Base model in memory: its weights, what adapters may update, and a rollout engine."""
 
 from __future__ import annotations
 
@@ -27,34 +27,32 @@ _ATTENTION_NAME_PARTS = ("attn", "attention")
 
 
 class SharedBaseModel:
-    """A frozen causal language model that training runs and samplers share."""
+    """Frozen causal language model that training runs and samplers share."""
 
     def __init__(self, name: str, path: str, settings: ServiceEngineSettings) -> None:
-        """Raises: ModelError when there is no such model, or its head scales or caps logits."""
+        """Load the model. Raises: ModelError if it does not exist, or its head scales or caps logits."""
         self.name, self.path = name, path
         model, self.tokenizer = causal_lm.load_model(
             path, ModelSettings(dtype=settings.dtype, device=settings.device)
         )
         self.model: Any = model.requires_grad_(False).eval()
-        if not (decision := check_chunked_head(self.model)).allowed:
+        decision = check_chunked_head(self.model)
+        if not decision.allowed:
             raise ModelError(f"base model '{name}' cannot be served: {decision.reason}")
         self.device = next(self.model.parameters()).device
         self.head: nn.Linear = self.model.get_output_embeddings()
-        self.head_name = next(
-            name for name, part in self.model.named_modules() if part is self.head
-        )
-        vocab_size = min(
-            self.model.get_input_embeddings().weight.shape[0], self.head.weight.shape[0]
-        )
+        modules = list(self.model.named_modules())
+        self.head_name = next(name for name, module in modules if module is self.head)
+        embedding = self.model.get_input_embeddings()
+        vocab_size = min(embedding.weight.shape[0], self.head.weight.shape[0])
         self.limits = ModelLimits(read_model_max_length(self.model), vocab_size)
         self.hidden_size = read_hidden_size(self.model)
-        names = [
+        self._inner_linear_names = [
             name
-            for name, part in self.model.named_modules()
-            if type(part) is nn.Linear and part is not self.head
+            for name, module in modules
+            if type(module) is nn.Linear and module is not self.head
         ]
-        self._inner_linear_names = names
-        self.router = AdapterRouter(self.model, names)
+        self.router = AdapterRouter(self.model, self._inner_linear_names)
         self._batching = settings.batch_runs
         self._independence = check_independent_rows(self.model)
         self.samples_adapters = check_slot_adapters(self.model)
@@ -64,19 +62,22 @@ class SharedBaseModel:
 
     @property
     def batches_runs(self) -> bool:
-        """True = rows of several training runs share a pass."""
+        """Whether rows of several training runs share a pass."""
         return self._batching == "always" or (
             self._batching == "exact" and self._independence.allowed
         )
 
     def use_row_by_row_products(self) -> AbstractContextManager[None]:
-        """Within: matrix products of passes that several runs may share, also for a run that is alone in its pass."""
+        """Return a context in which a pass's matrix products are row-invariant if runs may share passes.
+
+        It applies to a run that is alone in its pass too, so that its results do not depend on other runs.
+        """
         is_exact = self.batches_runs and self._independence.allowed
         return gemm.use_row_invariant_products() if is_exact else nullcontext()
 
     @property
     def info(self) -> BaseInfo:
-        """For people and clients."""
+        """Description for clients and logs."""
         return BaseInfo(
             name=self.name,
             path=self.path,
@@ -87,40 +88,38 @@ class SharedBaseModel:
         )
 
     def list_adapter_targets(self, config: AdapterConfig) -> list[str]:
-        """Names of the linear layers that an adapter updates.
+        """List the linear layers that an adapter updates.
 
-        Raises: ServiceError (user) where the model has none of a kind that is asked for.
+        Raises: ServiceError (user) if the model has no layers of a requested kind.
         """
-        kind_of = {
-            name: "train_attn"
-            if any(word in name for word in _ATTENTION_NAME_PARTS)
-            else "train_mlp"
-            for name in self._inner_linear_names
-        }
+        kinds = {}
+        for name in self._inner_linear_names:
+            is_attention = any(part in name for part in _ATTENTION_NAME_PARTS)
+            kinds[name] = "train_attn" if is_attention else "train_mlp"
         for kind in ("train_attn", "train_mlp"):
-            if getattr(config, kind) and kind not in kind_of.values():
+            if getattr(config, kind) and kind not in kinds.values():
                 raise ServiceError(
                     f"lora_config: '{self.name}' ({type(self.model).__name__}) has no linear layers for {kind}; "
                     "switch it off, or train all weights",
                     "user",
                 )
-        found = [name for name, kind in kind_of.items() if getattr(config, kind)]
-        return [*found, self.head_name] if config.train_unembed else found
+        targets = [name for name, kind in kinds.items() if getattr(config, kind)]
+        return [*targets, self.head_name] if config.train_unembed else targets
 
     @contextmanager
     def swap_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-        """The model with other weights of its own shapes inside; afterwards it is the very same again.
+        """Yield the model with other weights of the same shapes; afterwards the original parameters are restored.
 
         Args:
-            weights: by the name of a parameter. A weight that is tied to others replaces only those that are named, or
-                all where the first name of the parameter is given.
+            weights: by parameter name. For a tied parameter, its first name replaces all tied uses, any other name only
+                the named one.
         """
         aliases = _list_tied_names(self.model)
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
             for name, weight in weights.items():
-                for place in aliases.get(name, [name]):
-                    owner, _, attribute = place.rpartition(".")
+                for alias in aliases.get(name, [name]):
+                    owner, _, attribute = alias.rpartition(".")
                     module = self.model.get_submodule(owner)
                     replaced.append((module, attribute, module._parameters[attribute]))
                     module._parameters[attribute] = nn.Parameter(weight, requires_grad=False)
@@ -136,10 +135,11 @@ class SharedBaseModel:
         eos_ids: Sequence[int],
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        """Play sequences by the model's present weights and the adapters that they name; actions end at these tokens.
+        """Decode sequences with the model's current weights and the adapters that the sequences name.
 
         Args:
-            adapters: only where `samples_adapters`.
+            eos_ids: tokens that end an action.
+            adapters: only if `samples_adapters`.
         """
         if self._backend is None:
             self._backend = create_rollout_backend(
@@ -154,16 +154,19 @@ class SharedBaseModel:
 
 
 def _list_tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """First name of each tied parameter -> all its names."""
-    first: dict[int, str] = {}
+    """Map the first name of each tied parameter to all its names."""
+    first_names: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(first.setdefault(id(parameter), name), []).append(name)
-    return {name: places for name, places in names.items() if len(places) > 1}
+        names.setdefault(first_names.setdefault(id(parameter), name), []).append(name)
+    return {name: aliases for name, aliases in names.items() if len(aliases) > 1}
 
 
 def _collect_eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a sequence, by the model's generation settings and the tokenizer."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = set(named if isinstance(named, list | tuple) else [] if named is None else [named])
-    return tuple(sorted(found | {tokenizer.eos_token_id}))
+    """Return the tokens that end a sequence according to the model's generation settings and the tokenizer."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if configured is None:
+        configured = []
+    elif not isinstance(configured, list | tuple):
+        configured = [configured]
+    return tuple(sorted({*configured, tokenizer.eos_token_id}))

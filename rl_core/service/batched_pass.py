@@ -1,10 +1,9 @@
-"""One forward pass, and backward, over rows of one or several training runs of the same base model.
+"""Forward and backward pass over rows of one or several training runs of the same base model.
 
-Trunk and output head are computed for all rows together. Everything that adds up numbers of several rows (adapters'
-gradients, losses) is computed run by run over that run's rows alone and in their order, so it does not depend on the
-others.
+Trunk and output head are computed for all rows together. Everything that sums over rows (adapters' gradients, losses)
+is computed run by run, over that run's rows in their order, so it does not depend on other runs.
 
-Suffixes: B rows, S widest row of the pass, T widest row of a part, N tokens of a part or of several, H hidden.
+Suffixes: B rows, S widest row of the pass, T widest row of a part, N tokens of one or several parts, H hidden.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from rl_core.types import TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """Rows of one run that one pass computes."""
+    """Rows of one run that are computed in one pass."""
 
     run: TrainingRun
     loss: LossFunction
@@ -43,27 +42,25 @@ class PassPart:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
+        """Number of tokens of all rows."""
         return sum(map(len, self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Loss, gradient and per-token numbers of a part."""
+    """Loss, gradient and per-token values of a part."""
 
     loss: float
     gradient: Mapping[str, torch.Tensor]  # by the run's parameter names; {} without backward
-    columns: list[
-        dict[str, np.ndarray]
-    ]  # of each row: per-token arrays, or [1] where there is one number a row
+    columns: list[dict[str, np.ndarray]]  # for each row: arrays per token, or [1] for one per row
 
 
 def run_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
-    """Results of some parts, each as if it were computed alone.
+    """Compute the results of some parts, each as if it were computed alone.
 
     Args:
-        parts: of one base model; several only of runs with adapters.
-    Raises: DataError where a loss refuses its inputs (then it is the only part), and what torch raises.
+        parts: of one base model; several parts only for runs with adapters.
+    Raises: DataError if a loss rejects its inputs (it is then the only part); any error of torch.
     """
     run = parts[0].run
     with run.base.use_row_by_row_products() if run.adapter is not None else nullcontext():
@@ -83,40 +80,35 @@ def _compute_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResu
     with torch.set_grad_enabled(backward):
         with _route_adapters(parts, gradients) as groups:
             hidden_BSH = compute_hidden_states(run.model, batch, None, groups)
-        places = mask_BS.reshape(-1).nonzero().squeeze(1).to(hidden_BSH.device)
-        hidden = (
-            hidden_BSH.flatten(0, 1)
-            .index_select(0, places)
-            .split([part.num_tokens for part in parts])
-        )
-        scored = _compute_target_scores(parts, hidden)
-        given = [
-            _build_loss_inputs(part, hidden_NH, one)
-            for part, hidden_NH, one in zip(parts, hidden, scored, strict=True)
-        ]
-        losses = [part.loss.loss(found) for part, found in zip(parts, given, strict=True)]
-    found_of: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in parts]
+        token_indices = mask_BS.reshape(-1).nonzero().squeeze(1).to(hidden_BSH.device)
+        hidden_of_tokens = hidden_BSH.flatten(0, 1).index_select(0, token_indices)
+        hidden = hidden_of_tokens.split([part.num_tokens for part in parts])
+        scores = _compute_target_scores(parts, hidden)
+        loss_inputs = list(map(_build_loss_inputs, parts, hidden, scores))
+        losses = [part.loss.loss(inputs) for part, inputs in zip(parts, loss_inputs, strict=True)]
+    part_gradients: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in parts]
     if gradients is not None:
-        found_of = _compute_adapter_gradients(parts, losses, gradients)
+        part_gradients = _compute_adapter_gradients(parts, losses, gradients)
     elif backward:
-        found_of = _compute_gradients(losses, [part.run.parameters for part in parts])
+        part_gradients = _compute_gradients(losses, [part.run.parameters for part in parts])
     return [
-        PassResult(float(loss.detach()), gradient, _collect_row_columns(part, found))
-        for part, loss, gradient, found in zip(parts, losses, found_of, given, strict=True)
+        PassResult(float(loss.detach()), gradient, _collect_row_columns(part, inputs))
+        for part, loss, gradient, inputs in zip(
+            parts, losses, part_gradients, loss_inputs, strict=True
+        )
     ]
 
 
 def _route_adapters(
     parts: Sequence[PassPart], gradients: AdapterGradients | None
 ) -> AbstractContextManager[RowGroups | None]:
-    """The adapters of the parts over their rows; nothing for a run that trains all weights."""
+    """Return a context that applies the parts' adapters to their rows; a run that trains all weights has none."""
     if parts[0].run.adapter is None:
         assert len(parts) == 1
         return nullcontext()
-    router = parts[0].run.base.router
-    return router.route_rows(
-        [len(part.tokens) for part in parts], [part.run.adapter for part in parts], gradients
-    )
+    num_rows = [len(part.tokens) for part in parts]
+    adapters = [part.run.adapter for part in parts]
+    return parts[0].run.base.router.route_rows(num_rows, adapters, gradients)
 
 
 def _compute_gradients(
@@ -124,60 +116,59 @@ def _compute_gradients(
     trained_parameters: Sequence[Mapping[str, torch.Tensor]],
     *anchors: torch.Tensor,
 ) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each loss by the parameters of its own; what a loss has not touched is left out."""
-    places = [(index, name) for index, named in enumerate(trained_parameters) for name in named]
-    inputs = [*(trained_parameters[index][name] for index, name in places), *anchors]
-    # The gradient of a sum is each loss's own: no parameter is in two of them.
-    found = torch.autograd.grad(torch.stack(list(losses)).sum(), inputs, allow_unused=True)
-    gradients: list[dict[str, torch.Tensor]] = [{} for _ in losses]
-    for (index, name), gradient in zip(places, found[: len(places)], strict=True):
+    """Compute the gradient of each loss with respect to its own parameters; unused parameters are left out."""
+    keys = [(index, name) for index, names in enumerate(trained_parameters) for name in names]
+    inputs = [*(trained_parameters[index][name] for index, name in keys), *anchors]
+    # No parameter belongs to two losses, so the gradient of the sum is that of each loss.
+    total = torch.stack(list(losses)).sum()
+    gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+    by_loss: list[dict[str, torch.Tensor]] = [{} for _ in losses]
+    for (index, name), gradient in zip(keys, gradients[: len(keys)], strict=True):
         if gradient is not None:
-            gradients[index][name] = gradient
-    return gradients
+            by_loss[index][name] = gradient
+    return by_loss
 
 
 def _compute_adapter_gradients(
     parts: Sequence[PassPart], losses: Sequence[torch.Tensor], gradients: AdapterGradients
 ) -> list[RunGradient]:
-    """Gradients of runs with adapters: of the layers in `gradients`, of output heads and scalar heads by autograd."""
-    outside = [part.run.parameters_outside_layers for part in parts]
-    found = _compute_gradients(losses, outside, gradients.anchor)
+    """Compute the gradients of runs with adapters: layers through `gradients`, output and scalar heads by autograd."""
+    outside_parameters = [part.run.parameters_outside_layers for part in parts]
+    outside_gradients = _compute_gradients(losses, outside_parameters, gradients.anchor)
     flats = gradients.flat.split([part.run.layout.size for part in parts])
     return [
-        part.run.build_pass_gradient(flat, gradients.written_layers, own)
-        for part, flat, own in zip(parts, flats, found, strict=True)
+        part.run.build_pass_gradient(flat, gradients.written_layers, outside)
+        for part, flat, outside in zip(parts, flats, outside_gradients, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class _TargetScores:
-    """Numbers of the output head at a part's tokens."""
+    """Output of the head at a part's tokens."""
 
-    logprobs: torch.Tensor  # [N], or [N, K] of K targets at each token
+    logprobs: torch.Tensor  # [N], or [N, K] for K targets at each token
     entropy_N: torch.Tensor | None
 
 
 def _compute_target_scores(
     parts: Sequence[PassPart], hidden: Sequence[torch.Tensor]
 ) -> list[_TargetScores | None]:
-    """Log-probabilities of each part's targets, [N, H] of each part given; None = its loss has no targets.
+    """Compute log-probabilities of each part's targets from its hidden states [N, H]; None for a loss without targets.
 
-    Parts share the products of the head as long as they are one chunk of it; that a part has no chunks, or those of its
-    own, depends on its size alone.
+    Parts share the head's matrix products as long as they fit one chunk. Whether a part is split into chunks, and how,
+    depends only on its size.
     """
-    found: list[_TargetScores | None] = [None] * len(parts)
-    for chosen in _group_parts_by_head_chunk(parts):
-        some = [parts[index] for index in chosen]
-        lengths = [part.num_tokens for part in some]
-        run, temperatures = some[0].run, [part.options.get("temperature", 1.0) for part in some]
-        head = run.model.get_output_embeddings()
-        joint_NH = (
-            hidden[chosen[0]]
-            if len(chosen) == 1
-            else torch.cat([hidden[index] for index in chosen])
-        )
+    scores: list[_TargetScores | None] = [None] * len(parts)
+    for indices in _group_parts_by_head_chunk(parts):
+        group = [parts[index] for index in indices]
+        lengths = [part.num_tokens for part in group]
+        temperatures = [part.options.get("temperature", 1.0) for part in group]
+        head = group[0].run.model.get_output_embeddings()
+        joint_NH = hidden[indices[0]]
+        if len(indices) > 1:
+            joint_NH = torch.cat([hidden[index] for index in indices])
         targets = _concatenate_arrays(
-            [row["target_tokens"] for part in some for row in part.inputs]
+            [row["target_tokens"] for part in group for row in part.inputs]
         )
         logprobs, entropy_N = compute_selected_logprobs(
             joint_NH,
@@ -185,43 +176,41 @@ def _compute_target_scores(
             head.bias,
             torch.from_numpy(targets).to(joint_NH.device),
             temperatures_N=expand_temperatures(temperatures, lengths, joint_NH.device),
-            adapters=_list_head_adapters(some),
-            with_entropy="entropy" in some[0].loss.needs,
+            adapters=_list_head_adapters(group),
+            with_entropy="entropy" in group[0].loss.needs,
         )
-        entropies = [None] * len(some) if entropy_N is None else entropy_N.split(lengths)
-        for index, own, entropy in zip(chosen, logprobs.split(lengths), entropies, strict=True):
-            found[index] = _TargetScores(own, entropy)
-    return found
+        entropies = [None] * len(group) if entropy_N is None else entropy_N.split(lengths)
+        part_scores = map(_TargetScores, logprobs.split(lengths), entropies)
+        for index, part_score in zip(indices, part_scores, strict=True):
+            scores[index] = part_score
+    return scores
 
 
 def _group_parts_by_head_chunk(parts: Sequence[PassPart]) -> Iterator[list[int]]:
-    """Parts with targets whose head is one chunk of products, by what is computed there."""
+    """Yield the indices of parts with targets in groups that need the same outputs and fit one chunk of the head."""
     groups: dict[tuple[bool, int], list[int]] = {}
     for index, part in enumerate(parts):
         if "target_tokens" in part.inputs[0]:
-            columns = max(
-                row["target_tokens"].shape[1] if row["target_tokens"].ndim == 2 else 0
-                for row in part.inputs
-            )
-            groups.setdefault(("entropy" in part.loss.needs, columns), []).append(index)
+            targets = [row["target_tokens"] for row in part.inputs]
+            num_columns = max(array.shape[1] if array.ndim == 2 else 0 for array in targets)
+            groups.setdefault(("entropy" in part.loss.needs, num_columns), []).append(index)
+    base = parts[0].run.base
+    max_tokens = compute_chunk_tokens(base.device.type, base.head.weight.shape[0])
     for group in groups.values():
-        most = compute_chunk_tokens(
-            parts[0].run.base.device.type, parts[0].run.base.head.weight.shape[0]
-        )
-        together: list[int] = []
-        taken = 0
+        chunk: list[int] = []
+        chunk_tokens = 0
         for index in group:
-            tokens = parts[index].num_tokens
-            if together and taken + tokens > most:
-                yield together
-                together, taken = [], 0
-            together.append(index)
-            taken += tokens
-        yield together
+            num_tokens = parts[index].num_tokens
+            if chunk and chunk_tokens + num_tokens > max_tokens:
+                yield chunk
+                chunk, chunk_tokens = [], 0
+            chunk.append(index)
+            chunk_tokens += num_tokens
+        yield chunk
 
 
 def _list_head_adapters(parts: Sequence[PassPart]) -> Sequence[AdapterSpan]:
-    """The updates of the head, over the tokens of their parts one after the other."""
+    """Return the adapters of the head over the concatenated tokens of their parts."""
     base = parts[0].run.base
     if parts[0].run.adapter is None or all(part.run.head_update is None for part in parts):
         return []
@@ -234,49 +223,48 @@ def _list_head_adapters(parts: Sequence[PassPart]) -> Sequence[AdapterSpan]:
 
 
 def _build_loss_inputs(
-    part: PassPart, hidden_NH: torch.Tensor, scored: _TargetScores | None
+    part: PassPart, hidden_NH: torch.Tensor, scores: _TargetScores | None
 ) -> LossInputs:
-    """Log-probabilities, entropies, values and scores of a part, beside its inputs."""
+    """Assemble the inputs of a part's loss: log-probabilities, entropies, values, scores and the client's arrays."""
     run, needs = part.run, part.loss.needs
     device, lengths = hidden_NH.device, [len(row) for row in part.tokens]
     mask_BT = attention_mask(lengths).to(device)
-    places = None if len(set(lengths)) == 1 else mask_BT.reshape(-1).nonzero().squeeze(1)
+    token_indices = None if len(set(lengths)) == 1 else mask_BT.reshape(-1).nonzero().squeeze(1)
 
     def spread(values_N: torch.Tensor) -> torch.Tensor:
-        if places is not None:
-            values_N = values_N.new_zeros(mask_BT.numel(), *values_N.shape[1:]).index_copy(
-                0, places, values_N
-            )
+        if token_indices is not None:
+            padded = values_N.new_zeros(mask_BT.numel(), *values_N.shape[1:])
+            values_N = padded.index_copy(0, token_indices, values_N)
         return values_N.unflatten(0, mask_BT.shape)
 
-    given = LossInputs(mask_BT, part.options, _pad_datum_inputs(part, spread, device))
-    if scored is not None:
-        given.logprobs = spread(scored.logprobs)
-        given.entropy_BT = None if scored.entropy_N is None else spread(scored.entropy_N)
+    loss_inputs = LossInputs(mask_BT, part.options, _pad_datum_inputs(part, spread, device))
+    if scores is not None:
+        loss_inputs.logprobs = spread(scores.logprobs)
+        loss_inputs.entropy_BT = None if scores.entropy_N is None else spread(scores.entropy_N)
     if "values" in needs:
-        given.values_BT = spread(run.heads.value_head(hidden_NH))
+        loss_inputs.values_BT = spread(run.heads.value_head(hidden_NH))
     if "scores" in needs:
         last_B = torch.tensor(lengths, device=device).cumsum(0) - 1
-        given.scores_B = (hidden_NH[last_B].float() * run.heads.score_head).sum(-1)
-    return given
+        loss_inputs.scores_B = (hidden_NH[last_B].float() * run.heads.score_head).sum(-1)
+    return loss_inputs
 
 
 def _pad_datum_inputs(
     part: PassPart, spread: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The datums' inputs, but for target tokens, as [B, T], [B, T, K] or [B]."""
-    found = {}
+    """Return the datums' inputs except target tokens as [B, T], [B, T, K] or [B]."""
+    padded = {}
     for name in part.inputs[0]:
         arrays = [row[name] for row in part.inputs]
         if part.loss.inputs[name].shape == "one":
-            found[name] = torch.from_numpy(np.concatenate(arrays)).to(device)
+            padded[name] = torch.from_numpy(np.concatenate(arrays)).to(device)
         elif name != "target_tokens":
-            found[name] = spread(torch.from_numpy(_concatenate_arrays(arrays)).to(device))
-    return found
+            padded[name] = spread(torch.from_numpy(_concatenate_arrays(arrays)).to(device))
+    return padded
 
 
 def _concatenate_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays [T] one after the other; where one has several columns, all get as many, of 0."""
+    """Concatenate arrays [T]; if one has several columns, pad all to the same number of columns with 0."""
     if all(array.ndim == 1 for array in arrays):
         return np.concatenate(arrays)
     columns = [array.reshape(len(array), -1) for array in arrays]
@@ -287,20 +275,18 @@ def _concatenate_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _collect_row_columns(part: PassPart, loss_inputs: LossInputs) -> list[dict[str, np.ndarray]]:
-    """Raw material of outputs and metrics, row by row, with the rows' own numbers of targets."""
+    """Collect the raw values of outputs and metrics row by row, without padding."""
     tensors = dict(loss_inputs.outputs)
     if loss_inputs.logprobs is not None:
         tensors["logprobs"] = loss_inputs.logprobs
     arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}
     columns = []
     for index, (tokens, inputs) in enumerate(zip(part.tokens, part.inputs, strict=True)):
-        row = {
-            ("old_logprobs" if name == "logprobs" else name): value
-            for name, value in inputs.items()
-        }
+        renamed = {"logprobs": "old_logprobs"}
+        row = {renamed.get(name, name): value for name, value in inputs.items()}
         shape = inputs["target_tokens"].shape if "target_tokens" in inputs else tokens.shape
         for name, array in arrays.items():
-            if array.ndim == 1:  # one number a row
+            if array.ndim == 1:  # one value per row
                 row[name] = array[index : index + 1]
                 continue
             values = array[index, : len(tokens)]

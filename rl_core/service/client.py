@@ -1,13 +1,13 @@
-"""Client of the training service's own interface: runs, requests, queue, evaluations, metrics.
+"""Client of the training service's management API: runs, requests, queue, evaluations, metrics.
 
-It needs httpx alone. Training and sampling are the public tinker SDK's; this is for what that has no names for.
+Needs only httpx. For training and sampling use the public tinker SDK; this client covers what that SDK lacks.
 
     with ServiceClient() as client:
-        found = client.evaluate(run, model="tinker://.../weights/a", against="small", texts=["..."])
-        print(found.text_comparison.kl.value)
+        result = client.evaluate(run, model="tinker://.../weights/a", against="small", texts=["..."])
+        print(result.text_comparison.kl.value)
 
-Calls are described once (`client_calls`), attempts and waits are (`_Endpoint.exchange`, `client_calls.evaluate`).
-The two clients only send, wait, and hand over what came.
+Each call is described once, in `client_calls`; retries and waits are in `_Endpoint.retry_until_response` and
+`client_calls.run_evaluation`. The two clients only send, wait and return results.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 DEFAULT_ADDRESS: Final = "http://127.0.0.1:8123"
 _RETRIED_STATUS_CODES: Final = (408, 429, 503)
-_AttemptOutcome = httpx.Response | httpx.TransportError  # of one attempt
+_AttemptOutcome = httpx.Response | httpx.TransportError
 
 
 class _Endpoint:
-    """Address, key and patience of a client; headers and errors of its calls."""
+    """Address, key and retry limit of a client; headers and errors of its calls."""
 
     def __init__(
         self, address: str | None, key: str | None, timeout: float, patience: float
@@ -47,11 +47,11 @@ class _Endpoint:
         secret = key or os.environ.get("TINKER_API_KEY") or ""
         if not secret:
             raise SettingsError(
-                "no API key: give key, or set TINKER_API_KEY; posttrain service key create NAME makes one"
+                "no API key: pass key or set TINKER_API_KEY; posttrain service key create NAME creates one"
             )
         if not self.address.startswith(("http://", "https://")):
             raise SettingsError(
-                f"address: {self.address!r} is no http address, such as {DEFAULT_ADDRESS}"
+                f"address: {self.address!r} is not an http address such as {DEFAULT_ADDRESS}"
             )
         self.client_options: dict[str, Any] = {
             "base_url": self.address,
@@ -62,7 +62,7 @@ class _Endpoint:
         self.timeout, self.patience = timeout, patience
 
     def build_request_arguments(self, call: ServiceCall[Any]) -> dict[str, Any]:
-        """Arguments of httpx's request."""
+        """Return the arguments of httpx's request."""
         return {
             "method": call.method,
             "url": call.path,
@@ -74,27 +74,30 @@ class _Endpoint:
     def retry_until_response(
         self, call: ServiceCall[T]
     ) -> Generator[float, _AttemptOutcome | None, T]:
-        """One call until it has an answer: gives the seconds to wait before each attempt, and takes its outcome.
+        """Retry a call until it has a response: yield the seconds to wait before each attempt, receive its outcome.
 
-        Raises: as `answer`; BackendError of a server that does not answer.
+        Raises: as `parse_response`; BackendError if the server does not answer.
         """
-        end, pause, wait = time.monotonic() + self.patience, 0.0, 0.2
+        deadline, pause_s, next_pause_s = time.monotonic() + self.patience, 0.0, 0.2
         while True:
-            outcome = yield pause
+            outcome = yield pause_s
             assert outcome is not None
             is_final = (
                 isinstance(outcome, httpx.Response)
                 and outcome.status_code not in _RETRIED_STATUS_CODES
             )
-            if is_final or time.monotonic() + wait >= end:
+            if is_final or time.monotonic() + next_pause_s >= deadline:
                 break
-            pause, wait = wait, min(5.0, 2 * wait)
+            pause_s, next_pause_s = next_pause_s, min(5.0, 2 * next_pause_s)
         if isinstance(outcome, httpx.TransportError):
             raise self._describe_unreachable_server(outcome) from outcome
         return self.parse_response(call, outcome)
 
     def parse_response(self, call: ServiceCall[T], response: httpx.Response) -> T:
-        """The answer to a call. Raises: ServiceError for a refusal, BackendError, DataError for an unknown answer."""
+        """Return the result of a call.
+
+        Raises: ServiceError if the server refuses; BackendError; DataError for an unknown response.
+        """
         if response.is_success:
             is_json = "json" in response.headers.get("content-type", "")
             return call.parse_response(response.json() if is_json else response.text)
@@ -107,7 +110,7 @@ class _Endpoint:
         raise ServiceError(detail, "user" if response.status_code < 500 else "server")
 
     def is_healthy(self, outcome: _AttemptOutcome) -> bool:
-        """True for the answer of a server that works."""
+        """Return whether the outcome is a response of a working server."""
         try:
             return isinstance(outcome, httpx.Response) and self.parse_response(
                 client_calls.check_health(), outcome
@@ -116,7 +119,7 @@ class _Endpoint:
             return False
 
     def _describe_unreachable_server(self, error: httpx.TransportError) -> BackendError:
-        """The error of a server that does not answer."""
+        """Build the error for a server that does not answer."""
         reason = str(error) or type(error).__name__
         return BackendError(
             f"{self.address} does not answer ({reason}); is `posttrain service up` running there?"
@@ -124,7 +127,7 @@ class _Endpoint:
 
 
 class _CallMethod(Generic[P, T]):
-    """A call as a method of both clients, with the arguments of its description."""
+    """Method of both clients that performs a call; takes the arguments of its description."""
 
     def __init__(self, describe: Callable[P, ServiceCall[T]]) -> None:
         self._describe = describe
@@ -140,17 +143,17 @@ class _CallMethod(Generic[P, T]):
     ) -> Callable[P, Any]:
         if client is None:
             return self._describe
-        asked = client
+        caller = client
 
         @functools.wraps(self._describe)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return asked._perform_call(self._describe(*args, **kwargs))
+            return caller._perform_call(self._describe(*args, **kwargs))
 
         return call
 
 
 class _SharedCalls:
-    """Calls that both clients have."""
+    """Calls of both clients."""
 
     runs = _CallMethod(client_calls.list_runs)
     run = _CallMethod(client_calls.fetch_run)
@@ -165,10 +168,10 @@ class _SharedCalls:
 
 
 class ServiceClient(_SharedCalls):
-    """Calls that return when the answer is there. Connection errors and 408, 429, 503 are tried again.
+    """Blocking client. Connection errors and statuses 408, 429 and 503 are retried.
 
-    Raised by every call: ServiceError where the server refuses (its category says whose fault it is), BackendError
-    where it does not answer for `patience` seconds.
+    Every call raises ServiceError if the server refuses (its category says whose fault it is), and BackendError if the
+    server does not answer for `patience` seconds.
     """
 
     def __init__(
@@ -180,12 +183,12 @@ class ServiceClient(_SharedCalls):
         patience: float = 60.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Left out, address and key are TINKER_BASE_URL and TINKER_API_KEY, as the tinker SDK takes them.
+        """Configure the client. Address and key default to TINKER_BASE_URL and TINKER_API_KEY, as in the tinker SDK.
 
-        Raises: SettingsError without a key, or for an address that is none.
+        Raises: SettingsError without a key, or for an invalid address.
         """
-        self._connection = _Endpoint(address, key, timeout, patience)
-        self._http = httpx.Client(**self._connection.client_options, transport=transport)
+        self._endpoint = _Endpoint(address, key, timeout, patience)
+        self._http = httpx.Client(**self._endpoint.client_options, transport=transport)
 
     def __enter__(self) -> ServiceClient:
         return self
@@ -203,48 +206,48 @@ class ServiceClient(_SharedCalls):
         self._http.close()
 
     def _perform_call(self, call: ServiceCall[T]) -> T:
-        exchange, outcome = self._connection.retry_until_response(call), None
+        attempts, outcome = self._endpoint.retry_until_response(call), None
         while True:
             try:
-                time.sleep(exchange.send(outcome))
+                time.sleep(attempts.send(outcome))
             except StopIteration as end:
-                found: T = end.value
-                return found
+                result: T = end.value
+                return result
             outcome = self._attempt_call(call)
 
     def _attempt_call(self, call: ServiceCall[Any]) -> _AttemptOutcome:
         try:
-            return self._http.request(**self._connection.build_request_arguments(call))
+            return self._http.request(**self._endpoint.build_request_arguments(call))
         except httpx.TransportError as error:
             return error
 
     def is_up(self) -> bool:
-        """True where the server answers."""
-        return self._connection.is_healthy(self._attempt_call(client_calls.check_health()))
+        """Return whether the server answers."""
+        return self._endpoint.is_healthy(self._attempt_call(client_calls.check_health()))
 
     def evaluate(
         self, run_id: str, *, timeout: float | None = None, **arguments: Unpack[EvaluationArguments]
     ) -> ModelEvaluation:
-        """Evaluate a model on texts and on samples to prompts, and another beside it; waits for the result.
+        """Evaluate a model on texts and on samples to prompts, optionally against another; wait for the result.
 
         Args:
-            run_id: an own run, whose queue the evaluation stands in; it is not changed.
-            timeout: seconds to wait at most; None = until it is there.
-            question: see `EvaluationArguments`.
+            run_id: a run of this key in whose queue the evaluation waits; the run does not change.
+            timeout: seconds to wait at most; None = no limit.
+            arguments: see `EvaluationArguments`.
         Raises: as every call; BackendError after `timeout`.
         """
-        calls, answer = client_calls.run_evaluation(run_id, timeout, arguments), None
+        calls, response = client_calls.run_evaluation(run_id, timeout, arguments), None
         while True:
             try:
-                call = calls.send(answer)
+                call = calls.send(response)
             except StopIteration as end:
-                found: ModelEvaluation = end.value
-                return found
-            answer = self._perform_call(call)
+                result: ModelEvaluation = end.value
+                return result
+            response = self._perform_call(call)
 
 
 class AsyncServiceClient(_SharedCalls):
-    """`ServiceClient` for asyncio: the same calls and errors."""
+    """Client for asyncio with the calls and errors of `ServiceClient`."""
 
     def __init__(
         self,
@@ -255,9 +258,9 @@ class AsyncServiceClient(_SharedCalls):
         patience: float = 60.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Args, Raises: as `ServiceClient`."""
-        self._connection = _Endpoint(address, key, timeout, patience)
-        self._http = httpx.AsyncClient(**self._connection.client_options, transport=transport)
+        """Configure the client. Args, Raises: as `ServiceClient`."""
+        self._endpoint = _Endpoint(address, key, timeout, patience)
+        self._http = httpx.AsyncClient(**self._endpoint.client_options, transport=transport)
 
     async def __aenter__(self) -> AsyncServiceClient:
         return self
@@ -275,34 +278,34 @@ class AsyncServiceClient(_SharedCalls):
         await self._http.aclose()
 
     async def _perform_call(self, call: ServiceCall[T]) -> T:
-        exchange, outcome = self._connection.retry_until_response(call), None
+        attempts, outcome = self._endpoint.retry_until_response(call), None
         while True:
             try:
-                await asyncio.sleep(exchange.send(outcome))
+                await asyncio.sleep(attempts.send(outcome))
             except StopIteration as end:
-                found: T = end.value
-                return found
+                result: T = end.value
+                return result
             outcome = await self._attempt_call(call)
 
     async def _attempt_call(self, call: ServiceCall[Any]) -> _AttemptOutcome:
         try:
-            return await self._http.request(**self._connection.build_request_arguments(call))
+            return await self._http.request(**self._endpoint.build_request_arguments(call))
         except httpx.TransportError as error:
             return error
 
     async def is_up(self) -> bool:
-        """True where the server answers."""
-        return self._connection.is_healthy(await self._attempt_call(client_calls.check_health()))
+        """Return whether the server answers."""
+        return self._endpoint.is_healthy(await self._attempt_call(client_calls.check_health()))
 
     async def evaluate(
         self, run_id: str, *, timeout: float | None = None, **arguments: Unpack[EvaluationArguments]
     ) -> ModelEvaluation:
-        """Evaluate a model, and another beside it; waits for the result. Args, Raises: see `ServiceClient.evaluate`."""
-        calls, answer = client_calls.run_evaluation(run_id, timeout, arguments), None
+        """Evaluate a model, optionally against another, and wait for the result. See `ServiceClient.evaluate`."""
+        calls, response = client_calls.run_evaluation(run_id, timeout, arguments), None
         while True:
             try:
-                call = calls.send(answer)
+                call = calls.send(response)
             except StopIteration as end:
-                found: ModelEvaluation = end.value
-                return found
-            answer = await self._perform_call(call)
+                result: ModelEvaluation = end.value
+                return result
+            response = await self._perform_call(call)

@@ -1,6 +1,6 @@
-"""Plain data classes from JSON, for clients: standard library only.
+"""Calls of the training service's management API: what is sent, and how the response is parsed. No I/O.
 
-Calls of the training service's own interface: what is sent, and what the answer becomes. No input or output.
+Responses become plain data classes. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -32,37 +32,41 @@ from rl_core.service.responses import (
     SavedPathList,
 )
 
+T = TypeVar("T")
 RecordT = TypeVar("RecordT")
+
+LONG_POLL_SECONDS: Final = 20.0  # that one request waits for a result
+
+_METRIC_LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_METRIC_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED_CHARACTER = re.compile(r"\\(.)")
 
 
 def parse_record(kind: type[RecordT], data: Any, json_path: str = "answer") -> RecordT:
-    """A data class of decoded JSON. Unknown keys are ignored, so newer servers can be read; types are checked.
+    """Build a data class from decoded JSON. Types are checked; unknown keys are ignored, so newer servers can be read.
 
-    Raises: DataError with the place of the first key that is missing, or of another type.
+    Raises: DataError with the path of the first key that is missing or has the wrong type.
     """
     if not isinstance(data, dict):
         raise DataError(f"{json_path}: {type(data).__name__}, expected an object")
     values = {}
-    for name, hint, is_needed in _list_record_fields(typing.cast(Any, kind)):
+    for name, hint, is_required in _list_record_fields(typing.cast(Any, kind)):
         if name in data:
             values[name] = _parse_field_value(hint, data[name], f"{json_path}.{name}")
-        elif is_needed:
+        elif is_required:
             raise DataError(f"{json_path}.{name}: is missing; is the server of another version?")
     return kind(**values)
 
 
 @functools.cache
 def _list_record_fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """(name, type, True = has no default) of each field."""
+    """Return (name, type, whether it is required) for each field."""
     hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
-    return tuple(
-        (
-            field.name,
-            hints[field.name],
-            field.default is missing and field.default_factory is missing,
-        )
-        for field in dataclasses.fields(kind)
-    )
+    records = []
+    for field_ in dataclasses.fields(kind):
+        is_required = field_.default is missing and field_.default_factory is missing
+        records.append((field_.name, hints[field_.name], is_required))
+    return tuple(records)
 
 
 def _parse_field_value(hint: Any, value: Any, json_path: str) -> Any:
@@ -72,23 +76,22 @@ def _parse_field_value(hint: Any, value: Any, json_path: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return None
-        (hint,) = (one for one in arguments if one is not type(None))
+        (hint,) = (argument for argument in arguments if argument is not type(None))
         return _parse_field_value(hint, value, json_path)
     if origin is typing.Literal:
-        return _require_type(
-            value in arguments, value, json_path, f"one of {', '.join(map(str, arguments))}"
-        )
+        expected = f"one of {', '.join(map(str, arguments))}"
+        return _require_type(value in arguments, value, json_path, expected)
     if origin is list:
         _require_type(isinstance(value, list), value, json_path, "a list")
         return [
-            _parse_field_value(arguments[0], one, f"{json_path}[{index}]")
-            for index, one in enumerate(value)
+            _parse_field_value(arguments[0], item, f"{json_path}[{index}]")
+            for index, item in enumerate(value)
         ]
     if origin is dict:
         _require_type(isinstance(value, dict), value, json_path, "an object")
         return {
-            name: _parse_field_value(arguments[1], one, f"{json_path}.{name}")
-            for name, one in value.items()
+            name: _parse_field_value(arguments[1], item, f"{json_path}.{name}")
+            for name, item in value.items()
         }
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return parse_record(hint, value, json_path)
@@ -105,18 +108,13 @@ def _require_type(fits: bool, value: Any, json_path: str, expected: str) -> Any:
     return value
 
 
-T = TypeVar("T")
-
-LONG_POLL_SECONDS: Final = 20.0  # of one question for a result
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceCall(Generic[T]):
-    """One HTTP request and the reading of its answer."""
+    """HTTP request and the parser of its response."""
 
     method: str
     path: str
-    parse_response: Callable[[Any], T]  # of decoded JSON, or of text where the answer is none
+    parse_response: Callable[[Any], T]  # takes decoded JSON, or text if the response is not JSON
     body: Mapping[str, Any] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     server_wait_seconds: float = 0.0  # seconds that the server may hold it
@@ -124,7 +122,7 @@ class ServiceCall(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ServiceMetric:
-    """One value of the service's metrics."""
+    """Value of one of the service's metrics."""
 
     name: str
     labels: Mapping[str, str]
@@ -133,7 +131,7 @@ class ServiceMetric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Samples of an evaluation."""
+    """Sampling parameters of an evaluation."""
 
     max_tokens: int = 64
     temperature: float = 1.0
@@ -143,10 +141,10 @@ class Sampling:
 
 
 class EvaluationArguments(TypedDict, total=False):
-    """Arguments of an evaluation; all but `model` may be left out."""
+    """Arguments of an evaluation; only `model` is required."""
 
     model: Required[str]  # a saved path (tinker://...), or a base model
-    against: str | None  # one of these, or a reference model, beside it
+    against: str | None  # compare with another one of these, or with a reference model
     texts: Sequence[str | Sequence[int]]  # texts, or token ids
     prompts: Sequence[str | Sequence[int]]
     num_samples: int  # of each prompt; 8
@@ -154,9 +152,8 @@ class EvaluationArguments(TypedDict, total=False):
     seed: int  # of samples and intervals; 0
     confidence: float  # of intervals; 0.95
     resamples: int  # of the bootstrap over texts or prompts; 2000
-    evaluation_id: (
-        str | None
-    )  # the same id again is the same evaluation, after a crash of either side, too
+    # Repeating an id refers to the same evaluation, even after a crash of client or server.
+    evaluation_id: str | None
 
 
 def _build_record_parser(kind: type[T]) -> Callable[[Any], T]:
@@ -168,24 +165,24 @@ def _format_run_path(run_id: str, *parts: str) -> str:
 
 
 def check_health() -> ServiceCall[bool]:
-    """True where the server answers."""
+    """Describe the health check; its result is True if the server is up."""
     return ServiceCall("GET", "/api/v1/healthz", lambda data: bool(data.get("status") == "ok"))
 
 
 def list_runs(limit: int = 100, offset: int = 0) -> ServiceCall[RunList]:
-    """Training runs of the key, the newest first."""
+    """Describe the listing of the key's training runs, newest first."""
     return ServiceCall(
         "GET", "/runs", _build_record_parser(RunList), params={"limit": limit, "offset": offset}
     )
 
 
 def fetch_run(run_id: str) -> ServiceCall[RunStatus]:
-    """A training run."""
+    """Describe the query for a training run."""
     return ServiceCall("GET", _format_run_path(run_id), _build_record_parser(RunStatus))
 
 
 def list_checkpoints(run_id: str) -> ServiceCall[list[SavedPath]]:
-    """Saved weights of a run, the newest first, with their versions in the model registry."""
+    """Describe the listing of a run's saved weights, newest first, with their versions in the model registry."""
     return ServiceCall(
         "GET",
         _format_run_path(run_id) + "/checkpoints",
@@ -196,7 +193,7 @@ def list_checkpoints(run_id: str) -> ServiceCall[list[SavedPath]]:
 def list_requests(
     run_id: str, limit: int = 100, offset: int = 0
 ) -> ServiceCall[list[RequestStatus]]:
-    """Requests of a run, the newest first."""
+    """Describe the listing of a run's requests, newest first."""
     params = {"limit": limit, "offset": offset}
     return ServiceCall(
         "GET",
@@ -207,7 +204,7 @@ def list_requests(
 
 
 def fetch_request_status(run_id: str, request_id: str) -> ServiceCall[RequestStatus]:
-    """State of a request."""
+    """Describe the query for the state of a request."""
     return ServiceCall(
         "GET",
         _format_run_path(run_id) + f"/requests/{quote(request_id, safe='')}/status",
@@ -216,7 +213,7 @@ def fetch_request_status(run_id: str, request_id: str) -> ServiceCall[RequestSta
 
 
 def cancel_request(run_id: str, request_id: str) -> ServiceCall[bool]:
-    """Cancel a request that waits. False = it runs, or is final."""
+    """Describe the cancellation of a waiting request; its result is False if the request is running or final."""
     path = _format_run_path(run_id) + f"/requests/{quote(request_id, safe='')}/cancel"
     return ServiceCall(
         "POST", path, lambda data: parse_record(CancelledRequest, data).cancelled, body={}
@@ -224,7 +221,7 @@ def cancel_request(run_id: str, request_id: str) -> ServiceCall[bool]:
 
 
 def fetch_queue_stats(run_id: str) -> ServiceCall[QueueStats]:
-    """Depth of a run's queue, and quantiles of waiting and service times, by kind."""
+    """Describe the query for the depth of a run's queue, and quantiles of waiting and service times by kind."""
     return ServiceCall(
         "GET", _format_run_path(run_id) + "/queue/stats", _build_record_parser(QueueStats)
     )
@@ -233,9 +230,9 @@ def fetch_queue_stats(run_id: str) -> ServiceCall[QueueStats]:
 def submit_evaluation(
     run_id: str, **arguments: Unpack[EvaluationArguments]
 ) -> ServiceCall[AcceptedEvaluation]:
-    """Queue an evaluation and return at once; it is computed although this program ends.
+    """Describe the submission of an evaluation, which is computed even if this program ends.
 
-    Its id is drawn here, so that sending it twice is one evaluation. Args: see `ServiceClient.evaluate`.
+    Its id is chosen here, so that sending it twice starts one evaluation. Args: see `ServiceClient.evaluate`.
     """
     sampling = arguments.get("sampling", Sampling())
     body: dict[str, Any] = {
@@ -250,7 +247,8 @@ def submit_evaluation(
         },
     }
     for name in ("texts", "prompts"):
-        body[name] = [one if isinstance(one, str) else list(one) for one in body.get(name, ())]
+        rows = body.get(name, ())
+        body[name] = [row if isinstance(row, str) else list(row) for row in rows]
     return ServiceCall(
         "POST",
         _format_run_path(run_id) + "/evaluate",
@@ -262,54 +260,55 @@ def submit_evaluation(
 def fetch_evaluation(
     run_id: str, request_id: str, wait: float = 0.0
 ) -> ServiceCall[ModelEvaluation | None]:
-    """The result of an evaluation; None = not finished within `wait` seconds (at most 40)."""
+    """Describe the query for an evaluation; its result is None if not finished within `wait` seconds (at most 40)."""
 
-    def read(data: Any) -> ModelEvaluation | None:
+    def parse(data: Any) -> ModelEvaluation | None:
         return None if set(data) == {"state"} else parse_record(ModelEvaluation, data)
 
     path = _format_run_path(run_id) + f"/requests/{quote(request_id, safe='')}/result"
-    return ServiceCall("GET", path, read, params={"wait": wait}, server_wait_seconds=wait)
+    return ServiceCall("GET", path, parse, params={"wait": wait}, server_wait_seconds=wait)
 
 
 def run_evaluation(
     run_id: str, timeout: float | None, arguments: EvaluationArguments
 ) -> Generator[ServiceCall[Any], Any, ModelEvaluation]:
-    """The calls of an evaluation one after the other, until its result is there: takes the answer to each.
+    """Yield the calls of an evaluation until its result is available, receiving the result of each call.
 
     Raises: BackendError after `timeout` seconds (None = never).
     """
-    promise: AcceptedEvaluation = yield submit_evaluation(run_id, **arguments)
-    end = math.inf if timeout is None else time.monotonic() + timeout
+    accepted: AcceptedEvaluation = yield submit_evaluation(run_id, **arguments)
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
-        hold = max(0.0, min(LONG_POLL_SECONDS, end - time.monotonic()))
-        found: ModelEvaluation | None = yield fetch_evaluation(run_id, promise.request_id, hold)
-        if found is not None:
-            return found
-        if time.monotonic() >= end:
+        wait_s = max(0.0, min(LONG_POLL_SECONDS, deadline - time.monotonic()))
+        result: ModelEvaluation | None = yield fetch_evaluation(run_id, accepted.request_id, wait_s)
+        if result is not None:
+            return result
+        if time.monotonic() >= deadline:
             raise BackendError(
-                f"the evaluation {promise.request_id} is not finished after {timeout} s; it goes on, and "
-                "evaluation(run, request_id) asks for it again"
+                f"the evaluation {accepted.request_id} is not finished after {timeout} s; it continues, and "
+                "evaluation(run, request_id) fetches its result"
             )
 
 
 def list_metrics() -> ServiceCall[list[ServiceMetric]]:
-    """Metrics of the service as a whole."""
+    """Describe the query for the metrics of the whole service."""
     return ServiceCall("GET", "/metrics", parse_prometheus_metrics)
 
 
-_METRIC_LINE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
-_METRIC_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
-_ESCAPED_CHARACTER = re.compile(r"\\(.)")
-
-
 def parse_prometheus_metrics(text: str) -> list[ServiceMetric]:
-    """Metrics of Prometheus' text format."""
-    found = []
+    """Parse metrics in Prometheus's text format."""
+    metrics = []
     for line in text.splitlines():
-        if not line.startswith("#") and (match := _METRIC_LINE.match(line)):
-            labels = {
-                name: _ESCAPED_CHARACTER.sub(lambda one: "\n" if one[1] == "n" else one[1], value)
-                for name, value in _METRIC_LABEL.findall(match[2] or "")
-            }
-            found.append(ServiceMetric(match[1], labels, float(match[3])))
-    return found
+        match = _METRIC_LINE.match(line)
+        if line.startswith("#") or match is None:
+            continue
+        labels = {
+            name: _ESCAPED_CHARACTER.sub(_unescape_character, value)
+            for name, value in _METRIC_LABEL.findall(match[2] or "")
+        }
+        metrics.append(ServiceMetric(match[1], labels, float(match[3])))
+    return metrics
+
+
+def _unescape_character(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]

@@ -1,6 +1,6 @@
-"""This project's losses for remote clients: PPO with a value function, PPO under a hard KL limit, Bradley-Terry.
+"""Losses of this project for remote clients: PPO with a value function, PPO with a hard KL limit, Bradley-Terry.
 
-Suffixes: B rows, T tokens. All sums over tokens (pairs), times the option `scale`: 1 / N makes them means.
+Suffixes: B rows, T tokens. All are sums over tokens (or pairs) times the option `scale`; 1 / N makes them means.
 """
 
 from __future__ import annotations
@@ -45,30 +45,26 @@ _REGULARISER_OPTIONS = {
     ),
 }
 _MASK_INPUT = LossInput("nonzero = the policy chose the token", required=False)
-_REFERENCE_INPUT = LossInput("of the reference model, nats", required=False)
+_REFERENCE_INPUT = LossInput("log-probability under the reference model, nats", required=False)
 
 
 def _compute_entropy_and_kl_terms(loss_inputs: LossInputs, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Entropy and KL terms, summed over tokens; 0 where their weight is."""
+    """Compute entropy and KL terms summed over tokens; a term with weight 0 is 0."""
     options, ref_BT = loss_inputs.options, loss_inputs.inputs.get("ref_logprobs")
     assert loss_inputs.entropy_BT is not None
     loss_inputs.outputs["entropy"] = loss_inputs.entropy_BT
-    total, one_BT = (
-        loss_inputs.single_logprobs.new_zeros(()),
-        torch.ones_like(loss_inputs.single_logprobs),
-    )
+    logprobs_BT = loss_inputs.single_logprobs
+    total, ones_BT = logprobs_BT.new_zeros(()), torch.ones_like(logprobs_BT)
     if options["kl_coef"] > 0 and ref_BT is None:
         raise DataError(
             "kl_coef: the KL to a reference needs ref_logprobs, or the option reference (base, or a name)"
         )
     if options["kl_coef"] > 0 and ref_BT is not None:
-        kl, _ = kl_penalty(
-            loss_inputs.single_logprobs, ref_BT, mask_BT, num_loss_tokens=1, loss_weights_BT=one_BT
-        )
+        kl, _ = kl_penalty(logprobs_BT, ref_BT, mask_BT, num_loss_tokens=1, loss_weights_BT=ones_BT)
         total = total + options["kl_coef"] * kl
     if options["entropy_coef"] != 0:
         bonus, _ = entropy_bonus(
-            loss_inputs.entropy_BT, mask_BT, num_loss_tokens=1, loss_weights_BT=one_BT
+            loss_inputs.entropy_BT, mask_BT, num_loss_tokens=1, loss_weights_BT=ones_BT
         )
         total = total + options["entropy_coef"] * bonus
     return total
@@ -110,18 +106,16 @@ def _compute_enhanced_ppo_loss(loss_inputs: LossInputs) -> torch.Tensor:
         "old_values": old_values_BT,
         "new_values": values_BT.detach(),
     }
-    return options["scale"] * (
-        loss + options["value_coef"] * value + _compute_entropy_and_kl_terms(loss_inputs, mask_BT)
-    )
+    regularisers = _compute_entropy_and_kl_terms(loss_inputs, mask_BT)
+    return options["scale"] * (loss + options["value_coef"] * value + regularisers)
 
 
 def _compute_conservative_ppo_loss(loss_inputs: LossInputs) -> torch.Tensor:
     low_BT, high_BT = fill_clip_thresholds(loss_inputs)
     advantages_BT = loss_inputs.inputs["advantages"]
     mask_BT = loss_inputs.mask_BT & (loss_inputs.read_optional_input("mask", 1.0) != 0)
-    loss_inputs.outputs["mask"] = (
-        mask_BT if "mask" in loss_inputs.inputs else mask_BT & (advantages_BT != 0)
-    ).float()
+    counted_BT = mask_BT if "mask" in loss_inputs.inputs else mask_BT & (advantages_BT != 0)
+    loss_inputs.outputs["mask"] = counted_BT.float()
     loss = summed_ppo_loss(
         loss_inputs.single_logprobs,
         loss_inputs.inputs["logprobs"],
@@ -130,9 +124,8 @@ def _compute_conservative_ppo_loss(loss_inputs: LossInputs) -> torch.Tensor:
         low_BT=low_BT,
         high_BT=high_BT,
     )
-    return loss_inputs.options["scale"] * (
-        loss + _compute_entropy_and_kl_terms(loss_inputs, loss_inputs.outputs["mask"] != 0)
-    )
+    regularisers = _compute_entropy_and_kl_terms(loss_inputs, counted_BT)
+    return loss_inputs.options["scale"] * (loss + regularisers)
 
 
 def _compute_reward_modeling_loss(loss_inputs: LossInputs) -> torch.Tensor:
@@ -177,9 +170,9 @@ EXTRA_LOSSES = (
         formula="ppo with A of GAE, + value_coef 1/2 max((v - R)^2, (clip(v) - R)^2) + kl_coef k3 - entropy_coef H",
         inputs={name: POLICY_INPUTS[name] for name in ("target_tokens", "logprobs")}
         | {
-            "rewards": LossInput("of each token; 0 where the mask is"),
+            "rewards": LossInput("of each token; 0 where the mask is 0"),
             "values": LossInput(
-                "old values, of this loss's outputs; left out: the present ones", required=False
+                "old values from this loss's outputs; default: the current values", required=False
             ),
             "ref_logprobs": _REFERENCE_INPUT,
             "mask": _MASK_INPUT,
@@ -193,7 +186,7 @@ EXTRA_LOSSES = (
             "gamma": LossOption(1.0, 0.0, 1.0, "discount of a token"),
             "gae_lambda": LossOption(0.95, 0.0, 1.0, "decay of the trace"),
             "value_coef": LossOption(0.5, 0.0, 1e6, "weight of the value loss"),
-            "value_clip": LossOption(0.2, 0.0, 1e6, "largest move of a value; 0 = none"),
+            "value_clip": LossOption(0.2, 0.0, 1e6, "largest change of a value; 0 = no limit"),
         },
         loss=_compute_enhanced_ppo_loss,
         metrics=_compute_enhanced_ppo_metrics,
@@ -201,7 +194,7 @@ EXTRA_LOSSES = (
     ),
     LossFunction(
         name="conservative_ppo",
-        formula="ppo + kl_coef k3 - entropy_coef H; an update that takes KL(old || new) beyond kl_max is refused",
+        formula="ppo + kl_coef k3 - entropy_coef H; an update that raises KL(old || new) above kl_max is refused",
         inputs=POLICY_INPUTS
         | CLIP_INPUTS
         | {"ref_logprobs": _REFERENCE_INPUT, "mask": _MASK_INPUT},
@@ -232,7 +225,7 @@ EXTRA_LOSSES = (
         },
         options={
             **_SCALE_OPTION,
-            "center_coef": LossOption(0.01, 0.0, 1e6, "draws scores to 0 (arXiv:2312.09244)"),
+            "center_coef": LossOption(0.01, 0.0, 1e6, "pulls scores to 0 (arXiv:2312.09244)"),
         },
         loss=_compute_reward_modeling_loss,
         metrics=compute_pair_metrics,

@@ -1,4 +1,4 @@
-"""The losses by name: those of the service's contract, and this project's own by the same door."""
+"""Registry of losses by name: those of the service's API, and this project's through the same interface."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from rl_core.service.loss_function import (
     fill_clip_thresholds,
 )
 
-# Names of the contract that this server does not compute, and why.
+# Losses of the API that this server does not support, and why.
 UNSUPPORTED_LOSSES = {
     "stable_reinforce": "its formula is not public; importance_sampling, ppo and cispo are the nearest",
-    "custom": "graphs of a client's own are not run here; forward_backward_custom of the client computes it by "
+    "custom": "the server does not run a client's graphs; forward_backward_custom of the client computes it with "
     "cross_entropy",
 }
 
@@ -43,11 +43,9 @@ UNSUPPORTED_LOSSES = {
 def _compute_cross_entropy(loss_inputs: LossInputs) -> torch.Tensor:
     assert loss_inputs.logprobs is not None
     weights = loss_inputs.inputs.get("weights")
-    mask = (
-        loss_inputs.mask_BT
-        if loss_inputs.logprobs.ndim == 2
-        else loss_inputs.mask_BT[..., None].expand_as(loss_inputs.logprobs)
-    )
+    mask = loss_inputs.mask_BT
+    if loss_inputs.logprobs.ndim == 3:
+        mask = mask[..., None].expand_as(loss_inputs.logprobs)
     if weights is None:
         weights = mask.to(loss_inputs.logprobs.dtype)
     loss_inputs.outputs["weights"] = weights
@@ -57,7 +55,7 @@ def _compute_cross_entropy(loss_inputs: LossInputs) -> torch.Tensor:
 def _select_policy_inputs(
     loss_inputs: LossInputs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """p, q, A and mask."""
+    """Return p, q, A and the mask."""
     return (
         loss_inputs.single_logprobs,
         loss_inputs.inputs["logprobs"],
@@ -81,12 +79,12 @@ def _compute_gspo_loss(loss_inputs: LossInputs) -> torch.Tensor:
 
 
 def _build_clipped_loss(formula: str, name: str, low: float, high: float) -> LossFunction:
-    """A loss with thresholds of the token ratio."""
+    """Build a loss with thresholds of the token ratio."""
     loss = {"ppo": summed_ppo_loss, "cispo": summed_cispo_loss}[name]
 
-    def compute(given: LossInputs) -> torch.Tensor:
-        low_BT, high_BT = fill_clip_thresholds(given)
-        return loss(*_select_policy_inputs(given), low_BT=low_BT, high_BT=high_BT)
+    def compute(loss_inputs: LossInputs) -> torch.Tensor:
+        low_BT, high_BT = fill_clip_thresholds(loss_inputs)
+        return loss(*_select_policy_inputs(loss_inputs), low_BT=low_BT, high_BT=high_BT)
 
     return LossFunction(
         name=name,
@@ -111,7 +109,7 @@ _API_LOSSES = (
         formula="-sum w p",
         inputs={
             "target_tokens": TARGET_TOKENS,
-            "weights": LossInput("w, of any sign; left out: 1", shape="targets", required=False),
+            "weights": LossInput("w, of any sign; default: 1", shape="targets", required=False),
         },
         options=TEMPERATURE,
         loss=_compute_cross_entropy,
@@ -122,7 +120,7 @@ _API_LOSSES = (
         formula="-sum r A",
         inputs=POLICY_INPUTS,
         options=TEMPERATURE,
-        loss=lambda given: importance_sampling_loss(*_select_policy_inputs(given)),
+        loss=lambda inputs: importance_sampling_loss(*_select_policy_inputs(inputs)),
         metrics=compute_policy_metrics,
     ),
     _build_clipped_loss("-sum min(r A, clip(r, low, high) A)", "ppo", 0.8, 1.2),
@@ -131,9 +129,10 @@ _API_LOSSES = (
         name="dro",
         formula="-sum (A p - beta / 2 (p - q)^2)",
         inputs=POLICY_INPUTS,
-        options=TEMPERATURE | {"beta": LossOption(0.05, 0.0, 1e6, "weight of the squared move")},
-        loss=lambda given: proximal_regression_loss(
-            *_select_policy_inputs(given), beta=given.options["beta"]
+        options=TEMPERATURE
+        | {"beta": LossOption(0.05, 0.0, 1e6, "weight of the squared log-ratio")},
+        loss=lambda inputs: proximal_regression_loss(
+            *_select_policy_inputs(inputs), beta=inputs.options["beta"]
         ),
         metrics=compute_policy_metrics,
     ),
@@ -144,7 +143,7 @@ _API_LOSSES = (
         | CLIP_INPUTS
         | {
             "sequence_ratio_mask": LossInput(
-                "nonzero = the token forms its sequence's ratio; left out: tokens of nonzero advantage",
+                "nonzero = part of its sequence's ratio; default: tokens of nonzero advantage",
                 required=False,
             )
         },
@@ -158,7 +157,7 @@ LOSSES: Mapping[str, LossFunction] = {loss.name: loss for loss in (*_API_LOSSES,
 
 
 def find_loss(name: str) -> LossFunction:
-    """The loss of a name. Raises: ServiceError (user) for one that is not computed here."""
+    """Return the loss with a name. Raises: ServiceError (user) for an unsupported or unknown loss."""
     if name in UNSUPPORTED_LOSSES:
         raise ServiceError(f"loss_fn '{name}' is not supported: {UNSUPPORTED_LOSSES[name]}", "user")
     if name not in LOSSES:

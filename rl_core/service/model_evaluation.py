@@ -1,9 +1,7 @@
-"""Next-token distributions of one or two models on the same texts: likelihood, entropy and exact KL of every text.
+"""Evaluation of one model, or comparison of two: scores of texts, samples to prompts, differences with intervals.
 
-Logits are those of the models, in their own precision; everything after them is float64. R texts, N positions that a
-token follows, C of them at a time, H hidden, V vocabulary.
-
-Evaluation of one model, or of two side by side: texts under both, samples of both, differences with intervals.
+Texts are scored by next-token likelihood, entropy and exact KL. Logits have the models' precision; everything computed
+from them is float64. Suffixes: R texts, N positions that a token follows, C of them at a time, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import numpy as np
 import torch
 
 from rl_core.analysis.statistics import (
-    Difference,
     bootstrap_ratio,
     compute_distinct_ngrams,
     compute_self_bleu,
@@ -53,24 +50,28 @@ from rl_core.service.samplers import SampleJob, Sampler, run_sample_jobs
 from rl_core.settings import ServiceEngineSettings
 
 CHUNK_CELLS = 1 << 22  # logits of one model at a time: 32 MiB in float64
+NGRAM_ORDERS = ("1", "2", "3")  # of distinct-n
+MAX_EXPONENT = 700.0  # keeps exp finite
+
+PromptColumns = dict[str, np.ndarray]  # float64 [P] by name: values for each prompt
 
 
 class RowLogits(Protocol):
-    """Rows that a model has read."""
+    """Token rows that a model has read."""
 
     def compute_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits [C, V] of the positions from `begin` to `end`; a row has one position less than tokens."""
+        """Compute the logits [C, V] of positions `begin` to `end`; a row has one position less than tokens."""
 
 
 class LogitReader(Protocol):
-    """A model that reads token rows."""
+    """Model that reads token rows."""
 
     def read_rows(self, rows: Sequence[Sequence[int]]) -> RowLogits:
-        """The rows, each of 2 tokens at least."""
+        """Read rows of at least 2 tokens each."""
 
 
 class BaseModelReader:
-    """A base model, with other weights if any are given."""
+    """Reader of a base model, optionally with other weights."""
 
     def __init__(self, base: SharedBaseModel, weights: Mapping[str, torch.Tensor]) -> None:
         self.base, self._weights = base, weights
@@ -78,9 +79,8 @@ class BaseModelReader:
     @torch.no_grad()
     def read_rows(self, rows: Sequence[Sequence[int]]) -> RowLogits:
         """See `LogitReader`."""
-        batch = build_unscored_batch([list(row) for row in rows], self.base.pad_id).to(
-            self.base.device
-        )
+        batch = build_unscored_batch([list(row) for row in rows], self.base.pad_id)
+        batch = batch.to(self.base.device)
         with self.base.swap_weights(self._weights) as model:
             states_BSH = compute_hidden_states(model, batch)
             head = model.get_output_embeddings()
@@ -102,7 +102,7 @@ class _HiddenStateLogits:
 
 
 class TextSums(NamedTuple):
-    """Sums over the scored tokens of each text, float64 [R], nats; those of the other model None without one."""
+    """Sums over the scored tokens of each text, float64 [R], nats; those of the other model are None without one."""
 
     tokens_R: np.ndarray  # int64
     nll_R: np.ndarray
@@ -116,17 +116,22 @@ class TextSums(NamedTuple):
 def score_texts(
     model: LogitReader, against: LogitReader | None, rows: Sequence[Sequence[int]], pass_tokens: int
 ) -> TextSums:
-    """Sums of each text. `rows`: of 2 tokens at least; `pass_tokens`: padded tokens of one pass."""
-    found: list[np.ndarray] = [np.zeros(0)] * len(rows)
-    for chosen in plan_micro_batches([len(row) for row in rows], pass_tokens):
-        some = [rows[index] for index in chosen]
-        numbers = _score_positions(
-            model.read_rows(some), None if against is None else against.read_rows(some), some
-        )
-        ends = np.cumsum([0, *(len(row) - 1 for row in some)]).tolist()
-        for index, (begin, end) in zip(chosen, pairwise(ends), strict=True):
-            found[index] = numbers[:, begin:end].sum(1)
-    sums = np.stack(found, 1)
+    """Compute the sums of each text.
+
+    Args:
+        rows: of at least 2 tokens each.
+        pass_tokens: padded tokens of one pass.
+    """
+    text_sums: list[np.ndarray] = [np.zeros(0)] * len(rows)
+    for indices in plan_micro_batches([len(row) for row in rows], pass_tokens):
+        batch = [rows[index] for index in indices]
+        logits = model.read_rows(batch)
+        other_logits = None if against is None else against.read_rows(batch)
+        columns = _score_positions(logits, other_logits, batch)
+        ends = np.cumsum([0, *(len(row) - 1 for row in batch)]).tolist()
+        for index, (begin, end) in zip(indices, pairwise(ends), strict=True):
+            text_sums[index] = columns[:, begin:end].sum(1)
+    sums = np.stack(text_sums, 1)
     return TextSums(np.array([len(row) - 1 for row in rows]), *sums)
 
 
@@ -134,14 +139,15 @@ def score_texts(
 def _score_positions(
     model: RowLogits, against: RowLogits | None, rows: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """Numbers of every position, [2 or 6, N], in the order of `TextSums`."""
+    """Compute the values of every position, [2 or 6, N], in the order of `TextSums`."""
     targets_N = torch.tensor([token for row in rows for token in row[1:]])
     parts: list[torch.Tensor] = []
     begin, size = 0, 1
     while begin < len(targets_N):
         end = min(len(targets_N), begin + size)
         logits_CV = model.compute_logits(begin, end)
-        size = max(1, CHUNK_CELLS // logits_CV.shape[1])  # the first position told the width
+        # The width of the vocabulary is known only after the first position.
+        size = max(1, CHUNK_CELLS // logits_CV.shape[1])
         columns = _compute_nll_and_entropy(logits_CV, targets_N[begin:end])
         if against is not None:
             other_CV = against.compute_logits(begin, end)
@@ -152,9 +158,8 @@ def _score_positions(
                     "user",
                 )
             columns += _compute_nll_and_entropy(other_CV, targets_N[begin:end])
-            columns += [
-                exact_forward_kl(*pair) for pair in _pair_both_directions(logits_CV, other_CV)
-            ]
+            p_CV, q_CV = logits_CV.double().cpu(), other_CV.double().cpu()
+            columns += [exact_forward_kl(p_CV, q_CV), exact_forward_kl(q_CV, p_CV)]
         parts.append(torch.stack([column.cpu() for column in columns]))
         begin = end
     return torch.cat(parts, 1).numpy()
@@ -163,34 +168,21 @@ def _score_positions(
 def _compute_nll_and_entropy(
     logits_CV: torch.Tensor, targets_C: torch.Tensor
 ) -> list[torch.Tensor]:
-    """-log p of the targets, and entropy: float64 [C] each."""
+    """Return -log p of the targets and the entropy, float64 [C] each."""
     log_p_CV = torch.log_softmax(logits_CV, -1, dtype=torch.float64)
     nll_C = -log_p_CV.gather(1, targets_C.to(log_p_CV.device)[:, None])[:, 0]
     return [nll_C, token_entropy(log_p_CV)]
 
 
-def _pair_both_directions(
-    left_CV: torch.Tensor, right_CV: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    left_CV, right_CV = left_CV.double().cpu(), right_CV.double().cpu()
-    return (left_CV, right_CV), (right_CV, left_CV)
-
-
-NGRAM_ORDERS = ("1", "2", "3")  # of distinct-n
-MAX_EXPONENT = 700.0  # exp stays finite
-
-PromptColumns = dict[str, np.ndarray]  # float64 [P] by name: numbers of each prompt
-
-
 @dataclass(frozen=True, slots=True)
 class EvaluatedModel:
-    """A model under its name in the request."""
+    """Model to evaluate, under its name in the request."""
 
     name: str
-    base: SharedBaseModel  # whose tokens it has
+    base: SharedBaseModel  # with the same tokenizer
     limits: ModelLimits
     reader: LogitReader
-    sampler: Sampler | None  # None = a reference model, which is not sampled from
+    sampler: Sampler | None  # None for a reference model, which cannot be sampled from
 
 
 def evaluate_models(
@@ -199,7 +191,10 @@ def evaluate_models(
     against: EvaluatedModel | None,
     settings: ServiceEngineSettings,
 ) -> ModelEvaluation:
-    """The answer to a checked request. Raises: ServiceError (user) for texts or prompts that cannot be computed."""
+    """Compute the result of a checked request.
+
+    Raises: ServiceError (user) for texts or prompts that cannot be computed.
+    """
     limits = _compute_common_limits(model, against)
     texts = encode_checked_rows(request.texts, "texts", model.base.tokenizer, limits, 2)
     prompts = encode_checked_rows(request.prompts, "prompts", model.base.tokenizer, limits, 1)
@@ -210,10 +205,16 @@ def evaluate_models(
             model.reader, None if against is None else against.reader, texts, settings.pass_tokens
         )
     samples: list[PromptColumns] = []
-    for one in (model, against):
-        if prompts and one is not None and one.sampler is not None:
-            samples.append(_sample_prompts(one.sampler, prompts, request, settings))
-    rows = None if sums is None else _build_text_rows(sums)
+    for evaluated in (model, against):
+        if prompts and evaluated is not None and evaluated.sampler is not None:
+            samples.append(_sample_prompts(evaluated.sampler, prompts, request, settings))
+    diversity = [_compute_diversity_scores(columns, interval) for columns in samples]
+    comparison = None
+    if len(samples) > 1:
+        comparison = _compare_diversity(samples[0], samples[1], interval)
+    text = None
+    if sums is not None:
+        text = _compute_text_scores(sums.nll_R, sums.entropy_R, sums, interval)
     return ModelEvaluation(
         model=model.name,
         against=None if against is None else against.name,
@@ -222,42 +223,31 @@ def evaluate_models(
         text_tokens=0 if sums is None else int(sums.tokens_R.sum()),
         prompts=len(prompts),
         samples=request.num_samples if prompts else 0,
-        rows=rows,
-        text=None
-        if sums is None
-        else _compute_text_scores(sums.nll_R, sums.entropy_R, sums, interval),
+        rows=None if sums is None else _build_text_rows(sums),
+        text=text,
         against_text=_compute_other_text_scores(sums, interval),
         text_comparison=_compare_text_scores(sums, interval),
-        diversity=_compute_diversity_scores(samples[0], interval) if samples else None,
-        against_diversity=_compute_diversity_scores(samples[1], interval)
-        if len(samples) > 1
-        else None,
-        diversity_comparison=_compare_diversity(samples[0], samples[1], interval)
-        if len(samples) > 1
-        else None,
+        diversity=diversity[0] if diversity else None,
+        against_diversity=diversity[1] if len(diversity) > 1 else None,
+        diversity_comparison=comparison,
     )
 
 
 def _compute_common_limits(model: EvaluatedModel, against: EvaluatedModel | None) -> ModelLimits:
-    """Raises: ServiceError (user) for models of different tokens."""
-    if against is None or against.base is model.base:
-        return (
-            model.limits if against is None else _take_smaller_limits(model.limits, against.limits)
-        )
-    if against.base.tokenizer.get_vocab() != model.base.tokenizer.get_vocab():
+    """Return the limits that both models share. Raises: ServiceError (user) for different tokenizers."""
+    if against is None:
+        return model.limits
+    vocabulary, other_vocabulary = (
+        evaluated.base.tokenizer.get_vocab() for evaluated in (model, against)
+    )
+    if vocabulary != other_vocabulary:
         raise ServiceError(
             f"'{model.base.name}' and '{against.base.name}' have different tokenizers: their token ids cannot be "
             "compared",
             "user",
         )
-    return _take_smaller_limits(model.limits, against.limits)
-
-
-def _take_smaller_limits(one: ModelLimits, other: ModelLimits) -> ModelLimits:
-    return ModelLimits(min(one.context, other.context), min(one.vocab_size, other.vocab_size))
-
-
-# -- intervals ---------------------------------------------------------------------------------------------------------
+    limits, other = model.limits, against.limits
+    return ModelLimits(min(limits.context, other.context), min(limits.vocab_size, other.vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,43 +259,34 @@ class _BootstrapInterval:
     confidence: float
 
     def estimate_ratio(self, sums_E: np.ndarray, sizes_E: np.ndarray) -> Estimate:
-        """Of sum(sums) / sum(sizes), over texts or prompts; no bounds for a single one."""
-        found = bootstrap_ratio(
+        """Estimate sum(sums) / sum(sizes) over texts or prompts; without bounds for a single one."""
+        ratio = bootstrap_ratio(
             sums_E,
             sizes_E,
             samples=self.resamples,
             seed=self.seed % 2**63,
             confidence=self.confidence,
         )
-        return (
-            _convert_difference(found)
-            if len(sums_E) > 1
-            else Estimate(found.difference, None, None)
-        )
+        if len(sums_E) == 1:
+            return Estimate(ratio.difference, None, None)
+        return Estimate(ratio.difference, ratio.low, ratio.high)
 
     def estimate_mean(self, values_E: np.ndarray) -> Estimate:
-        """Of the mean."""
+        """Estimate the mean over texts or prompts."""
         return self.estimate_ratio(values_E, np.ones(len(values_E)))
 
 
-def _convert_difference(found: Difference) -> Estimate:
-    return Estimate(found.difference, found.low, found.high)
+def _exponentiate_estimate(estimate: Estimate) -> Estimate:
+    """Return exp of an estimate; exp is monotone, so it maps the bounds too."""
 
-
-def _exponentiate_estimate(found: Estimate) -> Estimate:
-    """exp is monotone, so it maps the bounds as well."""
-
-    def of(value: float) -> float:
+    def bounded_exp(value: float) -> float:
         return math.exp(min(value, MAX_EXPONENT))
 
     return Estimate(
-        of(found.value),
-        None if found.low is None else of(found.low),
-        None if found.high is None else of(found.high),
+        bounded_exp(estimate.value),
+        None if estimate.low is None else bounded_exp(estimate.low),
+        None if estimate.high is None else bounded_exp(estimate.high),
     )
-
-
-# -- texts -------------------------------------------------------------------------------------------------------------
 
 
 def _compute_text_scores(
@@ -354,17 +335,14 @@ def _build_text_rows(sums: TextSums) -> list[TextRow]:
     return [TextRow(*row) for row in zip(*lists, strict=True)]
 
 
-# -- samples -----------------------------------------------------------------------------------------------------------
-
-
 def _sample_prompts(
     sampler: Sampler,
     prompts: Sequence[Sequence[int]],
     request: EvaluateRequest,
     settings: ServiceEngineSettings,
 ) -> PromptColumns:
-    """Numbers of the samples of each prompt."""
-    asked = [
+    """Sample from each prompt and compute the values of its samples."""
+    requests = [
         SampleRequest(
             sampler_id=sampler.sampler_id,
             prompt=np.array(prompt, dtype=np.int64),
@@ -375,36 +353,36 @@ def _sample_prompts(
         for index, prompt in enumerate(prompts)
     ]
     jobs = [
-        SampleJob(sampler, one, check_sample(one, sampler.base.limits, settings)) for one in asked
+        SampleJob(sampler, sample, check_sample(sample, sampler.base.limits, settings))
+        for sample in requests
     ]
-    numbers = []
-    for answer in run_sample_jobs(jobs, settings.slots):
-        if isinstance(answer, Exception):
-            raise answer
-        numbers.append(_compute_prompt_numbers(sampler.base, answer.sequences))
-    return {name: np.array([one[name] for one in numbers]) for name in numbers[0]}
+    values = []
+    for result in run_sample_jobs(jobs, settings.slots):
+        if isinstance(result, Exception):
+            raise result
+        values.append(_compute_prompt_values(sampler.base, result.sequences))
+    return {name: np.array([row[name] for row in values]) for name in values[0]}
 
 
-def _compute_prompt_numbers(
+def _compute_prompt_values(
     base: SharedBaseModel, sequences: Sequence[SampledSequence]
 ) -> Mapping[str, float]:
-    texts = [
-        str(base.tokenizer.decode(one.tokens.tolist(), skip_special_tokens=True))
-        for one in sequences
-    ]
+    token_ids = [tuple(sequence.tokens.tolist()) for sequence in sequences]
+    texts = [str(base.tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in token_ids]
     words = [text.split() for text in texts]
-    count = len(sequences)
-    found = {
+    count, num_tokens = len(sequences), sum(map(len, token_ids))
+    values = {
         f"distinct {order}": compute_distinct_ngrams(words, int(order)) for order in NGRAM_ORDERS
     }
     if count > 1:
-        found["self_bleu"] = compute_self_bleu(words)
-    return found | {
-        "unique": len({tuple(one.tokens.tolist()) for one in sequences}) / count,
-        "all_tokens": float(sum(len(one.tokens) for one in sequences)),
-        "tokens": sum(len(one.tokens) for one in sequences) / count,
-        "surprise": -float(sum(one.logprobs.astype(np.float64).sum() for one in sequences)),
-        "ended": sum(one.stop_reason == "stop" for one in sequences) / count,
+        values["self_bleu"] = compute_self_bleu(words)
+    logprob_sums = [sequence.logprobs.astype(np.float64).sum() for sequence in sequences]
+    return values | {
+        "unique": len(set(token_ids)) / count,
+        "all_tokens": float(num_tokens),
+        "tokens": num_tokens / count,
+        "surprise": -float(sum(logprob_sums)),
+        "ended": sum(sequence.stop_reason == "stop" for sequence in sequences) / count,
     }
 
 
@@ -420,22 +398,22 @@ def _compute_diversity_scores(
 def _compare_diversity(
     model_columns: PromptColumns, against_columns: PromptColumns, interval: _BootstrapInterval
 ) -> DiversityComparison:
-    """Differences prompt by prompt; that of the entropy is of each prompt's mean per token."""
-    entropy = interval.estimate_mean(
-        model_columns["surprise"] / _count_prompt_tokens(model_columns)
-        - against_columns["surprise"] / _count_prompt_tokens(against_columns)
-    )
+    """Compare two models prompt by prompt; the entropy's difference is between each prompt's means per token."""
+
+    def estimate_difference(name: str) -> Estimate:
+        return interval.estimate_mean(model_columns[name] - against_columns[name])
+
+    entropy = model_columns["surprise"] / _count_prompt_tokens(model_columns)
+    against_entropy = against_columns["surprise"] / _count_prompt_tokens(against_columns)
     return DiversityComparison(
-        **_collect_estimates(
-            lambda name: interval.estimate_mean(model_columns[name] - against_columns[name]),
-            model_columns,
-        ),
-        entropy=entropy,
+        **_collect_estimates(estimate_difference, model_columns),
+        entropy=interval.estimate_mean(entropy - against_entropy),
     )
 
 
 def _count_prompt_tokens(columns: PromptColumns) -> np.ndarray:
-    return np.maximum(columns["all_tokens"], 1.0)  # a prompt that fills the context has none
+    # A prompt that fills the context has no sampled tokens.
+    return np.maximum(columns["all_tokens"], 1.0)
 
 
 def _collect_estimates(

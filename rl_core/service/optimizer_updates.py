@@ -1,9 +1,7 @@
-"""Updates of several runs at once, each by its own gradient and settings.
+"""Updates of several runs together, each by its own gradient and settings and within its KL limits.
 
-Steps of AdamW are one call of compiled code where there is some; torch makes the first one of a parameter,
-which makes its moments, and those of Muon. A run's step is the same bits whatever is stepped beside it.
-
-Updates of runs under the KL limits that their losses asked for.
+AdamW steps are one call of compiled code if available. torch makes the first step of a parameter, which creates its
+moments, and all steps of Muon. A run's step is bitwise identical whatever other runs are stepped with it.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ UpdateMetrics = dict[str, float]
 
 @dataclass(slots=True)
 class _RunUpdate:
-    """One run's."""
+    """Update of one run."""
 
     run: TrainingRun
     request: OptimStep
     gradient: Mapping[str, torch.Tensor]
-    rows: np.ndarray | None  # for compiled code; None = torch makes the step
+    rows: np.ndarray | None  # for compiled code; None if torch makes the step
     norm: float = 0.0
 
     @property
     def gradient_scale(self) -> float:
-        """Factor of the gradient by which its norm is at most that of the request; torch's, in float32."""
+        """Factor that limits the gradient's norm to the request's; computed as torch does, in float32."""
         clip = self.request.adam.grad_clip_norm
         if clip <= 0 or not self.gradient:
             return 1.0
@@ -49,39 +47,41 @@ class _RunUpdate:
 def step_runs(
     runs: Sequence[TrainingRun], requests: Sequence[OptimStep]
 ) -> list[UpdateMetrics | Exception]:
-    """One update of each of several runs by its gradient so far, which is then forgotten.
+    """Update several runs, each by the gradient accumulated so far, which is then discarded.
 
     Args:
-        runs: each once.
-    Returns: metrics in order, or what failed: a ServiceError (user) for a gradient that is not finite; nothing of that
-        run is changed but that its gradient is forgotten.
+        runs: distinct runs.
+    Returns: metrics in order, or the error: a ServiceError (user) for a gradient that is not finite. A failed run keeps
+        everything but its gradient.
     """
     updates = []
     for run, request in zip(runs, requests, strict=True):
         gradient = run.take_gradient()
         updates.append(_RunUpdate(run, request, gradient, run.build_adamw_rows(gradient)))
     compiled = [update for update in updates if update.rows is not None]
-    code = adamw.load_adamw()
-    if code is not None and compiled:
-        norms = code.compute_norms([update.rows for update in compiled if update.rows is not None])
+    compiled_adamw = adamw.load_adamw()
+    if compiled_adamw is not None and compiled:
+        norms = compiled_adamw.compute_norms(
+            [update.rows for update in compiled if update.rows is not None]
+        )
         for update, norm in zip(compiled, norms.tolist(), strict=True):
             update.norm = norm
-        finite = [update for update in compiled if math.isfinite(update.norm)]
-        if finite:
-            code.step(
-                [update.rows for update in finite if update.rows is not None],
-                list(map(_build_adamw_settings, finite)),
-            )
+        finite_updates = [update for update in compiled if math.isfinite(update.norm)]
+        if finite_updates:
+            rows = [update.rows for update in finite_updates if update.rows is not None]
+            compiled_adamw.step(rows, list(map(_build_adamw_settings, finite_updates)))
     return [_finish_update(update) for update in updates]
 
 
 def _finish_update(update: _RunUpdate) -> UpdateMetrics | Exception:
-    """Metrics of an update, which torch makes now if it has not been made."""
+    """Return the metrics of an update; torch makes the update here unless compiled code has made it."""
     run, request = update.run, update.request
     try:
         if update.rows is None:
-            used = [update.gradient[name] for name in run.parameters if name in update.gradient]
-            norm = compute_total_norm(used)
+            gradients = [
+                update.gradient[name] for name in run.parameters if name in update.gradient
+            ]
+            norm = compute_total_norm(gradients)
             update.norm = float(norm)
             if math.isfinite(update.norm):
                 run.step_torch_optimizer(request, update.gradient, norm)
@@ -101,13 +101,12 @@ def _finish_update(update: _RunUpdate) -> UpdateMetrics | Exception:
 
 def _refuse_nonfinite_update(update: _RunUpdate) -> ServiceError:
     update.run.reset_data_digest()
-    bad = next(
-        (name for name, part in update.gradient.items() if not bool(torch.isfinite(part).all())),
-        "its norm",
+    bad_names = (
+        name for name, part in update.gradient.items() if not bool(torch.isfinite(part).all())
     )
     return ServiceError(
-        f"optim_step: the gradient is not finite (first: {bad}); the update was left out and the gradient "
-        "forgotten. Lower the learning rate, or look at the data of this step",
+        f"optim_step: the gradient is not finite (first: {next(bad_names, 'its norm')}); the update was skipped and "
+        "the gradient discarded. Lower the learning rate, or check the data of this step",
         "user",
     )
 
@@ -127,68 +126,64 @@ def _build_adamw_settings(update: _RunUpdate) -> adamw.AdamwSettings:
 def step_runs_within_kl_limits(
     runs: Sequence[TrainingRun], requests: Sequence[OptimStep]
 ) -> list[dict[str, float] | Exception]:
-    """An update for each request, those of several runs together; a run's second one follows its first.
+    """Make an update for each request, those of several runs together; updates of one run follow each other.
 
-    Returns: metrics in order, or what failed: a ServiceError for a gradient that is not finite.
+    Returns: metrics in order, or the error: a ServiceError for a gradient that is not finite.
     """
-    found: dict[int, dict[str, float] | Exception] = {}
-    while len(found) < len(runs):
-        first: dict[int, int] = {}  # by the run
+    results: dict[int, dict[str, float] | Exception] = {}
+    while len(results) < len(runs):
+        first_pending: dict[int, int] = {}  # index of each run's first request without a result
         for index, run in enumerate(runs):
-            if index not in found:
-                first.setdefault(id(run), index)
-        free = [index for index in first.values() if not runs[index].kl_limit_checks]
-        stepped = step_runs([runs[index] for index in free], [requests[index] for index in free])
-        found |= zip(free, stepped, strict=True)
-        for index in first.values():
-            if index not in found:
+            if index not in results:
+                first_pending.setdefault(id(run), index)
+        unlimited = [i for i in first_pending.values() if not runs[i].kl_limit_checks]
+        metrics = step_runs([runs[i] for i in unlimited], [requests[i] for i in unlimited])
+        results |= zip(unlimited, metrics, strict=True)
+        for index in first_pending.values():
+            if index not in results:
                 try:
-                    found[index] = _step_within_kl_limits(runs[index], requests[index])
+                    results[index] = _step_within_kl_limits(runs[index], requests[index])
                 except Exception as error:
-                    found[index] = error
-    return [found[index] for index in range(len(runs))]
+                    results[index] = error
+    return [results[index] for index in range(len(runs))]
 
 
 def _step_within_kl_limits(run: TrainingRun, request: OptimStep) -> dict[str, float]:
-    """One update, taken back whole (weights, moments, count) where it goes beyond a limit of KL(old || new).
+    """Make one update; roll it back completely (weights, moments, count) if it exceeds a limit of KL(old || new).
 
-    Returns: metrics, with `kl_after:max` and `refused:mean`. Raises: what `step_runs` gives.
+    Returns: metrics, including `kl_after:max` and `refused:mean`. Raises: errors that `step_runs` returns.
     """
-    guards, run.kl_limit_checks = run.kl_limit_checks, []
+    checks, run.kl_limit_checks = run.kl_limit_checks, []
     gradient, run.gradient = run.gradient, {}
     before = run.state_dict()
     run.gradient = gradient
     (metrics,) = step_runs([run], [request])
     if isinstance(metrics, Exception):
         raise metrics
-    kls = [_measure_mean_kl(run, guard) for guard in guards]
-    refused = any(not kl <= guard.limit for kl, guard in zip(kls, guards, strict=True))
-    if refused:
+    kls = [_measure_mean_kl(run, check) for check in checks]
+    # Written so that a NaN is refused too.
+    is_refused = any(not kl <= check.limit for kl, check in zip(kls, checks, strict=True))
+    if is_refused:
         run.load_state_dict(before)
         run.reset_data_digest()
     return metrics | {
         "kl_after:max": max(kls),
-        "refused:mean": float(refused),
+        "refused:mean": float(is_refused),
         "step:max": float(run.steps),
     }
 
 
 def _measure_mean_kl(run: TrainingRun, check: KLLimitCheck) -> float:
-    """Mean KL(old || new) over the guard's tokens, k3, nats; 0 without a token."""
+    """Measure the mean KL(old || new) over the check's tokens, k3, nats; 0 without a token."""
     total = count = 0.0
     for index, tokens in enumerate(check.tokens):
-        part = PassPart(
-            run,
-            LOSSES["cross_entropy"],
-            {"temperature": check.temperature},
-            [tokens],
-            [{"target_tokens": check.targets[index]}],
-        )
-        new = run_pass([part], backward=False)[0].columns[0]["logprobs"]
+        options = {"temperature": check.temperature}
+        inputs = {"target_tokens": check.targets[index]}
+        part = PassPart(run, LOSSES["cross_entropy"], options, [tokens], [inputs])
+        new_logprobs = run_pass([part], backward=False)[0].columns[0]["logprobs"]
         mask = check.masks[index]
         old = torch.from_numpy(np.ascontiguousarray(check.old_logprobs[index][mask]))
-        total += float(
-            kl_k3(old.double(), torch.from_numpy(np.ascontiguousarray(new[mask])).double()).sum()
-        )
+        new = torch.from_numpy(np.ascontiguousarray(new_logprobs[mask]))
+        total += float(kl_k3(old.double(), new.double()).sum())
         count += int(mask.sum())
     return total / count if count else 0.0

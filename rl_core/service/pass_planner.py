@@ -1,7 +1,7 @@
 """Planning of passes: which rows of which requests are computed together, and in which order.
 
-A request is cut into parts by its own rows alone (`cut`), so sums over parts have the same order whatever is computed
-beside them. Passes then take one part of each of several runs.
+A request is split into parts by its own rows only (`split_into_parts`), so sums over parts have the same order whatever
+is computed at the same time. Each pass then takes one part from each of several runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PassJob:
-    """A checked request, its parts, and what was computed of it."""
+    """Checked request, its parts, and their results so far."""
 
     run: TrainingRun
     request: ForwardBackward
@@ -40,32 +40,30 @@ class PassJob:
 
     @property
     def next_part(self) -> PassPart | None:
-        """The part that comes next; None = nothing is left to compute."""
-        return (
-            None
-            if self.error is not None or len(self.part_results) == len(self.parts)
-            else self.parts[len(self.part_results)]
-        )
+        """The next part to compute, or None."""
+        if self.error is not None or len(self.part_results) == len(self.parts):
+            return None
+        return self.parts[len(self.part_results)]
 
     def add_part_result(self, result: PassResult) -> None:
-        """Keep a part's result; gradients add up in the order of the parts."""
+        """Store a part's result; gradients are added in the order of the parts."""
         self.part_results.append(result)
         self.gradient = add_gradients(self.gradient, result.gradient)
 
     def _iterate_client_data(self) -> Iterator[dict[str, np.ndarray]]:
-        """Arrays of each datum; of the client alone, without a reference model's."""
+        """Yield the client's arrays of each datum, without those of a reference model."""
         for tokens, inputs in zip(self.checked.tokens, self.checked.inputs, strict=True):
-            given = {name: array for name, array in inputs.items() if name != "ref_logprobs"}
-            yield {"tokens": tokens, **(given if self.checked.reference else inputs)}
+            data = {"tokens": tokens, **inputs}
+            if self.checked.reference:
+                data.pop("ref_logprobs", None)
+            yield data
 
     def build_result(self) -> ForwardBackwardResult | ServiceError:
-        """The answer. The run gets the gradient of a whole request, or nothing."""
+        """Return the result. The run gets the gradient of the complete request, or nothing."""
         if self.error is not None:
             return self.error
-        loss, rows = (
-            self.checked.loss,
-            [row for result in self.part_results for row in result.columns],
-        )
+        loss = self.checked.loss
+        rows = [row for result in self.part_results for row in result.columns]
         if not self.request.forward_only:
             self.run.add_gradient(self.gradient)
             self.run.add_data_to_digest(self._iterate_client_data())
@@ -74,27 +72,25 @@ class PassJob:
         table = _build_token_table(rows)
         metrics = {"loss:sum": float(sum(result.loss for result in self.part_results))}
         metrics |= loss.metrics(table, self.checked.options)
-        tokens = metrics.get("tokens:sum", metrics.get("pairs:sum", 0.0))
-        metrics["loss_per_token:mean" if "tokens:sum" in metrics else "loss_per_pair:mean"] = (
-            metrics["loss:sum"] / tokens if tokens else 0.0
-        )
-        return ForwardBackwardResult(
-            outputs=tuple(map(_select_datum_outputs, rows)), metrics=metrics
-        )
+        unit = "token" if "tokens:sum" in metrics else "pair"
+        count = metrics.get(f"{unit}s:sum", 0.0)
+        metrics[f"loss_per_{unit}:mean"] = metrics["loss:sum"] / count if count else 0.0
+        outputs = tuple(map(_select_datum_outputs, rows))
+        return ForwardBackwardResult(outputs=outputs, metrics=metrics)
 
 
 def split_into_parts(
     run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, max_tokens: int
 ) -> PassJob:
-    """A job whose parts have at most `most` tokens, in order; a longer datum (or pair) stands alone."""
+    """Build a job whose parts have at most `max_tokens` tokens, in order; a longer datum (or pair) is one part."""
     step = 2 if checked.loss.is_paired else 1
-    ends, used = [0], 0
+    ends, part_tokens = [0], 0
     for start in range(0, len(checked.tokens), step):
-        size = sum(len(row) for row in checked.tokens[start : start + step])
-        if used and used + size > max_tokens:
+        num_tokens = sum(len(row) for row in checked.tokens[start : start + step])
+        if part_tokens and part_tokens + num_tokens > max_tokens:
             ends.append(start)
-            used = 0
-        used += size
+            part_tokens = 0
+        part_tokens += num_tokens
     ends.append(len(checked.tokens))
     parts = [
         PassPart(
@@ -106,43 +102,46 @@ def split_into_parts(
 
 
 def run_jobs(jobs: Sequence[PassJob], settings: ServiceEngineSettings) -> None:
-    """Compute all parts of all jobs; jobs of one run one after the other."""
-    while waves := list(_plan_passes(jobs, settings.pass_tokens)):
-        for chosen in waves:
-            _compute_next_parts(chosen)
+    """Compute all parts of all jobs; jobs of one run follow each other."""
+    while passes := list(_plan_passes(jobs, settings.pass_tokens)):
+        for pass_jobs in passes:
+            _compute_next_parts(pass_jobs)
 
 
 def _plan_passes(jobs: Sequence[PassJob], max_tokens: int) -> Iterator[list[PassJob]]:
-    """Jobs whose next parts share a pass: the first unfinished one of each run, in groups of at most `most` tokens."""
-    first: dict[str, PassJob] = {}
+    """Yield groups of jobs whose next parts share a pass of at most `max_tokens` tokens.
+
+    Of each run, only the first unfinished job takes part.
+    """
+    first_jobs: dict[str, PassJob] = {}
     for job in jobs:
         if job.next_part is not None:
-            first.setdefault(job.run.model_id, job)
+            first_jobs.setdefault(job.run.model_id, job)
     groups: dict[tuple[object, ...], list[PassJob]] = {}
-    for job in first.values():
-        alone = job.run.adapter is None or not job.run.base.batches_runs
-        key = (job.run.base.name, job.request.forward_only, job.run.model_id if alone else "")
+    for job in first_jobs.values():
+        is_separate = job.run.adapter is None or not job.run.base.batches_runs
+        run_key = job.run.model_id if is_separate else ""
+        key = (job.run.base.name, job.request.forward_only, run_key)
         groups.setdefault(key, []).append(job)
     for group in groups.values():
-        together: list[PassJob] = []
-        taken = 0
+        pass_jobs: list[PassJob] = []
+        pass_tokens = 0
         for job in group:
-            tokens = _count_next_tokens(job)
-            if together and taken + tokens > max_tokens:
-                yield together
-                together, taken = [], 0
-            together.append(job)
-            taken += tokens
-        yield together
-
-
-def _count_next_tokens(job: PassJob) -> int:
-    part = job.next_part
-    return part.num_tokens if part is not None else 0
+            part = job.next_part
+            num_tokens = part.num_tokens if part is not None else 0
+            if pass_jobs and pass_tokens + num_tokens > max_tokens:
+                yield pass_jobs
+                pass_jobs, pass_tokens = [], 0
+            pass_jobs.append(job)
+            pass_tokens += num_tokens
+        yield pass_jobs
 
 
 def _compute_next_parts(jobs: list[PassJob]) -> None:
-    """The next part of each of these jobs in one pass; where that fails, each alone, so one fault stays one job's."""
+    """Compute the next part of each job in one pass.
+
+    If that fails, compute each part alone, so that an error stays in its job.
+    """
     parts = [part for job in jobs if (part := job.next_part) is not None]
     try:
         results = run_pass(parts, backward=not jobs[0].request.forward_only)
@@ -158,7 +157,7 @@ def _compute_next_parts(jobs: list[PassJob]) -> None:
 
 
 def _convert_to_service_error(error: Exception) -> ServiceError:
-    """The error for the client."""
+    """Convert an error to one for the client, and log unexpected ones."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, DataError):
@@ -186,20 +185,20 @@ def _build_kl_limit_check(
 
 
 def _build_token_table(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Columns over all tokens, float64; `rows` is the datum's index."""
-    several = {name: max(row[name].ndim for row in rows) == 2 for name in rows[0]}
-    widths = {
-        name: max(row[name].shape[-1] for row in rows) for name, wide in several.items() if wide
-    }
+    """Concatenate the columns of all rows, float64; `rows` holds the index of the datum."""
 
-    def column(row: dict[str, np.ndarray], name: str) -> np.ndarray:
-        values = row[name].astype(np.float64)
-        if not several[name]:
-            return values
-        values = values.reshape(len(values), -1)
-        return np.pad(values, ((0, 0), (0, widths[name] - values.shape[1])))
+    def concatenate_column(name: str) -> np.ndarray:
+        arrays = [row[name].astype(np.float64) for row in rows]
+        if max(array.ndim for array in arrays) == 1:
+            return np.concatenate(arrays)
+        width = max(array.shape[-1] for array in arrays)
+        padded = []
+        for array in arrays:
+            matrix = array.reshape(len(array), -1)
+            padded.append(np.pad(matrix, ((0, 0), (0, width - matrix.shape[1]))))
+        return np.concatenate(padded)
 
-    table = {name: np.concatenate([column(row, name) for row in rows]) for name in rows[0]}
+    table = {name: concatenate_column(name) for name in rows[0]}
     lengths = [len(next(iter(row.values()))) for row in rows]
     return table | {"rows": np.repeat(np.arange(len(rows)), lengths)}
 
@@ -214,12 +213,12 @@ _CLIENT_OUTPUT_NAMES = {
 
 
 def _select_datum_outputs(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Outputs of one datum for the client, float32; `advantages` only where they were computed here."""
-    found = {
-        public: row[name].astype(np.float32)
-        for name, public in _CLIENT_OUTPUT_NAMES.items()
+    """Select the outputs of one datum for the client, float32; `advantages` only if they were computed here."""
+    outputs = {
+        client_name: row[name].astype(np.float32)
+        for name, client_name in _CLIENT_OUTPUT_NAMES.items()
         if name in row
     }
     if "returns" in row:
-        found["advantages"] = row["advantages"].astype(np.float32)
-    return found
+        outputs["advantages"] = row["advantages"].astype(np.float32)
+    return outputs

@@ -1,8 +1,6 @@
-"""Checks of requests before anything is computed: every refusal names the datum, the input, and what was expected.
+"""Checks of requests before anything is computed. Every refusal names the datum, the input and what was expected.
 
 T tokens, K targets at one position.
-
-Requests for evaluations, and their checks.
 """
 
 from __future__ import annotations
@@ -28,13 +26,15 @@ from rl_core.service.requests import (
 from rl_core.settings import ServiceEngineSettings
 
 MAX_STOP_SEQUENCES = 64
-REFERENCE_OPTION = "reference"  # the one option that is a text
-NO_TARGET = -1  # of `SampleRequest.target_prompt_logprobs`
+REFERENCE_OPTION = "reference"  # the only option whose value is a string
+NO_TARGET = -1  # in `SampleRequest.target_prompt_logprobs`
+MAX_EVALUATED_TOKENS = 1 << 18  # scored or sampled by one evaluation, because training waits for it
+MAX_RESAMPLES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Bounds of a base model."""
+    """Limits of a base model."""
 
     context: int
     vocab_size: int
@@ -42,34 +42,29 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request whose arrays have the right types and shapes."""
+    """Request whose arrays have the right types and shapes."""
 
     loss: LossFunction
     options: dict[str, float]
     tokens: list[np.ndarray]  # int64 [T]
-    inputs: list[
-        dict[str, np.ndarray]
-    ]  # float32 or int64; optional ones are given for all datums or for none
-    reference: str = (
-        ""  # model whose log-probabilities are put into `compute_reference_logprobs`; "" = none
-    )
+    inputs: list[dict[str, np.ndarray]]  # float32 or int64; the same names for all datums
+    reference: str = ""  # model that supplies `ref_logprobs`; "" = none
 
 
 def refuse_request(message: str) -> NoReturn:
-    """A fault of the request."""
+    """Raise ServiceError for an error in the request."""
     raise ServiceError(message, "user")
 
 
 def check_forward_backward(
     request: ForwardBackward, limits: ModelLimits, settings: ServiceEngineSettings
 ) -> CheckedRequest:
-    """The request as arrays of one type each. Raises: ServiceError (user) for anything that cannot be computed."""
+    """Convert the request to arrays of fixed types. Raises: ServiceError (user) if it cannot be computed."""
     loss = find_loss(request.loss_fn)
     reference = _read_reference_option(loss, request.loss_fn_config)
-    options = _check_loss_options(
-        loss,
-        {name: value for name, value in request.loss_fn_config.items() if name != REFERENCE_OPTION},
-    )
+    config = dict(request.loss_fn_config)
+    config.pop(REFERENCE_OPTION, None)
+    options = _check_loss_options(loss, config)
     if not request.data:
         refuse_request("data: a request needs at least one datum")
     if len(request.data) > settings.max_data:
@@ -78,19 +73,19 @@ def check_forward_backward(
         )
     tokens, inputs = [], []
     for index, datum in enumerate(request.data):
-        place = f"data[{index}]"
-        tokens.append(_check_token_ids(datum.tokens, f"{place}.model_input", limits))
+        field_path = f"data[{index}]"
+        tokens.append(_check_token_ids(datum.tokens, f"{field_path}.model_input", limits))
         if len(tokens[-1]) > limits.context:
             refuse_request(
-                f"{place}.model_input: {len(tokens[-1])} tokens, and the model's context is {limits.context}"
+                f"{field_path}.model_input: {len(tokens[-1])} tokens, and the model's context is {limits.context}"
             )
-        inputs.append(_check_loss_inputs(datum, loss, place, len(tokens[-1]), limits))
-    given = set(inputs[0])
-    for index, found in enumerate(inputs):
-        if set(found) != given:
-            name = sorted(set(found) ^ given)[0]
+        inputs.append(_check_loss_inputs(datum, loss, field_path, len(tokens[-1]), limits))
+    names = set(inputs[0])
+    for index, datum_inputs in enumerate(inputs):
+        if set(datum_inputs) != names:
+            name = min(set(datum_inputs) ^ names)
             refuse_request(
-                f"data[{index}].loss_fn_inputs: '{name}' has to be given for all datums or for none"
+                f"data[{index}].loss_fn_inputs: '{name}' must be present in all datums or in none"
             )
     if loss.is_paired:
         _check_pairs(inputs)
@@ -103,7 +98,7 @@ def _read_reference_option(loss: LossFunction, config: Mapping[str, float | str]
     name = config[REFERENCE_OPTION]
     if "ref_logprobs" not in loss.inputs:
         refuse_request(
-            f"loss_fn_config: {loss.name} has no reference model; enhanced_ppo and conservative_ppo have"
+            f"loss_fn_config: {loss.name} takes no reference model; enhanced_ppo and conservative_ppo do"
         )
     if not isinstance(name, str) or not name:
         refuse_request(
@@ -139,7 +134,7 @@ def _check_loss_options(loss: LossFunction, config: Mapping[str, float | str]) -
 def _check_token_ids(
     values: np.ndarray, field_path: str, limits: ModelLimits, *, min_token: int = 0
 ) -> np.ndarray:
-    """Integers [T] within the vocabulary, as int64."""
+    """Check that the values are integers [T] within the vocabulary; return them as int64."""
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
         refuse_request(f"{field_path}: {_describe_type(values)}, expected an array of integers")
     if values.ndim != 1 or not values.size:
@@ -153,12 +148,13 @@ def _check_token_ids(
 def _check_vocabulary(
     values: np.ndarray, field_path: str, limits: ModelLimits, min_token: int = 0
 ) -> None:
-    wrong = (values < min_token) | (values >= limits.vocab_size)
-    if bool(wrong.any()):
-        where = tuple(int(axis) for axis in np.argwhere(wrong)[0])
-        position = where[0] if len(where) == 1 else where
+    is_invalid = (values < min_token) | (values >= limits.vocab_size)
+    if bool(is_invalid.any()):
+        first_index = tuple(int(axis) for axis in np.argwhere(is_invalid)[0])
+        position = first_index[0] if len(first_index) == 1 else first_index
         refuse_request(
-            f"{field_path}: token {values[where]} at {position} is outside the vocabulary, 0..{limits.vocab_size - 1}"
+            f"{field_path}: token {values[first_index]} at {position} is outside the vocabulary, "
+            f"0..{limits.vocab_size - 1}"
         )
 
 
@@ -175,24 +171,26 @@ def _check_loss_inputs(
             refuse_request(
                 f"{field_path}: {loss.name} has no input '{name}'; {suggest_name(name, loss.inputs)}"
             )
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, declared in loss.inputs.items():
         if name not in datum.inputs:
             if declared.required:
                 refuse_request(f"{field_path}: {loss.name} needs '{name}' ({declared.doc})")
             continue
-        targets = found.get("target_tokens")
+        targets = arrays.get("target_tokens")
         shape = (1,) if declared.shape == "one" else (length,)
         if declared.shape == "targets" and targets is not None:
             shape = targets.shape
-        found[name] = _check_input_array(
+        arrays[name] = _check_input_array(
             datum.inputs[name], declared, f"{field_path}['{name}']", shape, name == "target_tokens"
         )
         if name == "target_tokens":
-            _check_vocabulary(found[name], f"{field_path}['{name}']", limits)
-    if "weights" in loss.inputs and "weights" not in found and found["target_tokens"].ndim == 2:
-        refuse_request(f"{field_path}: several targets a position need 'weights' of the same shape")
-    return found
+            _check_vocabulary(arrays[name], f"{field_path}['{name}']", limits)
+    if "weights" in loss.inputs and "weights" not in arrays and arrays["target_tokens"].ndim == 2:
+        refuse_request(
+            f"{field_path}: several targets per position need 'weights' of the same shape"
+        )
+    return arrays
 
 
 def _check_input_array(
@@ -202,28 +200,22 @@ def _check_input_array(
     shape: tuple[int, ...],
     is_target: bool,
 ) -> np.ndarray:
-    wanted = "iu" if declared.kind == "int" else "fiu"
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in wanted:
-        refuse_request(
-            f"{field_path}: {_describe_type(values)}, expected {'integers' if declared.kind == 'int' else 'numbers'}"
-        )
-    several = is_target and declared.shape == "targets" and values.ndim == 2
-    if (values.shape[:1] if several else values.shape) != shape or not values.size:
-        wanted_shape = f"({shape[0]},)" + (
-            f" or ({shape[0]}, K)" if is_target and declared.shape == "targets" else ""
-        )
-        refuse_request(
-            f"{field_path}: shape {values.shape}, expected {wanted_shape if is_target else shape}"
-        )
+    kinds, noun = ("iu", "integers") if declared.kind == "int" else ("fiu", "numbers")
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds:
+        refuse_request(f"{field_path}: {_describe_type(values)}, expected {noun}")
+    allows_several = is_target and declared.shape == "targets"
+    checked_shape = values.shape[:1] if allows_several and values.ndim == 2 else values.shape
+    if checked_shape != shape or not values.size:
+        expected = f"{shape} or ({shape[0]}, K)" if allows_several else f"{shape}"
+        refuse_request(f"{field_path}: shape {values.shape}, expected {expected}")
     if declared.kind == "int":
         return values.astype(np.int64)
-    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, and is refused
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite and are refused
         numbers = values.astype(np.float32)
     if not bool(np.isfinite(numbers).all()):
-        where = np.argwhere(~np.isfinite(numbers))[0]
-        refuse_request(
-            f"{field_path}: {values[tuple(where)]} at {where.tolist()}, expected finite numbers"
-        )
+        first_index = np.argwhere(~np.isfinite(numbers))[0]
+        value = values[tuple(first_index)]
+        refuse_request(f"{field_path}: {value} at {first_index.tolist()}, expected finite numbers")
     return numbers
 
 
@@ -241,7 +233,7 @@ def _check_pairs(inputs: list[dict[str, np.ndarray]]) -> None:
 
 
 def check_adapter(config: AdapterConfig, settings: ServiceEngineSettings) -> None:
-    """Raises: ServiceError (user) for an adapter that cannot be made."""
+    """Refuse an adapter that cannot be created. Raises: ServiceError (user)."""
     if not 1 <= config.rank <= settings.max_rank:
         refuse_request(
             f"lora_config.rank: {config.rank}, expected 1 to {settings.max_rank} (max_rank)"
@@ -255,7 +247,7 @@ def check_adapter(config: AdapterConfig, settings: ServiceEngineSettings) -> Non
 
 
 def check_adam(adam: AdamParameters, muon_momentum: float) -> None:
-    """Raises: ServiceError (user) for parameters that no optimizer takes."""
+    """Refuse parameters that the optimizer does not accept. Raises: ServiceError (user)."""
     limits = {
         "learning_rate": (adam.learning_rate, 0.0, 1e3),
         "beta1": (adam.beta1, 0.0, math.nextafter(1.0, 0.0)),
@@ -273,7 +265,7 @@ def check_adam(adam: AdamParameters, muon_momentum: float) -> None:
 def check_sample(
     request: SampleRequest, limits: ModelLimits, settings: ServiceEngineSettings
 ) -> np.ndarray:
-    """The prompt as int64. Raises: ServiceError (user) for a request that cannot be sampled."""
+    """Return the prompt as int64. Raises: ServiceError (user) for a request that cannot be sampled."""
     prompt = _check_token_ids(request.prompt, "prompt", limits)
     if len(prompt) > limits.context:
         refuse_request(f"prompt: {len(prompt)} tokens, and the model's context is {limits.context}")
@@ -282,23 +274,21 @@ def check_sample(
             f"num_samples: {request.num_samples}, expected 1 to {settings.max_samples} (max_samples)"
         )
     if isinstance(request.seed, bool) or not isinstance(request.seed, int):
-        refuse_request(f"seed: {request.seed!r}, expected a whole number")
+        refuse_request(f"seed: {request.seed!r}, expected an integer")
+    max_top = min(settings.max_top, limits.vocab_size)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if not 0 <= getattr(request, name) <= min(settings.max_top, limits.vocab_size):
-            refuse_request(
-                f"{name}: {getattr(request, name)}, expected 0 to {min(settings.max_top, limits.vocab_size)}"
-            )
+        count = getattr(request, name)
+        if not 0 <= count <= max_top:
+            refuse_request(f"{name}: {count}, expected 0 to {max_top}")
     targets = request.target_prompt_logprobs
     if targets is not None:
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu":
             refuse_request(f"target_prompt_logprobs: {_describe_type(targets)}, expected integers")
-        if (
-            targets.ndim != 2
-            or len(targets) != len(prompt) - 1
-            or not 1 <= targets.shape[1] <= settings.max_top
-        ):
+        num_rows = len(prompt) - 1
+        fits = targets.ndim == 2 and len(targets) == num_rows
+        if not fits or not 1 <= targets.shape[1] <= settings.max_top:
             refuse_request(
-                f"target_prompt_logprobs: shape {targets.shape}, expected ({len(prompt) - 1}, 1 to {settings.max_top})"
+                f"target_prompt_logprobs: shape {targets.shape}, expected ({num_rows}, 1 to {settings.max_top})"
             )
         _check_vocabulary(targets, "target_prompt_logprobs", limits, NO_TARGET)
     _check_sampling_parameters(request, limits)
@@ -318,7 +308,7 @@ def _check_sampling_parameters(request: SampleRequest, limits: ModelLimits) -> N
     stops = parameters.stop or ()
     if len(stops) > MAX_STOP_SEQUENCES or len({type(stop) for stop in stops}) > 1 or "" in stops:
         refuse_request(
-            f"stop: expected at most {MAX_STOP_SEQUENCES} texts, none empty, or as many token ids"
+            f"stop: expected at most {MAX_STOP_SEQUENCES} non-empty texts, or as many token ids"
         )
     for stop in stops:
         if not isinstance(stop, str) and not 0 <= stop < limits.vocab_size:
@@ -327,13 +317,9 @@ def _check_sampling_parameters(request: SampleRequest, limits: ModelLimits) -> N
             )
 
 
-MAX_EVALUATED_TOKENS = 1 << 18  # scored or sampled by one evaluation: training waits meanwhile
-MAX_RESAMPLES = 100_000
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateRequest:
-    """Scores of a model on texts and of samples to prompts, and those of another model beside them."""
+    """Request for a model's scores on texts and of samples to prompts, optionally compared with another model."""
 
     model: str  # name of a base model or reference model, or a key of `folders`
     against: str | None = None
@@ -344,16 +330,16 @@ class EvaluateRequest:
     seed: int = 0  # of samples and intervals
     confidence: float = 0.95
     resamples: int = 2000
-    folders: Mapping[str, str] = field(default_factory=dict)  # saved weights by the names above
+    folders: Mapping[str, str] = field(default_factory=dict)  # of saved weights, by model name
 
     def check_limits(self, settings: ServiceEngineSettings) -> None:
-        """Raises: ServiceError (user) for anything that can be refused without a model."""
+        """Refuse what can be refused without a model. Raises: ServiceError (user)."""
         if not self.texts and not self.prompts:
-            refuse_request("evaluate: neither texts nor prompts are given")
-        for name, found in (("texts", self.texts), ("prompts", self.prompts)):
-            if len(found) > settings.max_data:
+            refuse_request("evaluate: neither texts nor prompts in the request")
+        for name, rows in (("texts", self.texts), ("prompts", self.prompts)):
+            if len(rows) > settings.max_data:
                 refuse_request(
-                    f"{name}: {len(found)}; at most {settings.max_data} in one request (max_data)"
+                    f"{name}: {len(rows)}; at most {settings.max_data} in one request (max_data)"
                 )
         if not 1 <= self.num_samples <= settings.max_samples:
             refuse_request(
@@ -365,7 +351,7 @@ class EvaluateRequest:
             refuse_request(f"resamples: {self.resamples}, expected 1 to {MAX_RESAMPLES}")
         sampled = len(self.prompts) * self.num_samples * (self.parameters.max_tokens or 0)
         if self.prompts and self.parameters.max_tokens is None:
-            refuse_request("max_tokens: is missing; samples of an evaluation need a limit")
+            refuse_request("max_tokens: missing; samples of an evaluation need a limit")
         if sampled > MAX_EVALUATED_TOKENS:
             refuse_request(
                 f"prompts: {len(self.prompts)} x {self.num_samples} samples of up to {self.parameters.max_tokens} "
@@ -380,31 +366,30 @@ def encode_checked_rows(
     limits: ModelLimits,
     min_tokens: int,
 ) -> list[list[int]]:
-    """Token rows of texts; a text is encoded as the tokenizer does it by default.
+    """Return the token rows of texts; a string is encoded with the tokenizer's defaults.
 
-    Raises: ServiceError (user) with the place of the first row that is too short or long, or outside the vocabulary.
+    Raises: ServiceError (user) with the index of the first row that is too short, too long or outside the vocabulary.
     """
     rows = []
-    for index, one in enumerate(texts):
-        if isinstance(one, str):
-            row = [int(token) for token in tokenizer(one)["input_ids"]]
-        elif isinstance(one, np.ndarray) and one.dtype.kind in "iu" and one.ndim == 1:
-            row = one.tolist()
+    for index, text in enumerate(texts):
+        field_path = f"{field_name}[{index}]"
+        if isinstance(text, str):
+            row = [int(token) for token in tokenizer(text)["input_ids"]]
+        elif isinstance(text, np.ndarray) and text.dtype.kind in "iu" and text.ndim == 1:
+            row = text.tolist()
         else:
-            refuse_request(f"{field_name}[{index}]: expected a text, or token ids in one dimension")
+            refuse_request(f"{field_path}: expected a text, or token ids in one dimension")
         if not min_tokens <= len(row) <= limits.context:
-            refuse_request(
-                f"{field_name}[{index}]: {len(row)} tokens, expected {min_tokens} to {limits.context} (the model's context)"
-            )
-        wrong = next((token for token in row if not 0 <= token < limits.vocab_size), None)
-        if wrong is not None:
-            refuse_request(
-                f"{field_name}[{index}]: token {wrong} is outside the vocabulary, 0..{limits.vocab_size - 1}"
-            )
+            expected = f"{min_tokens} to {limits.context} (the model's context)"
+            refuse_request(f"{field_path}: {len(row)} tokens, expected {expected}")
+        for token in row:
+            if not 0 <= token < limits.vocab_size:
+                vocabulary = f"the vocabulary, 0..{limits.vocab_size - 1}"
+                refuse_request(f"{field_path}: token {token} is outside {vocabulary}")
         rows.append(row)
-    if (total := sum(map(len, rows))) > MAX_EVALUATED_TOKENS:
-        raise ServiceError(
-            f"{field_name}: {total} tokens; at most {MAX_EVALUATED_TOKENS} in one evaluation",
-            "user",
+    total = sum(map(len, rows))
+    if total > MAX_EVALUATED_TOKENS:
+        refuse_request(
+            f"{field_name}: {total} tokens; at most {MAX_EVALUATED_TOKENS} in one evaluation"
         )
     return rows

@@ -1,7 +1,7 @@
 """Requests to the training engine: plain data and numpy arrays.
 
-A request names what it works on; nothing of it is kept by reference. `TrainingEngine` (`training_engine.py`) answers
-with `answers.py`, or with `errors.ServiceError`.
+A request identifies what it works on; the engine stores no reference to it. `TrainingEngine` (`training_engine.py`)
+returns the classes of `results.py`, or `errors.ServiceError`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from rl_core.errors import ServiceError
 
 OptimizerKind = Literal["adamw", "muon"]
-MAX_DENSE_CELLS = 1 << 26  # cells of one sparse tensor made dense
+MAX_DENSE_CELLS = 1 << 26  # of one sparse tensor converted to a dense one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,37 +27,32 @@ class AdapterConfig:
     alpha: float = 32.0
     train_attn: bool = True  # linear layers of attention
     train_mlp: bool = True  # all other linear layers between embedding and head
-    train_unembed: bool = (
-        True  # the output head; the embedding stays as it is, also where it shares the weight
-    )
+    train_unembed: bool = True  # the output head; a tied embedding does not change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateModel:
-    """A new training run over a base model."""
+    """New training run over a base model."""
 
     model_id: str
     base: str  # name in the engine's settings
-    adapter: AdapterConfig | None = (
-        AdapterConfig()
-    )  # None = all weights are trained, on a copy of its own
+    # None = train all weights of a copy of the base
+    adapter: AdapterConfig | None = AdapterConfig()
     optimizer: OptimizerKind = "adamw"
     seed: int = 0  # of the score head of `reward_modeling`
 
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One sequence and what its loss needs. Position i predicts `inputs["target_tokens"][i]`: nothing is shifted."""
+    """Sequence and the inputs of its loss. Position i predicts `inputs["target_tokens"][i]`: nothing is shifted."""
 
     tokens: np.ndarray  # integers [T]
-    inputs: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # by name, see `service.losses_by_name`
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # see `service.loss_registry`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackward:
-    """A loss on some sequences; its gradient is added to the run's, unless `forward_only`."""
+    """Loss on some sequences; its gradient is added to the run's unless `forward_only`."""
 
     model_id: str
     data: tuple[Datum, ...]
@@ -68,34 +63,32 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParameters:
-    """AdamW as torch's, on every trained parameter; with Muon, learning rate, decay and clipping are its own too."""
+    """AdamW parameters as in torch, for every trained parameter; Muon uses learning rate, decay and clipping too."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-12
     weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # of the run's whole gradient; 0 and below = no clipping
+    grad_clip_norm: float = 0.0  # of the run's total gradient; 0 or negative = no clipping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStep:
-    """One update by the gradient accumulated so far, which is then forgotten."""
+    """Update by the gradient accumulated so far, which is then discarded."""
 
     model_id: str
     adam: AdamParameters = AdamParameters()
     muon_momentum: float = 0.95
-    optimizer: OptimizerKind | None = (
-        None  # that the parameters are of; None = whichever the run has
-    )
+    optimizer: OptimizerKind | None = None  # that the parameters are meant for; None = the run's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateSampler:
-    """A sampler over one source: a base model, a training run's present weights, or a folder of saved weights.
+    """Sampler over one source: a base model, a training run's current weights, or a folder of saved weights.
 
-    A snapshot keeps these weights. `inflight` publishes them to all in-flight samplers of the run, earlier ones
-    included; it names the run by `model_id`, and may take the weights that are published from `folder`.
+    A snapshot keeps these weights. `inflight` publishes them to all in-flight samplers of the run `model_id`, including
+    earlier ones; `folder` may supply the weights to publish.
     """
 
     sampler_id: str
@@ -107,12 +100,11 @@ class CreateSampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleParameters:
-    """Parameters of the distribution sampled from, and ends of sequences."""
+    """Parameters of the sampling distribution, and ends of sequences."""
 
-    max_tokens: int | None = None  # None, and more than fits = up to the context
-    stop: tuple[str, ...] | tuple[int, ...] | None = (
-        None  # None = end-of-sequence tokens; () = nothing ends it
-    )
+    max_tokens: int | None = None  # None, or more than fits = up to the context
+    # None = end-of-sequence tokens; () = only the length ends a sequence
+    stop: tuple[str, ...] | tuple[int, ...] | None = None
     temperature: float = 1.0  # 0 = greedy; log-probabilities are then those at 1
     top_k: int = -1  # below 1 = all tokens
     top_p: float = 1.0
@@ -120,21 +112,19 @@ class SampleParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """Sampled continuations of one prompt, and log-probabilities of the prompt at temperature 1."""
+    """Request for continuations of one prompt, and log-probabilities of the prompt at temperature 1."""
 
     sampler_id: str
     prompt: np.ndarray  # integers [P]
-    seed: int  # equal seeds give equal samples, whatever is sampled beside them
+    seed: int  # equal seeds give equal samples, whatever is sampled at the same time
     num_samples: int = 1
     parameters: SampleParameters = SampleParameters()
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0  # most likely tokens at each prompt position
-    topk_sample_logprobs: int = (
-        0  # most likely tokens at each sampled position, of the distribution sampled from
-    )
-    target_prompt_logprobs: np.ndarray | None = (
-        None  # integers [P - 1, K]: row i asks at position i + 1; -1 = nothing
-    )
+    # most likely tokens at each sampled position, of the sampling distribution
+    topk_sample_logprobs: int = 0
+    # integers [P - 1, K]: row i lists tokens to score at position i + 1; -1 = none
+    target_prompt_logprobs: np.ndarray | None = None
 
 
 def densify_rows(
@@ -145,24 +135,26 @@ def densify_rows(
     *,
     fill: float = 0,
 ) -> np.ndarray:
-    """A sparse matrix (compressed rows) as a dense one [T, K] of the same dtype.
+    """Convert a sparse matrix (compressed rows) to a dense one [T, K] of the same dtype.
 
     Args:
-        values: [n]. row_starts: integers [T + 1], rising from 0 to n. columns: integers [n].
-        fill: value of the cells that are not listed.
-    Raises: ServiceError (user) where the parts do not fit each other, or the matrix is too large.
+        values: [n].
+        row_starts: integers [T + 1], ascending from 0 to n.
+        columns: integers [n].
+        fill: value of unlisted cells.
+    Raises: ServiceError (user) if the arrays do not match, or the matrix is too large.
     """
-    rows, width = (int(size) for size in shape)
+    num_rows, num_columns = (int(size) for size in shape)
     row_starts, columns = np.asarray(row_starts), np.asarray(columns)
-    if rows < 0 or width < 0 or rows * width > MAX_DENSE_CELLS:
+    if num_rows < 0 or num_columns < 0 or num_rows * num_columns > MAX_DENSE_CELLS:
         raise ServiceError(
             f"sparse tensor of shape {shape}: at most {MAX_DENSE_CELLS} cells, none negative",
             "user",
         )
-    if row_starts.shape != (rows + 1,) or values.ndim != 1 or columns.shape != values.shape:
+    if row_starts.shape != (num_rows + 1,) or values.ndim != 1 or columns.shape != values.shape:
         raise ServiceError(
-            f"sparse tensor of {rows} rows: crow_indices {row_starts.shape}, values {values.shape} and col_indices "
-            f"{columns.shape} do not fit; expected ({rows + 1},), (n,) and (n,)",
+            f"sparse tensor of {num_rows} rows: crow_indices {row_starts.shape}, values {values.shape} and col_indices "
+            f"{columns.shape} do not fit; expected ({num_rows + 1},), (n,) and (n,)",
             "user",
         )
     for name, indices in (("crow_indices", row_starts), ("col_indices", columns)):
@@ -172,8 +164,8 @@ def densify_rows(
             )
     if row_starts[0] != 0 or row_starts[-1] != len(values) or bool((np.diff(row_starts) < 0).any()):
         raise ServiceError(f"sparse tensor: crow_indices must rise from 0 to {len(values)}", "user")
-    if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < width:
-        raise ServiceError(f"sparse tensor: col_indices must lie in 0..{width - 1}", "user")
-    dense = np.full((rows, width), fill, dtype=values.dtype)
-    dense[np.repeat(np.arange(rows), np.diff(row_starts)), columns] = values
+    if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < num_columns:
+        raise ServiceError(f"sparse tensor: col_indices must lie in 0..{num_columns - 1}", "user")
+    dense = np.full((num_rows, num_columns), fill, dtype=values.dtype)
+    dense[np.repeat(np.arange(num_rows), np.diff(row_starts)), columns] = values
     return dense

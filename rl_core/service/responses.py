@@ -1,10 +1,7 @@
-"""States of runs, requests, queue and saved paths as plain data, which the server describes and the client reads.
+"""Management API responses as plain data: states of runs, requests, queue and saved paths, and evaluations.
 
-Standard library only: clients import it without torch. Times are seconds since 1970, durations seconds.
-
-Answers to evaluations as plain data, which the engine makes, the server describes and the client reads.
-
-Standard library only: clients import it without torch.
+The server sends them and the client parses them. Uses only the standard library, so that clients need no torch. Times
+are seconds since 1970, durations are in seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ class RequestStatus:
 
     request_id: str
     kind: str
-    seq: int  # place in the order of its run; of an evaluation a number made of its id
+    seq: int  # position in the order of its run; for an evaluation a number derived from its id
     state: RequestState
     accepted: float
     started: float | None
@@ -30,27 +27,27 @@ class RequestStatus:
     served_seconds: float | None
     answer_bytes: int
     error: str | None
-    category: str | None  # whose fault: user or server
+    category: str | None  # of the error: user or server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestList:
-    """Requests of a training run, the newest first."""
+    """Requests of a training run, newest first."""
 
     requests: list[RequestStatus]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelledRequest:
-    """Answer to a cancellation."""
+    """Response to a cancellation."""
 
     request_id: str
-    cancelled: bool  # False = it runs, or is final
+    cancelled: bool  # False if the request is running or final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedEvaluation:
-    """An accepted evaluation; its result is at `/runs/{run}/requests/{request_id}/result`."""
+    """Accepted evaluation; its result is at `/runs/{run}/requests/{request_id}/result`."""
 
     request_id: str
     evaluation_id: str
@@ -58,7 +55,7 @@ class AcceptedEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindStats:
-    """Requests of one kind: how many wait and run, and quantiles (0.5, 0.9, 0.99) over the newest finished ones."""
+    """Requests of one kind: waiting, running, and quantiles (0.5, 0.9, 0.99) over the newest finished ones."""
 
     waiting: int
     running: int
@@ -69,7 +66,7 @@ class KindStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """The queue of one training run."""
+    """Queue of one training run."""
 
     run_id: str
     depth: int
@@ -78,12 +75,12 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A training run."""
+    """State of a training run."""
 
     run_id: str
     base_model: str
     state: Literal["creating", "live", "failed", "unloaded"]
-    steps: int  # updates up to its newest answered one
+    steps: int  # updates that have been acknowledged
     lora_rank: int | None  # None = all weights are trained
     created: float
     last_request: float
@@ -92,7 +89,7 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunList:
-    """Training runs of the caller, the newest first."""
+    """Training runs of the caller, newest first."""
 
     runs: list[RunStatus]
     total: int
@@ -111,19 +108,19 @@ class SavedPath:
     public: bool
     registration: Literal["none", "waiting", "done", "failed"]
     version: str | None  # NAME/NUMBER in the model registry: what `posttrain promote` takes
-    data_digest: str = ""  # SHA-256 of the data that the weights were trained on, in order; "" = none, or not known
+    data_digest: str = ""  # SHA-256 of the training data, in order; "" if none or unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPathList:
-    """Saved weights of a training run, the newest first."""
+    """Saved weights of a training run, newest first."""
 
     checkpoints: list[SavedPath]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its interval; without bounds where there is only one text or prompt."""
+    """Mean and its interval; without bounds if there is only one text or prompt."""
 
     value: float
     low: float | None
@@ -132,7 +129,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """One text: sums over its scored tokens, nats."""
+    """Scores of one text: sums over its scored tokens, nats."""
 
     tokens: int
     nll: float
@@ -143,7 +140,7 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """A model on the texts; intervals over texts."""
+    """Scores of a model on the texts; intervals over texts."""
 
     nll: Estimate  # -log p of the next token, nats per token
     perplexity: Estimate  # exp(nll)
@@ -152,29 +149,27 @@ class TextScores:
 
 @dataclass(frozen=True, slots=True)
 class TextComparison:
-    """The model against the other on the same texts; the KL is exact, over the whole vocabulary."""
+    """Comparison of the model with the other on the same texts; the KL is exact, over the complete vocabulary."""
 
     kl: Estimate  # KL(model || against), nats per token
     reverse_kl: Estimate  # KL(against || model)
     nll_difference: Estimate  # model - against, nats per token; paired
     perplexity_ratio: Estimate  # exp(nll_difference)
-    better: int  # texts that the model finds likelier
+    better: int  # texts that are more likely under the model
     worse: int
     p_value: float  # two-sided exact sign test of better against worse
 
 
 @dataclass(frozen=True, slots=True)
 class DiversityScores:
-    """Samples of one model; means over prompts, of its samples' words."""
+    """Diversity of one model's samples; means over prompts, computed on words."""
 
     distinct: dict[str, Estimate]  # "1", "2", "3": distinct n-grams over all
-    self_bleu: Estimate | None  # None = one sample of each prompt
-    unique: Estimate  # different samples over all
-    tokens: Estimate  # of a sample
-    entropy: (
-        Estimate  # -log p of sampled tokens under the distribution sampled from, nats per token
-    )
-    ended: Estimate  # share of samples that ended by themselves
+    self_bleu: Estimate | None  # None with one sample per prompt
+    unique: Estimate  # distinct samples over all
+    tokens: Estimate  # per sample
+    entropy: Estimate  # -log p of sampled tokens under the sampling distribution, nats per token
+    ended: Estimate  # share of samples that ended before the length limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,21 +186,20 @@ class DiversityComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEvaluation:
-    """Scores of a model, and of another beside it. None = not asked for."""
+    """Scores of a model, optionally with those of another. None = not requested."""
 
     model: str
     against: str | None
     confidence: float
     texts: int
-    text_tokens: int  # that are scored: all but the first of each text
+    text_tokens: int  # scored tokens: all but the first of each text
     prompts: int
-    samples: int  # of each prompt
+    samples: int  # per prompt
     text: TextScores | None = None
     against_text: TextScores | None = None
     text_comparison: TextComparison | None = None
     rows: list[TextRow] | None = None  # in the order of the texts
     diversity: DiversityScores | None = None
-    against_diversity: DiversityScores | None = (
-        None  # None also for a reference model, which is not sampled from
-    )
+    # None also for a reference model, which cannot be sampled from
+    against_diversity: DiversityScores | None = None
     diversity_comparison: DiversityComparison | None = None

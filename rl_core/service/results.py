@@ -1,8 +1,7 @@
-"""Answers of the training engine: plain data and numpy arrays.
+"""Results of the training engine: plain data, numpy arrays, and metric names for trackers.
 
-Names for trackers of what answers of the engine measure: `train/...`, `policy/...`, `value/...`.
-
-Answers have names with a reduction (`clip_fraction:mean`), as clients add up parts of a request by it.
+Metrics are named `name:reduction` (`clip_fraction:mean`), because clients combine parts of a request by the reduction;
+trackers get the names that trainers log (`train/...`, `policy/...`, `value/...`).
 """
 
 from __future__ import annotations
@@ -19,38 +18,35 @@ from rl_core.service.requests import AdapterConfig, OptimizerKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseInfo:
-    """A base model."""
+    """Description of a base model."""
 
     name: str
     path: str  # of model and tokenizer
     context: int  # tokens of the longest sequence
     vocab_size: int
-    batches_runs: bool  # True = rows of several runs share a pass
-    note: str  # why, for people
+    batches_runs: bool  # rows of several runs share a pass
+    note: str  # the reason, as text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A training run."""
+    """Description of a training run."""
 
     model_id: str
     base: str
     adapter: AdapterConfig | None  # None = all weights are trained
     optimizer: OptimizerKind
     steps: int  # updates so far
-    num_trained: int  # numbers that are trained, heads of some losses aside
-    data_digest: (
-        str  # SHA-256 of the data that the weights have learned from, in order; "" = none yet
-    )
+    num_trained: int  # trained values, without the heads that some losses use
+    data_digest: str  # SHA-256 of the training data so far, in order; "" if none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardResult:
-    """Loss, per-token outputs of every datum in order, and metrics `name:reduction`, `loss:sum` among them."""
+    """Loss, per-token outputs of every datum in order, and metrics `name:reduction` including `loss:sum`."""
 
-    outputs: tuple[
-        Mapping[str, np.ndarray], ...
-    ]  # "logprobs" float32 of the shape of target_tokens, and more by loss
+    # "logprobs": float32 with the shape of target_tokens; further outputs depend on the loss
+    outputs: tuple[Mapping[str, np.ndarray], ...]
     metrics: Mapping[str, float]
 
     @property
@@ -68,7 +64,7 @@ class OptimStepResult:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Most likely tokens at some positions, in falling order; where there are fewer than k: token 0 and -99999."""
+    """Most likely tokens at some positions, in descending order; padded with token 0 and -99999 up to k."""
 
     tokens: np.ndarray  # int32 [n, k]
     logprobs: np.ndarray  # float32 [n, k], nats
@@ -76,10 +72,10 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
-    """One continuation, with the token that ended it."""
+    """Continuation, including the token that ended it."""
 
     tokens: np.ndarray  # int32 [n]
-    logprobs: np.ndarray  # float32 [n], nats, of the distribution sampled from
+    logprobs: np.ndarray  # float32 [n], nats, of the sampling distribution
     stop_reason: Literal["stop", "length"]
     topk: TopLogprobs | None = None
 
@@ -89,13 +85,9 @@ class SampleResult:
     """Continuations of a prompt and log-probabilities of the prompt."""
 
     sequences: tuple[SampledSequence, ...]
-    prompt_logprobs: np.ndarray | None = (
-        None  # float32 [P]; NaN at position 0, which nothing precedes
-    )
-    topk_prompt: TopLogprobs | None = None  # [P, k]; nothing at position 0
-    target_prompt_logprobs: np.ndarray | None = (
-        None  # float32 [P - 1, K]; NaN where nothing was asked
-    )
+    prompt_logprobs: np.ndarray | None = None  # float32 [P]; NaN at position 0
+    topk_prompt: TopLogprobs | None = None  # [P, k]; empty at position 0
+    target_prompt_logprobs: np.ndarray | None = None  # float32 [P - 1, K]; NaN if not requested
 
 
 _TRACKER_NAMES = {
@@ -134,19 +126,19 @@ _TRACKER_NAMES = {
 
 
 def rename_metrics_for_trackers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """An answer's metrics under the names that trainers log.
+    """Return a result's metrics under the names that trainers log.
 
-    The standard deviation of advantages follows from their mean and mean square. `policy/loss` is the loss per token
-    of a policy loss (one that has a ratio).
+    The standard deviation of advantages is computed from their mean and mean square. `policy/loss` is the loss per
+    token of a policy loss (one that has a ratio).
     """
-    found = {
+    renamed = {
         _TRACKER_NAMES[name]: float(value)
         for name, value in metrics.items()
         if name in _TRACKER_NAMES
     }
     if "advantage_square:mean" in metrics:
         square, mean = metrics["advantage_square:mean"], metrics["advantage:mean"]
-        found["train/advantages_std"] = math.sqrt(max(0.0, square - mean**2))
-    if "ratio:mean" in metrics and "train/loss" in found:
-        found["policy/loss"] = found["train/loss"]
-    return found
+        renamed["train/advantages_std"] = math.sqrt(max(0.0, square - mean**2))
+    if "ratio:mean" in metrics and "train/loss" in renamed:
+        renamed["policy/loss"] = renamed["train/loss"]
+    return renamed

@@ -1,4 +1,4 @@
-"""Saved states of training runs, and their export as model folders of Hugging Face and adapters of peft."""
+"""Saved states of training runs, and their export as Hugging Face model folders and peft adapters."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from rl_core.errors import CheckpointError, ServiceError
 from rl_core.models.routed_adapters import LowRank
 from rl_core.service.base_model import SharedBaseModel
 from rl_core.service.requests import AdapterConfig, CreateModel
-from rl_core.service.training_run import merge_adapter_weights
+from rl_core.service.training_run import STATE_FORMAT, merge_adapter_weights
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folders import replace_folder, write_folder_file
 
-STATE_FORMAT = 1
-
 
 def write_state(folder: str | Path, state: Mapping[str, Any]) -> None:
-    """Publish a state; what the folder held before stays until the new one is whole, and is the fallback then.
+    """Publish a state.
 
-    Raises: CheckpointError if the disk refuses; NonFiniteError for weights that are not finite.
+    The previous content of the folder stays until the new one is complete, and remains as a fallback.
+    Raises: CheckpointError for a disk error; NonFiniteError for weights that are not finite.
     """
     CheckpointStore(folder).save_version(state)
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """The newest valid state in a folder. Raises: CheckpointError where there is none."""
+    """Return the newest valid state in a folder. Raises: CheckpointError if there is none."""
     state = CheckpointStore(folder).load_latest()
     if state is None:
         raise CheckpointError(f"{folder}: holds no saved weights")
@@ -42,7 +41,7 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 
 
 def extract_sampling_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a state that samplers need: weights, without heads, optimizer and gradient."""
+    """Return the part of a state that samplers need: weights without heads, optimizer and gradient."""
     weights = {
         name: tensor for name, tensor in state["model"].items() if not name.startswith("heads.")
     }
@@ -50,7 +49,7 @@ def extract_sampling_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_create_request(state: Mapping[str, Any], model_id: str) -> CreateModel:
-    """The request that makes a run which can load this state."""
+    """Build the request that creates a run able to load this state."""
     run = state["run"]
     adapter = None if run["adapter"] is None else AdapterConfig(**run["adapter"])
     return CreateModel(
@@ -65,27 +64,28 @@ def build_create_request(state: Mapping[str, Any], model_id: str) -> CreateModel
 def load_adapter(
     state: Mapping[str, Any], device: torch.device | str = "cpu"
 ) -> dict[str, LowRank] | None:
-    """The adapter of a state, by the names of linear layers; None = it holds all weights."""
+    """Return the adapter of a state, by linear layer; None if the state holds all weights."""
     config = state["run"]["adapter"]
     if config is None:
         return None
     weights: Mapping[str, torch.Tensor] = state["model"]
-    end = ".lora_A.weight"
+    layers = [
+        name.removesuffix(".lora_A.weight") for name in weights if name.endswith(".lora_A.weight")
+    ]
     return {
-        name.removesuffix(end): LowRank(
-            weights[name].to(device),
-            weights[name.removesuffix(end) + ".lora_B.weight"].to(device),
+        layer: LowRank(
+            weights[f"{layer}.lora_A.weight"].to(device),
+            weights[f"{layer}.lora_B.weight"].to(device),
             config["alpha"] / config["rank"],
         )
-        for name in weights
-        if name.endswith(end)
+        for layer in layers
     }
 
 
 def load_sampling_weights(
     base: SharedBaseModel, state: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Weights of a state, by name, that turn the base into the model that was saved."""
+    """Return the weights, by name, that turn the base into the saved model."""
     if state["run"]["base"] != base.name:
         raise ServiceError(
             f"the saved weights are of base model '{state['run']['base']}', not '{base.name}'",
@@ -102,10 +102,10 @@ def load_sampling_weights(
 
 
 def export_model(base: SharedBaseModel, state: Mapping[str, Any], folder: str | Path) -> None:
-    """A model folder of Hugging Face with the adapter merged, in place of one that was exported there before.
+    """Export a Hugging Face model folder with the adapter merged, replacing an earlier export.
 
     An adapter of the output head unties it from the embedding.
-    Raises: CheckpointError where the disk refuses, or the folder holds other files.
+    Raises: CheckpointError for a disk error, or if the folder holds other files.
     """
     weights, head = load_sampling_weights(base, state), f"{base.head_name}.weight"
     unties = (
@@ -114,28 +114,31 @@ def export_model(base: SharedBaseModel, state: Mapping[str, Any], folder: str | 
         and base.model.config.tie_word_embeddings
     )
 
-    def write(place: Path) -> None:
+    def write(target: Path) -> None:
         tied = base.model.config.tie_word_embeddings
         with base.swap_weights(weights) as model:
             try:
                 model.config.tie_word_embeddings = tied and not unties
-                model.save_pretrained(place)
+                model.save_pretrained(target)
             finally:
                 model.config.tie_word_embeddings = tied
-        base.tokenizer.save_pretrained(place)
+        base.tokenizer.save_pretrained(target)
 
     replace_folder(folder, write, {"kind": "model"})
 
 
 def export_peft(base: SharedBaseModel, state: Mapping[str, Any], folder: str | Path) -> None:
-    """An adapter folder of peft. Raises: ServiceError (user) for a run that trains all weights; CheckpointError."""
+    """Export a peft adapter folder.
+
+    Raises: ServiceError (user) for a run that trains all weights; CheckpointError.
+    """
     adapter, config = load_adapter(state), state["run"]["adapter"]
     if adapter is None:
         raise ServiceError(
             "this run trains all weights, so there is no adapter to export; export the model",
             "user",
         )
-    described = {
+    adapter_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base.path,
@@ -153,11 +156,11 @@ def export_peft(base: SharedBaseModel, state: Mapping[str, Any], folder: str | P
         for part, factor in (("lora_A", update.down_RI), ("lora_B", update.up_OR))
     }
 
-    def write(place: Path) -> None:
+    def write(target: Path) -> None:
         write_folder_file(
-            place / "adapter_config.json", (json.dumps(described, indent=2) + "\n").encode()
+            target / "adapter_config.json", (json.dumps(adapter_config, indent=2) + "\n").encode()
         )
-        write_folder_file(place / "adapter_model.safetensors", safetensors.torch.save(tensors))
-        base.tokenizer.save_pretrained(place)
+        write_folder_file(target / "adapter_model.safetensors", safetensors.torch.save(tensors))
+        base.tokenizer.save_pretrained(target)
 
     replace_folder(folder, write, {"kind": "adapter"})

@@ -1,7 +1,7 @@
-"""The training engine: training runs and samplers over base models, by requests of plain data.
+"""Training engine: training runs and samplers over base models, driven by requests of plain data.
 
-One thread calls it. Faults of a request are `ServiceError`s; where several requests are given at once, each has its own
-answer, and a fault of one leaves the others as they are.
+Only one thread may call it. Errors in a request are `ServiceError`s; each of several requests gets its own result, and
+an error in one does not affect the others.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ class TrainingEngine:
         references: ReferenceSettings | None = None,
         reference_models: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reference_models`: frozen models beside the bases, name -> model folder or hub name."""
+        """Prepare an engine without models.
+
+        Args:
+            reference_models: frozen models in addition to the bases, name -> model folder or hub name.
+        """
         keep_freed_memory()
         limit_openmp_spin()
         self.settings = settings
@@ -93,14 +97,12 @@ class TrainingEngine:
         self._samplers: dict[str, Sampler] = {}
         self._published: dict[str, PublishedWeights] = {}  # by run
 
-    # -- base models and runs ------------------------------------------------------------------------------------------
-
     def base_info(self, name: str) -> BaseInfo:
-        """A base model, which is loaded if it is not yet. Raises: ServiceError."""
+        """Describe a base model, loading it if necessary. Raises: ServiceError."""
         return self._load_base_model(name).info
 
     def create_model(self, request: CreateModel) -> ModelInfo:
-        """A new training run. Raises: ServiceError."""
+        """Create a training run. Raises: ServiceError."""
         self._check_new_name(
             request.model_id, self._runs, self.settings.max_runs, "model", "max_runs"
         )
@@ -118,93 +120,87 @@ class TrainingEngine:
         return run.info
 
     def unload_model(self, model_id: str) -> None:
-        """Forget a run; its samplers keep their weights. Raises: ServiceError where there is none."""
+        """Remove a run; its samplers keep their weights. Raises: ServiceError if it does not exist."""
         self._find_run(model_id).base.router.clear_routes()
         del self._runs[model_id]
         self._published.pop(model_id, None)
 
     def model_info(self, model_id: str) -> ModelInfo:
-        """A training run. Raises: ServiceError where there is none."""
+        """Describe a training run. Raises: ServiceError if it does not exist."""
         return self._find_run(model_id).info
-
-    # -- training ------------------------------------------------------------------------------------------------------
 
     def forward_backward(
         self, requests: Sequence[ForwardBackward]
     ) -> list[ForwardBackwardResult | ServiceError]:
-        """Answers in order. Requests of one run are computed in their order, those of several runs together.
+        """Return results in order. Requests of one run are computed in their order, those of several runs together.
 
-        A request's numbers do not depend on the others, nor does the gradient that it adds to its run's.
+        Neither a request's results nor the gradient that it adds to its run depend on the other requests.
         """
-        answers: dict[int, ForwardBackwardResult | ServiceError] = {}
+        results: dict[int, ForwardBackwardResult | ServiceError] = {}
         jobs = {}
         for index, request in enumerate(requests):
             try:
                 run = self._find_run(request.model_id)
                 checked = check_forward_backward(request, run.base.limits, self.settings)
-                checked = add_reference_logprobs(
-                    run, checked, self.references, self.settings.micro_batch_tokens
-                )
-                jobs[index] = split_into_parts(
-                    run, request, checked, self.settings.micro_batch_tokens
-                )
+                max_tokens = self.settings.micro_batch_tokens
+                checked = add_reference_logprobs(run, checked, self.references, max_tokens)
+                jobs[index] = split_into_parts(run, request, checked, max_tokens)
             except ServiceError as error:
-                answers[index] = error
+                results[index] = error
         run_jobs(list(jobs.values()), self.settings)
         for index, job in jobs.items():
-            answers[index] = job.build_result()
-        return [answers[index] for index in range(len(requests))]
+            results[index] = job.build_result()
+        return [results[index] for index in range(len(requests))]
 
     def optim_step(self, request: OptimStep) -> OptimStepResult:
-        """One update by the gradient accumulated so far. Raises: ServiceError."""
-        (answer,) = step_runs_within_kl_limits([self._check_optim_step(request)], [request])
-        if isinstance(answer, Exception):
-            raise answer
-        return OptimStepResult(metrics=answer)
+        """Update a run by the gradient accumulated so far. Raises: ServiceError."""
+        (metrics,) = step_runs_within_kl_limits([self._check_optim_step(request)], [request])
+        if isinstance(metrics, Exception):
+            raise metrics
+        return OptimStepResult(metrics=metrics)
 
     def optim_steps(self, requests: Sequence[OptimStep]) -> list[OptimStepResult | ServiceError]:
-        """Answers in order, to updates of several runs."""
-        answers: dict[int, OptimStepResult | ServiceError] = {}
+        """Update several runs; return results in order."""
+        results: dict[int, OptimStepResult | ServiceError] = {}
         runs: dict[int, TrainingRun] = {}
         for index, request in enumerate(requests):
             try:
                 runs[index] = self._check_optim_step(request)
             except ServiceError as error:
-                answers[index] = error
-        found = step_runs_within_kl_limits(list(runs.values()), [requests[index] for index in runs])
-        for index, answer in zip(runs, found, strict=True):
-            if isinstance(answer, Exception):
-                if not isinstance(answer, ServiceError):
-                    logger.error(
-                        "optim_step of %s failed", requests[index].model_id, exc_info=answer
-                    )
-                answers[index] = _convert_to_service_error(answer)
-            else:
-                answers[index] = OptimStepResult(metrics=answer)
-        return [answers[index] for index in range(len(requests))]
+                results[index] = error
+        checked_requests = [requests[index] for index in runs]
+        outcomes = step_runs_within_kl_limits(list(runs.values()), checked_requests)
+        for index, outcome in zip(runs, outcomes, strict=True):
+            if not isinstance(outcome, Exception):
+                results[index] = OptimStepResult(metrics=outcome)
+                continue
+            if not isinstance(outcome, ServiceError):
+                model_id = requests[index].model_id
+                logger.error("optim_step of %s failed", model_id, exc_info=outcome)
+            results[index] = _convert_to_service_error(outcome)
+        return [results[index] for index in range(len(requests))]
 
     def _check_optim_step(self, request: OptimStep) -> TrainingRun:
-        """The run of a checked request. Raises: ServiceError."""
+        """Check a request and return its run. Raises: ServiceError."""
         run = self._find_run(request.model_id)
         check_adam(request.adam, request.muon_momentum)
         if request.optimizer not in (None, run.optimizer_kind):
             raise ServiceError(
-                f"optim_step: the parameters are of {request.optimizer}, and the run was made with "
-                f"{run.optimizer_kind}; send those of its optimizer",
+                f"optim_step: the parameters are for {request.optimizer}, but the run was created with "
+                f"{run.optimizer_kind}; send parameters of that optimizer",
                 "user",
             )
         return run
 
-    # -- states --------------------------------------------------------------------------------------------------------
-
     def state_dict(self, model_id: str) -> dict[str, Any]:
-        """All that a run's later results depend on. Raises: ServiceError."""
+        """Return everything that a run's later results depend on. Raises: ServiceError."""
         return self._find_run(model_id).state_dict()
 
     def restore_model(self, model_id: str, state: Mapping[str, Any]) -> ModelInfo:
-        """A run as it was when its state was taken, in place of one of this name. Raises: ServiceError."""
-        if (before := self._runs.pop(model_id, None)) is not None:
-            before.base.router.clear_routes()
+        """Restore a run from its state, replacing any run with this id. Raises: ServiceError."""
+        previous = self._runs.pop(model_id, None)
+        if previous is not None:
+            previous.base.router.clear_routes()
         self.create_model(build_create_request(state, model_id))
         self._load_run_state(model_id, state, optimizer=True, gradient=True)
         return self.model_info(model_id)
@@ -212,10 +208,9 @@ class TrainingEngine:
     def save_weights(
         self, model_id: str, folder: str | Path, metadata: Mapping[str, Any] | None = None
     ) -> None:
-        """Write a run's state (see `state_dict`), with the caller's note, as a whole. Raises: ServiceError."""
-        self._write_state(
-            folder, self._find_run(model_id).state_dict() | {"note": dict(metadata or {})}
-        )
+        """Write a run's complete state (see `state_dict`), with the caller's metadata. Raises: ServiceError."""
+        state = self._find_run(model_id).state_dict() | {"note": dict(metadata or {})}
+        self._write_state(folder, state)
 
     def load_weights(
         self,
@@ -225,42 +220,43 @@ class TrainingEngine:
         optimizer: bool,
         kind: OptimizerKind | None = None,
     ) -> ModelInfo:
-        """Take saved weights, and the optimizer's moments if asked for; the accumulated gradient is forgotten.
+        """Load saved weights, and the optimizer's moments if requested; the accumulated gradient is discarded.
 
-        A run that does not exist is made as the saved one was; `kind`: with another optimizer, if not with its moments.
-        Raises: ServiceError.
+        A run that does not exist is created like the saved one. Raises: ServiceError.
+        Args:
+            optimizer: load the moments.
+            kind: optimizer of a new run if the moments are not loaded.
         """
         state = self._read_state(folder)
         if model_id not in self._runs:
-            made = build_create_request(state, model_id)
-            self.create_model(
-                made if optimizer or kind is None else dataclasses.replace(made, optimizer=kind)
-            )
+            request = build_create_request(state, model_id)
+            if kind is not None and not optimizer:
+                request = dataclasses.replace(request, optimizer=kind)
+            self.create_model(request)
         self._load_run_state(model_id, state, optimizer=optimizer, gradient=False)
         return self.model_info(model_id)
 
     def read_saved_metadata(self, folder: str | Path) -> dict[str, Any]:
-        """The note that was saved with weights. Raises: ServiceError."""
-        note: dict[str, Any] = self._read_state(folder).get("note", {})
-        return note
+        """Return the metadata that was saved with weights. Raises: ServiceError."""
+        metadata: dict[str, Any] = self._read_state(folder).get("note", {})
+        return metadata
 
     def save_sampler_weights(self, model_id: str, folder: str | Path) -> None:
-        """Write what samplers of a run need. Raises: ServiceError."""
+        """Write the part of a run's state that samplers need. Raises: ServiceError."""
         self._write_state(folder, extract_sampling_state(self._find_run(model_id).state_dict()))
 
     def export(self, source: str | Path, folder: str | Path, *, peft: bool = False) -> None:
-        """Saved weights as a model folder of Hugging Face, or as an adapter of peft. Raises: ServiceError."""
+        """Export saved weights as a Hugging Face model folder or as a peft adapter. Raises: ServiceError."""
         state = self._read_state(source)
         base = self._load_base_model(state["run"]["base"])
+        export = export_peft if peft else export_model
         try:
-            (export_peft if peft else export_model)(base, state, folder)
+            export(base, state, folder)
         except CheckpointError as error:
             raise ServiceError(str(error), "server") from error
 
-    # -- sampling ------------------------------------------------------------------------------------------------------
-
     def create_sampler(self, request: CreateSampler) -> BaseInfo:
-        """A sampler; the base model that it samples from. Raises: ServiceError."""
+        """Create a sampler and return its base model. Raises: ServiceError."""
         self._check_new_name(
             request.sampler_id,
             self._samplers,
@@ -277,15 +273,14 @@ class TrainingEngine:
         return weights.base.info
 
     def _load_sampler_weights(self, request: CreateSampler) -> SamplerWeights:
-        """Base model and fixed weights of a new sampler."""
-        named = [
-            name for name in ("base", "model_id", "folder") if getattr(request, name) is not None
-        ]
-        if request.kind == "inflight" and named not in (["model_id"], ["model_id", "folder"]):
+        """Load the base model and weights of a new sampler."""
+        fields = ("base", "model_id", "folder")
+        sources = [name for name in fields if getattr(request, name) is not None]
+        if request.kind == "inflight" and sources not in (["model_id"], ["model_id", "folder"]):
             raise ServiceError(
                 "create_sampler: inflight needs model_id, and may have folder", "user"
             )
-        if request.kind != "inflight" and len(named) != 1:
+        if request.kind != "inflight" and len(sources) != 1:
             raise ServiceError(
                 "create_sampler: give exactly one of base, model_id and folder", "user"
             )
@@ -298,13 +293,16 @@ class TrainingEngine:
         return SamplerWeights(self._load_base_model(state["run"]["base"]), state)
 
     def unload_sampler(self, sampler_id: str) -> None:
-        """Forget a sampler. Raises: ServiceError where there is none."""
+        """Remove a sampler. Raises: ServiceError if it does not exist."""
         self._find_sampler(sampler_id)
         del self._samplers[sampler_id]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult | ServiceError]:
-        """Answers in order; a request's samples depend on its sampler's weights, prompt, parameters and seed alone."""
-        answers: dict[int, SampleResult | ServiceError] = {}
+        """Return results in order.
+
+        A request's samples depend only on its sampler's weights, its prompt, parameters and seed.
+        """
+        results: dict[int, SampleResult | ServiceError] = {}
         jobs: dict[int, SampleJob] = {}
         for index, request in enumerate(requests):
             try:
@@ -312,28 +310,25 @@ class TrainingEngine:
                 prompt = check_sample(request, sampler.base.limits, self.settings)
                 jobs[index] = SampleJob(sampler, request, prompt)
             except ServiceError as error:
-                answers[index] = error
-        found = run_sample_jobs(list(jobs.values()), self.settings.slots)
-        for index, answer in zip(jobs, found, strict=True):
-            answers[index] = (
-                _convert_to_service_error(answer) if isinstance(answer, Exception) else answer
-            )
-        return [answers[index] for index in range(len(requests))]
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
+                results[index] = error
+        outcomes = run_sample_jobs(list(jobs.values()), self.settings.slots)
+        for index, outcome in zip(jobs, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                results[index] = _convert_to_service_error(outcome)
+            else:
+                results[index] = outcome
+        return [results[index] for index in range(len(requests))]
 
     def evaluate(self, request: EvaluateRequest) -> ModelEvaluation:
-        """Scores of a model on texts and of its samples, and of another beside it; training is left as it is.
+        """Score a model on texts and by its samples, optionally against another; training is unaffected.
 
         Raises: ServiceError.
         """
         request.check_limits(self.settings)
         model = self._load_evaluated_model(request.model, request)
-        against = (
-            None
-            if request.against is None
-            else self._load_evaluated_model(request.against, request, model.base)
-        )
+        against = None
+        if request.against is not None:
+            against = self._load_evaluated_model(request.against, request, model.base)
         try:
             return evaluate_models(request, model, against, self.settings)
         except (PosttrainError, RuntimeError) as error:
@@ -342,7 +337,7 @@ class TrainingEngine:
     def _load_evaluated_model(
         self, name: str, request: EvaluateRequest, comparison_base: SharedBaseModel | None = None
     ) -> EvaluatedModel:
-        """The model of a name: saved weights, a base model, or (beside one of these) a reference model."""
+        """Load a model by name: saved weights, a base model, or (only for comparison) a reference model."""
         if name in request.folders:
             state = extract_sampling_state(self._read_state(request.folders[name]))
             base = self._load_base_model(state["run"]["base"])
@@ -351,33 +346,19 @@ class TrainingEngine:
             base = self._load_base_model(name)
             source = SamplerWeights(base)
         elif name in self.references.paths and comparison_base is not None:
-            reader = self.references.create_reader(name)
-            return EvaluatedModel(
-                name,
-                comparison_base,
-                self.references.read_limits(name, comparison_base),
-                reader,
-                None,
-            )
+            limits = self.references.read_limits(name, comparison_base)
+            reference_reader = self.references.create_reader(name)
+            return EvaluatedModel(name, comparison_base, limits, reference_reader, None)
         else:
-            known = [
-                *self.settings.bases,
-                *(self.references.paths if comparison_base is not None else ()),
-            ]
+            known, kinds = [*self.settings.bases], "base"
+            if comparison_base is not None:
+                known, kinds = [*known, *self.references.paths], "base or reference"
             raise ServiceError(
-                f"evaluate: there is no {'base or reference' if comparison_base is not None else 'base'} model '{name[:200]}'; "
-                f"{suggest_name(name, known)}",
+                f"evaluate: there is no {kinds} model '{name[:200]}'; {suggest_name(name, known)}",
                 "user",
             )
-        return EvaluatedModel(
-            name,
-            base,
-            base.limits,
-            BaseModelReader(base, source.merge_weights()),
-            Sampler(name, base, source),
-        )
-
-    # -- looking up ----------------------------------------------------------------------------------------------------
+        reader = BaseModelReader(base, source.merge_weights())
+        return EvaluatedModel(name, base, base.limits, reader, Sampler(name, base, source))
 
     def _load_base_model(self, name: str) -> SharedBaseModel:
         if name not in self._bases:
@@ -386,10 +367,9 @@ class TrainingEngine:
                     f"base_model: there is no '{name}' here; {suggest_name(name, self.settings.bases)}",
                     "user",
                 )
+            path = str(self.settings.bases[name])
             try:
-                self._bases[name] = SharedBaseModel(
-                    name, str(self.settings.bases[name]), self.settings
-                )
+                self._bases[name] = SharedBaseModel(name, path, self.settings)
             except (CheckpointError, ModelError) as error:
                 raise ServiceError(str(error), "server") from error
         return self._bases[name]
@@ -447,6 +427,5 @@ class TrainingEngine:
 def _convert_to_service_error(error: Exception) -> ServiceError:
     if isinstance(error, ServiceError):
         return error
-    return ServiceError(
-        format_first_line(error), "user" if isinstance(error, DataError) else "server"
-    )
+    message = format_first_line(error)
+    return ServiceError(message, "user" if isinstance(error, DataError) else "server")

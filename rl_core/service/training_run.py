@@ -1,8 +1,7 @@
-"""The gradient of one run: that of its adapters as one tensor, and that of anything else by name.
+"""Training run: trained parameters, accumulated gradient, optimizer, and all of it as a state.
 
-One training run: what it trains, its gradient so far, its optimizer, and all of it as a state.
-
-Everything that later results depend on is in `state_dict`, so a run that is loaded from it goes on bit for bit.
+`state_dict` contains everything that later results depend on, so a run restored from it continues bit for bit. The
+gradient of a run's adapters is one flat tensor; all other gradients are kept by name.
 """
 
 from __future__ import annotations
@@ -36,9 +35,11 @@ from rl_core.training.optimizers import (
     step_adamw,
 )
 
+STATE_FORMAT = 1
+
 
 class GradientLayout:
-    """Places of parameters, one after the other, within a flat tensor."""
+    """Positions of parameters within a flat tensor."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.names = list(parameters)
@@ -52,7 +53,7 @@ class GradientLayout:
 
 
 class RunGradient(Mapping[str, torch.Tensor]):
-    """Gradient by the name of the parameter; views of the flat tensor."""
+    """Gradient by parameter name; views of the flat tensor."""
 
     def __init__(
         self,
@@ -61,13 +62,14 @@ class RunGradient(Mapping[str, torch.Tensor]):
         missing: frozenset[str],
         unlaid_gradients: Mapping[str, torch.Tensor],
     ) -> None:
-        """flat: float32, 0 at parameters that are `missing`: these have none. loose: those beside the layout."""
-        self.layout, self.flat, self.missing, self.unlaid_gradients = (
-            layout,
-            flat,
-            missing,
-            unlaid_gradients,
-        )
+        """Wrap the parts of a gradient.
+
+        Args:
+            flat: float32, 0 at `missing` parameters, which have no gradient.
+            unlaid_gradients: gradients that are not in the layout.
+        """
+        self.layout, self.flat = layout, flat
+        self.missing, self.unlaid_gradients = missing, unlaid_gradients
         names = [name for name in layout.names if name not in missing] if missing else layout.names
         self.names = [*names, *unlaid_gradients] if unlaid_gradients else names
 
@@ -77,8 +79,8 @@ class RunGradient(Mapping[str, torch.Tensor]):
         if name in self.missing:
             raise KeyError(name)
         index = self.layout.index[name]
-        place = self.layout.offsets[index]
-        return self.flat[place : place + self.layout.sizes[index]].view(self.layout.shapes[index])
+        begin = self.layout.offsets[index]
+        return self.flat[begin : begin + self.layout.sizes[index]].view(self.layout.shapes[index])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -88,18 +90,21 @@ class RunGradient(Mapping[str, torch.Tensor]):
 
     @property
     def data_pointers(self) -> list[int]:
-        """Of the gradients of `names`."""
-        found: list[int] = (self.layout.byte_offsets + self.flat.data_ptr()).tolist()
+        """Data pointers of the gradients, in the order of `names`."""
+        pointers: list[int] = (self.layout.byte_offsets + self.flat.data_ptr()).tolist()
         if self.missing:
-            found = [
-                place
-                for place, name in zip(found, self.layout.names, strict=True)
+            pointers = [
+                pointer
+                for pointer, name in zip(pointers, self.layout.names, strict=True)
                 if name not in self.missing
             ]
-        return found + [part.data_ptr() for part in self.unlaid_gradients.values()]
+        return pointers + [tensor.data_ptr() for tensor in self.unlaid_gradients.values()]
 
     def copy_to_own_memory(self) -> RunGradient:
-        """The same in memory of its own: a part of a pass's tensor would keep the gradients of all its runs."""
+        """Return the gradient in separate memory.
+
+        A view of a pass's tensor would keep the gradients of all runs of the pass in memory.
+        """
         if self.flat.untyped_storage().nbytes() == self.flat.nbytes:
             return self
         return RunGradient(self.layout, self.flat.clone(), self.missing, self.unlaid_gradients)
@@ -108,24 +113,22 @@ class RunGradient(Mapping[str, torch.Tensor]):
 def add_gradients(
     sum_: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """The sum of two gradients of a run; what only one of them has is that one's."""
+    """Return the sum of two gradients of a run; a parameter in only one of them keeps that gradient."""
     if not sum_ or not other:
         return sum_ or other
     if isinstance(sum_, RunGradient) and isinstance(other, RunGradient):
-        loose = add_gradients(sum_.unlaid_gradients, other.unlaid_gradients)
-        return RunGradient(sum_.layout, sum_.flat + other.flat, sum_.missing & other.missing, loose)
-    return {
-        **sum_,
-        **{name: sum_[name] + own if name in sum_ else own for name, own in other.items()},
-    }
-
-
-STATE_FORMAT = 1
+        unlaid = add_gradients(sum_.unlaid_gradients, other.unlaid_gradients)
+        missing = sum_.missing & other.missing
+        return RunGradient(sum_.layout, sum_.flat + other.flat, missing, unlaid)
+    total = dict(sum_)
+    for name, gradient in other.items():
+        total[name] = total[name] + gradient if name in total else gradient
+    return total
 
 
 @dataclass(slots=True)
 class KLLimitCheck:
-    """Limit of the KL that the next update may make, and the tokens on which it is measured."""
+    """Limit of the KL of the next update, and the tokens on which it is measured."""
 
     limit: float  # mean KL(old || new), nats per token
     temperature: float
@@ -136,21 +139,20 @@ class KLLimitCheck:
 
 
 class _ScalarHeads(nn.Module):
-    """Scalar heads on the last hidden states; without a gradient they are not trained."""
+    """Scalar heads on the last hidden states; they are trained only by losses that use them."""
 
     def __init__(self, size: int, seed: int, device: torch.device) -> None:
         super().__init__()
         self.value_head = ValueHead(size)
-        # the scale of Stiennon et al. 2020, arXiv:2009.01325, as in `models.heads`
         generator = torch.Generator().manual_seed(seed)
-        self.score_head = nn.Parameter(
-            torch.randn(1, size, generator=generator) * (size + 1) ** -0.5
-        )
+        # The scale of Stiennon et al. 2020, arXiv:2009.01325, as in `models.heads`.
+        weights = torch.randn(1, size, generator=generator) * (size + 1) ** -0.5
+        self.score_head = nn.Parameter(weights)
         self.to(device)
 
 
 class TrainingRun:
-    """Adapters over a shared base, or a whole model of its own, with gradient, optimizer and heads."""
+    """Adapters over a shared base, or a separate complete model, with gradient, optimizer and heads."""
 
     def __init__(self, request: CreateModel, base: SharedBaseModel) -> None:
         self.model_id, self.base, self.config = request.model_id, base, request.adapter
@@ -172,34 +174,27 @@ class TrainingRun:
             **{f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()},
         }
         self.layout = GradientLayout({} if request.adapter is None else trained)
-        head = (
-            set()
-            if self.head_update is None
-            else {f"{base.head_name}.{part}.weight" for part in ("lora_A", "lora_B")}
-        )
+        head_factors = set()
+        if self.head_update is not None:
+            head_factors = {f"{base.head_name}.{part}.weight" for part in ("lora_A", "lora_B")}
+        # With adapters: the parameters of the output head and the scalar heads.
         self.parameters_outside_layers = {
             name: parameter
             for name, parameter in self.parameters.items()
-            if name in head or name not in trained
-        }  # with adapters: parameters that are in none of the model's layers, those of the output and scalar heads
-        self.gradient: Mapping[
-            str, torch.Tensor
-        ] = {}  # by name; what no loss has touched is left out
+            if name in head_factors or name not in trained
+        }
+        self.gradient: Mapping[str, torch.Tensor] = {}  # without parameters that no loss has used
         self.kl_limit_checks: list[KLLimitCheck] = []
         self.steps = 0
-        self.data_digest = (
-            ""  # of all data that the weights have learned from, in order; "" = none yet
-        )
-        self._next_digest = ""  # with the data of the gradient so far
-        self._hidden = hidden if request.optimizer == "muon" else set()
+        self.data_digest = ""  # of all training data so far, in order; "" = none
+        self._next_digest = ""  # including the data of the accumulated gradient
+        self._muon_names = hidden if request.optimizer == "muon" else set()
         self._optimizer = self._build_optimizer()
-        self._adamw_rows: adamw.AdamwRows | None = (
-            None  # of the optimizer's moments as they are placed now
-        )
+        self._adamw_rows: adamw.AdamwRows | None = None  # current addresses of the moments
 
     @property
     def info(self) -> ModelInfo:
-        """For people and clients."""
+        """Description for clients and logs."""
         return ModelInfo(
             model_id=self.model_id,
             base=self.base.name,
@@ -212,13 +207,13 @@ class TrainingRun:
 
     @property
     def head_update(self) -> LowRank | None:
-        """The adapter of the output head."""
+        """Adapter of the output head."""
         return None if self.adapter is None else self.adapter.get(self.base.head_name)
 
     def add_gradient(self, gradient: Mapping[str, torch.Tensor]) -> None:
         """Add the gradient of one request."""
-        sum_ = add_gradients(self.gradient, gradient)
-        self.gradient = sum_.copy_to_own_memory() if isinstance(sum_, RunGradient) else sum_
+        total = add_gradients(self.gradient, gradient)
+        self.gradient = total.copy_to_own_memory() if isinstance(total, RunGradient) else total
 
     def build_pass_gradient(
         self,
@@ -226,28 +221,33 @@ class TrainingRun:
         layers: Collection[str],
         outside_gradients: Mapping[str, torch.Tensor],
     ) -> RunGradient:
-        """The gradient of a pass. Args: flat: of the adapter, written at these layers; others: of `parameters_outside_layers`."""
+        """Build the gradient of a pass.
+
+        Args:
+            flat: of the adapter, written only at `layers`.
+            outside_gradients: of `parameters_outside_layers`.
+        """
         assert self.adapter is not None
-        missing, loose = [], dict(outside_gradients)
+        missing, unlaid = [], dict(outside_gradients)
         for layer in self.adapter.keys() - layers:
             for part in ("lora_A", "lora_B"):
                 name = f"{layer}.{part}.weight"
                 index = self.layout.index[name]
-                place = flat[
-                    self.layout.offsets[index] : self.layout.offsets[index]
-                    + self.layout.sizes[index]
-                ]
-                if name in loose:
-                    place.copy_(loose.pop(name).reshape(-1))
+                begin = self.layout.offsets[index]
+                values = flat[begin : begin + self.layout.sizes[index]]
+                if name in unlaid:
+                    values.copy_(unlaid.pop(name).reshape(-1))
                 else:
-                    place.zero_()
+                    values.zero_()
                     missing.append(name)
-        return RunGradient(self.layout, flat, frozenset(missing), loose)
+        return RunGradient(self.layout, flat, frozenset(missing), unlaid)
 
     def add_data_to_digest(self, rows: Iterable[Mapping[str, np.ndarray]]) -> None:
-        """Take the data of one request into the digest of the next update's weights.
+        """Add the data of one request to the digest of the next update's weights.
 
-        The same data in the same order have the same digest. Args: rows: arrays of each datum, by name.
+        Equal data in the same order have equal digests.
+        Args:
+            rows: arrays of each datum, by name.
         """
         digest = hashlib.sha256(self._next_digest.encode())
         for row in rows:
@@ -257,16 +257,16 @@ class TrainingRun:
         self._next_digest = digest.hexdigest()
 
     def reset_data_digest(self) -> None:
-        """Leave the data of a gradient that is forgotten out of the digest."""
+        """Remove the data of a discarded gradient from the digest."""
         self._next_digest = self.data_digest
 
     def take_gradient(self) -> Mapping[str, torch.Tensor]:
-        """The gradient so far, which is then forgotten."""
+        """Return the accumulated gradient and discard it."""
         gradient, self.gradient = self.gradient, {}
         return gradient
 
     def build_adamw_rows(self, gradient: Mapping[str, torch.Tensor]) -> np.ndarray | None:
-        """Places of what a step by this gradient changes, for compiled code; None where torch has to make the step."""
+        """Return the addresses that a compiled step by this gradient changes; None if torch has to make the step."""
         if adamw.load_adamw() is None or isinstance(self._optimizer, JointOptimizer):
             return None
         if self._adamw_rows is None:
@@ -279,14 +279,13 @@ class TrainingRun:
             return self._adamw_rows.select_rows(gradient.names, gradient.data_pointers)
         if not all(map(adamw.is_contiguous_float32, gradient.values())):
             return None
-        return self._adamw_rows.select_rows(
-            list(gradient), [part.data_ptr() for part in gradient.values()]
-        )
+        pointers = [tensor.data_ptr() for tensor in gradient.values()]
+        return self._adamw_rows.select_rows(list(gradient), pointers)
 
     def step_torch_optimizer(
         self, request: OptimStep, gradient: Mapping[str, torch.Tensor], norm: torch.Tensor
     ) -> None:
-        """One step, which makes the moments where there are none yet."""
+        """Make one step with torch, which creates missing moments."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradient.get(name)
         if request.adam.grad_clip_norm > 0 and gradient:
@@ -301,14 +300,12 @@ class TrainingRun:
         self._adamw_rows = None
 
     def count_step(self) -> None:
-        """Note that an update was made: the weights have now learned from the data since the one before."""
+        """Count an update: the weights now include the data since the previous one."""
         self.steps += 1
         self.data_digest = self._next_digest
 
-    # -- state ---------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """All that later results depend on, on the CPU and apart from the run."""
+        """Return a copy, on the CPU, of everything that later results depend on."""
         return {
             "run": {
                 "format": STATE_FORMAT,
@@ -324,20 +321,20 @@ class TrainingRun:
             "optimizer": _copy_tree_to_cpu(self._read_moments()),
             "gradient": {name: _copy_to_cpu(part) for name, part in self.gradient.items()},
             "guards": [
-                {field.name: getattr(guard, field.name) for field in dataclasses.fields(guard)}
-                for guard in self.kl_limit_checks
+                {field.name: getattr(check, field.name) for field in dataclasses.fields(check)}
+                for check in self.kl_limit_checks
             ],
         }
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, optimizer: bool = True, gradient: bool = True
     ) -> None:
-        """Inverse of `state_dict`; weights change in place.
+        """Load a state; inverse of `state_dict`. Weights change in place.
 
         Args:
-            optimizer: False = weights alone: the moments start afresh, and so does the count of steps.
-            gradient: False = nothing of what was accumulated when the state was taken.
-        Raises: CheckpointError for a state of another kind of run.
+            optimizer: False = load only weights; the moments and the count of steps start again.
+            gradient: False = discard what was accumulated when the state was taken.
+        Raises: CheckpointError for a state of a different kind of run.
         """
         module = _build_parameter_dict(self.parameters)
         load_trainable_weights(
@@ -348,13 +345,12 @@ class TrainingRun:
         if optimizer:
             if state["run"]["optimizer"] != self.optimizer_kind:
                 raise CheckpointError(
-                    f"the state is of optimizer {state['run']['optimizer']}, this run has {self.optimizer_kind}"
+                    f"the state is for optimizer {state['run']['optimizer']}, this run uses {self.optimizer_kind}"
                 )
             self._load_moments(state["optimizer"])
             self.steps = int(state["run"]["steps"])
-        self.data_digest = str(
-            state["run"].get("data_digest", "")
-        )  # the weights' past, whatever is taken along
+        # The history of the weights, whatever else is loaded.
+        self.data_digest = str(state["run"].get("data_digest", ""))
         self.reset_data_digest()
         self.gradient, self.kl_limit_checks = {}, []
         if gradient:
@@ -365,19 +361,13 @@ class TrainingRun:
             }
             self.kl_limit_checks = [KLLimitCheck(**fields) for fields in state["guards"]]
 
-    # -- optimizer -----------------------------------------------------------------------------------------------------
-
     def _build_optimizer(self) -> torch.optim.Optimizer | JointOptimizer:
-        rest = [
-            parameter for name, parameter in self.parameters.items() if name not in self._hidden
-        ]
-        adamw = torch.optim.AdamW(rest, lr=1e-4, fused=True)
-        if not self._hidden:
+        matrices = [self.parameters[name] for name in self.parameters if name in self._muon_names]
+        others = [self.parameters[name] for name in self.parameters if name not in self._muon_names]
+        adamw = torch.optim.AdamW(others, lr=1e-4, fused=True)
+        if not self._muon_names:
             return adamw
-        matrices = [
-            parameter for name, parameter in self.parameters.items() if name in self._hidden
-        ]
-        # adjust_lr_fn as in `training.optimizers`: one learning rate serves both
+        # adjust_lr_fn as in `training.optimizers`, so that one learning rate fits both.
         muon = torch.optim.Muon(matrices, lr=1e-4, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
         return JointOptimizer({"adamw": adamw, "muon": muon})
 
@@ -395,7 +385,7 @@ class TrainingRun:
         return extract_moments(self._optimizer)
 
     def _load_moments(self, state: Mapping[str, Any]) -> None:
-        state = dict(_copy_tree_to_cpu(state))  # torch keeps what it is given
+        state = dict(_copy_tree_to_cpu(state))  # torch does not copy the tensors
         if isinstance(self._optimizer, JointOptimizer):
             self._optimizer.load_state_dict(state)
         else:
@@ -405,7 +395,7 @@ class TrainingRun:
 def merge_adapter_weights(
     base: SharedBaseModel, adapter: Mapping[str, LowRank]
 ) -> dict[str, torch.Tensor]:
-    """Weights of the base with an adapter's update, by the name of the parameter."""
+    """Return the base's weights with an adapter's update, by parameter name."""
     return {
         f"{name}.weight": update.add_to_weight(base.model.get_submodule(name).weight.detach())
         for name, update in adapter.items()
@@ -413,19 +403,13 @@ def merge_adapter_weights(
 
 
 def _build_adapter(base: SharedBaseModel, config: AdapterConfig) -> dict[str, LowRank]:
-    """A ~ U(-1 / sqrt(I), 1 / sqrt(I)) (peft's), each matrix by a generator of its own; B = 0."""
+    """Build an adapter: A ~ U(-1 / sqrt(I), 1 / sqrt(I)) as in peft, each matrix with a separate generator; B = 0."""
     adapter = {}
     for name in base.list_adapter_targets(config):
         rows, columns = base.model.get_submodule(name).weight.shape
-        generator = torch.Generator().manual_seed(
-            compute_sequence_seed("adapter", config.seed, name) % 2**63
-        )
-        down_RI = (
-            torch.rand(config.rank, columns, generator=generator)
-            .mul_(2)
-            .sub_(1)
-            .mul_(columns**-0.5)
-        )
+        seed = compute_sequence_seed("adapter", config.seed, name) % 2**63
+        uniform_RI = torch.rand(config.rank, columns, generator=torch.Generator().manual_seed(seed))
+        down_RI = uniform_RI.mul_(2).sub_(1).mul_(columns**-0.5)
         adapter[name] = LowRank(
             nn.Parameter(down_RI.to(base.device)),
             nn.Parameter(torch.zeros(rows, config.rank, device=base.device)),
@@ -435,7 +419,7 @@ def _build_adapter(base: SharedBaseModel, config: AdapterConfig) -> dict[str, Lo
 
 
 def _list_adapter_factors(adapter: Mapping[str, LowRank]) -> dict[str, torch.Tensor]:
-    """Parameters by name; named as peft names them."""
+    """Return the parameters of an adapter by the names that peft uses."""
     return {
         f"{name}.{part}.weight": factor
         for name, update in adapter.items()
@@ -444,7 +428,7 @@ def _list_adapter_factors(adapter: Mapping[str, LowRank]) -> dict[str, torch.Ten
 
 
 def _replace_dots(name: str) -> str:
-    return name.replace(".", "/")  # no dots in the names of a ParameterDict
+    return name.replace(".", "/")  # a ParameterDict allows no dots in names
 
 
 def _build_parameter_dict(parameters: Mapping[str, torch.Tensor]) -> nn.ParameterDict:
@@ -460,8 +444,6 @@ def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_tree_to_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _copy_to_cpu(value)
-    return (
-        {key: _copy_tree_to_cpu(item) for key, item in value.items()}
-        if isinstance(value, Mapping)
-        else value
-    )
+    if isinstance(value, Mapping):
+        return {key: _copy_tree_to_cpu(item) for key, item in value.items()}
+    return value

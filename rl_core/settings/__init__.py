@@ -1,6 +1,6 @@
 """Typed settings: one frozen dataclass per algorithm and part.
 
-Defaults follow the literature, with sources where they are not common knowledge; those that depend on the model are in
+Defaults follow the literature, with sources unless they are common knowledge; those that depend on the model are in
 `defaults.py` and filled in by `resolve_defaults`. Ranges are declared once, in `setting(...)`; they are checked on
 construction and used by the configuration loader for messages and forms.
 """

@@ -1,8 +1,6 @@
-"""Values against type hints, as far as configs and settings express them.
+"""Base class of settings with checks of types and ranges, and the field declaration `setting`.
 
-Base class of settings with range checks, and the field declaration `setting`.
-
-Import paths of the user's code that settings hold, found through the fields that are declared with `is_code`.
+`iter_code_paths` yields the import paths of user code in settings, from fields that are declared with `is_code`.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from typing import Any, Self
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.defaults import ModelDefault
 from rl_core.settings.framework_aliases import explain_framework_name
+
+SettingKey = tuple[str | int, ...]
 
 # Comparisons by name, as other tools write them.
 _COMPARISONS = {
@@ -38,14 +38,14 @@ _COMPARISONS = {
 
 
 def suggest_comparison(value: Any, choices: Iterable[Any]) -> str:
-    """The sign that a comparison's name stands for, as a remedy; "" where it is none or the sign is no choice."""
+    """Suggest the sign for a comparison's name, as the end of a message; "" if there is none among the choices."""
     name = str(value).strip().casefold().replace("-", "_").replace(" ", "_")
     signs = [sign for sign, names in _COMPARISONS.items() if name in names and sign in set(choices)]
     return f"; '{value}' is written '{signs[0]}'" if signs else ""
 
 
 def is_valid_value(value: Any, hint: Any) -> bool:
-    """True if a config value matches a type hint; hints that a config cannot express always match."""
+    """Return whether a config value matches a type hint; hints that a config cannot express always match."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(is_valid_value(value, argument) for argument in arguments)
@@ -61,13 +61,10 @@ def is_valid_value(value: Any, hint: Any) -> bool:
             is_valid_value(key, arguments[0]) and is_valid_value(item, arguments[1])
             for key, item in value.items()
         )
-    if hint in (
-        int,
-        float,
-    ):  # bool is an int to Python, not to a reader of a config; a whole number is a float
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(
-            value, bool
-        )
+    if hint in (int, float):
+        # bool is an int in Python but not in a config; a whole number is a valid float
+        kinds = (int, float) if hint is float else (int,)
+        return isinstance(value, kinds) and not isinstance(value, bool)
     if hint is None or hint is type(None):
         return value is None
     if isinstance(hint, type) and (hint in (str, bool) or dataclasses.is_dataclass(hint)):
@@ -76,22 +73,20 @@ def is_valid_value(value: Any, hint: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """Description of a type hint, for messages."""
+    """Describe a type hint for messages."""
     if typing.get_origin(hint) is typing.Literal:
         choices = [repr(choice) for choice in typing.get_args(hint)]
-        return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(describe_type(argument) for argument in typing.get_args(hint))
     if hint is type(None):
         return "None"
-    plain = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
-    if hint in plain:
-        return plain[hint]
-    return (
-        hint.__name__
-        if isinstance(hint, type) and not typing.get_origin(hint)
-        else str(hint).replace("typing.", "")
-    )
+    descriptions = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+    if hint in descriptions:
+        return descriptions[hint]
+    if isinstance(hint, type) and not typing.get_origin(hint):
+        return hint.__name__
+    return str(hint).replace("typing.", "")
 
 
 def setting(
@@ -104,15 +99,17 @@ def setting(
     le: float | None = None,
     is_code: bool = False,
 ) -> Any:
-    """Dataclass field with documentation and an allowed range; a `ModelDefault` is a default by kind of model.
+    """Declare a dataclass field with its meaning and allowed range.
 
-    `is_code`: holds import paths (see `iter_code_paths`).
+    Args:
+        default: a `ModelDefault` depends on the kind of model.
+        is_code: holds import paths (see `iter_code_paths`).
     """
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     metadata: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
     if isinstance(default, ModelDefault):
         metadata["by_model"] = default
-        doc = f"{doc}; left out: {default.describe_values()}"
+        doc = f"{doc}; unset: {default.describe_values()}"
         default = default.build_placeholder()
     metadata["doc"] = doc
     if is_code:
@@ -124,7 +121,7 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
 
 
-# Stage of the settings that a user of the library makes by hand; for hints alone.
+# Stage of the settings that library users create by hand; only for hints.
 _STAGE_NAMES = {
     "PolicySettings": "policy",
     "SFTSettings": "sft",
@@ -149,14 +146,14 @@ class Settings:
     """
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
-        """A new object, once every name is known."""
+        """Create the object after checking that every name is known."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
                 stage = _STAGE_NAMES.get(cls.__name__)
-                hint = explain_framework_name(
-                    name, stage, omitted_prefix=f"stages.{stage}."
-                ) or suggest_name(name, known)
+                prefix = f"stages.{stage}."
+                hint = explain_framework_name(name, stage, omitted_prefix=prefix)
+                hint = hint or suggest_name(name, known)
                 raise SettingsError(f"{name}: {cls.__name__} has no such setting; {hint}")
         return super().__new__(cls)
 
@@ -164,10 +161,11 @@ class Settings:
         cls: Any = type(self)
         hints = _resolve_field_types(cls)
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not is_valid_value(value, hints[field.name]):
+            value, hint = getattr(self, field.name), hints[field.name]
+            if not is_valid_value(value, hint):
+                correction = _suggest_correction(value, hint)
                 raise SettingsError(
-                    f"{field.name}: {value!r} is not {describe_type(hints[field.name])}{_suggest_correction(value, hints[field.name])}"
+                    f"{field.name}: {value!r} is not {describe_type(hint)}{correction}"
                 )
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, bool) or not isinstance(number, int | float):
@@ -184,17 +182,17 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Hook: raise SettingsError for invalid combinations of settings."""
+        """Raise SettingsError for invalid combinations of settings; overridden by subclasses."""
 
 
 @functools.cache
 def _resolve_field_types(cls: type) -> dict[str, Any]:
-    """Resolved type of every field; once for each class."""
+    """Return the resolved type of every field; cached per class."""
     return typing.get_type_hints(cls)
 
 
 def _suggest_correction(value: Any, hint: Any) -> str:
-    """Correction of a common slip, for messages; "" for others."""
+    """Suggest the correction of a common mistake, for messages; "" for others."""
     choices = [hint, *typing.get_args(hint)]
     named = [
         name
@@ -215,20 +213,17 @@ def _suggest_correction(value: Any, hint: Any) -> str:
     return f"; write {blocks[0].__name__}(...)" if isinstance(value, dict) and blocks else ""
 
 
-SettingKey = tuple[str | int, ...]
-
-
 def iter_code_paths(settings: Settings, key: SettingKey = ()) -> Iterator[tuple[SettingKey, str]]:
-    """Import paths within settings, each with its key.
+    """Yield the import paths in settings, each with its key.
 
-    A text and the items of a list are import paths; of a mapping (rewards and their weights) the names with a colon.
+    A text and the items of a list are import paths; in a mapping (rewards and their weights) the names with a colon.
     """
     for field in dataclasses.fields(settings):
-        value, here = getattr(settings, field.name), (*key, field.name)
+        value, field_key = getattr(settings, field.name), (*key, field.name)
         if field.metadata.get("code"):
-            yield from _iter_declared_paths(value, here)
+            yield from _iter_declared_paths(value, field_key)
         else:
-            yield from _iter_nested_paths(value, here)
+            yield from _iter_nested_paths(value, field_key)
 
 
 def _iter_declared_paths(value: Any, key: SettingKey) -> Iterator[tuple[SettingKey, str]]:

@@ -1,11 +1,4 @@
-"""Shapes of the from-scratch models that `model.preset` names.
-
-Settings of reference models: frozen ones that policies are held against, and reward models.
-
-Settings of the proof that a written model is the one that was trained and evaluated.
-
-Settings of models, environments, sampling, data, evaluation and analysis.
-"""
+"""Settings of models, environments, sampling, data, evaluation, analysis, proof of export and reference models."""
 
 from __future__ import annotations
 
@@ -43,38 +36,66 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+MAX_STOP_TEXTS = 64
+# Arguments and functions of the rendering, which template variables may not replace.
+_RENDERING_ARGUMENTS = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "tokenize",
+        "tokenizer_kwargs",
+        "padding",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_dict",
+        "return_tensors",
+        "truncation",
+        "max_length",
+        "return_assistant_tokens_mask",
+        "sanitize_control_tokens",
+        "strftime_now",
+        "raise_exception",
+    }
+)
+
 Precision = Literal["full", "int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSettings(Settings):
-    """Precision of reference models, and how many of them stay in memory."""
+    """Precision of reference models, and how many of them stay in memory.
+
+    A reference model is a frozen model that a policy is compared with, or a reward model.
+    """
 
     precision: Literal["auto", "full", "int8", "int4"] = setting(
         "auto",
-        doc="weights of linear layers: as they are, 8 bits with a scale a row, or 4 bits with a scale for 32 inputs; "
-        "auto: int8 where the package torchao is installed, else full",
+        doc="weights of linear layers: unchanged, 8 bits with a scale per row, or 4 bits with a scale per 32 inputs; "
+        "auto: int8 if the package torchao is installed, else full",
     )
     max_models: int = setting(
-        2, ge=1, le=1024, doc="models kept; the one that was used longest ago goes first"
+        2, ge=1, le=1024, doc="models kept in memory; the least recently used one is dropped first"
     )
     memory_share: float = setting(
         0.5,
         gt=0,
         le=1,
-        doc="of the memory (of the GPU, where models are on one) that all of them may take together",
+        doc="share of the memory (of the GPU, if models are on one) that all of them may use together",
     )
     own_process_gib: float = setting(
         8.0,
         ge=0,
-        doc="a larger model is computed by a process of its own, which gives all its memory back at its end",
+        doc="a larger model runs in a separate process, which returns all its memory when it ends",
     )
-    pass_tokens: int = setting(16_384, ge=1, le=1_073_741_824, doc="padded tokens of one pass")
+    pass_tokens: int = setting(16_384, ge=1, le=1_073_741_824, doc="padded tokens per pass")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Settings):
-    """Proof of export: the written model, loaded by transformers alone in a fresh process, has the same log-probs."""
+    """Proof of export: in a fresh process, transformers loads the written model and must give the same log-probs."""
 
     bound: float | None = setting(
         None,
@@ -87,79 +108,54 @@ class ExportSettings(Settings):
         gt=0,
         doc="largest mean difference over the tokens, nats; default: a fifth of the bound",
     )
-    timeout_seconds: float = setting(1800.0, gt=0, doc="of the fresh process")
-
-
-# Arguments and functions of a rendering, which no variable of the template may replace.
-MAX_STOP_TEXTS = 64
-_RENDERING_ARGUMENTS = frozenset(
-    {
-        "messages",
-        "conversation",
-        "tools",
-        "documents",
-        "chat_template",
-        "tokenize",
-        "tokenizer_kwargs",
-        "padding",
-    }
-    | {
-        "add_generation_prompt",
-        "continue_final_message",
-        "return_dict",
-        "return_tensors",
-        "truncation",
-        "max_length",
-    }
-    | {"return_assistant_tokens_mask", "sanitize_control_tokens", "strftime_now", "raise_exception"}
-)
+    timeout_seconds: float = setting(1800.0, gt=0, doc="time limit of the fresh process")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(Settings):
-    """Low-rank adapters (arXiv:2106.09685), via peft."""
+    """Low-rank adapters (arXiv:2106.09685), with peft."""
 
     rank: int = setting(16, ge=1, le=65_536, doc="rank of the update matrices")
     alpha: float = setting(32.0, gt=0, doc="scale: the update is alpha / rank * B A")
     dropout: float = setting(
-        0.0, ge=0, lt=1, doc="dropout on the adapter's input, where the stage trains with `dropout`"
+        0.0, ge=0, lt=1, doc="dropout on the adapter's input, if the stage trains with `dropout`"
     )
     target_modules: tuple[str, ...] | Literal["all-linear"] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        doc="names of the linear layers with an adapter; all-linear: every one but the output head",
+        doc="names of the linear layers with an adapter; all-linear: all except the output head",
     )
     rank_stabilized: bool = setting(
         False, doc="scale by alpha / sqrt(rank): rsLoRA (arXiv:2312.03732)"
     )
     dora: bool = setting(
-        False, doc="train the magnitudes of the weights as well: DoRA (arXiv:2402.09353)"
+        False, doc="also train the magnitudes of the weights: DoRA (arXiv:2402.09353)"
     )
     modules_to_save: tuple[str, ...] = setting(
-        (), doc="names of modules that are trained as a whole, and saved with the adapter"
+        (), doc="names of modules that are trained completely and saved with the adapter"
     )
     quantize: Literal["none", "nf4", "int8"] = setting(
         "none",
-        doc="frozen weights in 4 (QLoRA, arXiv:2305.14314) or 8 bits, by bitsandbytes on a CUDA device",
+        doc="frozen weights in 4 (QLoRA, arXiv:2305.14314) or 8 bits, with bitsandbytes on a CUDA device",
     )
 
     def check(self) -> None:
-        """A module has an adapter or is trained as a whole."""
+        """Refuse a module that has an adapter and is also trained completely."""
         if self.target_modules != "all-linear" and (
             both := set(self.target_modules) & set(self.modules_to_save)
         ):
             raise SettingsError(
-                f"modules_to_save: {sorted(both)[0]} is one of target_modules too; leave it out of one"
+                f"modules_to_save: {sorted(both)[0]} is also one of target_modules; remove it from one of them"
             )
 
     @property
     def served_rank(self) -> int:
-        """Rank of the adapter that inference servers add to the base model; 0 = none: not DoRA, nor whole modules."""
+        """Rank of the adapter that inference servers add to the base model; 0 = none, for DoRA and complete modules."""
         return 0 if self.dora or self.modules_to_save else self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
-    """Initial policy: a path, a hub name, a registered model, or a from-scratch preset."""
+    """The initial policy: a path, a hub name, a registered model, or a from-scratch preset."""
 
     path: str | None = setting(
         None, doc="model folder, hub name, or models:/NAME@ALIAS; default: a preset"
@@ -175,8 +171,8 @@ class ModelSettings(Settings):
         None,
         ge=1,
         le=16_777_216,
-        doc="only models whose rotary frequencies follow the length (longrope, dynamic): longest sequence (tokens), "
-        "whose frequencies every row gets; default: sequences end where the frequencies would change",
+        doc="only for models whose rotary frequencies depend on the length (longrope, dynamic): longest sequence "
+        "(tokens), whose frequencies are used for every row; default: sequences end where the frequencies would change",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", doc="dtype of the weights in memory"
@@ -186,42 +182,40 @@ class ModelSettings(Settings):
     trust_remote_code: bool = setting(False, doc="allow Python code shipped with a hub model")
     chat_template: str | None = setting(
         None,
-        doc="Jinja file used in place of the model's own chat template, and saved with the trained model",
+        doc="Jinja file used instead of the model's chat template, and saved with the trained model",
     )
     chat_template_kwargs: dict[str, Any] = setting(
         {},
-        doc="variables of the chat template, as {enable_thinking: false} or {date_string: 26 Jul 2024}",
+        doc="variables of the chat template, such as {enable_thinking: false} or {date_string: 26 Jul 2024}",
     )
     chat_template_date: str = setting(
         "2024-07-26",
-        doc="YYYY-MM-DD, today for templates that print the date, so that prompts stay the same every day",
+        doc="YYYY-MM-DD, the date for templates that print today's date, so that prompts stay the same every day",
     )
     native_tools: bool = setting(
         False,
-        doc="hand the environment's tools to the chat template, which describes them in the model's own format",
+        doc="pass the environment's tools to the chat template, which describes them in the model's format",
     )
     history_thoughts: Literal["keep", "template"] = setting(
         "keep",
-        doc="thoughts of earlier turns; keep: stay in the context as they were written; template: as the chat template "
+        doc="thoughts of earlier turns; keep: stay in the context as written; template: as the chat template "
         "renders the history, so a demonstration may become several training sequences, an episode several contexts",
     )
 
     def check(self) -> None:
-        """The date is one, and no variable takes the place of an argument of the rendering."""
+        """Check the date, and that no template variable replaces an argument of the rendering."""
         try:
             datetime.date.fromisoformat(self.chat_template_date)
         except ValueError:
             raise SettingsError(
-                f"chat_template_date: {self.chat_template_date!r} is no day, as 2024-07-26"
+                f"chat_template_date: {self.chat_template_date!r} is not a date such as 2024-07-26"
             ) from None
-        taken = sorted(_RENDERING_ARGUMENTS & set(self.chat_template_kwargs))
-        if taken:
-            hint = (
-                "the day is chat_template_date"
-                if taken[0] == "strftime_now"
-                else "it is given by the conversation"
-            )
-            raise SettingsError(f"chat_template_kwargs: {taken[0]!r} cannot be set here; {hint}")
+        reserved = sorted(_RENDERING_ARGUMENTS & set(self.chat_template_kwargs))
+        if reserved:
+            hint = "the conversation determines it"
+            if reserved[0] == "strftime_now":
+                hint = "set the date with chat_template_date"
+            raise SettingsError(f"chat_template_kwargs: {reserved[0]!r} cannot be set here; {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,35 +238,37 @@ class SamplingSettings(Settings):
     top_k: int = setting(
         0,
         ge=0,
-        doc="draw from the k most likely tokens; 0 = all; not where rollouts train a policy",
+        doc="draw from the k most likely tokens; 0 = all; refused for rollouts that train a policy",
     )
     top_p: float = setting(
         1.0,
         gt=0,
         le=1,
-        doc="draw from the most likely tokens that together reach this probability; not where rollouts train a policy",
+        doc="draw from the most likely tokens that together reach this probability; refused for rollouts that train a "
+        "policy",
     )
     min_p: float = setting(
         0.0,
         ge=0,
         le=1,
-        doc="draw from tokens of at least this share of the highest probability; not where rollouts train a policy",
+        doc="draw from tokens of at least this share of the highest probability; refused for rollouts that train a "
+        "policy",
     )
     repetition_penalty: float = setting(
         1.0,
         gt=0,
-        doc="divides positive logits of tokens that stand in the sequence already, and multiplies negative ones "
-        "(arXiv:1909.05858); not where rollouts train a policy",
+        doc="divides positive logits of tokens that occur in the sequence, and multiplies negative ones "
+        "(arXiv:1909.05858); refused for rollouts that train a policy",
     )
     stop: tuple[str, ...] = setting(
         (),
-        doc="texts that end an action as the end-of-turn token does; their tokens stay, and the text keeps them",
+        doc="texts that end an action like the end-of-turn token; their tokens and text are kept",
     )
     max_completion_tokens: int = setting(
         MODEL_DEFAULTS["SamplingSettings.max_completion_tokens"],
         ge=1,
         le=1_048_576,
-        doc="tokens after the prompt, observations included",
+        doc="tokens after the prompt, including observations",
     )
     max_turns: int = setting(6, ge=1, doc="maximum actions per episode")
     slots: int = setting(128, ge=1, le=65_536, doc="episodes decoded concurrently")
@@ -285,34 +281,36 @@ class SamplingSettings(Settings):
     step_timeout_s: float = setting(
         600.0,
         gt=0,
-        doc="seconds after which such a step is an error naming its episode; tools have their own timeout",
+        doc="seconds after which such a step fails with an error naming its episode; tools have separate timeouts",
     )
     max_failed_share: float = setting(
         0.1,
         ge=0,
         le=1,
-        doc="share of episodes whose environment may raise, hang or break its protocol (counted over ten iterations "
-        "and at least 50 episodes); they are left out. Beyond it the stage stops; 0: at the first, 1: only if all fail",
+        doc="share of episodes whose environment may raise, hang or violate its protocol (counted over ten iterations "
+        "and at least 50 episodes); they are left out. Above it the stage stops; 0: at the first, 1: only if all fail",
     )
     rejoin: Literal["together", "ready"] = setting(
         "together",
-        doc="together: a finished step rejoins only when no other episode is decodable, so results are bit-identical "
-        "regardless of timing; ready: rejoins at once, so no episode waits, but log-probs vary in the last bits",
+        doc="together: a finished step rejoins only when no other episode can be decoded, so results are bit-identical "
+        "regardless of timing; ready: rejoins immediately, so no episode waits, but log-probs vary in the last bits",
     )
 
     @property
     def is_restricted(self) -> bool:
-        """True = tokens are drawn from a part of the vocabulary."""
+        """True = tokens are drawn from part of the vocabulary."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def check(self) -> None:
-        """An empty stop text would end every action before its first token."""
+        """Check the stop texts. An empty one would end every action before its first token."""
         if len(self.stop) > MAX_STOP_TEXTS:
             raise SettingsError(
-                f"stop: {len(self.stop)} texts, each looked for after every token; at most {MAX_STOP_TEXTS}"
+                f"stop: {len(self.stop)} texts, each searched after every token; use at most {MAX_STOP_TEXTS}"
             )
         if "" in self.stop:
-            raise SettingsError("stop: holds an empty text, which every action contains; remove it")
+            raise SettingsError(
+                "stop: contains an empty text, which would end every action; remove it"
+            )
 
     def check_not_greedy(self) -> None:
         """Raise SettingsError at temperature 0: greedy rollouts carry no learning signal."""
@@ -323,11 +321,11 @@ class SamplingSettings(Settings):
             )
 
     def check_trainable(self) -> None:
-        """Raise SettingsError where the distribution sampled from is not the one that a policy update works with.
+        """Raise SettingsError if the distribution sampled from is not the one that a policy update works with.
 
-        Log-probabilities of the update (current, old, reference) are of softmax(logits / temperature) over the whole
-        vocabulary. They would have to be renormalised over each token's own set of kept tokens, or computed with each
-        token's own penalties; neither is stored.
+        Log-probabilities of the update (current, old, reference) are those of softmax(logits / temperature) over the
+        whole vocabulary. They would have to be renormalised over each token's set of allowed tokens, or computed with
+        each token's penalties; neither is stored.
         """
         self.check_not_greedy()
         for name, neutral in (
@@ -339,9 +337,9 @@ class SamplingSettings(Settings):
             value = getattr(self, name)
             if value != neutral:
                 raise SettingsError(
-                    f"sampling.{name}: {value} samples from another distribution than the one that is trained, "
-                    "softmax(logits / temperature) over the whole vocabulary, so ratios, KL and gradients would be of "
-                    f"another policy; leave it at {neutral} here (evaluation and generation take it)"
+                    f"sampling.{name}: {value} samples from a different distribution than the one that is trained, "
+                    "softmax(logits / temperature) over the whole vocabulary, so ratios, KL and gradients would "
+                    f"belong to another policy; leave it at {neutral} here (evaluation and generation support it)"
                 )
 
 
@@ -374,13 +372,13 @@ class DataSettings(Settings):
     )
     long_rows: Literal["refuse", "drop", "cut"] = setting(
         "refuse",
-        doc="rows beyond max_tokens and the context; refuse: bad rows (on_bad_row); drop: left out and counted; cut: "
-        "the first tokens of each sequence are kept",
+        doc="rows longer than max_tokens or the context; refuse: bad rows (on_bad_row); drop: left out and counted; "
+        "cut: truncated to the first tokens of each sequence",
     )
     deduplicate: Literal["off", "rows", "prompts"] = setting(
         "off",
-        doc="rows: leave out exact copies of earlier rows; prompts: keep the first row of each prompt (case and white "
-        "space aside)",
+        doc="rows: leave out exact copies of earlier rows; prompts: keep the first row of each prompt (ignoring case "
+        "and white space)",
     )
 
 
@@ -397,7 +395,7 @@ class EvaluationSettings(Settings):
     episodes_draw: int = setting(
         0,
         ge=0,
-        doc="draw 0, 1, 2, ... of that seed; they share no episode, also where few are held out",
+        doc="draw 0, 1, 2, ... of that seed; draws share no episode, even if few are held out",
     )
     levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
     samples: int = setting(1, ge=1, le=65_536, doc="rollouts per episode; above 1 reports pass@k")
@@ -406,7 +404,7 @@ class EvaluationSettings(Settings):
     rewards: dict[str, float] = setting(
         {},
         is_code=True,
-        doc="reward components and their weights that score the episodes; {} = the environment alone",
+        doc="reward components and weights that score the episodes; {} = only the environment's reward",
     )
 
 
@@ -441,5 +439,5 @@ class AnalysisSettings(Settings):
     measures: tuple[str, ...] = setting(
         (),
         is_code=True,
-        doc="measures of yours: import paths or files of functions of one trajectory",
+        doc="custom metrics: import paths or files of functions of one trajectory",
     )

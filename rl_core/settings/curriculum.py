@@ -27,19 +27,17 @@ class ExitCondition(Settings):
     function: str | None = setting(
         None,
         is_code=True,
-        doc="a statistic of yours in place of metric and statistic: import path or file of a function",
+        doc="a custom statistic instead of metric and statistic: import path or file of a function",
     )
     options: dict[str, Any] = setting({}, doc="keyword arguments of that function")
 
     def check(self) -> None:
-        """A slope needs at least two points; a function of the user's reads metrics by itself."""
+        """Check that a slope has at least two points, and that a custom function replaces metric and statistic."""
         if self.function is not None and (self.metric, self.statistic) != ("success_rate", "mean"):
-            raise SettingsError(
-                "function: reads every metric by itself; remove metric and statistic"
-            )
+            raise SettingsError("function: reads the metrics itself; remove metric and statistic")
         if self.options and self.function is None:
             raise SettingsError(
-                "options: go to a function of yours, and none is named; set function"
+                "options: are passed to a custom function, and none is named; set function"
             )
         if self.statistic == "slope" and self.window < 2:
             raise SettingsError(f"window: {self.window} point has no slope; use at least 2")
@@ -56,17 +54,17 @@ class RollbackSettings(Settings):
     metric: str = setting("success_rate", doc="monitored metric")
     better: Literal["higher", "lower"] = setting(
         "higher",
-        doc="direction of that metric; lower for policy/ref_kl, loop_rate, tool/misuse_rate and their kin",
+        doc="direction of that metric; lower for policy/ref_kl, loop_rate, tool/misuse_rate and similar",
     )
     window: int = setting(
         10, ge=1, le=1_000_000, doc="iterations averaged for the reference and the current level"
     )
     level: Literal["first_window", "before"] = setting(
         "first_window",
-        doc="reference level: mean over the first full window in the stage, or over the last one before it (comparable "
-        "only for metrics independent of the level mix, such as success_rate_by_level)",
+        doc="reference level: mean over the first full window in the stage, or over the last window before it "
+        "(comparable only for metrics that do not depend on the level mix, such as success_rate_by_level)",
     )
-    margin: float = setting(0.2, gt=0, doc="allowed change for the worse, from the reference level")
+    margin: float = setting(0.2, gt=0, doc="allowed deterioration from the reference level")
     patience: int = setting(
         5, ge=1, doc="consecutive iterations beyond the margin that trigger a rollback"
     )
@@ -76,7 +74,7 @@ class RollbackSettings(Settings):
     max_rollbacks: int = setting(2, ge=0, doc="maximum rollbacks per stage")
     on_exhausted: Literal["continue", "stop"] = setting(
         "continue",
-        doc="after max_rollbacks: go on unmonitored, or end the training with the stage's entry weights",
+        doc="after max_rollbacks: continue unmonitored, or end the training with the stage's entry weights",
     )
     cooldown: int = setting(
         10, ge=0, doc="iterations after a rollback without exit or rollback checks"
@@ -104,7 +102,7 @@ class CurriculumStage(Settings):
         None, ge=1, doc="leave after this many iterations regardless of metrics"
     )
     rewards: dict[str, float] = setting(
-        {}, doc="reward component weights in this stage; others keep the policy stage's"
+        {}, doc="reward component weights in this stage; others are those of the policy stage"
     )
     group_size: int | None = setting(
         None,
@@ -123,7 +121,7 @@ class CurriculumStage(Settings):
     )
 
     def check(self) -> None:
-        """Level weights must be positive; min_iterations <= max_iterations."""
+        """Check that level weights are positive and min_iterations <= max_iterations."""
         if not self.levels or any(weight <= 0 for weight in self.levels.values()):
             raise SettingsError(
                 f"levels: {self.levels} must name at least one level, each with a weight above 0"

@@ -1,4 +1,4 @@
-"""Settings of on-policy distillation: the teacher, and what of the policy's settings applies to its rollouts."""
+"""Settings of on-policy distillation: the teacher, and the policy settings that apply to its rollouts."""
 
 from __future__ import annotations
 
@@ -22,53 +22,53 @@ class TeacherSettings(Settings):
 
     model: str | None = setting(
         None,
-        doc="model folder, hub name, or models:/NAME@ALIAS; with url: the name that the server knows it by",
+        doc="model folder, hub name, or models:/NAME@ALIAS; with url: the server's name for it",
     )
     url: str | None = setting(
         None,
-        doc="base address of a server with /v1/completions, as http://127.0.0.1:8000; default: loaded here",
+        doc="base URL of a server with /v1/completions, such as http://127.0.0.1:8000; default: loaded here",
     )
     tokenizer: str | None = setting(
         None,
-        doc="with url: folder or hub name of the teacher's tokenizer, which has to be the policy's; default: model",
+        doc="with url: folder or hub name of the teacher's tokenizer, which must equal the policy's; default: model",
     )
     api: Literal["prompt_logprobs", "echo"] = setting(
         "prompt_logprobs",
-        doc="how the server is asked: prompt_logprobs (vLLM), or echo with logprobs (OpenAI)",
+        doc="request format: prompt_logprobs (vLLM), or echo with logprobs (OpenAI)",
     )
     retries: int = setting(
-        5, ge=0, le=20, doc="with url: further tries of a request that was not answered"
+        5, ge=0, le=20, doc="with url: retries of a request that was not answered"
     )
     retry_delay_s: float = setting(
-        1.0, ge=0, doc="with url: wait before the first of them; doubles with each"
+        1.0, ge=0, doc="with url: wait before the first retry; doubles with each retry"
     )
-    timeout_s: float = setting(120.0, gt=0, doc="with url: of one request")
-    concurrency: int = setting(8, ge=1, le=256, doc="with url: requests at the same time")
+    timeout_s: float = setting(120.0, gt=0, doc="with url: time limit of one request")
+    concurrency: int = setting(8, ge=1, le=256, doc="with url: concurrent requests")
 
     def check(self) -> None:
-        """An address is an http one without a password."""
+        """Check that the URL is an http address without a password."""
         if self.url is None:
             if self.tokenizer is not None:
                 raise SettingsError(
-                    "tokenizer: a teacher that is loaded here brings its own; remove it, or set url"
+                    "tokenizer: a teacher that is loaded here has its own; remove it, or set url"
                 )
             return
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SettingsError(f"url: {self.url!r} is no http address; write http://host:port")
+            raise SettingsError(f"url: {self.url!r} is not an http address; write http://host:port")
         if parts.password or parts.username:
             raise SettingsError(
-                f"url: holds a password for {parts.hostname}; settings are stored with every run"
+                f"url: contains a password for {parts.hostname}; settings are stored with every run"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistilledPolicySettings(PolicySettings):
-    """Policy settings of a distillation: a teacher gives each token its advantage, and nothing compares rewards."""
+    """Policy settings of a distillation: a teacher gives each token its advantage, and no rewards are compared."""
 
     @property
     def compares_groups(self) -> bool:
-        """False: a group of one is fine."""
+        """False: a group may have one rollout."""
         return False
 
     @property
@@ -78,7 +78,7 @@ class DistilledPolicySettings(PolicySettings):
 
 
 def _copy_policy_field(name: str) -> Any:
-    """Field of `PolicySettings` with its default, range and meaning."""
+    """Copy a field of `PolicySettings` with its default, range and meaning."""
     field = PolicySettings.__dataclass_fields__[name]
     return dataclasses.field(default=field.default, metadata=field.metadata, kw_only=True)
 
@@ -92,8 +92,8 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
         0.0,
         ge=0,
         le=1,
-        doc="discount of later tokens' rewards in a token's advantage; 0 = each token answers for itself alone, with "
-        "the gradient of the KL at its position; 1 = for the whole sequence's KL (arXiv:2306.08543)",
+        doc="discount of later tokens' rewards in a token's advantage; 0 = each token is credited only for itself, "
+        "with the gradient of the KL at its position; 1 = credited for the whole sequence's KL (arXiv:2306.08543)",
     )
     learning_rate: float = _copy_policy_field("learning_rate")
     weight_decay: float = _copy_policy_field("weight_decay")
@@ -124,25 +124,23 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
     eval_episodes: int = _copy_policy_field("eval_episodes")
 
     def check(self) -> None:
-        """Settings of the policy's update hold here too; a server tells log-probs at temperature 1 alone."""
+        """Check the settings of the policy's update, and that a served teacher is used at temperature 1."""
         self.build_policy_settings()
         if self.teacher.url is not None and self.sampling.temperature != 1:
             raise SettingsError(
-                f"sampling.temperature: {self.sampling.temperature} with a served teacher, whose log-probs are those "
-                "at temperature 1; set 1, or name a teacher that is loaded here"
+                f"sampling.temperature: {self.sampling.temperature} with a served teacher, whose log-probs are "
+                "at temperature 1; set 1, or use a teacher that is loaded here"
             )
 
     def build_policy_settings(self) -> DistilledPolicySettings:
-        """The settings of the policy-gradient trainer that distils."""
-        own = {field.name for field in dataclasses.fields(PolicySettings)} - {"gamma"}
+        """Build the settings of the policy-gradient trainer that distils."""
+        policy_names = {field.name for field in dataclasses.fields(PolicySettings)} - {"gamma"}
         shared = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name in own
+            if field.name in policy_names
         }
-        stages = (
-            (CurriculumStage(name="all", levels=dict.fromkeys(self.levels, 1.0)),)
-            if self.levels
-            else ()
-        )
-        return DistilledPolicySettings(**shared, gamma=self.gamma, curriculum=stages)
+        curriculum: tuple[CurriculumStage, ...] = ()
+        if self.levels:
+            curriculum = (CurriculumStage(name="all", levels=dict.fromkeys(self.levels, 1.0)),)
+        return DistilledPolicySettings(**shared, gamma=self.gamma, curriculum=curriculum)

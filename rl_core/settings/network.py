@@ -1,4 +1,4 @@
-"""Settings of networks for plain observations."""
+"""Settings of policy and value networks for plain observations."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
     environment_class: str | None = setting(
         None,
         is_code=True,
-        doc="gymnasium.Env of yours: import path or file (package.module:Class, world.py:World)",
+        doc="a custom gymnasium.Env: import path or file (package.module:Class, world.py:World)",
     )
     environment_options: dict[str, Any] = setting({}, doc="keyword arguments of the environment")
-    num_environments: int = setting(8, ge=1, le=4096, doc="environments played side by side")
+    num_environments: int = setting(8, ge=1, le=4096, doc="environments stepped in parallel")
     vectorization: Literal["sync", "async"] = setting(
         "sync",
-        doc="sync: stepped one after the other; async: a process each, for slow environments",
+        doc="sync: stepped one after the other; async: in one process each, for slow environments",
     )
     environment_steps: int = setting(
         100_000,
         ge=1,
         le=10**12,
-        doc="steps of all environments together, at most: whole iterations",
+        doc="maximum steps of all environments together, rounded down to whole iterations",
     )
     rollout_steps: int = setting(
         32, ge=1, le=1_048_576, doc="steps of each environment per iteration"
     )
     hidden: tuple[int, ...] = setting(
-        (64, 64), ge=1, le=65_536, doc="widths of the hidden layers of either network"
+        (64, 64), ge=1, le=65_536, doc="widths of the hidden layers of both networks"
     )
-    activation: Literal["tanh", "relu"] = setting("tanh", doc="between the layers")
+    activation: Literal["tanh", "relu"] = setting("tanh", doc="activation between the layers")
     initial_log_std: float = setting(
-        0.0, ge=-20, le=2, doc="of continuous actions: log of their first deviation"
+        0.0, ge=-20, le=2, doc="continuous actions: initial log of the standard deviation"
     )
     learning_rate: float = setting(1e-3, gt=0, le=1, doc="peak learning rate")
     warmup_steps: int = setting(0, ge=0, doc="optimizer steps of linear warm-up from 0")
@@ -76,14 +76,14 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
     )
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
     normalise_observations: bool = setting(
-        False, doc="by running mean and variance, which are saved with the network"
+        False, doc="normalise by running mean and variance, which are saved with the network"
     )
     normalise_advantages: Literal["none", "minibatch", "iteration"] = setting(
         "minibatch",
         doc="mean 0, variance 1 over the rows of an optimizer step, or over those of an iteration",
     )
     reward_scale: float = setting(
-        1.0, gt=0, doc="rewards are multiplied by it for learning; what is reported is not"
+        1.0, gt=0, doc="factor of the rewards for learning; reported rewards are not scaled"
     )
     kl_target: float | None = setting(
         None,
@@ -91,7 +91,7 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
         doc="adapt the learning rate to KL(old || new) per iteration: divided by kl_factor above twice the target, "
         "multiplied below half of it (arXiv:2109.11978); default: off",
     )
-    kl_factor: float = setting(1.5, gt=1, le=10, doc="step of that adaptation")
+    kl_factor: float = setting(1.5, gt=1, le=10, doc="factor of that adaptation")
     learning_rate_low: float = setting(
         1e-5, gt=0, le=1, doc="lower limit of the adapted learning rate"
     )
@@ -100,20 +100,20 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
     )
     advantages: Literal["gae", "vtrace"] = setting(
         "gae",
-        doc="vtrace (arXiv:1802.01561): corrects for steps of older policies, which `replay` brings",
+        doc="vtrace (arXiv:1802.01561): corrects for steps of older policies, as used by `replay`",
     )
     vtrace_rho: float = setting(1.0, gt=0, doc="V-trace: truncation of the importance weights")
     vtrace_c: float = setting(
         1.0, gt=0, le=1, doc="V-trace: truncation of the traces, at most vtrace_rho"
     )
     replay: int = setting(
-        0, ge=0, le=1000, doc="earlier iterations whose steps are learned from again; needs vtrace"
+        0, ge=0, le=1000, doc="earlier iterations whose steps are trained on again; needs vtrace"
     )
     eval_episodes: int = setting(
-        100, ge=1, le=1_000_000, doc="episodes of a validation, and of the test at the end"
+        100, ge=1, le=1_000_000, doc="episodes per validation, and of the test at the end"
     )
     eval_greedy: bool = setting(
-        True, doc="play them by the likeliest action; false: by sampled actions"
+        True, doc="play them with the most likely action; false: with sampled actions"
     )
 
     @property
@@ -132,15 +132,16 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
         return self.epochs * self.minibatches
 
     def check(self) -> None:
-        """Combinations that cannot learn or would be partly ignored."""
+        """Refuse combinations that cannot learn or would be partly ignored."""
         if ":" in self.environment:
             raise SettingsError(
-                f"environment: {self.environment!r} names code; put an import path into environment_class"
+                f"environment: {self.environment!r} names code; use environment_class for an import path"
             )
         if self.steps_per_iteration > MAX_BUFFER_STEPS:
             raise SettingsError(
-                f"rollout_steps: {self.num_environments:,} environments x {self.rollout_steps:,} make "
-                f"{self.steps_per_iteration:,} steps in one iteration, and {MAX_BUFFER_STEPS:,} is the most; lower either"
+                f"rollout_steps: {self.num_environments:,} environments x {self.rollout_steps:,} are "
+                f"{self.steps_per_iteration:,} steps in one iteration, more than {MAX_BUFFER_STEPS:,}; lower "
+                "either"
             )
         if self.environment_steps < self.steps_per_iteration:
             raise SettingsError(
@@ -169,7 +170,7 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
         ):
             if getattr(self, name) != other:
                 raise SettingsError(
-                    f"{name}: is for language models; leave it {str(other).lower()} for these networks"
+                    f"{name}: applies only to language models; leave it {str(other).lower()} for these networks"
                 )
         if self.launch.kind != "in_process":
             raise SettingsError(
@@ -178,7 +179,7 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
         self._check_learning_rate()
         if self.replay and self.advantages != "vtrace":
             raise SettingsError(
-                "replay: steps of older policies need their correction; set advantages to vtrace"
+                "replay: steps of older policies need a correction; set advantages to vtrace"
             )
         if self.vtrace_c > self.vtrace_rho:
             raise SettingsError(
@@ -190,14 +191,14 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
             return
         if self.schedule != "constant" or self.warmup_steps:
             raise SettingsError(
-                "kl_target: moves the learning rate itself; leave schedule constant and warmup_steps 0"
+                "kl_target: adapts the learning rate; leave schedule constant and warmup_steps 0"
             )
         if self.updates_per_iteration == 1:
             raise SettingsError(
-                "kl_target: is measured before each optimizer step, so a single one shows 0; raise epochs"
+                "kl_target: the KL is measured before each optimizer step, so it is 0 with a single one; raise epochs"
             )
         if not self.learning_rate_low <= self.learning_rate <= self.learning_rate_high:
             raise SettingsError(
-                f"learning_rate: {self.learning_rate} lies outside learning_rate_low {self.learning_rate_low} and "
+                f"learning_rate: {self.learning_rate} must lie between learning_rate_low {self.learning_rate_low} and "
                 f"learning_rate_high {self.learning_rate_high}"
             )

@@ -16,23 +16,23 @@ from rl_core.settings.training import OptimizerSettings
 class VotingSettings(Settings):
     """Voting over several sampled answers."""
 
-    max_samples: int = setting(5, ge=1, le=1024, doc="answers sampled for one request, at most")
-    min_samples: int = setting(1, ge=1, le=1024, doc="answers sampled before a vote may be settled")
+    max_samples: int = setting(5, ge=1, le=1024, doc="maximum answers sampled for one request")
+    min_samples: int = setting(1, ge=1, le=1024, doc="answers sampled before a vote can be decided")
     weights: Literal["equal", "logprob", "mean_logprob", "check"] = setting(
         "equal",
-        doc="weight of a vote; logprob: probability of its whole sequence; mean_logprob: geometric mean of its tokens' "
-        "probabilities; check: 1, or 0 where the environment's own check refuses the answer",
+        doc="weight of a vote; logprob: probability of its sequence; mean_logprob: geometric mean of its tokens' "
+        "probabilities; check: 1, or 0 if the environment's check refuses the answer",
     )
     ties: Literal["first", "logprob", "abstain"] = setting(
         "first",
-        doc="answer of a tie; first: the one sampled first; logprob: of the most probable sequence; abstain: none",
+        doc="answer on a tie; first: the one sampled first; logprob: of the most probable sequence; abstain: none",
     )
     confidence_level: float = setting(
         0.95, gt=0, lt=1, doc="coverage of the Wilson interval of the winner's share"
     )
 
     def check(self) -> None:
-        """The bounds must be in order."""
+        """Check that the bounds are in order."""
         if self.min_samples > self.max_samples:
             raise SettingsError(
                 f"min_samples: {self.min_samples} must be at most max_samples {self.max_samples}"
@@ -41,93 +41,91 @@ class VotingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineLabelSettings(Settings):
-    """Labels that stand for the truth in the reward: consensus, feedback, the environment's own judgement."""
+    """Labels used as the truth in the reward: consensus, feedback, the environment's judgement."""
 
     min_confidence: float = setting(
-        0.8, gt=0, le=1, doc="least confidence of a consensus that becomes a pseudo-label"
+        0.8, gt=0, le=1, doc="minimum confidence of a consensus that becomes a pseudo-label"
     )
-    min_votes: int = setting(3, ge=1, le=1024, doc="least number of votes behind a pseudo-label")
+    min_votes: int = setting(3, ge=1, le=1024, doc="minimum number of votes for a pseudo-label")
     confidence: Literal["share", "wilson"] = setting(
         "share",
-        doc="confidence that is compared; share: of the votes; wilson: lower bound of that share",
+        doc="measure of confidence; share: share of the votes; wilson: lower bound of that share",
     )
     min_precision: float = setting(
         0.5,
         ge=0,
         le=1,
-        doc="share of pseudo-labels that feedback confirms; while its 95% interval lies below, they are measured "
-        "alone; 0: they are always learned from",
+        doc="share of pseudo-labels that feedback confirms; while its 95% interval is below, they are only measured; "
+        "0: they are always used for training",
     )
-    use_consensus: bool = setting(
-        True, doc="learn from pseudo-labels; false: they are measured alone"
-    )
+    use_consensus: bool = setting(True, doc="train on pseudo-labels; false: they are only measured")
     trust_environment: bool = setting(
         False,
-        doc="without another label, the reward that the environment gave when the episode was played counts",
+        doc="without another label, use the reward that the environment gave when the episode was played",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineBufferSettings(Settings):
-    """The experience buffer: segments on the disk, prioritised sampling, eviction."""
+    """The experience buffer: segments on disk, prioritised sampling, eviction."""
 
-    capacity: int = setting(4096, ge=1, le=1_048_576, doc="experiences in the buffer, at most")
+    capacity: int = setting(4096, ge=1, le=1_048_576, doc="maximum experiences in the buffer")
     max_bytes: int = setting(
         1_073_741_824,
         ge=4096,
         le=2**50,
-        doc="bytes of all segments; beyond it new experiences are refused and counted",
+        doc="maximum bytes of all segments; above it new experiences are refused and counted",
     )
     segment_bytes: int = setting(
         16_777_216, ge=1024, le=2**40, doc="size at which a segment is closed"
     )
     max_tokens: int = setting(
-        65_536, ge=1, le=16_777_216, doc="tokens of one experience, prompts included, at most"
+        65_536, ge=1, le=16_777_216, doc="maximum tokens of one experience, including prompts"
     )
     max_caller_share: float = setting(
-        0.25, gt=0, le=1, doc="share of the capacity that one caller may hold"
+        0.25, gt=0, le=1, doc="share of the capacity that one caller may use"
     )
     waiting_share: float = setting(
         0.25,
         ge=0,
         le=1,
-        doc="share of the room that is left to experiences without a label, which may come later",
+        doc="share of the capacity reserved for experiences without a label, which may arrive later",
     )
     max_age_s: float = setting(
         604_800.0,
         gt=0,
         le=1e10,
-        doc="experiences older than this against the newest ones are evicted",
+        doc="experiences are evicted when they are this much older than the newest ones",
     )
     max_staleness: int = setting(
         1000,
         ge=0,
         le=2**40,
-        doc="updates between an experience's policy and the live one, beyond which it is evicted",
+        doc="experiences are evicted when their policy is more than this many updates behind the live one",
     )
     priority_exponent: float = setting(
         0.6, ge=0, le=1, doc="alpha: 0 = uniform sampling (arXiv:1511.05952)"
     )
     priority_floor: float = setting(
-        1e-3, gt=0, le=1, doc="added to every error, so that nothing is never drawn again"
+        1e-3, gt=0, le=1, doc="added to every error, so that every experience can still be drawn"
     )
     beta_start: float = setting(
         0.4, ge=0, le=1, doc="exponent of the importance weights at the first update"
     )
     beta_updates: int = setting(
-        1000, ge=1, le=2**40, doc="updates over which that exponent rises to 1, linearly"
+        1000, ge=1, le=2**40, doc="updates over which that exponent rises linearly to 1"
     )
     keep_segments: bool = setting(
         True,
-        doc="keep segments whose experiences were all evicted: `posttrain online replay` needs the whole record",
+        doc="keep segments whose experiences were all evicted: `posttrain online replay` needs the full record",
     )
 
     def check(self) -> None:
-        """A log whose segments are removed must hold several."""
+        """Check that a log whose segments are removed has room for several."""
         if not self.keep_segments and self.segment_bytes > self.max_bytes // 4:
             raise SettingsError(
-                f"segment_bytes: {self.segment_bytes} must be at most a quarter of max_bytes {self.max_bytes}, or the "
-                "log is full before a segment of it can be removed (keep_segments: false)"
+                f"segment_bytes: {self.segment_bytes} must be at most a quarter of max_bytes {self.max_bytes}; "
+                "otherwise the log is full before a segment of it can be removed (keep_segments: false)"
             )
 
 
@@ -138,8 +136,8 @@ class OnlineUpdateSettings(OptimizerSettings):
     learning_rate: float = setting(
         1e-5, gt=0, le=1, doc="learning rate at an error of `reference_error`"
     )
-    min_learning_rate: float = setting(1e-6, gt=0, le=1, doc="least learning rate of an update")
-    max_learning_rate: float = setting(5e-5, gt=0, le=1, doc="largest learning rate of an update")
+    min_learning_rate: float = setting(1e-6, gt=0, le=1, doc="lower bound of the learning rate")
+    max_learning_rate: float = setting(5e-5, gt=0, le=1, doc="upper bound of the learning rate")
     reference_error: float = setting(
         0.5,
         gt=0,
@@ -151,30 +149,28 @@ class OnlineUpdateSettings(OptimizerSettings):
         0.999,
         gt=0,
         lt=1,
-        doc="decay of the average of the weights, its start corrected; it alone is served",
+        doc="decay of the average of the weights, with bias correction; only the average is served",
     )
     micro_batch_tokens: int = setting(
         4096,
         ge=1,
         le=1_073_741_824,
-        doc="padded tokens per forward pass; its logits are held over the vocabulary",
+        doc="padded tokens per forward pass, whose logits over the vocabulary are in memory",
     )
-    batch_size: int = setting(
-        8, ge=1, le=65_536, doc="experiences of one update, drawn by priority"
-    )
+    batch_size: int = setting(8, ge=1, le=65_536, doc="experiences per update, drawn by priority")
     first_update: int = setting(
         32, ge=1, le=2**40, doc="records (answers, labels) before the first update"
     )
     update_every: int = setting(8, ge=1, le=2**40, doc="records between two updates")
     algorithm: Literal["grpo", "dr_grpo", "rloo"] = setting(
         "grpo",
-        doc="comparison of the answers to one request; a single answer is compared with a running mean",
+        doc="how answers to one request are compared; a single answer is compared with a running mean",
     )
     baseline_decay: float = setting(
         0.95, gt=0, lt=1, doc="decay of the running mean of rewards by environment and level"
     )
     clip_eps: float = setting(
-        0.2, gt=0, lt=1, doc="clip of the ratio to the policy that sampled (arXiv:1707.06347)"
+        0.2, gt=0, lt=1, doc="clip of the ratio to the sampling policy (arXiv:1707.06347)"
     )
     kl_coef: float = setting(0.01, ge=1e-4, le=1, doc="initial coefficient of KL(old || new)")
     kl_target: float = setting(
@@ -188,26 +184,28 @@ class OnlineUpdateSettings(OptimizerSettings):
         4.0,
         ge=0,
         le=1000,
-        doc="updates by which the KL is extrapolated, at its last change, before it is compared",
+        doc="updates by which the KL is extrapolated, from its last change, before it is compared with the target",
     )
-    kl_coef_min: float = setting(1e-4, gt=0, doc="least coefficient")
-    kl_coef_max: float = setting(1.0, gt=0, doc="largest coefficient")
+    kl_coef_min: float = setting(1e-4, gt=0, doc="lower bound of the coefficient")
+    kl_coef_max: float = setting(1.0, gt=0, doc="upper bound of the coefficient")
     kl_limit: float = setting(
-        0.2, gt=0, doc="mean KL beyond which an update is refused and taken back"
+        0.2, gt=0, doc="mean KL above which an update is refused and rolled back"
     )
-    max_refused: int = setting(50, ge=1, doc="refused updates in a row after which learning pauses")
+    max_refused: int = setting(
+        50, ge=1, doc="consecutive refused updates after which learning pauses"
+    )
     snapshot_every: int = setting(
         10, ge=1, le=2**40, doc="updates between two snapshots of the average"
     )
     keep_snapshots: int = setting(
-        5, ge=1, le=65_536, doc="newest snapshots kept, beside those still referred to"
+        5, ge=1, le=65_536, doc="newest snapshots kept, in addition to those in use"
     )
     checkpoint_every: int = setting(
         10, ge=1, le=2**40, doc="updates between two checkpoints of the worker"
     )
 
     def check(self) -> None:
-        """Bounds must be in order."""
+        """Check that bounds are in order."""
         if not self.min_learning_rate <= self.learning_rate <= self.max_learning_rate:
             raise SettingsError(
                 f"learning_rate: {self.learning_rate} must lie between min_learning_rate {self.min_learning_rate} and "
@@ -221,82 +219,85 @@ class OnlineUpdateSettings(OptimizerSettings):
         if self.kl_limit <= self.kl_target + self.kl_tolerance:
             raise SettingsError(
                 f"kl_limit: {self.kl_limit} must be above kl_target + kl_tolerance, "
-                f"{self.kl_target + self.kl_tolerance:g}, or the coefficient is never steered"
+                f"{self.kl_target + self.kl_tolerance:g}, otherwise the coefficient is never adapted"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineRolloutSettings(Settings):
-    """Fresh rollouts: drawn requests whose right answer feedback named are answered anew by the policy that learns."""
+    """Fresh rollouts: the policy answers drawn requests again if feedback named their right answer."""
 
     samples: int = setting(
         8,
         ge=0,
         le=1024,
-        doc="fresh answers of such a request at each update; 0: the recorded answers are learned from",
+        doc="fresh answers to such a request at each update; 0: train on the recorded answers",
     )
     sampling: SamplingSettings = setting(
         SamplingSettings(max_completion_tokens=4096),
-        doc="limits of fresh answers, which take at most twice the tokens of the longest recorded one in the buffer as "
-        "well; their temperature is that of the recorded ones",
+        doc="limits of fresh answers, which also have at most twice the tokens of the longest recorded one in the "
+        "buffer; their temperature is that of the recorded ones",
     )
 
     def check(self) -> None:
-        """One sample cannot be compared, and what is drawn is what is learned from."""
+        """Check that there are several samples to compare, drawn from the distribution that is trained."""
         if self.samples == 1:
             raise SettingsError(
-                "samples: 1 cannot be compared with another; at least 2, or 0 for none"
+                "samples: a single one cannot be compared; use at least 2, or 0 for none"
             )
         self.sampling.check_trainable()
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineGateSettings(Settings):
-    """The sequential gate of snapshots: paired canary episodes, error controlled over the life of the service."""
+    """The sequential gate of snapshots: paired canary episodes, with error control over the life of the service."""
 
     margin: float = setting(
-        0.02, gt=0, lt=1, doc="loss of success against the live model that counts as worse"
+        0.02, gt=0, lt=1, doc="loss of success relative to the live model that counts as worse"
     )
     alpha: float = setting(
         0.05,
         gt=0,
         lt=1,
-        doc="chance, over the whole life of the service, that any worse snapshot goes live",
+        doc="probability, over the life of the service, that any worse snapshot goes live",
     )
     max_episodes: int = setting(
-        2000, ge=1, le=10_000_000, doc="canary episodes of one snapshot, at most"
+        2000, ge=1, le=10_000_000, doc="maximum canary episodes of one snapshot"
     )
     episodes_per_look: int = setting(
-        50, ge=1, le=1_000_000, doc="canary episodes between two looks"
+        50, ge=1, le=1_000_000, doc="canary episodes between two interim tests"
     )
     levels: tuple[str, ...] = setting(
         (), doc="levels of the canary episodes, in equal shares; () = all"
     )
     sampling: SamplingSettings = setting(
         SamplingSettings(temperature=0.0),
-        doc="how canary episodes are played; the same random numbers for every model",
+        doc="how canary episodes are played, with the same random numbers for every model",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineDriftSettings(Settings):
-    """Alarms on the traffic."""
+    """Drift alarms on the traffic."""
 
     watched: tuple[str, ...] = setting(
         ("confidence", "success", "length", "refusals", "kl", "champion_kl", "components"),
-        doc="signals; confidence: of the vote; success: by feedback; length: of answers; refusals: turns that the "
-        "environment could not read; kl: mean KL to the policy that sampled; champion_kl: of the answers, to the model "
-        "that the service began with; components: share of pairs of a right and a wrong answer of which the reward "
+        doc="signals; confidence: of the vote; success: from feedback; length: of answers; refusals: turns that the "
+        "environment could not parse; kl: mean KL to the sampling policy; champion_kl: of the answers to the model "
+        "that the service started from; components: share of pairs of a right and a wrong answer in which the reward "
         "components other than `task` rank the wrong one higher; () = none",
     )
     reference: int = setting(
-        200, ge=2, le=1_000_000, doc="first observations of a signal, which set its usual mean"
+        200,
+        ge=2,
+        le=1_000_000,
+        doc="first observations of a signal, which define its reference mean",
     )
     run_length: float = setting(
         10_000.0,
         ge=10,
         le=1e12,
-        doc="observations between two false alarms, on average at least, all signals together",
+        doc="minimum mean number of observations between two false alarms, over all signals",
     )
     slack: float = setting(
         0.02,
@@ -308,7 +309,7 @@ class OnlineDriftSettings(Settings):
         0.001,
         gt=0,
         lt=1,
-        doc="chance that the usual mean of a signal lies beyond its bound, so that nothing is promised",
+        doc="probability that a signal's reference mean lies outside its bound, which voids the guarantee",
     )
     max_length: int = setting(
         4096, ge=1, le=16_777_216, doc="sampled tokens at which the signal length is 1"
@@ -319,16 +320,16 @@ class OnlineDriftSettings(Settings):
     )
 
     def check(self) -> None:
-        """Signals are known ones."""
+        """Check that all signals are known."""
         known = ("confidence", "success", "length", "refusals", "kl", "champion_kl", "components")
         for name in self.watched:
             if name not in known:
-                raise SettingsError(f"watched: '{name}' is no signal; known: {', '.join(known)}")
+                raise SettingsError(f"watched: '{name}' is not a signal; known: {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineAuditSettings(Settings):
-    """update_audit.log and update_contribution.jsonl."""
+    """Rotation of update_audit.log and update_contribution.jsonl."""
 
     max_bytes: int = setting(16_777_216, ge=1024, le=2**40, doc="size at which a file is rotated")
     keep: int = setting(5, ge=1, le=1000, doc="rotated files kept of each")
@@ -336,38 +337,38 @@ class OnlineAuditSettings(Settings):
         1024,
         ge=1,
         le=1_048_576,
-        doc="records that wait for the disk; beyond it they are dropped, counted",
+        doc="maximum records waiting for the disk; further ones are dropped and counted",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineServiceSettings(Settings):
-    """The processes beside a server that learns: update worker and gate."""
+    """The processes of a learning server: update worker and gate."""
 
     record_top: int = setting(
         16,
         ge=0,
         le=1024,
-        doc="most likely tokens recorded at each sampled one, for the KL where a snapshot is gone",
+        doc="most likely tokens recorded at each sampled one, for the KL if a snapshot no longer exists",
     )
     update_seconds: float = setting(
         600.0,
         gt=0,
         le=1e6,
-        doc="time of one update or one look of the gate; a process that takes longer is restarted",
+        doc="time limit of one update or one test of the gate; a process that takes longer is restarted",
     )
     nice: int = setting(
         10,
         ge=0,
         le=19,
-        doc="priority of worker and gate behind the server, as in `nice`; 0 = the same",
+        doc="niceness of worker and gate relative to the server; 0 = the same priority",
     )
     standby: bool = setting(
         True,
-        doc="keep a spare process that has loaded everything, so that a restart takes a moment; costs its memory",
+        doc="keep a spare process with everything loaded, so that a restart is fast; uses additional memory",
     )
     run_gate: bool = setting(
-        True, doc="play canary episodes; false: snapshots go live by orders alone"
+        True, doc="play canary episodes; false: snapshots go live only by command"
     )
     metrics_seconds: float = setting(
         10.0, gt=0, le=1e6, doc="seconds between two entries of the service's MLflow run"
@@ -382,11 +383,11 @@ class OnlineSettings(Settings):
         "outputs/online", doc="folder of the buffer, checkpoints, snapshots and audit"
     )
     model: ModelSettings = setting(
-        ModelSettings(), doc="the model that the service began with; `path` names it"
+        ModelSettings(), doc="the model that the service started from; `path` names it"
     )
     environment: EnvironmentSettings | None = setting(
         None,
-        doc="environment whose episodes are served; left out, or name `chat`: conversations, an answer is right if it "
+        doc="environment whose episodes are served; unset, or name `chat`: conversations; an answer is right if it "
         "equals the label",
     )
     rewards: dict[str, float] = setting(
@@ -396,11 +397,11 @@ class OnlineSettings(Settings):
     )
     reward_options: RewardSettings = setting(RewardSettings(), doc="options of components")
     reward_model: str | None = setting(
-        None, doc="folder of the reward model behind the component learned"
+        None, doc="folder of the reward model for the component learned"
     )
-    seed: int = setting(0, ge=0, doc="of sampling from the buffer and of reward components")
-    voting: VotingSettings = setting(VotingSettings(), doc="answers of one request")
-    labels: OnlineLabelSettings = setting(OnlineLabelSettings(), doc="what stands for the truth")
+    seed: int = setting(0, ge=0, doc="seed of sampling from the buffer and of reward components")
+    voting: VotingSettings = setting(VotingSettings(), doc="voting over the answers to one request")
+    labels: OnlineLabelSettings = setting(OnlineLabelSettings(), doc="labels used as the truth")
     buffer: OnlineBufferSettings = setting(OnlineBufferSettings(), doc="experience buffer")
     update: OnlineUpdateSettings = setting(
         OnlineUpdateSettings(), doc="updates and their guardrails"
@@ -409,8 +410,8 @@ class OnlineSettings(Settings):
         OnlineRolloutSettings(), doc="fresh answers to requests with feedback"
     )
     gate: OnlineGateSettings = setting(OnlineGateSettings(), doc="gate of snapshots")
-    drift: OnlineDriftSettings = setting(OnlineDriftSettings(), doc="alarms")
+    drift: OnlineDriftSettings = setting(OnlineDriftSettings(), doc="drift alarms")
     audit: OnlineAuditSettings = setting(OnlineAuditSettings(), doc="logs of updates")
     service: OnlineServiceSettings = setting(
-        OnlineServiceSettings(), doc="worker and gate beside a server"
+        OnlineServiceSettings(), doc="worker and gate of a learning server"
     )

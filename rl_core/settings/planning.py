@@ -1,6 +1,7 @@
-"""Measured speed and memory of a machine: what `posttrain doctor --calibrate` writes for `posttrain plan --machine`.
+"""Settings of `posttrain plan`: measured speed and memory of a machine, and durations for simulated runs.
 
-Durations and sizes of a training run on workers, for its simulation (`posttrain plan --simulate`).
+`posttrain doctor --calibrate` writes the former for `posttrain plan --machine`; the latter describe a training run on
+workers for `posttrain plan --simulate`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed(Settings):
-    """Speed of a model of one width."""
+    """Measured speed of a model of one width."""
 
     hidden_size: int = setting(ge=1, doc="width of the model that was measured")
     median: float = setting(gt=0, doc="operations a second: the median of the repeats")
@@ -25,26 +26,26 @@ class MeasuredSpeed(Settings):
     fastest: float = setting(gt=0, doc="the fastest repeat")
 
     def check(self) -> None:
-        """The median lies between the extremes."""
+        """Check that the median lies between the extremes."""
         if not self.slowest <= self.median <= self.fastest:
             raise SettingsError(f"median: {self.median:g} is not between slowest and fastest")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductSpeed(Settings):
-    """Speed of one matrix product, [rows, size] by [size, size] in float32."""
+    """Measured speed of one matrix product, [rows, size] by [size, size] in float32."""
 
     rows: int = setting(ge=1, doc="rows of the left matrix")
-    size: int = setting(ge=1, doc="rows and columns of the right one")
+    size: int = setting(ge=1, doc="rows and columns of the right matrix")
     median: float = setting(gt=0, doc="operations a second")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSettings(Settings):
-    """One machine without a GPU, with the number of threads that was measured."""
+    """One machine without a GPU, at the number of threads that was measured."""
 
     name: str = setting(doc="processor")
-    threads: int = setting(ge=1, doc="CPU threads of torch while it was measured")
+    threads: int = setting(ge=1, doc="CPU threads of torch during the measurement")
     memory_bytes: int = setting(ge=1, doc="main memory, or the container's limit")
     library_bytes: int = setting(
         ge=1, doc="peak resident memory of a process that trained and sampled from a tiny model"
@@ -55,37 +56,37 @@ class MachineSettings(Settings):
     heap_share: float = setting(
         0.0,
         ge=0,
-        doc="memory that the heap takes beyond live activations, as a share of them: holes between tensors",
+        doc="memory of the heap beyond live activations, as a share of them (fragmentation)",
     )
     heap_share_recomputed: float = setting(
-        0.0, ge=0, doc="the same of transformers' own pass with checkpointing"
+        0.0, ge=0, doc="the same for transformers' forward pass with checkpointing"
     )
     heap_share_adapters: float = setting(
-        0.0, ge=0, doc="the same with adapters, whose products come between others"
+        0.0, ge=0, doc="the same with adapters, whose products fragment the heap"
     )
-    packed_weight_bytes: float = setting(4.0, gt=0, doc="of a weight's copy for rollouts, in bytes")
+    packed_weight_bytes: float = setting(4.0, gt=0, doc="bytes per weight of the copy for rollouts")
     training: tuple[MeasuredSpeed, ...] = setting(
-        doc="optimizer steps, by the operations of forward and backward"
+        doc="optimizer steps, counting the operations of forward and backward"
     )
     scoring: tuple[MeasuredSpeed, ...] = setting(doc="forward passes without gradient")
     decoding: tuple[MeasuredSpeed, ...] = setting(
         doc="decoding steps of 64 sequences, without their fixed cost"
     )
     decode_step_seconds: float = setting(ge=0, doc="fixed cost of a decoding step")
-    decode_row_seconds: float = setting(ge=0, doc="added to it by each sequence")
+    decode_row_seconds: float = setting(ge=0, doc="additional cost per sequence")
     copy_bytes_per_second: float = setting(
-        gt=0, doc="copying from memory to memory; bytes read and written both count"
+        gt=0, doc="copying from memory to memory; counts bytes read and written"
     )
     read_bytes_per_second: float = setting(gt=0, doc="reading from memory")
     products: tuple[ProductSpeed, ...] = setting((), doc="matrix products alone, for comparison")
 
     def check(self) -> None:
-        """Every speed was measured for at least one width, in ascending order."""
+        """Check that every speed was measured for at least one width, in ascending order."""
         for name in ("training", "scoring", "decoding"):
             widths = [point.hidden_size for point in getattr(self, name)]
             if not widths or widths != sorted(set(widths)):
                 raise SettingsError(
-                    f"{name}: needs one speed or more, in ascending order of hidden_size"
+                    f"{name}: needs at least one speed, in ascending order of hidden_size"
                 )
 
 
@@ -93,67 +94,65 @@ class MachineSettings(Settings):
 class LogNormalSpread(Settings):
     """A log-normal quantity: many small values, few very large ones."""
 
-    mean: float = setting(0.0, ge=0, doc="mean, before `most` cuts it")
+    mean: float = setting(0.0, ge=0, doc="mean, before clipping to `most`")
     sigma: float = setting(
         0.0, ge=0, le=4, doc="standard deviation of the logarithm; 0 = always the mean"
     )
-    most: float | None = setting(None, gt=0, doc="upper limit: larger values become this one")
+    most: float | None = setting(None, gt=0, doc="upper limit: larger values are clipped to it")
 
     def draw_values(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        """Independent values, float64 of this shape."""
-        found = self.mean * generator.lognormal(-(self.sigma**2) / 2, self.sigma, shape)
-        return found if self.most is None else found.clip(max=self.most)
+        """Draw independent values, float64 of this shape."""
+        values = self.mean * generator.lognormal(-(self.sigma**2) / 2, self.sigma, shape)
+        return values if self.most is None else values.clip(max=self.most)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRates(Settings):
-    """Durations of one worker, one trainer and the weights between them, and the sizes of a rollout."""
+    """Durations of one worker, one trainer and weight transfers between them, and sizes of a rollout."""
 
-    step_seconds: float = setting(
-        0.008, ge=0, doc="a decoding step of one worker, without its rows"
-    )
-    row_seconds: float = setting(
-        7e-5, ge=0, doc="added to that step by each sequence that is decoded"
-    )
+    step_seconds: float = setting(0.008, ge=0, doc="fixed time of one worker's decoding step")
+    row_seconds: float = setting(7e-5, ge=0, doc="additional time per decoded sequence")
     turn_seconds: float = setting(
-        0.0, ge=0, doc="reading a prompt or an observation of one sequence"
+        0.0, ge=0, doc="processing a prompt or an observation of one sequence"
     )
     join_seconds: float = setting(
-        0.0, ge=0, doc="added to that whenever sequences begin or go on, however many do so at once"
+        0.0,
+        ge=0,
+        doc="additional time whenever sequences start or continue, independent of their number",
     )
-    update_seconds: float = setting(0.0, ge=0, doc="an update and its rewards, without the tokens")
+    update_seconds: float = setting(0.0, ge=0, doc="fixed time of an update and its rewards")
     token_seconds: float = setting(
-        1.2e-4, ge=0, doc="added to that by each sampled token, on one training GPU"
+        1.2e-4, ge=0, doc="additional time per sampled token, on one training GPU"
     )
     publish_seconds: float = setting(0.0, ge=0, doc="pause of the trainer for a weight update")
     verify_seconds: float = setting(
         0.0,
         ge=0,
-        doc="more of that pause: the trainer's own answers to the probe, while workers load",
+        doc="additional pause: the trainer's answers to the probe, while workers load",
     )
     call_seconds: float = setting(
-        0.0, ge=0, doc="handing a task to a worker and its result back (max_staleness 0)"
+        0.0, ge=0, doc="passing a task to a worker and returning its result (max_staleness 0)"
     )
-    group_seconds: float = setting(0.0, ge=0, doc="added to that by each group")
+    group_seconds: float = setting(0.0, ge=0, doc="additional time per group")
     load_seconds: float = setting(1.0, ge=0, doc="pause of a worker for a weight update")
     switch_seconds: float = setting(
-        0.0, ge=0, doc="a GPU's change between rollouts and updates, where it does both"
+        0.0, ge=0, doc="switching a GPU between rollouts and updates, if it does both"
     )
     turns: int = setting(1, ge=1, doc="actions of an episode")
     tokens: LogNormalSpread = setting(
         LogNormalSpread(mean=4000, sigma=0.9, most=32768), doc="sampled tokens of an action"
     )
     tools: LogNormalSpread = setting(
-        LogNormalSpread(), doc="seconds of a tool call, between two actions"
+        LogNormalSpread(), doc="seconds of a tool call between two actions"
     )
 
     def check(self) -> None:
-        """Nothing takes no time at all."""
+        """Check that rollouts take time, and that tools are used only with several turns."""
         if not self.step_seconds + self.row_seconds or not self.tokens.mean:
             raise SettingsError(
                 "tokens: rollouts have to take some time: step_seconds or row_seconds, and tokens.mean"
             )
         if self.tools.mean and self.turns == 1:
             raise SettingsError(
-                "tools: an episode of one action waits for no tool; set turns, or leave tools out"
+                "tools: an episode of one action uses no tool; set turns, or leave tools out"
             )

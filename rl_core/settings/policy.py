@@ -1,12 +1,6 @@
-"""Names of the policy-gradient algorithms, and their defaults of clip and aggregation.
+"""Settings of policy optimisation: algorithms and their defaults, the critic, the KL controller, the stage itself.
 
-Settings of a value function.
-
-Settings of the banded controller of a KL coefficient.
-
-Settings of policy optimisation.
-
-Putting in the defaults that depend on the model (rl_core/settings/defaults.py).
+`resolve_defaults` fills in the defaults that depend on the model (rl_core/settings/defaults.py).
 """
 
 from __future__ import annotations
@@ -25,26 +19,24 @@ from rl_core.settings.rollouts import NumericsGateSettings, ReplaySettings, Roll
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
-GROUP_ALGORITHMS = (
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "rloo",
-)  # group-relative advantages
+# algorithms with group-relative advantages
+GROUP_ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo")
 
-# Lower and upper clip of the ratio; others have (0.2, 0.2). Sources: arXiv:2507.18071; arXiv:2503.14476
+# Lower and upper clip of the ratio; (0.2, 0.2) for the others. Sources: arXiv:2507.18071; arXiv:2503.14476
 CLIP_RANGES = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
-# Others have token_mean. Sources: arXiv:2503.20783; arXiv:2507.18071, eq. 5; arXiv:2511.20347
+# token_mean for the others. Sources: arXiv:2503.20783; arXiv:2507.18071, eq. 5; arXiv:2511.20347
 LOSS_AGGREGATIONS: dict[str, Aggregation] = {
     "dr_grpo": "constant",
     "gspo": "sequence_mean",
     "sapo": "sequence_mean",
 }
+
+MAX_ROLLOUTS = 2**20  # of one iteration, all in memory
+IMPORTANCE_CHOICES = "token, sequence or geometric (with a critic also vtrace)"
+
+S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +45,13 @@ class CriticSettings(Settings):
 
     kind: Literal["separate", "shared"] = setting(
         "separate",
-        doc="separate: a copy of the starting model; shared: a head on the policy's own hidden states",
+        doc="separate: a copy of the initial model; shared: a head on the policy's hidden states",
     )
     learning_rate: float | None = setting(
         None,
         gt=0,
         le=1,
-        doc="of a separate critic; left out: the policy's where that is set, else "
+        doc="learning rate of a separate critic; unset: the policy's if that is set, else "
         + MODEL_DEFAULTS["CriticSettings.learning_rate"].describe_values(),
     )
     value_coef: float = setting(
@@ -71,12 +63,12 @@ class CriticSettings(Settings):
     warmup_iterations: int = setting(0, ge=0, doc="initial iterations that train only the critic")
     bootstrap_limits: bool = setting(
         False,
-        doc="true: a rollout cut by the limits of `sampling` bootstraps from the critic, as one truncated by the "
-        "environment does; false: it is terminal. True lets a policy gain reward by running into the limit",
+        doc="true: a rollout cut by the limits of `sampling` bootstraps from the critic, like one truncated by the "
+        "environment; false: it is terminal. With true a policy can gain reward by running into the limit",
     )
 
     def check(self) -> None:
-        """Critic warm-up needs a separate critic."""
+        """Check that critic warm-up has a separate critic."""
         if self.kind == "shared" and self.warmup_iterations:
             raise SettingsError(
                 "warmup_iterations: needs a separate critic; a shared head trains with the policy"
@@ -85,31 +77,29 @@ class CriticSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class KLBandSettings(Settings):
-    """Band around kl_target, factors outside of it, and bounds of the coefficient (`losses.kl.banded_kl_coef`)."""
+    """Band around kl_target, factors outside it, and bounds of the coefficient (`losses.kl.banded_kl_coef`)."""
 
     width: float = setting(0.2, ge=0, lt=1, doc="half-width of the band, as a share of kl_target")
     increase: float = setting(
         1.2, ge=1, doc="factor of kl_coef after an iteration whose KL is above the band"
     )
-    decrease: float = setting(1.2, ge=1, doc="divisor of kl_coef after one whose KL is below it")
-    minimum: float = setting(1e-4, gt=0, doc="least kl_coef")
-    maximum: float = setting(1.0, gt=0, doc="largest kl_coef")
+    decrease: float = setting(
+        1.2, ge=1, doc="divisor of kl_coef after an iteration whose KL is below the band"
+    )
+    minimum: float = setting(1e-4, gt=0, doc="lower bound of kl_coef")
+    maximum: float = setting(1.0, gt=0, doc="upper bound of kl_coef")
 
     def check(self) -> None:
-        """The bounds leave room."""
+        """Check that the bounds are in order."""
         if self.minimum > self.maximum:
             raise SettingsError(f"minimum: {self.minimum} is above maximum {self.maximum}")
 
     def check_initial_coef(self, kl_coef: float) -> None:
-        """Raises: SettingsError for a coefficient that the first step of the controller would move into the bounds."""
+        """Raise SettingsError if the initial coefficient lies outside the bounds."""
         if not self.minimum <= kl_coef <= self.maximum:
             raise SettingsError(
                 f"kl_coef: {kl_coef} must lie between kl_band.minimum {self.minimum} and kl_band.maximum {self.maximum}"
             )
-
-
-MAX_ROLLOUTS = 2**20  # of one iteration, all in memory
-IMPORTANCE_CHOICES = "token, sequence or geometric (with a critic also vtrace)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +128,13 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     loss: str | None = setting(
         None,
         is_code=True,
-        doc="policy loss of yours in place of the algorithm's: import path or file (package.module:name, loss.py:name)",
+        doc="custom policy loss instead of the algorithm's: import path or file (package.module:name, loss.py:name)",
     )
     loss_options: dict[str, Any] = setting({}, doc="keyword arguments of that loss")
     advantages: str | None = setting(
         None,
         is_code=True,
-        doc="advantage estimator of yours in place of the algorithm's comparison of rewards",
+        doc="custom advantage estimator instead of the algorithm's comparison of rewards",
     )
     advantage_options: dict[str, Any] = setting({}, doc="keyword arguments of that estimator")
     sapo_tau_positive: float = setting(
@@ -155,9 +145,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     )
     loss_aggregation: Aggregation | None = setting(
         None,
-        doc="token_mean: over the loss tokens of the optimizer step; sequence_mean: mean over sequences of their token "
-        "means; constant: divided by rollouts x max_completion_tokens. KL and entropy terms use the same; default: "
-        "token_mean, dr_grpo constant, gspo and sapo sequence_mean",
+        doc="token_mean: mean over the loss tokens of the optimizer step; sequence_mean: mean over sequences of their "
+        "token means; constant: divided by rollouts x max_completion_tokens. KL and entropy terms use the same; "
+        "default: token_mean, dr_grpo constant, gspo and sapo sequence_mean",
     )
     gamma: float = setting(1.0, ge=0, le=1, doc="discount per token, used with a critic")
     gae_lambda: float = setting(0.95, ge=0, le=1, doc="lambda of GAE, used with a critic")
@@ -165,48 +155,48 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None, doc="mean 0, variance 1 over the iteration's loss tokens; default: only with a critic"
     )
     critic: CriticSettings | None = setting(
-        None, doc="value function; default: for ppo, while reinforce uses the batch mean"
+        None, doc="value function; default: only for ppo; reinforce uses the batch mean"
     )
     kl_coef: float = setting(0.0, ge=0, doc="weight of the KL to the stage's initial model")
     reference_precision: Precision = setting(
         "full",
-        doc="weights of that model, where it is a copy (not with LoRA, whose adapters are switched off): int8 and int4 "
-        "(package torchao) save memory and move the KL (docs/reference-models.md)",
+        doc="weights of that model, if it is a copy (not with LoRA, which switches adapters off): int8 and int4 "
+        "(package torchao) save memory and change the KL (docs/reference-models.md)",
     )
     kl_in: Literal["loss", "reward"] = setting(
-        "loss", doc="placement of the KL penalty; in the reward it is k1 per token"
+        "loss", doc="where the KL penalty is applied; in the reward it is k1 per token"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k3", doc="KL estimator in the loss (Schulman 2020)"
     )
     kl_controller: Literal["fixed", "adaptive", "banded"] = setting(
         "fixed",
-        doc="adaptive: kl_coef follows kl_target (arXiv:1909.08593); banded: steps in and out of a band",
+        doc="adaptive: kl_coef follows kl_target (arXiv:1909.08593); banded: kl_coef changes only outside a band",
     )
     kl_target: float = setting(0.05, gt=0, doc="target of the controllers, nats per token")
     kl_band: KLBandSettings = setting(
-        KLBandSettings(), doc="of the banded controller: band, factors, bounds"
+        KLBandSettings(), doc="banded controller: band, factors, bounds"
     )
     kl_horizon: int = setting(
-        10_000, ge=1, doc="rollouts over which the adaptive controller corrects in full"
+        10_000, ge=1, doc="rollouts over which the adaptive controller corrects fully"
     )
     sampler_kl_max: float | None = setting(
         None,
         gt=0,
-        doc="hard limit of KL(sampler || trainer) on fresh rollouts, nats per token: beyond it the run stops, and "
+        doc="hard limit of KL(sampler || trainer) on fresh rollouts, nats per token: above it the run stops, and "
         "nothing of the iteration is saved; default: 0.001 in float32, 0.1 in bfloat16 and float16, none with "
         "`dropout`, `importance` or `importance_mask`, which allow for other samplers",
     )
     kl_max: float | None = setting(
         None,
         gt=0,
-        doc="hard limit of KL(old || new), nats per token: a step beyond it is rolled back",
+        doc="hard limit of KL(old || new), nats per token: a step above it is rolled back",
     )
     trust_region_coef: float = setting(0.0, ge=0, doc="weight of KL(old || new) in the loss")
     trust_region_kl: Literal["k3", "exact"] = setting(
         "k3",
-        doc="k3: estimated at the sampled tokens; exact: over the whole vocabulary at each of them, which takes a copy "
-        "of the trainable weights and two more passes in every optimizer step but the first on the same rollouts",
+        doc="k3: estimated at the sampled tokens; exact: over the whole vocabulary at each of them, which needs a copy "
+        "of the trainable weights and two more passes in every optimizer step except the first on the same rollouts",
     )
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
     entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")
@@ -214,49 +204,49 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     router_aux_loss_coef: float = setting(
         0.0,
         ge=0,
-        doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)",
+        doc="weight of the load-balancing loss of routers in mixture-of-experts models (arXiv:2101.03961)",
     )
     importance: Literal["none", "token", "sequence", "geometric", "vtrace"] = setting(
         "none",
-        doc="importance weights (trainer / sampler probability) for stale or numerically different rollouts: of each "
+        doc="importance weights (trainer / sampler probability) for stale or numerically different rollouts: per "
         "token, the product over the sequence, the geometric mean over its tokens, or V-trace (needs a critic; "
         "arXiv:1802.01561)",
     )
     importance_cap: float | None = setting(
         None,
         ge=1,
-        doc="truncation of the importance weights, of V-trace's rho; default: 2, vtrace 1",
+        doc="truncation of the importance weights, or of V-trace's rho; default: 2, vtrace 1",
     )
     vtrace_c: float = setting(
-        1.0, gt=0, le=1, doc="truncation of V-trace's c, the traces; their lambda is gae_lambda"
+        1.0, gt=0, le=1, doc="truncation of V-trace's traces c; their lambda is gae_lambda"
     )
     importance_mask: Literal["none", "token", "sequence", "geometric"] = setting(
         "none",
-        doc="drop from the policy loss the tokens whose ratio, or the sequences whose product or geometric mean of "
+        doc="drop from the policy loss tokens whose ratio, or sequences whose product or geometric mean of "
         "ratios, leaves [importance_low, importance_high]; denominators stay",
     )
     importance_low: float = setting(0.5, ge=0, lt=1, doc="lower limit of importance_mask")
     importance_high: float = setting(
-        2.0, gt=1, doc="upper limit of importance_mask; a geometric mean needs less room"
+        2.0, gt=1, doc="upper limit of importance_mask; a geometric mean needs tighter limits"
     )
     replay: ReplaySettings | None = setting(
-        None, doc="train on past rollouts too; needs importance weights"
+        None, doc="also train on past rollouts; needs importance weights"
     )
     dynamic_sampling_tries: int | None = setting(
         None,
         ge=0,
         le=1_000,
-        doc="resampling rounds for groups of equal rewards (arXiv:2503.14476); default: dapo 2, others 0",
+        doc="resampling rounds for groups with equal rewards (arXiv:2503.14476); default: dapo 2, others 0",
     )
     overlong_buffer: int | None = setting(
         None,
         ge=0,
-        doc="penalised tokens before the length limit; default: dapo a fifth of it, others 0",
+        doc="penalised tokens before the length limit; default: dapo a fifth of the limit, others 0",
     )
     mask_truncated: bool = setting(
         False,
-        doc="true: the tokens of a rollout that max_completion_tokens or the context cut carry no loss; its reward "
-        "counts in its group all the same (overlong filtering, arXiv:2503.14476)",
+        doc="true: rollouts cut by max_completion_tokens or the context carry no loss; their reward "
+        "still counts in the group (overlong filtering, arXiv:2503.14476)",
     )
     filter_threshold: float = setting(
         0.0, ge=0, doc="samples with a smaller |advantage| are masked"
@@ -270,11 +260,12 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
     rollouts: RolloutSettings = setting(
         RolloutSettings(),
-        doc="where they are played; in the stage's key only what changes numbers: independent, staleness, a server",
+        doc="where rollouts are played; the stage's key includes only what changes numbers: independent, staleness, a "
+        "server",
     )
     numerics: NumericsGateSettings = setting(
         NumericsGateSettings(),
-        doc="trainer against sampler on fixed prompts; with `action: refuse` not part of the stage's key",
+        doc="comparison of trainer and sampler on fixed prompts; with `action: refuse` not part of the stage's key",
     )
     curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels, equally weighted")
     rollback: RollbackSettings | None = setting(
@@ -305,7 +296,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
 
     @property
     def needs_teacher(self) -> bool:
-        """True if a teacher gives the advantages (`DistilledPolicySettings`)."""
+        """True if a teacher provides the advantages (`DistilledPolicySettings`)."""
         return False
 
     @property
@@ -316,44 +307,43 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     @property
     def weight_cap(self) -> float:
         """Truncation of the importance weights, with the default of their kind."""
-        own = 1.0 if self.importance == "vtrace" else 2.0  # arXiv:1802.01561, table 3
-        return own if self.importance_cap is None else self.importance_cap
+        default = 1.0 if self.importance == "vtrace" else 2.0  # arXiv:1802.01561, table 3
+        return default if self.importance_cap is None else self.importance_cap
 
     @property
     def corrects_sampler(self) -> bool:
-        """True if importance weights or masks allow for rollouts of another sampler."""
+        """True if importance weights or masks correct for rollouts of another sampler."""
         return self.importance != "none" or self.importance_mask != "none"
 
     @property
     def value_function(self) -> CriticSettings | None:
         """Settings of the critic; None for algorithms without one."""
-        return (
-            self.critic if self.critic is not None or self.algorithm != "ppo" else CriticSettings()
-        )
+        if self.critic is None and self.algorithm == "ppo":
+            return CriticSettings()
+        return self.critic
 
     @property
     def uses_whitening(self) -> bool:
-        """True if advantages are whitened over the iteration: as set, else only with a critic."""
-        return (
-            self.value_function is not None
-            if self.whiten_advantages is None
-            else self.whiten_advantages
-        )
+        """True if advantages are whitened over the iteration; by default only with a critic."""
+        if self.whiten_advantages is None:
+            return self.value_function is not None
+        return self.whiten_advantages
 
     @property
     def sampling_tries(self) -> int:
         """Resampling rounds for groups with equal rewards."""
-        own = 2 if self.algorithm == "dapo" else 0
-        return own if self.dynamic_sampling_tries is None else self.dynamic_sampling_tries
+        default = 2 if self.algorithm == "dapo" else 0
+        return default if self.dynamic_sampling_tries is None else self.dynamic_sampling_tries
 
     @property
     def overlong_tokens(self) -> int:
         """Penalised tokens before the length limit; 0 = none."""
-        own = max(1, self.sampling.max_completion_tokens // 5) if self.algorithm == "dapo" else 0
-        return own if self.overlong_buffer is None else self.overlong_buffer
+        if self.overlong_buffer is not None:
+            return self.overlong_buffer
+        return max(1, self.sampling.max_completion_tokens // 5) if self.algorithm == "dapo" else 0
 
     def apply_curriculum_stage(self, stage: CurriculumStage) -> PolicySettings:
-        """Settings with a curriculum stage's overrides applied; `self` if there are none."""
+        """Apply a curriculum stage's overrides; return `self` if there are none."""
         changes: dict[str, Any] = {}
         if stage.group_size is not None:
             changes["group_size"] = stage.group_size
@@ -362,7 +352,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return dataclasses.replace(self, **changes, curriculum=()) if changes else self
 
     def check(self) -> None:
-        """Combinations that cannot learn or would be partly ignored."""
+        """Refuse combinations that cannot learn or would be partly ignored."""
         self.sampling.check_trainable()
         if self.group_size == 1 and self.compares_groups and self.advantages is None:
             raise SettingsError(
@@ -371,8 +361,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         rollouts = self.prompts_per_iteration * self.group_size
         if rollouts > MAX_ROLLOUTS:
             raise SettingsError(
-                f"group_size: {self.prompts_per_iteration:,} prompts x {self.group_size:,} make {rollouts:,} rollouts "
-                f"in one iteration, and {MAX_ROLLOUTS:,} is the most; lower this or prompts_per_iteration"
+                f"group_size: {self.prompts_per_iteration:,} prompts x {self.group_size:,} are {rollouts:,} rollouts "
+                f"in one iteration, more than {MAX_ROLLOUTS:,}; lower this or prompts_per_iteration"
             )
         if self.minibatches > rollouts:
             raise SettingsError(
@@ -385,24 +375,21 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             )
         if self.mask_truncated and self.value_function is not None:
             raise SettingsError(
-                "mask_truncated: goes with advantages by comparison; with a critic, critic.bootstrap_limits says what "
-                "a limit means"
+                "mask_truncated: works only with advantages by comparison; with a critic, critic.bootstrap_limits sets "
+                "what a limit means"
             )
         self._check_importance()
-        if self.algorithm == "sapo" and (self.clip_eps, self.clip_eps_high, self.dual_clip) != (
-            None,
-            None,
-            None,
-        ):
+        clips = (self.clip_eps, self.clip_eps_high, self.dual_clip)
+        if self.algorithm == "sapo" and any(clip is not None for clip in clips):
             raise SettingsError(
-                "clip_eps: sapo has a soft gate in place of a clip; remove clip_eps, clip_eps_high and dual_clip, or "
+                "clip_eps: sapo has a soft gate instead of a clip; remove clip_eps, clip_eps_high and dual_clip, or "
                 "set sapo_tau_positive and sapo_tau_negative"
             )
         if self.replay is not None and self.critic is not None and self.critic.kind == "shared":
             raise SettingsError("replay: needs a separate critic")
         if self.kl_coef == 0 and self.reference_precision != "full":
             raise SettingsError(
-                "reference_precision: there is no reference model where kl_coef is 0; remove it"
+                "reference_precision: there is no reference model if kl_coef is 0; remove it"
             )
         self._check_kl()
         if self.entropy_floor > self.entropy_coef:
@@ -423,9 +410,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
 
     def _check_kl(self) -> None:
-        """KL terms have what they need, and nothing is set without effect."""
+        """Check that KL terms have what they need and that every setting has an effect."""
         if self.kl_coef == 0 and self.kl_controller != "fixed":
-            raise SettingsError("kl_controller: needs kl_coef above 0 to start from")
+            raise SettingsError("kl_controller: needs an initial kl_coef above 0")
         if self.kl_controller == "banded":
             self.kl_band.check_initial_coef(self.kl_coef)
         elif self.kl_band != KLBandSettings():
@@ -436,21 +423,21 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             return
         if self.trust_region_coef == 0:
             raise SettingsError(
-                "trust_region_kl: has no effect where trust_region_coef is 0; remove it"
+                "trust_region_kl: has no effect if trust_region_coef is 0; remove it"
             )
         if self.epochs * self.minibatches == 1:
             raise SettingsError(
-                "trust_region_kl: one optimizer step on each rollout begins at the old policy, where KL(old || new) "
-                "and its gradient are 0; set epochs or minibatches above 1, or remove it"
+                "trust_region_kl: a single optimizer step on each rollout starts at the old policy, where KL(old || "
+                "new) and its gradient are 0; set epochs or minibatches above 1, or remove it"
             )
         if self.launch.kind != "in_process":
             raise SettingsError(
-                "trust_region_kl: exact swaps the old weights in for a pass, in a trainer of one process; set k3, or "
-                "leave launch.kind out"
+                "trust_region_kl: exact swaps in the old weights for a pass, which needs a single trainer process; set "
+                "k3, or leave launch.kind out"
             )
 
     def _check_importance(self) -> None:
-        """Rollouts of another policy than the one that is updated need weights of a kind that goes with the rest."""
+        """Check that rollouts of a different policy than the updated one have suitable importance weights."""
         several = self.epochs * self.minibatches > 1
         if (
             self.algorithm == "reinforce"
@@ -472,7 +459,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     def _check_vtrace(self) -> None:
         if self.value_function is None:
             raise SettingsError(
-                f"importance: vtrace corrects a critic's targets, and {self.algorithm} has no critic here; use token, "
+                f"importance: vtrace corrects a critic's targets, but {self.algorithm} has no critic here; use token, "
                 "or algorithm ppo, or reinforce with `critic: {}`"
             )
         if (
@@ -481,65 +468,66 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             and self.epochs * self.minibatches > 1
         ):
             raise SettingsError(
-                "importance: V-trace weights rollouts once, before the first step, and reinforce has no ratio for the "
+                "importance: V-trace weights rollouts once, before the first step, but reinforce has no ratio for the "
                 "steps after it; set epochs and minibatches to 1, or algorithm to ppo"
             )
 
     def _check_rollouts(self) -> None:
-        """Workers belong to one trainer process; rollouts of older weights need importance weights, and no critic."""
+        """Check that workers serve one trainer process, and stale rollouts have importance weights and no critic."""
         rollouts = self.rollouts
         if rollouts.workers != "in_process" and self.launch.kind != "in_process":
             raise SettingsError(
-                f"rollouts.workers: {rollouts.workers} serves a trainer of one process, and launch.kind is torchrun, "
-                "whose processes play their own shares; leave one of the two out"
+                f"rollouts.workers: {rollouts.workers} serves a single trainer process, but launch.kind is torchrun, "
+                "whose processes each play a share; remove one of the two"
             )
         if not rollouts.max_staleness:
             return
         stale = f"rollouts.max_staleness: {rollouts.max_staleness}"
         if self.value_function is not None:
             raise SettingsError(
-                f"{stale} with a critic ({self.algorithm}), whose values and GAE are of the present policy; set 0, or "
-                "take an algorithm that compares rewards, as grpo"
+                f"{stale} with a critic ({self.algorithm}), whose values and GAE belong to the current policy; set 0, "
+                "or use an algorithm that compares rewards, such as grpo"
             )
         if self.importance == "none":
             raise SettingsError(
-                f"{stale} learns from rollouts of older weights; set importance: token or sequence"
+                f"{stale} trains on rollouts of older weights; set importance: token or sequence"
             )
         if self.rollback is not None:
             raise SettingsError(
-                f"{stale} has rollouts under way that a rollback would not undo; set 0, or no rollback"
+                f"{stale} has rollouts in flight that a rollback would not undo; set 0, or no rollback"
             )
         if self.needs_teacher:
-            raise SettingsError(f"{stale}: a distillation plays in turn with its updates; set 0")
+            raise SettingsError(f"{stale}: a distillation alternates rollouts and updates; set 0")
 
     def _check_custom_functions(self) -> None:
-        """A loss or an estimator of the user's makes settings of the algorithm void; options need one."""
+        """Check that a custom loss or estimator does not make other settings void, and that options have a function."""
         clips = ("clip_eps", "clip_eps_high", "dual_clip")
         if self.loss is not None and (
             named := [name for name in clips if getattr(self, name) is not None]
         ):
             raise SettingsError(
-                f"{named[0]}: not used by a loss of yours; give it to the loss by loss_options"
+                f"{named[0]}: not used by a custom loss; pass it to the loss with loss_options"
             )
         if self.advantages is not None and self.value_function is not None:
             raise SettingsError(
-                f"advantages: stand for a comparison of rewards, and {self.algorithm} has a critic here, whose values "
-                "give them; remove critic, or set algorithm to grpo or reinforce"
+                f"advantages: replaces a comparison of rewards, but {self.algorithm} has a critic here, whose values "
+                "define the advantages; remove critic, or set algorithm to grpo or reinforce"
             )
         for options, needed in (("loss_options", "loss"), ("advantage_options", "advantages")):
             if getattr(self, options) and getattr(self, needed) is None:
                 raise SettingsError(
-                    f"{options}: go to a function of yours, and none is named; set {needed}"
+                    f"{options}: are passed to a custom function, and none is named; set {needed}"
                 )
 
     def _check_rewards(self) -> None:
-        """Reward components that are named elsewhere exist, and the length penalty fits."""
+        """Check that reward components named elsewhere exist, and that the length penalty fits."""
         for index, stage in enumerate(self.curriculum):
             for name in stage.rewards:
                 if name not in self.rewards:
                     raise SettingsError(
                         f"curriculum.{index}.rewards.{name}: no such component in the policy's rewards; "
-                        f"{suggest_name(name, self.rewards)} (list a component of later stages alone with weight 0)"
+                        f"{suggest_name(name, self.rewards)} (list a component that only later stages use with weight "
+                        "0)"
                     )
         self.reward_options.check_components(self.rewards)
         limit = self.sampling.max_completion_tokens
@@ -550,22 +538,19 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             )
 
 
-S = TypeVar("S", bound=Settings)
-
-
 def resolve_model_kind(model: ModelSettings) -> ModelKind:
-    """Column of the table that a model's settings belong to."""
+    """Return the column of the table of defaults for a model's settings."""
     if model.path is None:
         return "preset"
     return "full" if model.lora is None else "lora"
 
 
 def resolve_defaults(settings: S, model: ModelSettings, context: int | None = None) -> S:
-    """Settings in which everything that nobody set has the default for this model, blocks within them included.
+    """Fill in the defaults for this model where nothing was set, also in nested blocks.
 
     Args:
-        context: the model's longest sequence, in tokens; None = not known.
-    Raises: SettingsError naming the key for values that do not go together with such a default.
+        context: the model's longest sequence, in tokens; None = unknown.
+    Raises: SettingsError naming the key of values that are incompatible with such a default.
     """
     kind = resolve_model_kind(model)
     changed: dict[str, Any] = {}
@@ -588,7 +573,10 @@ def resolve_defaults(settings: S, model: ModelSettings, context: int | None = No
 
 
 def _resolve_critic_rate(settings: PolicySettings, kind: ModelKind) -> dict[str, CriticSettings]:
-    """A separate critic's own rate, where neither its rate nor the policy's was set; ppo has a critic unasked."""
+    """Return a separate critic with its default rate, if neither its rate nor the policy's was set.
+
+    ppo has a critic even if the settings name none.
+    """
     critic = settings.value_function
     if critic is None or critic.kind != "separate" or critic.learning_rate is not None:
         return {}

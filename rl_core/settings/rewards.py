@@ -1,6 +1,6 @@
-"""Settings of ready-made verifiers: answers compared with a column of the data, by rule, by tests or by a judge.
+"""Settings of rewards: verifiers that check answers, other components, and the orchestrator that combines them.
 
-Settings of the reward components and of the orchestrator that combines them.
+Verifiers compare answers with a column of the data, by rule, by tests or by a judge.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from rl_core.settings.defaults import MODEL_DEFAULTS, is_unresolved
 AnswerLocation = Literal["auto", "whole", "tag", "boxed", "hashes", "last_line", "last_number"]
 
 _FIND_DOC = (
-    "where the answer stands in the text after the thought: tag (<answer>...</answer>), boxed (\\boxed{...}), hashes "
-    "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that is there, else whole"
+    "where the answer is in the text after the thought: tag (<answer>...</answer>), boxed (\\boxed{...}), hashes "
+    "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that occurs, else whole"
 )
 _SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
 _COLUMN_DOC = "column of the right answer; default: the environment's target"
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raises SettingsError unless the setting `pattern`, where there is one, is a regular expression."""
+    """Raise SettingsError if the setting `pattern` is set and not a regular expression."""
     if not pattern:
         return
-    import regex  # here, as a check of a configuration without patterns needs none of it
+    import regex  # imported here: a configuration without patterns does not need it
 
     try:
         regex.compile(pattern)
@@ -41,7 +41,7 @@ class ExactSettings(Settings):
 
     find: AnswerLocation = setting("auto", doc=_FIND_DOC)
     column: str | None = setting(None, doc=_COLUMN_DOC)
-    ignore_case: bool = setting(True, doc="case counts for nothing; white space never does")
+    ignore_case: bool = setting(True, doc="ignore case; white space is always ignored")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class NumericSettings(Settings):
     """Verifier numeric: the answer's number equals the target's."""
 
     find: AnswerLocation = setting(
-        "auto", doc=f"{_FIND_DOC}; of several numbers found the last one counts"
+        "auto", doc=f"{_FIND_DOC}; of several numbers the last one counts"
     )
     column: str | None = setting(
-        None, doc=f"{_COLUMN_DOC}; after #### where it has that, as in GSM8K"
+        None, doc=f"{_COLUMN_DOC}; the part after #### if there is one, as in GSM8K"
     )
     tolerance: float = setting(
-        0.0, ge=0, doc="largest difference, as a share of the target; 0: equal"
+        0.0, ge=0, doc="largest relative difference from the target; 0: equal"
     )
 
 
@@ -64,13 +64,13 @@ class RegexSettings(Settings):
     """Verifier regex: the text after the thought matches a pattern."""
 
     pattern: str | None = setting(
-        None, doc="regular expression; default: the column holds one for each row"
+        None, doc="regular expression; default: the column contains one for each row"
     )
     column: str | None = setting(None, doc="column of patterns; default: the environment's target")
-    whole: bool = setting(False, doc="the whole text must match; default: any part of it")
+    whole: bool = setting(False, doc="the complete text must match; default: any part of it")
 
     def check(self) -> None:
-        """The pattern must compile."""
+        """Check that the pattern compiles."""
         check_pattern(self.pattern)
 
 
@@ -80,10 +80,12 @@ class MathSettings(Settings):
 
     column: str | None = setting(None, doc=_COLUMN_DOC)
     timeout_s: float = setting(
-        10.0, gt=0, doc="limit of one comparison in seconds; beyond it the answer is wrong"
+        10.0,
+        gt=0,
+        doc="time limit of one comparison in seconds; above it the answer counts as wrong",
     )
     workers: int = setting(2, ge=1, doc="child processes")
-    memory_gib: float = setting(2.0, gt=0, doc="address space of a child process in GiB")
+    memory_gib: float = setting(2.0, gt=0, doc="address space limit of a child process in GiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,22 +96,24 @@ class CodeSettings(Settings):
         "tests",
         doc='column of tests: Python statements as text or a list of them, or [{"input": ..., "output": ...}]',
     )
-    partial: bool = setting(False, doc="share of the tests that pass; default: 1 if all do, else 0")
-    timeout_s: float = setting(10.0, gt=0, doc="limit of one program in seconds")
-    memory_gib: float = setting(1.0, gt=0, doc="address space of a program in GiB")
-    workers: int = setting(2, ge=1, doc="programs that run at once")
+    partial: bool = setting(
+        False, doc="reward the share of tests that pass; default: 1 if all pass, else 0"
+    )
+    timeout_s: float = setting(10.0, gt=0, doc="time limit of one program in seconds")
+    memory_gib: float = setting(1.0, gt=0, doc="address space limit of a program in GiB")
+    workers: int = setting(2, ge=1, doc="programs that run concurrently")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(Settings):
     """Judge: a model behind an OpenAI-compatible URL that scores answers."""
 
-    url: str | None = setting(None, doc="address of the server, as http://127.0.0.1:8000/v1")
-    model: str | None = setting(None, doc="name that the server knows the model by")
+    url: str | None = setting(None, doc="URL of the server, such as http://127.0.0.1:8000/v1")
+    model: str | None = setting(None, doc="the server's name for the model")
     prompt: str = setting(
         "Question:\n{prompt}\n\nReference answer:\n{target}\n\nAnswer to grade:\n{completion}\n\n"
         "Grade the answer from 0 (wrong) to 10 (right and complete). End with a line 'score: NUMBER'.",
-        doc="what the judge is asked; {prompt}, {completion}, {target} and the row's columns by name",
+        doc="prompt of the judge; {prompt}, {completion}, {target} and the row's columns are replaced",
     )
     system: str = setting("", doc="system message of the judge")
     lowest: float = setting(0.0, doc="score that becomes reward 0")
@@ -120,31 +124,31 @@ class JudgeSettings(Settings):
     )
     max_tokens: int = setting(512, ge=1, doc="length of a judgement")
     temperature: float = setting(0.0, ge=0, doc="temperature of the judge")
-    concurrency: int = setting(8, ge=1, le=256, doc="requests at once")
+    concurrency: int = setting(8, ge=1, le=256, doc="concurrent requests")
     timeout_s: float = setting(
-        60.0, gt=0, doc="limit of one request in seconds, however it trickles in"
+        60.0, gt=0, doc="time limit of one request in seconds, even if the answer arrives slowly"
     )
     retries: int = setting(
-        3, ge=0, le=20, doc="further tries of a request that failed, or whose reply has no score"
+        3, ge=0, le=20, doc="retries of a request that failed or whose reply has no score"
     )
     retry_delay_s: float = setting(
-        1.0, gt=0, doc="wait before the first further try; doubled each time"
+        1.0, gt=0, doc="wait before the first retry; doubles with each retry"
     )
     key_variable: str | None = setting(
-        None, doc="environment variable that holds the API key; the key itself is never stored"
+        None, doc="environment variable with the API key; the key itself is never stored"
     )
     cache: str | None = setting(
         None,
-        doc="folder of judgements, found again by content; default: posttrain/judgements in the user's cache",
+        doc="cache folder of judgements, keyed by content; default: posttrain/judgements in the user's cache",
     )
 
     def check(self) -> None:
-        """The scale must not be empty, and the pattern needs a group."""
+        """Check that the scale is not empty and the pattern has a group."""
         if self.lowest >= self.highest:
             raise SettingsError(f"lowest: {self.lowest} must be below highest {self.highest}")
         if self.pattern == _SCORE_PATTERN:
             return
-        import regex  # as in `check_pattern`
+        import regex  # imported here as in `check_pattern`
 
         try:
             groups = regex.compile(self.pattern).groups
@@ -154,7 +158,7 @@ class JudgeSettings(Settings):
             ) from None
         if groups < 1:
             raise SettingsError(
-                f"pattern: {self.pattern!r} has no group; write the score's part in brackets"
+                f"pattern: {self.pattern!r} has no group; put the score in parentheses"
             )
 
 
@@ -181,11 +185,11 @@ class CoherenceSettings(Settings):
     )
     repetition: float = setting(0.5, ge=0, doc="penalty per turn that repeats an earlier action")
     contradiction: float = setting(
-        0.5, ge=0, doc="penalty per answer that differs from the one stated before"
+        0.5, ge=0, doc="penalty per answer that differs from the previous one"
     )
 
     def check(self) -> None:
-        """The band must not be empty."""
+        """Check that the band is not empty."""
         if self.low >= self.high:
             raise SettingsError(f"low: {self.low} must be below high {self.high}")
 
@@ -212,7 +216,7 @@ class FormatSettings(Settings):
     )
 
     def check(self) -> None:
-        """The pattern must compile."""
+        """Check that the pattern compiles."""
         check_pattern(self.pattern)
 
 
@@ -232,7 +236,7 @@ class LengthSettings(Settings):
     )
 
     def check(self) -> None:
-        """`free` must be below `limit`."""
+        """Check that `free` is below `limit`."""
         if is_unresolved(self.free) or is_unresolved(self.limit):
             return
         if self.free >= self.limit:
@@ -254,23 +258,26 @@ class RewardSettings(Settings):
         0.1,
         ge=0,
         le=1,
-        doc="share of samples on which user functions may raise, hang or give no finite number, or the judge give no "
-        "judgement (counted over ten iterations and at least 50 samples); they carry no loss. Beyond it the stage "
+        doc="share of samples on which user functions may raise, hang or return no finite number, or the judge gives "
+        "no judgement (counted over ten iterations and at least 50 samples); they carry no loss. Above it the stage "
         "stops; 0: at the first, 1: only if all fail",
     )
     timeout_s: float | None = setting(
         120.0,
         gt=0,
-        doc="timeout in seconds of one call of a user function; none: no limit, hangs go undetected",
+        doc="time limit of one call of a user function in seconds; none: no limit, and hangs go undetected",
     )
     cache: tuple[str, ...] = setting(
         (),
-        doc="user functions, by the names that they have in `rewards`, whose values are kept, not computed again, "
-        "as you declare them pure: a value follows from the sample's own texts, tools, outcome and row alone. They are "
+        doc="user functions, by their names in `rewards`, whose values are cached, which declares them pure: a value "
+        "depends only on the sample's texts, tools, outcome and row. Values are "
         "kept in memory and in checkpoints",
     )
     cache_entries: int = setting(
-        100_000, ge=1, le=10_000_000, doc="values kept of each, 24 bytes a value; the oldest go"
+        100_000,
+        ge=1,
+        le=10_000_000,
+        doc="cached values per function, 24 bytes each; the oldest are dropped",
     )
     window: int = setting(
         20, ge=3, le=1_000_000, doc="iterations over which reward and true success are compared"
@@ -278,7 +285,7 @@ class RewardSettings(Settings):
     alarm_margin: float = setting(
         0.05,
         gt=0,
-        doc="alarm: over the window success fell by this and the reward rose by this many standard deviations",
+        doc="alarm if, over the window, success fell by this and the reward rose by this many standard deviations",
     )
     curiosity: CuriositySettings = setting(
         CuriositySettings(), doc="options of component curiosity"
@@ -287,26 +294,26 @@ class RewardSettings(Settings):
         CoherenceSettings(), doc="options of component coherence"
     )
     tool_use: ToolUseSettings = setting(ToolUseSettings(), doc="options of component tool_use")
-    format: FormatSettings = setting(FormatSettings(), doc="of the component format")
-    length: LengthSettings = setting(LengthSettings(), doc="of the component length")
-    exact: ExactSettings = setting(ExactSettings(), doc="of the component exact")
-    numeric: NumericSettings = setting(NumericSettings(), doc="of the component numeric")
-    regex: RegexSettings = setting(RegexSettings(), doc="of the component regex")
-    math: MathSettings = setting(MathSettings(), doc="of the component math")
-    code: CodeSettings = setting(CodeSettings(), doc="of the component code")
-    judge: JudgeSettings = setting(JudgeSettings(), doc="of the component judge")
+    format: FormatSettings = setting(FormatSettings(), doc="options of component format")
+    length: LengthSettings = setting(LengthSettings(), doc="options of component length")
+    exact: ExactSettings = setting(ExactSettings(), doc="options of component exact")
+    numeric: NumericSettings = setting(NumericSettings(), doc="options of component numeric")
+    regex: RegexSettings = setting(RegexSettings(), doc="options of component regex")
+    math: MathSettings = setting(MathSettings(), doc="options of component math")
+    code: CodeSettings = setting(CodeSettings(), doc="options of component code")
+    judge: JudgeSettings = setting(JudgeSettings(), doc="options of component judge")
 
     def check_components(self, rewards: Mapping[str, float]) -> None:
-        """Raises: SettingsError for options of components that the policy's rewards do not have."""
+        """Raise SettingsError for options of components that the policy's rewards do not have."""
         for name in self.normalise:
             if name not in rewards:
                 raise SettingsError(
-                    f"reward_options.normalise: '{name}' is no component of rewards"
+                    f"reward_options.normalise: '{name}' is not a component of rewards"
                 )
+        if rewards == {"task": 1.0}:
+            return  # functions may be passed in Python
         for name in self.cache:
-            if name not in rewards and rewards != {
-                "task": 1.0
-            }:  # else functions may be handed in (Python)
+            if name not in rewards:
                 raise SettingsError(
-                    f"reward_options.cache: '{name}' is no component of rewards; {suggest_name(name, rewards)}"
+                    f"reward_options.cache: '{name}' is not a component of rewards; {suggest_name(name, rewards)}"
                 )

@@ -1,7 +1,4 @@
-"""Settings of the comparison of trainer and sampler after weight updates.
-
-Settings of the processes that play rollouts, of the server that samples them, and of the replay of past ones.
-"""
+"""Settings of rollouts: where they are played, the server that samples them, replay of past ones, the numerics gate."""
 
 from __future__ import annotations
 
@@ -13,9 +10,20 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 
+RAY_VERSION = "2.60"  # tested version; see the extra `ray`
+VLLM_VERSION = "0.30.0"  # the client was written from its source; see deployments/vllm/
+_RAY_ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
+_SERVER_ADDRESS = re.compile(
+    r"(https?://)?([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}/?", re.ASCII
+)
+
 
 def select_rounding_bound(is_float32: bool) -> float:
-    """Largest difference of a token's log-probability that rounding explains, nats; False = bfloat16 or float16."""
+    """Select the largest difference of a token's log-probability that rounding explains, in nats.
+
+    Args:
+        is_float32: False = bfloat16 or float16.
+    """
     return 1e-3 if is_float32 else 0.5
 
 
@@ -27,8 +35,8 @@ class NumericsGateSettings(Settings):
         16,
         ge=0,
         le=1_000_000,
-        doc="iterations between two comparisons, the first one after the first update; 1 = after every update; 0 = "
-        "never. Rollout workers are compared after every transfer in any case",
+        doc="iterations between two comparisons, starting after the first update; 1 = after every update; 0 = "
+        "never. Rollout workers are always compared after every transfer",
     )
     bound: float | None = setting(
         None,
@@ -38,120 +46,112 @@ class NumericsGateSettings(Settings):
     )
     action: Literal["refuse", "rollback"] = setting(
         "refuse",
-        doc="beyond the bound. refuse: the run ends, and nothing of the iteration is saved; rollback: training goes "
-        "back to the weights of the last comparison that passed (a copy of model and optimizer in memory and in "
+        doc="action above the bound; refuse: the run ends, and nothing of the iteration is saved; rollback: training "
+        "goes back to the weights of the last comparison that passed (a copy of model and optimizer in memory and in "
         "checkpoints)",
     )
 
 
 def select_decisive_numerics(settings: dict[str, Any]) -> dict[str, Any]:
-    """The part of these settings, as plain values, that decides numbers: a comparison alone does not."""
+    """Select the part of these settings, as plain values, that affects numbers: a comparison alone does not."""
     return settings if settings["action"] == "rollback" and settings["every"] else {}
-
-
-RAY_VERSION = "2.60"  # that was tested; see the extra `ray`
-VLLM_VERSION = "0.30.0"  # whose source the client was written from; see deployments/vllm/
-_RAY_ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
-_SERVER_ADDRESS = re.compile(
-    r"(https?://)?([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}/?", re.ASCII
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutServerSettings(Settings):
-    """An inference server that samples the rollouts, in an environment of its own (docs/inference-servers.md)."""
+    """An inference server that samples the rollouts, in a separate environment (docs/inference-servers.md)."""
 
     model: str | None = setting(
-        None, doc="name that the server has for the model; left out: the first that it lists"
+        None, doc="the server's name for the model; unset: the first that it lists"
     )
     python: str | None = setting(
         None,
-        doc="Python of vLLM's own environment on this machine: `posttrain up --rollouts CONFIG` keeps the server up "
-        "with it; left out: the server is started by hand",
+        doc="Python of vLLM's environment on this machine: `posttrain up --rollouts CONFIG` keeps the server running "
+        "with it; unset: the server is started by hand",
     )
     version: str = setting(
         VLLM_VERSION,
-        doc="version of vLLM that is accepted; another one's answers may differ in form or in meaning",
+        doc="accepted version of vLLM; other versions may answer differently in form or meaning",
     )
     key_variable: str | None = setting(
-        None, doc="environment variable with the server's API key; left out: no key"
+        None, doc="environment variable with the server's API key; unset: no key"
     )
     folder: str | None = setting(
         None,
-        doc="folder that trainer and server see under the same path, for weights on their way; left out: a folder of "
-        "the run's own in this machine's temporary folder",
+        doc="folder that trainer and server see under the same path, for transferring weights; unset: a folder of "
+        "the run in this machine's temporary folder",
     )
     concurrency: int = setting(
-        256, ge=1, le=4_096, doc="sequences that the server samples at the same time"
+        256, ge=1, le=4_096, doc="sequences that the server samples concurrently"
     )
     timeout_s: float = setting(
-        1800.0, gt=0, le=1e6, doc="of one request, which ends with a turn's last token"
+        1800.0, gt=0, le=1e6, doc="time limit of one request, which ends with a turn's last token"
     )
     patience_s: float = setting(
         300.0,
         ge=0,
         le=1e6,
-        doc="time that a server which does not answer is waited for, as while it is started again; then the run ends "
+        doc="how long to wait for a server that does not answer, for example while it restarts; then the run ends "
         "with one error and can be resumed",
     )
     sleeps: bool = setting(
         False,
-        doc="the server gives up its GPU memory during updates (it has to be started with sleep mode): for a trainer "
+        doc="the server releases its GPU memory during updates (start it with sleep mode): for a trainer "
         "on the same GPU",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Settings):
-    """Place of the rollouts: the trainer's process, or workers beside it (docs/scale-out.md)."""
+    """Where rollouts are played: in the trainer's process or by workers (docs/scale-out.md)."""
 
     workers: Literal["in_process", "ray", "server"] = setting(
         "in_process",
-        doc="ray: actors, each with its own engine and environments (extra `ray`); with max_staleness 0 the numbers "
+        doc="ray: actors, each with an engine and environments (extra `ray`); with max_staleness 0 the numbers "
         "are those of in_process with `independent`. server: tokens come over HTTP from an inference server at "
         "`address` (vLLM, or `posttrain serve`), environments run here",
     )
-    count: int = setting(1, ge=1, le=1024, doc="actors")
+    count: int = setting(1, ge=1, le=1024, doc="number of actors")
     independent: bool = setting(
         False,
-        doc="prompts of different lengths are read in separate passes, so that a rollout's numbers depend on no other "
-        "one; workers always do",
+        doc="prompts of different lengths are processed in separate passes, so that a rollout's numbers depend on no "
+        "other one; workers always do",
     )
     max_staleness: int = setting(
         0,
         ge=0,
         le=64,
-        doc="weight updates by which the oldest token of a rollout may lag behind the weights that learn from it; 0 = "
-        "rollouts and updates take turns; above 0 rollouts go on during updates, which needs `importance`",
+        doc="weight updates by which the oldest token of a rollout may lag behind the trained weights; 0 = "
+        "rollouts and updates alternate; above 0 rollouts continue during updates, which needs `importance`",
     )
     partial: Literal["keep", "drop"] = setting(
         "keep",
-        doc="rollouts that are being played when new weights arrive (max_staleness above 0): go on under them, each "
-        "token with its own policy version, or begin anew",
+        doc="rollouts in progress when new weights arrive (max_staleness above 0); keep: continue with the new "
+        "weights, each token with its policy version; drop: start over",
     )
     address: str | None = setting(
         None,
-        doc="host:port of a running Ray cluster, or auto; left out: a Ray of the run's own, on this machine alone. Of "
+        doc="host:port of a running Ray cluster, or auto; unset: the run starts Ray on this machine. Of "
         "an inference server: host:port, or http(s)://host:port",
     )
     server: RolloutServerSettings = setting(
-        RolloutServerSettings(), doc="with `workers: server`: the server"
+        RolloutServerSettings(), doc="the inference server, with `workers: server`"
     )
 
     replay_schedule: str | None = setting(
         None,
-        doc="schedule.jsonl of a run with max_staleness above 0 (`posttrain run --replay-schedule`): learn from the "
-        "same tokens again, bit for bit, in this process, whatever `workers` says",
+        doc="schedule.jsonl of a run with max_staleness above 0 (`posttrain run --replay-schedule`): train on the "
+        "same tokens again, bit for bit, in this process, regardless of `workers`",
     )
 
     def check(self) -> None:
-        """Settings of the workers need workers, those of a server a server."""
+        """Check that settings of workers and servers are used only with workers and servers."""
         if self.workers == "server":
             self._check_server()
             return
         if self.server != RolloutServerSettings():
             raise SettingsError(
-                f"server: is of an inference server, and workers is {self.workers}; set workers: server"
+                f"server: applies to an inference server, but workers is {self.workers}; set workers: server"
             )
         if self.address is not None and not _RAY_ADDRESS.fullmatch(self.address):
             raise SettingsError(
@@ -159,48 +159,47 @@ class RolloutSettings(Settings):
             )
         if self.replay_schedule is not None and not self.max_staleness:
             raise SettingsError(
-                "replay_schedule: is of a run with max_staleness above 0; set that run's max_staleness"
+                "replay_schedule: belongs to a run with max_staleness above 0; set that run's max_staleness"
             )
         if self.workers != "in_process":
             return
         for name, value in (("count", self.count != 1), ("address", self.address is not None)):
             if value:
                 raise SettingsError(
-                    f"{name}: {getattr(self, name)!r} is of workers, and there are none in_process; set workers: ray"
+                    f"{name}: {getattr(self, name)!r} applies to workers, but there are none in_process; set workers: "
+                    "ray"
                 )
         if self.max_staleness:
             raise SettingsError(
-                f"max_staleness: {self.max_staleness} needs rollouts beside the updates; set workers: ray, or 0"
+                f"max_staleness: {self.max_staleness} needs rollouts that run during updates; set workers: ray, or 0"
             )
 
     def _check_server(self) -> None:
-        """A server has an address, and plays in turn with the updates."""
+        """Check that a server has an address, and that rollouts and updates alternate."""
         if self.address is None:
             raise SettingsError(
                 "address: workers: server needs host:port of an inference server; deployments/vllm/README.md starts one"
             )
-        port = (
-            int(self.address.rstrip("/").rpartition(":")[2])
-            if _SERVER_ADDRESS.fullmatch(self.address)
-            else 0
-        )
+        port = 0
+        if _SERVER_ADDRESS.fullmatch(self.address):
+            port = int(self.address.rstrip("/").rpartition(":")[2])
         if not 0 < port < 2**16:
             raise SettingsError(
                 f"address: {self.address!r} must be host:port of an inference server, or http(s)://..."
             )
         if self.count != 1:
             raise SettingsError(
-                f"count: {self.count} servers; give the address of one that has as many replicas"
+                f"count: {self.count} servers; give the address of a single server with as many replicas"
             )
         if self.independent:
             raise SettingsError(
-                "independent: is of the rollout engine, and a server samples here; leave it out"
+                "independent: applies to the built-in engine, but a server samples here; remove it"
             )
         for name in ("max_staleness", "replay_schedule"):
             if getattr(self, name):
                 raise SettingsError(
-                    f"{name}: {getattr(self, name)!r} needs workers that play during updates, and rollouts from a "
-                    "server take turns with them; leave it out, or set workers: ray"
+                    f"{name}: {getattr(self, name)!r} needs workers that play during updates, but rollouts from a "
+                    "server alternate with updates; remove it, or set workers: ray"
                 )
 
     @property
@@ -219,26 +218,28 @@ class ReplaySettings(Settings):
 
 
 def check_ray_installed(
-    key: str = "rollouts.workers: ray", otherwise: str = "set workers: in_process"
+    key: str = "rollouts.workers: ray", alternative: str = "set workers: in_process"
 ) -> None:
-    """Raises: SettingsError where Ray is not installed; nothing is imported. The arguments are for the message."""
+    """Raise SettingsError if Ray is not installed, without importing it. The arguments are for the message."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(
             f"{key} needs the package ray ({RAY_VERSION} was tested): pip install 'posttrain[ray]' -c "
-            f"constraints.txt, or {otherwise}"
+            f"constraints.txt, or {alternative}"
         )
 
 
 def select_decisive_rollouts(settings: dict[str, Any]) -> dict[str, Any]:
-    """The part of these settings, as plain values, that decides numbers: where rollouts are played does not.
+    """Select the part of these settings, as plain values, that affects numbers: where rollouts are played does not.
 
-    A server does: it draws other random numbers, and rounds in its own way.
+    A server does: it draws different random numbers and rounds differently.
     """
-    kept: dict[str, Any] = {}
+    decisive: dict[str, Any] = {}
     if settings["workers"] == "server":
         return {"server": {"version": settings["server"]["version"]}}
     if settings["independent"] or settings["workers"] != "in_process":
-        kept["independent"] = True
+        decisive["independent"] = True
     if settings["max_staleness"]:
-        kept |= {name: settings[name] for name in ("max_staleness", "partial", "replay_schedule")}
-    return kept
+        decisive |= {
+            name: settings[name] for name in ("max_staleness", "partial", "replay_schedule")
+        }
+    return decisive

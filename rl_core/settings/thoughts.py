@@ -33,7 +33,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     levels: tuple[str, ...] = setting((), doc="levels of the episodes, equally weighted; () = all")
     reward: Literal["logprob_gain", "correctness_gain"] = setting(
         "logprob_gain",
-        doc="gain of a thought: in the right answer's log-probability (nats) or probability, compared with no thought",
+        doc="gain of a thought in the right answer's log-probability (nats) or probability, compared with no thought",
     )
     gain_clip: float = setting(
         3.0, gt=0, doc="gains are clipped to +-this; a turn without an answer gets minus this"
@@ -58,15 +58,15 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
         1, ge=1, le=8, doc="layers of the baseline's value head; 1 = linear, 2 = an MLP"
     )
     baseline_width: int = setting(
-        256, ge=1, le=65_536, doc="units of its hidden layers, where it has some"
+        256, ge=1, le=65_536, doc="units of its hidden layers, if it has any"
     )
     baseline_coef: float = setting(
         1.0,
         gt=0,
-        doc="weight of the value head's loss; AdamW divides it out again, but for its epsilon",
+        doc="weight of the value head's loss; has no effect on AdamW except through its epsilon",
     )
     baseline_optimizer: Literal["adamw", "sgd"] = setting(
-        "adamw", doc="of the value head; sgd: without momentum"
+        "adamw", doc="optimizer of the value head; sgd: without momentum"
     )
     baseline_learning_rate: float = setting(
         0.05, gt=0, le=1, doc="constant learning rate of the value head"
@@ -80,7 +80,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     warmup_episodes: int | None = setting(
         None,
         ge=0,
-        doc="learning-rate warm-up counted in episodes, in place of warmup_steps (rounded up to iterations)",
+        doc="learning-rate warm-up in episodes, instead of warmup_steps (rounded up to iterations)",
     )
     entropy_coef: float = setting(
         0.01, ge=0, doc="initial weight of the entropy bonus on thought tokens"
@@ -106,10 +106,10 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     check_every_episodes: int = setting(
         0,
         ge=0,
-        doc="episodes between such tests while training, on the validation's episodes; 0 = only at the end",
+        doc="episodes between such tests during training, on the validation episodes; 0 = only at the end",
     )
     stop_when_genuine: bool = setting(
-        False, doc="end the training when one of these tests finds thoughts genuine"
+        False, doc="end the training as soon as one of these tests finds thoughts genuine"
     )
     min_dependence: float = setting(
         0.5,
@@ -126,17 +126,17 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
 
     def check(self) -> None:
-        """entropy_floor must not exceed entropy_coef; sampling must not be greedy; nothing is set without effect."""
+        """Check sampling, that entropy_floor is at most entropy_coef, and that every setting has an effect."""
         self.sampling.check_trainable()
         if self.sampling.stop:
             raise SettingsError("sampling.stop: a thought ends by the end-of-turn token; remove it")
         if self.advantages == "returns" and self.gae_lambda != ThoughtsSettings.gae_lambda:
             raise SettingsError(
-                f"gae_lambda: {self.gae_lambda} has no effect where advantages are returns; remove it"
+                f"gae_lambda: {self.gae_lambda} has no effect if advantages are returns; remove it"
             )
         if self.stop_when_genuine and not self.check_every_episodes:
             raise SettingsError(
-                "stop_when_genuine: needs check_every_episodes, which says when to look"
+                "stop_when_genuine: needs check_every_episodes, which sets when to test"
             )
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(
@@ -145,7 +145,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
 
     @property
     def with_warmup(self) -> ThoughtsSettings:
-        """These settings with the warm-up in optimizer steps: an iteration is one."""
+        """These settings with the warm-up in optimizer steps, one per iteration."""
         if self.warmup_episodes is None:
             return self
         return dataclasses.replace(

@@ -1,7 +1,4 @@
-"""Process launch settings of a stage.
-
-Settings shared by all trainers, and those of the supervised and preference trainers.
-"""
+"""Settings shared by all trainers (processes, optimizer, loop), and those of supervised and preference training."""
 
 from __future__ import annotations
 
@@ -15,6 +12,18 @@ from rl_core.settings.common import SamplingSettings
 from rl_core.settings.defaults import MODEL_DEFAULTS
 
 _ENDPOINT = re.compile(r"[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
+
+KEEP_EPOCHS_DOC = (
+    "number of newest whole epochs whose models are kept as epochs/1, epochs/2, ... in the stage's folder (or the "
+    "Python API's output); 0 = none"
+)
+TIES_DOC = (
+    "model of pairs in which neither side is better (`tie: true`): rao_kupper (1967) or davidson (1970), as losses "
+    "arXiv:2409.17431; without such pairs it has no effect"
+)
+TIE_PROBABILITY_DOC = (
+    "probability of a tie between two answers of equal reward, the only parameter of either model"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +53,7 @@ class LaunchSettings(Settings):
     )
 
     def check(self) -> None:
-        """Several nodes need a rendezvous endpoint."""
+        """Check the rendezvous endpoint, which several nodes need, and that a single process is not split."""
         if self.rdzv_endpoint is not None and not _ENDPOINT.fullmatch(self.rdzv_endpoint):
             raise SettingsError(
                 f"rdzv_endpoint: {self.rdzv_endpoint!r} must be host:port, for example node-1:29400"
@@ -55,7 +64,7 @@ class LaunchSettings(Settings):
             )
         if self.kind == "in_process" and (self.processes > 1 or self.nodes > 1):
             raise SettingsError(
-                f"kind: in_process is one process, but {self.processes} on {self.nodes} nodes are asked for; "
+                f"kind: in_process is one process, but {self.processes} on {self.nodes} nodes are requested; "
                 "use kind: torchrun"
             )
 
@@ -66,7 +75,7 @@ class OptimizerSettings(Settings):
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw",
-        doc="muon: for hidden matrices (arXiv:2502.16982) and adapters; AdamW for embeddings, heads, vectors",
+        doc="muon: Muon for hidden matrices (arXiv:2502.16982) and adapters, AdamW for embeddings, heads, vectors",
     )
     learning_rate: float = setting(1e-3, gt=0, le=1, doc="peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = setting(
@@ -101,14 +110,14 @@ class OptimizerSettings(Settings):
     )
     autocast: Literal["none", "bfloat16"] = setting(
         "none",
-        doc="bfloat16: compute dtype of the model (faster, less memory); weights and losses keep theirs",
+        doc="bfloat16: compute dtype of the model (faster, less memory); weights and losses keep their dtype",
     )
     activation_checkpointing: bool = setting(
         False, doc="recompute activations in backward: less memory, about a third slower"
     )
     dropout: bool = setting(
         False,
-        doc="the dropout that the model (and its adapter) is configured with, in updates; false: none, so that "
+        doc="use the configured dropout of the model (and its adapter) in updates; false: none, so that "
         "log-probs of sampler, old policy and reference agree with the update's",
     )
 
@@ -121,7 +130,7 @@ class LoopSettings(Settings):
     checkpoint_every: int = setting(
         50,
         ge=0,
-        doc="iterations between checkpoints, or a minute of long ones; 0 = only when stopped",
+        doc="iterations between checkpoints, or a minute if iterations are long; 0 = only when stopped",
     )
     keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
     patience: int | None = setting(
@@ -133,20 +142,14 @@ class LoopSettings(Settings):
         5.0,
         ge=0,
         le=1e6,
-        doc="seconds between two lines appended to metrics_history.jsonl while training, at least",
+        doc="minimum seconds between two lines appended to metrics_history.jsonl during training",
     )
     history_window: int = setting(
-        10, ge=2, le=1000, doc="observations behind the means and slopes in that file"
+        10, ge=2, le=1000, doc="observations used for the means and slopes in that file"
     )
     launch: LaunchSettings = setting(
         LaunchSettings(), doc="process launch; not part of the stage's key"
     )
-
-
-KEEP_EPOCHS_DOC = (
-    "whole epochs, the newest ones, whose models are kept as epochs/1, epochs/2, ... in the stage's folder (or the "
-    "Python API's output); 0 = none"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,34 +160,25 @@ class SFTSettings(OptimizerSettings, LoopSettings):
         MODEL_DEFAULTS["SFTSettings.learning_rate"], gt=0, le=1, doc="peak learning rate"
     )
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
-    max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
+    max_steps: int | None = setting(None, ge=1, doc="maximum optimizer steps")
     keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
     batch_size: int = setting(64, ge=1, le=1_048_576, doc="demonstrations per optimizer step")
     dropout: bool = setting(
-        True, doc="the dropout that the model (and its adapter) is configured with, in updates"
+        True, doc="use the configured dropout of the model (and its adapter) in updates"
     )
     router_aux_loss_coef: float = setting(
         0.0,
         ge=0,
-        doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)",
+        doc="weight of the load-balancing loss of routers in mixture-of-experts models (arXiv:2101.03961)",
     )
     loss_on: Literal["all", "last"] = setting(
         "all",
-        doc="assistant turns that carry loss: all, or the last one; a message's own weight 0 takes it out as well",
+        doc="assistant turns that carry loss: all, or the last one; a message's weight 0 also excludes it",
     )
-    # On a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md), hence off.
+    # Off by default: on a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md).
     packing: bool = setting(
         False, doc="pack several demonstrations into one row with separate attention; saves padding"
     )
-
-
-TIES_DOC = (
-    "model of pairs of which neither side is better (`tie: true`): rao_kupper (1967) or davidson (1970), as losses "
-    "arXiv:2409.17431; without such pairs neither changes anything"
-)
-TIE_PROBABILITY_DOC = (
-    "probability of a tie between two answers of equal reward, the one parameter of either model"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,14 +187,14 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
 
     loss: Literal["bradley_terry", "mse"] = setting(
         "bradley_terry",
-        doc="bradley_terry: on pairs; mse: regression on rows with a `score`, which are standardised over the "
+        doc="bradley_terry: on pairs; mse: regression on rows with a `score`, standardised over the "
         "training rows (arXiv:2406.08673)",
     )
     head_layers: int = setting(
         1, ge=1, le=8, doc="layers of the head on the last token's state; 1 = linear"
     )
     head_width: int = setting(
-        256, ge=1, le=65_536, doc="units of a hidden layer of the head, where it has several"
+        256, ge=1, le=65_536, doc="units of a hidden layer of the head, if it has several layers"
     )
     ties: Literal["rao_kupper", "davidson"] = setting("rao_kupper", doc=TIES_DOC)
     tie_probability: float = setting(0.5, gt=0, lt=1, doc=TIE_PROBABILITY_DOC)
@@ -210,9 +204,9 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
     epochs: float = setting(
         MODEL_DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs"
     )
-    max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
+    max_steps: int | None = setting(None, ge=1, doc="maximum optimizer steps")
     keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
-    batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs of one optimizer step")
+    batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs per optimizer step")
     center_coef: float = setting(
         0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)"
     )
@@ -220,29 +214,29 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
         2000,
         ge=10,
         le=10_000_000,
-        doc="pairs made from scored rollouts, when no preference file is given",
+        doc="pairs built from scored rollouts, if there is no preference file",
     )
     group_size: int = setting(
-        8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are made"
+        8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are built"
     )
-    sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are sampled")
 
     def check(self) -> None:
-        """Pairs need rollouts that differ."""
+        """Check that rollouts for pairs can differ."""
         self.sampling.check_not_greedy()
 
     @property
     def use(self) -> Literal["reward_model", "reward_regression"]:
-        """Rows that it learns from, by the names of `rl_core.data.formats.explain_misfit`."""
+        """Kind of its training rows, as named by `rl_core.data.formats.explain_misfit`."""
         return "reward_regression" if self.loss == "mse" else "reward_model"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSettings(OptimizerSettings, LoopSettings):
-    """Preference optimisation on pairs, or labelled completions (kto); the reference is the stage's starting model."""
+    """Preference optimisation on pairs, or labelled completions (kto); the reference is the stage's initial model."""
 
-    # As in the policy stage: both start from an SFT model, and presets of 0.04M to 3M parameters need about a tenth of
-    # SFT's rate.
+    # As for the policy stage: both start from an SFT model, and presets of 0.04M to 3M parameters need about a tenth of
+    # SFT's learning rate.
     learning_rate: float = setting(
         MODEL_DEFAULTS["PreferenceSettings.learning_rate"], gt=0, le=1, doc="peak learning rate"
     )
@@ -261,8 +255,8 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     simpo_gamma: float = setting(
         0.5, ge=0, doc="target margin of simpo's rewards (paper: about half of beta)"
     )
-    desirable_weight: float = setting(1.0, ge=0, doc="kto: weight of the completions labelled true")
-    undesirable_weight: float = setting(1.0, ge=0, doc="kto: weight of those labelled false")
+    desirable_weight: float = setting(1.0, ge=0, doc="kto: weight of completions labelled true")
+    undesirable_weight: float = setting(1.0, ge=0, doc="kto: weight of completions labelled false")
     label_smoothing: float = setting(
         0.0, ge=0, lt=0.5, doc="assumed share of mislabelled pairs; above 0: conservative DPO"
     )
@@ -276,37 +270,35 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
         doc="weight of the chosen completions' cross-entropy per token (RPO, arXiv:2404.19733)",
     )
     epochs: float = setting(1.0, gt=0, doc="passes over the pairs; more than a few overfit")
-    max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
+    max_steps: int | None = setting(None, ge=1, doc="maximum optimizer steps")
     keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
-    batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs of one optimizer step")
+    batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs per optimizer step")
     num_pairs: int = setting(
         2000,
         ge=10,
         le=10_000_000,
-        doc="pairs made from scored rollouts, when no preference file is given",
+        doc="pairs built from scored rollouts, if there is no preference file",
     )
     group_size: int = setting(
-        8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are made"
+        8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are built"
     )
-    sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are sampled")
 
     def check(self) -> None:
-        """Label smoothing is defined only for the sigmoid loss; pairs need rollouts that differ."""
+        """Check that settings fit the loss, and that rollouts for pairs can differ."""
         self.sampling.check_not_greedy()
         if self.loss != "dpo" and self.label_smoothing > 0:
-            reason = ", which bounds the margin itself" if self.loss == "ipo" else ""
+            reason = ", which bounds the margin by itself" if self.loss == "ipo" else ""
             raise SettingsError(
                 f"label_smoothing: {self.label_smoothing} is not defined for {self.loss}{reason}; "
                 "use loss dpo, or remove it"
             )
         if self.loss in ("orpo", "kto") and self.sft_coef > 0:
-            why = (
-                "holds the chosen completions' cross-entropy already"
-                if self.loss == "orpo"
-                else "has no chosen side"
-            )
+            reason = "has no chosen side"
+            if self.loss == "orpo":
+                reason = "already contains the chosen completions' cross-entropy"
             raise SettingsError(
-                f"sft_coef: {self.sft_coef} does not go with {self.loss}, which {why}; remove it"
+                f"sft_coef: {self.sft_coef} cannot be used with {self.loss}, which {reason}; remove it"
             )
         if self.loss == "kto" and self.dropout:
             raise SettingsError(
@@ -323,5 +315,5 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
 
     @property
     def needs_reference(self) -> bool:
-        """True for losses that compare with the starting model."""
+        """True for losses that compare with the initial model."""
         return self.loss not in ("simpo", "orpo")

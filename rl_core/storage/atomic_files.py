@@ -1,18 +1,17 @@
-"""Opening files for writing in folders that others may write into: no links are followed, owners are checked.
+"""File writing that is atomic, never follows links and checks who owns the target.
 
-with open(path, "a", opener=own_file) as file: ...
+Together with `folders`, this is the only code that writes files.
 
-Writing of single files: whole or not at all, never through links. With `folders` the only code that writes files.
+    write_text_atomic, write_json_atomic   replace a file; durable when the call returns
+    replace_file                           the same for a file that is written in pieces
+    create_file_once                       the same for a file that only the first caller creates
+    write_text_unsynced                    replace a live view; a machine crash may lose it
+    append_bytes, truncate_file            growing files, whose lines carry checksums (`line_logs`)
+    open_log_file                          output of a child process
+    make_folder                            create a folder durably
 
-    write_text_atomic, write_json_atomic   replaced, and on the disk when the call returns
-    replacing                              the same for a file that is written piece by piece
-    create_once                            the same for a file that is made once, whoever comes first
-    write_text_unsynced                    replaced, but a crash of the machine may lose it: for live views
-    append_bytes, truncate_file            files that grow; their lines have checksums (`checked_lines`)
-    open_log                               output of a child process, for people
-    make_folder                            a folder, and on the disk that it is there
-
-A temporary is called .tmp-<name>@<host>-<pid>.<number>: the name says whose it is, on a network folder too.
+Temporaries are named .tmp-<name>@<host>-<pid>.<number>, so their owner is known on a network folder too.
+To write another kind of file: `with open(path, "a", opener=open_owned_file) as file: ...`
 """
 
 from __future__ import annotations
@@ -35,13 +34,34 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.storage.faults import inject_fault
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_SPACE_REMEDY = "make room"
+_FOLDER_REMEDY = "use a folder that you may write into"
+# What the user can do about a file system error, by errno.
+REMEDIES = {
+    errno.ENOSPC: _SPACE_REMEDY,
+    errno.EDQUOT: _SPACE_REMEDY,
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
+    errno.EROFS: "make the file system writable again (a disk error may have made it read-only), or use another folder",
+    errno.EACCES: _FOLDER_REMEDY,
+    errno.EPERM: _FOLDER_REMEDY,
+    errno.ENOTDIR: _FOLDER_REMEDY,
+    errno.EEXIST: "remove it, or use another folder",
+    errno.EIO: "the disk is failing: see the kernel log, and use another disk",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ESTALE: "mount the network folder again",
+}
+
+# The last part is the journal that SQLite writes while it creates a database.
+_TEMPORARY = re.compile(r"\.tmp-.+?(?:@([^@/]*))?-(\d+)(?:\.\d+)?(?:-journal)?")
+_temporary_numbers = itertools.count()  # lets two threads write the same file
+_active_temporaries: set[str] = set()  # temporaries that this process is writing
 
 
 def resolve_cache_folder(name: str) -> Path:
-    """Folder `name` among the caches of the user. Raises: SettingsError for a user without a home."""
-    place = os.environ.get("XDG_CACHE_HOME")
+    """Return the folder `name` in the user's cache folder. Raises: SettingsError for a user without a home."""
+    cache_home = os.environ.get("XDG_CACHE_HOME")
     try:
-        caches = Path(place) if place else Path.home() / ".cache"
+        caches = Path(cache_home) if cache_home else Path.home() / ".cache"
     except RuntimeError:
         raise SettingsError(
             "this user has no home folder for caches; set HOME or XDG_CACHE_HOME"
@@ -50,26 +70,25 @@ def resolve_cache_folder(name: str) -> Path:
 
 
 def open_owned_file(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int:
-    """Descriptor of a regular file, as `os.open` gives it; the `opener` of the built-in `open`.
+    """Open a regular file as `os.open` does and return its descriptor; an `opener` for the built-in `open`.
 
-    A symbolic link, device or pipe under that name is refused before anything is cut off or written. Where others may
-    write into the folder, so is a file that belongs neither to this user nor to the folder's owner; where everybody
-    may, so is one that has another name elsewhere.
-    Raises: CheckpointError for those; OSError as `os.open`.
+    Refuses a symbolic link, device or pipe before anything is truncated or written. In a folder that others can write
+    to, also refuses a file that belongs neither to this user nor to the folder's owner; in a folder that everybody can
+    write to, also a file that has hard links.
+    Raises: CheckpointError for these; OSError as `os.open`.
     """
     path = os.fspath(path)
-    careful = (
-        (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    )  # a pipe would wait for a reader
+    # O_NONBLOCK: opening a pipe would otherwise wait for a reader.
+    safe_flags = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, careful, mode)
+        descriptor = os.open(path, safe_flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CheckpointError(
                 f"{path}: is a symbolic link, and nothing is written through links; remove it"
             ) from None
         if error.errno == errno.ENXIO:
-            raise CheckpointError(f"{path}: is no regular file; remove it") from None
+            raise CheckpointError(f"{path}: is not a regular file; remove it") from None
         raise
     try:
         _check_file_owner(path, os.fstat(descriptor))
@@ -82,24 +101,23 @@ def open_owned_file(path: str | os.PathLike[str], flags: int, mode: int = 0o644)
 
 
 def open_regular_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Descriptor of a regular file for reading; the `opener` of the built-in `open`.
+    """Open a regular file for reading and return its descriptor; an `opener` for the built-in `open`.
 
-    Raises: OSError, also for a pipe, which would be waited for, and a device, which may never end.
+    Raises: OSError, also for a pipe, which could block, and a device, which may never end.
     """
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
     return descriptor
 
 
 def _check_file_owner(path: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: is no regular file; remove it")
+        raise CheckpointError(f"{path}: is not a regular file; remove it")
     folder = os.stat(os.path.dirname(path) or ".")
-    if (
-        folder.st_mode & stat.S_IWOTH and status.st_nlink > 1
-    ):  # not for groups: snapshots are made of hard links
+    # Not checked for group-writable folders, because snapshots consist of hard links.
+    if folder.st_mode & stat.S_IWOTH and status.st_nlink > 1:
         raise CheckpointError(
             f"{path}: has another name elsewhere (a hard link), in a folder that everybody may write into; remove it"
         )
@@ -110,31 +128,8 @@ def _check_file_owner(path: str, status: os.stat_result) -> None:
         )
 
 
-_ROOM_REMEDY = "make room"
-_FOLDER_REMEDY = "use a folder that you may write into"
-# What to do about an error of the file system; the command line says it in its own words.
-REMEDIES = {
-    errno.ENOSPC: _ROOM_REMEDY,
-    errno.EDQUOT: _ROOM_REMEDY,
-    errno.EFBIG: "raise the file size limit (ulimit -f)",
-    errno.EROFS: "make the file system writable again (a disk error may have made it read-only), or use another folder",
-    errno.EACCES: _FOLDER_REMEDY,
-    errno.EPERM: _FOLDER_REMEDY,
-    errno.ENOTDIR: _FOLDER_REMEDY,
-    errno.EEXIST: "remove it, or use another folder",
-    errno.EIO: "the disk fails: see the kernel's log, and use another one",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ESTALE: "mount the network folder again",
-}
-
-# The last part is SQLite's, of a database that is being made.
-_TEMPORARY = re.compile(r"\.tmp-.+?(?:@([^@/]*))?-(\d+)(?:\.\d+)?(?:-journal)?")
-_numbers = itertools.count()  # two threads that write one file have two temporaries
-_active_temporaries: set[str] = set()  # temporaries that this process is writing
-
-
 def write_error(path: Path | str, error: OSError, action: str = "written") -> CheckpointError:
-    """The error for people: the file, what could not be done to it, the reason, what to do."""
+    """Build the error for the user: the file, what failed, the reason, and what to do."""
     remedy = REMEDIES.get(error.errno or 0)
     reason = f"{error.strerror or error}{'; ' + remedy if remedy else ''}"
     return CheckpointError(f"{path}: cannot be {action}: {reason}")
@@ -142,8 +137,10 @@ def write_error(path: Path | str, error: OSError, action: str = "written") -> Ch
 
 @contextlib.contextmanager
 def reserve_temporary(path: Path) -> Iterator[Path]:
-    """A name beside `path` that no other process, thread or machine uses; ours until the block ends."""
-    temporary = path.with_name(f".tmp-{path.name}@{platform.node()}-{os.getpid()}.{next(_numbers)}")
+    """Yield a sibling name of `path` that no other process, thread or machine uses; reserved until the block ends."""
+    temporary = path.with_name(
+        f".tmp-{path.name}@{platform.node()}-{os.getpid()}.{next(_temporary_numbers)}"
+    )
     _active_temporaries.add(os.path.abspath(temporary))
     try:
         yield temporary
@@ -151,19 +148,33 @@ def reserve_temporary(path: Path) -> Iterator[Path]:
         _active_temporaries.discard(os.path.abspath(temporary))
 
 
-def is_own_temporary(temporary: Path) -> bool:
-    """True = this process is writing it now."""
+def is_active_temporary(temporary: Path) -> bool:
+    """Return whether this process is currently writing the temporary."""
     return os.path.abspath(temporary) in _active_temporaries
 
 
 def parse_temporary_owner(name: str) -> tuple[str | None, int] | None:
-    """(host, process) of a temporary's name; None for another name. The host is None in names of older versions."""
+    """Return (host, pid) from a temporary's name, or None for any other name.
+
+    The host is None in names written by older versions.
+    """
     match = _TEMPORARY.fullmatch(name)
     return (match[1], int(match[2])) if match else None
 
 
+def is_process_alive(pid: int) -> bool:
+    """Return whether a process of this machine has the pid; a pid too large for the kernel counts as alive."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
 def fsync_path(path: Path | str) -> None:
-    """Force a file's data, or a folder's entries, to the disk."""
+    """Flush a file's data, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -172,15 +183,15 @@ def fsync_path(path: Path | str) -> None:
 
 
 def make_folder(path: Path | str) -> Path:
-    """The folder, made with its parents where it is not there; every new entry is on the disk when the call returns.
+    """Create a folder and its parents if absent, durably, and return its path.
 
-    Raises: CheckpointError where it cannot be made.
+    Raises: CheckpointError if it cannot be created.
     """
     path = Path(path)
     missing = list(itertools.takewhile(lambda folder: not folder.is_dir(), (path, *path.parents)))
     try:
         for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)  # another process may be faster
+            folder.mkdir(exist_ok=True)  # another process may have created it meanwhile
             fsync_path(folder.parent)
     except OSError as error:
         raise write_error(error.filename or path, error, "made") from error
@@ -197,25 +208,26 @@ def replace_file(
     mode: int = 0o644,
     point: str | None = None,
 ) -> Iterator[IO[Any]]:
-    """A file to write into, which takes the place of `path` when the block ends: readers see the old or the new.
+    """Yield a file to write to; it replaces `path` atomically when the block ends. If the block raises, `path` stays.
 
-    If the block raises, the old one stays.
     Args:
-        binary: bytes; else UTF-8 text, line ends as they are.
-        synced: on the disk at the end. False is for live views, and for files of a folder that is sealed afterwards.
-        errors: of the encoding. mode: permissions. point: a fault point between writing and replacing.
+        binary: bytes; otherwise UTF-8 text with line ends unchanged.
+        synced: flush to the disk at the end. Use False for live views and for files in a folder that is sealed later.
+        errors: error handler of the encoding.
+        mode: file permissions.
+        point: fault point between writing and replacing.
     Raises: CheckpointError naming the file, the reason and what to do.
     """
     path = Path(path)
-    text = {} if binary else {"encoding": "utf-8", "errors": errors, "newline": ""}
+    text_options = {} if binary else {"encoding": "utf-8", "errors": errors, "newline": ""}
     opener = functools.partial(open_owned_file, mode=mode)
     with reserve_temporary(path) as temporary:
         try:
             if not _is_replaceable(path):
-                raise CheckpointError(f"{path}: is no regular file; remove it")
-            with contextlib.suppress(FileNotFoundError):  # of a dead process that had our number
+                raise CheckpointError(f"{path}: is not a regular file; remove it")
+            with contextlib.suppress(FileNotFoundError):  # left by a dead process with our pid
                 os.unlink(temporary)
-            with open(temporary, "xb" if binary else "x", opener=opener, **text) as file:  # type: ignore[call-overload]
+            with open(temporary, "xb" if binary else "x", opener=opener, **text_options) as file:  # type: ignore[call-overload]
                 yield file
                 file.flush()
                 if synced:
@@ -227,9 +239,9 @@ def replace_file(
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-            ours = (None, str(temporary), str(path), str(path.parent))
+            involved_names = (str(temporary), str(path), str(path.parent))
             if isinstance(error, OSError) and (
-                error.filename is None or os.fspath(error.filename) in ours
+                error.filename is None or os.fspath(error.filename) in involved_names
             ):
                 raise write_error(path, error) from error
             raise
@@ -238,34 +250,35 @@ def replace_file(
 
 
 def _is_replaceable(path: Path) -> bool:
-    """True = nothing is there, or a file, or a link, which goes and not its target; False = a device, a pipe."""
+    """Return False for a device or a pipe, True otherwise: nothing, a file, or a link (the link itself is replaced)."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return True
-    return (
-        stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)
-    )  # the last is an error of the rename
+    # For a folder, the rename raises the error.
+    return stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)
 
 
 def write_text_atomic(path: Path | str, text: str, *, point: str | None = None) -> None:
-    """Replace a file's text atomically: readers see the old or the new, after a crash too.
+    """Replace a file's text atomically and durably: readers see the old or the new text, even after a crash.
 
-    `point` names a fault point between writing and replacing. Raises: as `replacing`.
+    Args:
+        point: fault point between writing and replacing.
+    Raises: as `replace_file`.
     """
     with replace_file(path, binary=True, point=point) as file:
         file.write(text.encode())
 
 
 def write_json_atomic(path: Path | str, value: Any) -> None:
-    """Replace a JSON file atomically. Raises ValueError for NaN and infinities, which are not JSON."""
+    """Replace a JSON file atomically and durably. Raises: ValueError for NaN and infinities, which are not JSON."""
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def write_text_unsynced(path: Path | str, text: str) -> bool:
-    """Replace a file's text without syncing, for live views: readers see the old or the new, a crash may lose both.
+    """Replace a live view's text without syncing. Readers see the old or the new text; a machine crash may lose both.
 
-    Costs no wait for the disk. Returns whether it was written: a disk that refuses is no reason to stop.
+    Never waits for the disk. Returns whether the text was written; a disk error does not raise.
     """
     try:
         with replace_file(path, binary=True, synced=False) as file:
@@ -276,9 +289,9 @@ def write_text_unsynced(path: Path | str, text: str) -> bool:
 
 
 def create_file_once(path: Path | str, text: str, *, mode: int = 0o644) -> bool:
-    """Make a file that does not exist, complete before it has its name. Returns False where another one was first.
+    """Create a file that is complete before it gets its name. Return False if another process created it first.
 
-    Raises: CheckpointError where it cannot be written.
+    Raises: CheckpointError if it cannot be written.
     """
     path = Path(path)
     with reserve_temporary(path) as temporary:
@@ -300,15 +313,16 @@ def create_file_once(path: Path | str, text: str, *, mode: int = 0o644) -> bool:
 
 
 def move_into_place(source: Path, path: Path, *, once: bool = False) -> bool:
-    """Rename a file that a library or a compiler wrote; its bytes are on the disk first.
+    """Rename a file that a library or a compiler wrote, after flushing it to the disk.
 
     Args:
-        once: True = a second name, and never that of a file that is there: then False is returned.
+        once: add a second name instead, and return False if a file already has it.
     Raises: CheckpointError.
     """
     try:
         fsync_path(source)
-        (os.link if once else os.replace)(source, path)
+        rename = os.link if once else os.replace
+        rename(source, path)
         fsync_path(path.parent)
     except FileExistsError:
         return False
@@ -318,36 +332,35 @@ def move_into_place(source: Path, path: Path, *, once: bool = False) -> bool:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copy a folder's files into another one, made if absent; each file that is there is replaced atomically."""
+    """Copy a folder's files into another folder, created if absent; replace each existing file atomically."""
     for path in sorted(source.rglob("*")):
         if path.is_file():
-            place = target / path.relative_to(source)
-            make_folder(place.parent)
-            with path.open("rb") as read, replace_file(place, binary=True) as file:
-                shutil.copyfileobj(read, file, 1 << 20)
+            copy = target / path.relative_to(source)
+            make_folder(copy.parent)
+            with path.open("rb") as source_file, replace_file(copy, binary=True) as copy_file:
+                shutil.copyfileobj(source_file, copy_file, 1 << 20)
 
 
 def append_bytes(path: Path | str, data: bytes, *, synced: bool = False) -> None:
-    """Append to a file of one writer, all of `data` or nothing; the file is made where it is not there.
+    """Append all of `data` or nothing to a file with a single writer; create the file if absent.
 
-    Raises: CheckpointError where the disk refuses; what it took of `data` is cut off again.
+    Raises: CheckpointError for a disk error; a partial write is truncated.
     """
     try:
         is_new = not os.path.lexists(path)
         descriptor = open_owned_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            place = os.fstat(descriptor).st_size
+            size = os.fstat(descriptor).st_size
             try:
-                _write_all_bytes(descriptor, data, place)
+                _write_all_bytes(descriptor, data, size)
                 if synced:
                     os.fsync(descriptor)
                 if synced and is_new:
                     fsync_path(os.path.dirname(path) or ".")
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(
-                        descriptor, place
-                    )  # shrinking needs no space; a torn line must not stay in the middle
+                    # Shrinking needs no disk space. A torn line must not end up mid-file.
+                    os.ftruncate(descriptor, size)
                 raise
         finally:
             os.close(descriptor)
@@ -356,7 +369,7 @@ def append_bytes(path: Path | str, data: bytes, *, synced: bool = False) -> None
 
 
 def _write_all_bytes(descriptor: int, data: bytes, offset: int) -> None:
-    """Write at a byte offset; a disk that takes only a part is asked again, and then says why."""
+    """Write at a byte offset. After a partial write, try again: the next call raises the disk's reason."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, offset)
@@ -364,7 +377,7 @@ def _write_all_bytes(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def truncate_file(path: Path | str, size: int) -> None:
-    """Cut a file to `size` bytes. Raises: CheckpointError."""
+    """Truncate a file to `size` bytes. Raises: CheckpointError."""
     try:
         descriptor = open_owned_file(path, os.O_RDWR)
         try:
@@ -376,9 +389,11 @@ def truncate_file(path: Path | str, size: int) -> None:
 
 
 def open_log_file(path: Path | str, *, append_up_to: int = 0) -> IO[bytes]:
-    """A file for the output of a child process: for people, so neither whole nor synced is promised.
+    """Open a file for the output of a child process; writes are neither atomic nor synced.
 
-    append_up_to: bytes from which a file is renamed to NAME.1 and begun anew; 0 = always begun anew.
+    Args:
+        append_up_to: rename an existing file larger than this many bytes to NAME.1 and start a new one; 0 = always
+            start a new one.
     """
     path = Path(path)
     if append_up_to and path.exists() and path.stat().st_size > append_up_to:

@@ -1,20 +1,16 @@
-"""Nested state as JSON with references to tensors; decoding gives back equal values, types included.
+"""Checkpoints: versions of a run's nested state in one folder. The only code that writes or reads a checkpoint.
 
-Values that JSON has no word for become {"$": kind, ...}: tuple, dict (with keys that are not text), float (nan, inf),
-bytes, ndarray, tensor. Tied tensors (one memory, one shape) are stored once.
-
-The only code that writes or reads a checkpoint.
-
-    <folder>/.lock                  flock of the one writer
+    <folder>/.lock                  flock of the single writer
     <folder>/LATEST                 name of the newest acknowledged version
     <folder>/checkpoint-00000012/   state.json, <part>-<n>.safetensors, manifest.json
-    <folder>/.corrupt-<name>-<n>    set aside by a reader
+    <folder>/.corrupt-<name>-<n>    a damaged version, renamed by a reader
 
-`state.json` holds the nested state; each tensor in it is a reference into a safetensors file. No pickle anywhere.
+`state.json` holds the nested state as JSON; each tensor in it is a reference into a safetensors file. Nothing is
+pickled. Values that JSON cannot express become {"$": kind, ...}: tuple, dict (with keys that are not strings), float
+(nan, inf), bytes, ndarray, tensor. Decoding restores equal values of the same types. Tied tensors (same memory, same
+shape) are stored once.
 
-Moments of an optimizer as a state: without its settings, which are those of the run that resumes.
-
-State of the global random generators: python, numpy, torch.
+Also here: the state of an optimizer's moments and of the global random generators (python, numpy, torch).
 """
 
 from __future__ import annotations
@@ -48,36 +44,48 @@ from rl_core.storage.folders import (
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified_file
 
+logger = logging.getLogger(__name__)
+
+POINTER_FILE = "LATEST"
+STATE_FILE = "state.json"
+# Parts that must be finite: a checkpoint of broken weights must never become the newest one.
+FINITE_PARTS = ("model", "best_model")
+SHARD_BYTES = 1 << 30  # safetensors builds a file in memory before writing it
 _KIND = "$"
+_PART_NAME = re.compile(r"[a-z_]+")
+_CORRUPT_PREFIX = ".corrupt-"
+_VERSION_NAME = re.compile(r"checkpoint-(\d{8,18})")
 
 
 class StateEncoder:
-    """Encodes values and collects their tensors, in parts and in shards of at most `shard_bytes` (or one tensor)."""
+    """Encoder of nested values. Collects their tensors by part, in shards of at most `shard_bytes` (or one tensor)."""
 
     def __init__(self, shard_bytes: int) -> None:
         self.shard_bytes = shard_bytes
         self._shards: dict[str, dict[str, torch.Tensor]] = {}
         self._sizes: dict[str, int] = {}
-        self._current: dict[str, str] = {}  # part -> its open shard
-        self._seen: dict[tuple[Any, ...], dict[str, str]] = {}
+        self._open_shards: dict[str, str] = {}  # by part
+        self._references: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def iter_shards(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """(file name, tensors by name), in the order of encoding."""
+        """Yield (file name, tensors by name) in the order of encoding."""
         yield from self._shards.items()
 
     def iter_tensors(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """(path in the state, tensor) of every tensor of a part."""
+        """Yield (path in the state, tensor) for every tensor of a part."""
         for name, tensors in self._shards.items():
             if name.rpartition("-")[0] == part:
                 yield from tensors.items()
 
     def encode_value(self, value: Any, path: str, part: str) -> Any:
-        """JSON-able form of `value`; `path` is its place, for messages and tensor names.
+        """Return `value` in a form that JSON can express.
 
-        Raises: CheckpointError for a type that would not come back as it is.
+        Args:
+            path: location in the state, for messages and tensor names.
+        Raises: CheckpointError for a type that decoding could not restore.
         """
         if value is None or isinstance(value, bool | str):
-            return value if value is None or isinstance(value, bool) else str(value)
+            return str(value) if isinstance(value, str) else value
         if isinstance(value, float) and type(value) is float:
             return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
         if type(value) is int:
@@ -114,28 +122,23 @@ class StateEncoder:
         return {_KIND: "dict", "items": pairs}
 
     def _encode_tensor(self, tensor: torch.Tensor, path: str, part: str) -> dict[str, str]:
-        memory = (
-            tensor.data_ptr(),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            str(tensor.device),
-        )
-        if tensor.numel() and (part, memory) in self._seen:
-            return self._seen[part, memory]
+        shape = tuple(tensor.shape)
+        memory = (tensor.data_ptr(), tensor.dtype, shape, tensor.stride(), str(tensor.device))
+        if tensor.numel() and (part, memory) in self._references:
+            return self._references[part, memory]
         size = tensor.numel() * tensor.element_size()
-        shard = self._current.get(part)
+        shard = self._open_shards.get(part)
         if shard is None or (self._sizes[shard] and self._sizes[shard] + size > self.shard_bytes):
             number = sum(1 for name in self._shards if name.rpartition("-")[0] == part)
-            shard = self._current[part] = f"{part}-{number}.safetensors"
+            shard = self._open_shards[part] = f"{part}-{number}.safetensors"
             self._shards[shard], self._sizes[shard] = {}, 0
         name = path
-        while name in self._shards[shard]:  # {"a.b": ...} beside {"a": {"b": ...}}
+        while name in self._shards[shard]:  # {"a.b": ...} and {"a": {"b": ...}} have equal paths
             name += "'"
         self._shards[shard][name] = tensor
         self._sizes[shard] += size
         reference = {_KIND: "tensor", "file": shard, "name": name}
-        self._seen[part, memory] = reference
+        self._references[part, memory] = reference
         return reference
 
 
@@ -152,13 +155,16 @@ def _encode_array(value: np.ndarray | np.generic, path: str) -> dict[str, Any]:
 
 
 class StateDecoder:
-    """Inverse of `StateEncoder.encode`, given the tensors by file and name."""
+    """Inverse of `StateEncoder`, built from the tensors by file and name."""
 
     def __init__(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self.files = files
 
     def decode_value(self, value: Any) -> Any:
-        """The value that was encoded. Raises KeyError, TypeError or ValueError for input that no StateEncoder wrote."""
+        """Return the value that was encoded.
+
+        Raises: KeyError, TypeError or ValueError for input that `StateEncoder` cannot have written.
+        """
         if isinstance(value, list):
             return [self.decode_value(item) for item in value]
         if not isinstance(value, dict):
@@ -185,33 +191,19 @@ class StateDecoder:
         raise ValueError(f"unknown kind {kind!r}")
 
 
-logger = logging.getLogger(__name__)
-
-POINTER_FILE = "LATEST"
-STATE_FILE = "state.json"
-FINITE_PARTS = (
-    "model",
-    "best_model",
-)  # a checkpoint of broken weights must never become the newest one
-SHARD_BYTES = 1 << 30  # a safetensors file is built in memory before it is written
-_PART_NAME = re.compile(r"[a-z_]+")
-_CORRUPT_PREFIX = ".corrupt-"
-_VERSION_NAME = re.compile(r"checkpoint-(\d{8,18})")
-
-
 class NewestCheckpoint(NamedTuple):
-    """The newest checkpoint of a folder, at a glance."""
+    """Summary of the newest checkpoint in a folder."""
 
     version: int
-    iteration: int | None  # of the training loop; None = the state does not say
-    time: float  # when it was written, in seconds since 1970
+    iteration: int | None  # of the training loop; None if the state does not record it
+    time: float  # time of writing, seconds since 1970
 
 
 class CheckpointStore:
-    """Versions of one run's state in one folder; the newest valid one is loaded, damaged ones are passed over.
+    """Versions of one run's state in one folder. Loading skips damaged versions and takes the newest valid one.
 
-    A context manager that holds the folder's lock and clears what dead processes left. `save` and `load_latest` take
-    the lock for themselves where it is not held.
+    As a context manager, holds the folder's lock and clears what dead processes left behind. `save_version` and
+    `load_latest` take the lock themselves if it is not held.
     """
 
     def __init__(self, folder: Path | str, keep: int = 2) -> None:
@@ -226,10 +218,10 @@ class CheckpointStore:
         if self._depth == 0:
             make_folder(self.folder)
             self._lock = FolderLock(self.folder).__enter__()
-            if removed := clear_leftovers(self.folder, locked=True):
-                logger.info(
-                    "%s: removed what a dead process left: %s", self.folder, ", ".join(removed)
-                )
+            removed = clear_leftovers(self.folder, locked=True)
+            if removed:
+                names = ", ".join(removed)
+                logger.info("%s: removed files left by a dead process: %s", self.folder, names)
         self._depth += 1
         return self
 
@@ -245,7 +237,7 @@ class CheckpointStore:
             self._lock = None
 
     def list_versions(self) -> list[int]:
-        """Version numbers in the folder, oldest first, valid or not."""
+        """Return the version numbers in the folder, oldest first, valid or not."""
         if not self.folder.is_dir():
             return []
         matches = (
@@ -254,17 +246,17 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def _next_version(self) -> int:
-        """A number above every one that was ever seen here, set aside or not: a reader never meets it again."""
+        """Return a number above all that were ever used here, including damaged versions, so that none is reused."""
         names = (path.name for path in self.folder.iterdir())
         matches = (_VERSION_NAME.match(name.removeprefix(_CORRUPT_PREFIX)) for name in names)
         return max((int(match[1]) for match in matches if match), default=0) + 1
 
     def resolve_version_folder(self, version: int) -> Path:
-        """Folder of a version."""
+        """Return the folder of a version."""
         return self.folder / f"checkpoint-{version:08d}"
 
     def describe_newest(self) -> NewestCheckpoint | None:
-        """The newest version as its state says, its tensors neither read nor verified; None = there is none."""
+        """Describe the newest version from its state file; None without one. Tensors are neither read nor verified."""
         for version in reversed(self.list_versions()):
             path = self.resolve_version_folder(version) / STATE_FILE
             with contextlib.suppress(OSError):
@@ -277,19 +269,20 @@ class CheckpointStore:
         return None
 
     def save_version(self, state: Mapping[str, Any]) -> int:
-        """Publish a state as the next version, point LATEST to it, and prune; returns the version.
+        """Publish a state as the next version, point LATEST to it, remove old versions, and return the version.
 
         Args:
             state: nested dicts, lists, tuples, None, bool, int, float, str, bytes, tensors and numpy arrays. Tensors
                 below top-level key `x` go to files `x-<n>.safetensors`.
-        Raises: NonFiniteError naming the first non-finite tensor below `model` or `best_model`, with nothing written;
-            CheckpointError for a value that cannot be stored, or if the disk refuses (the previous version stays).
+        Raises: NonFiniteError naming the first non-finite tensor below `model` or `best_model`, before anything is
+            written; CheckpointError for a value that cannot be stored, or a disk error (the previous version stays).
         """
         with self:
-            if wrong := next((key for key in state if not _PART_NAME.fullmatch(key)), None):
-                raise CheckpointError(
-                    f"state: '{wrong}' names files, so it may hold a-z and _ only"
-                )
+            for key in state:
+                if not _PART_NAME.fullmatch(key):
+                    raise CheckpointError(
+                        f"state: '{key}' becomes part of file names; use only a-z and _"
+                    )
             encoder = StateEncoder(SHARD_BYTES)
             encoded = {
                 key: encoder.encode_value(value, key, part=key) for key, value in state.items()
@@ -309,9 +302,8 @@ class CheckpointStore:
             def write(folder: Path) -> dict[str, str]:
                 digests = {}
                 for name, tensors in encoder.iter_shards():
-                    data = safetensors.torch.save(
-                        {key: _copy_to_cpu(tensor) for key, tensor in tensors.items()}
-                    )
+                    cpu_tensors = {key: _copy_to_cpu(tensor) for key, tensor in tensors.items()}
+                    data = safetensors.torch.save(cpu_tensors)
                     digests[name] = digest_bytes(data)
                     write_folder_file(folder / name, data)
                     inject_fault("publish.file")
@@ -331,39 +323,36 @@ class CheckpointStore:
             return version
 
     def _prune_versions(self, versions: list[int]) -> None:
-        """Remove versions. A disk that refuses is no reason to stop: the new one is published already."""
+        """Remove versions. A disk error only logs a warning, because the new version is already published."""
         for version in versions:
             try:
                 remove_folder(self.resolve_version_folder(version))
             except CheckpointError as error:
-                logger.warning("an old checkpoint stays: %s", error)
+                logger.warning("an old checkpoint could not be removed: %s", error)
 
     def load_latest(self) -> dict[str, Any] | None:
-        """The newest valid state, tensors on the CPU; None when there is none.
+        """Return the newest valid state with tensors on the CPU, or None if there is none.
 
-        Versions that differ from their manifest are set aside with a warning and the one before is tried; a pointer
-        that does not name the version found is put right.
+        A version that differs from its manifest is renamed with a warning, and the previous one is tried. A pointer to
+        any other version is corrected.
         """
         if not self.folder.is_dir():
             return None
         with self:
-            found: int | None = None
-            state = None
             for version in reversed(self.list_versions()):
                 try:
                     state = self._read_version(version)
                 except CorruptError as error:
                     self._archive_corrupt_version(version, error)
-                else:
-                    found = version
-                    break
-            if found is not None:
+                    continue
                 inject_fault("checkpoint.loaded")
-            self._repair_pointer(found)
-            return state
+                self._repair_pointer(version)
+                return state
+            self._repair_pointer(None)
+            return None
 
     def load_version(self, version: int) -> dict[str, Any]:
-        """One version, verified, without touching anything. Raises CorruptError."""
+        """Return the verified state of one version and change nothing. Raises: CorruptError."""
         return self._read_version(version)
 
     def _read_version(self, version: int) -> dict[str, Any]:
@@ -376,9 +365,8 @@ class CheckpointStore:
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for name in manifest["files"]:
             if name != STATE_FILE:
-                tensors[name] = _parse_tensors(
-                    folder / name, read_verified_file(folder, name, manifest)
-                )
+                data = read_verified_file(folder, name, manifest)
+                tensors[name] = _parse_tensors(folder / name, data)
         text = read_verified_file(folder, STATE_FILE, manifest)
         try:
             decoder = StateDecoder(tensors)
@@ -397,21 +385,21 @@ class CheckpointStore:
         )
 
     def _repair_pointer(self, version: int | None) -> None:
-        """Point LATEST to the version found. Its content is only compared, never used as a path."""
+        """Point LATEST to a version, or remove it for None. Its old content is compared, never used as a path."""
         pointer = self.folder / POINTER_FILE
         try:
             text = pointer.read_bytes()[:100].decode("utf-8", "replace").strip()
         except OSError:
             text = None
-        right = None if version is None else self.resolve_version_folder(version).name
-        if text == right:
+        expected = None if version is None else self.resolve_version_folder(version).name
+        if text == expected:
             return
         if text is not None and not _VERSION_NAME.fullmatch(text):
-            logger.warning("%s: %r is no checkpoint's name; ignored", pointer, text)
-        if right is None:
+            logger.warning("%s: %r is not a checkpoint name; ignored", pointer, text)
+        if expected is None:
             pointer.unlink(missing_ok=True)
         else:
-            write_text_atomic(pointer, right + "\n")
+            write_text_atomic(pointer, expected + "\n")
 
 
 def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -423,28 +411,30 @@ def _refuse_nonfinite(encoder: StateEncoder) -> None:
         for name, tensor in encoder.iter_tensors(part):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(
-                    f"{name} is not finite: not saved, the previous checkpoint stays the newest"
+                    f"{name} is not finite; not saved, the previous checkpoint stays the newest"
                 )
 
 
 def _parse_tensors(path: Path, data: bytes) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load(data)
-    except (
-        Exception
-    ) as error:  # the library raises its own errors, KeyError, ValueError and RuntimeError
+    # The library raises SafetensorError, KeyError, ValueError and RuntimeError.
+    except Exception as error:
         raise CorruptError(f"{path}: not a safetensors file: {error}") from error
 
 
 def extract_moments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """{"state": {number of the parameter: its moments}}."""
+    """Return the moments of an optimizer as {"state": {parameter number: its moments}}.
+
+    Settings such as the learning rate are left out: a resumed run takes them from its settings.
+    """
     return {"state": optimizer.state_dict()["state"]}
 
 
 def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Inverse of `moments`. Learning rate, decay and the like stay as the optimizer was made.
+    """Load moments into an optimizer; inverse of `extract_moments`. Learning rate, decay and the like stay unchanged.
 
-    Raises: CheckpointError for moments of other parameters: torch's fused kernels would read beyond them.
+    Raises: CheckpointError if the parameters differ, because torch's fused kernels would read out of bounds.
     """
     groups = optimizer.state_dict()["param_groups"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -463,7 +453,7 @@ def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
 
 
 def collect_rng_state() -> dict[str, Any]:
-    """State of the global generators: python, numpy, torch, and each CUDA device's."""
+    """Return the state of the global generators of python, numpy, torch and each CUDA device."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -473,7 +463,7 @@ def collect_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Inverse of `collect_rng_state`."""
+    """Restore the global generators; inverse of `collect_rng_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,14 +1,8 @@
-"""Folders that go: renamed, set aside or removed, and what dead processes have left.
+"""Folder operations that survive crashes: publish, replace, rename, link, remove. Every rename is durable on return.
 
-Every rename is on the disk when the function returns.
-
-Atomic publishing of folders: write, sync, manifest, rename.
-
-A published folder holds its files and a manifest (`rl_core/storage/manifest.py`), by which readers verify it.
-
-Files and folders under another name: hard links where the file system has them, else copies.
-
-Replacing a folder that a user names, whole: readers find the old one or the new one, never a mixture.
+Publishing writes the files into a temporary folder, syncs them, adds a manifest (`rl_core/storage/manifest.py`) and
+renames the folder; readers verify it by the manifest. Replacing swaps a folder that the user names: readers see the
+old or the new one, never a mixture. Links are hard links where the file system supports them, otherwise copies.
 """
 
 from __future__ import annotations
@@ -31,7 +25,8 @@ from safetensors import SafetensorError
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
 from rl_core.storage.atomic_files import (
     fsync_path,
-    is_own_temporary,
+    is_active_temporary,
+    is_process_alive,
     make_folder,
     open_owned_file,
     parse_temporary_owner,
@@ -46,19 +41,25 @@ from rl_core.storage.manifest import (
     read_manifest,
 )
 
-TRASH_PREFIX = ".trash-"  # begins the name of a folder that is being removed
+TRASH_PREFIX = ".trash-"  # prefix of a folder that is being removed
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # linux/fs.h
+
+_open_publications: set[Path] = set()  # folders that this process is publishing
+_publications_lock = threading.Lock()
 
 
 def _find_free_name(path: Path) -> Path:
-    """`path` with the first number behind it that is not taken."""
+    """Return `path` with the first number appended that is not taken."""
     names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def move_aside(path: Path, name: str) -> Path:
-    """Rename a damaged file or folder to `name` with a number behind it, for people to look at; returns the new path.
+    """Rename a damaged file or folder to `name` plus a number, so that it can be examined; return the new path.
 
-    Raises: CheckpointError where the disk refuses.
+    Raises: CheckpointError for a disk error.
     """
     aside = _find_free_name(path.with_name(name))
     try:
@@ -70,9 +71,9 @@ def move_aside(path: Path, name: str) -> Path:
 
 
 def move_folder(path: Path, final: Path) -> None:
-    """Rename a folder to a name in the same folder that is free; on the disk when this returns.
+    """Rename a folder durably to a free name in the same parent folder.
 
-    Raises: CheckpointError if the name is taken, or the disk refuses.
+    Raises: CheckpointError if the name is taken, or for a disk error.
     """
     if final.exists() or final.is_symlink():
         raise CheckpointError(f"{final}: exists already")
@@ -84,9 +85,9 @@ def move_folder(path: Path, final: Path) -> None:
 
 
 def remove_folder(path: Path | str) -> None:
-    """Delete a folder: renamed first, so that a reader sees all of it or nothing, after a crash too.
+    """Delete a folder. It is renamed first, so that readers see all of it or nothing, even after a crash.
 
-    One that is not there is fine. Raises: CheckpointError where the disk refuses.
+    A missing folder is fine. Raises: CheckpointError for a disk error.
     """
     path = Path(path)
     trash = _find_free_name(path.with_name(f"{TRASH_PREFIX}{path.name}-{os.getpid()}"))
@@ -102,34 +103,26 @@ def remove_folder(path: Path | str) -> None:
     inject_fault("prune.done")
 
 
-def _is_process_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
 def _is_leftover(path: Path, locked: bool) -> bool:
+    """Return whether a path is an unfinished deletion or the temporary of a dead process."""
     if path.name.startswith(TRASH_PREFIX):
         return True
     owner = parse_temporary_owner(path.name)
-    if owner is None:
+    if owner is None or is_active_temporary(path):
         return False
+    if locked:
+        return True
     host, pid = owner
-    here = host is None or host == platform.node()
-    return not is_own_temporary(path) and (
-        locked or (here and (pid == os.getpid() or not _is_process_alive(pid)))
-    )
+    is_local = host is None or host == platform.node()
+    return is_local and (pid == os.getpid() or not is_process_alive(pid))
 
 
 def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
-    """Delete temporaries of dead processes and unfinished deletions in `parent`; returns their names.
+    """Delete temporaries of dead processes and unfinished deletions in `parent`; return their names.
 
-    Those of another machine are left alone, as nothing tells here that their process is gone.
-    `locked` = the caller holds the folder's lock, so every temporary there is dead, its pid reused or not.
+    Temporaries of other machines stay, because this machine cannot tell whether their process lives.
+    Args:
+        locked: the caller holds the folder's lock, so every temporary is dead even if its pid was reused.
     """
     removed: list[str] = []
     if not Path(parent).is_dir():
@@ -150,19 +143,15 @@ def delete_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-_open_publications: set[Path] = set()  # folders that this process publishes
-_publications_lock = threading.Lock()
-
-
 def write_folder_file(path: Path, data: bytes) -> None:
-    """Write a file of a folder that is being published: sealing the folder syncs it. Nothing is written through."""
+    """Write a file of a folder that is being published, without sync (`seal_folder` syncs) and never through a link."""
     path.unlink(missing_ok=True)
     with open(path, "xb", opener=open_owned_file) as file:
         file.write(data)
 
 
 def fsync_tree(path: Path | str) -> None:
-    """Force a file, or a folder's files and folders with their entries, to the disk."""
+    """Flush a file, or a folder with all files and folders in it, to the disk."""
     path = Path(path)
     if path.is_dir():
         for root, _, names in os.walk(path):
@@ -180,15 +169,15 @@ def seal_folder(
     *,
     digests: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Add a manifest to a written folder and rename it; it is complete before its final name exists.
+    """Add a manifest to a written folder and rename it, so that it is complete before its final name exists.
 
     Steps: sync every file and inner folder, write and sync the manifest, sync the folder, rename, sync the parent.
-    `folder` and `final` must lie in the same folder; the caller holds the lock.
+    `folder` and `final` must have the same parent; the caller holds the lock.
     Args:
-        extra: what else the manifest says.
-        digests: SHA-256 of files that the caller knows from memory: what was meant to be written, not what was.
+        extra: additional entries of the manifest.
+        digests: SHA-256 of files, computed by the caller in memory: of the intended bytes, not of those on the disk.
     Returns: the manifest.
-    Raises: CheckpointError if `final` exists, or the disk refuses.
+    Raises: CheckpointError if `final` exists, or for a disk error.
     """
     assert folder.parent == final.parent, "a rename between folders is not synced"
     try:
@@ -200,7 +189,8 @@ def seal_folder(
         fsync_path(folder / MANIFEST_FILE)
         fsync_path(folder)
         inject_fault("publish.manifest")
-        if final.exists() or final.is_symlink():  # rename() would silently replace an empty folder
+        # rename() would silently replace an empty folder.
+        if final.exists() or final.is_symlink():
             raise CheckpointError(
                 f"{final}: exists already; a published folder is never written again"
             )
@@ -218,22 +208,22 @@ def publish_folder(
     write: Callable[[Path], Mapping[str, str] | None],
     extra_manifest: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A new folder that appears under its name only when complete (see `seal_folder`).
+    """Create a folder that appears under its name only when complete (see `seal_folder`).
 
     Args:
-        final: its name; must not exist.
-        write: writes the files into the folder it is given; may return SHA-256 by name for those it hashed in memory.
-        extra_manifest: what else the manifest says.
+        final: path of the folder; must not exist.
+        write: writes the files into a folder; may return SHA-256 by name for files that it hashed in memory.
+        extra_manifest: additional entries of the manifest.
     Returns: the manifest.
-    Raises: CheckpointError if `final` exists or the disk refuses; FolderBusy if another thread publishes it. The
-        temporary folder is removed whatever is raised.
+    Raises: CheckpointError if `final` exists or for a disk error; FolderBusy if another thread is publishing it. The
+        temporary folder is removed in every case.
     """
     final = Path(final)
     if final.exists():
         raise CheckpointError(f"{final}: exists already; a published folder is never written again")
     with _publications_lock:
         if final in _open_publications:
-            raise FolderBusy(f"{final}: another thread of this process publishes it")
+            raise FolderBusy(f"{final}: another thread of this process is publishing it")
         _open_publications.add(final)
     try:
         make_folder(final.parent)
@@ -251,7 +241,7 @@ def _write_and_seal(
     extra_manifest: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     try:
-        delete_path(temporary)  # of a dead process that had our number
+        delete_path(temporary)  # left by a dead process with our pid
         temporary.mkdir()
         inject_fault("publish.begin")
         digests = write(temporary)
@@ -265,13 +255,16 @@ def _write_and_seal(
 
 
 def _extract_disk_error(error: SafetensorError) -> OSError:
-    """The disk's error in the text of safetensors' own, "I/O error: No space left on device (os error 28)"."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
+    """Return the OSError behind a safetensors error such as "I/O error: No space left on device (os error 28)"."""
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    if match is None:
+        return OSError(str(error))
+    code = int(match[1])
+    return OSError(code, os.strerror(code))
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """The file or folder `source` under another name."""
+    """Give a file or a folder's files a second name, `target`."""
     if source.is_dir():
         shutil.copytree(source, target, copy_function=link_file)
     else:
@@ -279,7 +272,7 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def link_file(source: str | Path, target: str | Path) -> None:
-    """The file `source` under another name."""
+    """Give a file a second name: a hard link where possible, otherwise a copy."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links
@@ -287,10 +280,10 @@ def link_file(source: str | Path, target: str | Path) -> None:
 
 
 def link_folder_synced(source: Path, target: Path) -> None:
-    """A folder's present files under another name, too, which is free; on the disk when the call returns.
+    """Link the current files of a folder durably under a second, free name.
 
-    Files that are replaced in `source` afterwards, as published ones are, stay in `target` as they were.
-    Raises: CheckpointError where the disk refuses.
+    Files that are later replaced in `source`, as published files are, stay unchanged in `target`.
+    Raises: CheckpointError for a disk error.
     """
     make_folder(target.parent)
     try:
@@ -301,23 +294,19 @@ def link_folder_synced(source: Path, target: Path) -> None:
         raise write_error(target, error, "made") from error
 
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2  # linux/fs.h
-
-
 def replace_folder(
     final: Path | str,
     write: Callable[[Path], None],
     extra_manifest: Mapping[str, Any] | None = None,
 ) -> None:
-    """Publish a folder (see `publish_folder`) under a name that may be taken by an empty one, or by an earlier version.
+    """Publish a folder (see `publish_folder`), replacing an empty folder or an earlier version under that name.
 
-    The new folder takes the place of the old one in one step; where the file system has none (NFS), a crash in between
-    leaves the old one under a name that begins with `.trash-`.
+    The swap is a single step. On file systems without an atomic exchange (NFS), a crash in between leaves the old
+    folder under a name that begins with `.trash-`.
     Args:
-        write: writes the files into the folder it is given.
-    Raises: CheckpointError if the disk refuses, or the folder holds files that are neither written anew nor listed in
-        its manifest: somebody else's.
+        write: writes the files into a folder.
+    Raises: CheckpointError for a disk error, or if the folder holds files that are neither in the new version nor
+        listed in its manifest, because they belong to somebody else.
     """
     final = Path(os.path.abspath(final))
     if final.exists() and not final.is_dir():
@@ -336,7 +325,7 @@ def replace_folder(
 
 
 def _refuse_foreign_files(final: Path, complete: Path) -> None:
-    """Refuse to replace a folder that holds more than an earlier version of it."""
+    """Refuse to replace a folder that holds more than an earlier version of itself."""
     if not final.is_dir():
         return
     try:
@@ -351,19 +340,17 @@ def _refuse_foreign_files(final: Path, complete: Path) -> None:
 
 
 def _swap_folders(complete: Path, final: Path) -> None:
-    """Give `complete` the name `final`; what had it, if anything, gets the name of `complete`, or is removed."""
+    """Rename `complete` to `final`. An old folder there gets the name of `complete`, or is removed."""
     if not final.is_dir() or not any(final.iterdir()):
         os.rename(complete, final)  # replaces an empty folder
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    exchange = getattr(libc, "renameat2", None)
-    names = os.fsencode(complete), os.fsencode(final)
-    if (
-        exchange is not None
-        and exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
-    ):
-        return
-    code = ctypes.get_errno() if exchange is not None else errno.ENOSYS
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    code = errno.ENOSYS
+    if exchange is not None:
+        old, new = os.fsencode(complete), os.fsencode(final)
+        if exchange(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
     if code not in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         raise OSError(code, os.strerror(code))
     remove_folder(final)

@@ -1,9 +1,7 @@
-"""Manifests of folders: digests of files and of whole folders, and verification by readers.
+"""Manifests of folders: digests of files and of folders, and verification by readers.
 
-manifest.json holds the format version, size and SHA-256 of every file, whatever the publisher adds, and a digest of the
-manifest itself. Names that begin with a dot are not part of a folder's content.
-
-Verification of files that a library opens by itself, such as the weights of a published model folder.
+manifest.json holds the format version, size and SHA-256 of every file, entries added by the publisher, and a digest of
+the manifest itself. Names that begin with a dot are not part of a folder's content.
 """
 
 from __future__ import annotations
@@ -23,39 +21,36 @@ from rl_core.storage.atomic_files import REMEDIES
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
-# A file that is gone, or that the disk cannot read, is damage; one that cannot be read just now says nothing.
+# A missing or unreadable file is damage; a file that is temporarily unreadable is not.
 _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
 
 
-# ------------------------------------------------------------------------------------------------------------ digests
-
-
 def digest_bytes(data: bytes) -> str:
-    """SHA-256 as 64 hex digits."""
+    """Return the SHA-256 as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def digest_file(path: Path | str) -> str:
-    """SHA-256 of a file's bytes, as 64 hex digits."""
+    """Return the SHA-256 of a file as 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _list_content(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(relative name with slashes, path) of every file but the manifest and dot names, sorted."""
-    found: list[tuple[str, Path]] = []
+    """Yield (relative name with slashes, path) of every file except the manifest and dot names, sorted."""
+    entries: list[tuple[str, Path]] = []
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = Path(root, name)
             relative = path.relative_to(folder).as_posix()
             if not name.startswith(".") and relative != MANIFEST_FILE:
-                found.append((relative, path))
-    yield from sorted(found)
+                entries.append((relative, path))
+    yield from sorted(entries)
 
 
 def list_content_names(folder: Path | str) -> set[str]:
-    """Names of a folder's files, relative to it, without its manifest and dot names."""
+    """Return the names of a folder's files relative to it, without its manifest and dot names."""
     return {name for name, _ in _list_content(Path(folder))}
 
 
@@ -65,9 +60,9 @@ def _digest_content(files: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def digest_folder(path: Path | str) -> str:
-    """SHA-256 over names, sizes and bytes of a folder's files; equals `compute_content_digest` in its manifest.
+    """Return the SHA-256 over names, sizes and bytes of a folder's files, equal to `content_digest` in its manifest.
 
-    The manifest itself does not count, so the same content has the same digest whoever published it.
+    The manifest itself does not count, so equal content has an equal digest whoever published it.
     """
     path = Path(path)
     if not path.is_dir():
@@ -85,16 +80,17 @@ def build_manifest(
     extra: Mapping[str, Any] | None = None,
     digests: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Manifest of a written folder that will be called `final`. Arguments: see `folders.seal_folder`.
+    """Build the manifest of a written folder that will be renamed to `final`. Arguments: see `folders.seal_folder`.
 
-    Raises: CheckpointError if a file of `digests` is not there.
+    Raises: CheckpointError if a file of `digests` does not exist.
     """
-    known = dict(digests or {})
+    remaining = dict(digests or {})
     files = {
-        name: _build_file_entry(path, known.pop(name, None)) for name, path in _list_content(folder)
+        name: _build_file_entry(path, remaining.pop(name, None))
+        for name, path in _list_content(folder)
     }
-    if known:
-        raise CheckpointError(f"{final}: {sorted(known)[0]} was not written")
+    if remaining:
+        raise CheckpointError(f"{final}: {min(remaining)} was not written")
     manifest = {
         **(extra or {}),
         "format_version": FORMAT_VERSION,
@@ -107,19 +103,19 @@ def build_manifest(
 
 
 def _digest_manifest(manifest: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "manifest_digest"}
-    return digest_bytes(json.dumps(rest, sort_keys=True).encode())
-
-
-# ------------------------------------------------------------------------------------------------------- verification
+    entries = {key: value for key, value in manifest.items() if key != "manifest_digest"}
+    return digest_bytes(json.dumps(entries, sort_keys=True).encode())
 
 
 def _measure_regular_file(path: Path) -> int:
-    """Size of a regular file; CorruptError for a pipe, which would be waited for, or a device, which never ends."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise CorruptError(f"{path}: is no regular file")
-    return found.st_size
+    """Return the size of a regular file.
+
+    Raises: CorruptError for a pipe, which could block, or a device, which may never end.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptError(f"{path}: is not a regular file")
+    return status.st_size
 
 
 def _read_regular_file(path: Path) -> bytes:
@@ -132,7 +128,7 @@ def _reject_constant(name: str) -> float:
 
 
 def _build_read_error(path: Path, error: OSError) -> CheckpointError:
-    """CorruptError for a file that is gone or unreadable for good; else CheckpointError: it may be read later."""
+    """Return CorruptError for a missing or damaged file, otherwise CheckpointError: a later read may succeed."""
     if error.errno in _DAMAGE_ERRNOS:
         return CorruptError(f"{path}: cannot be read: {error.strerror or error}")
     remedy = REMEDIES.get(error.errno or 0)
@@ -142,9 +138,9 @@ def _build_read_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any]:
-    """A folder's manifest, verified (its own digest, safe file names).
+    """Return a folder's manifest after verifying its digest and that its file names are safe.
 
-    Raises: CorruptError; CheckpointError where it cannot be read at the moment.
+    Raises: CorruptError; CheckpointError if it is temporarily unreadable.
     """
     path = Path(folder) / MANIFEST_FILE
     try:
@@ -157,13 +153,8 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
             raise CorruptError(f"{path}: differs from its own digest")
         for name, entry in manifest["files"].items():
             pure = PurePosixPath(name)
-            if (
-                pure.is_absolute()
-                or ".." in pure.parts
-                or "\\" in name
-                or "\0" in name
-                or not pure.parts
-            ):
+            has_unsafe_characters = "\\" in name or "\0" in name
+            if has_unsafe_characters or pure.is_absolute() or ".." in pure.parts or not pure.parts:
                 raise CorruptError(f"{path}: unsafe file name {name!r}")
             int(entry["size"]), str(entry["sha256"])
     except OSError as error:
@@ -174,9 +165,9 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
 
 
 def read_verified_file(folder: Path | str, name: str, manifest: Mapping[str, Any]) -> bytes:
-    """Bytes of a file, verified against the manifest's size and SHA-256.
+    """Return the bytes of a file after verifying size and SHA-256 against the manifest.
 
-    Raises: CorruptError; CheckpointError where it cannot be read at the moment.
+    Raises: CorruptError; CheckpointError if it is temporarily unreadable.
     """
     path = Path(folder) / name
     entry = manifest["files"].get(name)
@@ -195,9 +186,9 @@ def read_verified_file(folder: Path | str, name: str, manifest: Mapping[str, Any
 
 
 def verify_folder(path: Path | str) -> dict[str, Any]:
-    """The manifest of a folder, with every file verified and none besides them.
+    """Verify every file of a folder and that there are no others; return the manifest.
 
-    Raises: CorruptError naming the file; CheckpointError where one cannot be read at the moment.
+    Raises: CorruptError naming the file; CheckpointError if one is temporarily unreadable.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -223,12 +214,13 @@ def verify_folder(path: Path | str) -> dict[str, Any]:
 def verify_while_reading(
     folder: Path | str, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[None]:
-    """Verify the files of a folder that has a manifest, or lies in one that has, and that none changes in the block.
+    """Verify the files of a folder that is covered by a manifest, and that none changes during the block.
 
-    transformers reads paths, not bytes, so the file is hashed first, and afterwards it has to be the same one (inode,
-    size, time of change) as when hashing began. A folder without a manifest of ours is taken as it is.
+    The manifest lies in the folder or its parent; a folder without a manifest of this package is not verified.
+    transformers reads paths, not bytes. So each file is hashed first, and after the block it must still have the same
+    inode, size and modification time.
     Args:
-        wanted: names of the files that are read in the block.
+        is_wanted: whether the block reads a file of this name.
     Raises: CorruptError naming the file.
     """
     folder = Path(folder)
@@ -253,23 +245,21 @@ def verify_while_reading(
 
 
 def _list_manifest_entries(folder: Path) -> dict[Path, Any]:
-    """Files below `folder` with their entries in its manifest, or in that of the folder around it; {} without one."""
+    """Map the files below `folder` to their entries in its manifest or its parent folder's; {} without a manifest."""
     for holder in (folder, folder.parent):
         with contextlib.suppress(OSError):
-            if (
-                b'"manifest_digest"' in (holder / MANIFEST_FILE).read_bytes()
-            ):  # other tools have a manifest.json too
-                files = {
-                    holder / name: entry for name, entry in read_manifest(holder)["files"].items()
-                }
+            # Other tools write a manifest.json too.
+            if b'"manifest_digest"' in (holder / MANIFEST_FILE).read_bytes():
+                entries = read_manifest(holder)["files"]
+                files = {holder / name: entry for name, entry in entries.items()}
                 return {path: entry for path, entry in files.items() if folder in path.parents}
     return {}
 
 
 def _read_file_stamp(path: Path) -> tuple[int, int, int]:
-    """Identity, size and time of change. Not the inode's own change: a new hard link is one."""
+    """Return inode, size and modification time. The change time would not do: a new hard link changes it."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,17 +1,13 @@
-"""Folders in the temporary folder that other programs work in while a run lives, and that no killed run leaves behind.
+"""Folders and shared-memory segments of a running process, which no killed run leaves behind.
 
     <temporary folder>/posttrain-ray-<uid>-<random>/lock         Ray's sockets and logs
     <folder>/posttrain-weights-<uid>-<random>/lock               weights on their way to an inference server
+    /dev/shm/posttrain-<uid>-<pid>-<random>-<number>             a segment of shared memory
 
-The owner holds a lock (flock) on `lock`, which the kernel frees when the process dies, in whatever way. The programs
-may outlive it for a moment and write on: `lock` goes last, so that what cannot be removed now is found by the next run.
-
-Named segments of shared memory: files of /dev/shm that name their owner and are never left behind.
-
-    /dev/shm/posttrain-<uid>-<pid>-<random>-<number>
-
-The owner holds a lock (flock) on each of its segments. The kernel frees it when the process dies, in whatever way: a
-segment whose lock can be had has no owner any more, and the reaper removes it, whatever process has its number now.
+The owner holds a flock on each folder's `lock` and on each segment. The kernel frees it when the process dies, so
+whatever can be locked has no owner any more and is removed by the next run, even if the pid was reused. Programs that
+work in a folder may briefly outlive the owner and continue to write: `lock` is removed last, so that the next run
+detects what could not be removed.
 """
 
 from __future__ import annotations
@@ -32,52 +28,58 @@ from pathlib import Path
 from types import TracebackType
 
 from rl_core.errors import CheckpointError, CorruptError
+from rl_core.storage.atomic_files import is_process_alive
 from rl_core.storage.faults import inject_fault
 
 RAY_PREFIX, WEIGHTS_PREFIX = "posttrain-ray-", "posttrain-weights-"
 LOCK_FILE = "lock"
-REMOVAL_TIMEOUT_S = 5.0  # for programs that are being ended and still write
-CREATION_GRACE_S = 60.0  # after which a folder without a lock is none that is being made
+REMOVAL_TIMEOUT_S = 5.0  # for programs that are terminating and still write
+CREATION_GRACE_S = 60.0  # a folder without a lock that is older is not being created any more
+
+
+SHARED_MEMORY = Path("/dev/shm")
+_SEGMENT_NAME = re.compile(r"posttrain-(\d+)-(\d+)-([0-9a-f]{8})-(\d+)")
+_SEGMENT_REMEDIES = {
+    errno.ENOSPC: "; the shared memory is full: raise its size, or lower the bound of the channel"
+}
+_segment_numbers = itertools.count()
 
 
 class SessionFolder:
-    """A folder of this process, with a short path, since sockets in it have at most 107 characters."""
+    """Folder of this process with a short path, because paths of sockets in it have at most 107 characters."""
 
     def __init__(self, prefix: str = RAY_PREFIX, root: Path | None = None) -> None:
-        """`root`: where it is made; None = the temporary folder. Raises: OSError where it cannot be."""
+        """Create and lock the folder in `root`; None = the temporary folder. Raises: OSError if that fails."""
         self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getuid()}-", dir=root))
         self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Remove the folder with everything in it; what others write there meanwhile too, for a few seconds."""
+        """Remove the folder and its content; keep trying for a few seconds while others write to it."""
         _remove_session_folder(self.path, REMOVAL_TIMEOUT_S)
         self.release_lock()
 
     def release_lock(self) -> None:
-        """Let go of the lock, as the end of the process does."""
+        """Release the lock, as the end of the process does."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
 
 def remove_stale_session_folders(prefix: str = RAY_PREFIX, root: Path | None = None) -> list[str]:
-    """Remove the folders of this user's runs that were killed; returns their names."""
+    """Remove the folders of this user's killed runs; return their names."""
     removed = []
     for folder in sorted((root or Path(tempfile.gettempdir())).glob(f"{prefix}{os.getuid()}-*")):
         try:
-            lock = os.open(
-                folder / LOCK_FILE,
-                os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | _choose_lock_flags(folder),
-                0o600,
-            )
-        except OSError:  # its owner is just making or removing it
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | _choose_lock_flags(folder)
+            lock = os.open(folder / LOCK_FILE, flags, 0o600)
+        except OSError:  # its owner is creating or removing it
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_session_folder(folder, 0.0)
             removed.append(folder.name)
-        except OSError:  # its owner lives
+        except OSError:  # its owner is alive
             continue
         finally:
             os.close(lock)
@@ -85,20 +87,22 @@ def remove_stale_session_folders(prefix: str = RAY_PREFIX, root: Path | None = N
 
 
 def _choose_lock_flags(folder: Path) -> int:
-    """Flag with which a lock is opened: O_CREAT where one is missing for long, so that nobody is making the folder."""
+    """Return O_CREAT if the folder is so old that nobody can still be creating its lock, else 0."""
     is_old = time.time() - folder.lstat().st_mtime > CREATION_GRACE_S and not folder.is_symlink()
     return os.O_CREAT if is_old else 0
 
 
 def _remove_session_folder(folder: Path, seconds: float) -> None:
-    """Remove a folder, the lock last; where it does not get empty within so many seconds, the lock stays."""
+    """Remove a folder, its lock last; if it is not empty within `seconds`, the lock stays."""
     end = time.monotonic() + seconds
     while True:
         for entry in _list_entries(folder):
-            if entry.name != LOCK_FILE:
-                shutil.rmtree(
-                    entry, ignore_errors=True
-                ) if entry.is_dir() and not entry.is_symlink() else _unlink_quietly(entry)
+            if entry.name == LOCK_FILE:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                _unlink_quietly(entry)
         if not [entry for entry in _list_entries(folder) if entry.name != LOCK_FILE]:
             _unlink_quietly(folder / LOCK_FILE)
             try:
@@ -106,7 +110,7 @@ def _remove_session_folder(folder: Path, seconds: float) -> None:
                 return
             except FileNotFoundError:
                 return
-            except OSError:  # something was written since
+            except OSError:  # another program wrote to it meanwhile
                 with contextlib.suppress(OSError):
                     (folder / LOCK_FILE).touch(0o600)
         if time.monotonic() >= end:
@@ -126,23 +130,15 @@ def _unlink_quietly(path: Path) -> None:
         path.unlink()
 
 
-SHARED_MEMORY = Path("/dev/shm")
-_SEGMENT_NAME = re.compile(r"posttrain-(\d+)-(\d+)-([0-9a-f]{8})-(\d+)")
-_segment_numbers = itertools.count()
-_SEGMENT_REMEDIES = {
-    errno.ENOSPC: "; the shared memory is full: raise its size, or lower the bound of the channel"
-}
-
-
 class SharedSegment:
-    """A segment that this process owns: mapped for writing, unlinked by `close`. A context manager."""
+    """Segment of shared memory owned by this process: mapped for writing, unlinked by `close`. A context manager."""
 
     def __init__(self, size: int, *, token: str, folder: Path = SHARED_MEMORY) -> None:
-        """Reserve `size` bytes, 1 at least.
+        """Reserve `size` bytes, at least 1.
 
         Args:
-            token: 8 hex digits of the sender, by which it finds its own segments.
-        Raises: CheckpointError where there is no room: memory is reserved now, and not found missing at a write.
+            token: 8 hex digits that identify the sender's segments.
+        Raises: CheckpointError if there is no space; memory is reserved here so that later writes cannot fail.
         """
         self.folder, self.size = folder, max(1, size)
         self.name = f"posttrain-{os.getuid()}-{os.getpid()}-{token}-{next(_segment_numbers)}"
@@ -151,11 +147,10 @@ class SharedSegment:
         try:
             self._descriptor = os.open(path, flags, 0o600)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be made: {error.strerror}") from error
+            raise CheckpointError(f"{path}: cannot be created: {error.strerror}") from error
         try:
-            fcntl.flock(
-                self._descriptor, fcntl.LOCK_EX
-            )  # a reaper may be looking at it for a moment
+            # Waits while another process checks briefly whether the segment is stale.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             inject_fault("online.segment")
             os.posix_fallocate(self._descriptor, 0, self.size)
             self.memory = mmap.mmap(self._descriptor, self.size)
@@ -170,12 +165,12 @@ class SharedSegment:
             raise
 
     def close(self) -> None:
-        """Remove the segment; those who have it mapped keep their bytes until they let go."""
+        """Remove the segment. Processes that have mapped it keep their bytes until they unmap it."""
         if self._descriptor < 0:
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.folder / self.name)
-        with contextlib.suppress(BufferError):  # a view of it is still used here: it goes with that
+        with contextlib.suppress(BufferError):  # a view is still in use and frees the memory later
             self.memory.close()
         os.close(self._descriptor)
         self._descriptor = -1
@@ -193,23 +188,20 @@ class SharedSegment:
 
 
 def attach_segment(name: str, size: int, *, folder: Path = SHARED_MEMORY) -> mmap.mmap:
-    """Another process's segment, mapped for reading.
+    """Map another process's segment for reading.
 
-    Raises: CorruptError for a name that is none, a segment that is gone, smaller than said, or of another user.
+    Raises: CorruptError for an invalid name, or a segment that is missing, too small, or of another user.
     """
     if not _SEGMENT_NAME.fullmatch(name):
-        raise CorruptError(f"{name[:100]!r}: is no segment's name")
+        raise CorruptError(f"{name[:100]!r}: is not a segment name")
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise CorruptError(f"{folder / name}: {error.strerror}") from error
     try:
-        found = os.fstat(descriptor)
-        if (
-            not stat.S_ISREG(found.st_mode)
-            or found.st_uid != os.getuid()
-            or not 0 < size <= found.st_size
-        ):
+        status = os.fstat(descriptor)
+        is_user_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+        if not is_user_file or not 0 < size <= status.st_size:
             raise CorruptError(f"{folder / name}: is not a segment of this user with {size} bytes")
         return mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
     finally:
@@ -217,16 +209,13 @@ def attach_segment(name: str, size: int, *, folder: Path = SHARED_MEMORY) -> mma
 
 
 def list_sender_segments(token: str, *, folder: Path = SHARED_MEMORY) -> list[str]:
-    """Names of a sender's segments that are there."""
-    return sorted(
-        name
-        for name in os.listdir(folder)
-        if (match := _SEGMENT_NAME.fullmatch(name)) and match[3] == token
-    )
+    """Return the names of a sender's existing segments."""
+    matches = map(_SEGMENT_NAME.fullmatch, os.listdir(folder))
+    return sorted(match[0] for match in matches if match and match[3] == token)
 
 
 def remove_stale_segments(*, folder: Path = SHARED_MEMORY) -> list[str]:
-    """Remove this user's segments whose owner is dead; returns their names."""
+    """Remove this user's segments whose owner is dead; return their names."""
     removed = []
     for name in sorted(os.listdir(folder)):
         match = _SEGMENT_NAME.fullmatch(name)
@@ -238,29 +227,18 @@ def remove_stale_segments(*, folder: Path = SHARED_MEMORY) -> list[str]:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_size or not _is_process_alive(
-                int(match[2])
-            ):  # not between its making and its lock
+            # An empty segment of a living process has been created but not locked yet.
+            if os.fstat(descriptor).st_size or not is_process_alive(int(match[2])):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(folder / name)
                     removed.append(name)
-        except OSError:  # its owner lives
+        except OSError:  # its owner is alive
             continue
         finally:
             os.close(descriptor)
     return removed
 
 
-def _is_process_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def generate_sender_token() -> str:
-    """8 hex digits."""
+    """Return 8 random hex digits."""
     return secrets.token_hex(4)

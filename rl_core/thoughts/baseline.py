@@ -1,6 +1,6 @@
 """Learned baseline: a value head, linear or an MLP, on the policy's hidden states, averaged over all tokens so far.
 
-B rows, S sequence, H hidden, N states.
+Suffixes: B rows, S sequence, H hidden, N states, W width of a hidden layer.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ if TYPE_CHECKING:
 
 
 class BaselineHead(nn.Module):
-    """A value head on pooled hidden states: linear, or with hidden layers and tanh between; 0 everywhere at the start.
+    """Value head on pooled hidden states: linear, or with hidden layers and tanh between; initially 0 everywhere.
 
-    States are normalised and divided by sqrt(H), so that one learning rate suits models of every width; hidden layers
-    see them normalised alone, and the output layer the units of the last one divided by sqrt(width).
+    States are normalised and divided by sqrt(H), so that one learning rate suits models of every width. Hidden layers
+    see them only normalised; the output layer sees the units of the last hidden layer divided by sqrt(width).
     """
 
     def __init__(self, hidden_size: int, layers: int = 1, width: int = 256, seed: int = 0) -> None:
-        """layers: 1 = linear. width: units of the hidden layers. seed: of their weights, orthogonal with gain 1."""
+        """Build the layers.
+
+        Args:
+            layers: 1 = linear. width: units of the hidden layers. seed: of their weights, orthogonal with gain 1.
+        """
         super().__init__()
         sizes = [hidden_size, *[width] * (layers - 1)]
-        with torch.random.fork_rng(devices=[]):  # torch's own initialisation would draw
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # torch's default initialisation draws random numbers
             hidden = [nn.Linear(a, b) for a, b in pairwise(sizes)]
         self.hidden = nn.ModuleList(hidden)
         self.linear = nn.Linear(sizes[-1], 1)
@@ -50,7 +56,7 @@ class BaselineHead(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, states_NH: torch.Tensor) -> torch.Tensor:
-        """Values, float32 [N]."""
+        """Compute values, float32 [N]."""
         units_NW = functional.layer_norm(states_NH.float(), (states_NH.shape[-1],))
         for layer in self.hidden:
             units_NW = torch.tanh(layer(units_NW))
@@ -58,9 +64,10 @@ class BaselineHead(nn.Module):
 
 
 class LearnedBaseline:
-    """The value head with an optimizer of its own; no gradient reaches the policy.
+    """Value head with its own optimizer; no gradient reaches the policy.
 
-    A separate optimizer, because values need another learning rate than weights; so the head is no part of the policy.
+    The optimizer is separate because values need another learning rate than weights; the head is thus not part of the
+    policy.
     """
 
     def __init__(
@@ -75,20 +82,26 @@ class LearnedBaseline:
         optimizer: Literal["adamw", "sgd"] = "adamw",
         seed: int = 0,
     ) -> None:
-        """layers, width, seed: as in `BaselineHead`. coef: weight of the loss. optimizer: sgd is without momentum."""
+        """Build head and optimizer.
+
+        Args:
+            layers, width, seed: as in `BaselineHead`. coef: weight of the loss. optimizer: sgd is without momentum.
+        """
         self.head = BaselineHead(hidden_size, layers, width, seed).to(device)
         self.coef = coef
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(self.head.parameters(), lr=learning_rate, weight_decay=0.0)
-            if optimizer == "adamw"
-            else torch.optim.SGD(self.head.parameters(), lr=learning_rate)
-        )
+        self.optimizer: torch.optim.Optimizer
+        if optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(
+                self.head.parameters(), lr=learning_rate, weight_decay=0.0
+            )
+        else:
+            self.optimizer = torch.optim.SGD(self.head.parameters(), lr=learning_rate)
 
     @classmethod
     def from_settings(
         cls, settings: ThoughtsSettings, hidden_size: int, device: torch.device, seed: int
     ) -> LearnedBaseline:
-        """The baseline that the settings describe."""
+        """Build the baseline that the settings describe."""
         return cls(
             hidden_size,
             settings.baseline_learning_rate,
@@ -102,11 +115,11 @@ class LearnedBaseline:
 
     @torch.no_grad()
     def predict_values(self, states_NH: torch.Tensor) -> torch.Tensor:
-        """float32 [N]."""
+        """Predict values, float32 [N]."""
         return self.head(states_NH)
 
     def fit_returns(self, states_NH: torch.Tensor, returns_N: torch.Tensor) -> float:
-        """One step of the optimizer on coef / 2 mean((v - R)^2). Returns: the loss before the step, without coef."""
+        """Run one optimizer step on coef / 2 mean((v - R)^2). Returns: the loss before the step, without coef."""
         mask_1N = torch.ones(1, len(returns_N), dtype=torch.bool, device=returns_N.device)
         with torch.enable_grad():
             values_1N = self.head(states_NH)[None]
@@ -119,11 +132,11 @@ class LearnedBaseline:
         return float(loss.detach())
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer moments."""
+        """Return weights and optimizer moments."""
         return {"head": self.head.state_dict(), "optimizer": extract_moments(self.optimizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         self.head.load_state_dict(state["head"])
         load_moments(self.optimizer, state["optimizer"])
 
@@ -137,34 +150,32 @@ def compute_pooled_states(
     pad_id: int,
     max_tokens: int = 16384,
 ) -> list[torch.Tensor]:
-    """Mean last hidden state over the first `end` tokens of a row, for each of its ends; no gradient.
+    """Compute the mean last hidden state over the first `end` tokens of a row, for each of its ends; no gradient.
 
-    Attention is causal, so one pass over the whole row gives the states of all its prefixes.
+    Attention is causal, so one pass over the whole row yields the states of all its prefixes.
 
     Args:
         ends: for each row, prefix lengths within 1..len(row).
     Returns: for each row, float32 [len(ends), H] on the model's device.
     Raises: DataError for an end outside its row.
     """
-    for index, (row, places) in enumerate(zip(rows, ends, strict=True)):
-        if any(not 1 <= place <= len(row) for place in places):
-            raise DataError(f"row {index}: ends {list(places)} must lie in 1..{len(row)}")
+    for index, (row, row_ends) in enumerate(zip(rows, ends, strict=True)):
+        if any(not 1 <= end <= len(row) for end in row_ends):
+            raise DataError(f"row {index}: ends {list(row_ends)} must lie in 1..{len(row)}")
     base = unwrap_model(model)
     device = next(base.parameters()).device
     pooled: list[torch.Tensor] = [torch.empty(0)] * len(rows)
     lengths = [len(row) for row in rows]
 
-    def fill(group: list[int]) -> None:
-        hidden_BSH = compute_hidden_states(
-            base, build_unscored_batch([rows[index] for index in group], pad_id).to(device)
-        )
+    def fill_pooled(indices: list[int]) -> None:
+        batch = build_unscored_batch([rows[index] for index in indices], pad_id)
+        hidden_BSH = compute_hidden_states(base, batch.to(device))
         sums_BSH = hidden_BSH.float().cumsum(1)
-        for b, index in enumerate(group):
+        for b, index in enumerate(indices):
             ends_N = torch.tensor(list(ends[index]), dtype=torch.int64, device=device)
             pooled[index] = sums_BSH[b, ends_N - 1] / ends_N[:, None]
 
     with use_eval_mode(model):
-        MemoryFit("states for the baseline").compute_batches(
-            plan_micro_batches(lengths, max_tokens), fill, lengths=lengths
-        )
+        groups = plan_micro_batches(lengths, max_tokens)
+        MemoryFit("states for the baseline").compute_batches(groups, fill_pooled, lengths=lengths)
     return pooled

@@ -1,16 +1,14 @@
-r"""Gain of a thought: change of the correct answer's log-likelihood or probability.
-
-Suffix: N questions.
-
-Episodes split into thoughts and answers, and log-likelihoods of the correct answers.
+r"""Episodes split into thoughts and answers, log-likelihoods of the correct answers, and the gain of a thought.
 
 A turn is a thought and, on its last line, an answer; the thought may be empty:
 
     history | 7 0 8 \n | answer 8 <end> | +2 -9 ... | ...
             start      end              stop
 
-The environment gives the correct answer (`Episode.next_target` before each turn). The word `answer` itself requires no
-knowledge of it, so only the tokens after the word are scored. Token ids stay as they were sampled.
+The environment provides the correct answer (`Episode.next_target` before each turn). The word `answer` itself requires
+no knowledge of it, so only the tokens after the word are scored. Token ids are those that were sampled.
+
+Suffix: N questions.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def compute_thought_gain(
     kind: GainKind = "logprob_gain",
     clip: float = 3.0,
 ) -> torch.Tensor:
-    """Gain of each thought over none, within +-clip.
+    """Compute the gain of each thought over no thought, clipped to +-clip.
 
     logprob_gain:      log p(answer | history, thought) - log p(answer | history), nats, of the correct answer.
     correctness_gain:  p(answer | history, thought) - p(answer | history): the expected correctness of a sampled
@@ -68,21 +66,21 @@ def compute_thought_gain(
         )
     check_finite(with_thought=with_thought_N, without=without_N)
     with_N, without_N = with_thought_N.detach(), without_N.detach()
-    if bool((with_N > 1e-4).any()) or bool((without_N > 1e-4).any()):  # rounding alone may pass 0
+    if bool((with_N > 1e-4).any()) or bool((without_N > 1e-4).any()):  # rounding may exceed 0
         raise DataError("a log-probability is above 0")
     gain_N = with_N - without_N if kind == "logprob_gain" else with_N.exp() - without_N.exp()
     return gain_N.clamp(-clip, clip)
 
 
 class ThoughtRenderer(Renderer, Protocol):
-    """The part of `data.chat.ChatRenderer` that thoughts need, beside that of collection."""
+    """The part of `data.chat.ChatRenderer` that thoughts need, besides that of collection."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn."""
 
     def action_ids(self, text: str) -> list[int]:
-        """Token ids of one action and its end of turn."""
+        """Return the token ids of one action and its end of turn."""
 
 
 @dataclass(slots=True)
@@ -92,9 +90,11 @@ class ThoughtStep:
     start: int  # first token of the turn
     end: int  # first token of the answer; the thought is [start, end)
     stop: int  # one past the turn's last token
-    target_ids: list[int]  # the correct answer as a turn of its own: word, answer, end of turn
+    target_ids: list[int]  # the correct answer as a turn: word, answer, end of turn
     scored_from: int  # index in target_ids of the first scored token, after the word `answer`
-    answered: bool  # False = no answer, or a thought beyond the limit; then [start, end) is the whole turn
+    answered: (
+        bool  # False = no answer, or a thought beyond the limit; [start, end) is the whole turn
+    )
 
     @property
     def num_thought_tokens(self) -> int:
@@ -114,18 +114,19 @@ class ThoughtEpisode:
     ids: list[int]  # prompt and completion, as sampled
     steps: list[ThoughtStep]
     level: str
-    is_truncated: bool  # True = truncated by its environment: bootstrapped from the baseline; limits of sampling end it
+    # True = truncated by its environment: bootstrapped from the baseline. Limits of sampling terminate an episode.
+    is_truncated: bool
 
 
 class ThoughtReader:
-    """Splits turns into thought and answer, and tokenises correct answers, for one tokenizer."""
+    """Splitter of turns into thought and answer, and tokeniser of correct answers."""
 
     def __init__(self, renderer: ThoughtRenderer, *, max_thought_tokens: int = 2**20) -> None:
         if getattr(renderer, "opened_thought", ""):
             raise SettingsError(
-                "thoughts: the model's chat template opens a thought of its own before every action, which this "
-                "trainer would count as part of the answer; train it with stages.policy, or name a template that opens "
-                "none in model.chat_template"
+                "thoughts: the model's chat template opens its own thought before every action, which this trainer "
+                "would count as part of the answer; train it with stages.policy, or set model.chat_template to a "
+                "template that opens none"
             )
         self._renderer = renderer
         self._max_thought_tokens = max_thought_tokens
@@ -133,9 +134,10 @@ class ThoughtReader:
         self._targets: dict[str, tuple[list[int], int]] = {}
 
     def encode_target(self, target: str) -> tuple[list[int], int]:
-        """Token ids of the correct answer as a turn without a thought, and how many of them are the word `answer`.
+        """Return the correct answer as token ids of a turn without a thought, and how many of them are the word
+        `answer`.
 
-        Raises: DataError where there is no correct answer to score.
+        Raises: DataError without a correct answer to score.
         """
         if target not in self._targets:
             if not target.strip():
@@ -143,86 +145,82 @@ class ThoughtReader:
                     "an episode without a correct answer (Episode.next_target) cannot reward thoughts"
                 )
             ids = self._renderer.action_ids(f"{ANSWER_WORD} {target}")
-            shared = 0
-            while shared < len(self._word_ids) and ids[shared] == self._word_ids[shared]:
-                shared += 1
-            self._targets[target] = ids, shared
+            num_word_ids = 0
+            for token_id, word_id in zip(ids, self._word_ids, strict=False):
+                if token_id != word_id:
+                    break
+                num_word_ids += 1
+            self._targets[target] = ids, num_word_ids
         return self._targets[target]
 
     def split_thought(self, action_ids: Sequence[int]) -> int | None:
-        """Number of tokens before the answer; None for a turn without an answer that begins with a token of its own."""
+        """Return the number of tokens before the answer; None without an answer that starts at a token boundary."""
         if not action_ids or action_ids[-1] not in self._renderer.eos_ids:
             return None
         text = self._renderer.action_text(action_ids)
         if not read_answer(text):
             return None
-        place = text.rindex(text.rstrip().splitlines()[-1].lstrip())
-        length = 0
-        while (
-            length < len(action_ids)
-            and len(self._renderer.action_text(action_ids[:length])) < place
-        ):
+        answer_start = text.rindex(text.rstrip().splitlines()[-1].lstrip())
+        length, thought = 0, self._renderer.action_text(action_ids[:0])
+        while length < len(action_ids) and len(thought) < answer_start:
             length += 1
-        aligned = self._renderer.action_text(action_ids[:length]) == text[:place]
-        return length if aligned and length <= self._max_thought_tokens else None
+            thought = self._renderer.action_text(action_ids[:length])
+        is_aligned = thought == text[:answer_start]
+        return length if is_aligned and length <= self._max_thought_tokens else None
 
     def count_separator_tokens(self, thought_ids: Sequence[int]) -> int:
-        """Number of blank tokens at the end of a thought, which separate it from the answer."""
-        count = 0
-        while (
-            count < len(thought_ids)
-            and not self._renderer.action_text(thought_ids[-count - 1 :]).strip()
-        ):
-            count += 1
-        return count
+        """Count the blank tokens at the end of a thought, which separate it from the answer."""
+        for count in range(len(thought_ids)):
+            if self._renderer.action_text(thought_ids[-count - 1 :]).strip():
+                return count
+        return len(thought_ids)
 
 
 def read_thought_episode(
     environment: Environment, reader: ThoughtReader, rollout: Rollout
 ) -> ThoughtEpisode:
-    """The thoughts of one rollout. The episode is replayed, action by action, to obtain each turn's correct answer.
+    """Read the thoughts of one rollout. The episode is replayed action by action to obtain each turn's correct answer.
 
-    Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a correct answer;
-        SettingsError for an episode of several contexts.
+    Raises: EnvironmentFault if the replay ends earlier; DataError for a turn without a correct answer; SettingsError
+        for an episode of several contexts.
     """
     rollout.check_one_context("the training of thoughts")
-    played = rollout.trajectory
-    episode = environment.episode(seed=played.seed, level=played.level)
+    trajectory = rollout.trajectory
+    episode = environment.episode(seed=trajectory.seed, level=trajectory.level)
     episode.reset()
     steps: list[ThoughtStep] = []
-    offset, place = len(rollout.prompt_ids), 0
-    ended = False
-    for index, turn in enumerate(played.turns):
-        if ended:
+    offset, start = len(rollout.prompt_ids), 0
+    has_ended = False
+    for index, turn in enumerate(trajectory.turns):
+        if has_ended:
             raise EnvironmentFault(
-                f"episode {played.level}/{played.seed} ended earlier when it was played again"
+                f"episode {trajectory.level}/{trajectory.seed} ended earlier when it was replayed"
             )
-        while not rollout.loss_mask[place]:  # observation
-            place += 1
-        stop = place + turn.num_tokens
-        action_ids = rollout.completion_ids[place:stop]
+        while not rollout.loss_mask[start]:  # observation
+            start += 1
+        stop = start + turn.num_tokens
         target_ids, scored_from = reader.encode_target(episode.next_target)
-        split = reader.split_thought(action_ids)
-        end = stop if split is None else place + split
+        num_thought_tokens = reader.split_thought(rollout.completion_ids[start:stop])
+        end = stop if num_thought_tokens is None else start + num_thought_tokens
         steps.append(
             ThoughtStep(
-                offset + place,
+                offset + start,
                 offset + end,
                 offset + stop,
                 target_ids,
                 scored_from,
-                split is not None,
+                num_thought_tokens is not None,
             )
         )
-        place = stop
-        if index < len(played.turns) - 1:
+        start = stop
+        if index < len(trajectory.turns) - 1:
             step = episode.step(turn.action)
-            ended = step.terminated or step.truncated
+            has_ended = step.terminated or step.truncated
     return ThoughtEpisode(
         ids=[*rollout.prompt_ids, *rollout.completion_ids],
         steps=steps,
-        level=played.level,
-        is_truncated=played.stop_reason == StopReason.ENVIRONMENT,
+        level=trajectory.level,
+        is_truncated=trajectory.stop_reason == StopReason.ENVIRONMENT,
     )
 
 
@@ -236,45 +234,42 @@ class TokenSpan(NamedTuple):
 
 @dataclass(slots=True)
 class AnswerRows:
-    """Token rows in which correct answers are scored: the episodes themselves, then rows that they do not contain."""
+    """Token rows in which correct answers are scored: first the episodes, then rows that they do not contain."""
 
     rows: list[list[int]]
-    steps: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (episode, turn) of each answered turn
-    with_thought: list[TokenSpan] = field(default_factory=list)  # one for each of `steps`
-    without: list[TokenSpan] = field(
-        default_factory=list
-    )  # the same span where the thought is empty
+    # (episode, turn) of each answered turn, and the spans of its correct answer, equal if the thought is empty.
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    with_thought: list[TokenSpan] = field(default_factory=list)
+    without: list[TokenSpan] = field(default_factory=list)
 
 
 def build_answer_rows(episodes: Sequence[ThoughtEpisode]) -> AnswerRows:
-    """Rows and spans of the correct answer of every answered turn, with its thought and without.
+    """Build rows and spans of the correct answer of every answered turn, with its thought and without.
 
     Both follow the same history. A correct answer that was sampled is scored in place; others get a row.
     """
-    found = AnswerRows(rows=[episode.ids for episode in episodes])
+    plan = AnswerRows(rows=[episode.ids for episode in episodes])
 
-    def add(ids: list[int], target_ids: list[int], scored_from: int) -> TokenSpan:
-        found.rows.append(ids + target_ids)
-        return TokenSpan(len(found.rows) - 1, len(ids) + scored_from, len(ids) + len(target_ids))
+    def add_row(history: list[int], step: ThoughtStep) -> TokenSpan:
+        row = history + step.target_ids
+        plan.rows.append(row)
+        return TokenSpan(len(plan.rows) - 1, len(history) + step.scored_from, len(row))
 
     for index, episode in enumerate(episodes):
         for turn, step in enumerate(episode.steps):
             if not step.answered:
                 continue
             if episode.ids[step.end : step.stop] == step.target_ids:
-                span = TokenSpan(index, step.end + step.scored_from, step.stop)
+                with_thought = TokenSpan(index, step.end + step.scored_from, step.stop)
             else:
-                span = add(episode.ids[: step.end], step.target_ids, step.scored_from)
-            empty = step.end == step.start
-            without = (
-                span if empty else add(episode.ids[: step.start], step.target_ids, step.scored_from)
-            )
-            found.steps.append((index, turn))
-            found.with_thought.append(span)
-            found.without.append(without)
-    return found
+                with_thought = add_row(episode.ids[: step.end], step)
+            without = with_thought
+            if step.end > step.start:
+                without = add_row(episode.ids[: step.start], step)
+            plan.steps.append((index, turn))
+            plan.with_thought.append(with_thought)
+            plan.without.append(without)
+    return plan
 
 
 @torch.no_grad()
@@ -286,28 +281,26 @@ def compute_span_logprobs(
     pad_id: int,
     max_tokens: int = 16384,
 ) -> torch.Tensor:
-    """log p(tokens of the span | tokens before it in its row), float64 [number of spans], nats, on the CPU.
+    """Compute log p(tokens of the span | tokens before it in its row), float64 [number of spans], nats, on the CPU.
 
     Rows without a span are not run.
     """
     masks = {span.row: [False] * len(rows[span.row]) for span in spans}
     for span in spans:
         masks[span.row][span.start : span.stop] = [True] * (span.stop - span.start)
-    used = sorted(masks)
-    train_rows = [TrainRow(rows[i][:1], rows[i][1:], masks[i][1:]) for i in used]
-    sums: dict[int, torch.Tensor] = {}
+    if not spans:
+        return torch.empty(0)
+    indices = sorted(masks)
+    train_rows = [TrainRow(rows[i][:1], rows[i][1:], masks[i][1:]) for i in indices]
+    logprobs: dict[int, torch.Tensor] = {}
     device = next(model.parameters()).device
 
-    def fill(batch: TrainBatch) -> None:
+    def fill_logprobs(batch: TrainBatch) -> None:
         logprobs_BS = completion_logprobs(model, batch.to(device))[0].double().cpu()
         for b, index in enumerate(batch.rows):
-            sums[used[index]] = logprobs_BS[b]
+            logprobs[indices[index]] = logprobs_BS[b]
 
     with use_eval_mode(model):
-        batches = build_batches(train_rows, max_tokens, pad_id) if train_rows else []
-        MemoryFit("scoring of answers").compute_batches(batches, fill)
-    return (
-        torch.stack([sums[span.row][span.start : span.stop].sum() for span in spans])
-        if spans
-        else torch.empty(0)
-    )
+        batches = build_batches(train_rows, max_tokens, pad_id)
+        MemoryFit("scoring of answers").compute_batches(batches, fill_logprobs)
+    return torch.stack([logprobs[span.row][span.start : span.stop].sum() for span in spans])

@@ -1,10 +1,9 @@
-"""Micro-batches of thoughts and correct answers: which tokens get an advantage, and which are imitated.
+"""Micro-batches of thoughts and correct answers, and forward passes of the thoughts trainer.
 
-B rows, S whole sequence.
+Batches mark the tokens that get an advantage and those that are imitated. In forward passes each process computes its
+share of the rows, and all get every result.
 
-Forward passes of the thoughts trainer: each process computes its share of the rows, and all get every result.
-
-Suffixes: N spans, H hidden.
+Suffixes: B rows, S whole sequence, N spans, H hidden.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ThoughtRow:
-    """One sequence to train on; all lists run over its tokens."""
+    """One sequence to train on; all lists have one entry per token."""
 
     ids: Sequence[int]
-    thought_mask: list[bool]  # True = a choice of the thought
+    thought_mask: list[bool]  # True = token of the thought, or the token that ends it
     answer_mask: list[bool]  # True = token of a correct answer
-    advantages: list[float]  # 0 off the thought
+    advantages: list[float]  # 0 outside the thought
 
 
 @dataclass
 class ThoughtBatch:
-    """A micro-batch with one row per sequence in every tensor, so that one that does not fit can be halved."""
+    """Micro-batch with one row per sequence in every tensor, so that one that does not fit can be halved."""
 
     input_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     lengths_B: torch.Tensor  # int64 [B], real tokens
-    thought_mask_BS: torch.Tensor  # bool [B, S], True = a choice of the thought
+    thought_mask_BS: torch.Tensor  # bool [B, S], True = token of the thought, or the one ending it
     answer_mask_BS: torch.Tensor  # bool [B, S], True = token of a correct answer
-    advantages_BS: torch.Tensor  # float32 [B, S], 0 off the thought
+    advantages_BS: torch.Tensor  # float32 [B, S], 0 outside the thought
 
 
 def build_thought_rows(
@@ -52,7 +51,7 @@ def build_thought_rows(
     *,
     with_answers: bool,
 ) -> list[ThoughtRow]:
-    """Rows of the plan that carry loss: thoughts with the advantage of their turn, correct answers.
+    """Build the rows of the plan that carry loss: thoughts with the advantage of their turn, correct answers.
 
     Args:
         advantages: one per turn of each episode.
@@ -64,8 +63,8 @@ def build_thought_rows(
     ]
     for row, episode, values in zip(rows[: len(episodes)], episodes, advantages, strict=True):
         for step, advantage in zip(episode.steps, values, strict=True):
-            for place in step.thought_positions:
-                row.thought_mask[place], row.advantages[place] = True, advantage
+            for position in step.thought_positions:
+                row.thought_mask[position], row.advantages[position] = True, advantage
     if with_answers:
         for span in (*plan.with_thought, *plan.without):
             rows[span.row].answer_mask[span.start : span.stop] = [True] * (span.stop - span.start)
@@ -75,19 +74,24 @@ def build_thought_rows(
 def build_thought_batches(
     rows: Sequence[ThoughtRow], max_tokens: int, pad_id: int
 ) -> list[ThoughtBatch]:
-    """Length-sorted, right-padded micro-batches of at most `max_tokens` padded tokens (a longer row stands alone)."""
-    return [
-        ThoughtBatch(
-            input_ids_BS=pad_rows([rows[i].ids for i in group], pad_id),
-            lengths_B=torch.tensor([len(rows[i].ids) for i in group]),
-            thought_mask_BS=pad_rows(
-                [rows[i].thought_mask for i in group], False, dtype=torch.bool
-            ),
-            answer_mask_BS=pad_rows([rows[i].answer_mask for i in group], False, dtype=torch.bool),
-            advantages_BS=pad_rows([rows[i].advantages for i in group], 0.0, dtype=torch.float32),
+    """Build length-sorted, right-padded micro-batches of at most `max_tokens` padded tokens (a longer row is alone)."""
+    batches = []
+    for indices in plan_micro_batches([len(row.ids) for row in rows], max_tokens):
+        group = [rows[index] for index in indices]
+        batches.append(
+            ThoughtBatch(
+                input_ids_BS=pad_rows([row.ids for row in group], pad_id),
+                lengths_B=torch.tensor([len(row.ids) for row in group]),
+                thought_mask_BS=pad_rows(
+                    [row.thought_mask for row in group], False, dtype=torch.bool
+                ),
+                answer_mask_BS=pad_rows(
+                    [row.answer_mask for row in group], False, dtype=torch.bool
+                ),
+                advantages_BS=pad_rows([row.advantages for row in group], 0.0, dtype=torch.float32),
+            )
         )
-        for group in plan_micro_batches([len(row.ids) for row in rows], max_tokens)
-    ]
+    return batches
 
 
 def gather_span_logprobs(
@@ -99,28 +103,33 @@ def gather_span_logprobs(
     pad_id: int,
     max_tokens: int,
 ) -> torch.Tensor:
-    """`compute_span_logprobs` of all spans, float64 [N], distributed over the processes by rows."""
-    of_row: dict[int, list[int]] = {}
-    for index, place in enumerate(spans):
-        of_row.setdefault(place.row, []).append(index)
-    used = sorted(of_row)
+    """Compute `compute_span_logprobs` of all spans, float64 [N], distributed over the processes by rows."""
+    span_indices: dict[int, list[int]] = {}  # by row
+    for index, span in enumerate(spans):
+        span_indices.setdefault(span.row, []).append(index)
+    row_indices = sorted(span_indices)
 
-    def compute(some: list[int]) -> list[list[float]]:
-        here = [
-            spans[index]._replace(row=place)
-            for place, row in enumerate(some)
-            for index in of_row[row]
+    def compute_rows(local_rows: list[int]) -> list[list[float]]:
+        local_spans = [
+            spans[index]._replace(row=local_row)
+            for local_row, row in enumerate(local_rows)
+            for index in span_indices[row]
         ]
-        values = compute_span_logprobs(
-            model, [rows[row] for row in some], here, pad_id=pad_id, max_tokens=max_tokens
+        local_logprobs_N = compute_span_logprobs(
+            model,
+            [rows[row] for row in local_rows],
+            local_spans,
+            pad_id=pad_id,
+            max_tokens=max_tokens,
         )
-        found = iter(values.tolist())
-        return [[next(found) for _ in of_row[row]] for row in some]
+        values = iter(local_logprobs_N.tolist())
+        return [[next(values) for _ in span_indices[row]] for row in local_rows]
 
+    lengths = [len(rows[row]) for row in row_indices]
+    gathered = sharded.gather_row_results(row_indices, lengths, compute_rows)
     logprobs_N = torch.zeros(len(spans), dtype=torch.float64)
-    found = sharded.gather_row_results(used, [len(rows[row]) for row in used], compute)
-    for row, values in zip(used, found, strict=True):
-        logprobs_N[of_row[row]] = torch.tensor(values, dtype=torch.float64)
+    for row, row_logprobs in zip(row_indices, gathered, strict=True):
+        logprobs_N[span_indices[row]] = torch.tensor(row_logprobs, dtype=torch.float64)
     return logprobs_N
 
 
@@ -132,24 +141,19 @@ def gather_pooled_states(
     pad_id: int,
     max_tokens: int,
 ) -> list[torch.Tensor]:
-    """Mean states of the tokens up to some places of each episode, [2 turns + 1, H], on the CPU.
+    """Compute mean states of prefixes of each episode, [2 turns + 1, H], on the CPU, distributed over the processes.
 
-    The baseline's inputs come first, those before each turn and of all tokens; then those up to each thought's end.
+    First come the baseline's inputs, those before each turn and of all tokens; then those up to each thought's end.
     """
 
-    def compute(some: list[ThoughtEpisode]) -> list[torch.Tensor]:
-        ends = [
-            [step.start for step in episode.steps]
-            + [len(episode.ids)]
-            + [step.end for step in episode.steps]
-            for episode in some
-        ]
-        ids = [episode.ids for episode in some]
-        return [
-            states.cpu()
-            for states in compute_pooled_states(
-                model, ids, ends, pad_id=pad_id, max_tokens=max_tokens
-            )
-        ]
+    def compute_rows(local_episodes: list[ThoughtEpisode]) -> list[torch.Tensor]:
+        rows = [episode.ids for episode in local_episodes]
+        ends = []
+        for episode in local_episodes:
+            starts = [step.start for step in episode.steps]
+            ends.append([*starts, len(episode.ids), *(step.end for step in episode.steps)])
+        pooled = compute_pooled_states(model, rows, ends, pad_id=pad_id, max_tokens=max_tokens)
+        return [states.cpu() for states in pooled]
 
-    return sharded.gather_row_results(episodes, [len(episode.ids) for episode in episodes], compute)
+    lengths = [len(episode.ids) for episode in episodes]
+    return sharded.gather_row_results(episodes, lengths, compute_rows)

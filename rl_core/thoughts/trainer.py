@@ -1,24 +1,20 @@
-"""Reference of the KL term of thoughts: the model that training starts from, or the policy without its adapters.
+"""Training of thoughts before answers: REINFORCE on what a thought adds to the correct answer (after Quiet-STaR).
 
-Coherence of thoughts: do the thoughts of an episode follow from each other, without repeating each other.
-
-Training of thoughts before answers: REINFORCE on what a thought adds to the correct answer (after Quiet-STaR).
-
-One iteration: play episodes; score every correct answer after its thought and without one; reward each thought with
-the difference; estimate advantages over the questions of an episode against a learned baseline; update thoughts and
-correct answers in one optimizer step.
+One iteration plays episodes, scores every correct answer after its thought and without one, rewards each thought with
+the difference, estimates advantages over the questions of an episode against a learned baseline, and updates thoughts
+and correct answers in one optimizer step.
 
     L = - sum over thought tokens of A log pi / thought tokens       A = GAE over the episode's questions (gamma .99)
         - entropy_coef entropy of the thought tokens                 decays with every episode played
         - answer_coef log p(correct answer) / answer tokens          with the thought and without it
-        + kl_coef KL(pi || start) per thought token                  by choice; start: the stage's initial model
+        + kl_coef KL(pi || start) per thought token                  optional; start: the stage's initial model
 
-The answer term is Quiet-STaR's likelihood of the text. It is also taken without the thought: otherwise a policy could
-raise its reward by forgetting what it can answer at once. Not thinking is a thought of length 0: its advantage goes to
-the token that ends the thought, as always, and its reward is 0.
+The answer term is Quiet-STaR's likelihood of the text. It is also computed without the thought: otherwise a policy
+could raise its reward by forgetting what it can answer immediately. Not thinking is a thought of length 0: its
+advantage goes to the token that ends the thought, as always, and its reward is 0.
 
 Thoughts are samples: pi and their entropy are of softmax(logits / temperature), from which they were drawn. Correct
-answers are not: their likelihood, in the reward and in the loss, is the model's own, at temperature 1.
+answers are not sampled: their likelihood, in the reward and in the loss, is the model's at temperature 1.
 
 Suffixes: B rows of a micro-batch or episodes, K questions of an episode, S sequence, H hidden.
 """
@@ -30,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,11 +77,13 @@ from rl_core.types import RolloutGroup, TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+NUM_RECENT_EPISODES = 100  # averaged in the metric reward/mean_100_episodes
+
 
 def require_kl_reference(
     reference: PreTrainedModel | None, kl_coef: float
 ) -> PreTrainedModel | None:
-    """The reference, None where no KL is taken. Raises: SettingsError where one is needed and none is there."""
+    """Return the reference, or None if no KL is computed. Raises: SettingsError if the KL needs a missing one."""
     if kl_coef > 0 and reference is None:
         raise SettingsError("kl_coef: needs a reference, the model that training starts from")
     return reference if kl_coef > 0 else None
@@ -96,69 +93,66 @@ def require_kl_reference(
 def compute_reference_logprobs(
     model: PreTrainedModel, reference: PreTrainedModel | None, train: TrainBatch
 ) -> torch.Tensor:
-    """Log-probabilities of the tokens that carry loss under the reference, float32 [B, S], without dropout.
+    """Compute log-probabilities of the tokens that carry loss under the reference, float32 [B, S], without dropout.
 
-    They are at the temperatures of the batch, as the policy's own.
+    They are at the temperatures of the batch, like the policy's.
     Args:
         reference: `model` itself = that model without its adapters.
     """
     assert reference is not None
-    own = disable_adapter(reference) if reference is model else nullcontext()
-    with span("reference"), own, use_eval_mode(reference):
+    adapters = disable_adapter(reference) if reference is model else nullcontext()
+    with span("reference"), adapters, use_eval_mode(reference):
         return completion_logprobs(reference, train)[0]
 
 
 def compute_thought_coherence(
     episodes: Sequence[ThoughtEpisode], pooled: Sequence[torch.Tensor]
 ) -> dict[str, float]:
-    """Similarity of consecutive thoughts, and repetition, over the episodes; {} where no episode has two thoughts.
+    """Compute the similarity of consecutive thoughts and their repetition; {} if no episode has two thoughts.
 
     thoughts/coherence: cosine of the mean last hidden states of two consecutive thoughts of an episode, averaged over
-    all such pairs. thoughts/repetition: share of the second thoughts of these pairs that stand token by token in an
+    all such pairs. thoughts/repetition: share of the second thoughts of these pairs that occur token by token in an
     earlier turn of the episode.
     Args:
         pooled: for each episode float [2 K + 1, H], mean states of the first tokens up to: the start of each of its K
             turns, the end of the episode, the end of each turn's thought.
     """
     cosines: list[float] = []
-    repeated = 0
+    num_repeated = 0
     for episode, states in zip(episodes, pooled, strict=True):
-        count = len(episode.steps)
-        places = [place for place, step in enumerate(episode.steps) if step.num_thought_tokens]
-        means = {
-            place: _compute_mean_thought_state(episode, states, place, count) for place in places
-        }
-        texts = {
-            place: tuple(episode.ids[episode.steps[place].start : episode.steps[place].end])
-            for place in places
-        }
-        for before, place in pairwise(places):
-            cosines.append(
-                float(torch.nn.functional.cosine_similarity(means[before], means[place], dim=0))
-            )
-            repeated += texts[place] in {texts[earlier] for earlier in places if earlier < place}
+        earlier_thoughts: set[tuple[int, ...]] = set()
+        previous_mean_H: torch.Tensor | None = None
+        for turn, step in enumerate(episode.steps):
+            if not step.num_thought_tokens:
+                continue
+            mean_H = _compute_mean_thought_state(episode, states, turn)
+            thought = tuple(episode.ids[step.start : step.end])
+            if previous_mean_H is not None:
+                cosine = torch.nn.functional.cosine_similarity(previous_mean_H, mean_H, dim=0)
+                cosines.append(float(cosine))
+                num_repeated += thought in earlier_thoughts
+            earlier_thoughts.add(thought)
+            previous_mean_H = mean_H
     if not cosines:
         return {}
     return {
         "thoughts/coherence": sum(cosines) / len(cosines),
-        "thoughts/repetition": repeated / len(cosines),
+        "thoughts/repetition": num_repeated / len(cosines),
     }
 
 
 def _compute_mean_thought_state(
-    episode: ThoughtEpisode, states: torch.Tensor, turn: int, count: int
+    episode: ThoughtEpisode, states: torch.Tensor, turn: int
 ) -> torch.Tensor:
-    """Mean state of a thought's tokens, float64 [H], from the means up to its two ends."""
+    """Compute the mean state of a thought's tokens, float64 [H], from the means up to its start and its end."""
     step = episode.steps[turn]
-    before, after = states[turn].double() * step.start, states[count + 1 + turn].double() * step.end
-    return (after - before) / (step.end - step.start)
-
-
-NUM_RECENT_EPISODES = 100  # behind the metric reward/mean_100_episodes
+    start_sum_H = states[turn].double() * step.start
+    end_sum_H = states[len(episode.steps) + 1 + turn].double() * step.end
+    return (end_sum_H - start_sum_H) / (step.end - step.start)
 
 
 class ThoughtsTrainer(RolloutTrainer):
-    """A `Trainer` (see `training.trainer_protocol`) of thoughts before answers.
+    """A `Trainer` (see `training.callbacks`) of thoughts before answers.
 
     Levels, seeds and sampling follow from the seed and the iteration's number; the state is that number, the episodes
     played, and the baseline.
@@ -181,18 +175,18 @@ class ThoughtsTrainer(RolloutTrainer):
         record: RolloutRecorder | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Build everything; nothing is played yet.
+        """Build all parts; nothing is played yet.
 
         Args:
-            backend: samples from `model`'s own weights.
-            heldout: episodes of the validation; () = `evaluate` gives no metrics.
-            reference: frozen model of the KL term, needed where kl_coef > 0; the policy's own = without its adapters.
+            backend: samples with `model`'s weights.
+            heldout: episodes of the validation; () = `evaluate` returns no metrics.
+            reference: frozen model of the KL term, needed if kl_coef > 0; the policy's model = without its adapters.
             pad_id: None = the renderer's.
-            record: is given every iteration's number and rollouts, 'thought_gain' among their rewards: the mean over
-                the episode's turns.
+            record: called with every iteration's number and rollouts, with 'thought_gain' among their rewards: the
+                mean over the episode's turns.
             process_group: the processes that train this model together; each plays and scores a share of the episodes.
-        Raises: SettingsError for a level that the environment does not have, or that has no training episodes;
-            DataError for a renderer without padding token where pad_id is None.
+        Raises: SettingsError for a level that the environment lacks or that has no training episodes; DataError for a
+            renderer without padding token if pad_id is None.
         """
         super().__init__(
             renderer,
@@ -224,19 +218,18 @@ class ThoughtsTrainer(RolloutTrainer):
         )
         self.reference = require_kl_reference(reference, settings.kl_coef)
         self.genuineness_check = GenuinenessCheck(settings, len(self.heldout))
-        self._recent_rewards: deque[float] = deque(
-            maxlen=NUM_RECENT_EPISODES
-        )  # mean over an episode's turns
+        # The newest episodes' rewards, each the mean over an episode's turns.
+        self._recent_rewards: deque[float] = deque(maxlen=NUM_RECENT_EPISODES)
         self._counts = (0, 0)  # thought and answer tokens of the current optimizer step
         self._entropy_coef = settings.entropy_coef
 
     def step(self) -> dict[str, float]:
-        """One iteration: play, score, compare with the baseline, update both."""
-        started = time.perf_counter()
+        """Run one iteration: play, score, compare with the baseline, update policy and baseline."""
+        start_time = time.perf_counter()
         rng = self._build_generator()
         requests = [self._draw_episode(rng) for _ in range(self.settings.episodes_per_iteration)]
         groups = self._play_single_rollouts(requests, "rollouts", self.iteration)
-        played = time.perf_counter()
+        rollout_seconds = time.perf_counter() - start_time
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         with span("reward"):
             episodes = self._read_thought_episodes(groups)
@@ -247,37 +240,33 @@ class ThoughtsTrainer(RolloutTrainer):
             mean = math.fsum(gains) / len(gains)
             rollout.trajectory.rewards = {**rollout.trajectory.rewards, "thought_gain": mean}
             self._recent_rewards.append(mean)
-        metrics["reward/mean_100_episodes"] = math.fsum(self._recent_rewards) / len(
-            self._recent_rewards
-        )
+        recent = self._recent_rewards
+        metrics["reward/mean_100_episodes"] = math.fsum(recent) / len(recent)
         self._record_rollouts(rollouts)
         self._entropy_coef = self.entropy_coef
         with span("update"):
-            advantages, more = self._compute_advantages(episodes, rewards)
-            metrics |= (
-                more
-                | {"train/entropy_coef": self._entropy_coef}
-                | self._update_policy(episodes, plan, advantages)
-            )
+            advantages, advantage_metrics = self._compute_advantages(episodes, rewards)
+            metrics |= advantage_metrics
+            metrics["train/entropy_coef"] = self._entropy_coef
+            metrics |= self._update_policy(episodes, plan, advantages)
         self.iteration += 1
+        num_before = self.rollouts_played
         self.rollouts_played += len(rollouts)
-        if self.genuineness_check.is_due(
-            self.rollouts_played - len(rollouts), self.rollouts_played
-        ):
+        if self.genuineness_check.is_due(num_before, self.rollouts_played):
             metrics |= self.genuineness_check.run_check(
                 self._examine_heldout_thoughts, self.rollouts_played
             )
-        return metrics | self._compute_throughput(
-            rollouts, time.perf_counter() - started, played - started
-        )
+        seconds = time.perf_counter() - start_time
+        return metrics | self._compute_throughput(rollouts, seconds, rollout_seconds)
 
     def evaluate(self) -> dict[str, float]:
-        """eval/success_rate, eval/thought_gain (mean reward of a turn) and eval/thought_rate, held out."""
+        """Return eval/success_rate, eval/thought_gain (mean reward of a turn) and eval/thought_rate of held-out
+        episodes.
+        """
         if not self.heldout:
             return {}
-        groups = self._play_single_rollouts(
-            self.heldout, "validation", 0
-        )  # the same random numbers every time: less noise
+        # The same random numbers at every evaluation reduce noise.
+        groups = self._play_single_rollouts(self.heldout, "validation", 0)
         episodes = self._read_thought_episodes(groups)
         _, metrics = self._compute_rewards(episodes, build_answer_rows(episodes))
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -288,11 +277,11 @@ class ThoughtsTrainer(RolloutTrainer):
         }
 
     def play_heldout_episodes(self, requests: Sequence[EpisodeRequest]) -> list[ThoughtEpisode]:
-        """Episodes of the current policy with their thoughts, for the controls."""
+        """Play episodes with the current policy and read their thoughts, for the controls."""
         return self._read_thought_episodes(self._play_single_rollouts(requests, "check", 0))
 
     def _examine_heldout_thoughts(self) -> ThoughtVerdict:
-        """The test for genuine thoughts on the validation's episodes."""
+        """Test thoughts for being genuine on the validation episodes."""
         with span("check"):
             return examine_thoughts(
                 self.model,
@@ -307,11 +296,11 @@ class ThoughtsTrainer(RolloutTrainer):
 
     @property
     def finished(self) -> str:
-        """Why training ends before its last iteration; "" = it does not."""
+        """Reason to stop training before its last iteration; "" = continue."""
         return self.genuineness_check.finished
 
     def state_dict(self) -> dict[str, Any]:
-        """State besides weights and optimizer."""
+        """Return the state besides weights and optimizer."""
         return {
             "iteration": self.iteration,
             "episodes_played": self.rollouts_played,
@@ -322,7 +311,7 @@ class ThoughtsTrainer(RolloutTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         self.iteration = int(state["iteration"])
         self.rollouts_played = int(state["episodes_played"])
         self.baseline.load_state_dict(state["baseline"])
@@ -330,8 +319,6 @@ class ThoughtsTrainer(RolloutTrainer):
         self._recent_rewards.clear()
         self._recent_rewards.extend(state["recent_rewards"])
         self.genuineness_check.load_state_dict(state["check"])
-
-    # Rollouts and rewards
 
     def _draw_episode(self, rng: np.random.Generator) -> EpisodeRequest:
         level = self.levels[int(rng.integers(len(self.levels)))]
@@ -341,7 +328,7 @@ class ThoughtsTrainer(RolloutTrainer):
     def _play_single_rollouts(
         self, requests: Sequence[EpisodeRequest], purpose: str, iteration: int
     ) -> list[RolloutGroup]:
-        """Groups of one rollout each."""
+        """Play groups of one rollout each."""
         return self._play_groups(
             requests, group_size=1, sampling=self.settings.sampling, purpose=(purpose, iteration)
         )
@@ -355,68 +342,66 @@ class ThoughtsTrainer(RolloutTrainer):
     def _compute_rewards(
         self, episodes: Sequence[ThoughtEpisode], plan: AnswerRows
     ) -> tuple[list[list[float]], dict[str, float]]:
-        """One reward per turn: its thought's gain; minus the clip where no answer was given."""
+        """Compute one reward per turn: its thought's gain, or minus the clip if no answer was given."""
         settings = self.settings
-        spans = [*plan.with_thought, *plan.without]
-        logprobs = gather_span_logprobs(
+        logprobs_N = gather_span_logprobs(
             self.model,
             self.optimizer_step.sharded,
             plan.rows,
-            spans,
+            [*plan.with_thought, *plan.without],
             pad_id=self.pad_id,
             max_tokens=settings.micro_batch_tokens,
         )
-        with_thought, without = logprobs[: len(plan.steps)], logprobs[len(plan.steps) :]
-        gains = compute_thought_gain(
-            with_thought, without, kind=settings.reward, clip=settings.gain_clip
+        with_thought_N, without_N = logprobs_N[: len(plan.steps)], logprobs_N[len(plan.steps) :]
+        gains_N = compute_thought_gain(
+            with_thought_N, without_N, kind=settings.reward, clip=settings.gain_clip
         )
         rewards = [[-settings.gain_clip] * len(episode.steps) for episode in episodes]
-        for (index, turn), gain in zip(plan.steps, gains.tolist(), strict=True):
+        for (index, turn), gain in zip(plan.steps, gains_N.tolist(), strict=True):
             rewards[index][turn] = gain
-        flat = [reward for episode in rewards for reward in episode]
+        all_rewards = [reward for episode_rewards in rewards for reward in episode_rewards]
         steps = [step for episode in episodes for step in episode.steps]
-        answered = max(1, len(plan.steps))
+        num_answered = max(1, len(plan.steps))
         return rewards, {
-            "reward/mean": math.fsum(flat) / len(flat),
-            "reward/std": float(np.std(flat)),
-            "thoughts/gain": float(gains.sum()) / answered,  # of the turns with an answer
-            "thoughts/logprob": float(with_thought.sum()) / answered,
-            "thoughts/logprob_without": float(without.sum()) / answered,
+            "reward/mean": math.fsum(all_rewards) / len(all_rewards),
+            "reward/std": float(np.std(all_rewards)),
+            "thoughts/gain": float(gains_N.sum()) / num_answered,  # of the turns with an answer
+            "thoughts/logprob": float(with_thought_N.sum()) / num_answered,
+            "thoughts/logprob_without": float(without_N.sum()) / num_answered,
             "thoughts/rate": sum(step.num_thought_tokens > 0 for step in steps) / len(steps),
             "thoughts/tokens": sum(step.num_thought_tokens for step in steps) / len(steps),
             "thoughts/unanswered_rate": 1 - len(plan.steps) / len(steps),
         }
 
     def _compute_pooled_states(self, episodes: Sequence[ThoughtEpisode]) -> list[torch.Tensor]:
-        """See `gather_pooled_states`; on the trainer's device."""
-        found = gather_pooled_states(
+        """Compute `gather_pooled_states`, on the trainer's device."""
+        pooled = gather_pooled_states(
             self.model,
             self.optimizer_step.sharded,
             episodes,
             pad_id=self.pad_id,
             max_tokens=self.settings.micro_batch_tokens,
         )
-        return [states.to(self.device) for states in found]
+        return [states.to(self.device) for states in pooled]
 
     def _compute_advantages(
         self, episodes: Sequence[ThoughtEpisode], rewards: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], dict[str, float]]:
-        """Advantages of the turns of each episode against the baseline, which then learns their returns."""
+        """Compute advantages of each episode's turns against the baseline, then fit the baseline to the returns."""
         counts = [len(episode.steps) for episode in episodes]
         with span("measure"):
-            found = self._compute_pooled_states(episodes)
-            pooled = [states[: count + 1] for states, count in zip(found, counts, strict=True)]
-            values_N = self.baseline.predict_values(torch.cat(pooled)).cpu()
-        by_episode = values_N.split([count + 1 for count in counts])
+            pooled = self._compute_pooled_states(episodes)
+            inputs = [states[: count + 1] for states, count in zip(pooled, counts, strict=True)]
+            values_N = self.baseline.predict_values(torch.cat(inputs)).cpu()
+        episode_values = values_N.split([count + 1 for count in counts])
         mask_BK = attention_mask(counts)
         values_BK = pad_rows(
-            [values[:-1].tolist() for values in by_episode], 0.0, dtype=torch.float32
+            [values[:-1].tolist() for values in episode_values], 0.0, dtype=torch.float32
         )
         rewards_BK = pad_rows(rewards, 0.0, dtype=torch.float32)
-        # A truncated episode is bootstrapped from its last state; the value after a terminated one is 0.
-        bootstrap_B = torch.stack([v[-1] for v in by_episode]) * torch.tensor(
-            [e.is_truncated for e in episodes]
-        )
+        # A truncated episode is bootstrapped from its last state; the value after a terminal state is 0.
+        is_truncated_B = torch.tensor([episode.is_truncated for episode in episodes])
+        bootstrap_B = torch.stack([values[-1] for values in episode_values]) * is_truncated_B
         gamma = self.settings.gamma
         if self.settings.advantages == "returns":
             returns_BK = returns(rewards_BK, mask_BK, gamma=gamma, bootstrap_B=bootstrap_B)
@@ -431,18 +416,17 @@ class ThoughtsTrainer(RolloutTrainer):
                 bootstrap_B=bootstrap_B,
             )
         explained = explained_variance(values_BK, returns_BK, mask_BK)
-        states_NH = torch.cat([states[:-1] for states in pooled])
+        states_NH = torch.cat([states[:-1] for states in inputs])
         loss = self.baseline.fit_returns(states_NH, returns_BK[mask_BK].to(self.device))
-        return [row[:count].tolist() for row, count in zip(advantages_BK, counts, strict=True)], {
+        advantages = [row[:n].tolist() for row, n in zip(advantages_BK, counts, strict=True)]
+        return advantages, {
             "train/baseline_loss": loss,
             "train/explained_variance": explained,
             "train/value_mean": float(values_BK[mask_BK].mean()),
             "train/advantages_mean": float(advantages_BK[mask_BK].mean()),
             "train/advantages_std": float(advantages_BK[mask_BK].std(correction=0)),
-            **compute_thought_coherence(episodes, found),
+            **compute_thought_coherence(episodes, pooled),
         }
-
-    # Update
 
     def _update_policy(
         self,
@@ -450,7 +434,7 @@ class ThoughtsTrainer(RolloutTrainer):
         plan: AnswerRows,
         advantages: Sequence[Sequence[float]],
     ) -> dict[str, float]:
-        """One optimizer step over all thoughts and answers."""
+        """Run one optimizer step over all thoughts and answers."""
         rows = build_thought_rows(
             episodes, plan, advantages, with_answers=self.settings.answer_coef > 0
         )
@@ -459,59 +443,60 @@ class ThoughtsTrainer(RolloutTrainer):
             sum(sum(row.answer_mask) for row in rows),
         )
 
-        def build(some: Sequence[ThoughtRow]) -> list[ThoughtBatch]:
-            return build_thought_batches(some, self.settings.micro_batch_tokens, self.pad_id)
+        def build_batches(local_rows: Sequence[ThoughtRow]) -> list[ThoughtBatch]:
+            max_tokens = self.settings.micro_batch_tokens
+            return build_thought_batches(local_rows, max_tokens, self.pad_id)
 
         batches = self.optimizer_step.process_group.build_local_batches(
-            rows, [len(row.ids) for row in rows], build
+            rows, [len(row.ids) for row in rows], build_batches
         )
         return self.optimizer_step.run_step(batches, self.compute_loss)
 
     def _build_temperatures(self, thought_BS: torch.Tensor) -> torch.Tensor | None:
-        """Thought tokens (the one that ends it included) at their sampling temperature, correct answers at 1."""
+        """Return the sampling temperature for thought tokens (including the one that ends it) and 1 for correct
+        answers.
+        """
         temperature = self.settings.sampling.temperature
         return torch.where(thought_BS, temperature, 1.0).float() if temperature != 1 else None
 
     def compute_loss(self, batch: ThoughtBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss of one micro-batch over the denominators of the whole optimizer step."""
+        """Compute the loss of one micro-batch over the denominators of the whole optimizer step."""
         num_thought, num_answer = self._counts
-        thought_BS, answer_BS = (
-            batch.thought_mask_BS.to(self.device),
-            batch.answer_mask_BS.to(self.device),
-        )
-        train = TrainBatch(
+        thought_BS = batch.thought_mask_BS.to(self.device)
+        answer_BS = batch.answer_mask_BS.to(self.device)
+        attention_mask_BS = attention_mask(batch.lengths_B.tolist(), batch.input_ids_BS.shape[1])
+        train_batch = TrainBatch(
             input_ids_BS=batch.input_ids_BS.to(self.device),
-            attention_mask_BS=attention_mask(
-                batch.lengths_B.tolist(), batch.input_ids_BS.shape[1]
-            ).to(self.device),
+            attention_mask_BS=attention_mask_BS.to(self.device),
             loss_mask_BS=thought_BS | answer_BS,
             temperatures_BS=self._build_temperatures(thought_BS),
         )
-        logprobs_BS, entropy_BS = completion_logprobs(self.model, train, with_entropy=True)
+        logprobs_BS, entropy_BS = completion_logprobs(self.model, train_batch, with_entropy=True)
         assert entropy_BS is not None
-        loss, parts = reinforce_loss(
+        loss, loss_metrics = reinforce_loss(
             logprobs_BS,
             batch.advantages_BS.to(self.device),
             thought_BS,
             num_loss_tokens=num_thought,
         )
-        bonus, entropy = entropy_bonus(
+        bonus, entropy_metrics = entropy_bonus(
             fill_masked(entropy_BS, thought_BS), thought_BS, num_loss_tokens=num_thought
         )
-        metrics = {f"policy/{name}": value for name, value in (parts | entropy).items()}
+        policy_metrics = loss_metrics | entropy_metrics
         loss = loss + self._entropy_coef * bonus
         if self.settings.kl_coef > 0:
-            kl, found = kl_penalty(
+            kl, kl_metrics = kl_penalty(
                 logprobs_BS,
-                compute_reference_logprobs(self.model, self.reference, train),
+                compute_reference_logprobs(self.model, self.reference, train_batch),
                 thought_BS,
                 num_loss_tokens=num_thought,
                 estimator=self.settings.kl_estimator,
             )
             loss = loss + self.settings.kl_coef * kl
-            metrics |= {f"policy/{name}": value for name, value in found.items()}
+            policy_metrics |= kl_metrics
+        metrics: dict[str, Any] = {f"policy/{name}": v for name, v in policy_metrics.items()}
         if num_answer:
-            nll, answers = supervised_loss(logprobs_BS, answer_BS, num_loss_tokens=num_answer)
+            nll, nll_metrics = supervised_loss(logprobs_BS, answer_BS, num_loss_tokens=num_answer)
             loss = loss + self.settings.answer_coef * nll
-            metrics["train/answer_nll"] = answers["nll"]
+            metrics["train/answer_nll"] = nll_metrics["nll"]
         return loss, metrics

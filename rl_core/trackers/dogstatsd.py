@@ -1,6 +1,8 @@
-"""Metrics as DogStatsD datagrams over UDP, for a Datadog agent; into a file while no agent listens.
+"""DogStatsD metrics as UDP datagrams for a Datadog agent, or in a file while no agent listens.
 
-The package datadog is imported when a tracker is made. Names are those of `exported_names`: posttrain.train.loss.
+The package datadog is imported when a tracker is created. Names are those of
+`metric_reference.resolve_exported_metric`:
+posttrain.train.loss.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from rl_core.tracking import SilentTracker
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8125
-AGENT_CHECK_SECONDS = 30.0  # between two looks for an agent that was away
-MAX_FILE_BYTES = 256 * 2**20  # bytes; later records are left out
+AGENT_CHECK_SECONDS = 30.0  # between two checks for an absent agent
+MAX_FILE_BYTES = 256 * 2**20  # later records are dropped
 
 
 class DogStatsdTracker(SilentTracker):
-    """Gauges of the newest metrics. A datagram cannot wait for anybody, so no agent can stall a run."""
+    """Tracker that sends the newest metrics as gauges. Sending a datagram never waits, so no agent can stall a run."""
 
     def __init__(
         self, address: str, file: str | Path, labels: Mapping[str, str] | None = None
     ) -> None:
-        """Raises: SettingsError where the package is missing, or the address is none.
+        """Create the client. Raises: SettingsError if the package is missing, or for an invalid address.
 
         Args:
             address: HOST:PORT or HOST; "" = DD_AGENT_HOST and DD_DOGSTATSD_PORT, else this machine's port 8125.
-            file: gets the same datagrams with the time of each, a line a value, while no agent is there.
+            file: receives the same datagrams with timestamps, one line per value, while there is no agent.
             labels: tags of every value.
         """
         try:
@@ -58,14 +60,13 @@ class DogStatsdTracker(SilentTracker):
         self._last_check = -AGENT_CHECK_SECONDS
         self._is_agent_available = False
         self._is_full = False
-        from rl_core.analysis.metric_reference import (
-            resolve_exported_metric,  # its package takes a second to import
-        )
+        # Imported here, because the package takes a second to import.
+        from rl_core.analysis.metric_reference import resolve_exported_metric
 
-        self._exported = resolve_exported_metric
+        self._resolve_exported = resolve_exported_metric
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send scalars of one step."""
+        """Send the scalars of one step."""
         self._send_metrics({**metrics, "run/step": float(step)})
 
     def log_system(self, metrics: Mapping[str, float], number: int) -> None:
@@ -73,7 +74,7 @@ class DogStatsdTracker(SilentTracker):
         self._send_metrics(metrics)
 
     def close(self, status: str) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         self._client.close_socket()
 
     def _send_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -86,37 +87,35 @@ class DogStatsdTracker(SilentTracker):
         self._append_to_file(gauges)
 
     def _build_gauge(self, name: str, value: float) -> tuple[str, float, list[str]]:
-        outside = self._exported(name)
+        exported = self._resolve_exported(name)
         tags = [
             f"{key}:{_replace_reserved_characters(text)}"
-            for key, text in (*self._labels.items(), *outside.labels)
+            for key, text in (*self._labels.items(), *exported.labels)
         ]
-        return (
-            "posttrain." + _replace_reserved_characters(outside.name).replace("/", "."),
-            float(value) * outside.scale,
-            tags,
-        )
+        gauge_name = _replace_reserved_characters(exported.name).replace("/", ".")
+        return f"posttrain.{gauge_name}", float(value) * exported.scale, tags
 
     def _is_agent_listening(self) -> bool:
-        """True = the last datagram was not sent back; after one that was, an empty one asks again now and then."""
-        if (
-            not self._is_agent_available
-            and time.monotonic() - self._last_check >= AGENT_CHECK_SECONDS
-        ):
-            self._last_check = time.monotonic()
+        """Return whether the last datagram was accepted; after a refusal, probe with an empty one at intervals."""
+        now = time.monotonic()
+        if not self._is_agent_available and now - self._last_check >= AGENT_CHECK_SECONDS:
+            self._last_check = now
             with contextlib.suppress(OSError):
                 self._client.get_socket().send(b"")
                 self._is_agent_available = not self._is_socket_refused()
         return self._is_agent_available
 
     def _is_socket_refused(self) -> bool:
-        """True = there is no socket, or the other machine has said that nobody listens there."""
-        found = self._client.socket
-        refused = found is None or found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
-        if refused:
+        """Return whether there is no socket, or the other machine has reported that nobody listens."""
+        client_socket = self._client.socket
+        is_refused = (
+            client_socket is None
+            or client_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        )
+        if is_refused:
             self._is_agent_available, self._last_check = False, time.monotonic()
             self._client.close_socket()
-        return refused
+        return is_refused
 
     def _append_to_file(self, gauges: list[tuple[str, float, list[str]]]) -> None:
         if self._is_full:
@@ -135,17 +134,18 @@ class DogStatsdTracker(SilentTracker):
 
 def _parse_host_and_port(address: str) -> tuple[str, int]:
     if not address:
-        address = f"{os.environ.get('DD_AGENT_HOST', '127.0.0.1')}:{os.environ.get('DD_DOGSTATSD_PORT', DEFAULT_PORT)}"
+        default_host = os.environ.get("DD_AGENT_HOST", "127.0.0.1")
+        address = f"{default_host}:{os.environ.get('DD_DOGSTATSD_PORT', DEFAULT_PORT)}"
     host, separator, port = address.rpartition(":")
     if not separator:
         return address, DEFAULT_PORT
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise SettingsError(
-            f"tracker: dogstatsd:{address}: '{port}' is no port; write dogstatsd:HOST:PORT"
+            f"tracker: dogstatsd:{address}: '{port}' is not a port; write dogstatsd:HOST:PORT"
         )
     return host.strip("[]"), int(port)
 
 
 def _replace_reserved_characters(text: str) -> str:
-    """Text without the characters that end a name or a tag."""
+    """Replace the characters that end a name or a tag."""
     return re.sub(r"[|,#:@\s]", "_", text)

@@ -1,7 +1,4 @@
-"""TensorBoard event files; the package tensorboard is imported at the first use.
-
-Weights & Biases runs; the package wandb is imported when a tracker is made.
-"""
+"""Trackers for TensorBoard and Weights & Biases; their packages are imported when a tracker is created."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from rl_core.tracking import SilentTracker
 
 
 class TensorBoardTracker(SilentTracker):
-    """Scalars, and structures and tags as text, in a folder for `tensorboard --logdir`."""
+    """Tracker that writes scalars, and structures and tags as text, into a folder for `tensorboard --logdir`."""
 
     def __init__(self, folder: str | Path, *, cut: bool = False) -> None:
-        """Raises: SettingsError where the package is missing.
+        """Prepare the tracker. Raises: SettingsError if the package is missing.
 
         Args:
             cut: hide the points of later steps in the folder, which a resumed run measures again.
@@ -27,14 +24,14 @@ class TensorBoardTracker(SilentTracker):
         self.folder, self._should_hide_later_steps = Path(folder), cut
         self._writer: Any = None
         self._system: TensorBoardTracker | None = None
-        self._texts: list[tuple[str, str]] = []  # that wait for the first step
+        self._texts: list[tuple[str, str]] = []  # written at the first step
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise SettingsError(
                 "tracker: TensorBoard needs the package tensorboard; install it, or posttrain[tensorboard]"
             ) from error
-        self._make = SummaryWriter
+        self._create_writer = SummaryWriter
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write scalars and flush them."""
@@ -44,7 +41,7 @@ class TensorBoardTracker(SilentTracker):
         writer.flush()
 
     def log_system(self, metrics: Mapping[str, float], number: int) -> None:
-        """Write a reading of the machine, numbered on its own, into the folder `system` beside."""
+        """Write a reading of the machine, numbered separately, into the subfolder `system`."""
         if self._system is None:
             self._system = TensorBoardTracker(
                 self.folder / "system", cut=self._should_hide_later_steps
@@ -61,9 +58,8 @@ class TensorBoardTracker(SilentTracker):
 
     def _write_text(self, name: str, text: str) -> None:
         if self._should_hide_later_steps and self._writer is None:
-            self._texts.append(
-                (name, text)
-            )  # the file begins with the step from which others are hidden
+            # The first step of the file determines which older points are hidden.
+            self._texts.append((name, text))
         else:
             self._open_writer().add_text(name, text)
 
@@ -72,7 +68,7 @@ class TensorBoardTracker(SilentTracker):
         self.log_dict(params, f"{name}/settings")
 
     def close(self, status: str) -> None:
-        """End the file; the next call opens another in the same folder."""
+        """Close the file; the next call opens another one in the same folder."""
         if self._system is not None:
             self._system.close(status)
             self._system = None
@@ -84,9 +80,8 @@ class TensorBoardTracker(SilentTracker):
 
     def _open_writer(self, step: int | None = None) -> Any:
         if self._writer is None:
-            self._writer = self._make(
-                str(self.folder), purge_step=step if self._should_hide_later_steps else None
-            )
+            purge_step = step if self._should_hide_later_steps else None
+            self._writer = self._create_writer(str(self.folder), purge_step=purge_step)
             for name, text in self._texts:
                 self._writer.add_text(name, text)
             self._texts.clear()
@@ -94,15 +89,19 @@ class TensorBoardTracker(SilentTracker):
 
 
 class WandbTracker(SilentTracker):
-    """Scalars, settings and tags in a run of a project; artifacts are left to other trackers.
+    """Tracker that logs scalars, settings and tags to a run of a project; artifacts are left to other trackers.
 
-    Offline (files in `folder`, for `wandb sync`) where WANDB_MODE says so, or no API key is known: it asks for none.
+    Offline (files in `folder`, for `wandb sync`) if WANDB_MODE says so or no API key is set: it never prompts for one.
     """
 
     def __init__(
         self, project: str, folder: str | Path | None = None, *, group: str = "", run_id: str = ""
     ) -> None:
-        """`run_id`: of the run to go on with, if there is one. Raises: SettingsError where the package is missing."""
+        """Prepare the tracker. Raises: SettingsError if the package is missing.
+
+        Args:
+            run_id: of the run to continue, if any.
+        """
         try:
             import wandb
         except ImportError as error:
@@ -115,15 +114,15 @@ class WandbTracker(SilentTracker):
         self._run: Any = None
 
     def begin(self, name: str, params: Mapping[str, Any]) -> None:
-        """Name the run and its settings, before it is opened by the first record."""
+        """Set name and settings of the run, which is opened by the first record."""
         self._name, self._params = name, params
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log scalars. Steps before the last one, which a resumed run measures again, are dropped by wandb."""
+        """Log scalars. wandb drops steps before the last one, which a resumed run measures again."""
         self._open_run().log(dict(metrics), step=step)
 
     def set_tag(self, name: str, value: str) -> None:
-        """Keep a tag among the run's settings."""
+        """Store a tag in the run's config."""
         self._open_run().config.update({f"tag.{name}": value}, allow_val_change=True)
 
     def close(self, status: str) -> None:
@@ -149,5 +148,5 @@ class WandbTracker(SilentTracker):
         return self._run
 
     def _select_mode(self) -> str:
-        asked = os.environ.get("WANDB_MODE", "")
-        return asked or ("online" if self._wandb.api.api_key else "offline")
+        mode = os.environ.get("WANDB_MODE", "")
+        return mode or ("online" if self._wandb.api.api_key else "offline")

@@ -1,7 +1,4 @@
-"""A line an iteration, on the terminal.
-
-Metrics in a JSON Lines or CSV file, one row for each call, on disk when the call returns.
-"""
+"""Trackers that print lines to the terminal, or append a row per call to a JSON Lines or CSV file."""
 
 from __future__ import annotations
 
@@ -38,16 +35,20 @@ SHOWN_METRICS = (
 
 
 class TerminalTracker(SilentTracker):
-    """Prints the main metrics of every iteration, and every evaluation in full."""
+    """Tracker that prints the main metrics of every iteration, and all metrics of every evaluation."""
 
     def __init__(self, every: int = 1, stream: TextIO | None = None) -> None:
-        """`every`: iterations between two lines; evaluations and the last iteration are always printed."""
+        """Configure the tracker.
+
+        Args:
+            every: iterations between two lines; evaluations and the last iteration are always printed.
+        """
         self.every, self._stream = max(1, every), stream
         self._latest: dict[str, float] = {}
         self._started = time.perf_counter()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Print an evaluation; remember an iteration until `progress` says how far it is."""
+        """Print an evaluation; keep an iteration's metrics until `progress` is called."""
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
             self._print_line(f"  step {step}: " + _format_metrics(evaluated))
@@ -70,16 +71,23 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 class JsonlTracker(SilentTracker):
-    """Appends lines {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}; `rl_core.read_metrics` reads them."""
+    """Tracker that appends lines {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}.
+
+    `rl_core.read_metrics` reads them.
+    """
 
     def __init__(self, path: str | Path, *, cut: bool = False) -> None:
-        """`cut`: drop lines of later steps, which a resumed run measures again, before the first write."""
+        """Configure the tracker.
+
+        Args:
+            cut: before the first write, drop lines of later steps, which a resumed run measures again.
+        """
         self.path = Path(path)
         self._should_truncate = cut
         self._is_truncated = not cut
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line. Values that are not finite are left out, as JSON has none."""
+        """Append one line. Non-finite values are left out, because JSON has none."""
         if not self._is_truncated:
             self._truncate_later_steps(step)
             self._is_truncated = True
@@ -91,33 +99,35 @@ class JsonlTracker(SilentTracker):
         append_bytes(self.path, line)
 
     def sync(self) -> None:
-        """Force the lines to the disk."""
+        """Flush the lines to the disk."""
         if self.path.is_file():
             fsync_path(self.path)
             fsync_path(self.path.parent)
 
     def begin(self, name: str, params: Mapping[str, object]) -> None:
-        """Cut again before the next write: a run that goes on may start from an earlier step."""
+        """Truncate again before the next write: a resumed run may start from an earlier step."""
         self._is_truncated = not self._should_truncate
 
     def _truncate_later_steps(self, step: int) -> None:
-        """End the file before the first line of a later step, or a last one that a crash tore; damage is named."""
+        """Truncate the file before the first line of a later step or a torn last line; report damaged lines."""
         if not self.path.is_file():
             return
-        place = 0
+        end = 0
         for line in read_checked_lines(self.path):
             if line.record is None:
                 report_damaged_line(self.path, line, "the metrics of one step are lost")
-            elif isinstance(later := line.record.get("step"), int | float) and later > step:
-                break
-            place = line.end
-        truncate_file(self.path, place)
+            else:
+                line_step = line.record.get("step")
+                if isinstance(line_step, int | float) and line_step > step:
+                    break
+            end = line.end
+        truncate_file(self.path, end)
 
 
 class CsvTracker(SilentTracker):
-    """One row a call: step, seconds since the epoch, and a column for each metric; blank where one was not measured.
+    """Tracker that writes a row per call: step, seconds since the epoch, a column per metric (blank if not measured).
 
-    A metric that appears later adds a column: the file is then rewritten, atomically.
+    A metric that appears later adds a column: the file is then rewritten atomically.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -125,7 +135,7 @@ class CsvTracker(SilentTracker):
         self._columns: list[str] = []
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one row. Raises: DataError where the file holds something else."""
+        """Append one row. Raises: DataError if the file holds something else."""
         if not self._columns:
             self._columns = self._read_header()
         new = [name for name in metrics if name not in self._columns]
@@ -142,7 +152,7 @@ class CsvTracker(SilentTracker):
         append_bytes(self.path, line.getvalue().encode())
 
     def sync(self) -> None:
-        """Force the rows to the disk."""
+        """Flush the rows to the disk."""
         if self.path.is_file():
             fsync_path(self.path)
             fsync_path(self.path.parent)
@@ -154,12 +164,12 @@ class CsvTracker(SilentTracker):
             header = next(csv.reader(file), [])
         if header and header[:2] != ["step", "time"]:
             raise DataError(
-                f"{self.path}: is no file of metrics (its columns are {', '.join(header[:5])}); name another"
+                f"{self.path}: not a metrics file (its columns are {', '.join(header[:5])}); use another file"
             )
         return header
 
     def _write_all_rows(self) -> None:
-        """The same rows under more columns."""
+        """Rewrite the rows with more columns."""
         rows = []
         if self.path.is_file():
             with self.path.open(encoding="utf-8", newline="") as file:

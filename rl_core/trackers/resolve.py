@@ -1,4 +1,4 @@
-"""From the `tracker` argument to one tracker: names, objects, several at once, and plug-ins."""
+"""Resolution of the `tracker` argument: names, objects, lists of them, and plug-ins become one tracker."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rl_core.trackers.local_trackers import CsvTracker, JsonlTracker, TerminalTr
 from rl_core.trackers.prometheus import PrometheusTracker, parse_target
 from rl_core.tracking import BackgroundTracker, Tracker, sync_tracker
 
-ENTRY_POINT_GROUP = "rl_core.trackers"  # of entry points: functions (address, folder) -> tracker
-# The output folder's own metrics.jsonl, which is cut where a run resumes, is another file.
+ENTRY_POINT_GROUP = "rl_core.trackers"  # functions (address, folder) -> tracker
+# Not metrics.jsonl, which the output folder uses and truncates when a run resumes.
 _DEFAULT_FILES = {
     "csv": "metrics.csv",
     "jsonl": "tracker.jsonl",
@@ -28,38 +28,38 @@ TrackerSource: TypeAlias = "str | Tracker | Sequence[str | Tracker] | None"
 
 
 class TrackerGroup:
-    """A tracker that hands everything to each of `trackers`, in order."""
+    """Tracker that forwards everything to each of `trackers`, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = list(trackers)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """To each."""
+        """Forward to each tracker."""
         for tracker in self.trackers:
             tracker.log_metrics(metrics, step)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """To each."""
+        """Forward to each tracker."""
         for tracker in self.trackers:
             tracker.log_artifact(path, folder)
 
     def log_dict(self, values: Mapping[str, Any], name: str) -> None:
-        """To each."""
+        """Forward to each tracker."""
         for tracker in self.trackers:
             tracker.log_dict(values, name)
 
     def set_tag(self, name: str, value: str) -> None:
-        """To each."""
+        """Forward to each tracker."""
         for tracker in self.trackers:
             tracker.set_tag(name, value)
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """To each."""
+        """Forward to each tracker."""
         for tracker in self.trackers:
             tracker.progress(done, total, message)
 
     def sync(self) -> None:
-        """Force what was recorded to the disk, in those trackers that can."""
+        """Flush records to the disk in all trackers that support it."""
         for tracker in self.trackers:
             sync_tracker(tracker)
 
@@ -67,24 +67,22 @@ class TrackerGroup:
 def build_tracker_group(
     source: TrackerSource, first_trackers: Sequence[Tracker] = (), *, folder: Path | None = None
 ) -> TrackerGroup:
-    """One tracker of all that `source` names, after `own`.
+    """Build one tracker from `first_trackers` and all that `source` names.
 
     Args:
-        folder: where a plug-in may keep files of its own; None = a temporary place of its choice.
-    Raises: SettingsError for an unknown name, a missing package, or an object that is no tracker.
+        folder: for files of plug-ins; None = a temporary folder of their choice.
+    Raises: SettingsError for an unknown name, a missing package, or an object that is not a tracker.
     """
-    parts = (
-        []
-        if source is None
-        else [source]
-        if isinstance(source, str) or not isinstance(source, Sequence)
-        else source
-    )
-    return TrackerGroup([*first_trackers, *(_build_tracker(part, folder) for part in parts)])
+    sources: Sequence[str | Tracker] = []
+    if isinstance(source, Sequence) and not isinstance(source, str):
+        sources = source
+    elif source is not None:
+        sources = [source]
+    return TrackerGroup([*first_trackers, *(_build_tracker(part, folder) for part in sources)])
 
 
 def begin_run(trackers: TrackerGroup, name: str, params: Mapping[str, Any]) -> None:
-    """Tell those that want to know that a run starts: its name and its settings."""
+    """Notify trackers that support it of the start of a run: its name and settings."""
     for tracker in trackers.trackers:
         start: Callable[[str, Mapping[str, Any]], None] | None = getattr(tracker, "begin", None)
         if start is not None:
@@ -92,7 +90,7 @@ def begin_run(trackers: TrackerGroup, name: str, params: Mapping[str, Any]) -> N
 
 
 def end_run(trackers: TrackerGroup, status: str) -> None:
-    """Tell those that want to know that a run has ended: FINISHED, FAILED or KILLED."""
+    """Notify trackers that support it of the end of a run: FINISHED, FAILED or KILLED."""
     for tracker in trackers.trackers:
         end: Callable[[str], None] | None = getattr(tracker, "close", None)
         if end is not None:
@@ -119,11 +117,11 @@ def _build_tracker(source: str | Tracker, folder: Path | None) -> Tracker:
         "jsonl": JsonlTracker,
         "tensorboard": TensorBoardTracker,
         "wandb": lambda project: WandbTracker(project, folder),
-        "prometheus": lambda place: PrometheusTracker(
-            parse_target(place, folder or Path(), "metrics")
+        "prometheus": lambda address: PrometheusTracker(
+            parse_target(address, folder or Path(), "metrics")
         ),
-        "dogstatsd": lambda place: _wrap_in_background(
-            DogStatsdTracker(place, (folder or Path()) / "dogstatsd.txt")
+        "dogstatsd": lambda address: _wrap_in_background(
+            DogStatsdTracker(address, (folder or Path()) / "dogstatsd.txt")
         ),
     }
     if kind in known:
@@ -134,20 +132,20 @@ def _build_tracker(source: str | Tracker, folder: Path | None) -> Tracker:
     if kind not in plugins:
         hint = suggest_name(kind, [*known, *plugins])
         if kind == "mlflow":
-            hint = "it comes with the package posttrain: install that, or hand in tasks.tracking.MlflowTracker(URI)"
+            hint = "it comes with the package posttrain: install that, or pass tasks.tracking.MlflowTracker(URI)"
         raise SettingsError(f"tracker: no tracker '{source}'; {hint}")
-    made: Tracker = plugins[kind].load()(address, folder)
-    return made
+    plugin_tracker: Tracker = plugins[kind].load()(address, folder)
+    return plugin_tracker
 
 
 def _resolve_default_address(kind: str, folder: Path | None) -> str:
-    """Place of a tracker that names none: in the output folder. Raises: SettingsError where it has to name one."""
+    """Return the default address of a tracker, in the output folder. Raises: SettingsError without that folder."""
     if kind == "wandb":
         return "posttrain"
     if kind in _DEFAULT_FILES:
         if folder is None:
             raise SettingsError(
-                f"tracker: '{kind}' names no place; write {kind}:{_DEFAULT_FILES[kind]}, or give output=FOLDER"
+                f"tracker: '{kind}' has no address; write {kind}:{_DEFAULT_FILES[kind]}, or set output=FOLDER"
             )
         return str(folder / _DEFAULT_FILES[kind])
     return ""

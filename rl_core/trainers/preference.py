@@ -1,17 +1,15 @@
-"""The loss of preference pairs that the settings name. B pairs.
+"""Preference optimisation: DPO, conservative DPO, IPO, SimPO, ORPO; KTO on labelled completions.
 
-Log-probabilities of preference pairs under the reference model.
+The reference is the model that training starts from; SimPO and ORPO have none.
 
-Preference optimisation: DPO, conservative DPO, IPO, SimPO, ORPO; KTO on labelled completions.
-
-The reference is the model that training starts from; SimPO and ORPO have none. B pairs, S whole sequence.
+Suffixes: B pairs, S whole sequence.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -47,6 +45,9 @@ if TYPE_CHECKING:
 
 
 PairTensors = tuple[torch.Tensor, ...]  # (chosen, rejected), each [B]
+# Log-probs of (chosen, rejected) under the reference, in nats, summed over loss tokens.
+PairReference = tuple[float, float]
+NO_REFERENCE = (0.0, 0.0)
 
 
 def compute_pair_loss(
@@ -56,7 +57,7 @@ def compute_pair_loss(
     tokens: PairTensors,
     num_pairs: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss that the settings name: dpo from sums over the tokens, the others from means."""
+    """Compute the loss that the settings name: dpo from sums over the tokens, the others from means."""
     if settings.loss == "dpo":
         return dpo_loss(
             *logprobs,
@@ -85,11 +86,13 @@ def compute_tied_pair_loss(
     num_pairs: int,
     num_ordered: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss on pairs of which some are ties: dpo from sums over the tokens, ipo from means."""
-    scale = [torch.ones_like(count_B) if settings.loss == "dpo" else count_B for count_B in tokens]
+    """Compute the loss on pairs of which some are ties: dpo from sums over the tokens, ipo from means."""
+    divisors = (
+        [torch.ones_like(count_B) for count_B in tokens] if settings.loss == "dpo" else tokens
+    )
     chosen_B, rejected_B = (
-        settings.beta * (own_B - ref_B) / count_B
-        for own_B, ref_B, count_B in zip(logprobs, references, scale, strict=True)
+        settings.beta * (policy_B - ref_B) / divisor_B
+        for policy_B, ref_B, divisor_B in zip(logprobs, references, divisors, strict=True)
     )
     if settings.loss == "dpo":
         return tied_dpo_loss(
@@ -111,12 +114,6 @@ def compute_tied_pair_loss(
     )
 
 
-PairReference = tuple[
-    float, float
-]  # log-probs of (chosen, rejected) under the reference, nats, summed over loss tokens
-NO_REFERENCE = (0.0, 0.0)
-
-
 def compute_reference_logprobs(
     model: PreTrainedModel,
     pairs: Sequence[PreferencePair],
@@ -125,44 +122,43 @@ def compute_reference_logprobs(
     max_tokens: int,
     precision: AutocastPrecision = "none",
 ) -> list[PairReference]:
-    """Log-probabilities of both sides of every pair under `model` as it is now, without dropout and gradient.
+    """Compute log-probabilities of both sides of every pair under the current `model`, without dropout or gradient.
 
-    Length-sorted micro-batches of at most `max_tokens` padded tokens. Draws no random number.
+    Uses length-sorted micro-batches of at most `max_tokens` padded tokens. Draws no random number.
     Returns: (chosen, rejected) of each pair, in nats, summed over the tokens that carry loss.
     """
 
-    def row(place: int) -> TrainRow:
-        pair = pairs[place // 2]
-        side = pair.rejected if place % 2 else pair.chosen
+    def build_row(index: int) -> TrainRow:
+        pair = pairs[index // 2]
+        side = pair.rejected if index % 2 else pair.chosen
         return TrainRow(side.prompt_ids, side.completion_ids, side.loss_mask)
 
-    rows = LazyRows(2 * len(pairs), row)
+    rows = LazyRows(2 * len(pairs), build_row)
     sums = [0.0] * len(rows)
     device = next(model.parameters()).device
 
-    def fill(batch: TrainBatch) -> None:
+    def fill_sums(batch: TrainBatch) -> None:
         logprobs_B = completion_logprobs(model, batch.to(device))[0].sum(1)
-        for row, value in zip(batch.rows, logprobs_B.tolist(), strict=True):
-            sums[row] = value
+        for index, value in zip(batch.rows, logprobs_B.tolist(), strict=True):
+            sums[index] = value
 
     with use_eval_mode(model), torch.no_grad(), enable_autocast(precision, device):
-        MemoryFit("reference log-probabilities").compute_batches(
-            build_lazy_batches(rows, max_tokens, pad_id), fill
-        )
+        batches = build_lazy_batches(rows, max_tokens, pad_id)
+        MemoryFit("reference log-probabilities").compute_batches(batches, fill_sums)
     return list(zip(sums[0::2], sums[1::2], strict=True))
 
 
 def check_references(
     pairs: Sequence[PreferencePair], rows: Sequence[PairReference], name: str
 ) -> list[PairReference]:
-    """References of pairs. Raises: DataError where they do not fit or are not finite."""
+    """Return the references as a list. Raises: DataError unless there is a finite one for every pair."""
     if len(rows) != len(pairs):
         raise DataError(f"references of {name}: {len(rows)} rows for {len(pairs)} pairs")
-    bad = next((index for index, row in enumerate(rows) if not all(map(math.isfinite, row))), None)
-    if bad is not None:
-        raise DataError(
-            f"references of {name}: row {bad} is {rows[bad]}; the starting model gives no finite number"
-        )
+    for index, row in enumerate(rows):
+        if not all(map(math.isfinite, row)):
+            raise DataError(
+                f"references of {name}: row {index} is {row}; the starting model gives no finite number"
+            )
     return list(rows)
 
 
@@ -176,7 +172,7 @@ class _ReferencedPair(NamedTuple):
 
 @dataclass
 class _ComparedPairBatch:
-    """A micro-batch with one row per pair in every tensor; the optimizer step halves one that does not fit."""
+    """Micro-batch with one row per pair in every tensor; the optimizer step halves one that does not fit in memory."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     rejected_ids_BS: torch.Tensor  # int64 [B, S], padded to the same S
@@ -186,7 +182,7 @@ class _ComparedPairBatch:
     rejected_lengths_B: torch.Tensor
     ref_chosen_B: torch.Tensor  # float32 [B], nats, summed over loss tokens
     ref_rejected_B: torch.Tensor
-    pair_indices_B: torch.Tensor  # int64 [B], `_ReferencedPair.place`
+    pair_indices_B: torch.Tensor  # int64 [B], `_ReferencedPair.pair_index`
     desirable_B: torch.Tensor  # bool [B], labels of KTO; False for pairs
     ties_B: torch.Tensor  # bool [B], True = neither side is better
 
@@ -198,19 +194,20 @@ class _Denominators(NamedTuple):
     loss_tokens: int
     desirable: int
     reference_point: float  # of KTO
-    ordered: int  # pairs that are no ties
+    ordered: int  # pairs that are not ties
 
 
 class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
-    """Minimises the preference loss; one iteration is one optimizer step.
+    """Trainer on a preference loss; one iteration is one optimizer step.
 
-    The reference log-probabilities are computed here, from `model` as it is handed over, before a resume loads trained
-    weights into it. They are also stored in the checkpoint. Losses without a reference neither compute nor store any.
+    The reference log-probabilities are computed in the constructor from `model` as passed, before a resume loads
+    trained weights into it. They are also stored in the checkpoint. Losses without a reference neither compute nor
+    store any.
 
-    Training with dropout gives each training pair masks of its own, the same at every visit, and the reference the same
-    ones, since it is the same network: noise that both have cancels, so that the loss starts at ln 2 (IPO: at
-    1 / (4 beta^2)) and moves with the weights alone. Each pair is then a micro-batch, as masks follow from its shape.
-    Held-out pairs are measured without dropout on either side.
+    With dropout, each training pair has its own masks, the same at every visit, and the reference uses the same ones,
+    as it is the same network: the noise cancels, so the loss starts at ln 2 (IPO: at 1 / (4 beta^2)) and changes only
+    with the weights. Each pair is then its own micro-batch, as masks depend on the shape. Held-out pairs are measured
+    without dropout on either side.
     """
 
     noun: ClassVar[str] = "pair"
@@ -231,24 +228,23 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
 
         Args:
             model: a causal LM with the weights that training starts from, on its device. New adapters change nothing
-                yet, so under LoRA it is its own reference as well.
-            references: (of the training pairs, of the held-out ones), where the same weights gave them before,
-                without dropout; those of the training pairs are not used where training has it.
+                yet, so under LoRA it serves as the reference as well.
+            references: (of the training pairs, of the held-out ones) from an earlier run with the same weights and
+                without dropout; those of the training pairs are ignored if training uses dropout.
         Raises: DataError naming a pair that cannot be trained on, or references that do not fit the pairs.
         """
-        masked = settings.needs_reference and settings.dropout and has_dropout(model)
-        self._mask_seed = compute_sequence_seed(seed, "masks") if masked else None
-        self.settings, self._pad_id, self._device = (
-            settings,
-            pad_id,
-            next(model.parameters()).device,
-        )
+        uses_masks = settings.needs_reference and settings.dropout and has_dropout(model)
+        self._mask_seed = compute_sequence_seed(seed, "masks") if uses_masks else None
+        self.settings = settings
+        self._pad_id = pad_id
+        self._device = next(model.parameters()).device
         self._has_ties = False
-        found: list[list[PairReference]] = []
-        for index, (name, pairs) in enumerate((("train", pairs_train), ("heldout", pairs_heldout))):
+        self._pairs = (pairs_train, pairs_heldout)
+        self._references: list[list[PairReference]] = []
+        for index, (name, pairs) in enumerate(zip(("train", "heldout"), self._pairs, strict=True)):
             num_ties = 0
-            for place, pair in enumerate(pairs):
-                _check_pair(pair, f"pairs_{name}[{place}]", settings)
+            for pair_index, pair in enumerate(pairs):
+                _check_pair(pair, f"pairs_{name}[{pair_index}]", settings)
                 num_ties += pair.tie
             self._has_ties = self._has_ties or num_ties > 0
             if name == "heldout" and num_ties and num_ties == len(pairs):
@@ -270,11 +266,9 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                     max_tokens=settings.micro_batch_tokens,
                     precision=settings.autocast,
                 )
-            found.append(check_references(pairs, rows, name))
-        self._pairs, self._references = (pairs_train, pairs_heldout), found
-        train, heldout = (
-            _attach_references(*part) for part in zip(self._pairs, found, strict=True)
-        )
+            self._references.append(check_references(pairs, rows, name))
+        train = _attach_references(pairs_train, self._references[0])
+        heldout = _attach_references(pairs_heldout, self._references[1])
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
 
     @property
@@ -285,62 +279,56 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         return dict(zip(("train", "heldout"), self._references, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the order of pairs, and the reference log-probabilities [pairs, 2]."""
+        """Return the position in the order of pairs, and the reference log-probabilities [pairs, 2]."""
         references = {
             name: torch.tensor(rows, dtype=torch.float64) for name, rows in self.references.items()
         }
         return {**super().state_dict(), "references": references}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         super().load_state_dict(state)
-        if self.settings.needs_reference:
-            for index, name in enumerate(("train", "heldout")):
-                rows = [
-                    (float(row[0]), float(row[1])) for row in state["references"][name].tolist()
-                ]
-                self._references[index] = check_references(self._pairs[index], rows, name)
-            self._train, self._heldout = (
-                _attach_references(*part)
-                for part in zip(self._pairs, self._references, strict=True)
-            )
+        if not self.settings.needs_reference:
+            return
+        for index, name in enumerate(("train", "heldout")):
+            rows = [(float(row[0]), float(row[1])) for row in state["references"][name].tolist()]
+            self._references[index] = check_references(self._pairs[index], rows, name)
+        self._train = _attach_references(self._pairs[0], self._references[0])
+        self._heldout = _attach_references(self._pairs[1], self._references[1])
 
     def _compute_references_with_dropout(
         self, model: PreTrainedModel, pairs: Sequence[PreferencePair], precision: AutocastPrecision
     ) -> list[PairReference]:
-        """As `compute_reference_logprobs`, with the masks that each pair is trained with."""
-        rows = [NO_REFERENCE] * len(pairs)
-        waiting = _attach_references(pairs, rows.copy())
+        """Compute reference log-probabilities with the dropout masks that each pair is trained with."""
+        references = [NO_REFERENCE] * len(pairs)
+        batches = self._build_batches(_attach_references(pairs, references.copy()))
 
-        def fill(batch: _ComparedPairBatch) -> None:
+        def fill_references(batch: _ComparedPairBatch) -> None:
             chosen_B, rejected_B, _ = self._compute_pair_logprobs(model, batch)
-            rows[int(batch.pair_indices_B)] = (float(chosen_B), float(rejected_B))
+            references[int(batch.pair_indices_B)] = (float(chosen_B), float(rejected_B))
 
         with (
             use_training_mode(model, dropout=True),
             torch.no_grad(),
             enable_autocast(precision, self._device),
         ):
-            MemoryFit("reference log-probabilities").compute_batches(
-                self._build_batches(waiting), fill
-            )
-        return rows
+            MemoryFit("reference log-probabilities").compute_batches(batches, fill_references)
+        return references
 
     def _compute_pair_logprobs(
         self, model: PreTrainedModel, batch: _ComparedPairBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probs [B] of the chosen and of the rejected sides, and their loss mask [2 B, S]."""
+        """Return log-probs [B] of the chosen and of the rejected sides, and their loss mask [2 B, S]."""
         both = self._build_train_batch(
             torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]),
             torch.cat([batch.chosen_mask_BS, batch.rejected_mask_BS]),
             torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B]),
         )
-        seed = (
-            None
-            if self._mask_seed is None
-            else compute_sequence_seed(self._mask_seed, *batch.pair_indices_B.tolist())
-        )
-        with nullcontext() if seed is None else seed_dropout_masks(self._device, seed):
+        masks: AbstractContextManager[None] = nullcontext()
+        if self._mask_seed is not None:
+            seed = compute_sequence_seed(self._mask_seed, *batch.pair_indices_B.tolist())
+            masks = seed_dropout_masks(self._device, seed)
+        with masks:
             chosen_B, rejected_B = completion_logprobs(model, both)[0].sum(1).chunk(2)
         return chosen_B, rejected_B, both.loss_mask_BS
 
@@ -351,20 +339,16 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         return max(len(example.pair.chosen_ids), len(example.pair.rejected_ids))
 
     def _build_batches(self, examples: Sequence[_ReferencedPair]) -> Sequence[_ComparedPairBatch]:
-        max_tokens = (
-            self.settings.micro_batch_tokens if self._mask_seed is None else 1
-        )  # 1 = each pair alone
-        groups = build_pair_batches(
-            [self._count_longest_row(example) for example in examples], max_tokens
-        )
+        # With dropout masks each pair is its own micro-batch: no second one fits into one token.
+        max_tokens = self.settings.micro_batch_tokens if self._mask_seed is None else 1
+        lengths = [self._count_longest_row(example) for example in examples]
+        groups = build_pair_batches(lengths, max_tokens)
 
-        def made(number: int) -> _ComparedPairBatch:
-            group, width = groups[number]
-            some = [examples[index] for index in group]
-            chosen, rejected = (
-                [each.pair.chosen for each in some],
-                [each.pair.rejected for each in some],
-            )
+        def build_batch(number: int) -> _ComparedPairBatch:
+            indices, width = groups[number]
+            batch = [examples[index] for index in indices]
+            chosen = [example.pair.chosen for example in batch]
+            rejected = [example.pair.rejected for example in batch]
             return _ComparedPairBatch(
                 pad_rows([side.ids for side in chosen], self._pad_id, width=width),
                 pad_rows([side.ids for side in rejected], self._pad_id, width=width),
@@ -372,34 +356,36 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 _build_loss_mask(rejected, width),
                 torch.tensor([len(side.ids) for side in chosen]),
                 torch.tensor([len(side.ids) for side in rejected]),
-                torch.tensor([each.reference[0] for each in some], dtype=torch.float32),
-                torch.tensor([each.reference[1] for each in some], dtype=torch.float32),
-                torch.tensor([each.pair_index for each in some]),
-                torch.tensor([bool(each.pair.desirable) for each in some]),
-                torch.tensor([each.pair.tie for each in some]),
+                torch.tensor([example.reference[0] for example in batch], dtype=torch.float32),
+                torch.tensor([example.reference[1] for example in batch], dtype=torch.float32),
+                torch.tensor([example.pair_index for example in batch]),
+                torch.tensor([bool(example.pair.desirable) for example in batch]),
+                torch.tensor([example.pair.tie for example in batch]),
             )
 
-        return LazyRows(len(groups), made)
+        return LazyRows(len(groups), build_batch)
 
     def _build_loss_fn(self, examples: Sequence[_ReferencedPair]) -> LossFn[_ComparedPairBatch]:
-        """Loss and metrics of a micro-batch; for KTO after a pass over all of them, for the reference point."""
-        pairs = [each.pair for each in examples]
+        """Return the loss function; for KTO after a pass over all examples, for the reference point."""
+        pairs = [example.pair for example in examples]
         if self.settings.loss == "kto":
-            sums = _Denominators(
+            denominators = _Denominators(
                 len(pairs),
                 sum(sum(pair.chosen.loss_mask) for pair in pairs),
                 sum(bool(pair.desirable) for pair in pairs),
                 self._estimate_reference_point(examples),
                 0,
             )
-            return lambda batch: self._compute_labelled_loss(batch, sums)
-        tokens = sum(sum(p.chosen.loss_mask) + sum(p.rejected.loss_mask) for p in pairs)
-        ordered = sum(not p.tie for p in pairs)
-        sums = _Denominators(len(pairs), tokens, 0, 0.0, ordered)
-        return lambda batch: self._compute_loss(batch, sums)
+            return lambda batch: self._compute_labelled_loss(batch, denominators)
+        num_tokens = sum(
+            sum(pair.chosen.loss_mask) + sum(pair.rejected.loss_mask) for pair in pairs
+        )
+        num_ordered = sum(not pair.tie for pair in pairs)
+        denominators = _Denominators(len(pairs), num_tokens, 0, 0.0, num_ordered)
+        return lambda batch: self._compute_loss(batch, denominators)
 
     def _estimate_reference_point(self, examples: Sequence[_ReferencedPair]) -> float:
-        """KTO's z from the mismatched completions of these examples, without gradient and dropout."""
+        """Estimate KTO's z from the mismatched completions of these examples, without gradient or dropout."""
 
         def measure(batch: _ComparedPairBatch) -> float:
             rows = self._build_train_batch(
@@ -423,41 +409,43 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         ).to(self._device)
 
     def _compute_labelled_loss(
-        self, batch: _ComparedPairBatch, sums: _Denominators
+        self, batch: _ComparedPairBatch, denominators: _Denominators
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """KTO on the rows of a micro-batch; their mismatched completions were read for the reference point."""
+        """Compute KTO on the rows of a micro-batch; their mismatched completions only serve the reference point."""
         settings = self.settings
         rows = self._build_train_batch(
             batch.chosen_ids_BS, batch.chosen_mask_BS, batch.chosen_lengths_B
         )
         logprobs_B = completion_logprobs(self.model, rows)[0].sum(1)
         ref_B, desirable_B = batch.ref_chosen_B.to(self._device), batch.desirable_B.to(self._device)
+        num_undesirable = denominators.pairs - denominators.desirable
         loss, metrics = kto_loss(
             logprobs_B,
             ref_B,
             desirable_B,
-            reference_point=sums.reference_point,
-            num_desirable=sums.desirable,
-            num_undesirable=sums.pairs - sums.desirable,
+            reference_point=denominators.reference_point,
+            num_desirable=denominators.desirable,
+            num_undesirable=num_undesirable,
             beta=settings.beta,
             desirable_weight=settings.desirable_weight,
             undesirable_weight=settings.undesirable_weight,
         )
         with torch.no_grad():
-            found_B = logprobs_B.detach()
+            logprobs_B = logprobs_B.detach()
+            chosen_sum = (logprobs_B * desirable_B).sum()
+            rejected_sum = (logprobs_B * ~desirable_B).sum()
             metrics |= {
-                "chosen_logprob": (found_B * desirable_B).sum() / max(sums.desirable, 1),
-                "rejected_logprob": (found_B * ~desirable_B).sum()
-                / max(sums.pairs - sums.desirable, 1),
-                "reference_kl": (ref_B - found_B).sum() / sums.loss_tokens,
+                "chosen_logprob": chosen_sum / max(denominators.desirable, 1),
+                "rejected_logprob": rejected_sum / max(num_undesirable, 1),
+                "reference_kl": (ref_B - logprobs_B).sum() / denominators.loss_tokens,
             }
         return loss, metrics
 
     def _compute_loss(
-        self, batch: _ComparedPairBatch, sums: _Denominators
+        self, batch: _ComparedPairBatch, denominators: _Denominators
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss and metrics of some pairs, divided by the pairs (or loss tokens) of the whole step."""
-        settings, num_pairs = self.settings, sums.pairs
+        """Compute loss and metrics of some pairs, divided by the pairs (or loss tokens) of the whole step."""
+        settings, num_pairs = self.settings, denominators.pairs
         chosen_B, rejected_B, loss_mask_BS = self._compute_pair_logprobs(self.model, batch)
         logprobs = chosen_B, rejected_B
         references = batch.ref_chosen_B.to(self._device), batch.ref_rejected_B.to(self._device)
@@ -470,7 +458,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 tokens,
                 batch.ties_B.to(self._device),
                 num_pairs,
-                sums.ordered,
+                denominators.ordered,
             )
         else:
             loss, metrics = compute_pair_loss(settings, logprobs, references, tokens, num_pairs)
@@ -483,9 +471,9 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 "rejected_logprob": logprobs[1].sum() / num_pairs,
             }
             if settings.needs_reference:
-                # k1 from samples of the reference: an estimate of KL(reference || policy) where it wrote the pairs
-                moved = (references[0] + references[1] - logprobs[0] - logprobs[1]).sum()
-                metrics["reference_kl"] = moved / sums.loss_tokens  # nats per token
+                # k1 at samples of the reference: estimates KL(reference || policy) if it wrote the pairs.
+                kl_sum = (references[0] + references[1] - logprobs[0] - logprobs[1]).sum()
+                metrics["reference_kl"] = kl_sum / denominators.loss_tokens  # nats per token
         return loss, metrics
 
 
@@ -495,36 +483,33 @@ def _build_loss_mask(sides: Sequence[PairSide], width: int) -> torch.Tensor:
 
 
 def _check_pair(pair: PreferencePair, name: str, settings: PreferenceSettings) -> None:
-    if pair.tie and (
-        settings.loss not in ("dpo", "ipo") or settings.label_smoothing > 0 or settings.sft_coef > 0
-    ):
-        what = (
-            "label_smoothing"
-            if settings.label_smoothing > 0
-            else "sft_coef"
-            if settings.sft_coef > 0
-            else settings.loss
-        )
-        raise DataError(f"{name}: is a tie, which {what} does not take; leave ties out")
+    if pair.tie:
+        unsupported: str = "" if settings.loss in ("dpo", "ipo") else settings.loss
+        if settings.label_smoothing > 0:
+            unsupported = "label_smoothing"
+        elif settings.sft_coef > 0:
+            unsupported = "sft_coef"
+        if unsupported:
+            raise DataError(f"{name}: is a tie, which {unsupported} does not take; leave ties out")
     if (pair.desirable is None) == (settings.loss == "kto"):
         needed = "labelled completions" if settings.loss == "kto" else "pairs, chosen and rejected"
         raise DataError(f"{name}: the loss {settings.loss} needs {needed}")
-    for which, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+    for side_name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if not side.prompt_ids:
             raise DataError(
-                f"{name}.{which}: has no prompt, so its first token could carry no loss"
+                f"{name}.{side_name}: has no prompt, so its first token could carry no loss"
             )
         if len(side.loss_mask) != len(side.completion_ids):
             count = len(side.completion_ids)
             raise DataError(
-                f"{name}.{which}: {count} completion tokens, but a loss mask of {len(side.loss_mask)}"
+                f"{name}.{side_name}: {count} completion tokens, but a loss mask of {len(side.loss_mask)}"
             )
         if not any(side.loss_mask):
-            raise DataError(f"{name}.{which}: no token carries loss")
+            raise DataError(f"{name}.{side_name}: no token carries loss")
 
 
 def _attach_references(
     pairs: Sequence[PreferencePair], rows: Sequence[PairReference]
 ) -> LazyRows[_ReferencedPair]:
-    """Pairs with their reference log-probabilities, made where they are asked for."""
-    return LazyRows(len(pairs), lambda place: _ReferencedPair(pairs[place], rows[place], place))
+    """Attach their reference log-probabilities to pairs, each when accessed."""
+    return LazyRows(len(pairs), lambda index: _ReferencedPair(pairs[index], rows[index], index))

@@ -1,10 +1,6 @@
-"""Scores of rows by the reward model that is being trained, distributed over its processes.
+"""Reward models: Bradley-Terry on preference pairs, some of them ties; regression on scores (1 to 5, thumbs).
 
-Bradley-Terry reward model on preference pairs, of which some may be ties.
-
-B pairs, S whole sequence.
-
-Reward model by regression on scores that people gave (1 to 5, thumbs). B rows, S whole sequence.
+Suffixes: B pairs or rows, S whole sequence.
 """
 
 from __future__ import annotations
@@ -35,6 +31,8 @@ from rl_core.training.optimizer_step import LossFn, OptimizerStep
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MAX_COMPARED_ROWS = 2000  # held-out rows of which all pairs are compared
+
 
 def compute_sharded_scores(
     optimizer_step: OptimizerStep,
@@ -44,43 +42,45 @@ def compute_sharded_scores(
     max_tokens: int,
     pad_id: int,
 ) -> list[float]:
-    """`heads.score`, each process computing its share; all of them get all scores.
+    """Score rows with the reward model being trained; each process computes a share and gets all scores.
 
     Args:
-        max_tokens: padded tokens of a pass at most (a longer row stands alone).
+        max_tokens: limit of padded tokens per pass (a longer row gets its own).
     """
     lengths = [len(row) for row in rows]
 
-    def build(some: Sequence[int]) -> list[list[int]]:
-        groups = heads.build_score_batches([lengths[index] for index in some], max_tokens)
-        return [[some[place] for place in group] for group in groups]
+    def build_batches(indices: Sequence[int]) -> list[list[int]]:
+        groups = heads.build_score_batches([lengths[index] for index in indices], max_tokens)
+        return [[indices[position] for position in group] for group in groups]
 
-    def measure(indices: list[int]) -> list[tuple[int, float]]:
+    def score_batch(indices: list[int]) -> list[tuple[int, float]]:
         values = heads.score_batch(model, [rows[index] for index in indices], pad_id=pad_id)
         return list(zip(indices, values, strict=True))
 
-    batches = optimizer_step.process_group.build_local_batches(range(len(rows)), lengths, build)
-    parts = optimizer_step.sharded.measure_batches(
-        batches, measure, optimizer_step.enable_autocast()
+    batches = optimizer_step.process_group.build_local_batches(
+        range(len(rows)), lengths, build_batches
     )
-    scores = dict(pair for part in parts for pair in part)
+    scored_batches = optimizer_step.sharded.measure_batches(
+        batches, score_batch, optimizer_step.enable_autocast()
+    )
+    scores = dict(scored_row for batch in scored_batches for scored_row in batch)
     return [scores[index] for index in range(len(rows))]
 
 
 class ScoredPair(NamedTuple):
-    """Token ids of the whole chosen and rejected sequences, and by how much the first is to score higher."""
+    """Token ids of the whole chosen and rejected sequences, and the margin by which the first should score higher."""
 
     chosen_ids: Sequence[int]
     rejected_ids: Sequence[int]
     margin: float = 0.0
-    tie: bool = False  # True = neither is to score higher
+    tie: bool = False  # True = neither should score higher
 
 
 class _PairCounts(NamedTuple):
     """Denominators of a step or an evaluation, over all its micro-batches and processes."""
 
     pairs: int
-    ordered: int  # that are no ties
+    ordered: int  # pairs that are not ties
 
 
 def _count_pairs(examples: Sequence[ScoredPair]) -> _PairCounts:
@@ -90,26 +90,23 @@ def _count_pairs(examples: Sequence[ScoredPair]) -> _PairCounts:
 def _wrap_scored_pairs(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]] | ScoredPair],
 ) -> LazyRows[ScoredPair]:
-    return LazyRows(len(pairs), lambda place: ScoredPair(*pairs[place]))
-
-
-def _select_side(pair: ScoredPair, which: int) -> Sequence[int]:
-    return pair.rejected_ids if which else pair.chosen_ids
+    return LazyRows(len(pairs), lambda index: ScoredPair(*pairs[index]))
 
 
 def compute_longer_answer_baseline(lengths: Sequence[tuple[int, int]]) -> float:
-    """Accuracy of "the longer one is the chosen one" on lengths (chosen, rejected); equal ones count half.
+    """Compute the accuracy of "the longer one is chosen" on lengths (chosen, rejected); equal lengths count half.
 
     Raises: DataError for no pair.
     """
     if not lengths:
         raise DataError("longer_answer_baseline: there is no pair")
-    return sum((c > r) + 0.5 * (c == r) for c, r in lengths) / len(lengths)
+    correct = sum((chosen > rejected) + 0.5 * (chosen == rejected) for chosen, rejected in lengths)
+    return correct / len(lengths)
 
 
 @dataclass
 class _ScoredPairBatch:
-    """A micro-batch with one row per pair in every tensor; the optimizer step halves one that does not fit."""
+    """Micro-batch with one row per pair in every tensor; the optimizer step halves one that does not fit in memory."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     rejected_ids_BS: torch.Tensor  # int64 [B, S], padded to the same S
@@ -120,7 +117,7 @@ class _ScoredPairBatch:
 
 
 class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
-    """Minimises the Bradley-Terry loss; one iteration is one optimizer step."""
+    """Trainer on the Bradley-Terry loss; one iteration is one optimizer step."""
 
     noun: ClassVar[str] = "pair"
     settings: RewardModelSettings
@@ -143,30 +140,33 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         Raises: DataError naming a pair with an empty sequence, or a margin that is negative or not finite; held-out
             pairs that are all ties.
         """
-        examples = [_wrap_scored_pairs(pairs) for pairs in (pairs_train, pairs_heldout)]
+        examples = _wrap_scored_pairs(pairs_train), _wrap_scored_pairs(pairs_heldout)
         self._has_ties = False
-        for name, part in zip(("pairs_train", "pairs_heldout"), examples, strict=True):
+        for name, pairs in zip(("pairs_train", "pairs_heldout"), examples, strict=True):
             num_ties = 0
-            for place, pair in enumerate(part):
+            for index, pair in enumerate(pairs):
                 num_ties += pair.tie
                 if not (len(pair.chosen_ids) and len(pair.rejected_ids)):
-                    raise DataError(f"{name}[{place}]: a sequence without tokens cannot be scored")
+                    raise DataError(f"{name}[{index}]: a sequence without tokens cannot be scored")
                 if not 0 <= pair.margin < math.inf:
                     raise DataError(
-                        f"{name}[{place}]: margin {pair.margin} must be finite and at least 0"
+                        f"{name}[{index}]: margin {pair.margin} must be finite and at least 0"
                     )
             self._has_ties = self._has_ties or num_ties > 0
-            if name == "pairs_heldout" and num_ties and num_ties == len(part):
+            if name == "pairs_heldout" and num_ties and num_ties == len(pairs):
                 raise DataError(
-                    f"pairs_heldout: all {len(part)} are ties, so no order can be checked; hold out more"
+                    f"pairs_heldout: all {num_ties} are ties, so no order can be checked; hold out more"
                 )
         super().__init__(model, pad_id, examples[0], examples[1], settings, seed, process_group)
 
     def _evaluate_examples(self, examples: Sequence[ScoredPair]) -> dict[str, float]:
-        """Loss, accuracy and margin of the ordered pairs (equal scores count half), and their calibration error."""
-        rows = LazyRows(
-            2 * len(examples), lambda place: _select_side(examples[place // 2], place % 2)
-        )
+        """Return loss, accuracy and margin of the ordered pairs (equal scores count half), and calibration error."""
+
+        def select_side(index: int) -> Sequence[int]:
+            pair = examples[index // 2]
+            return pair.rejected_ids if index % 2 else pair.chosen_ids
+
+        rows = LazyRows(2 * len(examples), select_side)
         scores_B = torch.tensor(self._score_rows(rows))
         chosen_B, rejected_B = scores_B[0::2], scores_B[1::2]
         ties_B = torch.tensor([pair.tie for pair in examples])
@@ -174,10 +174,10 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         loss, metrics = self._compute_ranking_loss(
             chosen_B, rejected_B, margin_B, ties_B, _count_pairs(examples)
         )
-        shown = ("accuracy", "margin", "tie_gap")
+        names = ("accuracy", "margin", "tie_gap")
         return {
             "loss": float(loss),
-            **{name: float(metrics[name]) for name in shown if name in metrics},
+            **{name: float(metrics[name]) for name in names if name in metrics},
             "ece": calibration_error((chosen_B - rejected_B)[~ties_B]),
         }
 
@@ -189,7 +189,7 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         ties_B: torch.Tensor,
         counts: _PairCounts,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Bradley-Terry; with its model of ties where the data has some."""
+        """Compute the Bradley-Terry loss, with its model of ties if the data has some."""
         center_coef = self.settings.center_coef
         if not self._has_ties:
             return bradley_terry_loss(
@@ -212,7 +212,7 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         )
 
     def _score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """`heads.score`, distributed over the processes."""
+        """Score rows, distributed over the processes."""
         return compute_sharded_scores(
             self.optimizer_step,
             self.model,
@@ -228,27 +228,24 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         return max(len(example.chosen_ids), len(example.rejected_ids))
 
     def _build_batches(self, examples: Sequence[ScoredPair]) -> Sequence[_ScoredPairBatch]:
-        groups = build_pair_batches(
-            [self._count_longest_row(pair) for pair in examples], self.settings.micro_batch_tokens
-        )
+        lengths = [self._count_longest_row(pair) for pair in examples]
+        groups = build_pair_batches(lengths, self.settings.micro_batch_tokens)
 
-        def made(number: int) -> _ScoredPairBatch:
-            group, width = groups[number]
-            some = [examples[index] for index in group]
-            chosen, rejected = (
-                [pair.chosen_ids for pair in some],
-                [pair.rejected_ids for pair in some],
-            )
+        def build_batch(number: int) -> _ScoredPairBatch:
+            indices, width = groups[number]
+            pairs = [examples[index] for index in indices]
+            chosen = [pair.chosen_ids for pair in pairs]
+            rejected = [pair.rejected_ids for pair in pairs]
             return _ScoredPairBatch(
                 pad_rows(chosen, self._pad_id, width=width),
                 pad_rows(rejected, self._pad_id, width=width),
                 torch.tensor([len(row) for row in chosen]),
                 torch.tensor([len(row) for row in rejected]),
-                torch.tensor([pair.margin for pair in some]),
-                torch.tensor([pair.tie for pair in some]),
+                torch.tensor([pair.margin for pair in pairs]),
+                torch.tensor([pair.tie for pair in pairs]),
             )
 
-        return LazyRows(len(groups), made)
+        return LazyRows(len(groups), build_batch)
 
     def _build_loss_fn(self, examples: Sequence[ScoredPair]) -> LossFn[_ScoredPairBatch]:
         counts = _count_pairs(examples)
@@ -259,18 +256,14 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
         input_ids_BS = torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]).to(self._device)
         lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B]).to(self._device)
-        chosen_B, rejected_B = heads.compute_sequence_scores(
-            self.model, input_ids_BS, lengths_B
-        ).chunk(2)
+        scores_B = heads.compute_sequence_scores(self.model, input_ids_BS, lengths_B)
+        chosen_B, rejected_B = scores_B.chunk(2)
         margin_B, ties_B = batch.margin_B.to(chosen_B), batch.ties_B.to(chosen_B.device)
         return self._compute_ranking_loss(chosen_B, rejected_B, margin_B, ties_B, counts)
 
 
-MAX_COMPARED_ROWS = 2000  # held-out rows of which all pairs are compared
-
-
 class ScoredRow(NamedTuple):
-    """Token ids of prompt and completion, and the score that was given."""
+    """Token ids of prompt and completion, and their score."""
 
     ids: Sequence[int]
     score: float
@@ -278,7 +271,7 @@ class ScoredRow(NamedTuple):
 
 @dataclass
 class _ScoredRowBatch:
-    """A micro-batch; the optimizer step halves one that does not fit."""
+    """Micro-batch of rows; the optimizer step halves one that does not fit in memory."""
 
     ids_BS: torch.Tensor  # int64 [B, S], right-padded
     lengths_B: torch.Tensor  # int64 [B], real tokens
@@ -286,10 +279,10 @@ class _ScoredRowBatch:
 
 
 class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
-    """Minimises the squared error; one iteration is one optimizer step.
+    """Trainer on the squared error; one iteration is one optimizer step.
 
     Scores are standardised by mean and standard deviation of the training rows: the head has no offset, and a policy's
-    reward should not depend on the scale that people were given.
+    reward should not depend on the rating scale.
     """
 
     noun: ClassVar[str] = "row"
@@ -313,34 +306,32 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
             that all have one score.
         """
         for name, rows in (("rows_train", rows_train), ("rows_heldout", rows_heldout)):
-            found = set()
-            for place, row in enumerate(rows):
+            scores = set()
+            for index, row in enumerate(rows):
                 if not len(row.ids):
-                    raise DataError(f"{name}[{place}]: a sequence without tokens cannot be scored")
+                    raise DataError(f"{name}[{index}]: a sequence without tokens cannot be scored")
                 if not math.isfinite(row.score):
-                    raise DataError(f"{name}[{place}]: score {row.score} must be finite")
-                found.add(row.score)
-            if len(found) == 1:
+                    raise DataError(f"{name}[{index}]: score {row.score} must be finite")
+                scores.add(row.score)
+            if len(scores) == 1:
                 raise DataError(
-                    f"{name}: all {len(rows)} scores are {found.pop():g}, so there is nothing to learn"
+                    f"{name}: all {len(rows)} scores are {scores.pop():g}, so there is nothing to learn"
                 )
-        scores = torch.tensor([row.score for row in rows_train], dtype=torch.float64)
-        self.mean = float(scores.mean()) if len(scores) else 0.0
-        self.std = float(scores.std(correction=0)) if len(scores) else 1.0
+        scores_B = torch.tensor([row.score for row in rows_train], dtype=torch.float64)
+        self.mean = float(scores_B.mean()) if len(scores_B) else 0.0
+        self.std = float(scores_B.std(correction=0)) if len(scores_B) else 1.0
         super().__init__(model, pad_id, rows_train, rows_heldout, settings, seed, process_group)
 
     def _evaluate_examples(self, examples: Sequence[ScoredRow]) -> dict[str, float]:
-        """Loss and absolute error (of standardised scores), explained variance, share of pairs ordered rightly."""
-        rows = LazyRows(len(examples), lambda place: examples[place].ids)
-        scores_B = torch.tensor(
-            compute_sharded_scores(
-                self.optimizer_step,
-                self.model,
-                rows,
-                max_tokens=self.settings.micro_batch_tokens,
-                pad_id=self._pad_id,
-            )
+        """Return loss and absolute error (standardised), explained variance, and share of correctly ordered pairs."""
+        scores = compute_sharded_scores(
+            self.optimizer_step,
+            self.model,
+            LazyRows(len(examples), lambda index: examples[index].ids),
+            max_tokens=self.settings.micro_batch_tokens,
+            pad_id=self._pad_id,
         )
+        scores_B = torch.tensor(scores)
         targets_B = torch.tensor([self._standardise_score(row.score) for row in examples])
         loss, metrics = reward_regression_loss(scores_B, targets_B, num_rows=len(examples))
         return {
@@ -362,22 +353,21 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
         return len(example.ids)
 
     def _build_batches(self, examples: Sequence[ScoredRow]) -> Sequence[_ScoredRowBatch]:
-        groups = plan_micro_batches(
-            [len(row.ids) for row in examples], self.settings.micro_batch_tokens
-        )
+        lengths = [len(row.ids) for row in examples]
+        groups = plan_micro_batches(lengths, self.settings.micro_batch_tokens)
 
-        def made(number: int) -> _ScoredRowBatch:
-            some = [examples[index] for index in groups[number]]
+        def build_batch(number: int) -> _ScoredRowBatch:
+            rows = [examples[index] for index in groups[number]]
             return _ScoredRowBatch(
-                pad_rows([row.ids for row in some], self._pad_id),
-                torch.tensor([len(row.ids) for row in some]),
-                torch.tensor([self._standardise_score(row.score) for row in some]),
+                pad_rows([row.ids for row in rows], self._pad_id),
+                torch.tensor([len(row.ids) for row in rows]),
+                torch.tensor([self._standardise_score(row.score) for row in rows]),
             )
 
-        return LazyRows(len(groups), made)
+        return LazyRows(len(groups), build_batch)
 
     def _build_loss_fn(self, examples: Sequence[ScoredRow]) -> LossFn[_ScoredRowBatch]:
-        def loss(batch: _ScoredRowBatch) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        def compute_loss(batch: _ScoredRowBatch) -> tuple[torch.Tensor, Mapping[str, Any]]:
             lengths_B = batch.lengths_B.to(self._device)
             scores_B = heads.compute_sequence_scores(
                 self.model, batch.ids_BS.to(self._device), lengths_B
@@ -386,4 +376,4 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
                 scores_B, batch.targets_B.to(scores_B), num_rows=len(examples)
             )
 
-        return loss
+        return compute_loss

@@ -1,4 +1,4 @@
-"""Skeleton of trainers that learn from their own rollouts: playing episodes, records, throughput, entropy schedule."""
+"""Base class of trainers that learn from their rollouts: playing episodes, records, throughput, entropy schedule."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from rl_core.rollout_workers.worker_group import WorkerGroup
 
 
-_TASK_SEED_DOMAIN = 2**31  # keeps the random numbers of tickets apart from those of iterations
-RolloutRecorder = Callable[
-    [int, Sequence[Rollout]], None
-]  # is given the number of an iteration and its rollouts
+_TASK_SEED_DOMAIN = 2**31  # separates the random numbers of rollout tasks from those of iterations
+RolloutRecorder = Callable[[int, Sequence[Rollout]], None]  # takes an iteration and its rollouts
 
 
 class RolloutTrainer(ABC):
@@ -56,10 +54,10 @@ class RolloutTrainer(ABC):
         process_group: ProcessGroup,
         max_failed_share: float,
     ) -> None:
-        """Build nothing but the counters.
+        """Store the parts and check the levels.
 
         Raises: SettingsError for a level that the environment does not have; DataError for a renderer without padding
-            token where pad_id is None.
+            token if pad_id is None.
         """
         self.renderer = renderer
         self.environment = environment
@@ -74,29 +72,27 @@ class RolloutTrainer(ABC):
         self.iteration = 0
         self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
         self.failures = EpisodeFailureMonitor(max_failed_share)  # of the environment
-        self.worker_group: WorkerGroup | None = None  # workers that play in place of this process
-        self.server: ServerBackend | None = (
-            None  # the backend, where its tokens come from an inference server
-        )
-        self.stream: AsyncWorkerGroup | ScheduleReplay | None = (
-            None  # rollouts that are played during updates
-        )
+        self.worker_group: WorkerGroup | None = None  # workers that play instead of this process
+        # The backend, if its tokens come from an inference server.
+        self.server: ServerBackend | None = None
+        # Rollouts that are played during updates.
+        self.stream: AsyncWorkerGroup | ScheduleReplay | None = None
 
     def set_failure_recorder(self, recorder: StoreFailedEpisode) -> None:
-        """Have failed episodes kept for people."""
+        """Store failed episodes for inspection."""
         self.failures.store_episode = recorder
 
     @abstractmethod
     def step(self) -> dict[str, float]:
-        """One iteration: play, score, update."""
+        """Run one iteration: play, score, update."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the current weights on held-out episodes."""
+        """Return metrics of the current weights on held-out episodes."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """State besides weights and the policy's optimizer."""
+        """Return the state besides weights and the policy's optimizer."""
 
     @property
     def entropy_coef(self) -> float:
@@ -110,7 +106,7 @@ class RolloutTrainer(ABC):
         )
 
     def _build_generator(self) -> np.random.Generator:
-        """Random generator of the iteration."""
+        """Build the random generator of the iteration."""
         return np.random.default_rng([self.seed, self.iteration])
 
     def _play_groups(
@@ -121,20 +117,21 @@ class RolloutTrainer(ABC):
         sampling: SamplingSettings,
         purpose: Sequence[str | int],
     ) -> list[RolloutGroup]:
-        """One group per request, sampled with the current weights; every process plays a share and gets all groups.
+        """Play one group per request with the current weights; every process plays a share and gets all groups.
 
-        Failed episodes are left out, and so are groups in which every one failed.
+        Failed episodes are left out, as are groups in which every episode failed.
 
         Args:
-            purpose: with the trainer's seed it determines the random numbers of the sampling.
+            purpose: determines the random numbers of the sampling, together with the trainer's seed.
         """
         self.failures.iteration = self.iteration
+        seed = compute_sequence_seed(self.seed, *purpose)
         if self.worker_group is not None:
             groups = self.worker_group.collect_rollouts(
                 requests,
                 group_size=group_size,
                 sampling=sampling,
-                seed=compute_sequence_seed(self.seed, *purpose),
+                seed=seed,
                 policy_version=self.optimizer_step.num_steps,
                 failures=self.failures,
             )
@@ -149,7 +146,7 @@ class RolloutTrainer(ABC):
                 requests,
                 group_size=group_size,
                 sampling=sampling,
-                seed=compute_sequence_seed(self.seed, *purpose),
+                seed=seed,
                 policy_version=self.optimizer_step.num_steps,
                 process_group=self.process_group,
                 failures=self.failures,
@@ -164,10 +161,10 @@ class RolloutTrainer(ABC):
         settings: PolicySettings,
         draw: Callable[[np.random.Generator], EpisodeRequest],
     ) -> list[RolloutGroup]:
-        """The next groups of the stream, those without a rollout left out; `draw` draws episodes ahead of them."""
+        """Take the next groups of the stream that have a rollout; `draw` draws episodes ahead of them."""
         assert self.stream is not None
 
-        def ticket(number: int) -> RolloutTask:
+        def draw_task(number: int) -> RolloutTask:
             from rl_core.rollout_workers.async_worker import RolloutTask
 
             request = draw(np.random.default_rng([self.seed, _TASK_SEED_DOMAIN, number]))
@@ -181,7 +178,7 @@ class RolloutTrainer(ABC):
             self.iteration,
             count,
             groups_per_iteration=settings.prompts_per_iteration,
-            draw_task=ticket,
+            draw_task=draw_task,
             sampling=settings.sampling,
             failures=self.failures,
             policy_version=self.optimizer_step.num_steps,
@@ -189,7 +186,7 @@ class RolloutTrainer(ABC):
         return [group for group in groups if group.rollouts]
 
     def _collect_failure_metrics(self) -> dict[str, float]:
-        """Share of the episodes since the last call whose environment failed, and their number since the beginning."""
+        """Return the share of failed episodes since the last call, and their number since the start."""
         failed, played = self.failures.take_counts()
         return {
             "train/failed_rate": failed / max(1, played),
@@ -204,10 +201,10 @@ class RolloutTrainer(ABC):
     def _compute_throughput(
         rollouts: Iterable[Rollout], seconds: float, rollout_seconds: float
     ) -> dict[str, float]:
-        """Sampled tokens per second of the whole iteration, and of its rollout phase."""
-        sampled = sum(rollout.trajectory.num_action_tokens for rollout in rollouts)
+        """Compute sampled tokens per second of the whole iteration and of its rollout phase."""
+        num_tokens = sum(rollout.trajectory.num_action_tokens for rollout in rollouts)
         return {
             "perf/rollout_seconds": rollout_seconds,
-            "perf/tokens_per_second": sampled / max(seconds, 1e-9),
-            "perf/rollout_tokens_per_second": sampled / max(rollout_seconds, 1e-9),
+            "perf/tokens_per_second": num_tokens / max(seconds, 1e-9),
+            "perf/rollout_tokens_per_second": num_tokens / max(rollout_seconds, 1e-9),
         }

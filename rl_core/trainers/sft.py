@@ -1,6 +1,6 @@
 """Supervised fine-tuning on completions.
 
-B rows, S whole sequence.
+Suffixes: B rows, S whole sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SFTRow = tuple[Sequence[int], Sequence[bool]]  # token ids, loss mask (True = to
 
 
 class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
-    """Minimises the mean cross-entropy of the tokens that carry loss; one iteration is one optimizer step."""
+    """Trainer on the mean cross-entropy of the tokens that carry loss; one iteration is one optimizer step."""
 
     settings: SFTSettings
 
@@ -57,10 +57,8 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         Raises: DataError naming a row that cannot be trained on.
         """
         check_router(model, settings.router_aux_loss_coef)
-        train, heldout = (
-            _check_train_rows(rows_train, "rows_train"),
-            _check_train_rows(rows_heldout, "rows_heldout"),
-        )
+        train = _check_train_rows(rows_train, "rows_train")
+        heldout = _check_train_rows(rows_heldout, "rows_heldout")
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
         self._packing = settings.packing and check_sequence_packing(model).allowed
         if settings.packing and not self._packing:
@@ -71,7 +69,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
             )
 
     def _evaluate_examples(self, examples: Sequence[TrainRow]) -> dict[str, float]:
-        """Loss in nats per loss token (no router's), and perplexity, its exponential."""
+        """Return the loss in nats per loss token (without a router's), and perplexity, its exponential."""
         metrics = super()._evaluate_examples(examples)
         loss = metrics.get("nll", metrics["loss"])
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -95,7 +93,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
     def _compute_loss(
         self, batch: TrainBatch, num_loss_tokens: int, num_tokens: int
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        """Loss over the loss tokens of the step; a router's loss by the micro-batch's share of its real tokens."""
+        """Compute the loss over the step's loss tokens; add a router's loss by the share of real tokens."""
         batch, coef = batch.to(self._device), self.settings.router_aux_loss_coef
         outputs = compute_token_outputs(self.model, batch, with_load_balancing=coef > 0)
         loss, metrics = supervised_loss(
@@ -103,16 +101,19 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         )
         if outputs.load_balancing_loss is None:
             return loss, {}
-        balance = outputs.load_balancing_loss * (batch.attention_mask_BS.sum() / num_tokens)
-        return loss + coef * balance, metrics | {"router_aux_loss": balance.detach()}
+        token_share = batch.attention_mask_BS.sum() / num_tokens
+        router_loss = outputs.load_balancing_loss * token_share
+        return loss + coef * router_loss, metrics | {"router_aux_loss": router_loss.detach()}
 
 
 def _check_train_rows(rows: Sequence[SFTRow], name: str) -> LazyRows[TrainRow]:
-    """Checked rows, converted where they are asked for: what holds them may be more compact than lists."""
-    made = LazyRows(len(rows), lambda place: _convert_train_row(rows[place], f"{name}[{place}]"))
-    for _ in made:  # which checks each
+    """Check all rows; convert them only when accessed, as their container may be more compact than lists."""
+    converted = LazyRows(
+        len(rows), lambda index: _convert_train_row(rows[index], f"{name}[{index}]")
+    )
+    for _ in converted:  # conversion checks the row
         pass
-    return made
+    return converted
 
 
 def _convert_train_row(row: SFTRow, name: str) -> TrainRow:

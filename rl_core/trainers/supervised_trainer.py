@@ -1,4 +1,4 @@
-"""Skeleton of trainers on a fixed set of examples: SFT, reward model, preference optimisation."""
+"""Base class of trainers on a fixed set of examples: SFT, reward model, preference optimisation."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ Batch = TypeVar("Batch")  # a dataclass with one entry per example in every tens
 
 
 class SupervisedTrainer(ABC, Generic[Example, Batch]):
-    """A `Trainer` (`training.trainer_protocol`): an optimizer step per iteration, on batch_size examples, seeded."""
+    """A `Trainer` (see `training.callbacks`): one optimizer step per iteration on batch_size examples, in a seeded
+    order.
+    """
 
-    noun: ClassVar[str] = "row"  # one example, in errors
+    noun: ClassVar[str] = "row"  # what an example is called in errors
     settings: SFTSettings | RewardModelSettings | PreferenceSettings
 
     def __init__(
@@ -46,8 +48,8 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         """Build the data order and the optimizer.
 
         Args:
-            pad_id: token id on the right of short rows.
-            heldout: without any there is no evaluation.
+            pad_id: token id that fills short rows on the right.
+            heldout: may be empty; then there is no evaluation.
             seed: of the order of examples.
             process_group: the processes that train this model together, each with the same arguments.
         Raises: DataError without a training example.
@@ -63,7 +65,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         self.order = DataOrder(len(train), settings.batch_size, seed)
         self.total_steps, self.step_limit_message = compute_training_length(
             settings, self.order.batches_per_epoch
-        )  # iterations of the loop
+        )
         if self.step_limit_message:
             logger.info("%s", self.step_limit_message)
         self.optimizer_step = OptimizerStep(
@@ -75,41 +77,43 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         )
 
     def describe_step_limit(self, steps: int) -> str:
-        """`; ` and the limit that ended a training of so many steps; "" where only one was set, or neither ended it."""
-        return (
-            f"; {self.step_limit_message}"
-            if self.step_limit_message and steps >= self.total_steps
-            else ""
-        )
+        """Return `; ` and the limit that ended a training of so many steps; "" if only one was set or neither was
+        reached.
+        """
+        if not self.step_limit_message or steps < self.total_steps:
+            return ""
+        return f"; {self.step_limit_message}"
 
     @abstractmethod
     def _count_tokens(self, example: Example) -> int:
-        """Tokens of all rows of an example."""
+        """Count the tokens of all rows of an example."""
 
     @abstractmethod
     def _count_longest_row(self, example: Example) -> int:
-        """Tokens of the longest row of an example."""
+        """Count the tokens of the longest row of an example."""
 
     @abstractmethod
     def _build_batches(self, examples: Sequence[Example]) -> Sequence[Batch]:
-        """Micro-batches of these examples; may be made where they are asked for."""
+        """Build micro-batches of these examples; may build each only when accessed."""
 
     @abstractmethod
     def _build_loss_fn(self, examples: Sequence[Example]) -> LossFn[Batch]:
-        """Loss and metrics of a micro-batch of these examples, over the denominators of all of them."""
+        """Return a function that computes loss and metrics of a micro-batch, over the denominators of all examples."""
 
     def step(self) -> dict[str, float]:
-        """One optimizer step on the next batch_size examples."""
+        """Run one optimizer step on the next batch_size examples."""
         started = time.perf_counter()
         examples = [self._train[index] for index in self.order.next_batch()]
         num_tokens = sum(map(self._count_tokens, examples))
         loss_fn = self._build_loss_fn(examples)
 
-        def named(batch: Batch) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        def compute_prefixed_loss(batch: Batch) -> tuple[torch.Tensor, Mapping[str, Any]]:
             loss, metrics = loss_fn(batch)
             return loss, {f"train/{name}": value for name, value in metrics.items()}
 
-        metrics = self.optimizer_step.run_step(list(self._build_local_batches(examples)), named)
+        metrics = self.optimizer_step.run_step(
+            list(self._build_local_batches(examples)), compute_prefixed_loss
+        )
         return {
             **metrics,
             "train/tokens": float(num_tokens),
@@ -118,7 +122,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         }
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics over the held-out examples, as eval/...; {} without any."""
+        """Return metrics over the held-out examples, as eval/...; {} without any."""
         if not self._heldout:
             return {}
         return {
@@ -126,62 +130,63 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         }
 
     def _evaluate_examples(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Loss and metrics over these examples, without dropout and gradient."""
+        """Compute loss and metrics over these examples, without dropout or gradient."""
         loss_fn = self._build_loss_fn(examples)
 
         def measure(batch: Batch) -> dict[str, float]:
             loss, metrics = loss_fn(batch)
             return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
 
+        batches = self._build_local_batches(examples)
+        autocast = self.optimizer_step.enable_autocast()
         return combine_metrics(
-            self.optimizer_step.sharded.measure_batches(
-                self._build_local_batches(examples), measure, self.optimizer_step.enable_autocast()
-            )
+            self.optimizer_step.sharded.measure_batches(batches, measure, autocast)
         )
 
     def _build_local_batches(
         self, examples: Sequence[Example]
     ) -> Sequence[Batch | DummyBatch[Batch]]:
-        """This process's micro-batches of these examples."""
+        """Build this process's micro-batches of these examples."""
         lengths = [self._count_longest_row(example) for example in examples]
         return self.optimizer_step.process_group.build_local_batches(
             examples, lengths, self._build_batches
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the order of examples."""
+        """Return the position in the order of examples."""
         return {"order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         self.order.load_state_dict(state["order"])
 
 
 def compute_training_length(
     settings: SFTSettings | RewardModelSettings | PreferenceSettings, batches_per_epoch: int
 ) -> tuple[int, str]:
-    """Optimizer steps of a training, and a sentence on which of `epochs` and `max_steps` binds, where both are set."""
+    """Compute the number of optimizer steps; if both limits are set, name the one that binds in a sentence."""
     steps = math.ceil(settings.epochs * batches_per_epoch)
     if settings.max_steps is None:
         return steps, ""
-    of_epochs = f"epochs: {settings.epochs:g} ({steps} steps)"
-    if settings.max_steps < steps:
-        seen = settings.max_steps / batches_per_epoch
+    max_steps, epochs = settings.max_steps, f"epochs: {settings.epochs:g} ({steps} steps)"
+    if max_steps < steps:
+        num_epochs = max_steps / batches_per_epoch
         return (
-            settings.max_steps,
-            f"max_steps {settings.max_steps} ends it after {seen:.3g} epochs, not {of_epochs}",
+            max_steps,
+            f"max_steps {max_steps} ends it after {num_epochs:.3g} epochs, not {epochs}",
         )
-    return steps, f"{of_epochs} ends it, not max_steps {settings.max_steps}"
+    return steps, f"{epochs} ends it, not max_steps {max_steps}"
 
 
 def build_pair_batches(
     longest_lengths: Sequence[int], max_tokens: int
 ) -> list[tuple[list[int], int]]:
-    """Micro-batches of pairs, both rows of a pair in the same one: (indices of the pairs, common width of all rows).
+    """Group pairs into micro-batches, both rows of a pair in the same one.
 
     Args:
-        widest: tokens of the longer row of each pair.
-        max_tokens: padded tokens of a micro-batch at most (a longer pair stands alone).
+        longest_lengths: tokens of the longer row of each pair.
+        max_tokens: limit of padded tokens per micro-batch (a longer pair gets its own).
+    Returns: indices of the pairs and common width of all rows, for each micro-batch.
     """
     groups = plan_micro_batches(longest_lengths, max(1, max_tokens // 2))
     return [(list(group), max(longest_lengths[index] for index in group)) for group in groups]

@@ -1,6 +1,6 @@
-"""Interface of a trainer, as the training loop uses it.
+"""Interface of a trainer, and callbacks of the training loop.
 
-Callbacks of the training loop: called after every iteration and every evaluation, may ask for a stop.
+Callbacks are called after every iteration and every evaluation, and may request a stop.
 
     def stop_when_solved(event):
         if event.kind == "evaluation" and event.metrics["eval/success_rate"] > 0.95:
@@ -21,11 +21,15 @@ from torch import nn
 from rl_core.errors import CallbackError, PosttrainError, SettingsError
 from rl_core.training.optimizer_step import OptimizerStep
 
+# A function of an event, or an object with on_iteration or on_evaluation.
+Callback = Callable[["TrainingEvent"], Any] | Any
+EVENT_METHODS = {"iteration": "on_iteration", "evaluation": "on_evaluation"}
+
 
 class Trainer(Protocol):
     """Interface of a trainer. The loop itself saves the model's trainable weights, the optimizer step and global RNGs.
 
-    A trainer may also have a property `finished -> str | None`: the reason why it wants no further iteration.
+    A trainer may also have a property `finished -> str | None`: the reason to stop training.
     """
 
     @property
@@ -37,25 +41,19 @@ class Trainer(Protocol):
         """Owner of the optimizer; `optimizer_step.num_steps` is the x axis of the metrics."""
 
     def step(self) -> Mapping[str, float]:
-        """One iteration; its metrics, fully named (`train/loss`)."""
+        """Run one iteration and return its metrics, fully named (`train/loss`)."""
 
     def evaluate(self) -> Mapping[str, float]:
-        """Metrics of the present weights on held-out data; changes nothing that training depends on but the RNG.
+        """Return metrics of the current weights on held-out data; nothing that training depends on changes but the RNG.
 
-        With ema_decay the loop has put the averaged weights into the model, in place.
+        With ema_decay the loop has already put the averaged weights into the model, in place.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything else that the next step depends on: data order, curriculum, own generators, histories."""
+        """Return everything else that the next step depends on: data order, curriculum, generators, histories."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-
-
-Callback = (
-    Callable[["TrainingEvent"], Any] | Any
-)  # or an object with on_iteration and on_evaluation
-EVENT_METHODS = {"iteration": "on_iteration", "evaluation": "on_evaluation"}
+        """Load a `state_dict`."""
 
 
 @dataclass
@@ -64,25 +62,22 @@ class TrainingEvent:
 
     kind: Literal["iteration", "evaluation"]
     iteration: int  # iterations done
-    iterations: int  # iterations at most
+    iterations: int  # maximum number of iterations
     step: int  # optimizer steps done; the x axis of the metrics
-    metrics: dict[
-        str, float
-    ]  # of this iteration (`train/...`) or evaluation (`eval/...`), finite values only
+    metrics: dict[str, float]  # finite `train/...` values of the iteration, or `eval/...` values
     trainer: Trainer  # its `model` may be read; weights change in place
     stop_reason: str | None = field(default=None, init=False)
 
     def stop(self, reason: str) -> None:
-        """Ask the loop to end after this event, as if it had done all iterations; `reason` stands in the outcome."""
+        """Ask the loop to end after this event, as if it had done all iterations; the outcome reports `reason`."""
         self.stop_reason = str(reason) or "callback"
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
-    """The callbacks. Raises: SettingsError for an object that cannot be called with an event."""
+    """Return the callbacks. Raises: SettingsError for an object that cannot be called with an event."""
     for callback in callbacks:
-        if not callable(callback) and not any(
-            hasattr(callback, method) for method in EVENT_METHODS.values()
-        ):
+        has_method = any(hasattr(callback, method) for method in EVENT_METHODS.values())
+        if not callable(callback) and not has_method:
             raise SettingsError(
                 f"callbacks: {callback!r} is neither a function nor an object with on_iteration or on_evaluation"
             )
@@ -90,21 +85,20 @@ def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 def call_callbacks(callbacks: Sequence[Callback], event: TrainingEvent) -> None:
-    """Call each one that takes the event. Raises: CallbackError naming the one that raised; PosttrainErrors as is."""
+    """Call each callback that takes the event.
+
+    Raises: CallbackError naming the callback that raised; a PosttrainError unchanged.
+    """
     for callback in callbacks:
-        function = getattr(
-            callback, EVENT_METHODS[event.kind], callback if callable(callback) else None
-        )
+        fallback = callback if callable(callback) else None
+        function = getattr(callback, EVENT_METHODS[event.kind], fallback)
         if function is None:
             continue
         try:
             function(event)
         except PosttrainError:
             raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # SystemExit: a callback must not end the run unnoticed
+        except (Exception, SystemExit) as error:  # SystemExit would end the run silently
             raise CallbackError(
                 f"callback '{_describe_callback(callback)}' raised {type(error).__name__}: {error} "
                 f"(after the {event.kind} of iteration {event.iteration})"

@@ -1,11 +1,11 @@
-"""Fingerprint of a run: settings, data and runtime that have to be the same when it resumes.
+"""Checkpoints of the training loop, the fingerprint that a resume checks, and models saved after each epoch.
 
-Checkpoints of the training loop: everything that the next iteration depends on, saved when due and resumed.
+A checkpoint holds everything that the next iteration depends on. The fingerprint holds settings, data and runtime,
+which must be the same when a run resumes.
 
-Models kept at the end of each epoch: FOLDER/1, FOLDER/2, ..., the newest ones alone.
-
-They are no checkpoints: nothing is resumed from them. A model is written before the checkpoint of its iteration, so a
-run that was killed in between writes the same bytes again.
+Models of epochs are written to FOLDER/1, FOLDER/2, ...; only the newest ones are kept. They are not checkpoints:
+nothing is resumed from them. A model is written before the checkpoint of its iteration, so a run killed in between
+writes the same bytes again.
 """
 
 from __future__ import annotations
@@ -33,16 +33,21 @@ from rl_core.training.optimizer_step import OptimizerStep
 
 logger = logging.getLogger(__name__)
 
+# A stop may cost this many seconds of training, or this many times the duration of a save, whichever is longer.
+UNSAVED_SECONDS_LIMIT = 60.0
+UNSAVED_TO_SAVE_RATIO = 50.0
+EPOCHS_FOLDER = "epochs"
+
 
 def collect_runtime_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Properties of the runtime that change float sums: threads, torch version, device."""
+    """Return properties of the runtime that change float sums: threads, torch version, device."""
     device = next(model.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"threads": torch.get_num_threads(), "torch": torch.__version__, "device": name}
 
 
 def _flatten_tree(tree: Any, path: str = "") -> dict[str, str]:
-    """Dotted path -> canonical JSON of each leaf, so that tuples equal lists after a round trip."""
+    """Map dotted paths to canonical JSON of the leaves, so that tuples equal lists after a round trip."""
     if isinstance(tree, Mapping) and tree:
         leaves: dict[str, str] = {}
         for key, value in tree.items():
@@ -58,18 +63,16 @@ def check_fingerprint(
     allow_drift: bool | Collection[str] = False,
     ignored_keys: Collection[str] = (),
 ) -> list[str]:
-    """Compare key by key; returns what differs, a line each. Raises ResumeRefused naming all of it, unless allowed.
+    """Compare two fingerprints key by key; return one line per difference.
 
     Args:
-        allow_drift: True = everything may differ; or the dotted keys that may. What differs is logged as a warning.
-        besides: dotted keys that may differ without a word.
+        allow_drift: True = everything may differ; or the dotted keys that may. Differences are logged as a warning.
+        ignored_keys: dotted keys that may differ silently.
+    Raises: ResumeRefused naming all differences, unless they are allowed.
     """
     old, new = _flatten_tree(saved), _flatten_tree(present)
-    changed = [
-        key
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in ignored_keys
-    ]
+    keys = sorted((old.keys() | new.keys()) - set(ignored_keys))
+    changed = [key for key in keys if old.get(key) != new.get(key)]
     lines = [
         f"{key}: {old.get(key, 'absent')} in the checkpoint, {new.get(key, 'absent')} now"
         for key in changed
@@ -82,50 +85,44 @@ def check_fingerprint(
         return lines
     raise ResumeRefused(
         f"the checkpoint belongs to a run that differs from this one:\n  {listing}\n"
-        "put the old values back; or resume all the same with --allow-drift (in Python run(allow_drift=True)); or "
-        "begin anew with --fresh (run(fresh=True))"
+        "restore the old values; or resume anyway with --allow-drift (in Python run(allow_drift=True)); or "
+        "start over with --fresh (run(fresh=True))"
     )
-
-
-UNSAVED_SECONDS_LIMIT = 60.0  # of training that a stop may cost, and
-UNSAVED_TO_SAVE_RATIO = 50.0  # as many times the time that saving takes, whichever is longer
 
 
 @dataclass
 class LoopCheckpoints:
-    """Saving and resuming of a trainer together with its loop's memory. Rank 0 alone reads and writes."""
+    """Saving and resuming of a trainer together with its loop's memory. Only rank 0 reads and writes."""
 
     trainer: Trainer
     store: CheckpointStore | None  # None = nothing is saved
     memory: LoopMemory
-    metrics: LoopMetrics  # told how long saving took
+    metrics: LoopMetrics  # records how long saving took
     fingerprint: dict[str, Any]
     process_group: ProcessGroup
     clock: Callable[[], float]
-    saved_position: tuple[int, int] | None = (
-        None  # (iteration, evaluated_iteration) of the newest checkpoint
-    )
-    saved_at: float = 0.0  # by `clock`
-    save_seconds: float = 0.0  # of that one
+    # Of the newest checkpoint: (iteration, evaluated_iteration), time by `clock`, seconds that it took.
+    saved_position: tuple[int, int] | None = None
+    saved_at: float = 0.0
+    save_seconds: float = 0.0
 
     def save_when_due(self, every: int) -> None:
-        """Save after each `every` iterations, and sooner where they are long; 0 = never."""
+        """Save after each `every` iterations, and sooner if iterations are long; 0 = never."""
         if not every or (self.store is None and self.process_group.size == 1):
             return
-        # A stop may give up the iteration, so long iterations are saved before their turn: for little of their time.
-        unsaved = self.clock() - self.saved_at
-        is_late = unsaved > max(UNSAVED_SECONDS_LIMIT, UNSAVED_TO_SAVE_RATIO * self.save_seconds)
-        if self.memory.state.iteration % every == 0 or self.process_group.run_on_rank_zero(
-            lambda: is_late
-        ):
+        # A stop may abandon an iteration, so long iterations are saved early, at a small cost of their time.
+        limit = max(UNSAVED_SECONDS_LIMIT, UNSAVED_TO_SAVE_RATIO * self.save_seconds)
+        is_late = self.clock() - self.saved_at > limit
+        is_due = self.memory.state.iteration % every == 0
+        if is_due or self.process_group.run_on_rank_zero(lambda: is_late):
             self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
-        """Save the present state, unless that was done or there is no store."""
-        place = (self.memory.state.iteration, self.memory.state.evaluated_iteration)
-        if self.store is None or self.saved_position == place:
+        """Save the current state, unless it is saved already or there is no store."""
+        position = (self.memory.state.iteration, self.memory.state.evaluated_iteration)
+        if self.store is None or self.saved_position == position:
             return
-        started = self.clock()
+        start_time = self.clock()
         state = {
             "model": collect_trainable_weights(self.trainer.model),
             "best_model": self.memory.best_weights,
@@ -145,13 +142,13 @@ class LoopCheckpoints:
         if self.process_group.is_rank_zero:
             sync_tracker(self.metrics.tracker)
             self.store.save_version(state)
-        self.saved_position = place
-        self.saved_at = self.metrics.add_overhead("checkpoint", started)
-        self.save_seconds = self.saved_at - started
+        self.saved_position = position
+        self.saved_at = self.metrics.add_overhead("checkpoint", start_time)
+        self.save_seconds = self.saved_at - start_time
         inject_fault("loop.saved")
 
     def resume_latest(self, allow_drift: bool | Collection[str]) -> None:
-        """Take the newest checkpoint over, where there is one. Raises: ResumeRefused; CheckpointError."""
+        """Resume from the newest checkpoint, if there is one. Raises: ResumeRefused; CheckpointError."""
         if self.store is None:
             return
         state = self.store.load_latest() if self.process_group.is_rank_zero else None
@@ -160,10 +157,13 @@ class LoopCheckpoints:
             return
         saved_by = state.get("workers", {"size": 1, "rng": [state["rng"]]})
         same_size = saved_by["size"] == self.process_group.size
-        # Threads decide the last bits, and so does the number of processes, which may change.
-        besides = () if same_size else ("runtime.threads",)
+        # The number of threads affects the last bits, as does the number of processes, which may change.
+        ignored_keys = () if same_size else ("runtime.threads",)
         changed = check_fingerprint(
-            state["fingerprint"], self.fingerprint, allow_drift=allow_drift, ignored_keys=besides
+            state["fingerprint"],
+            self.fingerprint,
+            allow_drift=allow_drift,
+            ignored_keys=ignored_keys,
         )
         if changed and self.process_group.is_rank_zero:
             self.metrics.tracker.set_tag("drift.fingerprint", "; ".join(changed)[:4000])
@@ -173,17 +173,17 @@ class LoopCheckpoints:
             if not changed or isinstance(error, PosttrainError):
                 raise
             raise CheckpointError(
-                f"the checkpoint cannot be resumed under the changed settings ({type(error).__name__}: {error}); put "
-                "the old ones back, or begin anew"
+                f"the checkpoint cannot be resumed under the changed settings ({type(error).__name__}: {error}); "
+                "restore the old ones, or start over"
             ) from error
         self.memory.is_consistent = True
         self.saved_position = (self.memory.state.iteration, self.memory.state.evaluated_iteration)
-        # last: building or loading anything may have drawn from the generators
+        # Last, because building or loading anything may have drawn from the generators.
         if same_size:
             restore_rng_state(saved_by["rng"][self.process_group.rank])
         else:
             logger.warning(
-                "resumed in %d processes what was saved by %d: the same numbers to rounding, not to the last bit",
+                "resumed with %d processes from a checkpoint of %d: results are equal up to rounding, not bit for bit",
                 self.process_group.size,
                 saved_by["size"],
             )
@@ -197,22 +197,20 @@ class LoopCheckpoints:
         )
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        """Everything of a checkpoint but the random generators."""
+        """Load everything in a checkpoint except the random generators."""
         load_trainable_weights(self.trainer.model, state["model"])
         self.memory.best_weights = state["best_model"]
         self.trainer.optimizer_step.load_state_dict(state["optimizer_step"])
         self.trainer.load_state_dict(state["trainer"])
-        if missing := sorted({field.name for field in fields(LoopProgress)} - state["loop"].keys()):
+        missing = sorted({field.name for field in fields(LoopProgress)} - state["loop"].keys())
+        if missing:
             raise CheckpointError(f"the checkpoint's loop lacks {', '.join(missing)}")
         self.memory.state = LoopProgress(**state["loop"])
         self.memory.history.load_state_dict(state["history"])
 
 
-EPOCHS_FOLDER = "epochs"  # the folder's name
-
-
 class EpochModelWriter:
-    """Writes the model at the end of each epoch; to be called after each iteration, in every process."""
+    """Writer of the model at the end of each epoch; call it after each iteration, in every process."""
 
     def __init__(
         self,
@@ -222,13 +220,13 @@ class EpochModelWriter:
         optimizer_step: OptimizerStep,
         save: Callable[[Path], None],
     ) -> None:
-        """Open the folder.
+        """Store the settings and clear what a killed run left in the folder.
 
         Args:
-            keep: newest epochs whose models stay.
+            keep: number of newest epochs whose models are kept.
             batches_per_epoch: iterations of an epoch.
-            save: publishes the present weights in the folder it is given, in place of an earlier one; called in every
-                process. With `ema_decay` the weights are the averaged ones, as in evaluations.
+            save: writes the current weights to the folder it is called with, replacing an earlier model; called in
+                every process. With `ema_decay` the weights are the averaged ones, as in evaluations.
         """
         self.folder, self.keep, self.batches_per_epoch = folder, keep, batches_per_epoch
         self._optimizer_step, self._save = optimizer_step, save
@@ -236,7 +234,7 @@ class EpochModelWriter:
             clear_leftovers(folder)
 
     def __call__(self, iteration: int) -> None:
-        """Write the model if an epoch ends with this iteration, and remove one that is too old."""
+        """Write the model if an epoch ends with this iteration, and remove models that are too old."""
         if iteration % self.batches_per_epoch:
             return
         epoch = iteration // self.batches_per_epoch
@@ -248,9 +246,5 @@ class EpochModelWriter:
         for path in self.folder.iterdir():
             if path.name.isdecimal() and int(path.name) <= epoch - self.keep:
                 remove_folder(path)
-        logger.info(
-            "kept the model of epoch %d (iteration %d) in %s",
-            epoch,
-            iteration,
-            self.folder / str(epoch),
-        )
+        path = self.folder / str(epoch)
+        logger.info("saved the model of epoch %d (iteration %d) to %s", epoch, iteration, path)

@@ -1,11 +1,12 @@
-"""The one training loop: evaluation, early stopping with the best model restored, checkpoints, resume, stop signals.
+"""The training loop: evaluation, early stopping with the best model restored, checkpoints, resume, stop signals.
 
 Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoint when due. A checkpoint may lie between
-a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
-With ema_decay the averaged weights are evaluated, compared, and left in the model; steps go on from the others.
+a step and its evaluation; the resumed run then evaluates first. Results therefore do not depend on where a run was
+interrupted. With ema_decay the averaged weights are evaluated, compared, and left in the model; steps continue from the
+others.
 
-Where several processes train one model (`OptimizerStep.process_group`), each runs this loop on the same numbers, so all
-decide alike; rank 0 alone logs, reads and writes. A stop signal to any of them stops all.
+If several processes train one model (`OptimizerStep.process_group`), each runs this loop on the same numbers, so all
+decide alike; only rank 0 logs, reads and writes. A stop signal to any of them stops all.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from rl_core.training.signals import IterationAborted, StopRequests
 
 logger = logging.getLogger(__name__)
 
-# Metrics of the progress line with their names there, in order; the first ones that were logged are told.
+# Metrics of the progress line and their labels, in order; the first MAX_HEADLINES that were logged are shown.
 HEADLINES = {
     "train/success_rate": "success",
     "train/episode_return": "return",
@@ -58,26 +59,22 @@ HEADLINES = {
 }
 MAX_HEADLINES = 3
 ROUNDING_NOISE = 1e-12
-_HIDDEN_WHEN_ZERO = (
-    "policy/update_kl"  # always 0 with one step per rollout: nothing that one would want to be told
-)
+_HIDDEN_WHEN_ZERO = "policy/update_kl"  # always 0 with one step per rollout
 
 
 def format_headline(metrics: Mapping[str, float]) -> str:
-    """The numbers of an iteration that matter, for the progress line."""
-    told = [
-        f"{label} {metrics[name]:.0%}"
-        if name.endswith("success_rate")
-        else f"{label} {_round_noise_to_zero(metrics[name]):.3g}"
-        for name, label in HEADLINES.items()
-        if name in metrics and (metrics[name] or name != _HIDDEN_WHEN_ZERO)
-    ]
-    return " · ".join(told[:MAX_HEADLINES])
-
-
-def _round_noise_to_zero(value: float) -> float:
-    """0 for what rounding leaves of a sum that is 0, as of rewards with mean 0 over a group."""
-    return 0.0 if abs(value) < ROUNDING_NOISE else value
+    """Format the most important metrics of an iteration for the progress line."""
+    headlines = []
+    for name, label in HEADLINES.items():
+        if name not in metrics or (name == _HIDDEN_WHEN_ZERO and not metrics[name]):
+            continue
+        value = metrics[name]
+        if name.endswith("success_rate"):
+            headlines.append(f"{label} {value:.0%}")
+            continue
+        # Sums that are 0, as of rewards with mean 0 over a group, may leave a rounding error.
+        headlines.append(f"{label} {0.0 if abs(value) < ROUNDING_NOISE else value:.3g}")
+    return " · ".join(headlines[:MAX_HEADLINES])
 
 
 def run_loop(
@@ -98,24 +95,25 @@ def run_loop(
     after_iteration: Callable[[int], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoopOutcome:
-    """Train until `iterations`, patience or the trainer's own end; resume from `checkpoints` where they hold a state.
+    """Train until `iterations`, patience or the trainer's own stop; resume from `checkpoints` if they hold a state.
 
     Args:
-        trainer: fully built, every module and generator made; its state is overwritten on resume, RNG last.
-        iterations: calls of `trainer.step()` at most, those before a resume included.
-        best_metric: name of an evaluation metric; its best weights are kept and restored at the end. None = the last.
-        fingerprint: what must be equal for a resume (settings, data digests, code version), nested as one likes; thread
+        trainer: fully built, including every module and generator; its state is overwritten on resume, RNG last.
+        iterations: maximum number of calls of `trainer.step()`, including those before a resume.
+        best_metric: name of an evaluation metric; the weights with its best value are kept and restored at the end.
+            None = the last weights.
+        fingerprint: what must be equal for a resume (settings, data digests, code version), in any nesting; thread
             count, torch version and device are added here.
-        allow_drift: resume although the fingerprint differs (True), or differs in these dotted keys alone; logged as a
+        allow_drift: resume although the fingerprint differs (True), or differs only in these dotted keys; logged as a
             warning and as the tag `drift.fingerprint`.
-        stop_event: set by another thread to ask for a stop, as SIGTERM does.
+        stop_event: set by another thread to request a stop, as SIGTERM does.
         history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), written at the end;
-            while training, lines are appended to one beside it (see `training.history_log`).
+            during training, lines are appended to a `.jsonl` file next to it (see `training.loop_state`).
         callbacks: called in the first process after every iteration and evaluation (see `training.callbacks`).
         after_iteration: called in every process with the number of iterations done, after each one and its evaluation
-            and before its checkpoint; what it writes is written again where a run was killed in between.
-        memory: written to while training; a later call on the same trainer goes on from it, without a checkpoint.
-    Raises: Stopped after a stop request (state saved, or the iteration given up); CallbackError; ResumeRefused;
+            and before its checkpoint; if a run is killed in between, it is called again for that iteration.
+        memory: updated during training; a later call on the same trainer continues from it, without a checkpoint.
+    Raises: Stopped after a stop request (state saved, or the iteration abandoned); CallbackError; ResumeRefused;
         NonFiniteError; CheckpointError; FolderBusy.
     """
     tracker, memory = tracker or MemoryTracker(), memory or LoopMemory()
@@ -153,8 +151,8 @@ def run_loop(
             stack.enter_context(checkpoints)
         try:
             return loop.run_iterations(allow_drift)
-        except IterationAborted as given_up:
-            raise loop.build_stop_error(given_up) from None
+        except IterationAborted as abort:
+            raise loop.build_stop_error(abort) from None
 
 
 @dataclass
@@ -172,17 +170,17 @@ class _TrainingLoop:
     callbacks: Sequence[Callback]
     memory: LoopMemory
     after_iteration: Callable[[int], None] | None
-    stopped_by: str | None = None  # the reason that a callback gave
+    callback_stop_reason: str | None = None
 
     @property
     def state(self) -> LoopProgress:
         return self.memory.state
 
     def run_iterations(self, allow_drift: bool | Collection[str]) -> LoopOutcome:
-        started = self.checkpoints.saved_at = self.clock()
+        start_time = self.checkpoints.saved_at = self.clock()
         if not (self.state.iteration and self.memory.is_consistent):
             self.checkpoints.resume_latest(allow_drift)
-        resumed = self.state.iteration
+        resumed_iteration = self.state.iteration
         self._evaluate_when_due()
         while (reason := self._find_stop_reason()) is None:
             self._run_iteration()
@@ -199,41 +197,39 @@ class _TrainingLoop:
         inject_fault("loop.finished")
         self._restore_best_weights()
         inject_fault("loop.left")
+        has_best = self.state.best_iteration is not None
+        metrics = self.state.best_metrics if has_best else self.state.metrics
         return LoopOutcome(
             iterations=self.state.iteration,
             steps=self.trainer.optimizer_step.num_steps,
             stop_reason=reason,
             best_metric=self.state.best_value,
-            metrics=self.state.metrics
-            if self.state.best_iteration is None
-            else self.state.best_metrics,
+            metrics=metrics,
             best_iteration=self.state.best_iteration,
-            resumed_iteration=resumed,
-            seconds=self.clock() - started,
+            resumed_iteration=resumed_iteration,
+            seconds=self.clock() - start_time,
             history=self.memory.history,
         )
 
     def _find_stop_reason(self) -> str | None:
-        if self.stopped_by is not None:
-            return self.stopped_by
+        if self.callback_stop_reason is not None:
+            return self.callback_stop_reason
         finished = getattr(self.trainer, "finished", None)
         if finished:
             return str(finished)
-        if (
-            self.settings.patience is not None
-            and self.state.bad_evaluations >= self.settings.patience
-        ):
+        patience = self.settings.patience
+        if patience is not None and self.state.bad_evaluations >= patience:
             return "patience"
         return "iterations" if self.state.iteration >= self.iterations else None
 
     def _run_iteration(self) -> None:
         self._stop_if_requested()
         inject_fault("loop.step")
-        started = self.clock()
+        start_time = self.clock()
         self.memory.is_consistent = False
         with collect_seconds() as spans:
             metrics = dict(self.trainer.step())
-        metrics["perf/step_seconds"] = self.clock() - started
+        metrics["perf/step_seconds"] = self.clock() - start_time
         metrics["perf/memory_gb"] = measure_peak_memory_gb(self.trainer.model)
         optimizer_step = self.trainer.optimizer_step
         metrics |= compute_throughput_metrics(
@@ -241,25 +237,22 @@ class _TrainingLoop:
         )
         for name in COUNTER_SPANS:
             spans.pop(name, None)
-        metrics |= {
-            f"perf/{name}_seconds": seconds
-            for name, seconds in (spans | self.metrics.take_overheads()).items()
-        }
+        spans |= self.metrics.take_overheads()
+        metrics |= {f"perf/{name}_seconds": seconds for name, seconds in spans.items()}
         self.state.iteration += 1
         self.memory.is_consistent = True
         inject_fault("loop.stepped")
         finite = self.metrics.log_metrics(metrics, self.trainer.optimizer_step.num_steps)
         if self.process_group.is_rank_zero:
-            self.metrics.tracker.progress(
-                self.state.iteration, self.iterations, format_headline(finite)
-            )
+            headline = format_headline(finite)
+            self.metrics.tracker.progress(self.state.iteration, self.iterations, headline)
         inject_fault("loop.logged")
         self._call_callbacks("iteration", finite)
 
     def _call_callbacks(
         self, kind: Literal["iteration", "evaluation"], metrics: dict[str, float]
     ) -> None:
-        """Tell the callbacks, in the first process; every process learns whether one asked for a stop."""
+        """Call the callbacks in the first process; every process learns whether one requested a stop."""
         if not self.callbacks:
             return
 
@@ -275,39 +268,40 @@ class _TrainingLoop:
             call_callbacks(self.callbacks, event)
             return event.stop_reason
 
-        self.stopped_by = self.process_group.run_on_rank_zero(call) or self.stopped_by
+        self.callback_stop_reason = (
+            self.process_group.run_on_rank_zero(call) or self.callback_stop_reason
+        )
 
     def _evaluate_when_due(self) -> None:
         every, state = self.settings.eval_every, self.state
         if every and state.iteration % every == 0 and state.evaluated_iteration != state.iteration:
-            self._stop_if_requested()  # an evaluation can be long; the resumed run makes up for it
+            self._stop_if_requested()  # an evaluation can be long; a resumed run catches up on it
             self._run_evaluation()
 
     def _run_evaluation(self) -> None:
-        started = self.clock()
-        with (
-            collect_seconds() as spans,
-            self.trainer.optimizer_step.ema.use_averages(),
-        ):  # the weights evaluated are those kept
-            measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
-            raw = self.process_group.run_on_rank_zero(lambda: measured)
+        start_time = self.clock()
+        # Within the averages, because the best weights are stored as they were evaluated.
+        with collect_seconds() as spans, self.trainer.optimizer_step.ema.use_averages():
+            local_metrics = {name: float(value) for name, value in self.trainer.evaluate().items()}
+            metrics = self.process_group.run_on_rank_zero(lambda: local_metrics)
             if self.best_metric is not None:
-                if self.best_metric not in raw:
+                if self.best_metric not in metrics:
+                    suggestion = suggest_name(self.best_metric, metrics)
                     raise SettingsError(
-                        f"best_metric '{self.best_metric}' is not evaluated; {suggest_name(self.best_metric, raw)}"
+                        f"best_metric '{self.best_metric}' is not evaluated; {suggestion}"
                     )
-                self._track_best_evaluation(raw[self.best_metric], raw)
-        self.state.metrics = raw
+                self._track_best_evaluation(metrics[self.best_metric], metrics)
+        self.state.metrics = metrics
         self.state.evaluated_iteration = self.state.iteration
-        perf = {"perf/eval_seconds": self.clock() - started}
+        perf = {"perf/eval_seconds": self.clock() - start_time}
         if spans.get("out_of_memory"):
             perf["perf/eval_out_of_memory"] = spans["out_of_memory"]
-        finite = self.metrics.log_metrics({**raw, **perf}, self.trainer.optimizer_step.num_steps)
+        finite = self.metrics.log_metrics(metrics | perf, self.trainer.optimizer_step.num_steps)
         inject_fault("loop.evaluated")
         self._call_callbacks("evaluation", finite)
 
     def _track_best_evaluation(self, value: float, metrics: dict[str, float]) -> None:
-        """Keep the weights if `value` is the best so far; update the patience counter."""
+        """Store the weights if `value` is the best so far; update the patience counter."""
         state = self.state
         if math.isfinite(value) and (
             state.best_value is None or self.sign * (value - state.best_value) > 0
@@ -325,7 +319,7 @@ class _TrainingLoop:
             state.bad_evaluations += 1
 
     def _restore_best_weights(self) -> None:
-        """Leave the outcome's weights in the model: the best or the last; their average with ema_decay."""
+        """Leave the outcome's weights in the model: the best or the last; with ema_decay, their average."""
         if self.memory.best_weights is None or self.state.best_iteration == self.state.iteration:
             self.trainer.optimizer_step.ema.adopt_averages()
             return
@@ -343,7 +337,7 @@ class _TrainingLoop:
             return
         if self.checkpoints.store is None:
             raise Stopped(
-                f"stopped after iteration {self.state.iteration}; no checkpoint folder, nothing saved",
+                f"stopped after iteration {self.state.iteration}; nothing saved, as there is no checkpoint folder",
                 signum,
             )
         self.checkpoints.save_checkpoint()
@@ -353,11 +347,11 @@ class _TrainingLoop:
         )
 
     def build_stop_error(self, abort: IterationAborted) -> Stopped:
-        """The error of a stop that gave the iteration up: what follows resumes from the newest checkpoint."""
+        """Build the error of a stop that abandoned the iteration; a later run resumes from the newest checkpoint."""
         where = f"stopped within iteration {self.state.iteration + 1} ({abort})"
         if self.checkpoints.saved_position is None:
             return Stopped(
-                f"{where}; no checkpoint yet, so the same command begins this training anew",
+                f"{where}; no checkpoint yet, so the same command starts this training over",
                 abort.signum,
             )
         return Stopped(

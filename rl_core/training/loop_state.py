@@ -1,16 +1,15 @@
-"""State of the training loop: its progress, what it keeps between two calls, its outcome.
+"""State of the training loop: its progress, its memory between two calls, its outcome, and its metrics.
 
-Export of the metric history for dashboards: appended to while training, written whole at the end.
+Metrics go to the tracker, into the history, and to a file for dashboards. That file is appended to during training and
+written as a whole at the end:
 
-    metrics_history.jsonl   a line an export: {"iteration": 7, "time": 1760000000.0, "window": 10, "metrics": {name:
-                            [[step, value], ...]} (what came since the line before), "summary": {name: as that of
+    metrics_history.jsonl   one line per export: {"iteration": 7, "time": 1760000000.0, "window": 10, "metrics": {name:
+                            [[step, value], ...]} (points since the previous line), "summary": {name: as in
                             MetricHistory}}
-    metrics_history.json    at the end of training: as `MetricHistory.to_json`
+    metrics_history.json    at the end of training: see `MetricHistory.to_json`
 
-Lines have checksums (`rl_core.storage.line_logs`) and outlive a kill; they are not synced, as the journal has the
-same values. A resumed run cuts off lines of iterations behind its checkpoint, and a torn last line.
-
-Metrics of the training loop on their way out: to the tracker, into the history, to a dashboard's file.
+Lines have checksums (`rl_core.storage.line_logs`) and survive a kill; they are not synced, as the journal has the same
+values. A resumed run cuts off lines of iterations after its checkpoint, and a torn last line.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +30,9 @@ from rl_core.storage.faults import inject_fault
 from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.tracking import Tracker
 
-HISTORY_LENGTH = 500  # newest values of each metric that are kept
+logger = logging.getLogger(__name__)
+
+HISTORY_LENGTH = 500  # stored newest values of each metric
 _STOP_REASON_TEXTS = {
     "iterations": "as many as were set",
     "patience": "then patience ran out: evaluations got no better",
@@ -42,32 +42,30 @@ _STOP_REASON_TEXTS = {
 
 @dataclass(frozen=True)
 class LoopOutcome:
-    """Outcome of a run of the loop; the trainer's model holds the weights that `metrics` were measured on."""
+    """Outcome of the loop. The trainer's model holds the weights that `metrics` were measured on."""
 
-    iterations: int  # done in all, those before a resume included
-    steps: int  # optimizer steps in all
-    stop_reason: (
-        str  # "iterations", "patience", or what the trainer's `finished` or a callback said
-    )
+    iterations: int  # total, including those before a resume
+    steps: int  # optimizer steps, total
+    stop_reason: str  # "iterations", "patience", or that of the trainer's `finished` or a callback
     best_metric: float | None  # best value of the chosen metric; None = no metric was chosen
-    metrics: dict[str, float]  # last evaluation of the model as it is left
+    metrics: dict[str, float]  # evaluation of the weights left in the model
     best_iteration: int | None = None  # the iteration whose weights were restored or kept
     resumed_iteration: int = 0  # 0 = from the start
     seconds: float = 0.0  # of this process
-    # the newest values of every metric
+    # The newest values of every metric.
     history: MetricHistory = field(
         default_factory=lambda: MetricHistory(HISTORY_LENGTH), repr=False
     )
 
     @property
     def ended(self) -> str:
-        """Length and reason for people: `142 iterations (success 98% over ten)`."""
+        """Length and stop reason for the user: `142 iterations (success 98% over ten)`."""
         return f"{self.iterations} iterations ({_STOP_REASON_TEXTS.get(self.stop_reason, self.stop_reason)})"
 
 
 @dataclass
 class LoopProgress:
-    """The loop's own part of a checkpoint."""
+    """Progress of the loop, part of a checkpoint."""
 
     iteration: int = 0
     evaluated_iteration: int = 0  # the last one that was evaluated
@@ -75,25 +73,25 @@ class LoopProgress:
     best_value: float | None = None
     best_iteration: int | None = None
     best_metrics: dict[str, float] = field(default_factory=dict)
-    reference: float | None = (
-        None  # value at the last improvement that was large enough for patience
-    )
+    reference: float | None = None  # value at the last improvement large enough for patience
     bad_evaluations: int = 0  # evaluations since then
     nonfinite_metrics: int = 0
 
 
 @dataclass
 class LoopMemory:
-    """The loop's state between two calls of `run_loop` on one trainer in one process: the second goes on from it."""
+    """State of the loop between two calls of `run_loop` on one trainer in one process; the second call continues from
+    it.
+    """
 
     state: LoopProgress = field(default_factory=LoopProgress)
     history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY_LENGTH))
     best_weights: dict[str, torch.Tensor] | None = None
-    is_consistent: bool = True  # False = the last iteration was left in its middle, so a checkpoint is the better start
+    is_consistent: bool = True  # False = the last iteration was aborted: resume from a checkpoint
 
 
 def build_lines_path(path: Path | str) -> Path:
-    """File of the lines that belong to an export."""
+    """Return the path of the lines that belong to an export."""
     return Path(path).with_suffix(".jsonl")
 
 
@@ -101,45 +99,47 @@ class MetricHistoryExport:
     """Writer of one training's export."""
 
     def __init__(self, path: Path | str, window: int) -> None:
-        """path: of the whole export; its lines lie beside. window: observations behind means and slopes."""
+        """Store the path of the whole export, next to which its lines lie, and the window of means and slopes in
+        observations.
+        """
         self.path, self.window = Path(path), window
         self.lines_path = build_lines_path(path)
-        self._last_exported_steps: dict[str, float] | None = (
-            None  # newest step of each metric in the lines; None = not looked yet
-        )
+        # Newest step of each metric in the lines; None = the lines were not read yet.
+        self._last_exported_steps: dict[str, float] | None = None
 
     def append_history(self, history: MetricHistory, iteration: int) -> None:
-        """Append what came since the last line. Raises: CheckpointError where the disk refuses."""
-        told = (
-            self._last_exported_steps
-            if self._last_exported_steps is not None
-            else self._truncate_to_checkpoint(iteration)
-        )
-        fresh = {
-            name: _select_points_after(history, name, told.get(name)) for name in history.names
-        }
-        fresh = {name: points for name, points in fresh.items() if points}
-        if not fresh:
+        """Append the points since the last line. Raises: CheckpointError if writing fails."""
+        last_steps = self._last_exported_steps
+        if last_steps is None:
+            last_steps = self._last_exported_steps = self._truncate_to_checkpoint(iteration)
+        new_points: dict[str, list[list[float]]] = {}
+        for name in history.names:
+            last_step = last_steps.get(name, -math.inf)
+            points = [list(point) for point in history.list_points(name) if point[0] > last_step]
+            if points:
+                new_points[name] = points
+        if not new_points:
             return
         row = {
             "iteration": iteration,
             "time": round(time.time(), 3),
             "window": self.window,
-            "metrics": fresh,
+            "metrics": new_points,
             "summary": history.summarize_window(min(self.window, history.limit)),
         }
         append_bytes(self.lines_path, encode_checked_line(row))
         inject_fault("history.appended")
-        told |= {name: points[-1][0] for name, points in fresh.items()}
+        last_steps |= {name: points[-1][0] for name, points in new_points.items()}
 
     def finish_export(self, history: MetricHistory, iteration: int) -> None:
-        """Append the rest, and write the whole export. Raises: as `append`."""
+        """Append the remaining points, and write the whole export. Raises: as `append_history`."""
         self.append_history(history, iteration)
         write_text_atomic(self.path, history.to_json(window=self.window))
 
     def _truncate_to_checkpoint(self, iteration: int) -> dict[str, float]:
-        """Cut off what a killed process wrote behind the checkpoint; returns what the lines that stay tell."""
-        self._last_exported_steps, place = {}, 0
+        """Cut off lines written after the checkpoint; return the newest step of each metric in the other lines."""
+        last_steps: dict[str, float] = {}
+        end = 0
         for line in read_checked_lines(self.lines_path):
             if line.record is None:
                 report_damaged_line(
@@ -150,76 +150,61 @@ class MetricHistoryExport:
             elif line.record.get("iteration", 0) >= iteration:
                 break
             else:
-                self._last_exported_steps |= {
-                    name: points[-1][0]
-                    for name, points in _read_record_metrics(line.record).items()
-                    if points
-                }
-            place = line.end
+                metrics = line.record.get("metrics")
+                if isinstance(metrics, dict):
+                    last_steps |= {
+                        name: points[-1][0] for name, points in metrics.items() if points
+                    }
+            end = line.end
         if self.lines_path.is_file():
-            truncate_file(self.lines_path, place)
-        return self._last_exported_steps
-
-
-def _select_points_after(
-    history: MetricHistory, name: str, step: float | None
-) -> list[list[float]]:
-    return [list(point) for point in history.list_points(name) if step is None or point[0] > step]
-
-
-def _read_record_metrics(record: Mapping[str, Any]) -> dict[str, list[list[float]]]:
-    found = record.get("metrics")
-    return found if isinstance(found, dict) else {}
-
-
-logger = logging.getLogger(__name__)
+            truncate_file(self.lines_path, end)
+        return last_steps
 
 
 @dataclass
 class LoopMetrics:
-    """Log of a loop's metrics, and the seconds that logging and checkpoints take, for the next iteration's report."""
+    """Log of a loop's metrics; measures the seconds of logging and checkpoints, which the next iteration reports."""
 
     tracker: Tracker
     memory: LoopMemory
     clock: Callable[[], float]
-    is_rank_zero: bool  # True = this process is the one that logs and writes
+    is_rank_zero: bool  # True = this process logs and writes
     export_to: Path | str | None = None
-    export_seconds: float = 5.0  # between two exports of the history while training
-    export_window: int = 10  # of the export's means and slopes
-    _exported_at: float | None = None  # when, by `clock`
+    export_seconds: float = 5.0  # between two exports of the history during training
+    export_window: int = 10  # observations of the export's means and slopes
+    _exported_at: float | None = None  # by `clock`
     _history_export: MetricHistoryExport | None = None
     _overheads: dict[str, float] = field(default_factory=dict)  # seconds, not yet reported
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Log finite metrics at optimizer step `step`; count the others. Returns: the finite ones."""
+        """Log finite metrics at optimizer step `step` and return them; count the others."""
         state = self.memory.state
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):
             state.nonfinite_metrics += len(values) - len(finite)
-            logger.warning(
-                "metrics that are not finite: %s", ", ".join(sorted(values.keys() - finite.keys()))
-            )
+            nonfinite_names = sorted(values.keys() - finite.keys())
+            logger.warning("metrics that are not finite: %s", ", ".join(nonfinite_names))
         if state.nonfinite_metrics:
             finite["train/nonfinite_metrics"] = float(state.nonfinite_metrics)
-        started = self.clock()
+        start_time = self.clock()
         if self.is_rank_zero:
             self.tracker.log_metrics(finite, step)
         self.memory.history.record_values(finite, step)
         self.export_history(self.export_seconds)
-        self.add_overhead("tracking", started)
+        self.add_overhead("tracking", start_time)
         return finite
 
     def add_overhead(self, name: str, started: float) -> float:
-        """Add to the overheads, which the next iteration reports (this one has reported already); returns the time."""
+        """Add the seconds since `started` to the overheads of the next iteration; return the current time."""
         now = self.clock()
         self._overheads[name] = self._overheads.get(name, 0.0) + now - started
         return now
 
     def take_overheads(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
-        taken, self._overheads = self._overheads, {}
-        return taken
+        """Return the seconds by name since the last call."""
+        overheads, self._overheads = self._overheads, {}
+        return overheads
 
     def export_history(self, after: float = 0.0, *, is_last: bool = False) -> None:
         """Export the history for dashboards, at most once in `after` seconds; `is_last`: training has ended."""
@@ -230,14 +215,12 @@ class LoopMetrics:
         try:
             if self._history_export is None:
                 self._history_export = MetricHistoryExport(self.export_to, self.export_window)
-            (
-                self._history_export.finish_export
-                if is_last
-                else self._history_export.append_history
-            )(self.memory.history, self.memory.state.iteration)
+            export = self._history_export
+            write = export.finish_export if is_last else export.append_history
+            write(self.memory.history, self.memory.state.iteration)
         except (
             CheckpointError,
             OSError,
-        ) as error:  # a dashboard's file is an extra; what is kept still raises
+        ) as error:  # training does not depend on a dashboard's file
             logger.warning("the history of metrics is not shown: %s", error)
         self._exported_at = self.clock()

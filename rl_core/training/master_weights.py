@@ -1,7 +1,4 @@
-"""Float32 master copies of a model's trainable weights.
-
-Exponential moving average of a model's weights.
-"""
+"""Float32 master copies of a model's trainable weights, and their exponential moving average."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from rl_core.training.optimizers import load_averages
 
 
 class MasterWeights:
-    """A model's trainable weights and the float32 parameters that the optimizer works on.
+    """The trainable weights of a model and the float32 parameters that the optimizer works on.
 
     Weights in bfloat16 or float16 get a float32 copy, on which gradients accumulate; otherwise small updates would be
     rounded away. Float32 weights are their own masters.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises: DataError when nothing in the model trains."""
+        """Copy low-precision weights. Raises: DataError if nothing in the model is trainable."""
         trainable = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -37,7 +34,7 @@ class MasterWeights:
             name: weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())
             for name, weight in trainable.items()
         }
-        self._copied = [  # (name, weight, master) where the two differ
+        self._copied = [  # (name, weight, master) if the two differ
             (name, weight, self.masters[name])
             for name, weight in trainable.items()
             if weight.dtype != torch.float32
@@ -59,23 +56,23 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_weights_back(self) -> None:
-        """Masters into the model, in place."""
+        """Copy the masters into the model, in place."""
         for _, weight, master in self._copied:
             weight.copy_(master)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Masters from the model, whose weights were changed from outside (a restored model)."""
+        """Copy the model's weights, which were changed from outside (a restored model), into the masters."""
         for _, weight, master in self._copied:
             master.copy_(weight)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The copies by name."""
+        """Return the copies by name."""
         return {name: master.detach() for name, _, master in self._copied}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; the model's weights are loaded elsewhere."""
+        """Load a `state_dict`; the model's weights are loaded elsewhere."""
         for name, _, master in self._copied:
             master.copy_(state[name])
 
@@ -84,13 +81,13 @@ class EmaWeights:
     """Bias-corrected exponential moving average of weights, in float32.
 
     a_t = (1 - decay) / (1 - decay^t) sum over i = 1..t of decay^(t - i) w_i, over the weights after each update: the
-    correction of Adam (arXiv:1412.6980, section 3). So a_1 = w_1, and the weights from before the first update have no
-    part in it; an uncorrected average would hold them for about 1 / (1 - decay) updates. Kept up as
+    correction of Adam (arXiv:1412.6980, section 3). Hence a_1 = w_1, and the weights before the first update have no
+    influence; an uncorrected average would contain them for about 1 / (1 - decay) updates. Updated as
     a_t = a_(t-1) + (1 - decay) / (1 - decay^t) (w_t - a_(t-1)).
     """
 
     def __init__(self, master_weights: MasterWeights, decay: float | None) -> None:
-        """decay: None = no average is kept, and every method does nothing."""
+        """Start without an average. `decay`: None = keep no average; every method then does nothing."""
         self.decay = decay
         self.updates = 0  # t; at 0 the average is the weights themselves
         self.averages: dict[str, torch.Tensor] = {}
@@ -98,7 +95,7 @@ class EmaWeights:
 
     @torch.no_grad()
     def update_averages(self) -> None:
-        """Take in the present weights."""
+        """Add the current weights to the averages."""
         if self.decay is None:
             return
         self.updates += 1
@@ -111,42 +108,40 @@ class EmaWeights:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """The model holds the average inside; afterwards its weights are the very bits that they were before.
+        """Put the averages into the model inside the context; afterwards restore its weights bit for bit.
 
-        In place, because a rollout engine holds on to the memory of the parameters.
+        In place, because a rollout engine holds references to the memory of the parameters.
         """
         weights = self._master_weights.weights
-        before = {name: weights[name].detach().clone() for name in self.averages}
+        original_weights = {name: weights[name].detach().clone() for name in self.averages}
         self._write_averages()
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, weight in before.items():
+                for name, weight in original_weights.items():
                     weights[name].copy_(weight)
 
     def adopt_averages(self) -> None:
-        """Leave the average in the model for good: training has ended."""
+        """Leave the averages in the model, as training has ended."""
         if self.decay is not None:
             self._write_averages()
             self._master_weights.refresh_masters()
 
     @torch.no_grad()
     def _write_averages(self) -> None:
-        """The average into the model, in the weights' dtype."""
+        """Copy the averages into the model, in the weights' dtype."""
         for name, average in self.averages.items():
             self._master_weights.weights[name].copy_(average)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The averages by parameter, and the number of updates in them; None where no average is kept."""
-        return (
-            None
-            if self.decay is None
-            else {"updates": self.updates, "averages": dict(self.averages)}
-        )
+        """Return the averages by parameter and the number of updates in them; None without averages."""
+        if self.decay is None:
+            return None
+        return {"updates": self.updates, "averages": dict(self.averages)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Inverse of `state_dict`; an average that only the settings or only the state know of starts afresh."""
+        """Load a `state_dict`; an average that only the settings or only the state contain starts from scratch."""
         if self.decay is None or state is None:
             return
         self.updates = state["updates"]

@@ -1,6 +1,6 @@
-"""Micro-batches: cutting those that do not fit into memory, and combining their metrics.
+"""One optimizer step, the same for every trainer: accumulate, guard, clip, step, schedule.
 
-One optimizer step: accumulate, guard, clip, step, schedule. The same for every trainer.
+Micro-batches that do not fit into memory are split; their metrics are combined.
 """
 
 from __future__ import annotations
@@ -43,51 +43,52 @@ from rl_core.training.performance_metrics import count_step_flops, read_sequence
 from rl_core.training.sharded_step import ShardedModel, unwrap_dummy
 
 Batch = TypeVar("Batch")
+LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
+CLIP_MARGIN = 0.99  # of max_grad_norm, so that torch's 1e-6 and rounding make no difference
+
+logger = logging.getLogger(__name__)
 
 
 def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of micro-batches as one: names ending in _max or _min combine so, all others add up.
+    """Combine metrics of micro-batches: names ending in _max or _min by max or min, all others by their sum.
 
-    Losses normalise their metrics by the global denominator, which is why sums are right (tensors are read only here,
-    so that an accelerator is waited for once a step).
+    Sums are correct because losses divide their metrics by the global denominator. Tensors are read only here, so that
+    an accelerator is synchronised once per step.
     """
     columns: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             columns.setdefault(name, []).append(float(value))
-    return {
-        name: max(values)
-        if name.endswith("_max")
-        else min(values)
-        if name.endswith("_min")
-        else math.fsum(values)
-        for name, values in columns.items()
-    }
+    combined = {}
+    for name, values in columns.items():
+        if name.endswith("_max"):
+            combined[name] = max(values)
+        elif name.endswith("_min"):
+            combined[name] = min(values)
+        else:
+            combined[name] = math.fsum(values)
+    return combined
 
 
 def split_oversized_batches(micro_batches: list[Batch], max_tokens: int | None) -> list[Batch]:
-    """Those above `max_tokens` padded tokens halved, again and again, down to single rows; None = as they are."""
+    """Halve micro-batches above `max_tokens` padded tokens, repeatedly, down to single rows; None = no limit."""
     if max_tokens is None:
         return micro_batches
-    parts: list[Batch] = []
+    split_batches: list[Batch] = []
     for batch in micro_batches:
         halves = halve_batch(batch) if count_padded_tokens(batch) > max_tokens else None
-        parts.extend(split_oversized_batches(list(halves), max_tokens) if halves else [batch])
-    return parts
-
-
-logger = logging.getLogger(__name__)
-
-LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
-CLIP_MARGIN = 0.99  # of max_grad_norm, so that torch's 1e-6 and rounding make no difference
+        split_batches.extend(
+            split_oversized_batches(list(halves), max_tokens) if halves else [batch]
+        )
+    return split_batches
 
 
 class OptimizerStep:
     """The optimizer of a model's trainable parameters, with accumulation, guards, clipping and a schedule.
 
-    It works on float32 master weights (`master_weights`) and keeps their moving average (`ema`). Where several
-    processes train the model, its weights are sharded among them here (`sharded`); each of them then calls the same
-    methods in the same order with micro-batches of its own, as many as every other (`ProcessGroup.batches`).
+    It works on float32 master weights (`master_weights`) and maintains their moving average (`ema`). If several
+    processes train the model, its weights are sharded among them here (`sharded`); each process then calls the same
+    methods in the same order with as many micro-batches as every other (`ProcessGroup.build_local_batches`).
     """
 
     def __init__(
@@ -106,13 +107,12 @@ class OptimizerStep:
         self.settings = settings
         self.total_steps = total_steps
         self.max_nonfinite = max_nonfinite
-        self.num_steps = 0  # steps tried, skipped ones included: the x axis of every metric
+        self.num_steps = 0  # steps tried, including skipped ones: the x axis of every metric
         self.skipped_steps = 0  # steps skipped because something was not finite
         self.skipped_in_row = 0
-        self.learning_rate_scale = 1.0  # of the whole schedule; a rollback makes it smaller
-        self.max_tokens: int | None = (
-            None  # padded tokens that were seen to fit; None = nothing ever ran out of memory
-        )
+        self.learning_rate_scale = 1.0  # of the whole schedule; a rollback reduces it
+        # Padded tokens of a micro-batch that fit in memory; None = memory never ran out.
+        self.max_tokens: int | None = None
         self.sharded = ShardedModel(model, process_group)
         self.master_weights = MasterWeights(model)
         if settings.activation_checkpointing:
@@ -129,29 +129,27 @@ class OptimizerStep:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
-        return self.learning_rate_scale * compute_learning_rate(
-            self.num_steps, self.settings, self.total_steps
-        )
+        learning_rate = compute_learning_rate(self.num_steps, self.settings, self.total_steps)
+        return self.learning_rate_scale * learning_rate
 
     @property
     def computes_in_bfloat16(self) -> bool:
-        """True = matrix products are taken in bfloat16, by autocast or because the weights are."""
-        return (
-            self.settings.autocast == "bfloat16"
-            or self.master_weights.first_weight.dtype == torch.bfloat16
-        )
+        """Whether matrix products are computed in bfloat16, by autocast or because of the weights' dtype."""
+        if self.settings.autocast == "bfloat16":
+            return True
+        return self.master_weights.first_weight.dtype == torch.bfloat16
 
     @property
     def computes_in_float32(self) -> bool:
-        """True = matrix products and weights are in float32, those of a frozen base model included."""
-        return (
-            not self.computes_in_bfloat16 and next(self.model.parameters()).dtype == torch.float32
-        )
+        """Whether matrix products and weights are in float32, including those of a frozen base model."""
+        if self.computes_in_bfloat16:
+            return False
+        return next(self.model.parameters()).dtype == torch.float32
 
     def enable_autocast(self) -> AbstractContextManager[None]:
-        """Context in which the model computes: bfloat16 where the settings ask for it, float32 weights either way.
+        """Return the context in which the model computes: bfloat16 if the settings say so, float32 weights in any case.
 
-        `apply` runs its loss function in it; a trainer runs its own passes over the model in it, so that log-probs
+        `run_step` runs its loss function in it; a trainer runs other passes over the model in it, so that log-probs
         agree.
         """
         return enable_autocast(self.settings.autocast, self.master_weights.first_weight.device)
@@ -159,23 +157,22 @@ class OptimizerStep:
     def run_step(
         self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]
     ) -> dict[str, float]:
-        """One optimizer step over all micro-batches.
+        """Run one optimizer step over all micro-batches.
 
         Args:
             micro_batches: dataclasses with one row per entry (`TrainBatch`), in order.
-            loss_fn: gives (loss, metrics) of a micro-batch; the loss is already divided by the step's global
-                denominator, so that losses and metrics of micro-batches add up, however they are cut.
-        Returns: combined metrics, with train/loss, train/grad_norm (before Grokfast and clipping),
-            train/learning_rate and train/skipped_steps (updates skipped so far); with Grokfast,
-            train/grokfast_grad_norm (after it, before clipping).
-        Raises: NonFiniteError after `max_nonfinite` skipped updates in a row (weights stay as they were before them);
+            loss_fn: returns (loss, metrics) of a micro-batch; the loss is already divided by the step's global
+                denominator, so that losses and metrics add up for every split into micro-batches.
+        Returns: combined metrics, with train/loss, train/grad_norm (before Grokfast and clipping), train/learning_rate
+            and train/skipped_steps (updates skipped so far); with Grokfast, train/grokfast_grad_norm (after it, before
+            clipping).
+        Raises: NonFiniteError after `max_nonfinite` skipped updates in a row (weights are those before them);
             OutOfMemory if a single row does not fit.
         """
         if not micro_batches:
             raise DataError("an optimizer step needs at least one micro-batch")
-        lengths = [
-            length for batch in micro_batches for length in read_sequence_lengths(batch)
-        ]  # a dummy has none
+        # A dummy batch has no lengths.
+        lengths = [length for batch in micro_batches for length in read_sequence_lengths(batch)]
         add_to_total("optimizer_flops", count_step_flops(self.model, lengths))
         with span("optimizer"):
             return self._run_step(micro_batches, loss_fn)
@@ -206,16 +203,15 @@ class OptimizerStep:
             and math.isfinite(metrics["train/grad_norm"])
         )
         if is_finite and self._grokfast is not None:
-            # After the check, so that no bad gradient enters its average; before clipping, so that max_grad_norm bounds
-            # what the optimizer gets, amplified or not.
+            # After the check, so that no bad gradient enters the average; before clipping, so that max_grad_norm
+            # bounds the gradient that the optimizer gets.
             self._grokfast.amplify_gradients()
             norm = self._compute_grad_norm()
             metrics["train/grokfast_grad_norm"] = float(norm)
             is_finite = math.isfinite(metrics["train/grokfast_grad_norm"])
         if is_finite:
-            self._update_weights(
-                norm, metrics.get("train/grokfast_grad_norm", metrics["train/grad_norm"])
-            )
+            norm_value = metrics.get("train/grokfast_grad_norm", metrics["train/grad_norm"])
+            self._update_weights(norm, norm_value)
         else:
             self._skip_update(parts, problem)
         self._clear_gradients()
@@ -227,16 +223,13 @@ class OptimizerStep:
         grads = [to_local_rows(master.grad) for master in masters if master.grad is not None]
         return self.process_group.compute_norm(compute_total_norm(grads))
 
-    def _update_weights(self, norm: torch.Tensor, size: float) -> None:
-        """Clip, step, and take the new weights over. `size`: the norm, read already."""
+    def _update_weights(self, norm: torch.Tensor, norm_value: float) -> None:
+        """Clip, step, and copy the new weights to the model. `norm_value` is `norm` as a float."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        if (
-            size > CLIP_MARGIN * self.settings.max_grad_norm
-        ):  # below, clipping would multiply by exactly 1
-            clip_gradients(
-                list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm
-            )
+        max_norm = self.settings.max_grad_norm
+        if norm_value > CLIP_MARGIN * max_norm:  # below, clipping would multiply by exactly 1
+            clip_gradients(list(self.master_weights.masters.values()), max_norm, norm)
         try:
             if isinstance(self.optimizer, torch.optim.AdamW):
                 step_adamw(self.optimizer)
@@ -246,8 +239,8 @@ class OptimizerStep:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
-                f"the optimizer's state does not fit into memory ({format_first_line(error)}); use LoRA, a smaller model, or "
-                "more processes, which share it out"
+                f"the optimizer's state does not fit into memory ({format_first_line(error)}); use LoRA, a smaller "
+                "model, or more processes, which share the state"
             ) from error
         self.master_weights.write_weights_back()
         self.ema.update_averages()
@@ -257,10 +250,10 @@ class OptimizerStep:
     def _accumulate_gradients(
         self, micro_batches: list[Batch], loss_fn: LossFn[Batch]
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Backward of every micro-batch; on lack of memory, all again with the large ones cut in half.
+        """Run backward for every micro-batch; if memory runs out, start again with the large ones halved.
 
-        From the start, because a backward pass that failed half-way has already added part of its gradient.
-        Returns: metrics of each micro-batch; what was not finite, where the loss refused its input.
+        It starts again because a failed backward pass has already added part of its gradient.
+        Returns: metrics of each micro-batch; the tensor that was not finite, if the loss refused its input.
         """
         while True:
             self._clear_gradients()
@@ -280,7 +273,7 @@ class OptimizerStep:
                 if not is_out_of_memory(error):
                     raise
                 problem = format_first_line(error)
-                loss = metrics = None  # type: ignore[assignment]  # frees the graph before the next try
+                loss = metrics = None  # type: ignore[assignment]  # frees the graph before retrying
             failed = micro_batches[len(parts)]
             if halve_batch(failed) is None:
                 raise OutOfMemory(
@@ -291,7 +284,7 @@ class OptimizerStep:
             record_out_of_memory("micro-batches", self.max_tokens, "padded tokens")
 
     def _clear_gradients(self) -> None:
-        """Drop all gradients; every optimizer's are those of the masters."""
+        """Delete all gradients, of masters and weights."""
         for master in self.master_weights.masters.values():
             master.grad = None
         for weight in self.master_weights.weights.values():
@@ -300,24 +293,26 @@ class OptimizerStep:
     def _skip_update(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> None:
         self.skipped_steps += 1
         self.skipped_in_row += 1
-        bad = self._find_first_nonfinite(parts, problem)
+        bad_tensor = self._find_first_nonfinite(parts, problem)
         logger.warning(
             "optimizer step %d skipped, %d in a row: not finite: %s",
             self.num_steps,
             self.skipped_in_row,
-            bad,
+            bad_tensor,
         )
         self.num_steps += 1
         if self.skipped_in_row >= self.max_nonfinite:
             self._clear_gradients()
             raise NonFiniteError(
                 f"{self.skipped_in_row} non-finite optimizer steps in a row (max_nonfinite); the last at step "
-                f"{self.num_steps - 1}, first bad tensor: {bad}. The weights are those of the last good step; "
+                f"{self.num_steps - 1}, first bad tensor: {bad_tensor}. The weights are those of the last good step; "
                 "try a lower learning_rate or max_grad_norm, and look at the data of that step"
             )
 
     def _find_first_nonfinite(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> str:
-        """Name of the first bad tensor, causes before consequences: weights, a loss's input, losses, gradients."""
+        """Return the name of the first bad tensor, causes before consequences: weights, a loss's input, losses,
+        gradients.
+        """
         for name, weight in self.master_weights.weights.items():
             if not self._is_finite(weight):
                 return f"weight {name}"
@@ -332,12 +327,11 @@ class OptimizerStep:
         return "global gradient norm"
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:
-        return not self.process_group.all_reduce_max(
-            int(not bool(torch.isfinite(to_local_rows(tensor)).all()))
-        )
+        is_local_finite = bool(torch.isfinite(to_local_rows(tensor)).all())
+        return not self.process_group.all_reduce_max(int(not is_local_finite))
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer moments, float32 masters, averages and counters; the schedule follows from `num_steps`."""
+        """Return optimizer moments, float32 masters, averages and counters; the schedule follows from `num_steps`."""
         return {
             "optimizer": self._collect_moments(),
             "masters": self.master_weights.state_dict(),
@@ -356,15 +350,15 @@ class OptimizerStep:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; the model's weights are loaded elsewhere, before this.
+        """Load a `state_dict`, after the model's weights, which are loaded elsewhere.
 
-        Averages that only the settings or only the state know of start afresh, or are left out (a resume with changed
-        settings, which has to be allowed explicitly). Raises: CheckpointError for the state of another optimizer.
+        Averages that only the settings or only the state contain start from scratch, or are left out (a resume with
+        changed settings, which must be allowed explicitly). Raises: CheckpointError for the state of another optimizer.
         """
         if state["optimizer"].keys() != self._collect_moments().keys():
             raise CheckpointError(
                 f"the checkpoint holds the state of another optimizer than '{self.settings.optimizer}'; "
-                "put the old setting back, or start afresh in another folder"
+                "restore the old setting, or start over in another folder"
             )
         if isinstance(self.optimizer, torch.optim.Optimizer):
             load_moments(self.optimizer, state["optimizer"])

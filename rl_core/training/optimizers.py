@@ -1,11 +1,9 @@
-"""Norm and clipping of gradients: torch's, to the last bit, without what it looks up at every call.
+"""Parts of an optimizer step: schedule, AdamW or Muon, gradient clipping, Grokfast, activation checkpointing.
 
-Around networks as small as those of `rl_core.networks` the lookup costs more than the norm. Where gradients differ in
-device or type, torch's own functions do the work.
+`rl_core.training.optimizer_step` combines them. All of them work on the float32 parameters, by name.
 
-Parts of an optimizer step: learning-rate schedule, AdamW or Muon, Grokfast, activation checkpointing.
-
-`rl_core.training.optimizer_step` puts them together. All of them work on the float32 parameters, by name.
+Norm and clipping equal torch's bit for bit, without torch's lookups at every call, which cost more than the norm for
+networks as small as those of `rl_core.networks`. If gradients differ in device or type, torch's functions are used.
 """
 
 from __future__ import annotations
@@ -28,17 +26,18 @@ if TYPE_CHECKING:
 
 
 def compute_total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm over all gradients, scalar; as `torch.nn.utils.get_total_norm`."""
+    """Return the Euclidean norm over all gradients as a scalar tensor; equals `torch.nn.utils.get_total_norm`."""
     if not _has_single_device_and_dtype(gradients):
         return torch.nn.utils.get_total_norm(gradients)
     with torch.no_grad():
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2.0)), 2.0)
+        norms = torch.stack(torch._foreach_norm(list(gradients), 2.0))
+        return torch.linalg.vector_norm(norms, 2.0)
 
 
 def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale the gradients of the parameters, in place, by min(1, max_norm / (norm + 1e-6)).
+    """Scale the gradients of the parameters in place by min(1, max_norm / (norm + 1e-6)).
 
-    As `torch.nn.utils.clip_grads_with_norm_`. Args: norm: of all gradients, scalar.
+    Equals `torch.nn.utils.clip_grads_with_norm_`. Args: norm: of all gradients, scalar.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not _has_single_device_and_dtype(gradients) or norm.device != gradients[0].device:
@@ -49,7 +48,7 @@ def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float, norm: to
 
 
 def _has_single_device_and_dtype(gradients: Sequence[torch.Tensor]) -> bool:
-    """True = plain dense tensors of one device and type, which torch handles together."""
+    """Return whether all gradients are dense tensors of one device and type, which torch can process together."""
     if not gradients:
         return False
     device, dtype = gradients[0].device, gradients[0].dtype
@@ -63,51 +62,48 @@ def _has_single_device_and_dtype(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 class Optimizer(Protocol):
-    """Interface that `OptimizerStep` needs of an optimizer: torch's own have it, and so has a `JointOptimizer`."""
+    """Interface that `OptimizerStep` needs of an optimizer; torch's optimizers and `JointOptimizer` have it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Live groups; the schedule writes their `lr`."""
 
     def step(self) -> Any:
-        """Move the parameters by their gradients."""
+        """Update the parameters by their gradients."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Delete the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and settings."""
+        """Return moments and settings."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
 
 
 def compute_learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> float:
-    """Learning rate of optimizer step number `step` (0 = the first).
+    """Compute the learning rate of optimizer step number `step` (0 = the first).
 
     Warm-up: peak (step + 1) / warmup_steps, so that step "-1" would be at 0 and the last warm-up step is at the peak.
-    Then constant, or a fall from the peak towards min_lr_ratio * peak, which it would reach at step `total_steps`.
+    Then constant, or a decay from the peak towards min_lr_ratio * peak, which it would reach at step `total_steps`.
     """
     peak = settings.learning_rate
     if step < settings.warmup_steps:
         return peak * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return peak
-    progress = min(
-        1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
-    )
-    share = (
-        1.0 - progress
-        if settings.schedule == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    decay_steps = max(1, total_steps - settings.warmup_steps)
+    progress = min(1.0, (step - settings.warmup_steps) / decay_steps)
+    share = 1.0 - progress
+    if settings.schedule != "linear":
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
 
 
 def build_optimizer(
     model: nn.Module, masters: Mapping[str, nn.Parameter], settings: OptimizerSettings
 ) -> Optimizer:
-    """AdamW over all of `masters`, or Muon over the hidden matrices and AdamW over the rest.
+    """Build AdamW over all of `masters`, or Muon over the hidden matrices and AdamW over the rest.
 
     Muon's update is scaled by 0.2 sqrt(max(rows, columns)) (arXiv:2502.16982, section 2.2), which gives it the size of
     an AdamW update: one learning rate and one schedule serve both.
@@ -117,51 +113,53 @@ def build_optimizer(
     """
     hidden = find_hidden_matrices(model) & masters.keys() if settings.optimizer == "muon" else set()
     rest = [parameter for name, parameter in masters.items() if name not in hidden]
-    # Decay on matrices only: norms and biases are scales, not directions (arXiv:1711.05101 leaves it open).
+    # Decay only matrices: norms and biases are scales, not directions (arXiv:1711.05101 leaves it open).
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if not settings.weight_decay:  # one pass over all, in the same order
+    if not settings.weight_decay:  # one group over all, in the same order
         groups = [{"params": [p for group in groups for p in group["params"]], "weight_decay": 0.0}]
-    parts: dict[str, torch.optim.Optimizer] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
     if rest:
-        parts["adamw"] = torch.optim.AdamW(
+        optimizers["adamw"] = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
-            fused=True,  # one pass over memory in place of a dozen
+            fused=True,  # one pass over memory instead of a dozen
         )
     if hidden:
-        parts["muon"] = _select_muon_class([masters[name] for name in masters if name in hidden])(
-            [parameter for name, parameter in masters.items() if name in hidden],
+        matrices = [parameter for name, parameter in masters.items() if name in hidden]
+        is_sharded = any(is_sharded_tensor(matrix) for matrix in matrices)
+        optimizers["muon"] = (GatheredMuon if is_sharded else torch.optim.Muon)(
+            matrices,
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
             momentum=settings.muon_momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-    return parts["adamw"] if settings.optimizer == "adamw" else JointOptimizer(parts)
+    return optimizers["adamw"] if settings.optimizer == "adamw" else JointOptimizer(optimizers)
 
 
 @torch.no_grad()
 def step_adamw(optimizer: torch.optim.AdamW) -> None:
-    """One step of a fused AdamW: the same bits as its `step`, which looks after profilers and first steps every time.
+    """Run one step of a fused AdamW with the same bits as its `step`, without its checks for profilers and first steps.
 
-    Around the networks of `rl_core.networks` that costs as much as the step itself.
+    For the networks of `rl_core.networks` these checks cost as much as the step itself.
     """
     updates: list[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, torch.Tensor]]]] = []
     for group in optimizer.param_groups:
-        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [optimizer.state.get(parameter, {}) for parameter in trained]
-        if not all(states):  # the first step makes the moments
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        if not all(states):  # the first step creates the moments
             optimizer.step()
             return
-        updates.append((group, trained, states))
-    for group, trained, states in updates:
+        updates.append((group, parameters, states))
+    for group, parameters, states in updates:
         adamw(
-            trained,
-            [parameter.grad for parameter in trained if parameter.grad is not None],
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -178,70 +176,58 @@ def step_adamw(optimizer: torch.optim.AdamW) -> None:
 
 
 def find_hidden_matrices(model: nn.Module) -> set[str]:
-    """Names of the trainable parameters that Muon is meant for.
+    """Return the names of the trainable parameters that Muon is meant for.
 
-    These are the matrices between embedding and head (adapters' matrices, where there are adapters): 2D, and neither
-    an embedding, nor the output head (which may share the embedding's weight), nor another head (`score`, or any name
-    that ends in `head`). Three-dimensional stacks of experts are none either.
+    These are the 2D matrices between embedding and head (of the adapters, if there are any), but not an embedding, the
+    output head (which may share the embedding's weight) or another head (`score`, or any name that ends in `head`).
+    Three-dimensional stacks of experts are excluded too.
     Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers".
     """
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    outside = {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
+    excluded = {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            outside |= {id(p) for p in module.parameters()}
+            excluded |= {id(p) for p in module.parameters()}
     return {
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
         and parameter.ndim == 2
-        and id(parameter) not in outside
+        and id(parameter) not in excluded
         and not any(part == "score" or part.endswith("head") for part in name.split("."))
     }
 
 
-def _select_muon_class(parameters: Sequence[torch.Tensor]) -> type[torch.optim.Muon]:
-    return (
-        GatheredMuon
-        if any(is_sharded_tensor(parameter) for parameter in parameters)
-        else torch.optim.Muon
-    )
-
-
 class GatheredMuon(torch.optim.Muon):
-    """Muon over sharded matrices: every process makes the whole step, and keeps its rows.
+    """Muon over sharded matrices: every process computes the whole step and stores its rows.
 
-    Muon orthogonalises whole matrices, so every process holds copies of them and of their momentum beside its rows.
+    Muon orthogonalises whole matrices, so every process holds copies of them and of their momentum besides its rows.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
         self._sharded: list[DTensor] = [
             parameter for parameter in params if is_sharded_tensor(parameter)
         ]
-        super().__init__(
-            [nn.Parameter(parameter.full_tensor()) for parameter in self._sharded], **options
-        )
+        full_matrices = [nn.Parameter(parameter.full_tensor()) for parameter in self._sharded]
+        super().__init__(full_matrices, **options)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step by the gradients of the sharded matrices."""
+        """Run one step with the gradients of the sharded matrices."""
         from torch.distributed.tensor import distribute_tensor
 
-        wholes = self.param_groups[0]["params"]
-        for sharded, whole in zip(self._sharded, wholes, strict=True):
-            whole.copy_(sharded.full_tensor())
-            whole.grad = None if sharded.grad is None else sharded.grad.full_tensor()  # type: ignore[attr-defined]
+        full_matrices = self.param_groups[0]["params"]
+        for sharded, full in zip(self._sharded, full_matrices, strict=True):
+            full.copy_(sharded.full_tensor())
+            full.grad = None if sharded.grad is None else sharded.grad.full_tensor()  # type: ignore[attr-defined]
         super().step()
-        for sharded, whole in zip(self._sharded, wholes, strict=True):
-            sharded.copy_(
-                distribute_tensor(
-                    whole, sharded.device_mesh, sharded.placements, src_data_rank=None
-                )
-            )
-            whole.grad = None
+        for sharded, full in zip(self._sharded, full_matrices, strict=True):
+            mesh, placements = sharded.device_mesh, sharded.placements
+            sharded.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None))
+            full.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the sharded matrices."""
+        """Delete the gradients of the sharded matrices."""
         for sharded in self._sharded:
             sharded.grad = None
 
@@ -258,21 +244,21 @@ class JointOptimizer:
         return [group for part in self.parts.values() for group in part.param_groups]
 
     def step(self) -> None:
-        """One step of each part."""
+        """Run one step of each part."""
         for part in self.parts.values():
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parts."""
+        """Delete the gradients of all parts."""
         for part in self.parts.values():
             part.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments of each part, under its name."""
+        """Return the moments of each part, under its name."""
         return {name: extract_moments(part) for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of `state_dict`. Raises: CheckpointError for the state of another optimizer."""
+        """Load a `state_dict`. Raises: CheckpointError for the state of another optimizer."""
         if state_dict.keys() != self.parts.keys():
             raise CheckpointError(
                 f"optimizer: state of {sorted(state_dict)}, expected {sorted(self.parts)}"
@@ -282,7 +268,7 @@ class JointOptimizer:
 
 
 class Grokfast:
-    """Gradients whose slow part is amplified: mu <- alpha mu + (1 - alpha) g, then g <- g + lambda mu.
+    """Amplifier of the slow part of gradients: mu <- alpha mu + (1 - alpha) g, then g <- g + lambda mu.
 
     mu starts as the first gradient. A parameter without a gradient keeps its mu.
     Source: Lee et al. 2024, arXiv:2405.20233, Grokfast-EMA.
@@ -298,7 +284,7 @@ class Grokfast:
 
     @torch.no_grad()
     def amplify_gradients(self) -> None:
-        """Take the present gradients, all of them finite, into the averages, and add these to them in place."""
+        """Update the averages with the current gradients, all finite, and add them to the gradients in place."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
@@ -307,18 +293,18 @@ class Grokfast:
             parameter.grad.add_(average, alpha=self.amplification)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter."""
+        """Return the averages by parameter."""
         return dict(self.averages)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         self.averages = load_averages(state, self.parameters)
 
 
 def load_averages(
     tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint, each on its parameter's device. Raises: CheckpointError for a name that is not there."""
+    """Copy a checkpoint's tensors to their parameters' devices. Raises: CheckpointError for an unknown name."""
     unknown = sorted(tensors.keys() - parameters.keys())
     if unknown:
         raise CheckpointError(
@@ -328,23 +314,21 @@ def load_averages(
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
-    """Let the transformers model in `model` compute activations again in backward instead of keeping them.
+    """Let the transformers model in `model` recompute activations in backward instead of storing them.
 
-    It does so in training mode only. Raises: SettingsError when `model` holds none that can.
+    This applies in training mode only. Raises: SettingsError if `model` contains no model that supports it.
     """
     targets = _find_checkpointable_modules(model)
     if not targets:
         raise SettingsError(
-            f"activation_checkpointing: {type(model).__name__} is no transformers model that can do it; leave it false"
+            f"activation_checkpointing: {type(model).__name__} contains no transformers model that supports it; "
+            "leave it false"
         )
+    # The reentrant form loses gradients if inputs need none (adapters).
+    options = {"use_reentrant": False}
     for target in targets:
-        options = {
-            "use_reentrant": False
-        }  # the reentrant form loses gradients where inputs need none (adapters)
         try:
-            if hasattr(
-                target, "activation_checkpointing_enable"
-            ):  # the newer name in transformers 5
+            if hasattr(target, "activation_checkpointing_enable"):  # the name in transformers 5
                 target.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
             else:
                 target.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -353,7 +337,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 
 
 def _find_checkpointable_modules(module: nn.Module) -> Sequence[Any]:
-    """The outermost modules that know how to checkpoint their activations."""
+    """Return the outermost modules that can checkpoint their activations."""
     if hasattr(module, "gradient_checkpointing_enable"):
         return [module]
-    return [found for child in module.children() for found in _find_checkpointable_modules(child)]
+    return [target for child in module.children() for target in _find_checkpointable_modules(child)]

@@ -1,6 +1,6 @@
-"""A model that one or several processes train: passes over it, gradients, and exchange of rows and states.
+"""A model trained by one or several processes: passes over it, gradients, and exchange of rows and states.
 
-In one process every method does the plain thing, so trainers need no second path.
+In a single process every method does the obvious thing, so trainers need no second code path.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Result = TypeVar("Result")
 
 
 class ShardedModel:
-    """A model whose weights are sharded over the processes of a group, in place; whole where the group has one.
+    """A model whose weights are sharded over the processes of a group, in place; not sharded in a group of one.
 
-    All processes call the same methods in the same order. A bug here is a hang.
+    All processes must call the same methods in the same order; otherwise they hang.
     """
 
     def __init__(self, model: nn.Module, process_group: ProcessGroup) -> None:
@@ -38,18 +38,18 @@ class ShardedModel:
         self.shards: Shards | None = None
         if process_group.size > 1:
             policy = model.policy if isinstance(model, PolicyWithCritic) else model
-            check_chunked_head(policy)  # its trial runs the model, which has to be whole for that
+            check_chunked_head(policy)  # before sharding, as its trial runs the model
             self.shards = Shards(model, process_group)
 
     def run_with_full_weights(self, compute: Callable[[], Result]) -> Result:
-        """Result of `compute()`, run with whole weights in the model: a trainer's own passes run in it."""
+        """Return `compute()`, run with full weights in the model; for a trainer's passes over it."""
         return compute() if self.shards is None else self.shards.run_with_full_weights(compute)
 
     def run_independently_with_full_weights(self, compute: Callable[[], Result]) -> Result:
-        """Result of `compute()`, run with whole weights in the model for as long as it takes; without gradient.
+        """Return `compute()`, run with full weights in the model throughout, without gradient.
 
-        For rollouts, and for passes over a process's own share of some rows: each process may call the model as often
-        as it likes.
+        For rollouts, and for passes over a process's share of some rows: each process may call the model any number of
+        times.
         """
         if self.shards is not None:
             return self.shards.run_independently_with_full_weights(compute)
@@ -62,23 +62,23 @@ class ShardedModel:
         fn: Callable[[Batch], Result],
         autocast: AbstractContextManager[None],
     ) -> list[Result]:
-        """`fn` of each batch of all processes, by rank: in eval mode, without gradient, in `autocast`.
+        """Return `fn` of each batch of all processes, by rank, in eval mode, without gradient, in `autocast`.
 
-        `fn` returns plain numbers, as they travel between processes. In one process a batch that does not fit into
-        memory is measured in halves, with a result each.
+        `fn` returns plain numbers, as they are sent between processes. In a single process a batch that does not fit
+        into memory is measured in halves, with one result each.
         Raises: OutOfMemory.
         """
         results: list[Result] = []
         with use_eval_mode(self.model), torch.no_grad(), autocast:
             if self.shards is None:
-                return MemoryFit("evaluation").compute_batches(
-                    (unwrap_dummy(batch) for batch in batches), fn
-                )
+                real_batches = (unwrap_dummy(batch) for batch in batches)
+                return MemoryFit("evaluation").compute_batches(real_batches, fn)
             for batch in batches:
                 result = self.run_with_full_weights(functools.partial(fn, unwrap_dummy(batch)))
                 if not isinstance(batch, DummyBatch):
                     results.append(result)
-        return [result for part in self.process_group.all_gather(results) for result in part]
+        gathered = self.process_group.all_gather(results)
+        return [result for rank_results in gathered for result in rank_results]
 
     def gather_row_results(
         self,
@@ -86,17 +86,17 @@ class ShardedModel:
         lengths: Sequence[int],
         compute: Callable[[list[Row]], Sequence[Result]],
     ) -> list[Result]:
-        """`compute` of each row, without gradient; each process does its share, and all get everything.
+        """Return `compute` of each row, without gradient; each process computes a share, and all get all results.
 
         Args:
             lengths: tokens of each row.
-            compute: one result a row, in order; results travel between processes, so their tensors lie on the CPU.
+            compute: returns one result per row, in order; results are sent between processes, so tensors must be on
+                the CPU.
         """
-        mine = self.process_group.select_local_rows(lengths)
-        own = self.run_independently_with_full_weights(
-            lambda: compute([rows[index] for index in mine])
-        )
-        shares = self.process_group.all_gather(dict(zip(mine, own, strict=True)))
+        indices = self.process_group.select_local_rows(lengths)
+        local_rows = [rows[index] for index in indices]
+        local_results = self.run_independently_with_full_weights(lambda: compute(local_rows))
+        shares = self.process_group.all_gather(dict(zip(indices, local_results, strict=True)))
         results = {index: result for share in shares for index, result in share.items()}
         return [results[index] for index in range(len(rows))]
 
@@ -108,14 +108,14 @@ class ShardedModel:
         autocast: Callable[[], AbstractContextManager[None]],
         collect: Callable[[], None],
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Backward of every micro-batch of every process. One that cannot compute a loss does its part all the same.
+        """Run backward for every micro-batch of every process, also in a process that cannot compute a loss.
 
-        For several processes. Lack of memory ends the run: the others are in the middle of a pass that this one cannot
-        take up again.
+        For several processes. If memory runs out the run ends: the other processes are in the middle of a pass that
+        this one cannot repeat.
 
         Args:
             collect: called after each backward pass.
-        Returns: metrics of all micro-batches that are no dummies, by process; the tensor that was not finite, where a
+        Returns: metrics of all micro-batches that are not dummies, by process; the tensor that was not finite, if a
             loss refused its input.
         Raises: OutOfMemory.
         """
@@ -127,7 +127,7 @@ class ShardedModel:
             is_dummy = isinstance(batch, DummyBatch)
             try:
                 with autocast():
-                    loss, metrics, why = self.shards.run_loss(
+                    loss, metrics, refusal = self.shards.run_loss(
                         functools.partial(loss_fn, unwrap_dummy(batch)),
                         weight=0.0 if is_dummy else 1.0,
                     )
@@ -140,27 +140,28 @@ class ShardedModel:
                     f"memory of process {rank}; lower micro_batch_tokens"
                 ) from error
             collect()
-            if why is not None and problem is None:
-                problem = f"{why} (process {rank}, micro-batch {index})"
+            if refusal is not None and problem is None:
+                problem = f"{refusal} (process {rank}, micro-batch {index})"
             if not is_dummy:
-                part = {**metrics, "train/loss": loss.detach() if why is None else math.nan}
+                part = {**metrics, "train/loss": loss.detach() if refusal is None else math.nan}
                 parts.append({name: float(value) for name, value in part.items()})
         gathered = self.process_group.all_gather((parts, problem))
-        problems = [why for _, why in gathered if why is not None]
-        return [part for some, _ in gathered for part in some], problems[0] if problems else None
+        all_parts = [part for rank_parts, _ in gathered for part in rank_parts]
+        problems = [rank_problem for _, rank_problem in gathered if rank_problem is not None]
+        return all_parts, problems[0] if problems else None
 
     def gather_state(self, state: Any) -> Any:
-        """A nested state as one process would have it: complete in rank 0, which writes it."""
+        """Return a nested state as a single process would have it: complete in rank 0, which writes it."""
         return gather_state(state, self.process_group)
 
     def scatter_state(self, state: Any, model: nn.Module | None = None) -> Any:
-        """A checkpoint that rank 0 has read, in all processes; weights and moments are sharded again.
+        """Send a checkpoint read by rank 0 to all processes; weights and moments are sharded again.
 
         Args:
-            model: all that the checkpoint holds, where that is more than this model.
+            model: module with all weights in the checkpoint, if that is more than this model.
         """
-        whole = self.model if model is None else model
-        names = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
+        module = self.model if model is None else model
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         return scatter_state(
             state,
             self.process_group,
@@ -170,23 +171,18 @@ class ShardedModel:
 
 
 def unwrap_dummy(batch: Batch | DummyBatch[Batch]) -> Batch:
-    """The micro-batch itself."""
+    """Return the micro-batch without the marker of a dummy."""
     return batch.batch if isinstance(batch, DummyBatch) else batch
 
 
 def _is_sharded_path(names: set[str], path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-    """True = the tensor at this place of a checkpoint is sharded: weights, and optimizer state of their shapes."""
+    """Return whether the tensor at this path of a checkpoint is sharded: weights, and optimizer state shaped alike."""
     if path[:2] == ("trainer", "critic_optimizer_step"):
         path = path[1:]
-    elif path[:2] == (
-        "trainer",
-        "entries",
-    ):  # ... of a stage: its model, or which of its optimizer steps
+    elif path[:2] == ("trainer", "entries"):  # of a stage: its model, or one of its optimizer steps
         path = path[4:] if path[3:4] == ("optimizer_steps",) else path[3:]
         path = ("optimizer_step", *path[1:]) if path and isinstance(path[0], int) else path
-    if path[0] in (
-        "optimizer_step",
-        "critic_optimizer_step",
-    ):  # what has a shape there has that of a weight
-        return len(shape) > 0 and path[1:3] != ("optimizer", "muon")  # Muon's are whole everywhere
+    if path[0] in ("optimizer_step", "critic_optimizer_step"):
+        # A tensor with a shape has that of a weight here. Muon's are complete in every process.
+        return len(shape) > 0 and path[1:3] != ("optimizer", "muon")
     return path[0] in ("model", "best_model") and path[1] in names

@@ -10,13 +10,11 @@ from types import FrameType, TracebackType
 logger = logging.getLogger(__name__)
 
 
-GRACE_SECONDS = (
-    4.0  # after SIGTERM, for the iteration that runs; a preempted process has few seconds in all
-)
+GRACE_SECONDS = 4.0  # after SIGTERM, for the current iteration; a preempted process has few seconds
 
 
 class IterationAborted(KeyboardInterrupt):
-    """A stop that cannot wait for the iteration. Not an Exception: a guard around a user's code would catch it."""
+    """Stop that cannot wait for the iteration. Not an Exception: a guard around user code would catch it."""
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
@@ -24,12 +22,13 @@ class IterationAborted(KeyboardInterrupt):
 
 
 class StopRequests:
-    """Within its `with` block, the first SIGTERM or SIGINT is remembered; the second raises GivenUp at once.
+    """Handler of stop signals: inside its `with` block the first SIGTERM or SIGINT is stored, the second raises.
 
-    SIGTERM comes before a process is killed: after GRACE_SECONDS it raises GivenUp by itself. Ctrl-C waits.
+    SIGTERM precedes a kill, so it raises IterationAborted after GRACE_SECONDS; Ctrl-C waits for the iteration. A second
+    signal raises IterationAborted immediately.
 
-    Handlers can only be installed in the main thread. Elsewhere (a task in a worker thread) give an event that the main
-    thread sets. Previous handlers come back at the end.
+    Handlers can only be installed in the main thread. Elsewhere (a task in a worker thread) pass an event that the main
+    thread sets. The previous handlers are restored at the end.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -44,7 +43,7 @@ class StopRequests:
 
     @property
     def signum(self) -> int | None:
-        """The signal that asked to stop, None = go on; an event counts as SIGTERM."""
+        """The signal that requested a stop, None = continue; an event counts as SIGTERM."""
         if self._received is None and self.event is not None and self.event.is_set():
             return int(signal.SIGTERM)
         return self._received
@@ -61,19 +60,19 @@ class StopRequests:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._guard:  # the timer raises nothing behind this block
+        with self._guard:  # after this block the timer raises nothing
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = None
         for signum, handler in self._previous.items():
-            # None = the old handler was not installed from Python and cannot be named; the default is the nearest.
+            # None = the old handler was not installed from Python and is unknown; the default is the closest.
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
         self._previous.clear()
 
     def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._received is not None:
-            why = f"not done {GRACE_SECONDS:g} s after" if self._is_late else "a second"
-            raise IterationAborted(f"{why} {signal.Signals(signum).name}", self._received)
+            cause = f"not done {GRACE_SECONDS:g} s after" if self._is_late else "a second"
+            raise IterationAborted(f"{cause} {signal.Signals(signum).name}", self._received)
         self._received = signum
         if signum == signal.SIGTERM:
             self._timer = threading.Timer(GRACE_SECONDS, self._abort_iteration)

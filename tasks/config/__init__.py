@@ -1,10 +1,10 @@
 """The configuration of a pipeline: YAML file -> PipelineSettings, with every problem reported at once.
 
-    settings = load("configs/demo.yaml", overrides=["stages.policy.learning_rate=3e-4"])
+    settings = load_settings("configs/demo.yaml", overrides=["stages.policy.learning_rate=3e-4"])
 
-`load` reads the file (`yaml_loader`), applies overrides (`overrides`), checks unknown keys, types and ranges (`schema`,
-built from the dataclasses of `settings` and rl_core/settings), finds the files (`files`), fills in defaults that depend
-on the model (rl_core/settings/defaults), then checks combinations of settings (`cross_checks`).
+`load_settings` reads the file and applies overrides (`yaml_loader`), checks unknown keys, types and ranges (`schema`,
+built from the dataclasses of `settings` and rl_core/settings), resolves files (`machine_checks`), fills in defaults
+that depend on the model (rl_core/settings/defaults), then checks combinations of settings (`cross_checks`).
 """
 
 from __future__ import annotations
@@ -67,30 +67,32 @@ def load_settings(
 ) -> PipelineSettings:
     """Read a pipeline's YAML file and check all of it.
 
-    A bare name such as `demo` stands for the shipped config, unless the current folder has a file of that name.
-    Relative paths in it are looked up from the current folder, then from the file's own folder, and made absolute.
+    A bare name such as `demo` refers to the shipped config, unless the current folder has a file of that name.
+    Relative paths in the file are looked up from the current folder, then from the file's folder, and made absolute.
+
     Args:
         overrides: "key.path=value" each, applied in order; the value is YAML.
-        check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
-        import_code: False imports nothing that the settings name by import path, nor checks what rests on it.
-        ask_servers: False lets the inference server or the Ray cluster of rollouts be away, and the GPU of weights in
-            few bits: for commands that train nothing here.
-        warn: is given a line (place, key's path, text) for each setting that works but wastes time.
-    Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
+        check_files: False skips what depends on this machine (data and model files, output folder, devices).
+        import_code: False imports nothing that the settings name by import path, and skips checks that depend on it.
+        check_servers: False does not require the inference server or the Ray cluster of rollouts, nor the GPU of
+            quantized
+            weights: for commands that do not train.
+        warn: called with a line (location, key's path, text) for each setting that works but wastes time.
+    Raises: ConfigError with every problem: location, key's path, the value, what is allowed.
     """
     path = find_config(path)
     document = read_yaml(path)
-    places = KeyLocations(str(path), lines=document.lines)
-    problems = document.problems + apply_overrides(document.data, overrides, places)
+    locations = KeyLocations(str(path), lines=document.lines)
+    earlier = document.problems + apply_overrides(document.data, overrides, locations)
     folder = Path(path).parent if check_files else None
-    settings, found = _check_settings(
-        document.data, folder, problems, import_code, check_servers and check_files
+    settings, problems = _check_settings(
+        document.data, folder, earlier, import_code, check_servers and check_files
     )
-    if found or settings is None:
-        raise ConfigError(found, places)
+    if problems or settings is None:
+        raise ConfigError(problems, locations)
     if warn is not None:
         for problem in find_waste(settings):
-            warn(places.format_problem(problem))
+            warn(locations.format_problem(problem))
     return settings
 
 
@@ -101,7 +103,7 @@ def build_settings(
     import_code: bool = True,
     check_servers: bool = True,
 ) -> PipelineSettings:
-    """The settings of a plain dict, as `resolve` gives it or Prefect passes it, with the same checks as a file.
+    """Build settings from a plain dict, as from `dump_settings` or Prefect, with the same checks as a file.
 
     Raises: ConfigError.
     """
@@ -120,31 +122,30 @@ def _check_settings(
     import_code: bool = True,
     check_servers: bool = True,
 ) -> tuple[PipelineSettings | None, list[ConfigProblem]]:
-    """Types and ranges, files (unless folder is None), combinations; all problems, with those known before."""
-    settings, found = parse_settings(PipelineSettings, values)
-    problems = problems + [
-        problem for problem in found if problem.key not in {known.key for known in problems}
-    ]
+    """Check types and ranges, files (unless folder is None) and combinations.
+
+    Return all problems, with the earlier ones.
+    """
+    settings, parse_problems = parse_settings(PipelineSettings, values)
+    known_keys = {problem.key for problem in problems}
+    problems = problems + [problem for problem in parse_problems if problem.key not in known_keys]
     if settings is None:
         return None, problems
     if folder is not None:
-        settings, found = resolve_files(settings, folder)
-        problems = problems + found
+        settings, file_problems = resolve_files(settings, folder)
+        problems = problems + file_problems
     context = read_context_length(settings.model)
     if import_code:
-        stages, found = load_custom_stages(settings.stages, settings.model, context)
-        settings, problems = replace_unchecked(settings, stages=stages), problems + found
+        stages, stage_problems = load_custom_stages(settings.stages, settings.model, context)
+        settings, problems = replace_unchecked(settings, stages=stages), problems + stage_problems
     try:
         stages = resolve_defaults(settings.stages, settings.model, context)
         settings = replace_unchecked(settings, stages=stages)
     except SettingsError as error:
         name, _, text = str(error).partition(": ")
         key = ("stages", *name.split("."))
-        problems = problems + (
-            []
-            if any(keys_overlap(key, known.key) for known in problems)
-            else [ConfigProblem(key, text)]
-        )
+        if not any(keys_overlap(key, known.key) for known in problems):
+            problems = [*problems, ConfigProblem(key, text)]
     broken = {problem.key for problem in problems}
     return settings, problems + check_combinations(
         settings, broken, import_code=import_code, check_servers=check_servers
@@ -152,7 +153,7 @@ def _check_settings(
 
 
 def resolve_evaluation_settings(settings: PipelineSettings) -> EvaluationSettings:
-    """The evaluation's settings; its defaults for the pipeline's model where it has no such stage."""
+    """Return the evaluation's settings, or its defaults for the pipeline's model if there is no such stage."""
     model = settings.model
     return settings.stages.evaluate or resolve_defaults(
         EvaluationSettings(), model, read_context_length(model)
@@ -160,18 +161,21 @@ def resolve_evaluation_settings(settings: PipelineSettings) -> EvaluationSetting
 
 
 def build_pipeline_model() -> Any:
-    """The pydantic model of PipelineSettings: the type of a Prefect flow's parameter, shown as a form."""
+    """Build the pydantic model of PipelineSettings: the type of a Prefect flow's parameter, shown as a form."""
     return resolve_pydantic_model(PipelineSettings)
 
 
 def dump_settings(settings: Settings) -> dict[str, Any]:
-    """The settings as plain JSON values, defaults included; `build_settings` is the inverse for PipelineSettings."""
-    plain: dict[str, Any] = _convert_to_json_values(settings)
-    return plain
+    """Convert settings to plain JSON values, including defaults.
+
+    `build_settings` is the inverse for PipelineSettings.
+    """
+    values: dict[str, Any] = _convert_to_json_values(settings)
+    return values
 
 
 def digest_settings(value: Any) -> str:
-    """16 hex digits that are equal exactly when the settings (or plain JSON values) are equal."""
+    """Compute 16 hex digits that are equal exactly if the settings (or plain JSON values) are equal."""
     text = json.dumps(
         _convert_to_json_values(value), sort_keys=True, separators=(",", ":"), allow_nan=False
     )

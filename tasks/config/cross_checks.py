@@ -1,10 +1,7 @@
-"""Needs of stages from the stages before them, or from model.path.
+"""Checks across settings: impossible combinations are refused before anything runs, wasteful ones get a warning.
 
-Checks of networks for plain observations: the package is there, the environment can be made and acted in.
-
-Check of `tracking.alerts`: a condition on a metric that nothing logs can never come true.
-
-Checks across settings: combinations that cannot work are refused before anything runs, wasteful ones are named.
+Among them: inputs that stages need from earlier stages or from model.path, the environment of networks, and alerts on
+metrics that nothing logs.
 """
 
 from __future__ import annotations
@@ -37,19 +34,22 @@ from tasks.config.settings import PipelineSettings, StagesSettings
 from tasks.config.user_code import check_user_code
 from tasks.stage_registry import list_policy_stages, list_stage_names
 
-StageFinding = tuple[ConfigProblem, tuple[Key, ...]]  # with the other keys that it rests on
+StageFinding = tuple[
+    ConfigProblem, tuple[Key, ...]
+]  # a problem, and the other keys that it depends on
 
+NETWORK_KEY: Key = ("stages", "network")
 _MODEL_PATH_KEY: Key = ("model", "path")
 _PREPARE_DATA_KEY: Key = ("stages", "prepare_data")
 
 
 def check_stage_inputs(settings: PipelineSettings) -> Iterator[StageFinding]:
-    """Stages that lack what they work on, each with the keys that the problem rests on."""
+    """Yield the stages that lack an input, each with the keys that the problem depends on."""
     trained = any(getattr(settings.stages, name) is not None for name in list_policy_stages())
-    own = settings.stages.own.items()
+    # A custom stage that is not registered was not imported; it may train a policy.
     trained = trained or any(
-        block and name not in list_stage_names() for name, block in own
-    )  # not imported
+        block and name not in list_stage_names() for name, block in settings.stages.own.items()
+    )
     yield from _check_training_inputs(settings)
     yield from _check_result_stages(settings, trained=trained)
 
@@ -59,32 +59,32 @@ def _build_stage_finding(key: Key, text: str, *about: Key) -> StageFinding:
 
 
 def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]:
-    """Data, pairs and teachers of the stages that train."""
+    """Check the data, pairs and teachers of the stages that train."""
     stages, path = settings.stages, settings.model.path
     has_pairs = stages.prepare_data is not None and stages.prepare_data.preferences is not None
     if stages.sft is not None and stages.prepare_data is None and path is not None:
-        text = "learns from what stages.prepare_data reads or makes; add `prepare_data: {}`"
+        text = "trains on the data of stages.prepare_data; add `prepare_data: {}`"
         yield _build_stage_finding(("stages", "sft"), text, _MODEL_PATH_KEY, _PREPARE_DATA_KEY)
     if stages.reward_model is not None and stages.reward_model.loss == "mse" and not has_pairs:
         yield _build_stage_finding(
             ("stages", "reward_model", "loss"),
-            "mse learns from scored answers; name a file of rows with prompt, completion and score in "
+            "mse needs scored answers; name a file of rows with prompt, completion and score in "
             "stages.prepare_data.preferences, or use bradley_terry",
             _PREPARE_DATA_KEY,
         )
     if stages.distill is not None and stages.distill.teacher.model is None:
         yield _build_stage_finding(
             ("stages", "distill", "teacher", "model"),
-            "no teacher is named; give a model folder, a hub name or models:/NAME@ALIAS, or with url the name that the "
-            "server knows it by",
+            "no teacher is named; set a model folder, a hub name or models:/NAME@ALIAS, or together with url the "
+            "server's name for it",
         )
     for name in ("preference", "reward_model"):
         if getattr(stages, name) is None or has_pairs or stages.sft is not None or path is not None:
             continue
         yield _build_stage_finding(
             ("stages", name),
-            "has no pairs to learn from; set stages.prepare_data.preferences to a file of them, or give it a policy "
-            "whose scored rollouts make them (stages.sft or model.path)",
+            "has no pairs to learn from; set stages.prepare_data.preferences to a file of pairs, or provide a policy "
+            "whose scored rollouts form pairs (stages.sft or model.path)",
             _MODEL_PATH_KEY,
             ("stages", "sft"),
             _PREPARE_DATA_KEY,
@@ -92,7 +92,11 @@ def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]
 
 
 def _check_result_stages(settings: PipelineSettings, *, trained: bool) -> Iterator[StageFinding]:
-    """Episodes and models of the stages that judge; `trained`: a stage trains a policy."""
+    """Check the episodes and models of the stages that judge.
+
+    Args:
+        trained: a stage trains a policy.
+    """
     stages = settings.stages
     policies = [("stages", name) for name in list_policy_stages()]
     any_policy = f"{', '.join(list_policy_stages()[:-1])} or {list_policy_stages()[-1]}"
@@ -112,24 +116,19 @@ def _check_result_stages(settings: PipelineSettings, *, trained: bool) -> Iterat
 
 
 def _list_evaluation_consumers(stages: StagesSettings) -> Iterator[tuple[str, str, str]]:
-    """(stage, its need from the evaluation, its purpose with a new model), of the stages after the evaluation."""
+    """Yield (stage, its need from the evaluation, its purpose for a new model) of the stages after the evaluation."""
     if stages.analyze is not None:
         yield "analyze", "the episodes", ""
-    if (
-        stages.export is not None and stages.promote is None
-    ):  # else it comes with promote, which says it
+    if stages.export is not None and stages.promote is None:  # promote reports it otherwise
         yield "export", "the log-probs", "prove"
     if stages.promote is not None:
         yield "promote", "the result", "promote"
 
 
-NETWORK_KEY: Key = ("stages", "network")
-
-
 def check_network_environment(
     settings: PipelineSettings, import_code: bool
 ) -> Iterator[ConfigProblem]:
-    """Problems of the environment that `stages.network` names; one of the user's is made only where code may run."""
+    """Check the environment that `stages.network` names; a user's class is created only if code may be imported."""
     network = settings.stages.network
     if network is None or (network.environment_class is not None and not import_code):
         return
@@ -139,14 +138,14 @@ def check_network_environment(
         check_environment(network)
     except PosttrainError as error:
         name, _, text = str(error).partition(": ")
-        yield ConfigProblem(
-            (*NETWORK_KEY, name) if name.isidentifier() else NETWORK_KEY,
-            text if name.isidentifier() else str(error),
-        )
+        if name.isidentifier():
+            yield ConfigProblem((*NETWORK_KEY, name), text)
+        else:
+            yield ConfigProblem(NETWORK_KEY, str(error))
 
 
 def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
-    """Alerts on names that are not in the metric reference, for warnings: stages of one's own may log any."""
+    """Yield alerts on names that are not in the metric reference, as warnings: custom stages may log any metric."""
     if not settings.tracking.alerts:
         return
     from rl_core.analysis.metric_reference import METRIC_GROUPS  # imports pandas
@@ -155,7 +154,7 @@ def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
     patterns = [
         re.compile("[^/]+".join(map(re.escape, re.split(r"\{\w+\}", name)))) for name in names
     ]
-    plain = [name for name in names if "{" not in name]
+    exact_names = [name for name in names if "{" not in name]
     policy = settings.stages.policy
     for alert in settings.tracking.alerts:
         is_known = alert.startswith("online/") or any(
@@ -164,13 +163,13 @@ def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
         if not is_known and (policy is None or find_metric_range(alert, policy) is None):
             yield ConfigProblem(
                 ("tracking", "alerts", alert),
-                f"no stage logs a metric of this name; {suggest_name(alert, plain)}",
+                f"no stage logs a metric of this name; {suggest_name(alert, exact_names)}",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A problem and the other keys that it rests on."""
+    """A problem, and the other keys that it depends on."""
 
     problem: ConfigProblem
     about: tuple[Key, ...]
@@ -183,13 +182,13 @@ def check_combinations(
     import_code: bool = True,
     check_servers: bool = True,
 ) -> list[ConfigProblem]:
-    """Problems of combinations of settings.
+    """List the problems of combinations of settings.
 
     Args:
-        broken: keys that have a problem already; their defaults stand in, so nothing that rests on them is reported.
-        import_code: False: no code that the settings name by import path is imported, nor what rests on it checked.
-        ask_servers: False: an inference server or a Ray cluster of rollouts need not be there yet, nor the GPU and the
-            package that frozen weights in few bits need.
+        broken: keys that already have a problem; defaults replace them, so problems that depend on them are left out.
+        import_code: False: import no code that the settings name by import path, and skip checks that depend on it.
+        check_servers: False: the inference server or the Ray cluster of rollouts need not be reachable, and the GPU and
+            the package for quantized weights need not be present.
     """
     findings = [
         *_check_model(settings),
@@ -222,23 +221,26 @@ def check_combinations(
 
 
 def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
-    """Settings that work, but spend time on what nothing uses, or wait for what never comes: for warnings."""
-    policy, found = settings.stages.policy, [*find_unlogged_alerts(settings)]
+    """List settings that work but waste time, or wait for something that never happens: for warnings."""
+    policy, problems = settings.stages.policy, [*find_unlogged_alerts(settings)]
     if settings.stages.reward_model is None or policy is None or _uses_learned_reward(policy):
-        return found
+        return problems
     text = (
-        "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as "
+        "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as in "
         "`rewards: {task: 1.0, learned: 0.1}`, or leave this stage out"
     )
-    return [*found, ConfigProblem(("stages", "reward_model"), text)]
+    return [*problems, ConfigProblem(("stages", "reward_model"), text)]
 
 
 def _uses_learned_reward(policy: PolicySettings) -> bool:
-    """The component `learned` has a weight other than 0 in some stage of the curriculum, or without one."""
-    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [
-        policy.rewards
-    ]
-    return any(weights.get("learned") for weights in by_stage)
+    """Return whether the component `learned` has a weight other than 0 anywhere in the curriculum."""
+    return any(weights.get("learned") for weights in _list_reward_weights(policy))
+
+
+def _list_reward_weights(policy: PolicySettings) -> list[dict[str, float]]:
+    """List the reward weights of each curriculum stage, or of the policy if there is no curriculum."""
+    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum]
+    return by_stage or [policy.rewards]
 
 
 def _build_finding(key: Key, text: str, *about: Key) -> _Finding:
@@ -250,19 +252,19 @@ def _check_model(settings: PipelineSettings) -> Iterator[_Finding]:
     if model.lora is not None and model.path is None:
         yield _build_finding(
             ("model", "lora"),
-            "adapters on a from-scratch preset leave its random weights as they are; set model.path, or remove lora",
+            "adapters on a from-scratch preset leave its random weights untrained; set model.path, or remove lora",
             ("model", "path"),
         )
     if model.trust_remote_code and model.path is None:
         yield _build_finding(
             ("model", "trust_remote_code"),
-            "a preset brings no code; set model.path, or remove this key",
+            "a preset has no remote code; set model.path, or remove this key",
             ("model", "path"),
         )
 
 
 def _check_quantization(settings: PipelineSettings) -> Iterator[_Finding]:
-    """The GPU and the package of frozen weights in few bits are here, where a stage trains adapters on them."""
+    """Check that the GPU and the package for quantized weights are present, if a stage trains adapters on them."""
     lora = settings.model.lora
     trains = any(name in list_policy_stages() for name in settings.stages.active)
     if lora is None or lora.quantize == "none" or not trains:
@@ -288,22 +290,20 @@ def _check_sampling(settings: PipelineSettings) -> Iterator[_Finding]:
     context = read_context_length(settings.model)
     for key, sampling in _list_sampling_settings(settings):
         if context is not None and sampling.max_completion_tokens >= context:
-            source = (
-                "model.context"
-                if settings.model.path is None
-                else f"the context of {settings.model.path}"
-            )
+            source = "model.context"
+            if settings.model.path is not None:
+                source = f"the context of {settings.model.path}"
             yield _build_finding(
                 (*key, "max_completion_tokens"),
                 f"{sampling.max_completion_tokens} leaves no room for a prompt: {source} is {context}; lower this, or "
-                "take a longer context",
+                "use a longer context",
                 ("model",),
             )
     evaluate = settings.stages.evaluate
     if evaluate is not None and evaluate.samples > 1 and evaluate.sampling.temperature == 0:
         yield _build_finding(
             ("stages", "evaluate", "samples"),
-            f"{evaluate.samples} greedy samples of an episode are all alike; use samples 1, or a temperature above 0",
+            f"{evaluate.samples} greedy samples of an episode are identical; use samples 1, or a temperature above 0",
             ("stages", "evaluate", "sampling", "temperature"),
         )
 
@@ -314,13 +314,13 @@ def _check_training_loops(settings: PipelineSettings) -> Iterator[_Finding]:
         if isinstance(loop, LoopSettings) and loop.patience is not None and loop.eval_every == 0:
             yield _build_finding(
                 ("stages", name, "patience"),
-                f"{loop.patience} evaluations are never made with eval_every 0; set eval_every, or remove patience",
+                f"{loop.patience} evaluations never happen with eval_every 0; set eval_every, or remove patience",
                 ("stages", name, "eval_every"),
             )
 
 
 def _check_sinks(settings: PipelineSettings) -> Iterator[_Finding]:
-    """The package of each place of metrics is installed."""
+    """Check that the package of each metrics sink is installed."""
     for index, sink in enumerate(settings.tracking.sinks):
         try:
             check_sink_installed(sink)
@@ -329,74 +329,73 @@ def _check_sinks(settings: PipelineSettings) -> Iterator[_Finding]:
 
 
 def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
-    """The environment exists, takes its options, and has the levels that are named."""
-    from rl_core.environments import list_environment_code as of_environment
-    from rl_core.environments import make_environment  # imports torch
+    """Check that the environment exists, accepts its options, and has the levels that the settings name."""
+    from rl_core.environments import list_environment_code, make_environment  # imports torch
 
-    if not import_code and of_environment(settings.environment.name, settings.environment.options):
+    name, options = settings.environment.name, dict(settings.environment.options)
+    if not import_code and list_environment_code(name, options):
         return
-    options = dict(settings.environment.options)
     path = options.get("path")
-    if settings.environment.name == "prompts":
+    if name == "prompts":
         if isinstance(path, str) and not Path(path).exists() and options.get("revision") is None:
-            return  # tasks/config/files says so; the levels are those of the rows
+            return  # machine_checks reports it; the rows define the levels
     elif isinstance(path, str) and not Path(path).is_file():
-        # tasks/config/files says what is wrong with it; names and levels are checked all the same
+        # machine_checks reports what is wrong with the file; names and levels are checked anyway
         options["path"] = os.devnull
     try:
-        environment = make_environment(settings.environment.name, options)
-        known = tuple(environment.levels)
+        environment = make_environment(name, options)
+        known_levels = tuple(environment.levels)
     except PosttrainError as error:
-        name, colon, text = str(error).partition(": ")
-        inside = colon and name.split(".")[0] in ("name", "options")
-        key: Key = ("environment", *name.split(".")) if inside else ("environment",)
-        yield _build_finding(key, text if inside else str(error))
+        key_text, colon, text = str(error).partition(": ")
+        if colon and key_text.split(".")[0] in ("name", "options"):
+            yield _build_finding(("environment", *key_text.split(".")), text)
+        else:
+            yield _build_finding(("environment",), str(error))
         return
-    except Exception as error:  # a user's own class: whatever it raises is for the user to see
-        yield _build_finding(
-            ("environment",),
-            f"{settings.environment.name!r} raised {type(error).__name__}: {error}",
-        )
+    except Exception as error:  # from a user's class: the user has to see whatever it raises
+        yield _build_finding(("environment",), f"{name!r} raised {type(error).__name__}: {error}")
         return
     yield from _check_reward_columns(settings, environment.columns, import_code)
     policy = settings.stages.policy
     for key, metric in list_watched_metrics(policy):
-        if problem := describe_unknown_tool(
-            metric, environment.tools.tools if metric.startswith(TOOL_SHARE_PREFIX) else ()
-        ):
+        tools = environment.tools.tools if metric.startswith(TOOL_SHARE_PREFIX) else ()
+        if problem := describe_unknown_tool(metric, tools):
             yield _build_finding((*key, "metric"), problem, ("environment",))
-    if (
-        policy is not None
-        and settings.environment.name == "prompts"
-        and not environment.knows_success
-    ):
-        by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [
-            policy.rewards
-        ]
-        if not any(
-            weight for weights in by_stage for name, weight in weights.items() if name != "task"
-        ):
-            yield _build_finding(
-                (*POLICY_KEY, "rewards"),
-                "prompts alone reward nothing: set environment.options.verifier (exact, numeric, regex, math, code), "
-                'or name a reward, as `rewards: {exact: 1.0}` or {"rewards.py:correct": 1.0}',
-                ("environment",),
-            )
+    if policy is not None and name == "prompts" and not environment.knows_success:
+        yield from _check_prompt_rewards(policy)
+    yield from _check_levels(settings, known_levels)
+
+
+def _check_prompt_rewards(policy: PolicySettings) -> Iterator[_Finding]:
+    """Check that a reward other than `task` has a weight, for prompts without a verifier."""
+    for weights in _list_reward_weights(policy):
+        if any(weight for name, weight in weights.items() if name != "task"):
+            return
+    yield _build_finding(
+        (*POLICY_KEY, "rewards"),
+        "prompts alone give no reward: set environment.options.verifier (exact, numeric, regex, math, code), "
+        'or name a reward, as in `rewards: {exact: 1.0}` or {"rewards.py:correct": 1.0}',
+        ("environment",),
+    )
+
+
+def _check_levels(settings: PipelineSettings, known_levels: tuple[str, ...]) -> Iterator[_Finding]:
+    name = settings.environment.name
     for key, levels in _list_configured_levels(settings):
         for level in levels:
-            if level not in known:
-                text = f"environment '{settings.environment.name}' has no level '{level}'; {suggest_name(level, known)}"
-                yield _build_finding(
-                    (*key, *_build_level_key(levels, level)), text, ("environment",)
-                )
+            if level not in known_levels:
+                text = f"environment '{name}' has no level '{level}'; {suggest_name(level, known_levels)}"
+                level_key = (*key, *_build_level_key(levels, level))
+                yield _build_finding(level_key, text, ("environment",))
         if key == ("stages", "prepare_data", "levels"):
-            continue  # there, twice means twice as often
-        for level in (level for level, count in Counter(list(levels)).items() if count > 1):
-            yield _build_finding(key, f"level '{level}' is named twice; name it once")
+            continue  # naming a level twice here means twice as many rows
+        for level, count in Counter(list(levels)).items():
+            if count > 1:
+                yield _build_finding(key, f"level '{level}' is named twice; name it once")
 
 
 def _build_level_key(levels: Collection[str], level: str) -> Key:
-    """The rest of the key of one level: its name in a mapping, its index in a list."""
+    """Build the last part of a level's key: its name in a mapping, its index in a list."""
     return (levels.index(level),) if isinstance(levels, Sequence) else (level,)
 
 
@@ -415,12 +414,12 @@ def _list_configured_levels(settings: PipelineSettings) -> Iterator[tuple[Key, C
 def _check_reward_columns(
     settings: PipelineSettings, columns: tuple[str, ...] | None, import_code: bool
 ) -> Iterator[_Finding]:
-    """Columns that rewards read are columns of the environment's rows."""
+    """Check that the columns that rewards read are columns of the environment's rows."""
     policy = settings.stages.policy
     for key, name, weight in _list_configured_rewards(settings, import_code):
         from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
 
-        with contextlib.suppress(PosttrainError):  # `_rewards` says what is wrong with it
+        with contextlib.suppress(PosttrainError):  # `_check_rewards` reports an invalid reward
             rewards = RewardOrchestrator(
                 {name: weight}, options=policy.reward_options if policy else None
             )
@@ -433,7 +432,7 @@ def _check_reward_columns(
 def _list_configured_rewards(
     settings: PipelineSettings, import_code: bool
 ) -> Iterator[tuple[Key, str, float]]:
-    """(key, name, weight) of every reward that can be made here, and wrong: `task` is always there."""
+    """Yield (key, name, weight) of every reward that can be created here, which excludes `task` and `learned`."""
     for stage in ("policy", "evaluate"):
         for name, weight in getattr(getattr(settings.stages, stage), "rewards", {}).items():
             if name not in ("task", "learned") and (":" not in name or import_code):
@@ -442,33 +441,30 @@ def _list_configured_rewards(
 
 def _check_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
     policy = settings.stages.policy
-    for place, name, weight in _list_configured_rewards(settings, import_code):
+    for reward_key, name, weight in _list_configured_rewards(settings, import_code):
         from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
 
         try:
             RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
         except PosttrainError as error:
-            yield _build_finding(place, str(error).partition(": ")[2] or str(error))
+            yield _build_finding(reward_key, str(error).partition(": ")[2] or str(error))
     if settings.stages.evaluate is not None and "learned" in settings.stages.evaluate.rewards:
         yield _build_finding(
             ("stages", "evaluate", "rewards", "learned"),
-            "the reward model scores while a policy trains; name a verifier or a function here",
+            "the reward model scores only during policy training; name a verifier or a function here",
         )
     if policy is None:
         return
     key: Key = (*POLICY_KEY, "rewards")
-    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [
-        policy.rewards
-    ]
-    if not all(any(weights.values()) for weights in by_stage):
+    if not all(any(weights.values()) for weights in _list_reward_weights(policy)):
         yield _build_finding(
             key,
             "no reward has a weight other than 0, so there is nothing to learn; write {task: 1.0}",
         )
-    asked = policy.rewards.get("learned") or any(
+    uses_learned = policy.rewards.get("learned") or any(
         stage.rewards.get("learned") for stage in policy.curriculum
     )
-    if asked and settings.stages.reward_model is None:
+    if uses_learned and settings.stages.reward_model is None:
         yield _build_finding(
             (*key, "learned"),
             "needs a reward model; add `reward_model: {}` to the stages, or remove this reward",

@@ -1,9 +1,7 @@
-"""Masking of secrets among an environment's options, wherever settings are stored or shown.
+"""Settings as they are stored and shown: without secrets, and reduced to those that differ from their defaults.
 
-An option is taken for a secret by its name (`api_key`, `hf_token`, `judgePassword`), and texts alone are masked:
-`max_tokens: 64` is none.
-
-Settings that differ from their defaults: what was set for a run, among the hundreds of settings that it has.
+An environment's option counts as a secret by its name (`api_key`, `hf_token`, `judgePassword`). Only text is masked:
+`max_tokens: 64` is not a secret.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _SECRET_WORDS = {
 
 
 def mask_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain settings of a pipeline (`resolve`) with every text of a secret option replaced by ***."""
+    """Replace every text of a secret option by *** in the plain settings of a pipeline (`dump_settings`)."""
     values = dict(settings)
     environment = values.get("environment")
     if isinstance(environment, Mapping) and isinstance(environment.get("options"), Mapping):
@@ -45,7 +43,7 @@ def mask_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_masked_keys(value: Any, prefix: str = "") -> list[str]:
-    """Dotted keys of plain settings at which a masked text stands."""
+    """List the dotted keys of plain settings whose text is masked."""
     if isinstance(value, Mapping):
         return [
             key
@@ -73,7 +71,7 @@ def _mask_texts(value: Any, hidden: bool) -> Any:
 
 
 def is_secret_option(name: str) -> bool:
-    """True = an option of this name holds a secret."""
+    """Return whether an option of this name holds a secret."""
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
     return any(
         word.removesuffix("s") in _SECRET_WORDS or word in _SECRET_WORDS
@@ -82,16 +80,16 @@ def is_secret_option(name: str) -> bool:
 
 
 def non_default_settings(settings: Settings) -> dict[str, Any]:
-    """Settings that are not their defaults, as plain values nested as in a config; a stage of defaults alone is {}.
+    """Return the settings that differ from their defaults, as plain values nested as in a config.
 
-    A default that depends on the model counts as set where it is not the one of a preset. A block that is off by
-    default (early_stop, lora, ...) is there with all that it holds.
+    A stage with only defaults is {}. A default that depends on the model counts as set if it is not that of a preset. A
+    block that is off by default (early_stop, lora, ...) is included completely.
     """
     return _collect_differing(settings, None)
 
 
 def _collect_differing(settings: Settings, reference: Settings | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    differing: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         default = (
@@ -103,10 +101,10 @@ def _collect_differing(settings: Settings, reference: Settings | None) -> dict[s
         ):
             inner = _collect_differing(value, default if is_same_kind else None)
             if inner or not is_same_kind:
-                found[field.name] = inner
+                differing[field.name] = inner
         elif value != default:
-            found[field.name] = dump_settings(value)
-    return found
+            differing[field.name] = dump_settings(value)
+    return differing
 
 
 def _has_stages(settings: Settings) -> bool:
@@ -114,13 +112,13 @@ def _has_stages(settings: Settings) -> bool:
 
 
 def collect_default_values() -> dict[str, Any]:
-    """Defaults of all settings, nested as in a config, as if it named every stage; what has no default is left out."""
+    """Collect the defaults of all settings, nested as in a config with every stage; leave out settings without one."""
     return _collect_defaults(PipelineSettings)
 
 
 def _collect_defaults(cls: type[Settings]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         default = _read_field_default(field)
         kinds = [
@@ -130,10 +128,10 @@ def _collect_defaults(cls: type[Settings]) -> dict[str, Any]:
         ]
         is_stage = cls is StagesSettings and default is None
         if kinds and (is_stage or default is dataclasses.MISSING):
-            found[field.name] = _collect_defaults(kinds[0])
+            defaults[field.name] = _collect_defaults(kinds[0])
         elif default is not dataclasses.MISSING:
-            found[field.name] = dump_settings(default)
-    return found
+            defaults[field.name] = dump_settings(default)
+    return defaults
 
 
 def _is_settings_class(kind: Any) -> bool:

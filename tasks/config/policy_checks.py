@@ -1,6 +1,7 @@
-"""Checks of a curriculum: its metrics exist, thresholds can be met, and every stage can be reached.
+"""Checks of policy optimisation: its curriculum, and where its rollouts come from.
 
-Checks of the place of a policy's rollouts: Ray and its cluster, a schedule, an inference server.
+Of a curriculum: metrics exist, thresholds can be met, every stage can be reached. Of rollouts: Ray and its cluster, a
+recorded schedule, an inference server.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from tasks.config.machine_checks import (
 from tasks.config.problems import ConfigProblem, Key
 from tasks.config.settings import PipelineSettings
 
-_UPDATE_KL = "the KL of one update is policy/update_kl, that to the reference policy/ref_kl"
-# Names of peers, and ours of before, under any prefix.
-_RENAMED_METRICS = {"kl": _UPDATE_KL, "kl_k1": _UPDATE_KL}
-
 POLICY_KEY: Key = ("stages", "policy")
+ROLLOUTS_KEY: Key = (*POLICY_KEY, "rollouts")
 
-CurriculumFinding = tuple[
-    ConfigProblem, tuple[Key, ...]
-]  # a problem, and the other keys that it rests on
+# a problem, and the other keys that it depends on
+CurriculumFinding = tuple[ConfigProblem, tuple[Key, ...]]
+
+_UPDATE_KL = "the KL of one update is policy/update_kl, that to the reference policy/ref_kl"
+# Names in other frameworks, and former ones of ours, under any prefix.
+_RENAMED_METRICS = {"kl": _UPDATE_KL, "kl_k1": _UPDATE_KL}
 
 
 def _build_curriculum_finding(key: Key, text: str, *about: Key) -> CurriculumFinding:
@@ -43,34 +44,35 @@ def _build_curriculum_finding(key: Key, text: str, *about: Key) -> CurriculumFin
 
 
 def check_curriculum(policy: PolicySettings | None) -> Iterator[CurriculumFinding]:
-    """Problems of a curriculum, each with the other keys that it rests on."""
+    """Yield the problems of a curriculum, each with the other keys that it depends on."""
     if policy is None:
         return
     stages, key = policy.curriculum, (*POLICY_KEY, "curriculum")
     for index, stage in enumerate(stages):
-        here: Key = (*key, index)
-        last = index == len(stages) - 1
-        if not last and not stage.exit_conditions and stage.max_iterations is None:
-            text = f"stage '{stage.name}' has no way out, so '{stages[index + 1].name}' is never reached"
-            yield _build_curriculum_finding(here, f"{text}; add exit_conditions or max_iterations")
-        limit = (
-            policy.iterations
-            if stage.max_iterations is None
-            else min(stage.max_iterations, policy.iterations)
-        )
-        for number, condition in enumerate(stage.exit_conditions):
-            yield from _check_exit_condition(
-                condition, (*here, "exit_conditions", number), limit, policy
+        stage_key: Key = (*key, index)
+        is_last = index == len(stages) - 1
+        if not is_last and not stage.exit_conditions and stage.max_iterations is None:
+            text = (
+                f"stage '{stage.name}' never ends, so '{stages[index + 1].name}' is never reached"
             )
+            yield _build_curriculum_finding(
+                stage_key, f"{text}; add exit_conditions or max_iterations"
+            )
+        limit = policy.iterations
+        if stage.max_iterations is not None:
+            limit = min(stage.max_iterations, limit)
+        for number, condition in enumerate(stage.exit_conditions):
+            condition_key = (*stage_key, "exit_conditions", number)
+            yield from _check_exit_condition(condition, condition_key, limit, policy)
         if stage.rollback is not None:
-            yield from _check_rollback(stage.rollback, (*here, "rollback"), limit, policy)
+            yield from _check_rollback(stage.rollback, (*stage_key, "rollback"), limit, policy)
             if stage.rollback.to == "previous" and index == 0:
                 text = "previous: there is no stage before the first one; use entry"
-                yield _build_curriculum_finding((*here, "rollback", "to"), text)
+                yield _build_curriculum_finding((*stage_key, "rollback", "to"), text)
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             yield _build_curriculum_finding(
-                key, f"{count} stages are named '{name}'; give each its own name"
+                key, f"{count} stages are named '{name}'; give each a different name"
             )
         if name == END_STAGE or not name.strip():
             yield _build_curriculum_finding(
@@ -86,20 +88,20 @@ def check_curriculum(policy: PolicySettings | None) -> Iterator[CurriculumFindin
             policy.rollback, (*POLICY_KEY, "rollback"), policy.iterations, policy
         )
         if policy.rollback.to == "previous" and len(stages) < 2:
-            text = "previous: there is but one curriculum stage; use entry, or add stages to curriculum"
+            text = "previous: there is only one curriculum stage; use entry, or add stages to curriculum"
             yield _build_curriculum_finding((*POLICY_KEY, "rollback", "to"), text, key)
 
 
 def list_watched_metrics(policy: PolicySettings | None) -> Iterator[tuple[Key, str]]:
-    """Places of exits, early stop and rollbacks in the settings, each with the metric that it names."""
+    """Yield the key of each exit condition, early stop and rollback, with the metric that it names."""
     if policy is None:
         return
     for index, stage in enumerate(policy.curriculum):
-        here: Key = (*POLICY_KEY, "curriculum", index)
+        stage_key: Key = (*POLICY_KEY, "curriculum", index)
         for number, condition in enumerate(stage.exit_conditions):
-            yield (*here, "exit_conditions", number), condition.metric
+            yield (*stage_key, "exit_conditions", number), condition.metric
         if stage.rollback is not None:
-            yield (*here, "rollback"), stage.rollback.metric
+            yield (*stage_key, "rollback"), stage.rollback.metric
     if policy.early_stop is not None:
         yield (*POLICY_KEY, "early_stop"), policy.early_stop.metric
     if policy.rollback is not None:
@@ -109,29 +111,31 @@ def list_watched_metrics(policy: PolicySettings | None) -> Iterator[tuple[Key, s
 def _check_rollback(
     rollback: RollbackSettings, key: Key, iterations: int, policy: PolicySettings
 ) -> Iterator[CurriculumFinding]:
-    """The metric exists, can get worse by the margin, and there is time to see it."""
-    name, found = expand_metric_name(rollback.metric), find_metric_range(rollback.metric, policy)
-    if found is None:
+    """Check that the metric exists, can get worse by the margin, and that there is time to see it."""
+    metric_range = find_metric_range(rollback.metric, policy)
+    if metric_range is None:
         yield _explain_unknown_metric(rollback.metric, key, policy)
         return
-    iterations //= _count_observation_interval(name, policy)
-    low, high = found
+    low, high = metric_range
+    num_observations = iterations // _count_observation_interval(
+        expand_metric_name(rollback.metric), policy
+    )
     moves = "fall" if rollback.better == "higher" else "rise"
     if rollback.margin >= high - low:
         yield _build_curriculum_finding(
             (*key, "margin"),
-            f"{rollback.metric} can never {moves} by more than {rollback.margin:g}: it is from {low:g} to {high:g}; "
-            "choose a smaller margin",
+            f"{rollback.metric} can never {moves} by more than {rollback.margin:g}: it ranges from {low:g} to "
+            f"{high:g}; choose a smaller margin",
             (*key, "metric"),
         )
     needed = rollback.window + rollback.patience
     if rollback.level == "before":
-        needed -= 1  # the level is there already, the first full window may be below it
-    if needed > iterations:
+        needed -= 1  # the level is known already, so the first full window may be below it
+    if needed > num_observations:
         yield _build_curriculum_finding(
             (*key, "window"),
-            f"no rollback can happen within the {iterations} iterations of its stage: a window of {rollback.window} "
-            f"and a patience of {rollback.patience} take at least {needed}; shorten those",
+            f"no rollback can happen within the {num_observations} iterations of its stage: a window of "
+            f"{rollback.window} and a patience of {rollback.patience} take at least {needed}; shorten those",
             (*key, "patience"),
             (*POLICY_KEY, "iterations"),
             key[:-1],
@@ -139,12 +143,12 @@ def _check_rollback(
 
 
 def _count_observation_interval(name: str, policy: PolicySettings) -> int:
-    """Iterations between two observations of a metric."""
+    """Return the number of iterations between two observations of a metric."""
     return policy.eval_every if name.startswith("eval/") else 1
 
 
 def _explain_unknown_metric(metric: str, key: Key, policy: PolicySettings) -> CurriculumFinding:
-    """A metric that this configuration never logs: which setting it needs, our words for it, or the nearest name."""
+    """Explain a metric that this configuration never logs: the setting it needs, its name here, or the nearest name."""
     metrics = list_watchable_metrics(policy)
     if needs := find_missing_setting(expand_metric_name(metric), policy):
         return _build_curriculum_finding(
@@ -153,27 +157,26 @@ def _explain_unknown_metric(metric: str, key: Key, policy: PolicySettings) -> Cu
             POLICY_KEY,
         )
     if metric.startswith(("perf/", "system/")):
-        text = f"'{metric}' is measured by a clock, which training must not depend on: the same seed would give other"
+        text = f"'{metric}' is measured by a clock, and training must not depend on time: the same seed would give"
         return _build_curriculum_finding(
-            (*key, "metric"), f"{text} models; watch a metric of the rollouts or of the update"
+            (*key, "metric"),
+            f"{text} different models; watch a metric of the rollouts or of the update",
         )
     if average := suggest_window_for_average(metric):
         return _build_curriculum_finding(
             (*key, "metric"), f"no such metric '{metric}'; {average}", (*key, "window")
         )
-    if (other := _RENAMED_METRICS.get(metric.rpartition("/")[2])) is not None:
-        return _build_curriculum_finding((*key, "metric"), f"no such metric '{metric}'; {other}")
-    known = [
-        *metrics,
-        *(name.removeprefix("train/") for name in metrics if name.startswith("train/")),
-    ]
+    if (hint := _RENAMED_METRICS.get(metric.rpartition("/")[2])) is not None:
+        return _build_curriculum_finding((*key, "metric"), f"no such metric '{metric}'; {hint}")
+    short_names = [name.removeprefix("train/") for name in metrics if name.startswith("train/")]
+    known = [*metrics, *short_names]
     return _build_curriculum_finding(
         (*key, "metric"), f"no such metric '{metric}'; {suggest_name(metric, known)}"
     )
 
 
 def _check_reachable_stages(policy: PolicySettings, key: Key) -> Iterator[CurriculumFinding]:
-    """Enough iterations to reach the last stage at the earliest."""
+    """Check that there are enough iterations to reach the last stage at all."""
     needed = [
         _compute_min_stage_iterations(
             stage.min_iterations, stage.exit_conditions, stage.require == "any"
@@ -184,7 +187,7 @@ def _check_reachable_stages(policy: PolicySettings, key: Key) -> Iterator[Curric
     if needed and before_last >= policy.iterations:
         yield _build_curriculum_finding(
             (*POLICY_KEY, "iterations"),
-            f"{policy.iterations} never reach the last stage of the curriculum: the ones before it take at least "
+            f"{policy.iterations} never reach the last stage of the curriculum: the stages before it take at least "
             f"{before_last} (min_iterations, full windows and patience); raise iterations or shorten those",
             key,
         )
@@ -193,7 +196,7 @@ def _check_reachable_stages(policy: PolicySettings, key: Key) -> Iterator[Curric
 def _compute_min_stage_iterations(
     min_iterations: int, conditions: Sequence[ExitCondition], any_is_enough: bool
 ) -> int:
-    """Iterations that a stage takes at the least: windows have to fill, conditions to hold for their patience."""
+    """Compute the minimum iterations of a stage: windows have to fill, conditions to hold for their patience."""
     windows = [_compute_min_condition_iterations(condition) for condition in conditions]
     if not windows:
         return min_iterations
@@ -201,30 +204,29 @@ def _compute_min_stage_iterations(
 
 
 def _compute_min_condition_iterations(condition: ExitCondition) -> int:
-    """Iterations after which the condition can be met at the earliest."""
+    """Compute the number of iterations after which the condition can be met at the earliest."""
     return condition.window + condition.patience - 1
 
 
 def _check_exit_condition(
     condition: ExitCondition, key: Key, iterations: int, policy: PolicySettings
 ) -> Iterator[CurriculumFinding]:
-    """The metric exists, the threshold can be met, the window can fill and the condition hold for its patience."""
+    """Check that the metric exists, the threshold can be met, and the window and patience fit into the stage."""
     name = expand_metric_name(condition.metric)
+    unit = "iterations"
     if condition.function is None:
         yield from _check_threshold(condition, key, policy)
         if find_metric_range(name, policy) is None:
             return
-        iterations //= _count_observation_interval(name, policy)
+        interval = _count_observation_interval(name, policy)
+        iterations //= interval
+        if interval > 1:
+            unit = "evaluations"
     if _compute_min_condition_iterations(condition) > iterations:
         patience = f" with a patience of {condition.patience}" if condition.patience > 1 else ""
-        what = (
-            "evaluations"
-            if condition.function is None and _count_observation_interval(name, policy) > 1
-            else "iterations"
-        )
         yield _build_curriculum_finding(
             (*key, "window"),
-            f"{condition.window} {what}{patience} never fill within the {iterations} of its stage, so it never holds",
+            f"{condition.window} {unit}{patience} never fit into the {iterations} of its stage, so it never holds",
             (*POLICY_KEY, "iterations"),
             (*key, "patience"),
             key[:-2],
@@ -234,15 +236,15 @@ def _check_exit_condition(
 def _check_threshold(
     condition: ExitCondition, key: Key, policy: PolicySettings
 ) -> Iterator[CurriculumFinding]:
-    """The metric exists, and the threshold can be met."""
-    found = find_metric_range(condition.metric, policy)
-    if found is None:
+    """Check that the metric exists and that the threshold can be met."""
+    metric_range = find_metric_range(condition.metric, policy)
+    if metric_range is None:
         yield _explain_unknown_metric(condition.metric, key, policy)
         return
-    what = condition.metric if condition.statistic == "mean" else f"the slope of {condition.metric}"
-    low, high = (
-        found if condition.statistic == "mean" else _compute_slope_range(*found, condition.window)
-    )
+    quantity, (low, high) = condition.metric, metric_range
+    if condition.statistic != "mean":
+        quantity = f"the slope of {condition.metric}"
+        low, high = _compute_slope_range(low, high, condition.window)
     threshold = condition.threshold
     never = {
         ">=": threshold > high,
@@ -252,7 +254,7 @@ def _check_threshold(
     }[condition.comparison]
     if never:
         bounds = f"from {low:.4g} to {high:.4g}"
-        text = f"{what} {condition.comparison} {threshold:g} can never hold: {what} is {bounds}"
+        text = f"{quantity} {condition.comparison} {threshold:g} can never hold: {quantity} ranges {bounds}"
         about = [(*key, "metric"), (*key, "comparison"), (*key, "statistic"), (*key, "window")]
         yield _build_curriculum_finding(
             (*key, "threshold"), f"{text}; choose a threshold inside", *about
@@ -260,22 +262,24 @@ def _check_threshold(
 
 
 def _compute_slope_range(low: float, high: float, window: int) -> tuple[float, float]:
-    """Least and largest least-squares slope of `window` values in [low, high]: the first half low, the second high."""
-    centered = [place - (window - 1) / 2 for place in range(window)]
+    """Compute the bounds of the least-squares slope of `window` values in [low, high].
+
+    The extreme slope has one half of the values at one bound, the other half at the other.
+    """
+    centered = [index - (window - 1) / 2 for index in range(window)]
     spread = sum(value**2 for value in centered)
-    bound = (
-        (high - low) * sum(value for value in centered if value > 0) / spread
-        if spread
-        else math.inf
-    )
+    if not spread:
+        return -math.inf, math.inf
+    bound = (high - low) * sum(value for value in centered if value > 0) / spread
     return -bound, bound
 
 
-ROLLOUTS_KEY: Key = (*POLICY_KEY, "rollouts")
-
-
 def check_rollouts(settings: PipelineSettings, check_servers: bool) -> Iterator[ConfigProblem]:
-    """Problems of the workers or the server; `ask_servers`: a server or cluster has to answer already."""
+    """Yield the problems of rollout workers or of the inference server.
+
+    Args:
+        check_servers: a server or cluster has to answer already.
+    """
     policy = settings.stages.policy
     if policy is None:
         return
@@ -293,22 +297,24 @@ def check_rollouts(settings: PipelineSettings, check_servers: bool) -> Iterator[
             _check_inference_server(policy, settings)
     except PosttrainError as error:
         name, colon, text = str(error).removeprefix("rollouts.").partition(": ")
-        is_named = str(error).startswith("rollouts.") and bool(colon)
-        where = ("replay_schedule",) if rollouts.replay_schedule is not None else ()
-        yield ConfigProblem(
-            (*ROLLOUTS_KEY, *name.split(".")) if is_named else (*ROLLOUTS_KEY, *where),
-            text if is_named else str(error),
-        )
+        if str(error).startswith("rollouts.") and colon:
+            yield ConfigProblem((*ROLLOUTS_KEY, *name.split(".")), text)
+        elif rollouts.replay_schedule is not None:
+            yield ConfigProblem((*ROLLOUTS_KEY, "replay_schedule"), str(error))
+        else:
+            yield ConfigProblem(ROLLOUTS_KEY, str(error))
 
 
 def _check_ray_cluster(
     policy: PolicySettings, settings: PipelineSettings, *, check_connection: bool
 ) -> None:
-    """Ray is installed; its cluster answers and has our versions (`ask`), or the store here has room for weights."""
-    from rl_core.rollout_workers.ray_cluster import (
-        RaySession,
-        check_object_store,  # imports no Ray
-    )
+    """Check that Ray is installed and its cluster has our versions, or that a local object store has room for weights.
+
+    Args:
+        check_connection: connect to the cluster.
+    """
+    # Does not import Ray.
+    from rl_core.rollout_workers.ray_cluster import RaySession, check_object_store
 
     check_ray_installed()
     if policy.rollouts.address is not None and check_connection:
@@ -323,13 +329,13 @@ def _check_ray_cluster(
 
 
 def _check_inference_server(policy: PolicySettings, settings: PipelineSettings) -> None:
-    """The server answers, is of the version that was tested, and can sample this model."""
+    """Check that the server answers, has the version that was tested, and can sample this model."""
     from rl_core.rollout_workers.inference_server import check_server_at_start  # imports torch
 
     lora = settings.model.lora
     if lora is not None and lora.quantize != "none":
         raise SettingsError(
-            f"rollouts.workers: a server samples from the base model as it is, and the trainer's is in few bits "
+            f"rollouts.workers: a server samples from the unquantized base model, but the trainer's is quantized "
             f"(model.lora.quantize: {lora.quantize}); set quantize: none, or workers: in_process"
         )
     check_server_at_start(

@@ -1,4 +1,4 @@
-"""Problems of a configuration with their locations, collected and reported all at once."""
+"""Problems of a configuration with their locations, collected and reported together."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ Key = tuple[str | int, ...]  # path of a key: ("stages", "policy", "curriculum",
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One thing to mend: where it is and what to do."""
+    """One problem: its location and what to do."""
 
     key: Key  # () = the whole file
-    text: str  # what was found; what is allowed; what to do
-    location: str = ""  # "file:line" or "--set ..."; "" = look the key up in the places
+    text: str  # the value; what is allowed; what to do
+    location: str = ""  # "file:line" or "--set ..."; "" = look up the key in KeyLocations
 
 
 class ConfigError(SettingsError):
-    """A configuration cannot be used; the message lists every problem, `problems` holds them."""
+    """Error of an unusable configuration; the message lists every problem, `problems` holds them."""
 
-    def __init__(self, problems: Iterable[ConfigProblem], places: KeyLocations) -> None:
+    def __init__(self, problems: Iterable[ConfigProblem], locations: KeyLocations) -> None:
         unique = list(dict.fromkeys(problems))
-        self.problems = tuple(sorted(unique, key=lambda problem: places.compute_sort_key(problem)))
-        lines = [places.format_problem(problem) for problem in self.problems]
+        self.problems = tuple(
+            sorted(unique, key=lambda problem: locations.compute_sort_key(problem))
+        )
+        lines = [locations.format_problem(problem) for problem in self.problems]
         super().__init__(
             lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} problems:", *lines])
         )
@@ -40,7 +42,7 @@ class KeyLocations:
     overrides: dict[Key, str] = field(default_factory=dict)  # key -> "--set key=value"
 
     def find_location(self, key: Key) -> str:
-        """The place of the key, or of the nearest block around it."""
+        """Return the location of the key, or of the nearest enclosing block."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.overrides:
                 return self.overrides[key[:end]]
@@ -49,38 +51,36 @@ class KeyLocations:
         return self.source
 
     def format_problem(self, problem: ConfigProblem) -> str:
-        """One line of the report: place, key's path, text."""
-        where = problem.location or self.find_location(problem.key)
-        return (
-            f"{where}: {join_key(problem.key)}: {problem.text}"
-            if problem.key
-            else f"{where}: {problem.text}"
-        )
+        """Format one line of the report: location, key's path, text."""
+        location = problem.location or self.find_location(problem.key)
+        if not problem.key:
+            return f"{location}: {problem.text}"
+        return f"{location}: {join_key(problem.key)}: {problem.text}"
 
     def compute_sort_key(self, problem: ConfigProblem) -> tuple[int, int, str]:
-        """Sort by line of the file; overrides come last."""
-        place = problem.location or self.find_location(problem.key)
-        number = place.removeprefix(f"{self.source}:")
+        """Compute a key that sorts by line of the file, with overrides last."""
+        location = problem.location or self.find_location(problem.key)
+        number = location.removeprefix(f"{self.source}:")
         return (
-            place.startswith("--set"),
+            location.startswith("--set"),
             int(number) if number.isdigit() else 0,
             join_key(problem.key),
         )
 
 
-def keys_overlap(one: Key, other: Key) -> bool:
-    """True = one key is the other, or lies inside it."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
+def keys_overlap(first: Key, second: Key) -> bool:
+    """Return whether the keys are equal or one contains the other."""
+    length = min(len(first), len(second))
+    return first[:length] == second[:length]
 
 
 def join_key(key: Key) -> str:
-    """The key's path as `--set` takes it: stages.policy.curriculum.0.name."""
+    """Join the key's path as `--set` accepts it: stages.policy.curriculum.0.name."""
     return ".".join(str(part) for part in key)
 
 
 def describe_value(value: object) -> str:
-    """A value for a message: its kind and a short, escaped form."""
+    """Describe a value for a message: its kind and a short, escaped form."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""Checks of the user's code that settings name: import paths are well formed and, where asked, imported and tried.
+"""User code that settings name: import paths are checked for form and, if permitted, imported and tried.
 
-Stages of the user's that a config names: found, registered, and their settings read with the usual checks.
+Custom stages that a config names are imported and registered, and their settings read with the usual checks.
 """
 
 from __future__ import annotations
@@ -30,49 +30,52 @@ from tasks.config.schema import parse_settings
 from tasks.config.settings import CustomStageSettings, PipelineSettings, StagesSettings
 from tasks.stage_registry import CustomStage
 
+ENTRY_POINT_GROUP = "posttrain.stages"  # of installed packages: name = "package.module:STAGE"
+
 _PYTHON_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _IMPORT_PATH = re.compile(rf"({_PYTHON_NAME}|[^:\s]+\.py):{_PYTHON_NAME}")
+_CUSTOM_STAGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 def list_code_paths(settings: PipelineSettings) -> tuple[str, ...]:
-    """Import paths of the code outside this project that the settings name, the environment's first."""
-    from rl_core.environments import list_environment_code as of_environment  # imports torch
+    """List the import paths of code outside this project that the settings name, the environment's first."""
+    from rl_core.environments import list_environment_code  # imports torch
 
-    stages = [path for _, path in iter_code_paths(settings.stages)]
-    return tuple(
-        dict.fromkeys(
-            [*of_environment(settings.environment.name, settings.environment.options), *stages]
-        )
-    )
+    environment = settings.environment
+    paths = [
+        *list_environment_code(environment.name, environment.options),
+        *(path for _, path in iter_code_paths(settings.stages)),
+    ]
+    return tuple(dict.fromkeys(paths))
 
 
 def check_user_code(settings: PipelineSettings, import_code: bool) -> Iterator[ConfigProblem]:
-    """Problems of import paths, looked at before anything is searched for or imported; then of what they lead to.
+    """Check the form of all import paths before anything is imported, then the code that they refer to.
 
     Environments and rewards are imported where their options are checked (`cross_checks`).
     """
     named: list[tuple[Key, str]] = [*iter_code_paths(settings.stages, ("stages",))]
     if ":" in settings.environment.name:
         named.append((("environment", "name"), settings.environment.name))
-    broken = [(key, name) for key, name in named if not _IMPORT_PATH.fullmatch(name)]
-    for key, name in broken:
-        yield ConfigProblem(
-            key,
-            f"{describe_value(name)} is no import path; write package.module:name, with Python's names",
-        )
+    broken_keys = set()
+    for key, name in named:
+        if not _IMPORT_PATH.fullmatch(name):
+            broken_keys.add(key)
+            text = "is not an import path; write package.module:name, with Python names"
+            yield ConfigProblem(key, f"{describe_value(name)} {text}")
     if not import_code:
         return
-    wrong = {key for key, _ in broken}
-    if settings.stages.policy is not None:
-        yield from _check_policy_functions(settings.stages.policy, wrong)
-    if settings.stages.analyze is not None and settings.stages.analyze.measures and not wrong:
-        yield from _check_custom_metrics(settings.stages.analyze)
+    stages = settings.stages
+    if stages.policy is not None:
+        yield from _check_policy_functions(stages.policy, broken_keys)
+    if stages.analyze is not None and stages.analyze.measures and not broken_keys:
+        yield from _check_custom_metrics(stages.analyze)
 
 
 def _check_policy_functions(
     policy: PolicySettings, broken_keys: set[Key]
 ) -> Iterator[ConfigProblem]:
-    """Loss, advantage estimator and exit conditions."""
+    """Check the loss, the advantage estimator and the exit conditions."""
     if policy.loss is None and policy.advantages is None and not _list_function_conditions(policy):
         return
     from rl_core.curriculum.conditions import check_custom_statistic
@@ -81,38 +84,36 @@ def _check_policy_functions(
         CustomLoss,
     )
 
-    parts: list[tuple[Key, Callable[[], Any]]] = []
-    if (loss := policy.loss) is not None:
-        parts.append(((*POLICY_KEY, "loss"), lambda: CustomLoss(loss, policy.loss_options)))
-    if (advantages := policy.advantages) is not None:
-        parts.append(
-            (
-                (*POLICY_KEY, "advantages"),
-                lambda: CustomAdvantages(advantages, policy.advantage_options),
-            )
+    checks: dict[Key, Callable[[], Any]] = {}
+    if policy.loss is not None:
+        checks[*POLICY_KEY, "loss"] = functools.partial(
+            CustomLoss, policy.loss, policy.loss_options
+        )
+    if policy.advantages is not None:
+        checks[*POLICY_KEY, "advantages"] = functools.partial(
+            CustomAdvantages, policy.advantages, policy.advantage_options
         )
     for key, condition in _list_function_conditions(policy):
-        parts.append(((*key, "function"), functools.partial(check_custom_statistic, condition)))
-    for key, look_up in parts:
+        checks[*key, "function"] = functools.partial(check_custom_statistic, condition)
+    for key, check in checks.items():
         if key in broken_keys:
             continue
         try:
-            look_up()
+            check()
         except PosttrainError as error:
             yield ConfigProblem(key, _strip_error_key(error))
 
 
 def _list_function_conditions(policy: PolicySettings) -> list[tuple[Key, Any]]:
-    """Exit conditions on a function of the user's, with their keys."""
-    found: list[tuple[Key, Any]] = [
+    """List the conditions on a user's function, with their keys."""
+    conditions: list[tuple[Key, Any]] = [
         ((*POLICY_KEY, "curriculum", index, "exit_conditions", number), condition)
         for index, stage in enumerate(policy.curriculum)
         for number, condition in enumerate(stage.exit_conditions)
     ]
-    found += (
-        [((*POLICY_KEY, "early_stop"), policy.early_stop)] if policy.early_stop is not None else []
-    )
-    return [(key, condition) for key, condition in found if condition.function is not None]
+    if policy.early_stop is not None:
+        conditions.append(((*POLICY_KEY, "early_stop"), policy.early_stop))
+    return [(key, condition) for key, condition in conditions if condition.function is not None]
 
 
 def _check_custom_metrics(analysis: AnalysisSettings) -> Iterator[ConfigProblem]:
@@ -123,83 +124,78 @@ def _check_custom_metrics(analysis: AnalysisSettings) -> Iterator[ConfigProblem]
         load_custom_metrics(analysis.measures, list_reserved_metric_names())
     except PosttrainError as error:
         index = str(error).partition(": ")[0].partition(".")[2]
-        place: Key = ("stages", "analyze", "measures")
-        yield ConfigProblem(
-            (*place, int(index)) if index.isdecimal() else place, _strip_error_key(error)
-        )
+        key: Key = ("stages", "analyze", "measures")
+        if index.isdecimal():
+            key = (*key, int(index))
+        yield ConfigProblem(key, _strip_error_key(error))
 
 
 def _strip_error_key(error: Exception) -> str:
     return str(error).partition(": ")[2] or str(error)
 
 
-ENTRY_POINT_GROUP = (
-    "posttrain.stages"  # entry points of installed packages: name = "package.module:STAGE"
-)
-_CUSTOM_STAGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
-
-
 def load_custom_stages(
     stages: StagesSettings, model: ModelSettings, context: int | None
 ) -> tuple[StagesSettings, list[ConfigProblem]]:
-    """Import and register the stages under `own`; their settings are given with all defaults.
+    """Import and register the stages under `own`; return the stages with all defaults of their settings, and problems.
 
     Args:
         model, context: for defaults that depend on the model.
     """
-    own, problems = dict(stages.own), []
+    custom_stages, problems = dict(stages.own), []
     for name, block in stages.own.items():
         if block is None:
             continue
         key: Key = ("stages", "own", name)
         try:
-            found = _import_and_register_stage(name, block)
+            custom = _import_and_register_stage(name, block)
         except (SettingsError, ValueError) as error:
             problems.append(ConfigProblem((*key, "use"), str(error).removeprefix("use: ")))
             continue
-        typed, wrong = parse_settings(found.settings, block.settings)
+        typed, setting_problems = parse_settings(custom.settings, block.settings)
         problems += [
-            ConfigProblem((*key, "settings", *problem.key), problem.text) for problem in wrong
+            ConfigProblem((*key, "settings", *problem.key), problem.text)
+            for problem in setting_problems
         ]
-        if typed is None or wrong:
+        if typed is None or setting_problems:
             continue
         try:
             typed = resolve_defaults(typed, model, context)
         except SettingsError as error:
-            place, _, text = str(error).partition(": ")
-            problems.append(ConfigProblem((*key, "settings", *place.split(".")), text))
+            setting, _, text = str(error).partition(": ")
+            problems.append(ConfigProblem((*key, "settings", *setting.split(".")), text))
             continue
-        own[name] = dataclasses.replace(
-            block, settings=json.loads(json.dumps(dataclasses.asdict(typed)))
-        )
-    return dataclasses.replace(stages, own=own) if own != stages.own else stages, problems
+        values = json.loads(json.dumps(dataclasses.asdict(typed)))
+        custom_stages[name] = dataclasses.replace(block, settings=values)
+    if custom_stages != stages.own:
+        stages = dataclasses.replace(stages, own=custom_stages)
+    return stages, problems
 
 
 def _import_and_register_stage(name: str, block: CustomStageSettings) -> CustomStage:
-    """The stage at its import path, else the installed one, in the registry from now on. Raises: SettingsError."""
+    """Import the stage from its import path, else the installed one, and register it. Raises: SettingsError."""
     if not _CUSTOM_STAGE_NAME.fullmatch(name):
         raise SettingsError(
-            f"a stage cannot be named '{name}': its name is a folder's; use 1 to 40 small letters, digits and _"
+            f"a stage cannot be named '{name}': it names a folder; use 1 to 40 lower-case letters, digits and _"
         )
     path = block.use
     if path is None:
         installed = next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name)), None)
         if installed is None:
-            known = (
-                ", ".join(sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP)))
-                or "none"
-            )
+            names = sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
             raise SettingsError(
-                f"there is no installed stage '{name}' (entry points {ENTRY_POINT_GROUP}: {known}); set use to its import path or "
-                "file, as polish.py:STAGE"
+                f"there is no installed stage '{name}' (entry points {ENTRY_POINT_GROUP}: "
+                f"{', '.join(names) or 'none'}); set use to its import path or file, such as polish.py:STAGE"
             )
         path = installed.value
-    found: Any = import_object(path, "use")
-    if not isinstance(found, CustomStage):
+    custom: Any = import_object(path, "use")
+    if not isinstance(custom, CustomStage):
         raise SettingsError(
-            f"'{path}' is a {type(found).__name__}, expected a tasks.stage_registry.CustomStage"
+            f"'{path}' is a {type(custom).__name__}, expected a tasks.stage_registry.CustomStage"
         )
-    if not (isinstance(found.settings, type) and issubclass(found.settings, Settings)):
-        raise SettingsError(f"'{path}': its settings are no subclass of rl_core.settings.Settings")
-    stage_registry.register_custom_stage(name, found, path)
-    return found
+    if not (isinstance(custom.settings, type) and issubclass(custom.settings, Settings)):
+        raise SettingsError(
+            f"'{path}': its settings are not a subclass of rl_core.settings.Settings"
+        )
+    stage_registry.register_custom_stage(name, custom, path)
+    return custom

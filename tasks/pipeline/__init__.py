@@ -1,1 +1,1 @@
-"""The run of a pipeline and the contract of its stages: key, folders, lock, resume, tracking."""
+"""Pipeline runs and the contract of a stage: key, folders, lock, resume, tracking."""

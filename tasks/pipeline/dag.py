@@ -1,6 +1,7 @@
-"""A stage's function without Prefect: the pipeline's retries and time limits, for processes that run many pipelines.
+"""The DAG of one pipeline run: each stage receives the outputs of earlier stages (tasks/stage_registry.py).
 
-The DAG of one pipeline run: each stage takes what the ones before it gave (tasks/stage_registry.py).
+`wrap_stage_call` runs a stage's function without Prefect, with the pipeline's retries and time limits, for processes
+that run many pipelines.
 """
 
 from __future__ import annotations
@@ -25,30 +26,31 @@ logger = logging.getLogger(__name__)
 
 
 def is_transient_error(error: BaseException) -> bool:
-    """True = a retry may help: a backend or a connection failed."""
+    """Return whether a retry may help: a backend or a connection failed."""
     return isinstance(error, BackendError | ConnectionError | TimeoutError)
 
 
 def compute_retry_delays(run: RunSettings) -> list[float]:
-    """Seconds before each retry, doubling up to 10 minutes."""
+    """Return the seconds before each retry, doubling up to 10 minutes."""
     return [min(600.0, run.retry_delay_seconds * 2**i) for i in range(run.retries)]
 
 
 def build_timeout_error(run: RunSettings, name: str) -> StageTimeout:
-    """The error of a stage that ran into its limit."""
+    """Build the error of a stage that exceeded its time limit."""
     setting = f"run.timeouts.{name}" if name in run.timeouts else "run.timeout_seconds"
     return StageTimeout(
-        f"stage '{name}' was stopped after {run.find_timeout(name):g} s, the limit that {setting} sets; raise it, "
-        "and the stage goes on from its last checkpoint"
+        f"stage '{name}' was stopped after {run.find_timeout(name):g} s, the limit set by {setting}; raise it "
+        "to resume the stage from its last checkpoint"
     )
 
 
 def wrap_stage_call(
     name: str, stage: Callable[..., StageResult], pipeline_run: PipelineRun
 ) -> Callable[..., StageResult]:
-    """The stage's function for this run. A limit of time stops training as SIGTERM does, after the iteration.
+    """Wrap a stage's function with the run's retries and time limit.
 
-    Calling it raises StageTimeout, Stopped, and else what the stage raised at its last try.
+    The limit stops training after an iteration, as SIGTERM does.
+    Calling the result raises StageTimeout, Stopped, or what the stage raised at its last attempt.
     """
     run = pipeline_run.settings.run
 
@@ -62,7 +64,7 @@ def wrap_stage_call(
             except Exception as error:
                 if not delays or not is_transient_error(error):
                     raise
-                logger.warning("%s: %s; it is tried again", name, error)
+                logger.warning("%s: %s; retrying", name, error)
                 if pipeline_run.stop.wait(delays.pop(0)):
                     raise Stopped("stopped before a retry", signal.SIGTERM) from error
         pipeline_run.add_result(name, result)
@@ -77,11 +79,11 @@ def _limit_stage_time(pipeline_run: PipelineRun, name: str) -> Iterator[None]:
     if limit is None:
         yield
         return
-    late = threading.Event()
+    timed_out = threading.Event()
 
     def stop() -> None:
         if not pipeline_run.stop.is_set():
-            late.set()
+            timed_out.set()
             pipeline_run.stop.set()
 
     timer = threading.Timer(limit, stop)
@@ -90,26 +92,26 @@ def _limit_stage_time(pipeline_run: PipelineRun, name: str) -> Iterator[None]:
     try:
         yield
     except Stopped as error:
-        if not late.is_set():
+        if not timed_out.is_set():
             raise
         raise build_timeout_error(pipeline_run.settings.run, name) from error
     finally:
         timer.cancel()
-        if late.is_set():
+        if timed_out.is_set():
             pipeline_run.stop.clear()
 
 
-# (name, the stage's function, run) -> that function, to be called with what the stage takes
+# (name, the stage's function, run) -> a callable that takes the stage's inputs
 StageCaller = Callable[[str, Callable[..., StageResult], PipelineRun], Callable[..., StageResult]]
 
 
 @dataclass
 class _StageOutputs:
-    """Outputs of the stages so far, for the next ones; each property is a name that `PipelineStage.takes` may use."""
+    """Outputs of the stages so far; each property is a name that `PipelineStage.takes` may use."""
 
     pipeline_run: PipelineRun
-    base: Path | str | None  # the model to start from; None = a preset, which prepare_data makes
-    evaluated_models: Mapping[str, str]  # models to evaluate in place of those that the run trains
+    base: Path | str | None  # the model to start from; None = a preset, which prepare_data creates
+    evaluated_models: Mapping[str, str]  # models to evaluate instead of those that the run trains
     results: dict[Product, StageResult] = field(default_factory=dict)  # the newest of each kind
     trained: dict[str, StageResult] = field(default_factory=dict)  # policies by stage, in order
 
@@ -140,7 +142,7 @@ class _StageOutputs:
 
     @property
     def models(self) -> Mapping[str, StageResult | Path | str]:
-        """The policies to evaluate, by name; of a trial the newest alone, as it shares the others."""
+        """The policies to evaluate, by name; in a trial only the newest, since trials share the others."""
         named = {
             name: self.pipeline_run.models.resolve_model(source)[0]
             for name, source in self.evaluated_models.items()
@@ -163,47 +165,45 @@ def run_dag(
     *,
     skip: Collection[str] = (),
 ) -> None:
-    """Run the stages that the settings name, in their order.
+    """Run the stages that the settings name, in order.
 
     Args:
-        given: models to evaluate in place of those that the run trains, by name.
-        call: makes a stage's function callable, as a Prefect task or as it is.
-        skip: stages that do not run although the settings name them.
-    Raises: SettingsError where a stage lacks what it needs; whatever the stages raise. A gate that cannot ask the
+        evaluated_models: models to evaluate instead of those that the run trains, by name.
+        call: makes a stage's function callable, as a Prefect task or directly.
+        skip: stages to leave out although the settings name them.
+    Raises: SettingsError if a stage lacks an input; whatever the stages raise. A promotion that cannot reach the
         tracking store postpones its decision instead.
     """
-    handed = _StageOutputs(pipeline_run, pipeline_run.models.resolve_base(), evaluated_models)
+    outputs = _StageOutputs(pipeline_run, pipeline_run.models.resolve_base(), evaluated_models)
     active = {
         stage.name
         for stage in stage_registry.list_stages()
         if getattr(pipeline_run.settings.stages, stage.name) is not None and stage.name not in skip
     }
-    takes_any = any(
-        stage_registry.find_stage(name).takes for name in active
-    )  # a network takes nothing, a preset neither
+    # a network takes no inputs, so it needs no preset either
+    takes_any = any(stage_registry.find_stage(name).takes for name in active)
     for stage in stage_registry.list_stages():
-        makes_preset = stage.gives == "data" and handed.base is None and takes_any
+        makes_preset = stage.gives == "data" and outputs.base is None and takes_any
         is_active = stage.name in active
         if not is_active and not makes_preset:
             continue
-        taken = {name: getattr(handed, name) for name in stage.takes}
+        taken = {name: getattr(outputs, name) for name in stage.takes}
         if missing := [name for name in stage.needs if taken[name] is None]:
             raise SettingsError(
-                f"stages.{stage.name} needs {' and '.join(missing)}, which no stage before it gives"
+                f"stages.{stage.name} needs {' and '.join(missing)}, but no earlier stage produces it"
             )
+        task = call(stage.name, stage_registry.import_stage_task(stage), pipeline_run)
         try:
-            result = call(stage.name, stage_registry.import_stage_task(stage), pipeline_run)(
-                *taken.values()
-            )
+            result = task(*taken.values())
         except BackendError as error:
             if stage.name != "promote":
                 raise
             pipeline_run.postpone_decision(
-                f"not decided: the champion is known to the tracking store alone, which does not answer ({error}). "
-                "Nothing is lost; when it answers, the same command decides"
+                f"not decided: only the tracking store knows the champion, and it does not answer ({error}). "
+                "Nothing is lost; run the same command again once it answers"
             )
             return
         if stage.gives is not None:
-            handed.results[stage.gives] = result
+            outputs.results[stage.gives] = result
         if stage.gives == "policy":
-            handed.trained[stage.name] = result
+            outputs.trained[stage.name] = result

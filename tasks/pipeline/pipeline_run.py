@@ -1,11 +1,11 @@
-"""One run of a pipeline: the record and lock of its folder, its tracking, its models, its results and progress.
+"""One run of a pipeline: record and lock of its folder, tracking, models, results and progress.
 
 <output>/<pipeline>/
     .lock             held while the pipeline runs; a second run into the same folder is refused
-    run.json          the newest run: its MLflow run, its settings' digest, its status (tasks/pipeline/run_record.py)
-    runs/<started>/   journal of the parent run, and its own run.json
+    run.json          the newest run: MLflow run, digest of settings, status (tasks/pipeline/run_record.py)
+    runs/<started>/   journal of the parent run, and a run.json of that run
     stages/           see tasks/pipeline/stage.py
-    sweeps/           trials of sweeps share the stages above; each has lock, run.json and runs/ in a folder of its own
+    sweeps/           trials of sweeps share the stages above; each has a folder with lock, run.json and runs/
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ StageProgressCallback = Callable[[str, int, int, str], None]  # stage, done, tot
 
 
 class PipelineRun:
-    """One run of a pipeline; a context manager. Within it, `tracker` and `models` are its tracking and its models."""
+    """One run of a pipeline; a context manager.
+
+    Inside it, `tracker` and `models` give access to tracking and models.
+    """
 
     tracker: PipelineTracker
     models: ModelVersions
@@ -69,11 +72,11 @@ class PipelineRun:
         on_progress: StageProgressCallback | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        """Nothing is opened before the run is entered.
+        """Prepare the run; entering it opens files and tracking.
 
         Args:
-            lock: the folder's, where the caller holds it.
-            stop: when set, no further stage begins, and training saves and stops.
+            lock: of the pipeline's folder, if the caller holds it.
+            stop: when set, no further stage starts, and training saves and stops.
         """
         self.settings = settings
         self.options = options or RunOptions()
@@ -83,17 +86,15 @@ class PipelineRun:
         self.home = trial.home if trial is not None else shared
         self.stages_folder = shared / "stages"
         self._models_cache = shared / "base_models"
-        self._threads: int | None = (
-            None  # chosen when the run is entered; None = torch's own number
-        )
-        self.threads_note = ""  # about it, for people
+        self._threads: int | None = None  # chosen on entering; None = torch's default
+        self.threads_note = ""  # a sentence for the user about the choice
         self.stop = stop or threading.Event()
         self.tracking = Tracking(
             settings.tracking.uri, self.output, settings.tracking.experiment or settings.name
         )
         self.crashed_runs: tuple[
             CrashedRun, ...
-        ] = ()  # earlier runs of this pipeline, found dead when this one began
+        ] = ()  # earlier runs of this pipeline, detected on entering
         self._record = PipelineRecord(
             self.home, self.options, wait_s=settings.run.wait_seconds, lock=lock
         )
@@ -101,13 +102,13 @@ class PipelineRun:
         self._fraction, self._progress = 0.0, ""
         self._results: dict[str, StageResult] = {}
         self._input_stages: dict[str, tuple[str, ...]] = {}
-        self._computed_keys: set[str] = set()  # keys
+        self._computed_keys: set[str] = set()
         self._approval: ApprovalRequest | None = None
         self.postponed_reason = ""  # why the decision about the champion was left open
-        self.resumed = False  # True = it goes on with a run that was interrupted
+        self.resumed = False  # True = this run continues an interrupted one
         self.undelivered = (
             UndeliveredCounts()
-        )  # at the end: records that the tracking store did not take
+        )  # at the end: records that the tracking store has not accepted
 
     def __enter__(self) -> PipelineRun:
         make_folder(self.stages_folder)
@@ -124,20 +125,20 @@ class PipelineRun:
 
     def _open_run(self) -> None:
         self._clear_leftovers()
-        check_unfinished_stages(
-            self.stages_folder, self.settings, self.options
-        )  # before anything is noted of this run
+        # Before anything of this run is recorded.
+        check_unfinished_stages(self.stages_folder, self.settings, self.options)
         digest = digest_settings(self.settings)
         previous = self._record.find_interrupted_run(digest)
         self.resumed = bool(previous)
-        earlier = (
-            read_recorded_threads(resolve_run_folder(self.home, previous) / RUN_RECORD)
-            if previous
-            else None
+        earlier_threads = None
+        if previous:
+            previous_folder = resolve_run_folder(self.home, previous)
+            earlier_threads = read_recorded_threads(previous_folder / RUN_RECORD)
+        self._threads, self.threads_note = choose_num_threads(
+            self.settings.threads, earlier_threads
         )
-        self._threads, self.threads_note = choose_num_threads(self.settings.threads, earlier)
         self._settle_earlier_runs(previous)
-        # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
+        # Before any stage reads them: rows that are added later count as unseen, never the other way round.
         data_record = record_sources(self.settings)
         started = previous or choose_start_time(self.home / "runs")
         self._record.begin_run(
@@ -169,25 +170,29 @@ class PipelineRun:
         self.tracker.log_settings(self._threads)
 
     def _clear_leftovers(self) -> None:
-        """Remove temporaries that killed processes left here; others note answers here without the pipeline's lock."""
-        stages = (
-            self.stages_folder.glob("*") if self.options.trial is None else ()
-        )  # other trials write there
+        """Remove temporary files that killed processes left here.
+
+        Temporaries of living processes stay: some write answers here without the pipeline's lock.
+        """
+        # other trials write to the stages' folders
+        stages = self.stages_folder.glob("*") if self.options.trial is None else ()
         for folder in (self.home, *self.home.glob("runs/*"), *stages):
             if folder.is_dir() and not folder.is_symlink():
                 clear_leftovers(folder)
 
     def _settle_earlier_runs(self, previous: str) -> None:
-        """Close runs of this pipeline that died, and deliver what is still in earlier runs' journals."""
+        """Close crashed runs of this pipeline, and deliver what is still in the journals of earlier runs."""
         self.crashed_runs = tuple(close_crashed_runs(self.tracking, self.home))
         for run in self.crashed_runs:
-            is_own = run.name == f"{self.settings.name} · {previous}"
-            if run.is_pipeline and run.journal_folder.parent.name == "runs" and not is_own:
+            is_resumed_now = run.name == f"{self.settings.name} · {previous}"
+            if run.is_pipeline and run.journal_folder.parent.name == "runs" and not is_resumed_now:
                 resume = format_posttrain_command(f"resume {shlex.quote(run.name)}", self.output)
-                logger.warning("%s; `%s` goes on with it", run.description, resume)
-        waiting = self.tracking.deliver_all_journals(self.home)
-        if waiting:
-            logger.warning("%d records of earlier runs still wait for the tracking store", waiting)
+                logger.warning("%s; `%s` resumes it", run.description, resume)
+        num_undelivered = self.tracking.deliver_all_journals(self.home)
+        if num_undelivered:
+            logger.warning(
+                "%d records of earlier runs still wait for the tracking store", num_undelivered
+            )
 
     def __exit__(
         self,
@@ -201,27 +206,28 @@ class PipelineRun:
             self._record.release_lock()
 
     def abandon_run(self) -> None:
-        """Note on the disk that the run was stopped, when its process has no time left to end it."""
+        """Record on disk that the run was stopped, when its process has no time left to end it."""
         self._record.record_end("stopped")
         self.tracker.abandon_runs()
 
     def _close_run(self, error: BaseException | None) -> None:
-        """End tracking and record; deliver what the stages could not, and count what still waits."""
+        """End tracking and record; deliver what the stages could not, and count what is still undelivered."""
         stopped = is_stop_error(error)
-        ended = (
-            "waiting"
-            if self._approval is not None
-            else "postponed"
-            if self.postponed_reason
-            else "finished"
-        )
+        if error is not None:
+            status = "stopped" if stopped else "failed"
+        elif self._approval is not None:
+            status = "waiting"
+        elif self.postponed_reason:
+            status = "postponed"
+        else:
+            status = "finished"
         inject_fault("run.ending")
         self.tracker.close(
             "FINISHED" if error is None else "KILLED" if stopped else "FAILED", error
         )
         inject_fault("run.ended")
-        # Last: a run that is killed before goes on, and ends the same run of the tracking store.
-        self._record.record_end(ended if error is None else "stopped" if stopped else "failed")
+        # Last: a run that is killed before this line is resumed, and ends the same run of the tracking store.
+        self._record.record_end(status)
         if stopped:
             return
         self.undelivered = self.tracking.count_undelivered(self.home)
@@ -230,7 +236,7 @@ class PipelineRun:
             self.undelivered = self.tracking.count_undelivered(self.home)
         if self.undelivered.total:
             logger.warning(
-                "not delivered yet: %s wait in %s for %s; `%s` or the next run delivers them",
+                "not delivered yet: %s in %s wait for %s; `%s` or the next run delivers them",
                 self.undelivered,
                 self.home,
                 self.tracking.uri,
@@ -239,9 +245,9 @@ class PipelineRun:
 
     @functools.cached_property
     def threads(self) -> int:
-        """CPU threads of the stages. Known when the first one computes, as torch is loaded and set up for it."""
-        own = read_default_threads()  # before they are set
-        threads = own if self._threads is None else self._threads
+        """CPU threads of the stages. Determined when the first one computes, since this loads and configures torch."""
+        default_threads = read_default_threads()  # before they are set
+        threads = default_threads if self._threads is None else self._threads
         _prepare_libraries(threads)
         if self._threads is None:
             self.parent.set_tag("threads", str(threads))
@@ -259,7 +265,7 @@ class PipelineRun:
 
     @property
     def seconds(self) -> float:
-        """Time spent on this run, in earlier processes as well if it goes on with one that was interrupted."""
+        """Time spent on this run, including the earlier processes of a resumed run."""
         return self.parent.seconds
 
     @property
@@ -269,29 +275,33 @@ class PipelineRun:
 
     @property
     def input_stages(self) -> Mapping[str, tuple[str, ...]]:
-        """Stages whose outputs each finished stage was given."""
+        """Stages whose outputs each finished stage received."""
         return MappingProxyType(self._input_stages)
 
     def add_result(self, name: str, result: StageResult, inputs: tuple[str, ...] = ()) -> None:
-        """Add a finished stage, for those that start from it. `inputs`: stages whose outputs it was given."""
+        """Add a finished stage, for later stages to start from.
+
+        Args:
+            inputs: stages whose outputs it received.
+        """
         self._results[name], self._input_stages[name] = result, inputs
 
     @property
     def approval(self) -> ApprovalRequest | None:
-        """The question to a person that has to be answered before the champion moves."""
+        """The request that a person has to answer before the champion moves."""
         return self._approval
 
     def await_approval(self, request: ApprovalRequest | None) -> None:
-        """Let the run end as waiting for this request; None = it waits for nobody."""
+        """Let the run end as waiting for this request; None = it does not wait."""
         self._approval = request
 
-    def postpone_decision(self, why: str) -> None:
-        """Let the run end without a decision about the champion, which the same command then takes up."""
-        self.postponed_reason = why
-        self.parent.set_tag(POSTPONED, why)
+    def postpone_decision(self, reason: str) -> None:
+        """Let the run end without a decision about the champion; the same command resumes there."""
+        self.postponed_reason = reason
+        self.parent.set_tag(POSTPONED, reason)
 
     def should_recompute(self, stage: str, key: str) -> bool:
-        """True = ignore a finished folder: `fresh` asks for it, and this run has not computed the key itself."""
+        """Return whether to ignore a finished folder: `fresh` is set and this run has not computed the key."""
         return (
             self.options.fresh
             and self.options.only in (None, stage)
@@ -299,25 +309,25 @@ class PipelineRun:
         )
 
     def should_restart(self, key: str) -> bool:
-        """True = begin an unfinished stage anew, its checkpoints notwithstanding."""
+        """Return whether to start an unfinished stage over and ignore its checkpoints."""
         return self.options.restart and key not in self._computed_keys
 
     def mark_computed(self, key: str) -> None:
-        """Note that this run computes the stage of this key, so that `fresh` does not have it computed twice."""
+        """Record that this run computes the stage of this key, so that `fresh` does not compute it twice."""
         self._computed_keys.add(key)
 
     @property
     def fraction(self) -> float:
-        """Progress of the stage that runs, 0 to 1."""
+        """Progress of the running stage, 0 to 1."""
         return self._fraction
 
     @property
     def progress(self) -> str:
-        """Progress of the stage that runs, in words."""
+        """Progress of the running stage as text."""
         return self._progress
 
     def report_progress(self, label: str, done: int, total: int, message: str = "") -> None:
-        """Take in the running stage's progress, and pass it on to the display."""
+        """Record the running stage's progress and pass it on to the display."""
         self._fraction = done / total if total else 0.0
         self._progress = describe_progress(label, done, total, message)
         if self._on_progress is not None:
@@ -325,10 +335,13 @@ class PipelineRun:
 
 
 def import_libraries(settings: PipelineSettings, *, computes: bool) -> None:
-    """Import what the run would wait for, seconds: the tracking store's, and of stages that compute theirs."""
+    """Import libraries that take seconds to load.
+
+    These are the tracking store's, and torch and transformers if stages will compute.
+    """
     if computes:
         import torch  # noqa: F401
-        import transformers.modeling_utils  # noqa: F401  what every model of transformers stands on
+        import transformers.modeling_utils  # noqa: F401  the base of every transformers model
     Tracking(settings.tracking.uri, Path(settings.output)).store.import_mlflow()
 
 
@@ -338,4 +351,4 @@ def _prepare_libraries(threads: int) -> None:
 
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()  # the pipeline's own display shows progress
-    transformers.utils.logging.set_verbosity_error()  # warnings about a new head say nothing new
+    transformers.utils.logging.set_verbosity_error()  # warnings about a new head are expected

@@ -1,14 +1,11 @@
-"""A sign of life of Prefect's API, before a call that would wait for minutes where it is silent.
+"""One Prefect task per stage: run name, retries of transient errors, timeout, artifact pages and a GPU slot.
 
-Prefect artifacts of a flow run: one page that tells its result, and one a stage that tells how far it is.
-
-Artifacts are for people: a Prefect API that does not answer neither fails nor delays what they are about.
-
-A slot of the global concurrency limit `gpu`, held while a stage computes on GPUs beside other runs.
-
-Stages whose outputs a stage is given, and of these the ones that no other of them was made from.
-
-One Prefect task for every stage: run name, retries of transient errors, timeout, and its artifact.
+A flow run has one artifact page with its result and one per stage with its progress. Pages are for people: a Prefect
+API that does not answer neither fails nor delays the work. Its health is checked before calls that would otherwise
+block for minutes.
+While a stage computes on GPUs it holds a slot of the global concurrency limit `gpu`, shared with other runs.
+The arrows in Prefect's graph come from the stages whose outputs a stage receives, without those that are reached
+through another of them.
 """
 
 from __future__ import annotations
@@ -46,66 +43,68 @@ from tasks.pipeline.stage_result import REVIEW_FILE, StageResult
 from tasks.stage_registry import find_stage
 from tasks.tracking import shorten_result
 
-FIRST_TIMEOUT_SECONDS, REPEAT_TIMEOUT_SECONDS = (
-    20.0,
-    1.0,
-)  # seconds; the second is of an API that has been silent before
+logger = logging.getLogger(__name__)
+
+FIRST_TIMEOUT_SECONDS = 20.0
+REPEAT_TIMEOUT_SECONDS = 1.0  # once the API has failed to answer
+PROGRESS_SECONDS = 3.0  # between updates of a stage's page; each is a call of the Prefect API
+LAST_UPDATE_TIMEOUT_SECONDS = (
+    1.0  # for an update in flight when a stage is stopped and has few seconds left
+)
+MAX_DESCRIPTION = 250
+MAX_FIGURE_BYTES = 300_000  # a page with a larger picture would be slow to list
+GPU_LIMIT_VARIABLE = (
+    "POSTTRAIN_GPU_LIMIT"  # name of the limit; set by `posttrain up`, whose server has it
+)
+GPU_LEASE_SECONDS = 60.0  # after which the slot of a killed run is free again
+
+_api_unreachable = threading.Event()  # set while the newest artifact could not be written
 
 
 def check_prefect_api(timeout_s: float) -> None:
-    """Ask for its health; any answer will do.
+    """Check the health of Prefect's API; any answer will do.
 
-    An API without an address is that of a server which Prefect starts itself, and is not asked.
+    An API without an address belongs to a server that Prefect starts itself, and is not checked.
 
-    Raises: OSError if it takes no connection, TimeoutError if it gives no answer, within `patience` seconds each.
+    Raises: OSError if it accepts no connection, TimeoutError if it does not answer, within `timeout_s` seconds each.
     """
     settings = get_current_settings()
     url = urlsplit(settings.api.url or "")
     if not url.hostname:
         return
-    socket.create_connection(
-        (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout_s
-    ).close()
-    # Certificates are read for an address that has them alone: reading takes longer than all the rest, at every call.
+    port = url.port or (443 if url.scheme == "https" else 80)
+    socket.create_connection((url.hostname, port), timeout_s).close()
+    # Certificates are loaded only for https: loading takes longer than the rest of the call.
     verify = url.scheme == "https" and not settings.api.tls_insecure_skip_verify
     try:
         httpx.get(f"{settings.api.url}/health", timeout=timeout_s, verify=verify)
     except httpx.TimeoutException:
         raise TimeoutError(
-            f"it takes connections, but gave no answer for {timeout_s:g} s"
+            f"it accepts connections, but did not answer for {timeout_s:g} s"
         ) from None
     except httpx.HTTPError:
-        return  # the call itself says what is wrong
-
-
-logger = logging.getLogger(__name__)
-
-PROGRESS_SECONDS = 3.0  # between updates of a stage's page; each is a call of the Prefect API
-LAST_UPDATE_TIMEOUT_SECONDS = (
-    1.0  # for an update under way when a stage was stopped, which has few seconds
-)
-MAX_DESCRIPTION = 250
-MAX_FIGURE_BYTES = 300_000  # a page with a larger picture would be slow to list
+        return  # the actual call will report what is wrong
 
 
 @contextlib.contextmanager
 def publish_stage_progress(
     pipeline_run: PipelineRun, name: str
 ) -> Iterator[Callable[[StageResult], None]]:
-    """The page of a stage: its progress, kept up to date from a thread so that the API never delays a step.
+    """Publish the page of a stage and keep its progress up to date from a thread, so that the API never delays a step.
 
-    Gives: a function that puts the stage's result on the page.
+    Yields: a function that puts the stage's result on the page.
     """
     ended = threading.Event()
     title = name.replace("_", " ")
-    identity = publish_page(
-        f"{pipeline_run.settings.name}-{name}", f"## {title}\n\nbegins", f"{title}: begins"
+    artifact_id = publish_page(
+        f"{pipeline_run.settings.name}-{name}", f"## {title}\n\nstarting", f"{title}: starting"
     )
-    report = (
-        contextvars.copy_context().run
-    )  # Prefect's settings, among them the password of the server
+    # The context holds Prefect's settings, among them the server's password.
+    run_in_context = contextvars.copy_context().run
     thread = threading.Thread(
-        target=report, args=(_report_progress, pipeline_run, title, identity, ended), daemon=True
+        target=run_in_context,
+        args=(_report_progress, pipeline_run, title, artifact_id, ended),
+        daemon=True,
     )
     thread.start()
 
@@ -117,38 +116,37 @@ def publish_stage_progress(
             f"{pipeline_run.settings.name}-{name}",
             _render_stage_page(pipeline_run, result),
             note,
-            artifact_id=identity,
+            artifact_id=artifact_id,
         )
 
     try:
         yield finish
     finally:
         ended.set()
-        thread.join(
-            timeout=LAST_UPDATE_TIMEOUT_SECONDS
-        )  # `finish` has waited; a stage that was stopped or failed waits no longer
+        # `finish` has waited already; a stage that was stopped or failed does not wait long
+        thread.join(timeout=LAST_UPDATE_TIMEOUT_SECONDS)
 
 
 def _report_progress(
-    pipeline_run: PipelineRun, title: str, identity: str, ended: threading.Event
+    pipeline_run: PipelineRun, title: str, artifact_id: str, ended: threading.Event
 ) -> None:
     shown = ""
     while not ended.wait(PROGRESS_SECONDS):
-        told = f"{pipeline_run.fraction:.0%} · {pipeline_run.progress}"
-        if told != shown and identity:
-            publish_page("", f"## {title}\n\n{told}", told, artifact_id=identity)
-            shown = told
+        text = f"{pipeline_run.fraction:.0%} · {pipeline_run.progress}"
+        if text != shown and artifact_id:
+            publish_page("", f"## {title}\n\n{text}", text, artifact_id=artifact_id)
+            shown = text
 
 
 def _render_stage_page(pipeline_run: PipelineRun, result: StageResult) -> str:
-    """Markdown of a finished stage: its result, its numbers, the link to its MLflow run."""
+    """Render a finished stage as Markdown: its result, its numbers, the link to its MLflow run."""
     url = pipeline_run.tracking.build_run_url(result.run_id) if result.run_id else ""
-    how = "taken from an earlier run" if result.cached else f"ran in {result.seconds:.1f} s"
+    origin = "taken from an earlier run" if result.cached else f"ran in {result.seconds:.1f} s"
     note = str(result.summary.get("note", ""))
     lines = [
         f"## {result.stage.replace('_', ' ')}",
         f"**{note}**" if note else "",
-        f"{how}; folder `{result.folder}`; key `{result.key}`",
+        f"{origin}; folder `{result.folder}`; key `{result.key}`",
     ]
     if result.summary.get("model_version"):
         lines.append(
@@ -164,7 +162,7 @@ def _render_stage_page(pipeline_run: PipelineRun, result: StageResult) -> str:
 
 
 def _render_metrics_table(result: StageResult) -> str:
-    """A stage's metrics as a Markdown table; "" where it has none."""
+    """Render a stage's metrics as a Markdown table; "" if it has none."""
     metrics = dict(result.summary.get("metrics") or {})
     for name, row in (result.summary.get("models") or {}).items():
         metrics |= {f"{name}: {k}": v for k, v in row.items() if isinstance(v, int | float)}
@@ -175,47 +173,42 @@ def _render_metrics_table(result: StageResult) -> str:
 
 
 def embed_figure(path: Path, label: str) -> str:
-    """A PNG as Markdown that holds it; "" where it is missing or large."""
+    """Embed a PNG in Markdown; "" if the file is missing or too large."""
     try:
         data = path.read_bytes()
     except OSError:
         return ""
-    return (
-        f"![{label}](data:image/png;base64,{base64.b64encode(data).decode()})"
-        if len(data) < MAX_FIGURE_BYTES
-        else ""
-    )
+    if len(data) >= MAX_FIGURE_BYTES:
+        return ""
+    return f"![{label}](data:image/png;base64,{base64.b64encode(data).decode()})"
 
 
 def publish_page(key: str, markdown: str, description: str, *, artifact_id: str = "") -> str:
-    """Write a page, or replace the one with the id `before`; returns its id, "" where it could not be written.
+    """Publish a page, or replace the one with `artifact_id`. Return its ID; "" if it could not be written.
 
     Args:
-        key: name of a new page; what is no lower-case letter or digit becomes a dash.
+        key: name of a new page; characters other than lower-case letters and digits become dashes.
     """
-    told = shorten_result(description, MAX_DESCRIPTION)
+    summary = shorten_result(description, MAX_DESCRIPTION)
     if artifact_id:
-        return (
-            artifact_id
-            if _call_prefect_api(_replace_artifact, UUID(artifact_id), markdown, told)
-            else ""
-        )
+        replaced = _call_prefect_api(_replace_artifact, UUID(artifact_id), markdown, summary)
+        return artifact_id if replaced else ""
     name = re.sub(r"[^a-z0-9-]+", "-", key.lower()).strip("-")
-    made = _call_prefect_api(create_markdown_artifact, markdown, key=name, description=told)
-    return str(made) if isinstance(made, UUID) else ""
+    new_id = _call_prefect_api(create_markdown_artifact, markdown, key=name, description=summary)
+    return str(new_id) if isinstance(new_id, UUID) else ""
 
 
-def _replace_artifact(identity: UUID, markdown: str, description: str) -> bool:
+def _replace_artifact(artifact_id: UUID, markdown: str, description: str) -> bool:
     with get_client(sync_client=True) as client:
-        client.update_artifact(identity, ArtifactUpdate(data=markdown, description=description))
+        client.update_artifact(artifact_id, ArtifactUpdate(data=markdown, description=description))
     return True
 
 
 def _call_prefect_api(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The call's result, None where Prefect's API does not answer.
+    """Call Prefect's API and return the result; None if the API does not answer.
 
-    A call to an API that is away takes many seconds, and minutes where it takes connections and is silent: so it is
-    asked for a sign of life before, with patience once. A server that Prefect started itself does not come back.
+    A call to an API that is down takes many seconds, and minutes if it accepts connections without answering. So its
+    health is checked first, with the long timeout only once. A server that Prefect started itself does not come back.
     """
     if _api_unreachable.is_set() and not get_current_settings().api.url:
         return None
@@ -223,31 +216,25 @@ def _call_prefect_api(call: Callable[..., Any], *arguments: Any, **named: Any) -
         check_prefect_api(
             REPEAT_TIMEOUT_SECONDS if _api_unreachable.is_set() else FIRST_TIMEOUT_SECONDS
         )
-        made = call(*arguments, **named)
+        result = call(*arguments, **named)
     except Exception as error:
         if not _api_unreachable.is_set():
-            said = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             logger.warning(
-                "Prefect's API takes no artifact (%s); the run goes on without its pages", said
+                "Prefect's API does not accept artifacts (%s); the run continues without pages",
+                reason,
             )
         _api_unreachable.set()
         return None
     _api_unreachable.clear()
-    return made
-
-
-_api_unreachable = threading.Event()  # the newest artifact was not taken
-
-
-GPU_LIMIT_VARIABLE = (
-    "POSTTRAIN_GPU_LIMIT"  # name of the limit; set by `posttrain up`, whose server has it
-)
-GPU_LEASE_SECONDS = 60.0  # after which the slot of a run that was killed is free again
+    return result
 
 
 @contextmanager
 def hold_gpu_slot(stage: str) -> Iterator[None]:
-    """Wait for a slot and hold it; nothing without GPUs, without `posttrain up`, or for a stage that needs none.
+    """Wait for a GPU slot and hold it within the block.
+
+    Does nothing without GPUs, without `posttrain up`, or for a stage that uses no GPU.
 
     Args:
         stage: its name.
@@ -256,25 +243,25 @@ def hold_gpu_slot(stage: str) -> Iterator[None]:
     if not limit or not find_stage(stage).uses_gpu or not _has_gpus():
         yield
         return
-    # Not strict: a limit that somebody deleted, or a server that is down for a while, must not end a stage.
+    # Not strict: a deleted limit, or a server that is down for a while, must not end a stage.
     with concurrency(limit, lease_duration=GPU_LEASE_SECONDS, strict=False):
         yield
 
 
 def _has_gpus() -> bool:
-    import torch  # seconds, which a run without the limit need not spend here
+    import torch  # imported here: it takes seconds that a run without the limit need not spend
 
     return torch.cuda.is_available()
 
 
 def find_input_stages(arguments: Any, results: Mapping[str, StageResult]) -> tuple[str, ...]:
-    """Names of the results that are among the arguments, or whose folder a path among them lies in."""
-    found = list(_iter_leaves(arguments))
-    paths = [leaf for leaf in found if isinstance(leaf, Path)]
+    """Find the stages whose result is among the arguments, or whose folder contains a path among them."""
+    leaves = list(_iter_leaves(arguments))
+    paths = [leaf for leaf in leaves if isinstance(leaf, Path)]
     return tuple(
         name
         for name, result in results.items()
-        if any(leaf is result for leaf in found)
+        if any(leaf is result for leaf in leaves)
         or any(path.is_relative_to(result.path) for path in paths)
     )
 
@@ -293,10 +280,10 @@ def _iter_leaves(value: Any) -> Iterator[Any]:
 def find_direct_inputs(
     inputs: Iterable[str], input_stages: Mapping[str, Iterable[str]]
 ) -> list[str]:
-    """Inputs that are not reached through another of them.
+    """Return the inputs that are not reached through another of them.
 
     Args:
-        made_from: the inputs of each stage that has ended.
+        input_stages: the inputs of each finished stage.
     """
     names = list(inputs)
     return [
@@ -307,22 +294,20 @@ def find_direct_inputs(
 
 
 def _collect_ancestors(name: str, input_stages: Mapping[str, Iterable[str]]) -> set[str]:
-    found: set[str] = set()
-    waiting = list(input_stages.get(name, ()))
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += input_stages.get(one, ())
-    return found
+    ancestors: set[str] = set()
+    pending = list(input_stages.get(name, ()))
+    while pending:
+        stage = pending.pop()
+        if stage not in ancestors:
+            ancestors.add(stage)
+            pending += input_stages.get(stage, ())
+    return ancestors
 
 
 def is_retryable_error(error: BaseException) -> bool:
-    """True = a retry may help: a backend or a connection failed; not settings, data, a stop or the stage's limit."""
-    if isinstance(
-        error, TaskRunTimeoutError
-    ):  # a TimeoutError too, but the user set how long the stage may take
-        return False
+    """Return whether a retry may help: a backend or connection failed, not settings, data, a stop or the time limit."""
+    if isinstance(error, TaskRunTimeoutError):
+        return False  # also a TimeoutError, but the user set this limit for the stage
     return is_transient_error(error)
 
 
@@ -337,17 +322,17 @@ def _should_retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool
 def wrap_stage_task(
     name: str, stage: Callable[..., StageResult], pipeline_run: PipelineRun
 ) -> Callable[..., StageResult]:
-    """A Prefect task over one stage's function, with the pipeline's retries and timeout.
+    """Wrap one stage's function in a Prefect task with the pipeline's retries and timeout.
 
-    The stage's own manifest decides what is run again (tasks/pipeline/stage.py); Prefect's result cache is off. Calling
-    it raises StageTimeout past the stage's limit, and else what the stage raised at its last try.
+    The stage's manifest decides what runs again (tasks/pipeline/stage.py); Prefect's result cache is off. Calling the
+    result raises StageTimeout past the stage's limit, otherwise what the stage raised at its last attempt.
     """
     run = pipeline_run.settings.run
     limit = run.find_timeout(name)
     label = name.replace("_", " ")
 
-    def task_of(arguments: tuple[Any, ...], named: dict[str, Any]) -> Task[..., StageResult]:
-        # Without parameters: Prefect draws an arrow from the source of each, through the labels of those between.
+    def build_task(arguments: tuple[Any, ...], named: dict[str, Any]) -> Task[..., StageResult]:
+        # Without parameters: Prefect would draw an arrow for each one, through the labels of those between.
         @task(
             name=name,
             task_run_name=label,
@@ -371,14 +356,15 @@ def wrap_stage_task(
 
     def start(*arguments: Any, **named: Any) -> StageResult:
         inputs = find_input_stages([arguments, named], pipeline_run.results)
-        # Prefect follows whatever it finds within an object, as the digests of others; a result's key is its own.
-        before = [
-            pipeline_run.results[one].key
-            for one in find_direct_inputs(inputs, pipeline_run.input_stages)
+        # Prefect tracks everything inside an object, such as digests of other stages; a key identifies one result.
+        predecessor_keys = [
+            pipeline_run.results[stage_name].key
+            for stage_name in find_direct_inputs(inputs, pipeline_run.input_stages)
         ]
         try:
-            with hold_gpu_slot(name):  # outside of the stage's time limit: waiting is not its fault
-                result: StageResult = task_of(arguments, named)(wait_for=before)
+            with hold_gpu_slot(name):  # waiting for a slot does not count towards the time limit
+                stage_task = build_task(arguments, named)
+                result: StageResult = stage_task(wait_for=predecessor_keys)
         except TaskRunTimeoutError as error:
             raise build_timeout_error(run, name) from error
         pipeline_run.add_result(name, result, inputs)

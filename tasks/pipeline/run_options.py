@@ -1,7 +1,4 @@
-"""Options of one run of a pipeline, apart from its settings: they decide how it runs, not what it computes.
-
-Settings of the part of a pipeline that ends with one stage.
-"""
+"""Options of one pipeline run, separate from its settings: they decide how it runs, not what it computes."""
 
 from __future__ import annotations
 
@@ -19,8 +16,9 @@ from tasks.stage_registry import (
     list_stage_names,
 )
 
-# An unfinished stage whose conditions changed since its checkpoint: refuse to run, resume from the checkpoint under the
-# new conditions, begin anew and keep the old checkpoint aside, or leave it alone, as it is another trial's of a sweep.
+# What to do with an unfinished stage whose conditions changed since its checkpoint: refuse to run; resume from the
+# checkpoint under the new conditions; start over and archive the old checkpoint ("anew"); or ignore it because it
+# belongs to another trial of a sweep ("beside").
 OnDrift = Literal["refuse", "resume", "anew", "beside"]
 
 MetricsCallback = Callable[[str, Mapping[str, float], int], None]  # stage, metrics, step
@@ -28,54 +26,54 @@ MetricsCallback = Callable[[str, Mapping[str, float], int], None]  # stage, metr
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRunAddress:
-    """The Prefect flow run behind a pipeline run; "" outside of Prefect."""
+    """The Prefect flow run behind a pipeline run; fields are "" outside Prefect."""
 
     id: str = ""
     url: str = ""
-    api: str = ""  # of the Prefect server, without its password; "" = the run's own embedded one
+    api: str = ""  # of the Prefect server, without its password; "" = an embedded server
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialLocation:
-    """Place of a run that is one trial of a sweep: it shares the pipeline's finished stages, and nothing else.
+    """Folders of a run that is one trial of a sweep: it shares only the pipeline's finished stages.
 
-    The sweep holds the pipeline's lock; trials hold their own, and that of the stage that they are at.
+    The sweep holds the pipeline's lock. A trial holds its own lock and that of the stage it runs.
     """
 
     home: Path  # folder of the trial's own lock, record and journals
     name: str  # of its run
     parent_run_id: str | None = None  # the sweep's run in the tracking store
     parent_folder: Path | None = None  # the journal of that run
-    on_metrics: MetricsCallback | None = None  # is told what the trial's stages measure
+    on_metrics: MetricsCallback | None = None  # receives the metrics of the trial's stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of a pipeline run that are no part of its settings."""
+    """Options of a pipeline run that are not part of its settings."""
 
-    fresh: bool = False  # stages run again though they are finished: all of them, or the one that `only` names
+    fresh: bool = False  # rerun finished stages: all of them, or the one that `only` names
     on_drift: OnDrift = "refuse"
-    restart: bool = False  # an unfinished stage begins anew, its checkpoints notwithstanding
-    only: str | None = None  # the one stage that the run is for; None = the whole pipeline
-    evaluated_models: Mapping[str, str] = field(
-        default_factory=dict
-    )  # models to evaluate in place of the trained ones, by name
-    started: str = ""  # start time of the run to go on with; "" = an interrupted run with equal settings, if any
-    tags: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of every run and model version that this run makes
+    restart: bool = False  # start unfinished stages over and ignore their checkpoints
+    only: str | None = None  # the single stage to run; None = the whole pipeline
+    # models to evaluate instead of the trained ones, by name
+    evaluated_models: Mapping[str, str] = field(default_factory=dict)
+    started: str = (
+        ""  # start time of the run to continue; "" = an interrupted run with equal settings, if any
+    )
+    # of every run and model version that this run creates
+    tags: Mapping[str, str] = field(default_factory=dict)
     flow_run: FlowRunAddress = FlowRunAddress()
-    trial: TrialLocation | None = None  # None = a run of its own
+    trial: TrialLocation | None = None  # None = not part of a sweep
 
 
 def select_settings_up_to(
     settings: PipelineSettings, name: str, model: str | None = None
 ) -> PipelineSettings:
-    """Pipeline settings up to a stage, without those that it does not rest on.
+    """Return the pipeline's settings up to a stage, without stages that it does not depend on.
 
     Args:
         name: a stage of the settings.
-        model: folder, hub name or registered model that replaces the stages that train a policy before it.
+        model: folder, hub name or registered model that replaces the policy-training stages before it.
     """
     order = list_stage_names()
     needed = set(order[: order.index(name) + 1])
@@ -93,9 +91,9 @@ def select_settings_up_to(
 
 
 def _uses_reward_model(settings: PipelineSettings, needed: set[str], model: str | None) -> bool:
-    """True = one of these stages takes the reward model: the results of a whole run do, where there is one."""
+    """Return whether one of these stages uses the reward model: the results of a whole run do, if there is one."""
     policy = settings.stages.policy
     if policy is not None and "learned" in policy.rewards:
         return True
-    takers = [name for name in needed - {"policy"} if "reward_model" in find_stage(name).takes]
-    return model is None and any(getattr(settings.stages, name) is not None for name in takers)
+    consumers = [name for name in needed - {"policy"} if "reward_model" in find_stage(name).takes]
+    return model is None and any(getattr(settings.stages, name) is not None for name in consumers)

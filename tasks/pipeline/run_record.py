@@ -1,11 +1,9 @@
-"""Lock and record of a pipeline's folder: one run at a time, and the newest one's description in run.json.
+"""Lock and record of a pipeline's folder, stop exceptions, and the number of CPU threads.
 
-Exceptions that stop a run rather than fail it.
-
-Number of CPU threads of a run and of its stages: chosen once, recorded, and kept by whatever goes on later.
-
-Sums depend on how many threads share them out, so a run that is interrupted goes on with the number that it began with,
-and a stage with the one behind its checkpoints, whatever is free by then.
+One run at a time holds a pipeline's folder; run.json describes the newest one.
+The number of threads is chosen once, recorded, and reused on resume: floating-point sums depend on how many threads
+share them. An interrupted run resumes with the number that it started with, a stage with the number behind its
+checkpoints, however many processors are free by then.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +27,12 @@ from tasks.pipeline.run_options import RunOptions
 logger = logging.getLogger(__name__)
 
 RUN_RECORD = "run.json"
-_RESUMABLE_STATUSES = (
-    "running",
-    "stopped",
-    "waiting",
-    "postponed",
-)  # states that a run with equal settings goes on from
+THREADS_FILE = "threads.json"  # in a stage's open folder, next to its checkpoints
+STOP_TIMEOUT_SECONDS = (
+    1.5  # for the tracking store: a preempted run has few seconds; the rest waits in the journal
+)
+# statuses from which a run with equal settings resumes
+_RESUMABLE_STATUSES = ("running", "stopped", "waiting", "postponed")
 
 
 class PipelineRecord:
@@ -48,7 +46,12 @@ class PipelineRecord:
         wait_s: float = 0.0,
         lock: FolderLock | None = None,
     ) -> None:
-        """`lock`: held by the caller, who releases it; None = `home`/.lock, waited for at most `wait_s` seconds."""
+        """Prepare the record without locking anything.
+
+        Args:
+            wait_s: how long to wait for the lock `home`/.lock.
+            lock: held and released by the caller, and used instead of `home`/.lock.
+        """
         self.home = home
         self._options = options
         self._lock = lock or FolderLock(home / ".lock", wait_s=wait_s)
@@ -57,23 +60,23 @@ class PipelineRecord:
         self._values: dict[str, Any] = {}
 
     def acquire_lock(self) -> None:
-        """Take the pipeline's lock. Raises: FolderBusy."""
+        """Acquire the pipeline's lock. Raises: FolderBusy."""
         if not self._is_borrowed_lock:
             self._lock.__enter__()
 
     def release_lock(self) -> None:
-        """Release the lock, unless it is the caller's."""
+        """Release the lock, unless the caller holds it."""
         if not self._is_borrowed_lock:
             self._lock.__exit__(None, None, None)
 
     def find_interrupted_run(self, digest: str) -> str:
-        """Start time of the interrupted run to go on with; "" = begin a new one.
+        """Find the start time of the interrupted run to resume; "" = start a new one.
 
         Args:
-            digest: of the settings; another one is another run.
+            digest: of the settings; a run with another digest is not resumed.
         """
         if self._options.started:
-            logger.info("going on with the run of %s", self._options.started)
+            logger.info("resuming the run of %s", self._options.started)
             return self._options.started
         try:
             record = json.loads((self.home / RUN_RECORD).read_text())
@@ -82,14 +85,14 @@ class PipelineRecord:
         same = record.get("config_digest") == digest and record.get("only") == self._options.only
         if self._options.fresh or not same or record.get("status") not in _RESUMABLE_STATUSES:
             return ""
-        logger.info("going on with the interrupted run of %s", record.get("started"))
+        logger.info("resuming the interrupted run of %s", record.get("started"))
         return str(record.get("started") or "")
 
     def begin_run(self, folder: Path, *, started: str, digest: str, threads: int | None) -> None:
-        """Write the record of a run that begins, into its own folder too: before anything else of it exists.
+        """Write the record of a starting run, also into its own folder, before anything else of it exists.
 
-        Else one that is killed in its first seconds would not be found again. The pipeline's comes first: by it the
-        same command finds the run's folder.
+        Otherwise a run that is killed in its first seconds would not be found again. The pipeline's copy comes first:
+        from it the same command finds the run's folder.
         """
         self._folders = (self.home, folder)
         self._values = {
@@ -106,27 +109,24 @@ class PipelineRecord:
         self._write_record()
 
     def record_run_id(self, run_id: str | None) -> None:
-        """Note the run of the tracking store."""
+        """Record the ID of the run in the tracking store."""
         self._values["run_id"] = run_id
         self._write_record()
 
     def record_end(self, status: str) -> None:
-        """Note the end: finished, waiting (for approval), postponed (for the tracking store), stopped or failed."""
+        """Record the end: finished, waiting (for approval), postponed (for the tracking store), stopped or failed."""
         self._values["status"] = status
-        self._folders = self._folders[
-            ::-1
-        ]  # the pipeline's last: until then the run is gone on with
-        self._write_record()
-        self._folders = self._folders[::-1]
+        # The pipeline's copy comes last: until then the same command resumes the run.
+        self._write_record(reversed(self._folders))
 
-    def _write_record(self) -> None:
-        for folder in self._folders:
+    def _write_record(self, folders: Iterable[Path] | None = None) -> None:
+        for folder in folders or self._folders:
             make_folder(folder)
             write_json_atomic(folder / RUN_RECORD, self._values)
 
 
 def find_finished_run(home: Path, digest: str) -> str:
-    """Start time of the pipeline's newest run, if it has finished under these settings; "" = it has not.
+    """Find the start time of the pipeline's newest run, if it has finished under these settings; "" = it has not.
 
     Args:
         digest: of the settings.
@@ -139,73 +139,67 @@ def find_finished_run(home: Path, digest: str) -> str:
     return str(record.get("started") or "") if same else ""
 
 
-STOP_TIMEOUT_SECONDS = 1.5  # for the tracking store, of the few that a preempted run has; the rest waits in the journal
-
-
 def is_stop_error(error: BaseException | None) -> bool:
-    """True = somebody stopped the run: Ctrl-C, SIGTERM in or outside a flow (Prefect has an exception of its own)."""
-    prefect = sys.modules.get("prefect.exceptions")  # it can only have raised where it was imported
-    kinds = (
-        Stopped,
-        KeyboardInterrupt,
-        SystemExit,
-        *([prefect.TerminationSignal] if prefect else []),
-    )
+    """Return whether the run was stopped by somebody: Ctrl-C, or SIGTERM within a flow or outside.
+
+    Prefect has an exception of its own for this.
+    """
+    kinds: tuple[type[BaseException], ...] = (Stopped, KeyboardInterrupt, SystemExit)
+    prefect = sys.modules.get("prefect.exceptions")  # if it is not imported, it cannot have raised
+    if prefect:
+        kinds += (prefect.TerminationSignal,)
     return isinstance(error, kinds)
-
-
-THREADS_FILE = "threads.json"  # in a stage's open folder, beside its checkpoints
 
 
 def choose_num_threads(
     setting: int | Literal["auto"] | None, earlier: int | None
 ) -> tuple[int | None, str]:
-    """Number of threads of a run, and a sentence about it where it was found out ("" where it was not).
+    """Choose the number of threads of a run, and a sentence about it if it was determined here ("" otherwise).
 
     Args:
-        setting: None = torch's own number, here None as well (see `read_default_threads`); "auto" = as many as processors
-            are free, which takes a second to see.
-        earlier: that of the run which goes on; None = it begins.
+        setting: None = torch's default, returned as None (see `read_default_threads`); "auto" = as many as processors
+            are free, which takes a second to measure.
+        earlier: number of the run that is resumed; None = a new run.
     """
     if setting != "auto":
         return setting, ""
     read_default_threads()
-    from rl_core.cpu.openmp_spin import (  # here, as it loads torch
+    from rl_core.cpu.openmp_spin import (  # imported here because it loads torch
         count_usable_processors,
         free_processors,
     )
 
     if earlier is not None:
-        return earlier, f"threads: {earlier}, the number that this run began with"
+        return earlier, f"threads: {earlier}, the number that this run started with"
     free = free_processors()
     return free, f"threads: {free}, as {free} of {count_usable_processors()} processors are free"
 
 
 @functools.cache
 def read_default_threads() -> int:
-    """Threads that torch takes by itself: those that it had before the first run of this process."""
-    import torch  # here: a run of which everything is cached does without the seconds that this takes
+    """Return torch's default number of threads: the one it had before the first run of this process."""
+    import torch  # imported here: a fully cached run does not need it and saves seconds
 
     return torch.get_num_threads()
 
 
 def read_recorded_threads(path: Path) -> int | None:
-    """The number in a run's or a stage's record; None where there is none."""
+    """Read the number of threads from a run's or a stage's record; None if there is none."""
     try:
-        found = json.loads(path.read_text()).get("threads")
+        threads = json.loads(path.read_text()).get("threads")
     except (OSError, ValueError, AttributeError):
         return None
-    return found if isinstance(found, int) and found > 0 else None
+    return threads if isinstance(threads, int) and threads > 0 else None
 
 
 def record_num_threads(folder: Path, threads: int) -> None:
-    """Record the number of a stage in its open folder, before there are checkpoints."""
+    """Record a stage's number of threads in its open folder, before there are checkpoints."""
     write_json_atomic(folder / THREADS_FILE, {"threads": threads})
 
 
 @contextlib.contextmanager
 def use_torch_threads(threads: int) -> Iterator[None]:
-    """So many threads of torch within, and as many as before afterwards."""
+    """Set torch's number of threads within the block and restore it afterwards."""
     import torch
 
     before = torch.get_num_threads()

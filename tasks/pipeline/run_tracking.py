@@ -1,14 +1,13 @@
-"""Settings in which a run differs from the one before it, for the table of runs.
+"""Tracking of a pipeline run: its parent run, the nested runs of its stages, their tags, and the models it registers.
 
-Models of a pipeline run: the one it starts from, and the registered versions of those that it trains.
-
-Tracking of a pipeline run: its parent run, the nested runs of its stages, and the tags that all of them carry.
+For the table of runs it also describes the settings in which a run differs from its defaults and from the run before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import re
 import subprocess
@@ -40,15 +39,23 @@ from tasks.tracking.extra_trackers import build_alert_tracker, build_extra_track
 from tasks.tracking.journal import build_events_path, read_lines
 from tasks.tracking.values import flatten_settings
 
+logger = logging.getLogger(__name__)
+
+# inputs of stages that are data, not models or results
+DATA_INPUTS = ("data", "demonstrations", "preferences")
+REPORT_INTERVAL_SECONDS = 20.0  # between updates of a running run in the table of runs
+
+StageProgress = Callable[[str, int, int, str], None]  # stage, done, total, message
+
 _LOCATION_SETTINGS = (
     "output",
     "name",
     "tracking.",
     "run.",
-)  # beginnings of settings that decide nothing of what is computed
+)  # prefixes of settings that affect no result
 _MAX_CHANGES = 5  # settings in the text
 _MAX_SETTINGS = 12  # settings that differ from their defaults
-# Of a setting's last part: what people ask for first. Others follow in the config's order.
+# Last parts of the settings that readers look for first. Others follow in the config's order.
 _PRIORITY_SETTINGS = (
     "algorithm",
     "loss",
@@ -64,10 +71,12 @@ _MAX_VALUE_LENGTH = 32  # characters of a value
 
 
 def describe_changed_settings(runs: Path, started: str, settings: Mapping[str, Any]) -> str:
-    """Differences from the newest earlier run, such as `learning_rate 0.001 → 0.0003`; "" where there is no such run.
+    """Describe the differences from the newest earlier run: `learning_rate 0.001 → 0.0003`; "" if there is no such run.
 
     Args:
-        runs: folder of the pipeline's runs. started: folder of this one in it. settings: of this one, resolved.
+        runs: folder of the pipeline's runs.
+        started: name of this run's folder in it.
+        settings: of this run, resolved.
     """
     earlier = sorted(path.name for path in runs.glob("*") if path.name < started)
     if not earlier or (before := _read_recorded_settings(runs / earlier[-1])) is None:
@@ -78,26 +87,26 @@ def describe_changed_settings(runs: Path, started: str, settings: Mapping[str, A
         for key in dict.fromkeys([*now, *then])
         if then.get(key) != now.get(key) and not key.startswith(_LOCATION_SETTINGS)
     ]
-    more = f" and {len(changed) - _MAX_CHANGES} more" if len(changed) > _MAX_CHANGES else ""
-    return "; ".join(changed[:_MAX_CHANGES]) + more or "nothing: settings as in the run before"
+    suffix = f" and {len(changed) - _MAX_CHANGES} more" if len(changed) > _MAX_CHANGES else ""
+    return "; ".join(changed[:_MAX_CHANGES]) + suffix or "nothing: settings as in the run before"
 
 
 def describe_settings(settings: Mapping[str, Any]) -> str:
-    """Settings that are not their defaults, for the table of runs: `policy.algorithm=grpo, policy.iterations=400`.
+    """Describe settings that differ from their defaults: `policy.algorithm=grpo, policy.iterations=400`.
 
     Args:
-        given: nested, as in a config.
+        settings: nested, as in a config.
     """
     flat = {
         key: text
         for key, text in flatten_settings(settings).items()
         if not key.startswith(_LOCATION_SETTINGS) and text != "{}"
     }
-    places = {name: place for place, name in enumerate(_PRIORITY_SETTINGS)}
-    ordered = sorted(flat, key=lambda key: places.get(key.rpartition(".")[2], len(places)))
-    told = [f"{key.removeprefix('stages.')}={_shorten_value(flat[key])}" for key in ordered]
-    more = f" and {len(told) - _MAX_SETTINGS} more" if len(told) > _MAX_SETTINGS else ""
-    return ", ".join(told[:_MAX_SETTINGS]) + more or "defaults"
+    ranks = {name: rank for rank, name in enumerate(_PRIORITY_SETTINGS)}
+    ordered = sorted(flat, key=lambda key: ranks.get(key.rpartition(".")[2], len(ranks)))
+    texts = [f"{key.removeprefix('stages.')}={_shorten_value(flat[key])}" for key in ordered]
+    suffix = f" and {len(texts) - _MAX_SETTINGS} more" if len(texts) > _MAX_SETTINGS else ""
+    return ", ".join(texts[:_MAX_SETTINGS]) + suffix or "defaults"
 
 
 def _shorten_value(value: Any) -> str:
@@ -106,18 +115,16 @@ def _shorten_value(value: Any) -> str:
 
 
 def _read_recorded_settings(run: Path) -> dict[str, Any] | None:
-    """Settings that a run recorded; None = it ended before."""
-    found = None
+    """Read the settings that a run recorded; None = it ended before recording them."""
+    settings = None
     for event, _ in read_lines(build_events_path(run)):
         if event.get("op") == "text" and event.get("name") == "config.json":
             text = event.get("text")
-            found = _parse_json_object(text)
-    return found
+            settings = _parse_json_object(text)
+    return settings
 
 
 def _parse_json_object(text: Any) -> dict[str, Any] | None:
-    import json
-
     try:
         value = json.loads(str(text))
     except ValueError:
@@ -126,12 +133,12 @@ def _parse_json_object(text: Any) -> dict[str, Any] | None:
 
 
 def resolve_registered_name(settings: PipelineSettings) -> str:
-    """Name of the pipeline's policy in the model registry."""
+    """Return the name of the pipeline's policy in the model registry."""
     return settings.tracking.registered_model or settings.name
 
 
 class ModelVersions:
-    """Resolution and registration of the models of one pipeline run."""
+    """The models of one pipeline run: resolution of references and registration of versions."""
 
     def __init__(
         self,
@@ -142,11 +149,13 @@ class ModelVersions:
         tags: Mapping[str, str],
         deliver: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Note where everything is.
+        """Prepare resolution and registration.
 
         Args:
-            cache: folder for downloads. results: the run's finished stages, which may grow. tags: of versions.
-            deliver: sends what earlier runs and stages recorded; returns how many records still wait.
+            cache: folder for downloads.
+            results: the run's finished stages, which may grow.
+            tags: of every version.
+            deliver: delivers what earlier runs and stages recorded; returns the number of undelivered records.
         """
         self._settings = settings
         self._registry = registry
@@ -159,11 +168,11 @@ class ModelVersions:
         )
         self._resolved_references: dict[
             str, str
-        ] = {}  # names of versions by the references that were resolved to them
+        ] = {}  # reference in the settings -> name of the version
         self.name = resolve_registered_name(settings)
 
     def resolve_base(self) -> Path | str | None:
-        """The model to start from: a folder, a hub name, or None for a preset."""
+        """Return the model to start from: a folder, a hub name, or None for a preset."""
         path = self._settings.model.path
         if path is None:
             return None
@@ -171,7 +180,10 @@ class ModelVersions:
         return resolved
 
     def resolve_model(self, path: str) -> tuple[Path | str, str]:
-        """A model's folder or hub name (registered versions are downloaded), and its lasting name (aliases move)."""
+        """Return a model's folder or hub name, and its permanent name.
+
+        Download registered versions; aliases may move later.
+        """
         if is_registered_reference(path):
             version = self._registry.find_version(path)
             self._resolved_references[path] = version.reference
@@ -180,20 +192,20 @@ class ModelVersions:
         return resolved, str(resolved)
 
     def find_resolved_version(self, path: str) -> str:
-        """Number of the version that this run resolved a registered reference to; "" = to none."""
+        """Return the number of the version that a registered reference was resolved to in this run; "" = none."""
         return self._resolved_references.get(path, "").rpartition("/")[2]
 
     def register_model(
         self, tracker: RunTracker, folder: Path, stage: str, summary: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Register a stage's model as a new version; returns the fields that this adds to the stage's summary.
+        """Register a stage's model as a new version and return the fields to add to the stage's summary.
 
-        While the tracking store is away, there is no `model_version` among them: the version is made when it answers.
+        `model_version` is missing while the tracking store is down: the version is created once it answers.
         """
         is_reward_model = stage_registry.find_stage(stage).trained_kind == "reward_model"
         kind: Literal["policy", "reward_model"] = "reward_model" if is_reward_model else "policy"
         name = f"{self.name}-reward-model" if kind == "reward_model" else self.name
-        numbers = {
+        metrics = {
             key: value
             for key, value in (summary.get("metrics") or {}).items()
             if isinstance(value, float)
@@ -210,68 +222,69 @@ class ModelVersions:
         if sampler := summary.get("sampler"):
             tags |= {f"rollouts.{key}": str(value) for key, value in sampler.items()}
         parent = self._find_parent_result(stage)
-        known = str(parent.summary.get("model_version") or "") if parent is not None else ""
-        if known:
-            tags["parent_version"] = known
-        start = f" from version {known or PARENT_PLACEHOLDER}" if parent is not None else ""
-        story = f"{stage.replace('_', ' ')}{start or f' from {self._base}'}: {summary.get('note') or 'trained'}"
+        parent_version = (
+            str(parent.summary.get("model_version") or "") if parent is not None else ""
+        )
+        if parent_version:
+            tags["parent_version"] = parent_version
+        origin = (
+            f" from version {parent_version or PARENT_PLACEHOLDER}" if parent is not None else ""
+        )
+        description = f"{stage.replace('_', ' ')}{origin or f' from {self._base}'}: {summary.get('note') or 'trained'}"
         sources = self._tags.get("data.sources", "none")
-        story += f"; files: {sources}" if sources != "none" else ""
+        description += f"; files: {sources}" if sources != "none" else ""
+        unnumbered_parent = None
+        if parent is not None and not parent_version:
+            unnumbered_parent = self._build_content_reference(parent)
         version = tracker.log_model(
             folder,
             kind,
             name,
-            metrics=numbers,
+            metrics=metrics,
             tags=tags,
-            description=story,
-            parent=self._build_content_reference(parent)
-            if parent is not None and not known
-            else None,
+            description=description,
+            parent=unnumbered_parent,
         )
-        return {
-            "registered_model": name,
-            **({"model_version": version} if version is not None else {}),
-        }
+        fields: dict[str, Any] = {"registered_model": name}
+        if version is not None:
+            fields["model_version"] = version
+        return fields
 
     def _build_content_reference(self, result: StageResult) -> VersionByContent:
-        """The version of a finished stage's model, which the store has not numbered yet."""
+        """Build a reference by content to a finished stage's model, which the store has not numbered yet."""
         return VersionByContent(self.name, digest_folder(result.model))
 
     def ensure_version(self, result: StageResult, tracker: RunTracker) -> int:
-        """Registered version of a finished stage's model; registered now, by `tracker`, where the store lacks it.
+        """Return the registered version of a finished stage's model; register it with `tracker` if the store lacks it.
 
-        Raises: BackendError while the store is away.
+        Raises: BackendError while the store is down.
         """
-        self._deliver()  # it may wait in a journal
-        wanted = digest_folder(result.model)
+        self._deliver()  # its registration may wait in a journal
+        model_digest = digest_folder(result.model)
         for version in self._registry.list_versions(self.name):
-            if version.tags.get("model_sha256") == wanted:
+            if version.tags.get("model_sha256") == model_digest:
                 return int(version.version)
-        made = self.register_model(tracker, result.model, result.stage, result.summary).get(
-            "model_version"
-        )
-        if made is None:
+        fields = self.register_model(tracker, result.model, result.stage, result.summary)
+        if "model_version" not in fields:
             raise BackendError(
-                f"the model of stage '{result.stage}' has no version yet: the tracking store is away"
+                f"the model of stage '{result.stage}' has no version yet: the tracking store is down"
             )
-        return int(made)
+        return int(fields["model_version"])
 
     def build_parent_tags(self, stage: str) -> dict[str, str | VersionByContent]:
-        """Tag with the model that a training stage starts from: a version, a path, a hub name or a preset."""
+        """Build the tag with the model that a training stage starts from: a version, a path, a hub name or a preset."""
         if stage_registry.find_stage(stage).trained_kind in (None, "network"):
             return {}
         parent = self._find_parent_result(stage)
         if parent is None:
             return {"parent_model_version": self._base}
         version = parent.summary.get("model_version")
-        return {
-            "parent_model_version": f"models:/{self.name}/{version}"
-            if version
-            else self._build_content_reference(parent)
-        }
+        if version:
+            return {"parent_model_version": f"models:/{self.name}/{version}"}
+        return {"parent_model_version": self._build_content_reference(parent)}
 
     def _find_parent_result(self, stage: str) -> StageResult | None:
-        """The stage of this run whose model `stage` starts from; None = the pipeline's base model."""
+        """Find the stage of this run whose model `stage` starts from; None = the pipeline's base model."""
         before = itertools.takewhile(lambda name: name != stage, stage_registry.list_stage_names())
         earlier = [
             name
@@ -281,32 +294,17 @@ class ModelVersions:
         return self._results[earlier[-1]] if earlier else None
 
 
-logger = logging.getLogger(__name__)
-
-DATA_INPUTS = (
-    "data",
-    "demonstrations",
-    "preferences",
-)  # inputs of stages that are data, not models or results
-
-REPORT_INTERVAL_SECONDS = (
-    20.0  # between two updates of what the table of runs says about a run that goes on
-)
-
-StageProgress = Callable[[str, int, int, str], None]  # stage, done, total, message
-
-
 def describe_progress(label: str, done: int, total: int, message: str = "") -> str:
-    """Progress in words, for the runs table: `policy, 12 of 400: reward 0.61`."""
-    far = f", {done:,} of {total:,}" if total > 1 else ""
-    return f"{label.replace('_', ' ')}{far}{f': {message}' if message else ''}"
+    """Describe progress for the table of runs: `policy, 12 of 400: reward 0.61`."""
+    count = f", {done:,} of {total:,}" if total > 1 else ""
+    return f"{label.replace('_', ' ')}{count}{f': {message}' if message else ''}"
 
 
 def read_git_commit() -> str:
-    """Commit of the checkout that holds this code; "" where it is not a checkout."""
+    """Return the commit of the checkout that contains this code; "" if it is not a checkout."""
     folder = Path(__file__).resolve().parent
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "rev-parse", "HEAD"],
             cwd=folder,
             capture_output=True,
@@ -316,19 +314,19 @@ def read_git_commit() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 def resolve_run_folder(home: Path, started: str) -> Path:
-    """Folder of the run of a pipeline that began at `started`."""
+    """Return the folder of the pipeline run that began at `started`."""
     return home / "runs" / re.sub(r"[ :]", "-", started)
 
 
 def choose_start_time(folder: Path) -> str:
-    """Start time of a new run in the folder of a pipeline's runs, which are named by theirs; the caller holds its lock.
+    """Choose the start time of a new run, which names its folder; the caller holds the lock of the pipeline's folder.
 
-    It is later than that of every run there, also where the clock was set back or two runs begin within a second: a
-    run never goes into another's folder, and the newest is the last by name.
+    It is later than that of every existing run, even if the clock was set back or two runs begin within a second: runs
+    never share a folder, and the newest is the last by name.
     """
     now = datetime.now().replace(microsecond=0)
     earlier = []
@@ -338,14 +336,14 @@ def choose_start_time(folder: Path) -> str:
     if earlier and (newest := max(earlier)) >= now:
         if newest - now > timedelta(seconds=5):
             logger.warning(
-                "the clock says %s, but a run began at %s; this one comes after it", now, newest
+                "the clock says %s, but a run began at %s; this run is dated after it", now, newest
             )
         now = newest + timedelta(seconds=1)
     return now.strftime("%Y-%m-%d %H:%M:%S")
 
 
 class PipelineTracker:
-    """The parent run of a pipeline run and the runs of its stages."""
+    """The parent run of a pipeline run, and the runs of its stages."""
 
     def __init__(
         self,
@@ -358,12 +356,16 @@ class PipelineTracker:
         home: Path,
         on_progress: StageProgress,
     ) -> None:
-        """Open the parent run, or reopen that of the run which began at `started`. `home`: folder of its `runs/`."""
+        """Open the parent run, or reopen that of the run which began at `started`.
+
+        Args:
+            home: folder that contains `runs/`.
+        """
         self._tracking = tracking
         self._settings = settings
         self._on_progress = on_progress
         self._tags = _build_common_tags(settings, options)
-        self._data_tags: dict[str, str] = {}  # on the parent run already
+        self._data_tags: dict[str, str] = {}  # already on the parent run
         self._stages: list[RunTracker] = []
         self._last_report = time.monotonic()
         self._trial = trial = options.trial
@@ -371,16 +373,12 @@ class PipelineTracker:
         kind = "stage" if options.only else "pipeline"
         if trial is not None:
             kind = "evaluation" if options.evaluated_models else "trial"
-        whole, given = (
-            mask_secrets(dump_settings(settings)),
-            mask_secrets(non_default_settings(settings)),
-        )
+        all_settings = mask_secrets(dump_settings(settings))
+        changed_settings = mask_secrets(non_default_settings(settings))
         folder = resolve_run_folder(home, started)
-        changed = (
-            describe_changed_settings(folder.parent, folder.name, whole)
-            if trial is None and not options.only
-            else ""
-        )
+        differences = ""
+        if trial is None and not options.only:
+            differences = describe_changed_settings(folder.parent, folder.name, all_settings)
         self.parent = tracking.start_run(
             trial.name if trial is not None else f"{settings.name} · {started}",
             folder,
@@ -388,18 +386,18 @@ class PipelineTracker:
                 **self._tags,
                 "kind": kind,
                 **({"resumed": "true"} if resumed else {}),
-                **({"changed": changed} if changed else {}),
-                "settings": describe_settings(given),
+                **({"changed": differences} if differences else {}),
+                "settings": describe_settings(changed_settings),
             },
-            params=given,
-            description="The pipeline is running; its result will stand here.",
+            params=changed_settings,
+            description="The pipeline is running; its result will appear here.",
             system_metrics_seconds=settings.tracking.system_metrics_seconds,
             parent_run_id=trial.parent_run_id if trial is not None else None,
             parent_folder=trial.parent_folder if trial is not None else None,
         )
 
     def log_settings(self, threads: int | None) -> None:
-        """Leave the resolved settings, the number of threads, where it is known, and the environment with the run."""
+        """Log the resolved settings, the number of threads if known, and the environment with the run."""
         if threads is not None:
             self.parent.set_tag("threads", str(threads))
         self.parent.log_dict(mask_secrets(dump_settings(self._settings)), "config.json")
@@ -415,13 +413,13 @@ class PipelineTracker:
         key: str,
         tags: Mapping[str, str | VersionByContent],
     ) -> RunTracker:
-        """The nested run of one stage; a folder that was tracked before continues its run.
+        """Open the nested run of one stage; a folder that was tracked before continues its run.
 
         Args:
-            label: name of the run; `stage` is the stage's own name.
+            label: name of the run; `stage` is the stage's name.
             journal: folder of the run's journal.
             digests: of the stage's inputs by name; retention follows these tags.
-            tags: further ones of this stage alone.
+            tags: further ones for this stage.
         """
         run = self._tracking.start_run(
             label.replace("_", " "),
@@ -458,13 +456,13 @@ class PipelineTracker:
                 f"{self.parent.name} · {label}",
                 dump_settings(settings) if settings is not None else {},
             )
-        if self._trial is not None and (tell := self._trial.on_metrics) is not None:
-            run.on_metrics.append(lambda metrics, step: tell(stage, metrics, step))
+        if self._trial is not None and (on_metrics := self._trial.on_metrics) is not None:
+            run.on_metrics.append(lambda metrics, step: on_metrics(stage, metrics, step))
         self._stages.append(run)
         return run
 
     def _report_progress(self, label: str, done: int, total: int, message: str) -> None:
-        """Note progress of a stage on the parent run, whose line in the table of runs shows it, and pass it on."""
+        """Record a stage's progress on the parent run, for the table of runs, and pass it on."""
         self.parent.record_elapsed_time()
         if self._trial is None and time.monotonic() - self._last_report >= REPORT_INTERVAL_SECONDS:
             self._last_report = time.monotonic()
@@ -474,30 +472,34 @@ class PipelineTracker:
         self._on_progress(label, done, total, message)
 
     def record_data_inputs(self, digests: Mapping[str, str]) -> None:
-        """Note on the parent run which data a stage reads, whether the stage runs or was finished before."""
+        """Record on the parent run which data a stage reads, whether it runs or was finished before."""
         tags = {f"input.{name}": digests[name][:16] for name in DATA_INPUTS if name in digests}
         if tags.items() - self._data_tags.items():
             self.parent.set_tags(tags)
             self._data_tags |= tags
 
     def record_cached_stage(self, label: str, source: str) -> None:
-        """Note on the parent run that a stage was taken from an earlier run; `source`: its run id or key."""
+        """Record on the parent run that a stage was taken from an earlier run.
+
+        Args:
+            source: run ID or key of the earlier stage.
+        """
         self.parent.set_tag(f"cached.{label}", source)
-        self._on_progress(label, 1, 1, "finished before, not run again")
+        self._on_progress(label, 1, 1, "already finished, not run again")
 
     def abandon_runs(self) -> None:
-        """Mark every run that is open as killed, in its journal; whatever can be delivered at once is."""
+        """Mark every open run as killed in its journal, and deliver what can be delivered immediately."""
         for run in (*reversed(self._stages), self.parent):
             run.close("KILLED", timeout_s=0.2)
 
     def close(
         self, status: Literal["FINISHED", "FAILED", "KILLED"], error: BaseException | None = None
     ) -> None:
-        """End the parent run, with the error that made it fail as a tag; a stop is not waited for."""
+        """End the parent run; a failed one gets its error as a tag. After a stop, delivery waits only briefly."""
         if error is not None and status == "FAILED":
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             self.parent.set_tags(
-                {"error": said[:4000], "result": shorten_result(f"failed: {said}")}
+                {"error": message[:4000], "result": shorten_result(f"failed: {message}")}
             )
         elif status == "KILLED" and self._stages:
             last = self._stages[-1]
@@ -509,7 +511,7 @@ class PipelineTracker:
 
 
 def _build_common_tags(settings: PipelineSettings, options: RunOptions) -> dict[str, str]:
-    """Tags of the parent run and of every stage's; empty ones are left out."""
+    """Build the tags of the parent run and of every stage's run; leave out empty ones."""
     tags = {
         **options.tags,
         "pipeline": settings.name,

@@ -1,22 +1,21 @@
-"""Settings, inputs, folder, tracker and stop signal of a stage, in one object for its body.
-
-Execution of a stage: cache key, folders, lock, resume, tracking, hand-over.
+"""Execution of one stage: cache key, folders, lock, resume, tracking, and the context that its body receives.
 
     <output>/<pipeline>/stages/<stage>/
         <key>/            finished: model/, *.jsonl, summary.json, metrics.jsonl, manifest.json; never written again
-                          (after training also metrics_history.json; metrics_history.jsonl grows meanwhile),
-                          stage.log: what the stage said
-        <key>.open/       being written; checkpoints/ inside survive a kill and are resumed, with threads.json and
-                          conditions.json beside
-        <key>.tracking/   the journal of metrics and what was shipped of it, and stage.log while the stage runs
+                          (after training also metrics_history.json; metrics_history.jsonl grows during training),
+                          stage.log: log messages of the stage
+        <key>.open/       in progress; checkpoints/ inside survive a kill and are resumed, with threads.json and
+                          conditions.json next to them
+        <key>.tracking/   journal of metrics and its delivery state, and stage.log while the stage runs
         <key>.lock        held while the stage runs
-        decisions.jsonl   why the stage was run, or was not
+        decisions.jsonl   why the stage was run or skipped
 
-The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version, content of
-the user's modules that settings name and of those that they import). The same key is not run twice; a changed one is.
-In how many processes a stage runs (`launch`) is no part of its key, nor are files that the user's code opens by itself.
-A finished folder is verified against its manifest before it is used. Checkpoints of another key are not passed over
-without a word: see tasks/pipeline/changed_conditions.py.
+The key covers the stage, its settings, environment and model settings, digests of its inputs, seed, code version, and
+the content of the user's modules that settings name, including their imports. A stage with the same key is not run
+twice; a changed key runs. The key does not cover the number of processes (`launch`) or files that the user's code
+opens by itself.
+A finished folder is verified against its manifest before it is used. Checkpoints of another key are never ignored
+silently: see tasks/pipeline/changed_conditions.py.
 """
 
 from __future__ import annotations
@@ -98,43 +97,49 @@ if TYPE_CHECKING:
     from tasks.pipeline.pipeline_run import PipelineRun
 
 
+logger = logging.getLogger(__name__)
+
+_STOPPED_BETWEEN_STAGES = "stopped between two stages; run the same command again to continue"
+_LOCK_POLL_SECONDS = 0.2  # while another trial runs the same stage
+
+
 def _build_single_process_group() -> ProcessGroup:
-    from rl_core.distributed import SINGLE_PROCESS  # here, as it loads torch
+    from rl_core.distributed import SINGLE_PROCESS  # imported here because it loads torch
 
     return SINGLE_PROCESS
 
 
 @dataclass
 class StageContext:
-    """Settings, inputs, folder, tracker and stop signal of a stage, for its body."""
+    """Settings, inputs, folder, tracker and stop signal that a stage's body receives."""
 
     name: str
     folder: Path  # write here; renamed when finished
-    settings: Any  # the stage's own settings
+    settings: Any  # of this stage
     pipeline: PipelineSettings
     inputs: dict[str, Path | str]  # folders of finished stages, model folders or hub names
-    tracker: RunTracker  # in one of several processes a Tracker alone, that tells the stage's own process
-    pipeline_run: PipelineRun  # not there in one of several processes
-    seed: int
-    fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
-    stop: threading.Event
-    allow_drift: bool | tuple[str, ...] = (
-        False  # resume although the fingerprint differs, in these keys or in any
+    tracker: (
+        RunTracker  # in a worker process a plain Tracker that reports to the stage's main process
     )
-    threads: int = 1  # of all processes of the stage on this machine together
-    process_group: ProcessGroup = field(
-        default_factory=_build_single_process_group
-    )  # the processes that run this stage's body together
+    pipeline_run: PipelineRun  # None in a worker process
+    seed: int
+    fingerprint: dict[str, str]  # must match for a checkpoint to be resumed
+    stop: threading.Event
+    # True or a tuple of keys: resume although the fingerprint differs, in any key or in these
+    allow_drift: bool | tuple[str, ...] = False
+    threads: int = 1  # total over all processes of the stage on this machine
+    # processes that run this stage's body together
+    process_group: ProcessGroup = field(default_factory=_build_single_process_group)
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the stage's checkpoints; removed when it has finished."""
+        """Folder of the stage's checkpoints; removed when the stage has finished."""
         return self.folder / "checkpoints"
 
     def train(
         self, recipe: Recipe[Any], after_iteration: Callable[[int], None] | None = None
     ) -> LoopOutcome:
-        """Run a recipe's trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
+        """Run a recipe's trainer to its end, or resume it, with tracking, checkpoints and the stop signal.
 
         Arguments and errors: as `rl_core.training.loop.run_loop`.
         """
@@ -156,7 +161,10 @@ class StageContext:
         tokenizer: PreTrainedTokenizerBase,
         load: Callable[[PipelineSettings], PreTrainedModel],
     ) -> EpochModelWriter | None:
-        """For `train`: keeps the models of epochs, where the stage's settings ask for some. Arguments: `save_model`."""
+        """Build the writer that keeps models of epochs during `train`; None if the settings keep none.
+
+        Arguments: as `save_model`.
+        """
         from rl_core.models import causal_lm
         from rl_core.training.checkpoints import EpochModelWriter
 
@@ -164,9 +172,9 @@ class StageContext:
             return None
 
         def save(folder: Path) -> None:
-            whole = self._gather_full_model(trainer.optimizer_step, model, load)
-            if whole is not None:
-                causal_lm.publish_model(whole, tokenizer, folder)
+            full_model = self._gather_full_model(trainer.optimizer_step, model, load)
+            if full_model is not None:
+                causal_lm.publish_model(full_model, tokenizer, folder)
 
         return EpochModelWriter(
             self.folder / EPOCH_MODELS,
@@ -185,12 +193,12 @@ class StageContext:
     ) -> None:
         """Write the trained model into the stage's folder.
 
-        Where several processes share its weights out, the first one puts them together, in a model made anew on the
-        CPU: no GPU need hold them all.
+        If several processes share its weights, the first one gathers them into a fresh model on the CPU, so that no GPU
+        has to hold them all.
 
         Args:
-            optimizer_step: that has trained the model.
-            load: gives the model that training started from, for settings with another device.
+            optimizer_step: the one that trained the model.
+            load: loads the model that training started from, for settings with another device.
         """
         from rl_core.models import causal_lm
 
@@ -198,12 +206,12 @@ class StageContext:
             self._record_logprobs(optimizer_step, model)
         elif find_stage(self.name).trained_kind == "reward_model":
             self._record_scores(optimizer_step, model)
-        whole = self._gather_full_model(optimizer_step, model, load)
-        if whole is not None:
-            causal_lm.save(whole, tokenizer, self.folder / "model")
+        full_model = self._gather_full_model(optimizer_step, model, load)
+        if full_model is not None:
+            causal_lm.save(full_model, tokenizer, self.folder / "model")
 
     def _record_logprobs(self, optimizer_step: OptimizerStep, model: PreTrainedModel) -> None:
-        """Keep log-probs of the trainer's own model, which the written one has to have (stage `export`)."""
+        """Record log-probs of the trainer's model, which the exported model must reproduce (stage `export`)."""
         from rl_core.models.export_records import (
             TRAINED_LOGPROBS_FILE,
             record_trained_logprobs,
@@ -217,7 +225,7 @@ class StageContext:
             write_records(self.folder / TRAINED_LOGPROBS_FILE, records)
 
     def _record_scores(self, optimizer_step: OptimizerStep, model: PreTrainedModel) -> None:
-        """As `_record_logprobs`, for a reward model."""
+        """Record scores of a reward model, as `_record_logprobs` does for a policy."""
         from rl_core.models.export_records import (
             TRAINED_SCORES_FILE,
             record_fixed_scores,
@@ -236,7 +244,7 @@ class StageContext:
         model: PreTrainedModel,
         load: Callable[[PipelineSettings], PreTrainedModel],
     ) -> PreTrainedModel | None:
-        """The model with all its weights; None in a process that is not the first of several."""
+        """Return the model with all its weights; None in every process but the first."""
         from rl_core.models.trainable_weights import (
             collect_trainable_weights,
             load_trainable_weights,
@@ -253,14 +261,6 @@ class StageContext:
         return model
 
 
-# what a file with a stage's body needs; keys and finished folders have modules of their own
-
-logger = logging.getLogger(__name__)
-
-_STOPPED_BETWEEN_STAGES = "stopped between two stages; the same command goes on from there"
-_WAIT_SECONDS = 0.2  # between two looks at a stage that another trial runs
-
-
 def run_stage(
     pipeline_run: PipelineRun,
     name: str,
@@ -270,54 +270,59 @@ def run_stage(
     inputs: Mapping[str, StageResult | Path | str],
     label: str | None = None,
 ) -> StageResult:
-    """Run one stage, or take its finished folder when its key has been run before.
+    """Run one stage, or reuse its finished folder if its key has been run before.
 
     Args:
         pipeline_run: the pipeline run that this stage belongs to.
-        name: the stage; also the folder under which its keys lie.
-        body: writes into `context.folder` and returns numbers for people (summary.json).
-        settings: the stage's own settings.
-        inputs: by name, what the stage reads; its content decides the key.
-        label: name of the tracking run, where it differs from the stage's.
-    Raises: FolderBusy when another process runs the same stage; ResumeRefused where checkpoints of other conditions
-        would be passed over; Stopped; whatever the body raises.
+        name: the stage; also the folder that holds its keys.
+        body: writes into `context.folder` and returns the numbers of summary.json.
+        settings: of the stage.
+        inputs: what the stage reads, by name; the content decides the key.
+        label: name of the tracking run, if it differs from the stage's.
+    Raises: FolderBusy if another process runs the same stage; ResumeRefused if checkpoints of other conditions would be
+        ignored; Stopped; whatever the body raises.
     """
     if pipeline_run.stop.is_set():
         raise Stopped(_STOPPED_BETWEEN_STAGES, signal.SIGTERM)
     digests = {key: digest_input(value) for key, value in inputs.items()}
     pipeline_run.tracker.record_data_inputs(digests)
-    made_of = collect_stage_key(name, settings, pipeline_run.settings, digests)
-    key = made_of.key
+    stage_key = collect_stage_key(name, settings, pipeline_run.settings, digests)
+    key = stage_key.key
     final = pipeline_run.stages_folder / name / key
-    before = {earlier: result.key for earlier, result in pipeline_run.results.items()}
-    conditions = build_stage_fingerprint(name, made_of, inputs, before)
-    stage = KeyedStage(name, label or name, settings, inputs, digests, key, final, conditions)
+    earlier_keys = {earlier: result.key for earlier, result in pipeline_run.results.items()}
+    fingerprint = build_stage_fingerprint(name, stage_key, inputs, earlier_keys)
+    stage = KeyedStage(name, label or name, settings, inputs, digests, key, final, fingerprint)
     make_folder(final.parent)
     with _lock_stage(pipeline_run, final.with_name(f"{key}.lock")):
         inject_fault("stage.locked")
         clear_leftovers(final.parent)
         fresh = pipeline_run.should_recompute(name, key)
-        was_there = final.is_dir()
-        done = None if fresh else load_finished_stage(final, name, key)
-        if done is not None:
+        had_finished_folder = final.is_dir()
+        finished = None if fresh else load_finished_stage(final, name, key)
+        if finished is not None:
             inject_fault("stage.cached")
-            logger.info("%s: finished before (%s), not run again", stage.label, key)
-            record_decision(final, "cached", conditions)
-            pipeline_run.tracker.record_cached_stage(stage.label, done.run_id or done.key)
-            return done
+            logger.info("%s: already finished (%s), not run again", stage.label, key)
+            record_decision(final, "cached", fingerprint)
+            pipeline_run.tracker.record_cached_stage(stage.label, finished.run_id or finished.key)
+            return finished
         if fresh or pipeline_run.should_restart(key):
             discard_stage(final)
             archive_checkpoints(final)
-        drift = resolve_checkpoints(final, conditions, pipeline_run.options)
-        why = "fresh" if fresh else "drifted" if drift else "damaged" if was_there else ""
-        _record_start(stage, why, drift, for_people=not pipeline_run.options.evaluated_models)
+        drift = resolve_checkpoints(final, fingerprint, pipeline_run.options)
+        kind = (
+            "fresh" if fresh else "drifted" if drift else "damaged" if had_finished_folder else ""
+        )
+        _record_start(stage, kind, drift, for_people=not pipeline_run.options.evaluated_models)
         pipeline_run.mark_computed(key)
         return _compute_stage(pipeline_run, stage, body, drift)
 
 
 @contextlib.contextmanager
 def _lock_stage(pipeline_run: PipelineRun, path: Path) -> Iterator[None]:
-    """The lock of a stage's key. A trial waits for another one that runs the same stage, and then shares it."""
+    """Hold the lock of a stage's key.
+
+    A trial waits for another trial that runs the same stage, then shares its result.
+    """
     lock = FolderLock(path)
     while True:
         try:
@@ -326,20 +331,21 @@ def _lock_stage(pipeline_run: PipelineRun, path: Path) -> Iterator[None]:
         except FolderBusy:
             if pipeline_run.options.trial is None:
                 raise
-            if pipeline_run.stop.wait(_WAIT_SECONDS):
+            if pipeline_run.stop.wait(_LOCK_POLL_SECONDS):
                 raise Stopped(_STOPPED_BETWEEN_STAGES, signal.SIGTERM) from None
-    with contextlib.ExitStack() as held:
-        held.push(lock)
+    with contextlib.ExitStack() as stack:
+        stack.push(lock)
         yield
 
 
 def _record_start(
     stage: KeyedStage, start_kind: str, drift: list[str], *, for_people: bool
 ) -> None:
-    """Note why a stage is run, and say it where one with another key was finished before.
+    """Record why a stage runs, and log the changes if it finished before under another key.
 
-    why: kind of the decision; "" = resumed where there are checkpoints, else its first run or a changed one.
-    for_people: False = models were given to be evaluated: that they are others than those of a run is no news.
+    Args:
+        start_kind: kind of the decision; "" = resumed if there are checkpoints, else its first run or a changed one.
+        for_people: False if the user named the models to evaluate: that they differ from the run's is no news.
     """
     has_checkpoints = (stage.folder / "checkpoints").is_dir()
     kind = "resumed" if has_checkpoints else "first"
@@ -347,7 +353,7 @@ def _record_start(
     if decision.kind == "changed":
         lines = "\n  ".join(decision.changes)
         logger.info(
-            "%s runs anew, since this changed:\n  %s",
+            "%s runs again because this changed:\n  %s",
             stage.label,
             lines,
             extra={"for_people": for_people},
@@ -361,13 +367,12 @@ def has_begun(
     settings: Any,
     inputs: Mapping[str, StageResult | Path | str],
 ) -> bool:
-    """True = a stage with these settings and inputs has been run, to its end or not. Arguments: see `run_stage`."""
-    key = compute_stage_key(
-        name,
-        settings,
-        pipeline_run.settings,
-        {key: digest_input(value) for key, value in inputs.items()},
-    )
+    """Return whether a stage with these settings and inputs has been started, finished or not.
+
+    Arguments: see `run_stage`.
+    """
+    digests = {key: digest_input(value) for key, value in inputs.items()}
+    key = compute_stage_key(name, settings, pipeline_run.settings, digests)
     final = pipeline_run.stages_folder / name / key
     return final.is_dir() or final.with_name(f"{key}.open").is_dir()
 
@@ -380,14 +385,13 @@ def _compute_stage(
 ) -> StageResult:
     """Open or reopen the stage's folder, run the body, and seal the folder under its final name.
 
-    drift: differences under which the stage's checkpoints may be resumed.
+    Args:
+        drift: differences under which the stage's checkpoints may be resumed.
     """
     keep_checkpoints(stage.folder)
     write_json_atomic(stage.folder / FINGERPRINT_FILE, {**stage.fingerprint, "drift": drift})
     if pipeline_run.options.on_drift == "beside":
-        reserve_checkpoints(
-            stage.final
-        )  # no other run takes its checkpoints for those of a stage that it would pass over
+        reserve_checkpoints(stage.final)  # so that no other run refuses to start because of them
     threads = _choose_stage_threads(pipeline_run, stage)
     inject_fault("stage.cleared")
     tracker = pipeline_run.tracker.open_stage(
@@ -403,21 +407,7 @@ def _compute_stage(
     if drift:
         tracker.set_tag("drift", "; ".join(drift)[:4000])
     inject_fault("stage.tracked")
-    context = StageContext(
-        name=stage.name,
-        folder=stage.folder,
-        settings=stage.settings,
-        pipeline=pipeline_run.settings,
-        inputs={k: v.path if isinstance(v, StageResult) else v for k, v in stage.inputs.items()},
-        tracker=tracker,
-        pipeline_run=pipeline_run,
-        threads=threads,
-        seed=compute_stage_seed(pipeline_run.settings.find_stage_seed(stage.name), stage.name),
-        fingerprint={"stage key": stage.key, "threads": str(threads)},
-        allow_drift=pipeline_run.options.on_drift == "resume"
-        or (("stage key",) if drift else False),
-        stop=pipeline_run.stop,
-    )
+    context = _build_context(pipeline_run, stage, tracker, threads, drift)
     with (
         StageLog(stage.journal) as log,
         _close_on_exit(tracker, stage, log),
@@ -461,10 +451,34 @@ def _compute_stage(
     )
 
 
+def _build_context(
+    pipeline_run: PipelineRun,
+    stage: KeyedStage,
+    tracker: RunTracker,
+    threads: int,
+    drift: list[str],
+) -> StageContext:
+    allow_any_drift = pipeline_run.options.on_drift == "resume"
+    return StageContext(
+        name=stage.name,
+        folder=stage.folder,
+        settings=stage.settings,
+        pipeline=pipeline_run.settings,
+        inputs={k: v.path if isinstance(v, StageResult) else v for k, v in stage.inputs.items()},
+        tracker=tracker,
+        pipeline_run=pipeline_run,
+        threads=threads,
+        seed=compute_stage_seed(pipeline_run.settings.find_stage_seed(stage.name), stage.name),
+        fingerprint={"stage key": stage.key, "threads": str(threads)},
+        allow_drift=allow_any_drift or (("stage key",) if drift else False),
+        stop=pipeline_run.stop,
+    )
+
+
 def _complete_summary(
     pipeline_run: PipelineRun, stage: KeyedStage, tracker: RunTracker, summary: dict[str, Any]
 ) -> None:
-    """Complete the summary by what the folder tells; write it, and show it and the folder's records in the run."""
+    """Add to the summary what the folder holds, write it, and publish it and the folder's records with the run."""
     if epochs := list_saved_epochs(stage.folder):
         summary["epochs"] = epochs
     summary.setdefault("tokens_per_second", compute_tokens_per_second(stage.journal))
@@ -493,13 +507,13 @@ def _complete_summary(
 
 
 def _choose_stage_threads(pipeline_run: PipelineRun, stage: KeyedStage) -> int:
-    """The run's number of threads; with `threads: auto` the one that the stage's checkpoints were made with, if any."""
+    """Return the run's number of threads; under `threads: auto` the number behind the stage's checkpoints, if any."""
     threads = pipeline_run.threads
     if pipeline_run.settings.threads == "auto":
-        kept = read_recorded_threads(stage.folder / THREADS_FILE)
-        if kept is not None and kept != threads:
-            logger.info("%s: goes on with %d threads, as its checkpoints", stage.label, kept)
-            threads = kept
+        recorded = read_recorded_threads(stage.folder / THREADS_FILE)
+        if recorded is not None and recorded != threads:
+            logger.info("%s: uses %d threads, as its checkpoints did", stage.label, recorded)
+            threads = recorded
     record_num_threads(stage.folder, threads)
     return threads
 
@@ -507,7 +521,7 @@ def _choose_stage_threads(pipeline_run: PipelineRun, stage: KeyedStage) -> int:
 def _run_body(
     context: StageContext, body: Callable[[StageContext], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The body's summary, computed in this process or in those that the settings ask for."""
+    """Run the body in this process, or in the processes that the settings ask for, and return its summary."""
     recover_events(context.folder, context.tracker)
     launch = getattr(context.settings, "launch", None)
     in_workers = launch is not None and launch.kind == "torchrun"
@@ -518,7 +532,7 @@ def _run_body(
 def _close_on_exit(tracker: RunTracker, stage: KeyedStage, log: StageLog) -> Iterator[None]:
     """Close the stage's run as finished, killed or failed; after an error of ours keep only checkpoints in its folder.
 
-    Beginning, progress and outcome stand in its log, of which the tracking store gets the end.
+    The log records begin, progress and outcome; the tracking store gets its end.
     """
     log.write_message(
         f"{stage.label} begins, key {stage.key}, process {os.getpid()} on {platform.node()}"
@@ -554,7 +568,7 @@ def _close_on_exit(tracker: RunTracker, stage: KeyedStage, log: StageLog) -> Ite
 
 
 def compute_tokens_per_second(journal: Path) -> float | None:
-    """Tokens over seconds of all training steps in a stage's journal; None where it did not train."""
+    """Return tokens over seconds of all training steps in a stage's journal; None if the stage did not train."""
     tokens = seconds = 0.0
     for _, row in read_metrics(journal):
         if "perf/tokens_per_second" in row and "perf/step_seconds" in row:

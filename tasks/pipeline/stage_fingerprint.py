@@ -1,14 +1,11 @@
-"""Conditions of a stage: what its key is made of, kept beside its files, and compared for people.
+"""Fingerprint of a stage: the readable content of its key, stored with its files; and the decisions about stages.
 
-    <key>.open/conditions.json     of a stage that is not finished
+    <key>.open/conditions.json     of an unfinished stage
     <key>/manifest.json            of a finished one, under `conditions`
+    <output>/<pipeline>/stages/<stage>/decisions.jsonl   why it was run, resumed or reused; one line each, newest last
 
-They hold the plain settings (secrets masked), digests of the inputs with their places, and digests of code: of the
-user's modules by function, of those of posttrain's own sources that the stage reaches by file.
-
-Decisions about stages: why one was run, resumed, or taken from an earlier run.
-
-<output>/<pipeline>/stages/<stage>/decisions.jsonl   a line each, the newest last
+A fingerprint holds plain settings (secrets masked), digests of the inputs with their paths, and digests of code: of the
+user's modules by function, of the posttrain sources that the stage reaches by file.
 """
 
 from __future__ import annotations
@@ -32,8 +29,11 @@ from tasks.pipeline.stage_key import StageKey
 from tasks.pipeline.stage_result import StageResult
 
 FINGERPRINT_FILE = "conditions.json"
+DECISIONS_FILE = "decisions.jsonl"
+_MAX_DECISIONS = 100  # per stage
 _MAX_SHOWN_FILES = 5  # names of files in a message
 _MAX_VALUE_LENGTH = 120  # characters of a value in a message
+_ABSENT = object()
 
 
 def build_stage_fingerprint(
@@ -42,22 +42,22 @@ def build_stage_fingerprint(
     inputs: Mapping[str, StageResult | Path | str],
     before: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Conditions of a stage as plain JSON values.
+    """Build the fingerprint of a stage as plain JSON values.
 
     Args:
         before: keys of the stages that ran earlier in the same pipeline run, by stage.
     """
     environment = json.dumps(key.parts["environment"], sort_keys=True, default=str)
-    plain = {**mask_secrets(key.parts), "stage": name, "key": key.key}
+    environment_digest = hashlib.sha256(environment.encode()).hexdigest()[:16]
     values = {
-        **plain,
-        "environment_digest": hashlib.sha256(environment.encode()).hexdigest()[
-            :16
-        ],  # tells changed secrets
+        **mask_secrets(key.parts),
+        "stage": name,
+        "key": key.key,
+        "environment_digest": environment_digest,  # reveals changed secrets
         "places": {part: _describe_input_source(value) for part, value in inputs.items()},
         "modules": {
-            module: {"file": str(found.file), "functions": found.digest_functions()}
-            for module, found in key.modules.items()
+            module: {"file": str(source.file), "functions": source.digest_functions()}
+            for module, source in key.modules.items()
         },
         "sources": key.sources,
         "before": dict(before),
@@ -71,33 +71,33 @@ def _describe_input_source(value: StageResult | Path | str) -> str:
 
 
 def read_stage_fingerprint(folder: Path) -> dict[str, Any] | None:
-    """Conditions of a stage that is not finished; None = they were not noted, or cannot be read."""
+    """Read the fingerprint of an unfinished stage; None = it was not recorded, or cannot be read."""
     try:
-        found = json.loads((folder / FINGERPRINT_FILE).read_text())
+        fingerprint = json.loads((folder / FINGERPRINT_FILE).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "key" in found else None
+    return fingerprint if isinstance(fingerprint, dict) and "key" in fingerprint else None
 
 
 def read_finished_fingerprint(folder: Path) -> dict[str, Any] | None:
-    """Conditions of a finished stage; None = they were not noted, or its manifest is damaged."""
+    """Read the fingerprint of a finished stage; None = it was not recorded, or its manifest is damaged."""
     try:
-        found = read_manifest(folder).get("conditions")
+        fingerprint = read_manifest(folder).get("conditions")
     except CorruptError:
         return None
-    return found if isinstance(found, dict) else None
+    return fingerprint if isinstance(fingerprint, dict) else None
 
 
 def compare_fingerprints(
     old: Mapping[str, Any], new: Mapping[str, Any], *, with_inputs: bool = True
 ) -> list[str]:
-    """Differences of two stages' conditions, a line each: name, old and new value; [] = the same.
+    """List the differences of two fingerprints, one line each: name, old and new value; [] = none.
 
     Args:
-        with_inputs: compare the inputs' content as well.
+        with_inputs: also compare the inputs' content.
     """
     stage = str(new.get("stage", ""))
-    found = [
+    differences = [
         *_compare_values(f"stages.{stage}", old.get("settings"), new.get("settings")),
         *_compare_values("environment", old.get("environment"), new.get("environment")),
         *_compare_values("model", old.get("model"), new.get("model")),
@@ -105,29 +105,27 @@ def compare_fingerprints(
         *_compare_values(f"seeds.{stage}", old.get("stage_seed"), new.get("stage_seed")),
     ]
     if old.get("environment_digest") != new.get("environment_digest") and not any(
-        line.startswith("environment") for line in found
+        line.startswith("environment") for line in differences
     ):
-        found.append("environment.options: a secret has another value")
-    found += _compare_content(old, new)
+        differences.append("environment.options: a secret has another value")
+    differences += _compare_content(old, new)
     if with_inputs:
-        found += _compare_inputs(old, new, listed=found)
+        differences += _compare_inputs(old, new, listed=differences)
     if old.get("code") != new.get("code"):
-        found.append(_describe_code_change(old, new))
-    return found
+        differences.append(_describe_code_change(old, new))
+    return differences
 
 
 def _compare_values(key: str, old: Any, new: Any) -> Iterator[str]:
-    one, other = dict(_iter_leaves(key, old)), dict(_iter_leaves(key, new))
-    for name in dict.fromkeys([*one, *other]):
-        if one.get(name, _ABSENT) != other.get(name, _ABSENT):
-            yield f"{name}: {_format_value(one.get(name, _ABSENT))} -> {_format_value(other.get(name, _ABSENT))}"
-
-
-_ABSENT = object()
+    old_leaves, new_leaves = dict(_iter_leaves(key, old)), dict(_iter_leaves(key, new))
+    for name in dict.fromkeys([*old_leaves, *new_leaves]):
+        before, after = old_leaves.get(name, _ABSENT), new_leaves.get(name, _ABSENT)
+        if before != after:
+            yield f"{name}: {_format_value(before)} -> {_format_value(after)}"
 
 
 def _iter_leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; a list of plain values is one."""
+    """Yield (dotted key, value) of every leaf; a list of plain values is one leaf."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _iter_leaves(f"{key}.{name}", item)
@@ -144,162 +142,160 @@ def _format_value(value: Any) -> str:
 
 
 def _compare_content(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Files and modules of the user's whose content differs; modules with the functions that differ."""
-    one, other = old.get("content") or {}, new.get("content") or {}
-    for name in dict.fromkeys([*one, *other]):
-        if one.get(name) == other.get(name):
+    """List the user's files and modules whose content differs; for modules, the functions that differ."""
+    old_content, new_content = old.get("content") or {}, new.get("content") or {}
+    settings = {"path": "environment.options.path", "chat_template": "model.chat_template"}
+    for name in dict.fromkeys([*old_content, *new_content]):
+        before, after = old_content.get(name), new_content.get(name)
+        if before == after:
             continue
-        digests = f"{_shorten_digest(one.get(name))} -> {_shorten_digest(other.get(name))}"
+        digests = f"{_shorten_digest(before)} -> {_shorten_digest(after)}"
         if not name.startswith("code "):
-            place = {
-                "path": "environment.options.path",
-                "chat_template": "model.chat_template",
-            }.get(name, name)
-            yield f"{place}: content of the file {digests}"
+            yield f"{settings.get(name, name)}: content of the file {digests}"
             continue
         module = name.removeprefix("code ")
-        before, now = (side.get("modules", {}).get(module, {}) for side in (old, new))
-        file = now.get("file") or before.get("file") or module
-        yield f"code {module} ({file}){_describe_changed_functions(before.get('functions'), now.get('functions'))}: {digests}"
+        old_module, new_module = (side.get("modules", {}).get(module, {}) for side in (old, new))
+        file = new_module.get("file") or old_module.get("file") or module
+        functions = _describe_changed_functions(
+            old_module.get("functions"), new_module.get("functions")
+        )
+        yield f"code {module} ({file}){functions}: {digests}"
 
 
 def _describe_changed_functions(
     old: Mapping[str, str] | None, new: Mapping[str, str] | None
 ) -> str:
-    """', function score' for a module in which one function differs."""
+    """Return ', function score' for a module in which one function differs."""
     if not old or not new:
         return ""
     names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
     functions = [name for name in names if name]
     parts = [f"function{'s' * (len(functions) > 1)} {', '.join(functions)}"] if functions else []
     parts += ["code outside of functions"] if "" in names else []
-    return f", {' and '.join(parts)}" if parts else ", comments or layout alone"
+    return f", {' and '.join(parts)}" if parts else ", only comments or layout"
 
 
 def _compare_inputs(
     old: Mapping[str, Any], new: Mapping[str, Any], listed: Iterable[str]
 ) -> Iterator[str]:
-    """Inputs whose content differs; of one that other stages made, what differs there first, unless it is told."""
+    """List the inputs whose content differs.
+
+    Under an input from another stage, add what changed there, unless it is listed already.
+    """
     known, causes = set(listed), _InputChangeCauses()
     for line, before, now in _list_changed_inputs(old, new):
         yield line
         for cause in causes(before, now):
             if cause not in known:
                 known.add(cause)
-                yield f"  of it: {cause}"
+                yield f"  because of: {cause}"
 
 
 def _list_changed_inputs(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
-    """(line, place before, place now) of each input whose content differs."""
-    one, other = old.get("inputs") or {}, new.get("inputs") or {}
-    for name in dict.fromkeys([*one, *other]):
-        if one.get(name) == other.get(name):
+    """Yield (line, old path, new path) of each input whose content differs."""
+    old_inputs, new_inputs = old.get("inputs") or {}, new.get("inputs") or {}
+    for name in dict.fromkeys([*old_inputs, *new_inputs]):
+        old_digest, new_digest = old_inputs.get(name), new_inputs.get(name)
+        if old_digest == new_digest:
             continue
-        before, now = ((side.get("places") or {}).get(name, "absent") for side in (old, new))
-        place = now if now == before else f"{before} -> {now}"
-        yield (
-            f"input {name} ({place}): {_shorten_digest(one.get(name))} -> {_shorten_digest(other.get(name))}",
-            before,
-            now,
-        )
+        old_path, new_path = ((side.get("places") or {}).get(name, "absent") for side in (old, new))
+        path = new_path if new_path == old_path else f"{old_path} -> {new_path}"
+        digests = f"{_shorten_digest(old_digest)} -> {_shorten_digest(new_digest)}"
+        yield f"input {name} ({path}): {digests}", old_path, new_path
 
 
 class _InputChangeCauses:
-    """First causes of the difference of two inputs that stages made: not what follows from an earlier stage's."""
+    """Root causes of differences of inputs that stages produced, without consequences of earlier stages' changes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], list[str]] = {}
 
     def __call__(self, before: str, now: str) -> list[str]:
-        """Lines as of `changes`, each once; [] where one of the two is no finished stage."""
+        """Return lines as of `compare_fingerprints`, each once; [] if one of the two is no finished stage."""
         if (before, now) not in self._known:
             self._known[before, now] = self._find_causes(before, now)
         return self._known[before, now]
 
     def _find_causes(self, before: str, now: str) -> list[str]:
         old, new = (
-            read_finished_fingerprint(_resolve_stage_folder(Path(place))) for place in (before, now)
+            read_finished_fingerprint(_resolve_stage_folder(Path(path))) for path in (before, now)
         )
         if old is None or new is None or before == now:
             return []
         lines = compare_fingerprints(old, new, with_inputs=False)
-        for line, *places in _list_changed_inputs(old, new):
-            lines += self(*places) or [line]
+        for line, *paths in _list_changed_inputs(old, new):
+            lines += self(*paths) or [line]
         return list(dict.fromkeys(lines))
 
 
-def _resolve_stage_folder(place: Path) -> Path:
-    return place.parent if place.name == "model" else place
+def _resolve_stage_folder(path: Path) -> Path:
+    return path.parent if path.name == "model" else path
 
 
 def _describe_code_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    one, other = old.get("sources") or {}, new.get("sources") or {}
-    files = [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
-    listed = ", ".join(files[:_MAX_SHOWN_FILES]) + (
-        f" and {len(files) - _MAX_SHOWN_FILES} more" if len(files) > _MAX_SHOWN_FILES else ""
-    )
-    return f"posttrain itself: code {old.get('code')} -> {new.get('code')}" + (
-        f" ({listed})" if listed else ""
-    )
+    old_sources, new_sources = old.get("sources") or {}, new.get("sources") or {}
+    names = sorted(old_sources.keys() | new_sources.keys())
+    files = [name for name in names if old_sources.get(name) != new_sources.get(name)]
+    listed = ", ".join(files[:_MAX_SHOWN_FILES])
+    if len(files) > _MAX_SHOWN_FILES:
+        listed += f" and {len(files) - _MAX_SHOWN_FILES} more"
+    change = f"posttrain itself: code {old.get('code')} -> {new.get('code')}"
+    return f"{change} ({listed})" if listed else change
 
 
 def _shorten_digest(value: Any) -> str:
     return str(value)[:12] if value is not None else "absent"
 
 
-DECISIONS_FILE = "decisions.jsonl"
-_MAX_DECISIONS = 100  # of a stage
-
-
 @dataclass(frozen=True)
 class StageDecision:
-    """Why a stage was run, or was not."""
+    """Why a stage was run or skipped."""
 
     time: str
     key: str
     kind: str  # cached, first, changed, resumed, drifted, damaged, fresh
-    changes: tuple[str, ...] = ()  # against `compared`
+    changes: tuple[str, ...] = ()  # relative to `compared`
     compared: str = ""  # another key of the stage
 
     def __str__(self) -> str:
         """The decision as a clause, without its changes."""
         return {
-            "cached": "not run again: finished before with the same settings, inputs and code",
+            "cached": "not run again: already finished with the same settings, inputs and code",
             "first": "run for the first time",
-            "changed": f"run, since this changed against {self.compared}",
+            "changed": f"run because this changed since {self.compared}",
             "resumed": "resumed from its checkpoint",
             "drifted": "resumed from its checkpoint although this changed",
-            "damaged": "run again, since the finished folder was damaged (it is set aside)",
-            "fresh": "run again, as asked for (--fresh)",
+            "damaged": "run again because the finished folder was damaged (it was moved aside)",
+            "fresh": "run again as requested (--fresh)",
         }.get(self.kind, self.kind)
 
 
 def record_decision(
-    final: Path, kind: str, conditions: Mapping[str, Any], drift: Sequence[str] = ()
+    final: Path, kind: str, fingerprint: Mapping[str, Any], drift: Sequence[str] = ()
 ) -> StageDecision:
-    """Note why a stage is run or taken as it is; of one that is run anew, against the newest finished one."""
-    compared, found = "", list(drift)
+    """Record why a stage is run or reused; compare a changed one with the newest finished one."""
+    compared, changes = "", list(drift)
     if kind == "first":
         earlier = _read_newest_finished(final)
         if earlier is not None:
             kind, compared = "changed", str(earlier.get("key", ""))
-            found = compare_fingerprints(earlier, conditions) or ["nothing that was noted"]
+            changes = compare_fingerprints(earlier, fingerprint) or ["nothing that was recorded"]
     decision = StageDecision(
-        time.strftime("%Y-%m-%d %H:%M:%S"), final.name, kind, tuple(found), compared
+        time.strftime("%Y-%m-%d %H:%M:%S"), final.name, kind, tuple(changes), compared
     )
     lines = [
-        encode_checked_line({**vars(kept), "changes": list(kept.changes)})
-        for kept in (*read_decisions(final.parent), decision)
+        encode_checked_line({**vars(entry), "changes": list(entry.changes)})
+        for entry in (*read_decisions(final.parent), decision)
     ]
-    with contextlib.suppress(OSError):  # for people alone
+    with contextlib.suppress(OSError):  # the file is only for people
         write_text_atomic(final.parent / DECISIONS_FILE, b"".join(lines[-_MAX_DECISIONS:]).decode())
     return decision
 
 
 def _read_newest_finished(final: Path) -> dict[str, Any] | None:
-    """Conditions of the stage that was finished last, under another key."""
+    """Read the fingerprint of the stage that finished last under another key."""
     folders = [
         path
         for path in final.parent.iterdir()
@@ -310,10 +306,10 @@ def _read_newest_finished(final: Path) -> dict[str, Any] | None:
 
 
 def read_decisions(folder: Path) -> list[StageDecision]:
-    """Decisions about a stage, the oldest first; damaged lines are passed over."""
-    found = []
+    """Read the decisions about a stage, oldest first; skip damaged lines."""
+    decisions = []
     for line in read_checked_lines(folder / DECISIONS_FILE):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             row: Any = line.record
-            found.append(StageDecision(**{**row, "changes": tuple(row["changes"])}))
-    return found
+            decisions.append(StageDecision(**{**row, "changes": tuple(row["changes"])}))
+    return decisions

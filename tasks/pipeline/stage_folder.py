@@ -1,19 +1,18 @@
-"""Log file of a stage: what it said, with times, for people.
+"""The folder of one stage: its log file, sealing and discarding, and the records that it hands to the tracking store.
 
-<key>.tracking/stage.log      while it runs; appended to by a resumed run, and kept where the stage failed
-<key>.tracking/stage.log.1    the part before it, once there is more than a MiB; older parts are removed
-<key>/stage.log               both, when the stage has finished; no part of the digest of its content
+    <key>.tracking/stage.log      while it runs; a resumed run appends to it; kept if the stage fails
+    <key>.tracking/stage.log.1    the part before it, once there is more than a MiB; older parts are removed
+    <key>/stage.log               both, when the stage has finished; not part of its content digest
 
-Folder of one stage: reopened, sealed under its final name with its metrics and a manifest, or discarded.
-
-Records that a stage leaves beside its model, handed to the tracking store as artifacts and data sets.
+A finished folder is sealed under its final name with its metrics and a manifest. These files become artifacts and data
+sets of the stage's run:
 
     rewards.jsonl          reward of every rollout, and its components
     metrics_history.json   the newest values of every metric
-    pairs_train.jsonl, pairs_heldout.jsonl   preference pairs that the stage made from rollouts
+    pairs_train.jsonl, pairs_heldout.jsonl   preference pairs that the stage built from rollouts
 
-They go through the stage's journal as everything does: once, also where the store was away. A stage that was killed
-behind this records them again; equal names and digests are one artifact and one data set.
+They go through the stage's journal like everything else: exactly once, even if the store was down. A stage that is
+killed after this step records them again; equal names and digests stay one artifact and one data set.
 """
 
 from __future__ import annotations
@@ -57,21 +56,37 @@ from tasks.pipeline.stage_result import (
 from tasks.processes.launch import WORKERS_FOLDER
 from tasks.tracking import RunTracker
 
-# Packages whose log messages are recorded from INFO on; other packages keep their own level.
+logger = logging.getLogger(__name__)
+
+# These packages log from INFO on; other packages log at their configured level.
 LOGGED_PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 PART_BYTES = 1 << 20
 PROGRESS_SECONDS = 10.0  # between two lines about progress
-TAIL_BYTES = 1 << 18  # of what the tracking store gets
+TAIL_BYTES = 1 << 18  # sent to the tracking store
+REWARD_RECORD = "rewards.jsonl"  # grows during training, so it is kept when a run is interrupted
+RECORDS_FOLDER = "records"  # of the run's artifacts
+MEGABYTE = 1_000_000
+_DATASET_CONTEXTS = {
+    REWARD_RECORD: "rewards",
+    METRICS_HISTORY: "metrics",
+    PAIR_FILES[0]: "training",
+    PAIR_FILES[1]: "heldout",
+}
+_TIMING_PREFIXES = ("perf/", "system/")  # metrics that differ between any two runs
 
 
 class StageLog(logging.Handler):
-    """Handler that writes every log record of this process, and progress, into a stage's log; a context manager.
+    """A log handler that writes every record of this process, and progress, to a stage's log file; a context manager.
 
-    A disk that refuses a line is no reason to stop: the line is lost.
+    If the disk refuses a line, the line is lost and the stage continues.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: of the stage's journal."""
+        """Create the handler.
+
+        Args:
+            folder: of the stage's journal.
+        """
         super().__init__(logging.INFO)
         self.path = folder / STAGE_LOG
         self._lines = RotatingLineLog(self.path, max_bytes=PART_BYTES, keep=1)
@@ -100,12 +115,14 @@ class StageLog(logging.Handler):
         self.close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, with the traceback that it carries."""
-        if getattr(self._thread_state, "is_writing", False):  # a message about the writing itself
+        """Write one record, with its traceback if it has one."""
+        if getattr(self._thread_state, "is_writing", False):  # a message from the writing below
             return
         try:
             text = record.getMessage()
-        except Exception as error:  # as logging itself does: a wrong message ends nothing
+        except (
+            Exception
+        ) as error:  # as in logging itself, a malformed message must not stop the stage
             text = f"{record.msg!r} ({type(error).__name__}: {error})"
         if record.exc_info and record.exc_info[1] is not None:
             text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
@@ -114,10 +131,11 @@ class StageLog(logging.Handler):
     def write_message(
         self, text: str, *, level: str = "INFO", name: str = "stage", time_s: float | None = None
     ) -> None:
-        """Write one message; further lines of it are indented."""
+        """Write one message; indent its further lines."""
         time_s = time.time() if time_s is None else time_s
-        begin = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time_s))}.{int(time_s % 1 * 1000):03d} {level} {name}: "
-        line = begin + _escape_control_characters(text).replace("\n", "\n    ") + "\n"
+        second = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+        prefix = f"{second}.{int(time_s % 1 * 1000):03d} {level} {name}: "
+        line = prefix + _escape_control_characters(text).replace("\n", "\n    ") + "\n"
         self._thread_state.is_writing = True
         try:
             with (
@@ -129,7 +147,7 @@ class StageLog(logging.Handler):
             self._thread_state.is_writing = False
 
     def write_progress(self, done: int, total: int, message: str = "") -> None:
-        """Write how far the work is, at most every ten seconds, and its end."""
+        """Write the progress, at most every ten seconds, and always at the end."""
         now = time.monotonic()
         if done >= total or now - self._last_progress >= PROGRESS_SECONDS:
             self._last_progress = now
@@ -145,32 +163,29 @@ class StageLog(logging.Handler):
                 size = file.seek(0, 2)
                 file.seek(max(0, size - TAIL_BYTES))
                 if size > TAIL_BYTES:
-                    file.readline()  # the rest of a line
+                    file.readline()  # skip the partial line
                 return file.read().decode("utf-8", "replace")
         except OSError:
             return ""
 
 
 def _escape_control_characters(text: str) -> str:
-    """The text with control characters as escapes: what a model wrote must not move the cursor of who reads it."""
+    """Escape control characters, so that text from a model cannot move the cursor of a reader's terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def copy_stage_log(journal: Path, folder: Path) -> None:
-    """Put the log of a stage's journal into the stage's own folder, the older part first."""
+    """Copy the log from a stage's journal into its folder, the older part first."""
     parts = [journal / name for name in (f"{STAGE_LOG}.1", STAGE_LOG) if (journal / name).is_file()]
     if parts:
-        with replace_file(folder / STAGE_LOG, binary=True, synced=False) as whole:
+        with replace_file(folder / STAGE_LOG, binary=True, synced=False) as file:
             for part in parts:
-                whole.write(part.read_bytes())
-
-
-REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
+                file.write(part.read_bytes())
 
 
 @dataclass(frozen=True)
 class KeyedStage:
-    """One stage that is asked for, with its key."""
+    """One requested stage, with its key."""
 
     name: str
     label: str
@@ -179,9 +194,7 @@ class KeyedStage:
     digests: dict[str, str]  # of the inputs
     key: str
     final: Path  # the folder when it has finished
-    fingerprint: dict[
-        str, Any
-    ]  # what the key is made of, for people (tasks/pipeline/stage_fingerprint.py)
+    fingerprint: dict[str, Any]  # readable content of the key (tasks/pipeline/stage_fingerprint.py)
 
     @property
     def folder(self) -> Path:
@@ -190,44 +203,44 @@ class KeyedStage:
 
     @property
     def journal(self) -> Path:
-        """Folder of the stage's run: metrics and their delivery."""
+        """Folder of the stage's tracking journal: metrics and their delivery state."""
         return resolve_journal_folder(self.final)
 
 
 def seal_stage(stage: KeyedStage) -> str:
-    """Move the folder to its final name, with its metrics and a manifest; returns the digest of its content.
+    """Move the folder to its final name, with its metrics and a manifest; return the digest of its content.
 
-    Damaged lines of what grew with the run are not sealed in; `count_damaged_lines` of the summary counts them.
+    Damaged lines of growing files are left out; `count_damaged_lines` counts them for the summary.
     """
     for path in _list_growing_files(stage):
         copy_intact_lines(path, stage.folder / path.name)
     copy_stage_log(stage.journal, stage.folder)
     inject_fault("stage.copied")
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
-    (stage.folder / THREADS_FILE).unlink(missing_ok=True)  # in summary.json by now
-    conditions = read_stage_fingerprint(stage.folder) or stage.fingerprint
+    (stage.folder / THREADS_FILE).unlink(missing_ok=True)  # recorded in summary.json by now
+    fingerprint = read_stage_fingerprint(stage.folder) or stage.fingerprint
     for name in (FINGERPRINT_FILE, ARCHIVED_FILE):
         (stage.folder / name).unlink(missing_ok=True)
-    facts = {
+    details = {
         "stage": stage.name,
         "key": stage.key,
         "settings": dump_settings(stage.settings),
-        "conditions": conditions,
+        "conditions": fingerprint,
     }
-    manifest = seal_folder(stage.folder, stage.final, extra=facts)
+    manifest = seal_folder(stage.folder, stage.final, extra=details)
     inject_fault("stage.sealed")
     return compute_content_digest(manifest)
 
 
 def _list_growing_files(stage: KeyedStage) -> list[Path]:
-    """Files of lines that were written all along the run, and may have been damaged since."""
+    """List the line files that were written throughout the run and may be damaged."""
     names = REWARD_RECORD, FAILED_EPISODES, METRICS_HISTORY_LINES
     paths = [stage.journal / "metrics.jsonl", *(stage.folder / name for name in names)]
     return [path for path in paths if path.is_file()]
 
 
 def count_damaged_lines(stage: KeyedStage) -> dict[str, int]:
-    """Number of damaged lines by file, where there are any."""
+    """Count the damaged lines by file; files without any are left out."""
     counts = {
         path.name: sum(not line.is_intact for line in read_checked_lines(path))
         for path in _list_growing_files(stage)
@@ -236,59 +249,49 @@ def count_damaged_lines(stage: KeyedStage) -> dict[str, int]:
 
 
 def list_saved_epochs(folder: Path) -> list[int]:
-    """Epochs whose models lie in a stage's folder, ascending."""
+    """List the epochs whose models are in a stage's folder, ascending."""
     paths = (folder / EPOCH_MODELS).glob("*")
     return sorted(int(path.name) for path in paths if path.name.isdecimal())
 
 
 def keep_checkpoints(folder: Path) -> None:
-    """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
+    """Keep the checkpoints of an interrupted run and the files that grow with them; remove everything else."""
     make_folder(folder)
-    kept = {
-        "checkpoints",
-        FAILED_EPISODES,
-        REWARD_RECORD,
-        WORKERS_FOLDER,
-    }  # recover_events reads and removes the latter
+    # recover_events reads and removes WORKERS_FOLDER
+    kept_names = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS_FOLDER}
     if (folder / "checkpoints").is_dir():
-        kept |= {THREADS_FILE, FINGERPRINT_FILE, ARCHIVED_FILE, EPOCH_MODELS, METRICS_HISTORY_LINES}
-        kept |= {RECENT_ROLLOUTS}  # nothing may be played any more
-        kept |= {SCHEDULE_FILE}  # a replay begins with the first iteration
+        kept_names |= {
+            THREADS_FILE,
+            FINGERPRINT_FILE,
+            ARCHIVED_FILE,
+            EPOCH_MODELS,
+            METRICS_HISTORY_LINES,
+            RECENT_ROLLOUTS,  # a resumed run may play no more rollouts
+            SCHEDULE_FILE,  # a replay starts at the first iteration
+        }
         clear_leftovers(folder / EPOCH_MODELS, locked=True)
     for path in folder.iterdir():
-        if path.name in kept:
+        if path.name in kept_names:
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def discard_stage(final: Path) -> None:
-    """Remove a finished or open folder and its journal; renamed first, so that no reader sees half of it."""
-    for ending in ("", ".open", ".tracking"):
-        remove_folder(final.with_name(f"{final.name}{ending}"))
+    """Remove a finished or open folder and its journal. Each is renamed first, so that no reader sees half of it."""
+    for suffix in ("", ".open", ".tracking"):
+        remove_folder(final.with_name(f"{final.name}{suffix}"))
         inject_fault("stage.discarded")
-
-
-logger = logging.getLogger(__name__)
-
-RECORDS_FOLDER = "records"  # of the run's artifacts
-MEGABYTE = 1_000_000
-_DATASET_CONTEXTS = {
-    REWARD_RECORD: "rewards",
-    METRICS_HISTORY: "metrics",
-    PAIR_FILES[0]: "training",
-    PAIR_FILES[1]: "heldout",
-}
-_TIMING_PREFIXES = ("perf/", "system/")  # metrics that no two runs have alike
 
 
 def log_stage_records(
     tracker: RunTracker, folder: Path, final: Path, stage: str, *, max_megabytes: float
 ) -> None:
-    """Record the files that are there.
+    """Record the files that exist as artifacts and data sets of the stage's run.
 
     Args:
-        folder: of the stage, being written. final: its name when it is finished, for the data sets' source.
-        max_megabytes: a larger file becomes a data set alone, which says where it is; 0 = no file is copied.
+        folder: of the stage, while it is being written.
+        final: name of that folder when it is finished, used as the data sets' source.
+        max_megabytes: a larger file becomes only a data set that says where it is; 0 = no file is copied.
     """
     for name, context in _DATASET_CONTEXTS.items():
         path = folder / name
@@ -299,7 +302,7 @@ def log_stage_records(
             tracker.log_artifact(path, RECORDS_FOLDER)
         elif max_megabytes > 0:
             logger.info(
-                "%s: %s has %.0f MB and stays here; the store is told where",
+                "%s: %s has %.0f MB and is not copied; the store records its path",
                 stage,
                 name,
                 size / MEGABYTE,
@@ -320,11 +323,11 @@ def _count_lines(path: Path) -> int:
 
 
 def _digest_history(path: Path) -> str:
-    """SHA-256 of the values, without those that measure time: the same training has the same digest."""
+    """Compute the SHA-256 of the metric values without timings: equal trainings have equal digests."""
     series = json.loads(path.read_bytes())["metrics"]
-    kept = {
+    reproducible = {
         name: points
         for name, points in sorted(series.items())
         if not name.startswith(_TIMING_PREFIXES)
     }
-    return digest_bytes(json.dumps(kept).encode())
+    return digest_bytes(json.dumps(reproducible).encode())

@@ -1,14 +1,12 @@
-"""Version of the code that a stage's numbers rest on: a digest of what its body reaches by imports.
+"""Cache key of a stage: a hash of everything that its result depends on, including the code that it runs.
 
-Followed from the stage's module, and from the user's modules that it runs, are all imports of this project's modules:
-within functions too, and texts that name a module ("rl_core.environments.maze:Maze", "math_child.py"), by which modules
-are imported late or run as programs. C sources count where a module of their folder is reached. What only a type
-checker sees does not.
+The code version is a digest of all sources that the stage's body reaches by imports, followed from the stage's module
+and from the user's modules that it runs. Imports inside functions count, and so do strings that name a module
+("rl_core.environments.maze:Maze", "math_child.py"), since such modules are imported late or run as programs. C sources
+count if a module of their folder is reached. Imports for type checkers do not count.
 
-The frame of every stage (settings, keys, folders, tracking) is not followed: it imports all there is to check a
-configuration, and computes nothing. Those of its modules that stages import are part of their code themselves.
-
-Cache key of a stage: a hash of everything that its result depends on.
+The frame around every stage (settings, keys, folders, tracking) is not followed: it imports everything needed to check
+a configuration, and computes nothing. Frame modules that stages import directly do count.
 """
 
 from __future__ import annotations
@@ -49,13 +47,11 @@ ALWAYS_INCLUDED_MODULES = (
     "tasks.pipeline.stage",
     "tasks.pipeline.stage_worker",
 )  # seeds, threads, hand-over
-LAZY_PACKAGES = (
-    "rl_core",
-)  # its texts name all of the public API, for whoever imports the package itself
+LAZY_PACKAGES = ("rl_core",)  # its strings name the whole public API, for lazy imports
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("rl_core", "tasks")
-_SOURCES = (".py", ".c", ".h")
+_SOURCES = (".py", ".c", ".h", ".csv")
 _IMPORT_STATEMENT = re.compile(
     r"^[ \t]*(?:from[ \t]+[\w.]+[ \t]+import[ \t]*(?:\([^)]*\)|[^\n(]*)|import[ \t]+[\w., \t]+)",
     re.M,
@@ -69,64 +65,64 @@ _NAMED_FILE = re.compile(r"""["'](\w+)\.py["']""")
 
 @functools.cache
 def compute_code_version() -> str:
-    """Short SHA-256 of the whole source of rl_core and tasks, by which a run is recognised."""
+    """Compute the short SHA-256 of all sources of rl_core and tasks, which identifies the code of a run."""
     return _digest_sources(list_project_sources())
 
 
 def digest_stage_code(stage: str, user_sources: Iterable[bytes] = ()) -> str:
-    """Short SHA-256 of the sources of `list_stage_sources`, where they are and what they hold."""
+    """Compute the short SHA-256 over paths and contents of `list_stage_sources`."""
     return _digest_sources(list_stage_sources(stage, user_sources))
 
 
 def list_stage_sources(stage: str, user_sources: Iterable[bytes] = ()) -> tuple[str, ...]:
-    """Files that a stage's numbers rest on, by their path in the project, sorted.
+    """List the files that a stage's numbers depend on, by their path in the project, sorted.
 
     Args:
         user_sources: content of the user's modules that the stage runs.
-    Returns: all sources of the project for a stage whose task is none of its modules.
+    Returns: all sources of the project if the stage's task is not in one of its modules.
     """
     task = find_stage(stage).task if stage in list_stage_names() else ""
-    own = stage in list_stage_names() and find_stage(stage).custom is not None
-    module = "tasks.stages.custom_stage" if own else task.partition(":")[0]
+    is_custom = stage in list_stage_names() and find_stage(stage).custom is not None
+    module = "tasks.stages.custom_stage" if is_custom else task.partition(":")[0]
     if module not in _map_modules():
         return list_project_sources()
-    of_user = {
+    user_imports = {
         name
         for content in user_sources
         for name in find_imported_names(content.decode("utf-8", "replace"))
     }
-    return _find_reachable_sources(module, frozenset(of_user & _map_modules().keys()))
+    return _find_reachable_sources(module, frozenset(user_imports & _map_modules().keys()))
 
 
 @functools.cache
 def list_project_sources() -> tuple[str, ...]:
-    """All sources of rl_core and tasks, by their path in the project, sorted."""
+    """List all sources of rl_core and tasks, by their path in the project, sorted."""
     return tuple(
         sorted(
             str(path.relative_to(_ROOT))
             for package in _PACKAGES
-            for ending in _SOURCES
-            for path in (_ROOT / package).rglob(f"*{ending}")
+            for suffix in _SOURCES
+            for path in (_ROOT / package).rglob(f"*{suffix}")
         )
     )
 
 
 def find_imported_names(text: str) -> set[str]:
-    """Dotted names that a source imports or names in a text, `a.b` and `a.b.c` of `from a.b import c`.
+    """Find the dotted names that a source imports or names in a string: `a.b` and `a.b.c` for `from a.b import c`.
 
-    Statements are found by their first word, for speed, and read as Python; what is none (a line of a docstring) is
-    passed over.
+    For speed, statements are located by their first word and then parsed as Python; lines that do not parse, such as
+    lines of a docstring, are skipped.
     """
     text = _TYPE_CHECKING_BLOCK.sub("", text)
-    found = set(_NAMED_MODULE.findall(text))
+    names = set(_NAMED_MODULE.findall(text))
     for statement in _IMPORT_STATEMENT.findall(text):
         try:
             nodes = ast.parse(textwrap.dedent(statement).strip()).body
         except SyntaxError:
             continue
         for node in nodes:
-            found.update(_iter_imported_names(node))
-    return found
+            names.update(_iter_imported_names(node))
+    return names
 
 
 def _iter_imported_names(node: ast.stmt) -> Iterator[str]:
@@ -139,7 +135,7 @@ def _iter_imported_names(node: ast.stmt) -> Iterator[str]:
 
 @functools.cache
 def _map_modules() -> dict[str, str]:
-    """Dotted name -> path in the project of every module; a package goes by its own name."""
+    """Map the dotted name of every module to its path in the project; a package goes by its name."""
     python = [path for path in list_project_sources() if path.endswith(".py")]
     return {
         path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
@@ -149,33 +145,33 @@ def _map_modules() -> dict[str, str]:
 
 @functools.cache
 def _find_imported_modules(module: str) -> frozenset[str]:
-    """Modules of the project that a module imports, names or starts, those not followed included."""
+    """Find the modules of the project that a module imports, names or starts, including those that are not followed."""
     known = _map_modules()
     text = _read_source(known[module]).decode()
-    found = find_imported_names(text)
+    names = find_imported_names(text)
     if module in LAZY_PACKAGES:
-        found -= set(_NAMED_MODULE.findall(text))
+        names -= set(_NAMED_MODULE.findall(text))
     folder = known[module].rpartition("/")[0].replace("/", ".")
-    found |= {f"{folder}.{name}" for name in _NAMED_FILE.findall(text)}
-    return frozenset(found & known.keys() - {module})
+    names |= {f"{folder}.{name}" for name in _NAMED_FILE.findall(text)}
+    return frozenset(names & known.keys() - {module})
 
 
 @functools.cache
-def _find_reachable_sources(start: str, more: frozenset[str]) -> tuple[str, ...]:
+def _find_reachable_sources(start: str, extra_modules: frozenset[str]) -> tuple[str, ...]:
     known, seen = _map_modules(), set[str]()
-    waiting = [start, *more, *ALWAYS_INCLUDED_MODULES]
-    while waiting:
-        module = waiting.pop()
+    pending = [start, *extra_modules, *ALWAYS_INCLUDED_MODULES]
+    while pending:
+        module = pending.pop()
         if module in seen:
             continue
         seen.add(module)
-        if module not in (start, *more) and is_frame_module(module):
+        if module not in (start, *extra_modules) and is_frame_module(module):
             continue
         parts = module.split(".")
-        waiting += [
+        pending += [
             ".".join(parts[:end]) for end in range(1, len(parts))
         ]  # Python runs the packages around it
-        waiting += _find_imported_modules(module)
+        pending += _find_imported_modules(module)
     folders = {known[module].rpartition("/")[0] for module in seen}
     other = [
         path
@@ -186,7 +182,10 @@ def _find_reachable_sources(start: str, more: frozenset[str]) -> tuple[str, ...]
 
 
 def is_frame_module(module: str) -> bool:
-    """True = a module that is part of a stage's code where it imports it, but whose own imports are not."""
+    """Return whether a module belongs to the frame.
+
+    A frame module counts as a stage's code where the stage imports it, but its imports are not followed.
+    """
     return any(module == name or module.startswith(f"{name}.") for name in FRAME_MODULES)
 
 
@@ -197,7 +196,7 @@ def _read_source(path: str) -> bytes:
 
 @functools.cache
 def digest_source_file(path: str) -> str:
-    """Short SHA-256 of a source file, by its path in the project."""
+    """Compute the short SHA-256 of a source file, by its path in the project."""
     return digest_bytes(_read_source(path))[:8]
 
 
@@ -210,12 +209,12 @@ def _digest_sources(paths: tuple[str, ...]) -> str:
 
 
 def compute_stage_seed(seed: int, name: str) -> int:
-    """A stage's own seed, derived from the pipeline's, in [0, 2^31)."""
+    """Derive a stage's seed from the pipeline's, in [0, 2^31)."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "big") >> 1
 
 
 def digest_input(value: StageResult | Path | str) -> str:
-    """Digest of one input: a finished stage's, a folder's or file's content, or a hub name as it is written."""
+    """Compute the digest of an input: a finished stage's, the content of a folder or file, or a hub name as written."""
     if isinstance(value, StageResult):
         return value.digest
     path = Path(value)
@@ -229,7 +228,7 @@ def digest_input(value: StageResult | Path | str) -> str:
 
 
 def digest_environment_files(pipeline: PipelineSettings) -> dict[str, str]:
-    """Content of the data files that the environment's options name, by option."""
+    """Digest the data files that the environment's options name, by option."""
     digests = {}
     for name in ("path", "heldout"):
         option = pipeline.environment.options.get(name)
@@ -241,11 +240,11 @@ def digest_environment_files(pipeline: PipelineSettings) -> dict[str, str]:
 def _digest_user_content(
     stage_settings: dict[str, Any] | None, pipeline: PipelineSettings, named: Collection[str]
 ) -> tuple[dict[str, str], dict[str, UserModule]]:
-    """Content of what the stage takes from the user besides its inputs: data file, chat template, and code.
+    """Digest what the stage takes from the user besides its inputs: data file, chat template, and code.
 
-    Code is what the environment's name, `named` (import paths) and any other import path in the settings lead to.
-    Returns: digests by name; the modules of the user's by module name, whose digests are among them.
-    Raises: SettingsError for a module that cannot be found.
+    Code comes from the environment's name, `named` (import paths) and any other import path in the settings.
+    Returns: digests by name; the user's modules by name, whose digests are among them.
+    Raises: SettingsError if a module cannot be imported.
     """
     digests = digest_environment_files(pipeline)
     if pipeline.model.chat_template is not None and Path(pipeline.model.chat_template).is_file():
@@ -260,46 +259,35 @@ def _digest_user_content(
 
 @dataclass(frozen=True)
 class StageKey:
-    """Everything that decides a stage's result, and the cache key made of it."""
+    """Everything that decides a stage's result, and the cache key computed from it."""
 
-    parts: dict[
-        str, Any
-    ]  # plain values by kind: settings, environment, content, model, inputs, seed, code
-    modules: dict[str, UserModule]  # of the user's, whose digests are in `parts`
-    sources: dict[str, str]  # digests of the project's files behind `code`, by their path
+    parts: dict[str, Any]  # JSON values: settings, environment, content, model, inputs, seed, code
+    modules: dict[str, UserModule]  # of the user, with digests in `parts`
+    sources: dict[str, str]  # digests of the project's files that make up `code`, by path
 
     @property
     def key(self) -> str:
         """The cache key: 16 hex digits of the SHA-256 of all parts."""
-        return hashlib.sha256(
-            json.dumps(self.parts, sort_keys=True, default=str).encode()
-        ).hexdigest()[:16]
+        encoded = json.dumps(self.parts, sort_keys=True, default=str).encode()
+        return hashlib.sha256(encoded).hexdigest()[:16]
 
 
 def compute_stage_key(
     name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]
 ) -> str:
-    """The cache key of a stage; see `StageKey`."""
+    """Compute the cache key of a stage; see `StageKey`."""
     return collect_stage_key(name, stage_settings, pipeline, digests).key
 
 
 def collect_stage_key(
     name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]
 ) -> StageKey:
-    """Everything that decides a stage's result; `digests`: of its inputs."""
-    decisive = dataclasses.asdict(stage_settings) if stage_settings is not None else None
-    if decisive is not None:
-        decisive.pop(
-            "launch", None
-        )  # another number of processes gives the same numbers, to rounding
-        if isinstance(rollouts := decisive.pop("rollouts", None), dict) and (
-            kept := select_decisive_rollouts(rollouts)
-        ):
-            decisive["rollouts"] = kept
-        if isinstance(numerics := decisive.pop("numerics", None), dict) and (
-            kept := select_decisive_numerics(numerics)
-        ):
-            decisive["numerics"] = kept
+    """Collect everything that decides a stage's result.
+
+    Args:
+        digests: of its inputs.
+    """
+    decisive = _select_decisive_settings(stage_settings)
     named = (
         [path for _, path in iter_code_paths(stage_settings)]
         if isinstance(stage_settings, Settings)
@@ -310,12 +298,12 @@ def collect_stage_key(
     content, modules = _digest_user_content(decisive, pipeline, named)
     model = dataclasses.asdict(pipeline.model)
     if "chat_template" in content:
-        model.pop("chat_template")  # its text decides, not its place
-    of_user = [module.content for module in modules.values()]
-    of_user += [
-        f'"{path}"'.encode() for path in named
-    ]  # one of this project's own modules may be named
-    payload = {
+        model.pop("chat_template")  # its text decides, not its path
+    # the import paths may name modules of this project
+    user_sources = [module.content for module in modules.values()]
+    user_sources += [f'"{path}"'.encode() for path in named]
+    stage_seed = pipeline.find_stage_seed(name)
+    parts = {
         "stage": name,
         "settings": decisive,
         "environment": dataclasses.asdict(pipeline.environment),
@@ -323,15 +311,23 @@ def collect_stage_key(
         "model": model,
         "inputs": dict(digests),
         "seed": pipeline.seed,
-        **(
-            {"stage_seed": pipeline.find_stage_seed(name)}
-            if pipeline.find_stage_seed(name) != pipeline.seed
-            else {}
-        ),
-        "code": digest_stage_code(name, of_user),
+        **({"stage_seed": stage_seed} if stage_seed != pipeline.seed else {}),
+        "code": digest_stage_code(name, user_sources),
     }
-    return StageKey(
-        payload,
-        modules,
-        {path: digest_source_file(path) for path in list_stage_sources(name, of_user)},
-    )
+    sources = {path: digest_source_file(path) for path in list_stage_sources(name, user_sources)}
+    return StageKey(parts, modules, sources)
+
+
+def _select_decisive_settings(stage_settings: Any) -> dict[str, Any] | None:
+    """Return a stage's settings as a dict, without those that do not change its result."""
+    if stage_settings is None:
+        return None
+    decisive = dataclasses.asdict(stage_settings)
+    decisive.pop("launch", None)  # another number of processes gives equal numbers, up to rounding
+    rollouts = decisive.pop("rollouts", None)
+    if isinstance(rollouts, dict) and (selected := select_decisive_rollouts(rollouts)):
+        decisive["rollouts"] = selected
+    numerics = decisive.pop("numerics", None)
+    if isinstance(numerics, dict) and (selected := select_decisive_numerics(numerics)):
+        decisive["numerics"] = selected
+    return decisive

@@ -1,4 +1,4 @@
-"""Results of finished stages: reading and verifying their folders."""
+"""Results of finished stages, and the verification of their folders."""
 
 from __future__ import annotations
 
@@ -17,30 +17,19 @@ from tasks.tracking.journal import DeliveryCursor
 
 logger = logging.getLogger(__name__)
 
-METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric, written when a stage ends
-METRICS_HISTORY_LINES = "metrics_history.jsonl"  # the same while it trains, a line an export
-
-SCHEDULE_FILE = "schedule.jsonl"  # what each iteration of asynchronous rollouts learned from
-RECENT_ROLLOUTS = (
-    "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
-)
-
-FAILED_EPISODES = "failed_episodes.jsonl"  # the first ones of a stage, kept as well when it fails; tracebacks hold paths
-
-STAGE_LOG = "stage.log"  # for people: what the stage said, with times
-
-EPOCH_MODELS = "epochs"  # folder of the models of epochs, where some are kept; beside the stage's result, no part of it
-
-PAIR_FILES = (
-    "pairs_train.jsonl",
-    "pairs_heldout.jsonl",
-)  # that a stage made from rollouts, as texts, for people
-
+METRICS_HISTORY = "metrics_history.json"  # for dashboards: newest values of every metric, written when a stage ends
+METRICS_HISTORY_LINES = "metrics_history.jsonl"  # the same during training, one line per export
+SCHEDULE_FILE = "schedule.jsonl"  # rollouts that each iteration of asynchronous training used
+RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for viewers: full trajectories of the newest iterations
+FAILED_EPISODES = "failed_episodes.jsonl"  # the first ones of a stage, also kept if it fails; tracebacks hold paths
+STAGE_LOG = "stage.log"  # log messages of the stage, with times
+EPOCH_MODELS = "epochs"  # folder of the models of single epochs, if some are kept; not part of the stage's result
+PAIR_FILES = ("pairs_train.jsonl", "pairs_heldout.jsonl")  # preference pairs from rollouts, as text
 REVIEW_FILE = "review.md"  # of a promotion: the evidence behind the decision
 
-# Files that hold timings or paths of this machine, or what a resumed run has less of, or that are for people alone:
-# part of a stage's folder but not of its content digest, so that a stage that was run again to the same result does not
-# make the ones after it run again.
+# Files that hold timings, paths of this machine or text for people, or that a resumed run writes less of. They belong
+# to a stage's folder but not to its content digest: a stage that reruns to the same result must not make later stages
+# rerun.
 NON_CONTENT_FILES = frozenset(
     {
         "summary.json",
@@ -64,7 +53,7 @@ class StageResult:
     digest: str  # of the folder's content
     key: str
     cached: bool  # True = an earlier run's folder was used
-    seconds: float  # spent on the whole stage, before a resume as well; 0 when cached
+    seconds: float  # spent on the stage, including time before a resume; 0 when cached
     run_id: str  # MLflow run that produced it
     summary: dict[str, Any]  # numbers for people, from summary.json
 
@@ -80,7 +69,10 @@ class StageResult:
 
 
 def compute_content_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 over names and digests of a finished folder's files, those that hold timings left out."""
+    """Compute the SHA-256 over names and digests of a finished folder's files.
+
+    Leave out `NON_CONTENT_FILES` and epoch models.
+    """
     lines = [
         f"{name} {entry['sha256']}"
         for name, entry in sorted(manifest["files"].items())
@@ -90,22 +82,25 @@ def compute_content_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def load_finished_stage(folder: Path, name: str, key: str) -> StageResult | None:
-    """The finished stage in `folder`, or None. A folder that fails verification is set aside, with a warning."""
+    """Load the finished stage in `folder`, or return None.
+
+    Move a folder that fails verification aside, with a warning.
+    """
     if not folder.is_dir():
         return None
     try:
         manifest = verify_folder(folder)
         summary = json.loads(read_verified_file(folder, "summary.json", manifest))
     except CorruptError as error:
-        aside = move_aside(folder, f"{folder.name}.corrupt")
+        moved_to = move_aside(folder, f"{folder.name}.corrupt")
         logger.warning(
             "%s: the finished folder is damaged (%s); set aside as %s, running again",
             name,
             error,
-            aside,
+            moved_to,
         )
         return None
-    # The tracking store may have answered only after the folder was sealed, or have lost everything since.
+    # The store may have numbered the version after the folder was sealed, or may have lost everything since.
     delivered = DeliveryCursor.load(resolve_journal_folder(folder))
     if "registered_model" in summary and delivered.versions:
         summary["model_version"] = max(delivered.versions.values())
@@ -122,5 +117,5 @@ def load_finished_stage(folder: Path, name: str, key: str) -> StageResult | None
 
 
 def resolve_journal_folder(folder: Path) -> Path:
-    """Folder of the journal of a finished stage's run."""
+    """Return the folder of the journal of a finished stage's run."""
     return folder.with_name(f"{folder.name}.tracking")

@@ -1,4 +1,4 @@
-"""Entry point of one process of a multi-process stage, started by torchrun (see tasks/processes/launch.py).
+"""Entry point of one worker process of a multi-process stage, started by torchrun (see tasks/processes/launch.py).
 
 python -m tasks.pipeline.stage_worker JOB.json
 """
@@ -34,22 +34,22 @@ from tasks.processes.torchrun import AGENT_PID_VARIABLE
 
 
 class _StopFileEvent(threading.Event):
-    """Set once a file is there: reaches every node, and a process that started after the request."""
+    """An event that is set once a file exists: it reaches every node, and processes that start after the request."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
 
     def is_set(self) -> bool:
-        """True = the file exists."""
+        """Return whether the file exists."""
         return self._path.exists()
 
 
 class _WorkerStageContext(StageContext):
-    """A stage's context that tells the stage's own process when the training loop runs."""
+    """A stage context that tells the stage's main process when the training loop runs."""
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        """As StageContext.train."""
+        """Run `StageContext.train` and report its begin and end."""
         _send_training_state(self.tracker, True)
         try:
             return super().train(*arguments, **named)
@@ -63,7 +63,7 @@ def _send_training_state(tracker: Tracker, on: bool) -> None:
 
 
 def main(path: Path) -> int:
-    """Run the job; returns the exit status."""
+    """Run the job and return the exit status."""
     bind_to_parent(int(os.environ[AGENT_PID_VARIABLE]))
     folder, rank = path.parent, int(os.environ["RANK"])
     write_text_unsynced(folder / f"pid-{platform.node()}-{rank}", str(os.getpid()))
@@ -95,24 +95,28 @@ def _run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     torch.set_num_threads(max(1, job["threads"] // int(os.environ["LOCAL_WORLD_SIZE"])))
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    pipeline = build_settings(job["pipeline"], check_files=False)  # the stage has checked them
+    pipeline = build_settings(
+        job["pipeline"], check_files=False
+    )  # the main process has checked them
     settings = getattr(pipeline.stages, job["name"])
     process_group = join_process_group(
         timeout_s=settings.launch.timeout_seconds, on_cpu=pipeline.model.device == "cpu"
     )
     inject_fault("worker.joined")
+    allow_drift = job["allow_drift"]
     context = _WorkerStageContext(
         name=job["name"],
         folder=Path(job["folder"]),
         settings=settings,
         pipeline=pipeline,
         inputs={**{name: Path(value) for name, value in job["paths"].items()}, **job["names"]},
-        tracker=_build_tracker(process_group, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
+        # bodies that run in workers use only what a Tracker offers
+        tracker=_build_tracker(process_group, folder),  # type: ignore[arg-type]
         pipeline_run=None,  # type: ignore[arg-type]
         threads=job["threads"],
         seed=job["seed"],
         fingerprint=job["fingerprint"],
-        allow_drift=allowed if isinstance(allowed := job["allow_drift"], bool) else tuple(allowed),
+        allow_drift=allow_drift if isinstance(allow_drift, bool) else tuple(allow_drift),
         stop=_StopFileEvent(folder / "stop"),
         process_group=process_group,
     )
@@ -122,7 +126,7 @@ def _run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _build_tracker(process_group: ProcessGroup, folder: Path) -> Tracker:
-    """The first process's goes to the stage; what the others would say is the same."""
+    """Build the tracker of a process: only the first one reports to the stage, as the others would repeat it."""
     if not process_group.is_rank_zero:
         return MemoryTracker()
     events = EventTracker(folder / EVENTS_FILE)

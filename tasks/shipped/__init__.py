@@ -29,17 +29,17 @@ CHECKOUT: Path | None = (
 
 
 def shipped(name: str) -> Path:
-    """Path of `configs`, `deployments` or `constraints.txt`."""
+    """Return the path of `configs`, `deployments` or `constraints.txt`."""
     return (CHECKOUT or _PACKAGE) / name
 
 
 def locate_templates() -> Path:
-    """Folder of the files that `posttrain init` copies."""
+    """Return the folder of the files that `posttrain init` copies."""
     return _PACKAGE / "templates"
 
 
 def list_config_names() -> list[str]:
-    """Names of the shipped configs, as `posttrain run` takes them."""
+    """List the names of the shipped configs, as `posttrain run` accepts them."""
     return sorted(
         path.stem
         for path in shipped("configs").glob("*.yaml")
@@ -48,15 +48,15 @@ def list_config_names() -> list[str]:
 
 
 def find_config(path: Path | str) -> Path:
-    """The file that a user names: their own file, else the shipped config of that name; unchanged if there is neither.
+    """Find the file that a user names: their file, else the shipped config of that name; unchanged if there is neither.
 
-    Only a bare name (`demo`, without folder or suffix) stands for a shipped config.
+    Only a bare name (`demo`, without folder or suffix) refers to a shipped config.
     """
-    own = Path(path)
+    user_path = Path(path)
     try:
-        if own.is_file() or own.name != str(path) or own.suffix:
-            return own
-        found = shipped("configs") / f"{own.name}.yaml"
-        return found if found.is_file() else own
-    except OSError:  # a name that is too long
-        return own
+        if user_path.is_file() or user_path.name != str(path) or user_path.suffix:
+            return user_path
+        shipped_path = shipped("configs") / f"{user_path.name}.yaml"
+        return shipped_path if shipped_path.is_file() else user_path
+    except OSError:  # the name is too long
+        return user_path

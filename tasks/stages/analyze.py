@@ -1,4 +1,4 @@
-"""Stage: analysis of the evaluated trajectories; tables, figures and a self-contained report."""
+"""Stage: analysis of the evaluated trajectories, with tables, figures and a self-contained report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ def analyze_trajectories(
     data: StageResult | None,
     reward: StageResult | None = None,
 ) -> StageResult:
-    """Run the stage. `evaluation`: the evaluation's result; `models`: what it played, `reward`: the reward model."""
+    """Run the stage.
+
+    Args:
+        evaluation: result of the stage `evaluate`.
+        models: the policies that it evaluated.
+        reward: result of the stage `reward_model`.
+    """
     inputs: dict[str, StageResult | Path | str] = {"evaluation": evaluation}
     inputs |= {f"model.{name}": model for name, model in models.items()}
     if data is not None:
@@ -40,19 +46,23 @@ def analyze_trajectories(
 
 
 def _run_analysis(context: StageContext) -> dict[str, Any]:
-    from tasks.stages.model_probes import (
-        measure_models,  # here: it loads torch, not needed if cached
-    )
+    # Imported here: loads torch, which a cached run does not need.
+    from tasks.stages.model_probes import measure_models
 
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     reward = Path(context.inputs["reward_model"]) if "reward_model" in context.inputs else None
     trajectories = find_trajectories([Path(context.inputs["evaluation"])])
     models = {
-        name.removeprefix("model."): m
-        for name, m in context.inputs.items()
+        name.removeprefix("model."): model
+        for name, model in context.inputs.items()
         if name.startswith("model.")
     }
-    curves = {**models, **({"reward_model": reward} if reward else {})}
+    trained_folders = {**models, **({"reward_model": reward} if reward else {})}
+    training = {
+        name: path
+        for name, folder in trained_folders.items()
+        if (path := Path(folder) / "metrics.jsonl").is_file()
+    }
     environment = build_pipeline_environment(context.pipeline, data)
     policy = context.pipeline.stages.policy
     context.tracker.progress(0, 2, "reading the episodes with the models")
@@ -70,11 +80,7 @@ def _run_analysis(context: StageContext) -> dict[str, Any]:
         trajectories,
         context.folder,
         context.settings,
-        training={
-            name: path
-            for name, folder in curves.items()
-            if (path := Path(folder) / "metrics.jsonl").is_file()
-        },
+        training=training,
         probes=probes,
         title=f"{context.pipeline.name}: trajectory analysis",
         seed=context.seed,
@@ -98,34 +104,34 @@ def _run_analysis(context: StageContext) -> dict[str, Any]:
 
 
 def log_analysis(run: RunTracker, result: AnalysisResult) -> None:
-    """Every number as a metric, every file as an artifact."""
+    """Log every number as a metric and every file as an artifact."""
     run.log_metrics(result.metrics, 0)
     for path in result.files:
         run.log_artifact(path, "figures" if path.suffix == ".png" else "")
 
 
 def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
-    """Model name -> trajectory file, of files and of folders that hold some (finished stages' folders included).
+    """Map model names to trajectory files, given files or folders that contain some, such as finished stages.
 
-    In the order of the pipeline: the first model is what the others are compared with. Of several models of the same
-    name each says the run that it is of, or its folder.
-    Raises: DataError when there is none.
+    Models come in pipeline order: the others are compared with the first one. If several models share a name, each
+    label adds the run that evaluated it, or its folder.
+    Raises: DataError if there is no trajectory file.
     """
     files = [file for path in paths for file in _list_trajectory_files(path)]
     if not files:
         raise DataError(
-            f"{', '.join(map(str, paths))}: no trajectories*.jsonl there; name the files, or the "
+            f"{', '.join(map(str, paths))}: contains no trajectories*.jsonl; name the files, or the "
             "folder of a finished evaluation"
         )
-    found = [
+    named_files = [
         (file.stem.removeprefix("trajectories").strip("_-") or file.parent.name, file)
         for file in files
     ]
     known = ("base", *list_policy_stages())
-    places = {name: place for place, name in enumerate(known)}
-    counts = Counter(name for name, _ in found)
+    ranks = {name: rank for rank, name in enumerate(known)}
+    counts = Counter(name for name, _ in named_files)
     models: dict[str, Path] = {}
-    for name, file in sorted(found, key=lambda item: places.get(item[0], len(known) - 1)):
+    for name, file in sorted(named_files, key=lambda item: ranks.get(item[0], len(known) - 1)):
         label = f"{name} {_describe_evaluating_run(file)}" if counts[name] > 1 else name
         while label in models:
             label += "'"
@@ -134,21 +140,16 @@ def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def _describe_evaluating_run(file: Path) -> str:
-    """Start of the run that evaluated, as in the list of runs; the folder's name where no run of ours did."""
+    """Return the start time of the run that evaluated, as in the list of runs; else the folder's name."""
     journal = file.parent.with_name(f"{file.parent.name}.tracking")
-    started = next(
-        (
-            str(event.get("parent_folder") or "")
-            for event, _ in read_lines(build_events_path(journal))
-        ),
-        "",
-    )
+    first_event, _ = next(iter(read_lines(build_events_path(journal))), ({}, None))
+    started = str(first_event.get("parent_folder") or "")
     date, time = started[-19:-9], started[-8:].replace("-", ":")
     return f"{date} {time}" if started else file.parent.name
 
 
 def _list_trajectory_files(path: Path) -> list[Path]:
-    """A file itself; of a folder its own files, or else those of the finished stages in it (no dot in their names)."""
+    """List a file itself, or a folder's files, or else those of the finished stages in it (no dot in their names)."""
     if not path.is_dir():
         return [path]
     finished = [
@@ -160,7 +161,7 @@ def _list_trajectory_files(path: Path) -> list[Path]:
 
 
 def build_image_function(environment: Environment) -> Callable[[str, int], bytes | None]:
-    """(level, seed) -> PNG of the episode's hidden image; None for episodes that have no `image()`."""
+    """Build a function (level, seed) -> PNG of the episode's hidden image; None for episodes without `image()`."""
 
     def draw(level: str, seed: int) -> bytes | None:
         image = getattr(environment.episode(seed, level), "image", None)
@@ -170,7 +171,7 @@ def build_image_function(environment: Environment) -> Callable[[str, int], bytes
 
 
 def list_image_tools(environment: Environment) -> tuple[str, ...] | None:
-    """Tools that look at a hidden image: all of an environment whose episodes have one, none of any other's."""
+    """List the tools that look at a hidden image: None = all, if episodes have images; () = none otherwise."""
     try:
         seed = environment.seeds_of("heldout", environment.levels[0])[0]
         has_image = callable(

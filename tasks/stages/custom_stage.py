@@ -1,4 +1,4 @@
-"""Stages of the user's: the task that runs an `CustomStage` as every stage is run."""
+"""The task that runs a user-defined stage (`CustomStage`) like any other stage."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ StageInput = StageResult | Path | str
 
 
 def build_stage_task(stage: PipelineStage) -> Callable[..., StageResult]:
-    """The function that the flow calls with the pipeline run and what the stage takes, in order."""
+    """Build the function that the flow calls with the pipeline run and the stage's inputs, in order."""
 
     def run(
-        pipeline_run: PipelineRun, *taken: StageInput | Mapping[str, StageInput] | None
+        pipeline_run: PipelineRun, *values: StageInput | Mapping[str, StageInput] | None
     ) -> StageResult:
         inputs: dict[str, StageInput] = {}
-        for name, value in zip(stage.takes, taken, strict=True):
+        for name, value in zip(stage.takes, values, strict=True):
             if isinstance(value, Mapping):
                 inputs |= {f"model.{model}": source for model, source in value.items()}
             elif value is not None:
@@ -38,13 +38,13 @@ def build_stage_task(stage: PipelineStage) -> Callable[..., StageResult]:
 
 
 def run_custom_body(context: StageContext) -> dict[str, Any]:
-    """Call the user's body. Raises: DataError for a summary that is no dict, or a model that it did not write."""
+    """Call the user's body. Raises: DataError if the summary is not a dict, or if the model is missing."""
     stage = find_stage(context.name)
     assert stage.custom is not None
     summary = stage.custom.body(context)
     if not isinstance(summary, dict):
         raise DataError(
-            f"stage '{context.name}' gave {type(summary).__name__}; its body returns a dict of numbers for people, "
+            f"stage '{context.name}' returned {type(summary).__name__}; its body must return a dict of numbers, "
             "with a sentence as `note`"
         )
     if (
@@ -53,7 +53,7 @@ def run_custom_body(context: StageContext) -> dict[str, Any]:
         and not (context.folder / "model").is_dir()
     ):
         raise DataError(
-            f"stage '{context.name}' gives a {stage.gives}, but wrote no model; write one into context.folder / "
-            "'model', as context.save_model and rl_core.models.causal_lm.save do"
+            f"stage '{context.name}' declares that it gives a {stage.gives}, but wrote no model; write one into "
+            "context.folder / 'model', with context.save_model or rl_core.models.causal_lm.save"
         )
     return summary

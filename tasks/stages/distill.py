@@ -25,7 +25,11 @@ from tasks.stages.policy import build_validation_evaluator, compute_recent_metri
 def distill_from_teacher(
     pipeline_run: PipelineRun, model: Path | str, data: StageResult | None
 ) -> StageResult:
-    """Run the stage. `model`: where the policy starts; a teacher that is loaded here is an input, as it decides."""
+    """Run the stage.
+
+    Args:
+        model: the policy to start from. A teacher that is loaded locally becomes an input, since it affects the result.
+    """
     settings = pipeline_run.settings.stages.distill
     assert settings is not None
     inputs: dict[str, Any] = {"model": model}
@@ -37,30 +41,29 @@ def distill_from_teacher(
 
 
 def _run_distillation(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.policy_gradient import (
-        build_distillation_recipe,  # here: they load torch, not needed if cached
-        load_teacher,
-    )
+    # Imported here: loads torch, which a cached run does not need.
+    from rl_core.api.recipes.policy_gradient import build_distillation_recipe, load_teacher
 
     settings: DistillationSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = build_pipeline_environment(context.pipeline, data)
     policy = load_policy(context.inputs["model"], context.pipeline)
     teacher = settings.teacher
-    if "teacher" in context.inputs:  # a registered one is a folder by now
+    if "teacher" in context.inputs:  # a registered one has been downloaded to a folder
         teacher = dataclasses.replace(teacher, model=str(context.inputs["teacher"]))
     failed = open_failed_episode_file(context)
+    evaluator = None
+    if settings.eval_every:
+        evaluator = build_validation_evaluator(
+            context, settings.build_policy_settings(), policy, environment
+        )
     recipe = build_distillation_recipe(
         policy,
         load_teacher(teacher, policy),
         environment,
         settings,
         context.seed,
-        evaluator=build_validation_evaluator(
-            context, settings.build_policy_settings(), policy, environment
-        )
-        if settings.eval_every
-        else None,
+        evaluator=evaluator,
         record=build_combined_record(
             RewardRecord(context.folder / REWARD_RECORD),
             RecentRollouts(context.folder / RECENT_ROLLOUTS),
@@ -73,11 +76,11 @@ def _run_distillation(context: StageContext) -> dict[str, Any]:
     save_policy(context, policy, recipe.trainer.optimizer_step)
     metrics = {**compute_recent_metrics(outcome.history), **outcome.metrics}
     kl = metrics.get("policy/teacher_kl")
+    kl_note = f"; KL to the teacher {kl:.3f} nats per token at the end" if kl is not None else ""
     return {
         "steps": outcome.steps,
         "iterations": outcome.iterations,
         "stop_reason": outcome.stop_reason,
         "metrics": metrics,
-        "note": outcome.ended
-        + (f"; KL to the teacher {kl:.3f} nats per token at last" if kl is not None else ""),
+        "note": outcome.ended + kl_note,
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis import write_trajectories
-from rl_core.environments.environment import Environment
+from rl_core.environments.environment import Environment, HeldOutSeparation
 from rl_core.evaluation import Evaluation
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.heldout_episodes import draw_heldout_requests, draw_validation_requests
@@ -40,9 +40,11 @@ def evaluate_models(
     label: str | None = None,
     settings: EvaluationSettings | None = None,
 ) -> StageResult:
-    """Run the stage. `models`: what to evaluate, by the name that tables and pictures show.
+    """Run the stage.
 
-    settings: in place of the pipeline's.
+    Args:
+        models: the models to evaluate, by the name that tables and figures show.
+        settings: used instead of the pipeline's.
     """
     settings = settings or resolve_evaluation_settings(pipeline_run.settings)
     inputs: dict[str, StageResult | Path | str] = {
@@ -56,9 +58,9 @@ def evaluate_models(
 
 
 def resolve_episodes_seed(settings: EvaluationSettings, pipeline: PipelineSettings) -> int:
-    """Seed of the held-out episodes.
+    """Return the seed of the held-out episodes.
 
-    The pipeline's seed, not the stage's: the champion is compared on the same episodes, whichever run made it.
+    It is the pipeline's seed, not the stage's: the champion plays the same episodes, whichever run trained it.
     """
     return pipeline.seed if settings.episodes_seed is None else settings.episodes_seed
 
@@ -66,9 +68,11 @@ def resolve_episodes_seed(settings: EvaluationSettings, pipeline: PipelineSettin
 def list_reported_episodes(
     environment: Environment, settings: EvaluationSettings, pipeline: PipelineSettings
 ) -> list[EpisodeRequest]:
-    """The held-out episodes of an evaluation. Draws after the first leave out what validation chose the model by.
+    """List the held-out episodes of an evaluation.
 
-    Raises: DataError where the environment has too few for the draw.
+    Draws after the first skip the episodes that validation chose the model by.
+
+    Raises: DataError if the environment has too few for the draw.
     """
     seed = resolve_episodes_seed(settings, pipeline)
     excluded = list_validation_episodes(environment, pipeline) if settings.episodes_draw else []
@@ -78,9 +82,9 @@ def list_reported_episodes(
 def list_validation_episodes(
     environment: Environment, pipeline: PipelineSettings
 ) -> list[EpisodeRequest]:
-    """Episodes that policy training is validated on; [] without such a stage. None is of the evaluation's first draw.
+    """List the episodes that validate policy training, if it is validated. None belongs to the evaluation's first draw.
 
-    Raises: SettingsError where too few are held out.
+    Raises: SettingsError if too few are held out.
     """
     settings = pipeline.stages.policy
     if settings is None or not settings.eval_every:
@@ -101,19 +105,18 @@ def list_validation_episodes(
 
 
 def resolve_trajectories_path(folder: Path, name: str) -> Path:
-    """File of one model's sampled episodes."""
+    """Return the path of one model's sampled episodes."""
     return folder / f"trajectories_{name}.jsonl"
 
 
 def read_evaluation(folder: Path, name: str) -> Evaluation:
-    """The sampled evaluation of one model."""
+    """Read the sampled evaluation of one model."""
     return Evaluation.from_json(json.loads((folder / "evaluation.json").read_text())[name])
 
 
 def _run_evaluation(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.evaluation import (
-        evaluate_heldout,  # here: they load torch, not needed if cached
-    )
+    # Imported here: these load torch, which a cached run does not need.
+    from rl_core.api.evaluation import evaluate_heldout
     from rl_core.api.policy import resolve_model_folder
     from rl_core.models.export_records import (
         EVALUATED_LOGPROBS_FILE,
@@ -137,9 +140,9 @@ def _run_evaluation(context: StageContext) -> dict[str, Any]:
         policy = load_frozen_policy(
             resolve_model_folder(context.inputs[f"model.{name}"]), context.pipeline
         )
-        keep = build_failure_recorder(context, failed, model_name=name)
+        store_failure = build_failure_recorder(context, failed, model_name=name)
         result, greedy = evaluate_heldout(
-            policy, environment, requests, settings, context.pipeline.seed, keep
+            policy, environment, requests, settings, context.pipeline.seed, store_failure
         )
         metrics = result.metrics(f"eval/{name}")
         stored[name] = result.to_json()
@@ -152,9 +155,8 @@ def _run_evaluation(context: StageContext) -> dict[str, Any]:
         context.tracker.log_metrics(metrics, index)
         path = resolve_trajectories_path(context.folder, name)
         write_trajectories(path, result.trajectories)
-        write_tokens(
-            build_tokens_path(path), result.rollouts
-        )  # for the analysis, which never tokenises again
+        # for the analysis, which does not tokenise again
+        write_tokens(build_tokens_path(path), result.rollouts)
         records[name] = record_evaluated_logprobs(policy.model, result.rollouts, settings.sampling)
         inject_fault("evaluation.trajectories")
         context.tracker.log_artifact(path, "trajectories")
@@ -173,28 +175,35 @@ def _run_evaluation(context: StageContext) -> dict[str, Any]:
     inject_fault("evaluation.written")
     context.tracker.log_artifact(context.folder / "evaluation.json")
     context.tracker.progress(len(names), len(names))
-    said = (
-        "success"
-        if environment.knows_success
-        else "reward (there is no success: no verifier tells it)"
-    )
-    key, form = ("success", ".1%") if environment.knows_success else ("reward", ".3f")
-    note = ", ".join(f"{name} {row[key]:{form}}" for name, row in table.items())
-    held_out = {
-        level: environment.held_out(level)
-        for level in dict.fromkeys(request.level for request in requests)
-    }
-    seen = [level for level, found in held_out.items() if found.by != "content"]
-    if lost := sum(row["failed_episodes"] for row in table.values()):
-        note += f"; {lost} episodes failed and count nowhere ({FAILED_EPISODES})"
-    if seen:
-        note += f"; held out by seed only, so these questions may be training questions: {', '.join(seen)}"
+    levels = dict.fromkeys(request.level for request in requests)
+    held_out = {level: environment.held_out(level) for level in levels}
     return {
         "models": table,
         "episodes": len(requests),
-        "held_out": {level: found.to_json() for level, found in held_out.items()},
-        "note": f"{said} on {len(requests)} held-out episodes: {note}",
+        "held_out": {level: report.to_json() for level, report in held_out.items()},
+        "note": _describe_results(environment, table, held_out, len(requests)),
     }
+
+
+def _describe_results(
+    environment: Environment,
+    table: Mapping[str, Mapping[str, Any]],
+    held_out: Mapping[str, HeldOutSeparation],
+    num_episodes: int,
+) -> str:
+    if environment.knows_success:
+        measure, key, number_format = "success", "success", ".1%"
+    else:
+        measure = "reward (success is unknown without a verifier)"
+        key, number_format = "reward", ".3f"
+    rates = ", ".join(f"{name} {row[key]:{number_format}}" for name, row in table.items())
+    note = f"{measure} on {num_episodes} held-out episodes: {rates}"
+    if num_failed := sum(row["failed_episodes"] for row in table.values()):
+        note += f"; {num_failed} episodes failed and are not counted ({FAILED_EPISODES})"
+    by_seed = [level for level, report in held_out.items() if report.by != "content"]
+    if by_seed:
+        note += f"; held out by seed only, so these questions may be training questions: {', '.join(by_seed)}"
+    return note
 
 
 def _summarize_evaluation(result: Evaluation) -> dict[str, Any]:

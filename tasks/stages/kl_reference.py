@@ -1,4 +1,4 @@
-"""Reference model of a KL term."""
+"""The reference model of a KL term."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def load_kl_reference(
     context: StageContext, policy: Policy, precision: Precision = "full"
 ) -> PreTrainedModel:
-    """The model that a KL term refers to: new adapters change nothing, so without them the policy is where it started.
+    """Load the model that a KL term refers to. A policy with fresh LoRA adapters is its own reference, without them.
 
     Args:
-        precision: of its weights, where it is a copy.
+        precision: of the weights, if the reference is a copy.
     """
     from rl_core.models.lora import is_lora
     from rl_core.references.pool import get_frozen_models

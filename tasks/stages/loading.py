@@ -1,7 +1,4 @@
-"""Failed episodes of a stage, kept in its folder for `posttrain replay`.
-
-Loading of a policy with its renderer and backend, and of the environment, for all stages; saving of a policy.
-"""
+"""Loading and saving of policies, the pipeline's environment, and the recorder of failed episodes, for all stages."""
 
 from __future__ import annotations
 
@@ -27,49 +24,51 @@ if TYPE_CHECKING:
 
 
 def open_failed_episode_file(context: StageContext) -> FailedEpisodeFile:
-    """The stage's file."""
+    """Open the stage's file of failed episodes, which `posttrain replay` reads."""
     return FailedEpisodeFile(context.folder / FAILED_EPISODES, context.name)
 
 
 def build_failure_recorder(
     context: StageContext, file: FailedEpisodeFile | None = None, *, model_name: str = ""
 ) -> StoreFailedEpisode:
-    """Function that keeps an episode, and says how to look at it; only the first of several processes keeps them.
+    """Build a function that stores a failed episode and returns how to replay it.
+
+    Only the first of several processes stores.
 
     Args:
-        file: where several keepers share one. of: the model that plays; "" = the policy in training.
+        file: shared by several recorders.
+        model_name: the model that plays; "" = the policy in training.
     """
-    kept = file or open_failed_episode_file(context)
+    failed_episodes = file or open_failed_episode_file(context)
 
-    def keep(episode: FailedEpisode) -> str:
+    def store(episode: FailedEpisode) -> str:
         if not context.process_group.is_rank_zero:
             return ""
-        model = (
-            f"{model_name}_greedy"
-            if model_name and episode.trajectory.temperature == 0
-            else model_name
-        )
-        name = kept.append_episode(episode, model or str(episode.iteration))
+        is_greedy = model_name and episode.trajectory.temperature == 0
+        model = f"{model_name}_greedy" if is_greedy else model_name
+        name = failed_episodes.append_episode(episode, model or str(episode.iteration))
+        if name is None:
+            return ""
         replay = format_posttrain_command(
             f"replay {shlex.quote(str(name))}", Path(context.pipeline.output)
         )
-        return "" if name is None else f"play it again: {replay}"
+        return f"play it again: {replay}"
 
-    return keep
+    return store
 
 
 def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
-    """The policy of a model folder or hub name, with the pipeline's dtype, device and adapters."""
-    from rl_core.api import policy  # here: it loads torch, not needed if cached
+    """Load the policy of a model folder or hub name, with the pipeline's dtype, device and adapters."""
+    from rl_core.api import policy  # imported here: loads torch, which a cached run does not need
 
     return policy.load_policy(source, pipeline.model)
 
 
 def load_frozen_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
-    """The policy of a model folder or hub name as it is written: no adapters, no rounding to few bits.
+    """Load the policy of a model folder or hub name as it is stored: without adapters or quantisation.
 
-    For stages that play or read a policy: adapters would be new ones that change nothing but the speed, and
-    `model.lora.quantize` would judge another model than the one that is promoted.
+    For stages that only play or read a policy. New adapters would change nothing but the speed, and
+    `model.lora.quantize` would judge a different model than the one that is promoted.
     """
     from rl_core.api import policy  # here: it loads torch, not needed if cached
 
@@ -77,7 +76,7 @@ def load_frozen_policy(source: Path | str, pipeline: PipelineSettings) -> Policy
 
 
 def save_policy(context: StageContext, policy: Policy, optimizer_step: OptimizerStep) -> None:
-    """Write the policy that the stage has trained into its folder."""
+    """Write the policy that the stage trained into its folder."""
     context.save_model(
         optimizer_step,
         policy.model,
@@ -87,14 +86,21 @@ def save_policy(context: StageContext, policy: Policy, optimizer_step: Optimizer
 
 
 def build_pipeline_environment(pipeline: PipelineSettings, data: Path | None) -> Environment:
-    """The pipeline's environment; `data` is the data stage's folder, where that stage is part of the pipeline."""
+    """Build the pipeline's environment.
+
+    Args:
+        data: the data stage's folder, if that stage is part of the pipeline.
+    """
     return build_environment_factory(pipeline, data)()
 
 
 def build_environment_factory(
     pipeline: PipelineSettings, data: Path | None
 ) -> Callable[[], Environment]:
-    """Makes the pipeline's environment, also in another process; arguments: as `build_pipeline_environment`."""
+    """Build a function that creates the pipeline's environment, also in another process.
+
+    Arguments: as `build_pipeline_environment`.
+    """
     return functools.partial(
         make_environment, pipeline.environment.name, dict(pipeline.environment.options), data=data
     )

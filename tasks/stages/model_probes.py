@@ -1,4 +1,4 @@
-"""Measurements of the analysis that need models: each policy on its own episodes, the reward model on all."""
+"""Measurements of the analysis that need models: each policy on its own episodes, the reward model on all episodes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ def measure_models(
     data: Path | None = None,
     reward_model: Path | None = None,
 ) -> ProbeResults:
-    """Measure every model that has trajectories; at most two are in memory at once.
+    """Measure every model that has trajectories; hold at most two in memory.
 
     Args:
         models: name -> finished stage, model folder or hub name, the first model first.
-        trajectories: name -> trajectories_NAME.jsonl, with tokens_NAME.jsonl beside it.
-        environment, data: held-out demonstrations are the data stage's, or else what the environment's demonstrator
-            shows at held-out seeds. reward_model: the reward model stage's folder.
+        trajectories: name -> trajectories_NAME.jsonl, with tokens_NAME.jsonl in the same folder.
+        environment, data: held-out demonstrations come from the data stage, or else from the environment's demonstrator
+            at held-out seeds.
+        reward_model: the reward model stage's folder.
     """
     limit = max(settings.probe_episodes, settings.probe_scores if reward_model else 0)
     played = {
@@ -65,7 +66,7 @@ def measure_models(
         subject = ProbedModel(policy.model, policy.renderer)
         if first is not None and not has_same_vocabulary(first.renderer, subject.renderer):
             notes.append(
-                f"'{name}' has another tokenizer than the first model: KL and coherence are not comparable."
+                f"'{name}' has a different tokenizer than the first model: KL and coherence are not comparable."
             )
             probes[name] = probe_model(subject, None, [], demonstrations)
             continue
@@ -73,12 +74,14 @@ def measure_models(
             subject, first, played[name][: settings.probe_episodes], demonstrations
         )
         first = first or subject
-    scored = [
+    to_score = [
         rollout for rollouts in played.values() for rollout in rollouts[: settings.probe_scores]
     ]
     calibration = None
-    if reward_model is not None and scored and first is not None:
-        calibration = _calibrate_reward_model(pipeline, reward_model, first.renderer, scored, notes)
+    if reward_model is not None and to_score and first is not None:
+        calibration = _calibrate_reward_model(
+            pipeline, reward_model, first.renderer, to_score, notes
+        )
     inject_fault("analysis.probed")
     return ProbeResults(probes, calibration, notes)
 
@@ -92,7 +95,9 @@ def _calibrate_reward_model(
 ) -> RewardModelCalibration | None:
     model, tokenizer = heads.load_reward_model(folder / "model", pipeline.model)
     if tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
-        notes.append("the reward model has another tokenizer than the policies: it was not scored.")
+        notes.append(
+            "the reward model has a different tokenizer than the policies: it was not scored."
+        )
         return None
     scores = heads.score_rows(
         model, [r.last_context for r in rollouts], pad_id=renderer.pad_id, max_tokens=MAX_TOKENS
@@ -104,14 +109,14 @@ def _calibrate_reward_model(
 def _load_heldout_demonstrations(
     data: Path | None, environment: Environment | None, limit: int, native_tools: bool
 ) -> list[Row]:
-    """Up to `limit` rows of held-out demonstrations, always the same ones; [] where there are none."""
+    """Load up to `limit` rows of held-out demonstrations, always the same ones; [] if there are none."""
     path = data / "demonstrations_heldout.jsonl" if data is not None else None
     if path is not None and path.is_file():
         with path.open(encoding="utf-8") as file:
             return [json.loads(line) for line in islice(file, limit)]
-    shown: list[Row] = []
+    rows: list[Row] = []
     if environment is None:
-        return shown
+        return rows
     schema = environment.tools.schema() if native_tools else []
     for level in environment.levels:
         seeds = environment.seeds_of("heldout", level)[: -(-limit // len(environment.levels))]
@@ -119,5 +124,5 @@ def _load_heldout_demonstrations(
             demonstration = environment.demonstration(seed, level)
             if demonstration is None:
                 return []
-            shown.append({"messages": demonstration.messages, "tools": schema})
-    return shown[:limit]
+            rows.append({"messages": demonstration.messages, "tools": schema})
+    return rows[:limit]

@@ -1,4 +1,4 @@
-"""Stage: policy and value networks for plain observations, by PPO on a Gymnasium environment."""
+"""Stage: policy and value networks for plain observations, trained by PPO on a Gymnasium environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NETWORK_FOLDER, EPISODES_FILE = "network", "episodes.json"
 
 
 def train_network(pipeline_run: PipelineRun) -> StageResult:
-    """Run the stage; it takes nothing from the stages before it."""
+    """Run the stage; it has no inputs from earlier stages."""
     return run_stage(
         pipeline_run,
         "network",
@@ -28,7 +28,7 @@ def train_network(pipeline_run: PipelineRun) -> StageResult:
 
 
 def _run_network_training(context: StageContext) -> dict[str, Any]:
-    # here: they load torch, not needed if cached
+    # Imported here: these load torch, which a cached run does not need.
     from rl_core.api.recipes.network import build_network_recipe
     from rl_core.networks.network_files import save_network
     from rl_core.networks.vector_environment import build_environment_factory, read_environment_name
@@ -40,21 +40,23 @@ def _run_network_training(context: StageContext) -> dict[str, Any]:
     )
     try:
         outcome = context.train(recipe)
-        played = recipe.trainer.evaluate_on_test_seeds()
+        evaluation = recipe.trainer.evaluate_on_test_seeds()
     finally:
         recipe.trainer.environment.close()
     save_network(recipe.trainer.model, context.folder / NETWORK_FOLDER, name)
     context.tracker.log_artifact(context.folder / NETWORK_FOLDER)
-    write_json_atomic(context.folder / EPISODES_FILE, played.to_json())
+    write_json_atomic(context.folder / EPISODES_FILE, evaluation.to_json())
     context.tracker.log_artifact(context.folder / EPISODES_FILE)
-    tested = {
+    test_metrics = {
         name.replace("eval/", "eval/test/"): value
-        for name, value in played.compute_metrics().items()
+        for name, value in evaluation.compute_metrics().items()
     }
-    context.tracker.log_metrics(tested, outcome.steps + 1)
-    metrics = {**outcome.metrics, **tested}
-    mean, low, high = (tested[f"eval/test/episode_return{end}"] for end in ("", "_low", "_high"))
-    how = "greedily" if settings.eval_greedy else "by sampled actions"
+    context.tracker.log_metrics(test_metrics, outcome.steps + 1)
+    metrics = {**outcome.metrics, **test_metrics}
+    mean, low, high = (
+        test_metrics[f"eval/test/episode_return{suffix}"] for suffix in ("", "_low", "_high")
+    )
+    action_choice = "greedily" if settings.eval_greedy else "by sampled actions"
     logger.info("%s: return %.1f [%.1f, %.1f]", name, mean, low, high)
     return {
         "steps": outcome.steps,
@@ -62,6 +64,6 @@ def _run_network_training(context: StageContext) -> dict[str, Any]:
         "stop_reason": outcome.stop_reason,
         "episode_return": mean,
         "metrics": metrics,
-        "note": f"return {mean:.1f} [{low:.1f}, {high:.1f}] over {len(played.returns)} held-out episodes of {name}, "
-        f"played {how}, after {recipe.trainer.environment_steps:,} steps",
+        "note": f"return {mean:.1f} [{low:.1f}, {high:.1f}] over {len(evaluation.returns)} held-out episodes "
+        f"of {name}, played {action_choice}, after {recipe.trainer.environment_steps:,} steps",
     }

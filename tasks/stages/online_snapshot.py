@@ -1,4 +1,4 @@
-"""Stage: a snapshot of a learning service as a model that can be compared, registered and promoted."""
+"""Stage: export a learning service's snapshot as a model that can be compared, registered and promoted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineSnapshotSettings(Settings):
-    """The snapshot, and the model that its service began with."""
+    """The snapshot, and the model that its service started from."""
 
     service: str = setting(doc="folder of the service")
-    snapshot: int = setting(ge=1, doc="version: online updates behind the weights")
+    snapshot: int = setting(ge=1, doc="version: number of online updates in the weights")
     weights_sha256: str = setting(doc="digest of the snapshot's weights")
-    base_sha256: str = setting(doc="digest of the model that the service began with")
+    base_sha256: str = setting(doc="digest of the model that the service started from")
     lora: LoraSettings | None = setting(
-        None, doc="adapters that the service trains; left out: all weights"
+        None, doc="adapters that the service trains; unset: all weights"
     )
 
 
@@ -42,19 +42,26 @@ def _export_snapshot(context: StageContext) -> dict[str, Any]:
     from rl_core.online.weight_snapshots import WeightSnapshots, digest_weights
     from rl_core.storage.manifest import digest_folder
 
-    own: OnlineSnapshotSettings = context.settings
-    service = Path(own.service)
-    if digest_folder(service / "model") != own.base_sha256:
-        raise DataError(f"{service / 'model'}: is another model than the service began with")
-    weights = WeightSnapshots(service / SNAPSHOTS_FOLDER).load_weights(own.snapshot)
-    if digest_weights(weights) != own.weights_sha256:
-        raise DataError(f"{service}: snapshot {own.snapshot} has other weights than were chosen")
-    kind = dataclasses.replace(context.pipeline.model, path=str(service / "model"), lora=own.lora)
-    policy = load_policy(kind)
+    settings: OnlineSnapshotSettings = context.settings
+    service = Path(settings.service)
+    if digest_folder(service / "model") != settings.base_sha256:
+        raise DataError(f"{service / 'model'}: is not the model that the service started from")
+    weights = WeightSnapshots(service / SNAPSHOTS_FOLDER).load_weights(settings.snapshot)
+    if digest_weights(weights) != settings.weights_sha256:
+        raise DataError(
+            f"{service}: snapshot {settings.snapshot} has different weights than the selected one"
+        )
+    model = dataclasses.replace(
+        context.pipeline.model, path=str(service / "model"), lora=settings.lora
+    )
+    policy = load_policy(model)
     load_trainable_weights(policy.model, weights)
     write_records(context.folder / TRAINED_LOGPROBS_FILE, record_trained_logprobs(policy.model))
     policy.save(context.folder / "model")
-    return {"note": f"snapshot {own.snapshot} of {service.name}", "snapshot": own.snapshot}
+    return {
+        "note": f"snapshot {settings.snapshot} of {service.name}",
+        "snapshot": settings.snapshot,
+    }
 
 
 STAGE = CustomStage(

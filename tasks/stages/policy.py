@@ -1,4 +1,4 @@
-"""Stage: policy optimisation from rewards, with the curriculum."""
+"""Stage: policy optimisation from rewards, with a curriculum."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from rl_core.rollout_workers.server_backend import ServerBackend
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
-
-NUM_RECENT_ITERATIONS = 10  # iterations whose mean stands for the end of training
+NUM_RECENT_ITERATIONS = 10  # iterations whose mean represents the end of training
 
 
 def optimise_policy(
@@ -44,7 +43,12 @@ def optimise_policy(
     data: StageResult | None,
     reward: StageResult | None,
 ) -> StageResult:
-    """Run the stage. `model`: where the policy starts and what KL refers to; `reward`: the reward model's stage."""
+    """Run the stage.
+
+    Args:
+        model: where the policy starts, and what the KL term refers to.
+        reward: result of the stage `reward_model`.
+    """
     inputs: dict[str, Any] = {"model": model}
     if data is not None:
         inputs["data"] = data
@@ -56,27 +60,28 @@ def optimise_policy(
 
 
 def _run_policy_training(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.policy_gradient import (
-        build_policy_gradient_recipe,  # here: they load torch, not needed if cached
-    )
+    # Imported here: loads torch, which a cached run does not need.
+    from rl_core.api.recipes.policy_gradient import build_policy_gradient_recipe
 
     settings: PolicySettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = build_pipeline_environment(context.pipeline, data)
     policy = load_policy(context.inputs["model"], context.pipeline)
     failed = open_failed_episode_file(context)
+    reference = evaluator = None
+    if settings.kl_coef > 0:
+        reference = load_kl_reference(context, policy, settings.reference_precision)
+    scorer = _build_reward_scorer(context) if "reward_model" in context.inputs else None
+    if settings.eval_every:
+        evaluator = build_validation_evaluator(context, settings, policy, environment)
     recipe = build_policy_gradient_recipe(
         policy,
-        load_kl_reference(context, policy, settings.reference_precision)
-        if settings.kl_coef > 0
-        else None,
+        reference,
         environment,
         settings,
         context.seed,
-        scorer=_build_reward_scorer(context) if "reward_model" in context.inputs else None,
-        evaluator=build_validation_evaluator(context, settings, policy, environment)
-        if settings.eval_every
-        else None,
+        scorer=scorer,
+        evaluator=evaluator,
         record=build_combined_record(
             RewardRecord(context.folder / REWARD_RECORD),
             RecentRollouts(context.folder / RECENT_ROLLOUTS),
@@ -94,42 +99,45 @@ def _run_policy_training(context: StageContext) -> dict[str, Any]:
     outcome = context.train(recipe)
     save_policy(context, policy, trainer.optimizer_step)
     history = trainer.curriculum.export_history()
-    parts = context.process_group.run_on_rank_zero(
+    contributions = context.process_group.run_on_rank_zero(
         functools.partial(_compute_contributions, context, list(trainer.rewards.components))
     )
-    rewards = _describe_rewards(parts, by_prompt=settings.algorithm in GROUP_ALGORITHMS)
-    extra = {
-        f"reward/{name.replace(':', '.')}/{key}": v
-        for name, p in parts.items()
-        for key, v in p.to_metrics().items()
+    rewards = _describe_rewards(contributions, by_prompt=settings.algorithm in GROUP_ALGORITHMS)
+    reward_metrics = {
+        f"reward/{name.replace(':', '.')}/{key}": value
+        for name, contribution in contributions.items()
+        for key, value in contribution.to_metrics().items()
     }
     if context.process_group.is_rank_zero:
         _show_curriculum(context, history)
-        context.tracker.log_metrics(extra, outcome.steps + 1)
+        context.tracker.log_metrics(reward_metrics, outcome.steps + 1)
         if rewards:
             context.tracker.set_tag("rewards", rewards)
-    sampled = {} if trainer.server is None else {"sampler": _describe_sampler(trainer.server)}
+    notes = [outcome.ended, f"curriculum: {_describe_curriculum(history, settings.curriculum)}"]
+    if rewards:
+        notes.append(rewards)
+    sampler = {}
+    if trainer.server is not None:
+        sampler = {"sampler": _describe_sampler(trainer.server)}
+        notes.append(f"rollouts by {trainer.server.description.engine_label}")
     return {
-        **sampled,
+        **sampler,
         "steps": outcome.steps,
         "iterations": outcome.iterations,
         "stop_reason": outcome.stop_reason,
         "curriculum": history,
         "rewards": rewards,
-        "metrics": {**compute_recent_metrics(outcome.history), **outcome.metrics, **extra},
-        "note": f"{outcome.ended}; "
-        f"curriculum: {_describe_curriculum(history, settings.curriculum)}"
-        + (f"; {rewards}" if rewards else "")
-        + (
-            f"; rollouts by {trainer.server.description.engine_label}"
-            if trainer.server is not None
-            else ""
-        ),
+        "metrics": {
+            **compute_recent_metrics(outcome.history),
+            **outcome.metrics,
+            **reward_metrics,
+        },
+        "note": "; ".join(notes),
     }
 
 
 def _build_reward_scorer(context: StageContext) -> Scorer:
-    """Scores token rows with the reward model that is among the inputs."""
+    """Build a function that scores token rows with the reward model among the inputs."""
     from rl_core.models import heads
     from rl_core.references.pool import get_frozen_models
 
@@ -141,7 +149,7 @@ def _build_reward_scorer(context: StageContext) -> Scorer:
 
 
 def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> None:
-    """Have lost workers told to the tracker, the schedule of asynchronous rollouts kept, and the server noted."""
+    """Report lost workers to the tracker, keep the schedule of asynchronous rollouts, and tag the inference server."""
     from rl_core.rollout_workers.async_worker_group import AsyncWorkerGroup
 
     if trainer.server is not None:
@@ -159,20 +167,22 @@ def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> Non
 
 
 def _describe_sampler(server: ServerBackend) -> dict[str, str]:
-    """The inference server that the rollouts come from, for the record."""
-    found = server.description
-    versions = ", ".join(f"{name} {number}" for name, number in sorted(found.versions.items()))
+    """Describe the inference server that produces the rollouts, for the record."""
+    description = server.description
+    versions = ", ".join(
+        f"{name} {number}" for name, number in sorted(description.versions.items())
+    )
     return {
-        "server": f"{found.engine_label} at {server.server.address}",
+        "server": f"{description.engine_label} at {server.server.address}",
         "server_versions": versions,
-        "dtype": found.dtype,
+        "dtype": description.dtype,
     }
 
 
 def build_validation_evaluator(
     context: StageContext, settings: PolicySettings, policy: Policy, environment: Environment
 ) -> Callable[[], dict[str, float]]:
-    """Plays the validation episodes; they are not among those that the evaluation stage reports on."""
+    """Build a function that plays the validation episodes, none of which the evaluation stage reports on."""
     from rl_core.api.evaluation import build_validator
 
     requests = list_validation_episodes(environment, context.pipeline)
@@ -187,25 +197,29 @@ def build_validation_evaluator(
 
 
 def compute_recent_metrics(history: MetricHistory) -> dict[str, float]:
-    """Means over the last iterations of what training measured."""
+    """Compute the means of the training metrics over the last iterations."""
     iterations = history.list_points("reward/mean", NUM_RECENT_ITERATIONS)
-    begun = iterations[0][0] if iterations else 0.0
+    first_step = iterations[0][0] if iterations else 0.0
     names = [
         name
         for name in history.names
         if name.split("/")[0] in ("train", "reward", "policy", "tool")
     ]
     values = {
-        name: [v for step, v in history.list_points(name, NUM_RECENT_ITERATIONS) if step >= begun]
+        name: [
+            value
+            for step, value in history.list_points(name, NUM_RECENT_ITERATIONS)
+            if step >= first_step
+        ]
         for name in names
     }
-    return {name: sum(found) / len(found) for name, found in values.items() if found}
+    return {name: sum(recent) / len(recent) for name, recent in values.items() if recent}
 
 
 def _compute_contributions(
     context: StageContext, names: Sequence[str]
 ) -> dict[str, RewardContribution]:
-    """Of each reward component, over all rollouts of the run."""
+    """Compute the contribution of each reward component over all rollouts of the run."""
     from rl_core.rewards.contribution import compute_contributions, iter_compared_groups
 
     by_iteration = context.settings.algorithm not in GROUP_ALGORITHMS
@@ -214,17 +228,21 @@ def _compute_contributions(
     )
 
 
-def _describe_rewards(parts: Mapping[str, RewardContribution], *, by_prompt: bool) -> str:
-    """Each component's share, and the contribution of the reward model, for people; '' for `task` alone."""
+def _describe_rewards(contributions: Mapping[str, RewardContribution], *, by_prompt: bool) -> str:
+    """Describe each component's share and the reward model's contribution; "" for `task` alone."""
     clauses = []
-    shares = [f"{name} {part.share:.0%}" for name, part in parts.items() if part.share is not None]
-    if len(parts) > 1 and shares:
+    shares = [
+        f"{name} {contribution.share:.0%}"
+        for name, contribution in contributions.items()
+        if contribution.share is not None
+    ]
+    if len(contributions) > 1 and shares:
         clauses.append(
             f"reward differences within {'a prompt' if by_prompt else 'an iteration'}: {', '.join(shares)}"
         )
-    if "learned" in parts:
-        learned, facts = parts["learned"], []
-        if len(parts) > 1:
+    if "learned" in contributions:
+        learned, facts = contributions["learned"], list[str]()
+        if len(contributions) > 1:
             facts.append(
                 f"the only difference in {learned.alone:.0%} of the {'prompts' if by_prompt else 'iterations'}"
             )
@@ -236,12 +254,12 @@ def _describe_rewards(parts: Mapping[str, RewardContribution], *, by_prompt: boo
 
 
 def _show_curriculum(context: StageContext, history: list[dict[str, Any]]) -> None:
-    """The moves so far as an artifact and tags, so that they are seen while the stage trains."""
+    """Log the moves so far as an artifact and tags, so that they are visible while the stage trains."""
     context.tracker.log_dict({"history": history}, "curriculum.json")
     rollbacks = sum(row["kind"] == "rollback" for row in history)
     stages = context.settings.curriculum
-    present = history[-1]["to"] if history else (stages[0].name if stages else "all")
-    context.tracker.set_tag("curriculum.stage", present)
+    current = history[-1]["to"] if history else (stages[0].name if stages else "all")
+    context.tracker.set_tag("curriculum.stage", current)
     context.tracker.set_tag("curriculum.moves", _describe_curriculum(history, stages)[:4000])
     context.tracker.set_tag("curriculum.rollbacks", str(rollbacks))
 

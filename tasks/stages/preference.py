@@ -1,4 +1,4 @@
-"""Stage: preference optimisation (DPO and its relatives) on pairs from a file or the policy's own rollouts."""
+"""Stage: preference optimisation (DPO and related losses) on pairs from a file or from the policy's own rollouts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from tasks.stages.loading import load_policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 logger = logging.getLogger(__name__)
 
 
 def optimise_preferences(
     pipeline_run: PipelineRun, model: Path | str, data: StageResult | None
 ) -> StageResult:
-    """Run the stage. `model`: where the policy starts, what it is held to, and whose rollouts make the pairs."""
+    """Run the stage.
+
+    Args:
+        model: the policy to start from, the reference, and the source of rollouts for pairs.
+    """
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
     return run_stage(
         pipeline_run,
@@ -37,9 +40,8 @@ def optimise_preferences(
 
 
 def _run_preference_training(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.preference import (
-        build_preference_recipe,  # here: they load torch, not needed if cached
-    )
+    # Imported here: these load torch, which a cached run does not need.
+    from rl_core.api.recipes.preference import build_preference_recipe
     from tasks.stages.preference_pairs import load_or_compute_references, load_stage_pairs
 
     settings: PreferenceSettings = context.settings
@@ -47,10 +49,11 @@ def _run_preference_training(context: StageContext) -> dict[str, Any]:
     policy = load_policy(context.inputs["model"], context.pipeline)
     references = None
     if settings.needs_reference:
+        # next to the keys, so that a run with another beta reuses them
+        folder = context.folder.parent / "references"
         references = context.process_group.run_on_rank_zero(
             lambda: load_or_compute_references(
-                context.folder.parent
-                / "references",  # beside the keys: another beta finds them again
+                folder,
                 policy.model,
                 (pairs.train, pairs.heldout),
                 pad_id=policy.renderer.pad_id,
@@ -77,10 +80,10 @@ def _run_preference_training(context: StageContext) -> dict[str, Any]:
     context.save_model(recipe.trainer.optimizer_step, policy.model, policy.tokenizer, load)
     metrics = outcome.metrics
     accuracy = metrics["eval/accuracy"]
-    compared = sum(not pair.tie for pair in pairs.heldout)
-    low, high = wilson_interval(round(accuracy * compared), compared)
+    num_compared = sum(not pair.tie for pair in pairs.heldout)
+    low, high = wilson_interval(round(accuracy * num_compared), num_compared)
     rows = "completions" if settings.loss == "kto" else "pairs"
-    finding = _describe_accuracy(settings.loss, accuracy, compared)
+    finding = _describe_accuracy(settings.loss, accuracy, num_compared)
     return {
         "steps": outcome.steps,
         "stop_reason": outcome.stop_reason,
@@ -98,10 +101,10 @@ def _run_preference_training(context: StageContext) -> dict[str, Any]:
 
 
 def _describe_accuracy(loss: str, accuracy: float, count: int) -> str:
-    """Meaning of the held-out accuracy under a loss."""
+    """Describe the held-out accuracy under a loss."""
     if loss == "kto":
         return f"{accuracy:.1%} of {count} held-out completions are on their label's side of the reference point"
-    compared = "the rejected one" if loss in ("simpo", "orpo") else "its start did"
+    baseline = "the rejected one" if loss in ("simpo", "orpo") else "the initial policy did"
     return (
-        f"prefers the chosen side of {accuracy:.1%} of {count} held-out pairs more than {compared}"
+        f"prefers the chosen side of {accuracy:.1%} of {count} held-out pairs more than {baseline}"
     )

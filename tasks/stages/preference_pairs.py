@@ -1,10 +1,10 @@
-"""Reference log-probabilities kept on disk, so that the same pairs under the same weights are scored once.
+"""Preference pairs, from the data stage's file or from scored rollouts, and the cache of their reference log-probs.
+
+The same pairs under the same weights are scored once:
 
     <folder>/<name>/   references.safetensors (train, heldout: float64 [pairs, 2]), manifest.json
 
-The name is a digest of everything that decides the numbers, so a changed weight, pair or batch size is another entry.
-
-Preference pairs for the stages that learn from them: from the data stage's file, or from scored rollouts.
+The name is a digest of everything that affects the numbers, so a changed weight, pair or batch size is another entry.
 """
 
 from __future__ import annotations
@@ -65,11 +65,15 @@ from tasks.stages.loading import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 logger = logging.getLogger(__name__)
 
-REFERENCES_FILE = "references.safetensors"
+Row = dict[str, Any]
 ReferenceLogprobs = list[tuple[float, float]]
+
+REFERENCES_FILE = "references.safetensors"
+PAIRS_PER_GROUP = 4  # more pairs of one prompt would mostly repeat each other
+HELDOUT_SHARE = 0.15  # of the questions
+MAX_GROUP_FACTOR = 16  # a policy that nearly always fails, or succeeds, gives few pairs
 
 
 def load_or_compute_references(
@@ -82,10 +86,11 @@ def load_or_compute_references(
     precision: AutocastPrecision = "none",
     code: str = "",
 ) -> tuple[ReferenceLogprobs, ReferenceLogprobs]:
-    """Log-probabilities of (training, held-out) pairs under `model`: read from `folder`, or computed and kept there.
+    """Return the log-probabilities of (training, held-out) pairs under `model`, from the cache `folder` if possible.
 
-    An entry is verified before it is used; a damaged one is removed, with a warning, and made again. Where the disk
-    refuses to keep one, the numbers are used all the same.
+    An entry is verified before it is used; a damaged one is removed, with a warning, and recomputed. If the disk
+    refuses to store an entry, the numbers are used anyway.
+
     Args:
         pad_id, max_tokens, precision: as in `compute_reference_logprobs`.
         code: version of the code that computes them.
@@ -93,11 +98,11 @@ def load_or_compute_references(
     name = _compute_entry_name(model, parts, [pad_id, max_tokens, precision], code)
     entry = folder / name
     if folder.is_dir():
-        clear_leftovers(folder)  # of a process that died while it wrote
-    found = _read_cache_entry(entry, tuple(len(pairs) for pairs in parts))
-    if found is not None:
+        clear_leftovers(folder)  # of a process that crashed while writing
+    cached = _read_cache_entry(entry, tuple(len(pairs) for pairs in parts))
+    if cached is not None:
         logger.info("reference log-probabilities: read from %s", entry)
-        return found
+        return cached
     train, heldout = (
         compute_reference_logprobs(
             model, pairs, pad_id=pad_id, max_tokens=max_tokens, precision=precision
@@ -115,26 +120,26 @@ def load_or_compute_references(
     try:
         publish_folder(entry, write, {"kind": "references"})
     except CheckpointError as error:
-        logger.warning("reference log-probabilities are not kept: %s", error)
+        logger.warning("reference log-probabilities are not cached: %s", error)
     return train, heldout
 
 
 def digest_weights(model: torch.nn.Module) -> str:
-    """SHA-256 over the names, types, shapes and bytes of all weights and buffers."""
+    """Compute the SHA-256 over the names, types, shapes and bytes of all weights and buffers."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        # as bytes: numpy knows no bfloat16
+        # as bytes, since numpy has no bfloat16
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def digest_pairs(pairs: Sequence[PreferencePair]) -> str:
-    """SHA-256 over token ids and loss masks, in order."""
+    """Compute the SHA-256 over token ids and loss masks, in order."""
     digest = hashlib.sha256()
     for pair in pairs:
         for side in (pair.chosen, pair.rejected):
-            row = [side.prompt_ids, side.completion_ids, [int(kept) for kept in side.loss_mask]]
+            row = [side.prompt_ids, side.completion_ids, [int(counts) for counts in side.loss_mask]]
             digest.update(json.dumps(row).encode())
     return digest.hexdigest()
 
@@ -145,7 +150,10 @@ def _compute_entry_name(
     batches: list[int | str],
     code: str,
 ) -> str:
-    """32 hex digits. Batch size, threads, torch and device are in it, since they decide the last bits."""
+    """Compute an entry's name, 32 hex digits.
+
+    Batch size, threads, torch and device count, since they decide the last bits.
+    """
     payload = {
         "weights": digest_weights(model),
         "pairs": [digest_pairs(pairs) for pairs in parts],
@@ -159,7 +167,7 @@ def _compute_entry_name(
 def _read_cache_entry(
     entry: Path, counts: tuple[int, ...]
 ) -> tuple[ReferenceLogprobs, ReferenceLogprobs] | None:
-    """Content of an entry; None if there is none, or if it was damaged and has been removed."""
+    """Read an entry; None if there is none, or if it was damaged and has been removed."""
     if not entry.is_dir():
         return None
     try:
@@ -169,7 +177,7 @@ def _read_cache_entry(
         if shapes != tuple((count, 2) for count in counts):
             raise CorruptError(f"{entry / REFERENCES_FILE}: holds {shapes} for {counts} pairs")
     except (CorruptError, KeyError, safetensors.SafetensorError) as error:
-        logger.warning("reference log-probabilities are damaged and made again: %s", error)
+        logger.warning("reference log-probabilities are damaged and recomputed: %s", error)
         remove_folder(entry)
         return None
     return _convert_to_rows(tensors["train"]), _convert_to_rows(tensors["heldout"])
@@ -183,29 +191,21 @@ def _convert_to_rows(tensor: torch.Tensor) -> ReferenceLogprobs:
     return [(float(chosen), float(rejected)) for chosen, rejected in tensor.tolist()]
 
 
-Row = dict[str, Any]
-
-PAIRS_PER_GROUP = 4  # more of one prompt would mostly repeat each other
-HELDOUT_SHARE = 0.15  # of the questions
-MAX_GROUP_FACTOR = 16  # a policy that nearly always fails, or succeeds, gives few pairs
-
-
 @dataclass
 class StagePairs:
     """Training and held-out pairs, split by question."""
 
     train: Sequence[PreferencePair]
     heldout: Sequence[PreferencePair]
-    longer_answer_accuracy: float | None = (
-        None  # accuracy of "the longer answer wins" on the held-out pairs
-    )
+    # accuracy of "the longer answer wins" on the held-out pairs
+    longer_answer_accuracy: float | None = None
     note: str = ""
 
 
 def load_stage_pairs(context: StageContext) -> StagePairs:
-    """The pairs of a stage: those of the preference file where the data stage read one, else of its model's rollouts.
+    """Load the pairs of a stage from the preference file if the data stage read one, else sample them from its model.
 
-    Raises: DataError where one of the two parts is empty.
+    Raises: DataError if one of the two parts is empty.
     """
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     if data is not None and (data / "preferences_train.jsonl").is_file():
@@ -216,7 +216,7 @@ def load_stage_pairs(context: StageContext) -> StagePairs:
         if not part:
             raise DataError(
                 f"there is no {name} pair for the stage {context.name}: {pairs.note}. A pair needs a success and a "
-                "failure at the same episode; train the policy before it longer, or raise "
+                "failure at the same episode; train the preceding policy longer, or raise "
                 f"stages.{context.name}.num_pairs or group_size"
             )
     inject_fault("pairs.made")
@@ -224,7 +224,7 @@ def load_stage_pairs(context: StageContext) -> StagePairs:
 
 
 def _load_pairs_from_files(data: Path, context: StageContext) -> StagePairs:
-    """The preference rows or labelled completions that the data stage checked and split by prompt."""
+    """Load the preference rows or labelled completions that the data stage checked and split by prompt."""
     policy_tokenizer = causal_lm.load_tokenizer(context.inputs["model"], context.pipeline.model)
     renderer = ChatRenderer(policy_tokenizer, context.pipeline.model)
     answers: list[tuple[int, int]] = []  # characters of the held-out ones
@@ -245,9 +245,9 @@ def _load_pairs_from_files(data: Path, context: StageContext) -> StagePairs:
     return StagePairs(
         train=train,
         heldout=heldout,
-        # The baseline of people: the answer with more characters.
+        # The usual baseline: the answer with more characters wins.
         longer_answer_accuracy=compute_longer_answer_baseline(answers) if answers else None,
-        note=f"{len(parts[0].margins)} rows of {len(prompts[0])} prompts to learn from, "
+        note=f"{len(parts[0].margins)} training rows of {len(prompts[0])} prompts, "
         f"{len(prompts[1])} prompts held out",
     )
 
@@ -255,7 +255,7 @@ def _load_pairs_from_files(data: Path, context: StageContext) -> StagePairs:
 def _record_prompts(
     rows: Iterable[Row], prompts: set[bytes], lengths: list[tuple[int, int]] | None
 ) -> Iterator[Row]:
-    """The rows, of which prompts and, where they are asked for, characters of both sides are noted on the way."""
+    """Yield the rows; record their prompts and, if `lengths` is a list, the number of characters of both sides."""
     for row in rows:
         prompts.add(compute_short_digest(extract_prompt_text(row["prompt"])))
         if lengths is not None and "chosen" in row and not row.get("tie"):
@@ -264,14 +264,14 @@ def _record_prompts(
 
 
 def _extract_text(side: str | list[dict[str, Any]]) -> str:
-    """Text of a side, which may be messages."""
+    """Return the text of a side, which may be messages."""
     return side if isinstance(side, str) else "\n".join(message["content"] for message in side)
 
 
 def _sample_pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs:
-    """Sample groups of the starting policy; a success is preferred to a failure at the same episode.
+    """Sample groups of the starting policy and pair each success with a failure at the same episode.
 
-    Collects until `num_pairs` are there, at most GROUPS_AT_MOST times the groups that would do if each gave its share.
+    Collects until there are `num_pairs`, with at most MAX_GROUP_FACTOR times the groups needed if each gave its share.
     """
     settings: RewardModelSettings | PreferenceSettings = context.settings
     environment = build_pipeline_environment(context.pipeline, data)
@@ -280,9 +280,8 @@ def _sample_pairs_from_rollouts(data: Path | None, context: StageContext) -> Sta
     rng = np.random.default_rng(context.seed)
     seeds = {level: environment.seeds_of("train", level) for level in environment.levels}
     levels = [level for level in environment.levels if len(seeds[level])]
-    by_question: list[
-        tuple[str, list[PreferencePair]]
-    ] = []  # an episode may be drawn twice, and two may ask the same
+    # an episode may be drawn twice, and two episodes may ask the same question
+    by_question: list[tuple[str, list[PreferencePair]]] = []
     count = groups_played = successes = guesses = 0
     failed = open_failed_episode_file(context)
     failed.clear_file()
@@ -309,9 +308,9 @@ def _sample_pairs_from_rollouts(data: Path | None, context: StageContext) -> Sta
             failures=failures,
         )
         groups_played += len(groups)
-        right = [rollout for group in groups for rollout in group.rollouts if rollout.success]
-        successes += len(right)
-        guesses += sum(rollout.trajectory.is_grounded is False for rollout in right)
+        correct = [rollout for group in groups for rollout in group.rollouts if rollout.success]
+        successes += len(correct)
+        guesses += sum(rollout.trajectory.is_grounded is False for rollout in correct)
         for request, group in zip(requests, groups, strict=True):
             pairs = build_pairs_from_groups([group], PAIRS_PER_GROUP, context.seed)
             if pairs:
@@ -332,20 +331,20 @@ def _sample_pairs_from_rollouts(data: Path | None, context: StageContext) -> Sta
     for name, part in zip(PAIR_FILES, sides, strict=True):
         _write_pair_texts(context.folder / name, part, policy.tokenizer)
     rollouts = max(1, groups_played * settings.group_size - failures.total)
-    lucky = f", {guesses / rollouts:.1%} by guesses, which make no pair" if guesses else ""
-    lost = f", {failures.total} failed ({FAILED_EPISODES})" if failures.total else ""
+    guess_note = f", {guesses / rollouts:.1%} by guesses, which make no pair" if guesses else ""
+    failure_note = f", {failures.total} failed ({FAILED_EPISODES})" if failures.total else ""
     return StagePairs(
         train=sides[0],
         heldout=sides[1],
         note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts each, of which "
-        f"{successes / rollouts:.1%} succeeded{lucky}{lost}",
+        f"{successes / rollouts:.1%} succeeded{guess_note}{failure_note}",
     )
 
 
 def _write_pair_texts(
     path: Path, pairs: Sequence[PreferencePair], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write pairs as texts, with the special tokens that the model reads: for people, no file to train on again."""
+    """Write pairs as text, including special tokens. The file is for readers, not for training."""
     with replace_file(path, synced=False, errors="backslashreplace") as file:
         for pair in pairs:
             chosen, rejected = (
@@ -361,13 +360,13 @@ def _write_pair_texts(
 
 
 def _resolve_pair_use(context: StageContext) -> PreferenceUse:
-    """The loss of a preference stage, or the reward model's."""
+    """Return the loss of a preference stage, or the use of a reward model."""
     settings: RewardModelSettings | PreferenceSettings = context.settings
     return settings.loss if isinstance(settings, PreferenceSettings) else settings.use
 
 
 def _build_question_key(environment: Environment, request: EpisodeRequest) -> str:
-    """Key of the split into training and held-out pairs: the episode's question, or its seed where those are few."""
+    """Return the key of the split into training and held-out pairs: the question, or the seed if questions are few."""
     if environment.held_out(request.level).by == "content":
         return environment.compute_question_digest(request.seed, request.level)
     return f"{request.level} {request.seed}"

@@ -1,9 +1,8 @@
-"""Rows that fit: those that are refused, too long, cut or left out, and the token ids of the rest.
+"""Stage: read or generate the data, check and split it; for a preset also train its tokenizer and create its model.
 
-Stage: read or make the data, check and split it; for a preset also train its tokenizer and create its model.
-
-Writes demonstrations_{train,heldout}.jsonl, preferences_{train,heldout}.jsonl, what the environment needs, and
-model/ for a from-scratch preset. Nothing is trained on a row that was not checked.
+Rows that the template refuses or that are too long are refused, cut or left out; the token ids of the others are
+cached. Writes demonstrations_{train,heldout}.jsonl, preferences_{train,heldout}.jsonl, what the environment needs, and
+model/ for a from-scratch preset. Later stages train only on checked rows.
 """
 
 from __future__ import annotations
@@ -52,39 +51,40 @@ from tasks.pipeline.stage_result import StageResult
 from tasks.stages.data_rows import TOKEN_CACHE_FOLDER, list_split_files, read_json_rows
 from tasks.stages.loading import build_pipeline_environment
 
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
 SummaryRow = dict[str, Any]
 
 
 @dataclass
 class LocatedRows:
-    """Rows and the place of each, for messages."""
+    """Rows and their locations, for messages."""
 
     rows: CompressedRows = field(default_factory=CompressedRows)
     source: str = ""
     row_locations: list[tuple[str, int]] = field(default_factory=list)  # file and line
 
     def select_rows(self, row_indices: Sequence[int]) -> None:
-        """Leave out all but these rows."""
-        self.rows, self.row_locations = (
-            self.rows.select_rows(row_indices),
-            [self.row_locations[row] for row in row_indices],
-        )
+        """Keep only these rows."""
+        self.rows = self.rows.select_rows(row_indices)
+        self.row_locations = [self.row_locations[row] for row in row_indices]
 
 
 @dataclass(frozen=True)
 class FittingRows:
-    """Rows of a table of tokens that fit."""
+    """The rows of a token table that fit."""
 
     tokens: TokenRows
     row_indices: NDArray[np.int64]  # rows of the table, ascending
     sequence_indices: NDArray[np.int64]  # of their sequences in the table
-    max_tokens: int | None  # sequences are cut there; None = none is longer
+    max_tokens: int | None  # sequences are cut here; None = all are shorter
 
     def select_sequences(self, rows: Sequence[int]) -> NDArray[np.int64]:
-        """Places, in the table, of the sequences of some of the kept rows, which are counted from 0."""
-        wanted = np.zeros(int(self.row_indices[-1]) + 1, np.bool_)
-        wanted[self.row_indices[np.asarray(rows, np.int64)]] = True
-        return self.sequence_indices[wanted[self.tokens.rows[self.sequence_indices]]]
+        """Return the table's sequence indices for some of the fitting rows, which are counted from 0."""
+        is_selected = np.zeros(int(self.row_indices[-1]) + 1, np.bool_)
+        is_selected[self.row_indices[np.asarray(rows, np.int64)]] = True
+        return self.sequence_indices[is_selected[self.tokens.rows[self.sequence_indices]]]
 
 
 def select_fitting_rows(
@@ -98,12 +98,14 @@ def select_fitting_rows(
     """Refuse, cut, or leave out and count the rows that the template refuses or that are too long.
 
     Args:
-        longest: context of the model.
-        summary: gets the counts; a row that is cut gets `max_tokens`.
-    Raises: RecordsError listing bad rows; DataError where no row is left.
+        max_context: context of the model, tokens.
+        summary: receives the counts. A row that is cut gets `max_tokens`.
+    Raises: RecordsError listing bad rows; DataError if no row is left.
     """
     limit = min(max_context, settings.max_tokens or max_context)
-    holds = f"the context holds {max_context}" if limit == max_context else f"max_tokens is {limit}"
+    limit_text = f"max_tokens is {limit}"
+    if limit == max_context:
+        limit_text = f"the context holds {max_context}"
     lengths = tokens.compute_longest(len(table.rows))
     too_long = np.flatnonzero(lengths > limit).tolist()
     reasons = dict(tokens.refused)
@@ -114,58 +116,54 @@ def select_fitting_rows(
             cut += [] if reason else [row]
         too_long = []
     elif settings.long_rows == "refuse":
-        reasons |= {row: f"is {lengths[row]} tokens long, {holds}" for row in too_long}
+        reasons |= {row: f"is {lengths[row]} tokens long, {limit_text}" for row in too_long}
     problems = [
         records.RowProblem(*table.row_locations[row], "", reasons[row]) for row in sorted(reasons)
     ]
     records.report_row_problems(table.source, problems, len(table.rows), settings.on_bad_row)
-    out = reasons.keys() | set(too_long)
-    kept = [row for row in range(len(table.rows)) if row not in out]
-    if not kept:
+    excluded = reasons.keys() | set(too_long)
+    kept_rows = [row for row in range(len(table.rows)) if row not in excluded]
+    if not kept_rows:
         raise DataError(
-            f"{table.source}: every row is longer than {limit} tokens; raise max_tokens, or cut long_rows"
+            f"{table.source}: every row is longer than {limit} tokens; raise max_tokens, or set long_rows: cut"
         )
     for row in cut:
         table.rows.replace_row(row, {**table.rows[row], "max_tokens": limit})
     max_tokens = limit if cut else None
-    places = tokens.rows.find_sequence_indices(kept)
-    if cut and kind == "demonstrations":  # a sequence that has no loss left is left out
-        places = places[tokens.rows.select_sequences(places, max_tokens).loss_tokens > 0]
+    sequences = tokens.rows.find_sequence_indices(kept_rows)
+    if cut and kind == "demonstrations":  # leave out sequences whose loss tokens were all cut
+        sequences = sequences[tokens.rows.select_sequences(sequences, max_tokens).loss_tokens > 0]
     summary[f"{kind}_too_long"] = len(too_long)  # bad rows, or left out
     summary[f"{kind}_cut"] = len(cut)
-    summary[f"{kind}_tokens"] = int(
-        TokenizedRows(tokens.rows.select_sequences(places, max_tokens))
-        .compute_longest(len(table.rows))
-        .sum()
-    )
-    table.select_rows(kept)
-    return FittingRows(tokens.rows, np.asarray(kept, np.int64), places, max_tokens)
+    fitting = TokenizedRows(tokens.rows.select_sequences(sequences, max_tokens))
+    summary[f"{kind}_tokens"] = int(fitting.compute_longest(len(table.rows)).sum())
+    table.select_rows(kept_rows)
+    return FittingRows(tokens.rows, np.asarray(kept_rows, np.int64), sequences, max_tokens)
 
 
 def _list_cut_problems(
     tokens: TokenRows, kind: RowKind, rows: Sequence[int], limit: int
 ) -> Iterator[tuple[int, str]]:
-    """(row, why it cannot be cut); "" = it can."""
+    """Yield (row, why it cannot be cut); "" = it can."""
     for row in rows:
-        places = tokens.find_sequence_indices([row])
+        sequences = tokens.find_sequence_indices([row])
         try:
             if kind == "demonstrations":
-                truncate_sequences([tokens[int(place)] for place in places], limit)
+                truncate_sequences([tokens[int(index)] for index in sequences], limit)
             else:
-                truncate_sides([read_side(tokens, int(place)) for place in places], limit)
+                truncate_sides([read_side(tokens, int(index)) for index in sequences], limit)
         except DataError as error:
             yield row, str(error)
         else:
             yield row, ""
 
 
-logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
-
-
 def prepare_data(pipeline_run: PipelineRun, base: Path | str | None) -> StageResult:
-    """Run the data stage. `base`: the model to start from; None makes the preset."""
+    """Run the stage.
+
+    Args:
+        base: the model to start from; None creates the preset.
+    """
     settings = pipeline_run.settings.stages.prepare_data or DataSettings()
     named = {"demonstrations": settings.demonstrations, "preferences": settings.preferences}
     inputs: dict[str, Path | str] = {name: Path(path) for name, path in named.items() if path}
@@ -182,7 +180,10 @@ def prepare_data(pipeline_run: PipelineRun, base: Path | str | None) -> StageRes
 
 
 def _check_preference_uses(source: str, folder: Path, uses: Iterable[str]) -> None:
-    """Refuse rows that a later stage cannot use, before anything is trained; their losses are no part of the key."""
+    """Refuse rows that a later stage cannot use, before any training.
+
+    The stages' losses are not part of this stage's key.
+    """
     for path in list_split_files(folder, "preferences"):
         for row in read_json_rows(path):
             reason = next(filter(None, (explain_misfit(row, use) for use in uses)), "")
@@ -203,31 +204,30 @@ def _prepare_all_data(context: StageContext) -> dict[str, Any]:
         "demonstrations": _load_demonstrations(context, environment, summary),
         "preferences": _load_preferences(context, summary),
     }
-    renderer, length = _create_tokenizer_and_model(context, sets, environment, summary)
+    renderer, max_context = _create_tokenizer_and_model(context, sets, environment, summary)
     cache = TokenCache(context.folder.parent / TOKEN_CACHE_FOLDER)
     for kind, prompt_of in _PROMPT_EXTRACTORS.items():
-        found = sets[kind]
-        if not found.rows:
+        table = sets[kind]
+        if not table.rows:
             continue
-        _drop_repeats(context, found, prompt_of, summary, kind)
-        job, rows = TokenisationJob(kind), found.rows
-        every = range(len(rows))
+        _drop_repeats(context, table, prompt_of, summary, kind)
+        job, rows = TokenisationJob(kind), table.rows
         tokens = cache.load_or_tokenize(
             compute_rows_digest(rows),
-            partial(rows.select_rows, every),
+            partial(rows.select_rows, range(len(rows))),
             renderer,
             job,
             estimate_text_bytes(rows),
         )
-        fitting = select_fitting_rows(found, tokens, kind, length, context.settings, summary)
-        parts = _split_and_write(context, kind, found.rows, prompt_of, summary)
-        for path, places in zip(list_split_files(context.folder, kind), parts, strict=True):
+        fitting = select_fitting_rows(table, tokens, kind, max_context, context.settings, summary)
+        parts = _split_and_write(context, kind, table.rows, prompt_of, summary)
+        for path, row_indices in zip(list_split_files(context.folder, kind), parts, strict=True):
             cache.store_subset(
                 digest_file(path),
                 renderer,
                 job,
                 tokens,
-                fitting.select_sequences(places),
+                fitting.select_sequences(row_indices),
                 fitting.max_tokens,
             )
     _refuse_changed_data(context)
@@ -238,40 +238,41 @@ def _prepare_all_data(context: StageContext) -> dict[str, Any]:
 
 
 def _refuse_changed_data(context: StageContext) -> None:
-    """Refuse data that changed since the stage got its key: the finished folder would stand for other rows."""
+    """Refuse data that changed after the key was computed.
+
+    The finished folder would contain other rows than its key says.
+    """
     known = read_stage_fingerprint(context.folder) or {}
     files = {name: value for name, value in context.inputs.items() if name != "base"}
     digests = {name: digest_input(value) for name, value in files.items()}
-    for part, found in (
-        ("inputs", digests),
-        ("content", digest_environment_files(context.pipeline)),
-    ):
-        for name, digest in found.items():
+    content = digest_environment_files(context.pipeline)
+    for part, current in (("inputs", digests), ("content", content)):
+        for name, digest in current.items():
             if digest != known.get(part, {}).get(name, digest):
-                place = files.get(name) or context.pipeline.environment.options[name]
+                path = files.get(name) or context.pipeline.environment.options[name]
                 raise DataError(
-                    f"{place}: was changed while it was read; start again when nothing writes to it"
+                    f"{path}: was changed while it was read; start again when nothing writes to it"
                 )
 
 
 def _load_demonstrations(
     context: StageContext, environment: Environment, summary: Row
 ) -> LocatedRows:
-    """Rows of {messages, level, kind, seed}: from a file, or written by the environment's demonstrator."""
+    """Load rows of {messages, level, kind, seed} from a file, or let the environment's demonstrator write them."""
     settings: DataSettings = context.settings
     if settings.demonstrations is not None:
-        found = _read_data_files(
+        table = _read_data_files(
             context, "demonstrations", settings.demonstrations, records.read_demonstrations, summary
         )
-        return _mark_by_seed(found)
+        return _mark_by_seed(table)
     if context.pipeline.stages.sft is None:
         return LocatedRows()
     levels = settings.levels or environment.levels
-    found = LocatedRows(source=f"demonstrations of {environment.name}")
+    table = LocatedRows(source=f"demonstrations of {environment.name}")
     schema = environment.tools.schema() if context.pipeline.model.native_tools else []
-    tools = {"tools": schema} if schema else {}  # as rollouts of this environment show them
-    right: Counter[str] = Counter()
-    shown: Counter[str] = Counter()
+    tools = {"tools": schema} if schema else {}  # as in rollouts of this environment
+    num_successes: Counter[str] = Counter()
+    num_shown: Counter[str] = Counter()
     for level, seed in itertools.islice(
         _iter_training_seeds(environment, levels), settings.num_demonstrations
     ):
@@ -288,50 +289,50 @@ def _load_demonstrations(
             "seed": seed,
             **tools,
         }
-        by_content = environment.held_out(level).by == "content"
-        row["question"] = (
-            environment.compute_question_digest(seed, level) if by_content else f"{level} {seed}"
-        )  # decides the split
-        found.rows.append(row)
-        found.row_locations.append((found.source, len(found.rows)))
-        shown[level] += 1
-        right[level] += demonstration.success
-        if len(found.rows) % 500 == 0:
-            context.tracker.progress(len(found.rows), settings.num_demonstrations, "demonstrations")
+        if environment.held_out(level).by == "content":
+            row["question"] = environment.compute_question_digest(seed, level)
+        else:
+            row["question"] = f"{level} {seed}"
+        table.rows.append(row)
+        table.row_locations.append((table.source, len(table.rows)))
+        num_shown[level] += 1
+        num_successes[level] += demonstration.success
+        if len(table.rows) % 500 == 0:
+            context.tracker.progress(len(table.rows), settings.num_demonstrations, "demonstrations")
     summary["demonstrator_success"] = {
-        level: round(right[level] / shown[level], 4) for level in shown
+        level: round(num_successes[level] / num_shown[level], 4) for level in num_shown
     }
-    return found
+    return table
 
 
-def _mark_by_seed(found: LocatedRows) -> LocatedRows:
-    """Demonstrations that all begin alike are told apart by the seeds of their episodes, if they have some."""
+def _mark_by_seed(table: LocatedRows) -> LocatedRows:
+    """Use episode seeds as the questions of demonstrations that all begin with the same text, if they have seeds."""
     openings = (
-        splits.normalize_prompt(splits.extract_opening_text(row["messages"])) for row in found.rows
+        splits.normalize_prompt(splits.extract_opening_text(row["messages"])) for row in table.rows
     )
     first = next(openings, None)
     if (
         first is not None
         and all(opening == first for opening in openings)
-        and all("seed" in row for row in found.rows)
+        and all("seed" in row for row in table.rows)
     ):
         logger.warning(
             "%s: all demonstrations begin with the same text; they are held out by seed only",
-            found.source,
+            table.source,
         )
-        for place, row in enumerate(found.rows):
-            found.rows.replace_row(
-                place, {**row, "question": f"{row.get('level', '')} {row['seed']}"}
+        for index, row in enumerate(table.rows):
+            table.rows.replace_row(
+                index, {**row, "question": f"{row.get('level', '')} {row['seed']}"}
             )
-    return found
+    return table
 
 
 def _iter_training_seeds(
     environment: Environment, levels: Iterable[str]
 ) -> Iterable[tuple[str, int]]:
-    """(level, seed) in turn over the levels, each level from its own training seeds; one that runs out drops out.
+    """Yield (level, seed) in turn over the levels, each with its training seeds, until all levels run out.
 
-    A level that is named twice comes twice as often, with other seeds each time.
+    A level that is named twice comes twice as often, with different seeds.
     """
     turns = list(levels)
     streams = {level: iter(environment.seeds_of("train", level)) for level in turns}
@@ -346,11 +347,9 @@ def _iter_training_seeds(
 
 def _load_preferences(context: StageContext, summary: Row) -> LocatedRows:
     path = context.settings.preferences
-    return (
-        _read_data_files(context, "preferences", path, records.read_preferences, summary)
-        if path
-        else LocatedRows()
-    )
+    if not path:
+        return LocatedRows()
+    return _read_data_files(context, "preferences", path, records.read_preferences, summary)
 
 
 def _read_data_files(
@@ -360,72 +359,68 @@ def _read_data_files(
     reader: Callable[..., records.Records],
     summary: Row,
 ) -> LocatedRows:
-    """Rows of a file, or of every data file of a folder."""
+    """Read the rows of a file, or of every data file of a folder."""
     settings: DataSettings = context.settings
-    found, rows, skipped = LocatedRows(source=path), 0, 0
+    table = LocatedRows(source=path)
     digests: list[str] = []
-    copies = contradictions = 0
+    num_rows = num_skipped = num_copies = num_contradictions = 0
     for file in list_data_files(Path(path)):
-        read = reader(file, on_bad_row=settings.on_bad_row, max_rows=settings.max_rows)
-        context.tracker.log_dataset(file, read.digest, name, "training")
-        rows, skipped, digests = (
-            rows + read.num_rows,
-            skipped + read.num_skipped,
-            [*digests, read.digest],
-        )
-        copies, contradictions = (
-            copies + len(read.repeats.copies),
-            contradictions + len(read.repeats.contradictions),
-        )
-        found.rows.extend_rows(read.rows)
-        name_of_file = str(file)
-        found.row_locations += [(name_of_file, line) for line in read.lines]
+        data = reader(file, on_bad_row=settings.on_bad_row, max_rows=settings.max_rows)
+        context.tracker.log_dataset(file, data.digest, name, "training")
+        digests.append(data.digest)
+        num_rows += data.num_rows
+        num_skipped += data.num_skipped
+        num_copies += len(data.repeats.copies)
+        num_contradictions += len(data.repeats.contradictions)
+        table.rows.extend_rows(data.rows)
+        file_name = str(file)
+        table.row_locations += [(file_name, line) for line in data.lines]
     digest = digests[0] if len(digests) == 1 else digest_bytes("\n".join(digests).encode())
     summary[f"{name}_file"] = {
-        "rows": rows,
-        "skipped": skipped,
-        "copies": copies,
-        "contradictions": contradictions,
+        "rows": num_rows,
+        "skipped": num_skipped,
+        "copies": num_copies,
+        "contradictions": num_contradictions,
         "sha256": digest,
     }
-    return found
+    return table
 
 
 def _create_tokenizer_and_model(
     context: StageContext, sets: Mapping[str, LocatedRows], environment: Environment, summary: Row
 ) -> tuple[ChatRenderer, int]:
-    """Make the preset's tokenizer and model, or read the base's tokenizer; returns the renderer and the context."""
-    from rl_core.models import causal_lm  # here: it loads torch, not needed if cached
+    """Create the preset's tokenizer and model, or load the base's tokenizer.
+
+    Return the renderer and the context length.
+    """
+    from rl_core.models import (
+        causal_lm,
+    )  # imported here: loads torch, which a cached run does not need
 
     settings = context.pipeline.model
     if "base" in context.inputs:
         tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)
-        return ChatRenderer(tokenizer, settings), causal_lm.read_context_length(
-            context.inputs["base"], settings
-        )
-    has_texts = any(len(found.rows) for found in sets.values())
-    tokenizer = train_tokenizer(
-        _iter_row_texts(sets) if has_texts else _list_opening_texts(environment),
-        settings.vocab_size,
-    )
+        max_context = causal_lm.read_context_length(context.inputs["base"], settings)
+        return ChatRenderer(tokenizer, settings), max_context
+    has_texts = any(len(table.rows) for table in sets.values())
+    texts = _iter_row_texts(sets) if has_texts else _list_opening_texts(environment)
+    tokenizer = train_tokenizer(texts, settings.vocab_size)
     causal_lm.set_chat_template(tokenizer, settings)
     model = causal_lm.create_model(settings, tokenizer, context.seed)
     causal_lm.save(model, tokenizer, context.folder / "model")
     summary["parameters"] = causal_lm.count_parameters(model)
-    tokenizer = causal_lm.load_tokenizer(
-        context.folder / "model", settings
-    )  # as later stages have it
+    tokenizer = causal_lm.load_tokenizer(context.folder / "model", settings)  # as later stages do
     return ChatRenderer(tokenizer, settings), settings.context
 
 
 def _list_message_texts(message: Row) -> list[str]:
-    """Everything in a message that becomes tokens."""
+    """List every text of a message that becomes tokens."""
     calls = [format_hermes_call(call) for call in message.get("tool_calls", ())]
     return [text for text in (message.get("reasoning_content"), message["content"], *calls) if text]
 
 
 def _iter_row_texts(sets: Mapping[str, LocatedRows]) -> Iterator[str]:
-    """Everything in all rows that becomes tokens."""
+    """Yield every text of all rows that becomes tokens."""
     for row in sets["demonstrations"].rows:
         yield from _list_texts(row["messages"])
     for row in sets["preferences"].rows:
@@ -441,7 +436,7 @@ def _list_texts(messages: Iterable[Row]) -> list[str]:
 
 def _drop_repeats(
     context: StageContext,
-    found: LocatedRows,
+    table: LocatedRows,
     prompt_of: Callable[[Row], str],
     summary: Row,
     name: str,
@@ -450,21 +445,17 @@ def _drop_repeats(
     kind = context.settings.deduplicate
     if kind == "off":
         return
-    first: dict[bytes, int] = {}
-    for index, row in enumerate(found.rows):
-        first.setdefault(
-            compute_short_digest(
-                row if kind == "rows" else splits.normalize_prompt(prompt_of(row))
-            ),
-            index,
-        )
-    kept = sorted(first.values())
-    summary[f"{name}_repeats_left_out"] = len(found.rows) - len(kept)
-    found.select_rows(kept)
+    first_indices: dict[bytes, int] = {}
+    for index, row in enumerate(table.rows):
+        content = row if kind == "rows" else splits.normalize_prompt(prompt_of(row))
+        first_indices.setdefault(compute_short_digest(content), index)
+    kept = sorted(first_indices.values())
+    summary[f"{name}_repeats_left_out"] = len(table.rows) - len(kept)
+    table.select_rows(kept)
 
 
 def _list_opening_texts(environment: Environment) -> list[str]:
-    """Openings of some training episodes: text for a tokenizer where there is nothing else."""
+    """List the openings of some training episodes: text for a tokenizer if there are no rows."""
     seeds = itertools.islice(_iter_training_seeds(environment, environment.levels), 500)
     return [
         message["content"]
@@ -474,10 +465,10 @@ def _list_opening_texts(environment: Environment) -> list[str]:
 
 
 def _extract_demonstration_prompt(row: Row) -> str:
-    """Split key of a demonstration: its question if the environment knows it, else its text before the first answer."""
-    return (
-        str(row["question"]) if "question" in row else splits.extract_opening_text(row["messages"])
-    )
+    """Return the split key of a demonstration: its question if it has one, else its text up to the first answer."""
+    if "question" in row:
+        return str(row["question"])
+    return splits.extract_opening_text(row["messages"])
 
 
 def _extract_preference_prompt(row: Row) -> str:
@@ -497,7 +488,7 @@ def _split_and_write(
     prompt_of: Callable[[Row], str],
     summary: Row,
 ) -> tuple[list[int], list[int]]:
-    """Split by prompt, report duplicates and overlap, write both parts; returns the places of the rows of each."""
+    """Split by prompt, report duplicates and overlap, write both parts, and return the row indices of each."""
     train, heldout, report = splits.split_indices(
         rows, prompt_of, context.settings.heldout_fraction, context.seed
     )
@@ -505,7 +496,7 @@ def _split_and_write(
     for path, split, part in zip(
         list_split_files(context.folder, kind), ("train", "heldout"), (train, heldout), strict=True
     ):
-        _write_rows(path, (rows[place] for place in part))
+        _write_rows(path, (rows[index] for index in part))
         inject_fault("data.rows")
         for tracker in (context.tracker, context.pipeline_run.parent):
             tracker.log_dataset(path, digest_file(path), f"{kind}_{split}", split)
@@ -519,7 +510,7 @@ def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _flatten_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Flat numbers of the summary, as metrics `data/...`."""
+    """Flatten the numbers of the summary to metrics `data/...`."""
     numbers: dict[str, float] = {}
 
     def visit(prefix: str, value: Any) -> None:

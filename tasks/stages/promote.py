@@ -43,10 +43,8 @@ from tasks.tracking import ModelVersion, Tracking, VersionByContent
 logger = logging.getLogger(__name__)
 
 AWAITING_APPROVAL = "awaiting approval"
-CHALLENGER_NAME = "challenger"  # its name in an evaluation beside the champion, on fresh episodes
-MAX_COMPARISONS = (
-    5  # that a challenger is compared with, one after the other, while they change under its hands
-)
+CHALLENGER_NAME = "challenger"  # its name in an evaluation with the champion, on fresh episodes
+MAX_COMPARISONS = 5  # with one champion after the other, if the champion keeps changing meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +52,18 @@ class Opponent:
     """The champion that a challenger is compared with."""
 
     champion: ModelVersion
-    evaluation: StageResult  # with the challenger's episodes too, unless draw is 0
-    comparison: str  # of these two models
-    draw: int  # of the held-out episodes
+    evaluation: StageResult  # including the challenger's episodes, unless draw is 0
+    comparison: str  # ID of the comparison of these two models
+    draw: int  # number of the draw of held-out episodes
 
     @property
     def version(self) -> int:
-        """Its version."""
+        """The champion's version number."""
         return self.champion.version
 
 
 class ChampionChanged(PosttrainError):
-    """Another version became champion while the challenger was compared with the one before."""
+    """Error: another version became champion while the challenger was compared with the previous one."""
 
 
 def promote_challenger(
@@ -75,10 +73,15 @@ def promote_challenger(
     data: StageResult | None,
     proof: StageResult,
 ) -> StageResult:
-    """Run the stage. `evaluation` holds the challenger's episodes under the name of its stage, `proof` its export's.
+    """Run the stage.
 
-    A champion that came while the comparison was made is compared with in turn: none is replaced unseen.
-    Raises: ChampionChanged where that happens again and again; ExportMismatch for a model without a proof of export.
+    If the champion changes during the comparison, the challenger is compared with the new one too: no champion is
+    replaced unseen.
+
+    Args:
+        evaluation: contains the challenger's episodes under the name of its stage.
+        proof: contains the challenger's proof of export.
+    Raises: ChampionChanged if that keeps happening; ExportMismatch for a model without a proof of export.
     """
     for _ in range(MAX_COMPARISONS - 1):
         try:
@@ -95,27 +98,26 @@ def _run_promotion(
     data: StageResult | None,
     proof: StageResult,
 ) -> StageResult:
-    proven = verify_proof(proof, challenger.stage, challenger.model)
+    proof_tags = verify_proof(proof, challenger.stage, challenger.model)
     settings = pipeline_run.settings.stages.promote or PromotionSettings()
     registered = pipeline_run.registered_model
     expire_requests(pipeline_run.tracking, registered)
     champion = pipeline_run.tracking.find_champion(registered)
     inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger, "proof": proof}
     opponent: Opponent | None = None
-    ours = None  # the champion, where it is the challenger itself
-    if champion is not None and champion.tags.get("model_sha256") == digest_folder(
-        challenger.model
-    ):
+    challenger_digest = digest_folder(challenger.model)
+    promoted_before = None  # the champion, if it is the challenger itself
+    if champion is not None and champion.tags.get("model_sha256") == challenger_digest:
         if not _is_promoted_by_gate(pipeline_run, champion):
             return _build_already_champion_result(pipeline_run, challenger, champion)
-        ours, champion = champion, _find_previous_champion(pipeline_run, champion)
+        promoted_before, champion = champion, _find_previous_champion(pipeline_run, champion)
     if champion is not None:
         digest = champion.tags.get("model_sha256", "")
         folder = pipeline_run.tracking.download_version(
             registered, champion.version, pipeline_run.home / "champions"
         )
         comparison = promotion.compute_comparison_id(
-            digest_folder(challenger.model), digest or digest_folder(folder)
+            challenger_digest, digest or digest_folder(folder)
         )
         draw = choose_episode_draw(
             pipeline_run,
@@ -124,11 +126,9 @@ def _run_promotion(
             read_evaluation(evaluation.path, challenger.stage),
             data,
         )
-        models: dict[str, Any] = (
-            {"champion": folder}
-            if not draw.number
-            else {"champion": folder, CHALLENGER_NAME: challenger}
-        )
+        models: dict[str, Any] = {"champion": folder}
+        if draw.number:
+            models[CHALLENGER_NAME] = challenger
         champion_evaluation = evaluate_models(
             pipeline_run,
             models,
@@ -138,20 +138,20 @@ def _run_promotion(
         )
         inputs["champion"] = champion_evaluation
         opponent = Opponent(champion, champion_evaluation, comparison, draw.number)
-    if ours is not None and not has_begun(
+    if promoted_before is not None and not has_begun(
         pipeline_run, "promote", settings=settings, inputs=inputs
     ):
-        return _build_already_champion_result(pipeline_run, challenger, ours)
+        return _build_already_champion_result(pipeline_run, challenger, promoted_before)
 
     def body(context: StageContext) -> dict[str, Any]:
-        return _run_gate(context, challenger, opponent, proven)
+        return _run_gate(context, challenger, opponent, proof_tags)
 
     result = run_stage(pipeline_run, "promote", body, settings=settings, inputs=inputs)
     return _attach_approval_request(pipeline_run, result, champion.version if champion else None)
 
 
 def _is_promoted_by_gate(pipeline_run: PipelineRun, champion: ModelVersion) -> bool:
-    """True = the gate made it champion, maybe of this very run, which was killed before it could write that down."""
+    """Return whether the gate promoted the champion, possibly in this very run before it was killed."""
     return (
         pipeline_run.resumed
         and champion.tags.get("gate.decision") == "promoted"
@@ -162,52 +162,49 @@ def _is_promoted_by_gate(pipeline_run: PipelineRun, champion: ModelVersion) -> b
 def _find_previous_champion(
     pipeline_run: PipelineRun, champion: ModelVersion
 ) -> ModelVersion | None:
-    """The version that the gate compared the present champion with; None = there was none."""
-    before = champion.tags.get("gate.champion_before", "")
-    return (
-        pipeline_run.tracking.registry.fetch_version(champion.name, int(before))
-        if before.isdigit()
-        else None
-    )
+    """Find the version that the gate compared the present champion with; None = there was none."""
+    previous = champion.tags.get("gate.champion_before", "")
+    if not previous.isdigit():
+        return None
+    return pipeline_run.tracking.registry.fetch_version(champion.name, int(previous))
 
 
 def _attach_approval_request(
     pipeline_run: PipelineRun, result: StageResult, champion: int | None
 ) -> StageResult:
-    """The gate's result with the state of its approval request, which is made now if it is due."""
+    """Add the state of the approval request to the gate's result; request approval now if it is due."""
     if result.summary.get("decision") != AWAITING_APPROVAL:
         return result
     version = pipeline_run.tracking.registry.fetch_version(
         result.summary["registered_model"], int(result.summary["model_version"])
     )
     request = read_approval_request(version)
-    # Another comparison was asked about since, or the champion came back to the one of this comparison: ask again.
+    # Request again if another comparison was requested since, or if the champion is back at this comparison's.
     if request is None or request.key != result.key or request.state == "superseded":
         flow_run = pipeline_run.options.flow_run
-        place = {
+        origin = {
             "run": pipeline_run.parent.name,
             "run_id": pipeline_run.parent.run_id or "",
             "stage_run_id": result.run_id,
         }
-        place |= {"flow_run_id": flow_run.id, "prefect_api": flow_run.api}
+        origin |= {"flow_run_id": flow_run.id, "prefect_api": flow_run.api}
         request = request_approval(
-            pipeline_run.tracking, build_approval_request(result.summary, champion, **place)
+            pipeline_run.tracking, build_approval_request(result.summary, champion, **origin)
         )
     elif pipeline_run.resumed and not request.is_waiting:
-        record_answer(
-            pipeline_run.tracking, request
-        )  # whoever answered may have been killed before
+        # the process that answered may have been killed before it recorded the answer
+        record_answer(pipeline_run.tracking, request)
     pipeline_run.await_approval(request if request.is_waiting else None)
     pipeline_run.parent.set_tag("approval", request.state)
     decision = {"waiting": AWAITING_APPROVAL, "approved": "promoted"}.get(request.state, "rejected")
-    told = {"decision": decision, "approval": request.state, "note": request.summary}
-    return dataclasses.replace(result, summary={**result.summary, **told})
+    answer = {"decision": decision, "approval": request.state, "note": request.summary}
+    return dataclasses.replace(result, summary={**result.summary, **answer})
 
 
 def _build_already_champion_result(
     pipeline_run: PipelineRun, challenger: StageResult, champion: ModelVersion
 ) -> StageResult:
-    """The challenger is the champion already: nothing to decide."""
+    """Build the result for a challenger that is the champion already: there is nothing to decide."""
     request = read_approval_request(champion)
     approved = (
         f" ({request.summary})" if request is not None and request.state == "approved" else ""
@@ -237,37 +234,36 @@ def _run_gate(
     context: StageContext,
     challenger: StageResult,
     opponent: Opponent | None,
-    proven: dict[str, str],
+    proof_tags: dict[str, str],
 ) -> dict[str, Any]:
     settings: PromotionSettings = context.settings
     pipeline_run = context.pipeline_run
     registered = pipeline_run.registered_model
     version = pipeline_run.models.ensure_version(challenger, pipeline_run.parent)
-    ours = ComparedModel(f"version {version}", Path(context.inputs["evaluation"]), challenger.stage)
+    new = ComparedModel(f"version {version}", Path(context.inputs["evaluation"]), challenger.stage)
     if opponent is not None and opponent.draw:
-        ours = ComparedModel(ours.label, opponent.evaluation.path, CHALLENGER_NAME)
-    theirs = (
-        ComparedModel(f"champion {opponent.version}", opponent.evaluation.path, "champion")
-        if opponent
-        else None
-    )
-    result = ours.evaluation
-    attempt = (
-        _claim_gate_attempt(context, opponent, version, result, theirs.evaluation)
-        if opponent and theirs
-        else None
-    )
+        new = ComparedModel(new.label, opponent.evaluation.path, CHALLENGER_NAME)
+    evaluation = new.evaluation
+    champion: ComparedModel | None = None
+    champion_evaluation: Evaluation | None = None
+    champion_version: int | None = None
+    attempt: GateAttempt | None = None
+    if opponent is not None:
+        champion_version = opponent.version
+        label = f"champion {champion_version}"
+        champion = ComparedModel(label, opponent.evaluation.path, "champion")
+        champion_evaluation = champion.evaluation
+        attempt = _claim_gate_attempt(context, opponent, version, evaluation, champion_evaluation)
     promoted, reason, numbers = decide_promotion(
-        result,
-        theirs.evaluation if theirs else None,
+        evaluation,
+        champion_evaluation,
         settings,
-        opponent.version if opponent else None,
+        champion_version,
         context.pipeline.seed,
         attempt.number or 1 if attempt else 1,
     )
     manual = promoted and settings.approve == "manual"
     decision = AWAITING_APPROVAL if manual else "promoted" if promoted else "rejected"
-    before = opponent.version if opponent else None
     if attempt is not None:
         attempt = dataclasses.replace(
             attempt, level=numbers["alpha"], p_value=numbers["p_value"], decision=decision
@@ -276,19 +272,20 @@ def _run_gate(
     tags = {
         "gate.decision": decision,
         "gate.reason": reason,
-        "gate.champion_before": str(before or "none"),
+        "gate.champion_before": str(champion_version or "none"),
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
-        **build_figure_tags(result),
-        **proven,
+        **build_figure_tags(evaluation),
+        **proof_tags,
     }
     inject_fault("gate.decided")
-    _move_alias(pipeline_run.tracking, registered, version, tags, before)
+    _move_alias(pipeline_run.tracking, registered, version, tags, champion_version)
     inject_fault("gate.moved")
     alias = "champion" if decision == "promoted" else "challenger"
     context.tracker.log_alias(
         alias, VersionByContent(registered, digest_folder(challenger.model)), tags
     )
-    context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
+    metrics = {f"promotion/{key}": value for key, value in numbers.items()}
+    context.tracker.log_metrics(metrics, 0)
     context.tracker.set_tag("gate.decision", decision)
     context.tracker.set_tag("gate.reason", reason)
     summary = {
@@ -296,8 +293,8 @@ def _run_gate(
         "reason": reason,
         "registered_model": registered,
         "model_version": version,
-        "champion_before": before,
-        "metrics": {f"promotion/{key}": value for key, value in numbers.items()},
+        "champion_before": champion_version,
+        "metrics": metrics,
         "note": f"version {version} of {registered} {decision}: {reason}",
     }
     if manual:
@@ -305,17 +302,21 @@ def _run_gate(
     write_json_atomic(context.folder / "decision.json", summary)
     inject_fault("gate.written")
     verdict = f"It passes the gate: {reason}." if manual else str(summary["note"])
-    _write_evidence(context, ours, theirs, verdict, attempt, report=manual)
+    _write_evidence(context, new, champion, verdict, attempt, report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
 
 
 def _claim_gate_attempt(
-    context: StageContext, opponent: Opponent, version: int, ours: Evaluation, theirs: Evaluation
+    context: StageContext,
+    opponent: Opponent,
+    version: int,
+    challenger_evaluation: Evaluation,
+    champion_evaluation: Evaluation,
 ) -> GateAttempt | None:
-    """The number of this attempt on its episodes; None where too few were played to decide anything."""
-    shared = {episode.key for episode in ours.episodes} & {
-        episode.key for episode in theirs.episodes
+    """Claim the number of this attempt on its episodes; None if too few were played to decide anything."""
+    shared = {episode.key for episode in challenger_evaluation.episodes} & {
+        episode.key for episode in champion_evaluation.episodes
     }
     if explain_too_few_episodes(len(shared), context.settings):
         return None
@@ -325,8 +326,8 @@ def _claim_gate_attempt(
         opponent.draw,
         version=version,
         champion=opponent.version,
-        challenger_evaluation=ours,
-        champion_evaluation=theirs,
+        challenger_evaluation=challenger_evaluation,
+        champion_evaluation=champion_evaluation,
     )
     return promotion.claim_attempt(
         context.pipeline_run.tracking, context.pipeline_run.registered_model, attempt
@@ -334,39 +335,40 @@ def _claim_gate_attempt(
 
 
 def _move_alias(
-    tracking: Tracking, name: str, version: int, tags: dict[str, str], before: int | None
+    tracking: Tracking, name: str, version: int, tags: dict[str, str], champion_version: int | None
 ) -> None:
     """Tag the version with the gate's decision, and make it champion if it is promoted, else challenger.
 
-    Raises: ChampionChanged if the champion is no longer version `before`; nothing has moved then.
+    Raises: ChampionChanged if the champion is no longer version `before`; then no alias has moved.
     """
     tracking.tag_version(name, version, tags)
     if tags["gate.decision"] != "promoted":
         tracking.set_challenger(name, version)
-    elif not tracking.replace_champion(name, version, before):
+    elif not tracking.replace_champion(name, version, champion_version):
         tracking.tag_version(name, version, {"gate.decision": "compared anew"})
         raise ChampionChanged(
-            f"{name} has another champion than {before or 'none'} since the comparison began"
+            f"{name} has another champion than {champion_version or 'none'} since the comparison began"
         )
 
 
 def _write_evidence(
     context: StageContext,
-    ours: ComparedModel,
-    theirs: ComparedModel | None,
+    challenger: ComparedModel,
+    champion: ComparedModel | None,
     verdict: str,
     attempt: GateAttempt | None,
     *,
     report: bool,
 ) -> None:
-    """Leave what a reviewer needs in the stage's folder, in its run and in the pipeline's."""
+    """Write what a reviewer needs to the stage's folder, its run and the pipeline's run."""
     pipeline_run = context.pipeline_run
-    title = f"{pipeline_run.registered_model}: {ours.label} against {theirs.label if theirs else 'no champion'}"
+    opponent = champion.label if champion else "no champion"
+    title = f"{pipeline_run.registered_model}: {challenger.label} against {opponent}"
     trackers = (context.tracker, pipeline_run.parent)
     text = write_review(
         context.folder / REVIEW_FILE,
-        ours,
-        theirs,
+        challenger,
+        champion,
         pipeline_run.results,
         context.settings,
         title=title,
@@ -378,25 +380,25 @@ def _write_evidence(
     files = [context.folder / REVIEW_FILE]
     if report:
         analysis = context.pipeline.stages.analyze or AnalysisSettings()
-        found = write_report(
+        report_files = write_report(
             context.folder / "review",
-            ours,
-            theirs,
+            challenger,
+            champion,
             pipeline_run.results,
             analysis,
             title,
             seed=context.seed,
         )
-        files.append(found[0])
+        files.append(report_files[0])
     for tracker in trackers:
         for path in files:
             tracker.log_artifact(path, "review")
 
 
 def _list_shared_attempts(context: StageContext, attempt: GateAttempt | None) -> list[GateAttempt]:
-    """The attempts on these episodes, this one last."""
+    """List the attempts on these episodes, this one last."""
     if attempt is None:
         return []
     pipeline_run = context.pipeline_run
-    found = promotion.read_attempts(pipeline_run.tracking, pipeline_run.registered_model)
-    return [*promotion.list_earlier_attempts(found, attempt), attempt]
+    attempts = promotion.read_attempts(pipeline_run.tracking, pipeline_run.registered_model)
+    return [*promotion.list_earlier_attempts(attempts, attempt), attempt]

@@ -1,6 +1,6 @@
-"""Decision of the promotion gate: an exact paired test and an interval, at the level that is left for this attempt.
+"""Decision of the promotion gate: which held-out episodes are played, and whether the evidence suffices.
 
-Choice of the held-out episodes of a comparison at the promotion gate: the pipeline's own, or fresh ones.
+The evidence is an exact paired test and a bootstrap interval, at the significance level left for this attempt.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tasks.pipeline.stage_result import StageResult
 from tasks.stages.evaluate import list_reported_episodes
 from tasks.stages.loading import build_pipeline_environment
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class SignificanceLevel:
@@ -44,7 +46,7 @@ class SignificanceLevel:
 
 
 def compute_attempt_level(settings: PromotionSettings, attempt: int = 1) -> SignificanceLevel:
-    """Level of an attempt. With `repeated_attempts: off` each is tested as if it were the first."""
+    """Compute the level of an attempt. With `repeated_attempts: off` each is tested as if it were the first."""
     counted = 1 if settings.repeated_attempts == "off" else attempt
     alpha = settings.alpha
     return SignificanceLevel(
@@ -53,11 +55,11 @@ def compute_attempt_level(settings: PromotionSettings, attempt: int = 1) -> Sign
 
 
 def explain_too_few_episodes(episodes: int, settings: PromotionSettings) -> str:
-    """Sentence on why there is nothing to decide on yet; "" if there are enough episodes."""
+    """Return a sentence if there are too few episodes to decide; "" if there are enough."""
     if episodes >= settings.min_episodes:
         return ""
     return (
-        f"{episodes} held-out episodes are too few to promote on, {settings.min_episodes} are needed: raise "
+        f"{episodes} held-out episodes are too few to promote, {settings.min_episodes} are needed: raise "
         "evaluate.episodes (or lower promote.min_episodes)"
     )
 
@@ -70,20 +72,21 @@ def decide_promotion(
     seed: int,
     attempt: int = 1,
 ) -> tuple[bool, str, dict[str, float]]:
-    """The gate itself: (promoted, reason, numbers).
+    """Decide whether to promote: return (promoted, reason, numbers).
 
-    Without a champion the challenger needs `min_success`. With one, two things have to be so: the lower bound of the
+    Without a champion the challenger needs `min_success`. With one, two conditions must hold: the lower bound of the
     paired bootstrap interval of (challenger - champion) is above `min_gain`, and the exact test of the same hypothesis
     (`run_gain_test`) has a p-value of at most the attempt's level. Both need `min_episodes`.
 
     Args:
-        attempt: how often this model's gate was asked on these episodes, this time included.
+        attempt: number of this model's attempts on these episodes, including this one.
     """
     if champion is None:
         few = explain_too_few_episodes(len(challenger.episodes), settings)
         rate = challenger.success_rate
         enough = rate >= settings.min_success
-        reason = f"no champion yet; success {rate:.1%} is {'at least' if enough else 'below'} {settings.min_success:.0%}"
+        relation = "at least" if enough else "below"
+        reason = f"no champion yet; success {rate:.1%} is {relation} {settings.min_success:.0%}"
         return enough and not few, f"{reason}, but {few}" if few else reason, {"success_rate": rate}
     paired = compare(
         challenger,
@@ -102,13 +105,15 @@ def decide_promotion(
         level=level.level,
         seed=seed,
     )
-    uncounted = explain_too_few_episodes(
-        test.episodes, settings
-    )  # such a comparison claims no attempt
+    # a comparison on too few episodes does not count as an attempt
+    uncounted = explain_too_few_episodes(test.episodes, settings)
     few = uncounted or _explain_too_few_differences(test, settings)
     above, passed = gain.low > settings.min_gain, test.p_value <= level.level
-    text = f"gain over champion version {champion_version} {_describe_gain(gain, paired.episodes, settings)}; {test.name} p = "
-    text += f"{test.p_value:.3g}, {'at most' if passed else 'above'} {level.level:.2g} "
+    text = f"gain over champion version {champion_version} "
+    text += (
+        f"{_describe_gain(gain, paired.episodes, settings)}; {test.name} p = {test.p_value:.3g}, "
+    )
+    text += f"{'at most' if passed else 'above'} {level.level:.2g} "
     text += f"({'not counted as an attempt' if uncounted else level})"
     promoted = above and passed and not few
     if few:
@@ -116,7 +121,7 @@ def decide_promotion(
     elif not promoted and (
         needed := estimate_episodes_needed(differences, settings.min_gain, level.level)
     ):
-        text += f"; to find a gain of this size takes about {needed} episodes"
+        text += f"; detecting a gain of this size takes about {needed} episodes"
     numbers = {
         "success_rate": challenger.success_rate,
         "champion_success_rate": champion.success_rate,
@@ -134,16 +139,16 @@ def decide_promotion(
 
 
 def _describe_gain(gain: Difference, episodes: int, settings: PromotionSettings) -> str:
-    """The gain with its interval, beside the least one."""
-    amount, unit = (
-        (_format_points, " points")
-        if settings.metric == "success"
-        else (_format_reward, " in reward")
-    )
+    """Describe the gain with its interval and the required minimum."""
+    if settings.metric == "success":
+        format_amount, unit = _format_points, " points"
+    else:
+        format_amount, unit = _format_reward, " in reward"
+    interval = f"[{format_amount(gain.low)}, {format_amount(gain.high)}]"
     above = "above" if gain.low > settings.min_gain else "not above"
     return (
-        f"{amount(gain.difference)}{unit} [{amount(gain.low)}, {amount(gain.high)}] on {episodes} shared episodes; the "
-        f"lower bound is {above} {amount(settings.min_gain)}"
+        f"{format_amount(gain.difference)}{unit} {interval} on {episodes} shared episodes; the "
+        f"lower bound is {above} {format_amount(settings.min_gain)}"
     )
 
 
@@ -164,21 +169,17 @@ def _format_reward(value: float) -> str:
     return f"{value:+.3f}"
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class EpisodeDraw:
-    """Held-out episodes that challenger and champion play."""
+    """The draw of held-out episodes that challenger and champion play."""
 
     settings: EvaluationSettings
-    number: int = (
-        0  # after that of the pipeline's evaluation, which the challenger has played already
-    )
+    # counted from the draw of the pipeline's evaluation (0), which the challenger has played already
+    number: int = 0
 
     @property
     def label(self) -> str:
-        """Ending of the name of the evaluation's run."""
+        """Suffix of the name of the evaluation's run."""
         return f" and challenger, draw {self.settings.episodes_draw}" if self.number else ""
 
 
@@ -189,22 +190,23 @@ def choose_episode_draw(
     evaluation: Evaluation,
     data: StageResult | None,
 ) -> EpisodeDraw:
-    """The draw of a comparison; with `repeated_attempts: fresh` the first one that no attempt has seen.
+    """Choose the draw of a comparison: with `repeated_attempts: fresh` the first one that no attempt has seen.
 
-    A comparison of the same two models keeps its draw. Where the environment has no fresh episodes left, the pipeline's
-    own are used, and the attempt is tested at what is left of `alpha` for them.
+    A comparison of the same two models keeps its draw. If the environment has no fresh episodes left, the pipeline's
+    draw is used, and the attempt is tested at what is left of `alpha` for it.
 
     Args:
-        comparison: as `attempts.compute_comparison_id`. evaluation: the challenger's, on the pipeline's own episodes.
+        comparison: as `tasks.lifecycle.promotion.compute_comparison_id`.
+        evaluation: the challenger's, on the pipeline's draw.
     """
     first = resolve_evaluation_settings(pipeline_run.settings)
     if settings.repeated_attempts != "fresh":
         return EpisodeDraw(first)
     attempts = read_attempts(pipeline_run.tracking, pipeline_run.registered_model)
     name = pipeline_run.settings.environment.name
-    for known in attempts:
-        if known.comparison == comparison:
-            return _build_draw(first, known.draw)
+    for earlier in attempts:
+        if earlier.comparison == comparison:
+            return _build_draw(first, earlier.draw)
     sketch = sketch_episodes(name, (episode.key for episode in evaluation.episodes))
     if not any(attempt.shares_episodes(sketch) for attempt in attempts):
         return EpisodeDraw(first)

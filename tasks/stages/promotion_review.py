@@ -1,7 +1,7 @@
-"""Evidence for the reviewer of a promotion: one page of markdown, and a report of episodes side by side.
+"""Evidence for the reviewer of a promotion: a page of Markdown, and a report with episodes side by side.
 
-The markdown is shown where runs are looked at (the Prefect artifact, the description and an artifact of the MLflow
-run), so its curves are characters; pictures are in report.html beside it.
+The Markdown is shown where people look at runs (the Prefect artifact, the description and an artifact of the MLflow
+run), so its curves are drawn with characters; report.html contains pictures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_CELL_LENGTH = 300  # characters of an action or observation
 BARS = "▁▂▃▄▅▆▇█"
 MAX_CURVE_POINTS = 24  # of a curve
 
-# What tells how a stage's training went; of each, those that it logged.
+# Metrics that show how training went; each stage shows those that it logged.
 CURVE_METRICS = (
     "train/success_rate",
     "reward/mean",
@@ -47,11 +47,11 @@ CURVE_METRICS = (
 
 @dataclasses.dataclass(frozen=True)
 class ComparedModel:
-    """One of the two that are compared: its label and where its episodes are."""
+    """One of the two compared models: its label and the location of its episodes."""
 
     label: str
     evaluation_folder: Path  # of the evaluation
-    name: str  # its name in there
+    name: str  # of the model in the evaluation
 
     @property
     def evaluation(self) -> Evaluation:
@@ -78,37 +78,30 @@ def write_review(
 ) -> str:
     """Write the page and return its text.
 
-    results: the stages so far, for curves and cost. attempts: at the gate, on these episodes; this one is the last.
+    Args:
+        results: the stages so far, for curves and cost.
+        attempts: at the gate, on these episodes; this one is the last.
     """
     new = challenger.evaluation
-    old = champion.evaluation if champion else None
     parts = [f"## {title}", verdict]
-    if champion is None or old is None:
+    if champion is None:
+        failed = [(episode.level, episode.seed) for episode in new.episodes if episode.success < 1]
         parts += [
             f"There is no champion yet. {challenger.label} on {len(new.episodes)} held-out episodes:",
             _format_success_table(new),
-        ]
-        worse = [(episode.level, episode.seed) for episode in new.episodes if episode.success < 1]
-        parts += [
             "### Failures",
-            *_format_cases(
-                [challenger], worse[:MAX_SHOWN_REGRESSIONS], len(worse), "episodes that failed"
-            ),
+            *_format_cases([challenger], failed, "episodes that failed"),
         ]
     else:
+        old = champion.evaluation
+        regressions = find_regressions(new, old)
         parts += [
             "### Paired comparison",
             _format_paired_table(challenger, champion, new, old, settings, seed),
+            _format_attempts_table(attempts, settings),
+            "### Worst regressions",
+            *_format_cases([champion, challenger], regressions, "episodes that got worse"),
         ]
-        parts += [_format_attempts_table(attempts, settings)]
-        worse = find_regressions(new, old)
-        parts.append("### Worst regressions")
-        parts += _format_cases(
-            [champion, challenger],
-            worse[:MAX_SHOWN_REGRESSIONS],
-            len(worse),
-            "episodes that got worse",
-        )
     parts += ["### Training", _format_curves(results), "### Cost", _format_cost(results)]
     text = "\n\n".join(part for part in parts if part) + "\n"
     write_text_atomic(path, text)
@@ -124,7 +117,11 @@ def write_report(
     title: str,
     **drawing: Any,
 ) -> Sequence[Path]:
-    """The analysis of the two on the same episodes, report.html first. `drawing`: as `rl_core.analysis.analyze`."""
+    """Write the analysis of the two models on the same episodes and return its files, report.html first.
+
+    Args:
+        drawing: as `rl_core.analysis.analyze`.
+    """
     sides = [champion, challenger] if champion else [challenger]
     models = {side.label.replace(" ", "_"): side.trajectories for side in sides}
     settings = dataclasses.replace(
@@ -139,7 +136,7 @@ def write_report(
 
 
 def find_regressions(new: Evaluation, old: Evaluation) -> list[tuple[str, int]]:
-    """(level, seed) of the episodes on which the new one does worse, the worst first: success, then reward."""
+    """List (level, seed) of the episodes on which the new model does worse, worst first by success, then reward."""
     before = {episode.key: episode for episode in old.episodes}
     changed = [
         (
@@ -155,9 +152,6 @@ def find_regressions(new: Evaluation, old: Evaluation) -> list[tuple[str, int]]:
         for success, reward, key in sorted(changed)
         if success < 0 or (success == 0 and reward < 0)
     ]
-
-
-# -------------------------------------------------------------------------------------------------------------- tables
 
 
 def _format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -187,31 +181,32 @@ def _format_paired_table(
     settings: PromotionSettings,
     seed: int,
 ) -> str:
-    """A row for all episodes and one for each level: both rates, the paired difference, who does better how often."""
+    """Format a row for all episodes and one per level: both rates, the paired difference, wins and losses."""
 
-    def row(name: str, level: str | None) -> list[str] | None:
-        ours, theirs = _select_level(new, level), _select_level(old, level)
+    def build_row(name: str, level: str | None) -> list[str] | None:
+        new_level, old_level = _select_level(new, level), _select_level(old, level)
         try:
             paired = compare(
-                ours,
-                theirs,
+                new_level,
+                old_level,
                 bootstrap_samples=settings.bootstrap_samples,
                 seed=seed,
                 confidence=settings.confidence,
             )
-        except DataError:  # a level that only one of them has
+        except DataError:  # only one of them has this level
             return None
         return [
             name,
-            _format_success_rate(ours),
-            _format_success_rate(theirs),
+            _format_success_rate(new_level),
+            _format_success_rate(old_level),
             _format_success_gain(paired),
             _format_reward_gain(paired),
             str(paired.episodes),
             f"{paired.wins} / {paired.losses}",
         ]
 
-    levels = [row(_escape_cell(level), level) for level in new.by_level]
+    rows = [build_row("**all**", None)]
+    rows += [build_row(_escape_cell(level), level) for level in new.by_level]
     head = [
         "level",
         challenger.label,
@@ -221,11 +216,11 @@ def _format_paired_table(
         "episodes",
         "better / worse",
     ]
-    return _format_table(head, [found for found in (row("**all**", None), *levels) if found])
+    return _format_table(head, [row for row in rows if row])
 
 
 def _format_attempts_table(attempts: Sequence[GateAttempt], settings: PromotionSettings) -> str:
-    """Table of the attempts on these episodes with their p-values and levels, and the rest of alpha."""
+    """Format the attempts on these episodes with their p-values and levels, and the remaining alpha."""
     if not attempts:
         return ""
     rows = [
@@ -245,8 +240,8 @@ def _format_attempts_table(attempts: Sequence[GateAttempt], settings: PromotionS
         [
             "### Attempts on these episodes",
             _format_table(["attempt", "version", "champion", "p", "tested at", "decision"], rows),
-            f"{mode}: of alpha {settings.alpha:g}, {level.level:.2g} was for this attempt and {level.left:.2g} is left for "
-            "later ones on these episodes.",
+            f"{mode}: of alpha {settings.alpha:g}, {level.level:.2g} was used for this attempt and {level.left:.2g} is "
+            "left for later ones on these episodes.",
         ]
     )
 
@@ -274,42 +269,41 @@ def _format_reward_gain(paired: PairedResult) -> str:
     return f"{paired.reward.difference:+.3f} [{paired.reward.low:+.3f}, {paired.reward.high:+.3f}]"
 
 
-# --------------------------------------------------------------------------------------------------------------- cases
-
-
 def _format_cases(
-    models: Sequence[ComparedModel], keys: Sequence[tuple[str, int]], total: int, case_name: str
+    models: Sequence[ComparedModel], all_keys: Sequence[tuple[str, int]], case_name: str
 ) -> Iterable[str]:
-    """The first sampled trajectory of each side on these episodes, turn by turn beside each other."""
+    """Yield the first cases turn by turn: each model's sampled trajectory of the episode in a column."""
+    keys = all_keys[:MAX_SHOWN_REGRESSIONS]
     if not keys:
         yield f"No {case_name}."
         return
-    yield f"{len(keys)} of {total} {case_name}."
+    yield f"{len(keys)} of {len(all_keys)} {case_name}."
     played = [
         _select_trajectories(side.trajectories, set(keys), prefer_failure=side is models[-1])
         for side in models
     ]
     for key in keys:
-        found = [trajectories.get(key) for trajectories in played]
-        known = next((trajectory for trajectory in found if trajectory), None)
-        if known is None:
+        columns = [trajectories.get(key) for trajectories in played]
+        example = next((trajectory for trajectory in columns if trajectory), None)
+        if example is None:
             continue
-        answer = f" (right answer: {_escape_cell(known.target)})" if known.target else ""
-        yield f"**{_escape_cell(f'{key[0]} {known.kind}')} \\#{key[1]}**: {_escape_cell(known.prompt)}{answer}"
+        answer = f" (right answer: {_escape_cell(example.target)})" if example.target else ""
+        heading = _escape_cell(f"{key[0]} {example.kind}")
+        yield f"**{heading} \\#{key[1]}**: {_escape_cell(example.prompt)}{answer}"
         head = [
             "turn",
             *(
                 _format_heading(side, trajectory)
-                for side, trajectory in zip(models, found, strict=True)
+                for side, trajectory in zip(models, columns, strict=True)
             ),
         ]
-        turns = max(len(trajectory.turns) if trajectory else 0 for trajectory in found)
+        num_turns = max(len(trajectory.turns) if trajectory else 0 for trajectory in columns)
         rows = [
             [
                 str(n + 1),
-                *(_format_turn(t.turns[n]) if t and n < len(t.turns) else "" for t in found),
+                *(_format_turn(t.turns[n]) if t and n < len(t.turns) else "" for t in columns),
             ]
-            for n in range(turns)
+            for n in range(num_turns)
         ]
         yield _format_table(head, rows)
 
@@ -317,15 +311,15 @@ def _format_cases(
 def _select_trajectories(
     path: Path, keys: set[tuple[str, int]], *, prefer_failure: bool
 ) -> dict[tuple[str, int], Trajectory]:
-    """One trajectory an episode: of the challenger a failed one, of the champion one that succeeded, where there is."""
-    found: dict[tuple[str, int], Trajectory] = {}
+    """Select one trajectory per episode: the challenger's preferably failed, the champion's successful."""
+    selected: dict[tuple[str, int], Trajectory] = {}
     for trajectory in read_trajectories(path):
         key = (trajectory.level, trajectory.seed)
         if key in keys and (
-            key not in found or found[key].success is prefer_failure is not trajectory.success
+            key not in selected or selected[key].success is prefer_failure is not trajectory.success
         ):
-            found[key] = trajectory
-    return found
+            selected[key] = trajectory
+    return selected
 
 
 def _format_heading(side: ComparedModel, trajectory: Trajectory | None) -> str:
@@ -342,14 +336,11 @@ def _format_turn(turn: Turn) -> str:
 
 
 def _escape_cell(text: str) -> str:
-    """Text of a model or a file as one harmless cell: no line ends, no markup of its own."""
+    """Escape text of a model or a file to one harmless cell without line breaks or markup."""
     line = " ⏎ ".join(part.strip() for part in text.strip().splitlines() if part.strip())
     line = line if len(line) <= MAX_CELL_LENGTH else line[: MAX_CELL_LENGTH - 1] + "…"
     line = html.escape(line, quote=False)
     return "".join(f"\\{char}" if char in r"\`*_{}[]()#|!~$" else char for char in line)
-
-
-# ----------------------------------------------------------------------------------------------------- curves and cost
 
 
 def _is_training_result(result: StageResult) -> bool:
@@ -380,7 +371,7 @@ def _format_curves(results: Mapping[str, StageResult]) -> str:
 
 
 def draw_sparkline(values: Sequence[float], points: int = MAX_CURVE_POINTS) -> str:
-    """A curve as a line of bars, the lowest value the lowest bar; values that are no numbers are left out."""
+    """Draw a curve as a line of bars, from the lowest to the highest value; skip values that are not finite."""
     numbers = [value for value in values if abs(value) < float("inf")]
     if not numbers:
         return ""
@@ -399,9 +390,9 @@ def _format_cost(results: Mapping[str, StageResult]) -> str:
         seconds = float(result.summary.get("seconds", result.seconds))
         total += seconds
         rate = result.summary.get("tokens_per_second")
-        how = "taken from an earlier run" if result.cached else ""
+        origin = "taken from an earlier run" if result.cached else ""
         rows.append(
-            [name.replace("_", " "), f"{seconds:,.1f}", f"{rate:,.0f}" if rate else "", how]
+            [name.replace("_", " "), f"{seconds:,.1f}", f"{rate:,.0f}" if rate else "", origin]
         )
     rows.append(["**all**", f"{total:,.1f}", "", f"{total / 3600:.2f} hours of this machine"])
     return _format_table(["stage", "seconds", "tokens/s", ""], rows)

@@ -1,8 +1,7 @@
-"""Stage: reward model on preference pairs, from a file or made of scored rollouts."""
+"""Stage: train a reward model on preference pairs from a file or from scored rollouts."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +19,14 @@ if TYPE_CHECKING:
     from tasks.stages.preference_pairs import StagePairs
 
 
-logger = logging.getLogger(__name__)
-
-
 def train_reward_model(
     pipeline_run: PipelineRun, model: Path | str, data: StageResult | None
 ) -> StageResult:
-    """Run the stage. `model`: the policy whose trunk it starts from, and whose rollouts make the pairs."""
+    """Run the stage.
+
+    Args:
+        model: the policy whose trunk it starts from, and whose rollouts give the pairs.
+    """
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
     return run_stage(
         pipeline_run,
@@ -38,31 +38,31 @@ def train_reward_model(
 
 
 def _run_reward_model_training(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.reward_model import build_reward_model_recipe as reward_model_recipe
+    # Imported here: these load torch, which a cached run does not need.
+    from rl_core.api.recipes.reward_model import build_reward_model_recipe
     from rl_core.models import heads
     from tasks.stages.preference_pairs import load_stage_pairs
 
     settings: RewardModelSettings = context.settings
     pairs = context.process_group.run_on_rank_zero(lambda: load_stage_pairs(context))
     shape = heads.HeadShape(settings.head_layers, settings.head_width)
-    start = context.inputs["model"]
+    source = context.inputs["model"]
     model, tokenizer = heads.create_reward_model(
-        start, context.pipeline.model, seed=context.seed, shape=shape
+        source, context.pipeline.model, seed=context.seed, shape=shape
     )
     pad_id = ChatRenderer(tokenizer).pad_id
-    recipe = reward_model_recipe(
+    recipe = build_reward_model_recipe(
         model, pad_id, pairs.train, pairs.heldout, settings, context.seed, context.process_group
     )
 
     def load(pipeline: PipelineSettings) -> PreTrainedModel:
-        return heads.create_reward_model(start, pipeline.model, seed=context.seed, shape=shape)[0]
+        return heads.create_reward_model(source, pipeline.model, seed=context.seed, shape=shape)[0]
 
-    outcome = context.train(
-        recipe, context.build_epoch_keeper(recipe.trainer, model, tokenizer, load)
-    )
+    epochs = context.build_epoch_keeper(recipe.trainer, model, tokenizer, load)
+    outcome = context.train(recipe, epochs)
     context.save_model(recipe.trainer.optimizer_step, model, tokenizer, load)
-    summarise = _summarize_regression if settings.loss == "mse" else _summarize_ranking
-    summary = summarise(context, pairs, outcome.metrics, outcome.steps)
+    summarize = _summarize_regression if settings.loss == "mse" else _summarize_ranking
+    summary = summarize(context, pairs, outcome.metrics, outcome.steps)
     return {**summary, "note": summary["note"] + recipe.trainer.describe_step_limit(outcome.steps)}
 
 
@@ -94,15 +94,15 @@ def _summarize_ranking(
         "train_pairs": len(pairs.train),
         "heldout_pairs": len(pairs.heldout),
         "metrics": {**metrics, **extra},
-        "note": f"ranks {accuracy:.1%} of {len(ordered)} held-out pairs rightly "
-        f"[{low:.1%}, {high:.1%}]; 'the longer one wins' gets {longer:.1%}; {pairs.note}",
+        "note": f"ranks {accuracy:.1%} of {len(ordered)} held-out pairs correctly "
+        f"[{low:.1%}, {high:.1%}]; 'the longer one wins' reaches {longer:.1%}; {pairs.note}",
     }
 
 
 def _summarize_regression(
     context: StageContext, pairs: StagePairs, metrics: dict[str, float], steps: int
 ) -> dict[str, Any]:
-    """Numbers for people of a regression on scores."""
+    """Summarize a regression on scores."""
     accuracy, error = metrics["eval/accuracy"], metrics["eval/absolute_error"]
     return {
         "steps": steps,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-logger = logging.getLogger(__name__)
-
-
 def train_sft(pipeline_run: PipelineRun, model: Path | str, data: StageResult) -> StageResult:
-    """Run the stage. `model`: folder or hub name to start from; `data`: the data stage's result."""
+    """Run the stage.
+
+    Args:
+        model: folder or hub name to start from.
+        data: the data stage's result.
+    """
     return run_stage(
         pipeline_run,
         "sft",
@@ -33,9 +34,8 @@ def train_sft(pipeline_run: PipelineRun, model: Path | str, data: StageResult) -
 
 
 def _run_sft_training(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.sft import (
-        build_sft_recipe as sft_recipe,  # here: it loads torch, not needed if cached
-    )
+    # Imported here: loads torch, which a cached run does not need.
+    from rl_core.api.recipes.sft import build_sft_recipe
 
     settings: SFTSettings = context.settings
     policy = load_policy(context.inputs["model"], context.pipeline)
@@ -43,7 +43,7 @@ def _run_sft_training(context: StageContext) -> dict[str, Any]:
     train, heldout = context.process_group.run_on_rank_zero(
         lambda: load_split_tokens(data, "demonstrations", policy.renderer, settings.loss_on)
     )
-    recipe = sft_recipe(policy, train, heldout, settings, context.seed, context.process_group)
+    recipe = build_sft_recipe(policy, train, heldout, settings, context.seed, context.process_group)
 
     def load(pipeline: PipelineSettings) -> PreTrainedModel:
         return load_policy(context.inputs["model"], pipeline).model
@@ -57,9 +57,8 @@ def _run_sft_training(context: StageContext) -> dict[str, Any]:
         "stop_reason": outcome.stop_reason,
         "eval_loss": loss,
         "demonstrations": train.num_rows,
-        "sequences": len(
-            train
-        ),  # more where the template renders the history anew (history_thoughts)
+        # more than demonstrations if the template re-renders the history (history_thoughts)
+        "sequences": len(train),
         "demonstration_tokens": train.num_tokens,
         "metrics": outcome.metrics,
         "note": f"{outcome.steps} steps on {train.num_rows} demonstrations, "

@@ -1,4 +1,4 @@
-"""Stage: thoughts before answers, learned by REINFORCE, and the test that they are genuine."""
+"""Stage: learn thoughts before answers by REINFORCE, and test that they are genuine."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ if TYPE_CHECKING:
     from rl_core.api.policy import Policy
     from rl_core.thoughts.trainer import ThoughtsTrainer
 
-
 logger = logging.getLogger(__name__)
 
 
 def learn_thoughts(
     pipeline_run: PipelineRun, model: Path | str, data: StageResult | None
 ) -> StageResult:
-    """Run the stage. `model`: the policy that learns to think."""
+    """Run the stage.
+
+    Args:
+        model: the policy that learns to think.
+    """
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
     return run_stage(
         pipeline_run,
@@ -50,9 +53,8 @@ def learn_thoughts(
 
 
 def _run_thought_training(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.thoughts import (
-        build_thoughts_recipe,  # here: they load torch, not needed if cached
-    )
+    # Imported here: loads torch, which a cached run does not need.
+    from rl_core.api.recipes.thoughts import build_thoughts_recipe
 
     settings: ThoughtsSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
@@ -84,8 +86,8 @@ def _run_thought_training(context: StageContext) -> dict[str, Any]:
     logger.info("thoughts: %s", verdict.describe())
     if settings.require_genuine and not verdict.genuine:
         raise CheckFailed(
-            f"stages.thoughts: on {verdict.episodes} held-out episodes, {verdict.describe()}. Train longer or with more "
-            "entropy, or keep the model all the same with require_genuine: false"
+            f"stages.thoughts: on {verdict.episodes} held-out episodes, {verdict.describe()}. Train longer or with "
+            "more entropy, or keep the model anyway with require_genuine: false"
         )
     return {
         "steps": outcome.steps,
@@ -102,10 +104,10 @@ def _run_thought_training(context: StageContext) -> dict[str, Any]:
 def _select_check_episodes(
     context: StageContext, environment: Environment, validation: list[EpisodeRequest]
 ) -> list[EpisodeRequest]:
-    """Held-out episodes for the controls, none of those that validation picks the model by.
+    """Select the held-out episodes for the controls, none of which validation picks the model by.
 
-    Each stage key has its own: whoever changes a setting until the test passes is tested on other episodes each time.
-    Raises: SettingsError where too few are held out.
+    Each stage key has different ones: changing a setting until the test passes means other episodes each time.
+    Raises: SettingsError if too few are held out.
     """
     settings: ThoughtsSettings = context.settings
     key = context.fingerprint.get("stage key", "")
@@ -123,7 +125,7 @@ def _select_check_episodes(
 def _examine_thoughts(
     context: StageContext, trainer: ThoughtsTrainer, policy: Policy, requests: list[EpisodeRequest]
 ) -> ThoughtVerdict:
-    """Controls on the requested held-out episodes."""
+    """Run the controls on the requested held-out episodes."""
     from rl_core.thoughts.genuineness_check import examine_thoughts
 
     return examine_thoughts(

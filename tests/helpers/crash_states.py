@@ -171,7 +171,7 @@ class Recorder:
 def _site() -> str:
     """Place of the fsync that is being called: the function, and the line in it."""
     frame = sys._getframe(2)
-    while frame.f_code.co_name == "sync" and frame.f_back is not None:
+    while frame.f_code.co_name == "fsync_path" and frame.f_back is not None:
         frame = frame.f_back
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return f"{frame.f_code.co_name}: {line}"

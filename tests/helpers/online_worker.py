@@ -12,7 +12,7 @@ from rl_core.online.labelled_rewards import ExperienceScorer
 from rl_core.online.labels import Label
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_step import GuardedLearner
-from rl_core.online.update_worker import UpdateWorker
+from rl_core.online.update_worker import UpdateWorker, collect_worker_state
 from rl_core.online.voting import Ballot, tally_votes
 from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.rewards.orchestrator import RewardOrchestrator
@@ -149,8 +149,8 @@ def outcome(worker):
     collect(worker.learner.copy_served_weights())
     collect(worker.learner.state_dict())
     collect(worker.scorer.rewards.state_dict())
-    state = worker._state()
-    return tensors, state, worker.learner.kl_coef, worker.metrics()
+    state = collect_worker_state(worker)
+    return tensors, state, worker.learner.kl_coef, worker.collect_metrics()
 
 
 __all__ = ["UpdateAudit", "answered", "make_worker", "outcome", "settings", "write_traffic"]

@@ -22,9 +22,9 @@ ADDRESS = "http://127.0.0.1:8123"
 
 
 class Service:
-    """A running service. `client`: HTTP with the key of 'me'."""
+    """A running service. `client`: HTTP client with a new API key of that name."""
 
-    def __init__(self, folder: Path, base: Path, **server: Any) -> None:
+    def __init__(self, folder: Path, base: Path, *, key: str = "me", **server: Any) -> None:
         self.settings = parse_service_settings(
             {
                 "folder": str(folder),
@@ -35,7 +35,7 @@ class Service:
         )
         self.folder = folder
         self.store = ServiceStore(self.settings.store_url)
-        self.key, secret = self.store.create_key("me")
+        self.key, secret = self.store.create_key(key)
         self.client = TestClient(
             build_service_app(self.settings, self.store),
             base_url=ADDRESS,

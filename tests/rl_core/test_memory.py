@@ -208,9 +208,8 @@ def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, most, 
     backend = engine()
     with caplog.at_level(logging.WARNING), timing.collect_seconds() as counts:
         found = play(backend, kind, rejoin=rejoin)
-    if (
-        where == "prefill"
-    ):  # prompts are read in other batches: the same tokens, log-probs to rounding
+    # prompts are read in other batches: the same tokens, log-probs to rounding
+    if where == "prefill":
         assert [row[0] for row in found] == [row[0] for row in expected]
         for row, other in zip(found, expected, strict=True):
             assert row[2] == pytest.approx(other[2], abs=1e-5)

@@ -46,9 +46,8 @@ def test_names_are_bounded_too(caplog):
 
 def test_slope_by_hand_up_and_down():
     assert history(1.0, 3.0, 5.0, start=7).compute_slope("x", 3) == pytest.approx(2.0)
-    assert history(9.0, 1.0, 0.0, -1.0).compute_slope("x", 3) == pytest.approx(
-        -1.0
-    )  # the 9 is outside the window
+    # the 9 is outside the window
+    assert history(9.0, 1.0, 0.0, -1.0).compute_slope("x", 3) == pytest.approx(-1.0)
     assert history(0.0, 1.0, 0.0, 5.0).compute_slope("x", 4) == pytest.approx(
         (-1.5 * -1.5 - 0.5 * -0.5 + 0.5 * -1.5 + 1.5 * 3.5) / 5
     )
@@ -163,9 +162,8 @@ def test_the_json_is_of_one_moment():
     lasts = []
     while not done.is_set():
         row = json.loads(made.to_json())
-        assert (
-            len({summary["last"] for summary in row["summary"].values()}) == 1
-        )  # all of one moment
+        # all of one moment
+        assert len({summary["last"] for summary in row["summary"].values()}) == 1
         lasts.append(row["summary"]["m0"]["last"])
     writer.join()
     assert lasts == sorted(lasts) and json.loads(made.to_json())["summary"]["m39"]["last"] == 59.0

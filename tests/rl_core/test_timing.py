@@ -58,6 +58,5 @@ def test_a_span_counts_though_its_block_raises(clock):
 
 
 def test_no_span_lies_within_one_that_lies_within_another():
-    assert not set(timing.ENCLOSING_SPANS) & set(
-        timing.ENCLOSING_SPANS.values()
-    )  # the profile subtracts one level
+    # the profile subtracts one level
+    assert not set(timing.ENCLOSING_SPANS) & set(timing.ENCLOSING_SPANS.values())

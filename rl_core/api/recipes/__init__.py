@@ -1,7 +1,7 @@
-"""One function per algorithm that builds its trainer from loaded parts (a module each), and the one way to run it.
+"""Recipes: one module per algorithm with a function that builds its trainer, and the common way to run it.
 
 The Python API (`rl_core.grpo`, `rl_core.sft`, ...) and the pipeline's stages both train through these functions. None
-of the modules is imported here: a stage's key rests on what its own recipe imports.
+of the modules is imported here: a stage's key depends on the modules that its recipe imports.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ RolloutRecorder = Callable[[int, Sequence[Rollout]], None]
 
 @dataclass(frozen=True)
 class Recipe(Generic[T]):
-    """A trainer, how long it trains, and by which evaluation metric its best weights are chosen."""
+    """A trainer, its number of iterations, and the evaluation metric that selects its best weights."""
 
     trainer: T
     iterations: int
     best_metric: str | None = None  # None = the last weights are kept
     larger_is_better: bool = True
-    close: Callable[[], None] | None = None  # called when a run is over, however it ended
+    close: Callable[[], None] | None = None  # called at the end of a run, also after an error
 
     def run(
         self,
@@ -52,6 +52,9 @@ class Recipe(Generic[T]):
         after_iteration: Callable[[int], None] | None = None,
     ) -> LoopOutcome:
         """Train to the end, or resume from the folder `checkpoints`. Arguments and errors: `training.loop.run_loop`."""
+        store = None
+        if checkpoints:
+            store = CheckpointStore(checkpoints, keep=settings.keep_checkpoints)
         with contextlib.ExitStack() as stack:
             if self.close is not None:
                 stack.callback(self.close)
@@ -60,9 +63,7 @@ class Recipe(Generic[T]):
                 settings,
                 iterations=self.iterations,
                 tracker=tracker,
-                checkpoints=CheckpointStore(checkpoints, keep=settings.keep_checkpoints)
-                if checkpoints
-                else None,
+                checkpoints=store,
                 best_metric=self.best_metric,
                 larger_is_better=self.larger_is_better,
                 fingerprint=fingerprint,

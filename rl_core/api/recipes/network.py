@@ -1,4 +1,4 @@
-"""PPO of networks for plain observations, from loaded parts."""
+"""Recipe of PPO for networks on plain observations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ def build_network_recipe(
     name: str,
     vector: Any = None,
 ) -> Recipe[NetworkTrainer]:
-    """PPO on a vectorised environment; arguments: `NetworkTrainer`."""
+    """Build PPO on a vectorised environment; arguments: `NetworkTrainer`."""
     trainer = NetworkTrainer(maker, settings, seed, name=name, vector=vector)
-    return Recipe(
-        trainer,
-        settings.iterations,
-        "eval/episode_return" if settings.patience is not None else None,
-    )
+    best_metric = "eval/episode_return" if settings.patience is not None else None
+    return Recipe(trainer, settings.iterations, best_metric)

@@ -1,7 +1,4 @@
-"""The teacher of a distillation: from a model or a server, with the policy's vocabulary.
-
-Policy gradients and on-policy distillation from loaded parts.
-"""
+"""Recipes of policy gradients and on-policy distillation; the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -33,32 +30,28 @@ if TYPE_CHECKING:
 def load_teacher(
     settings: TeacherSettings, policy: Policy, source: ModelSource | None = None
 ) -> Teacher:
-    """The teacher that the settings name, checked against the policy's tokenizer.
+    """Load the teacher that the settings name, and check it against the policy's tokenizer.
 
     Args:
-        source: a model in place of `settings.model`, which may be loaded already; its weights are frozen.
-    Raises: SettingsError for no teacher, or one of another vocabulary; CheckpointError without such a model.
+        source: a model that replaces `settings.model` and may be loaded already; its weights are frozen.
+    Raises: SettingsError without a teacher or for one with another vocabulary; CheckpointError without such a model.
     """
-    as_policy = dataclasses.replace(policy.origin or ModelSettings(), lora=None, path=None)
+    model_settings = dataclasses.replace(policy.origin or ModelSettings(), lora=None, path=None)
     if settings.url is not None:
         if source is not None:
-            raise SettingsError("teacher: a model and an address; give one of the two")
-        served = ServedTeacher(settings)
-        place = settings.tokenizer or str(settings.model)
-        check_vocabulary(policy.tokenizer, causal_lm.load_tokenizer(place, as_policy), place)
-        return served
+            raise SettingsError("teacher: a model and an address are set; set one of the two")
+        served_teacher = ServedTeacher(settings)
+        folder = settings.tokenizer or str(settings.model)
+        check_vocabulary(policy.tokenizer, causal_lm.load_tokenizer(folder, model_settings), folder)
+        return served_teacher
     source = source if source is not None else settings.model
     if source is None:
         raise SettingsError(
             "teacher: none is named; set teacher.model to a folder or hub name, or teacher.url and model"
         )
-    teacher = (
-        load_policy(source, as_policy)
-        if not isinstance(source, ModelSettings)
-        else load_policy(source)
-    )
+    teacher = load_policy(source, None if isinstance(source, ModelSettings) else model_settings)
     if teacher.model is policy.model:
-        raise SettingsError("teacher: it is the policy itself, which has nothing to learn from it")
+        raise SettingsError("teacher: is the policy itself, which has nothing to learn from it")
     check_vocabulary(policy.tokenizer, teacher.tokenizer, str(settings.model or "the model"))
     return LocalTeacher(teacher.model, context=teacher.context)
 
@@ -80,16 +73,16 @@ def build_policy_gradient_recipe(
     custom_functions: Mapping[str, Callable[..., Any]] | None = None,
     make_environment: Callable[[], Environment] | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
-    """GRPO and its kin, PPO or REINFORCE, as `settings.algorithm` says.
+    """Build the trainer of the algorithm in `settings.algorithm`: GRPO and its variants, PPO or REINFORCE.
 
     Args:
-        reference: frozen model of the KL term; needed where kl_coef > 0.
+        reference: frozen model of the KL term; needed if kl_coef > 0.
         scorer: reward model of the component `learned`. functions: reward components by name.
         evaluator, record: as in `PolicyGradientTrainer`.
-        best_metric: of the evaluator; chooses the best weights where `settings.patience` is given.
-        teacher: see `distillation`.
-        own: as in `PolicyGradientTrainer`.
-        make_environment: makes the environment anew, in rollout workers; None = `environment` itself is sent to them.
+        best_metric: of the evaluator; selects the best weights if `settings.patience` is set.
+        teacher: see `build_distillation_recipe`.
+        custom_functions: as in `PolicyGradientTrainer`.
+        make_environment: builds the environment in rollout workers; None = `environment` itself is sent to them.
     """
     rewards = RewardOrchestrator(
         settings.rewards,
@@ -115,24 +108,24 @@ def build_policy_gradient_recipe(
         teacher=teacher,
         custom_functions=custom_functions,
     )
-    best = best_metric if settings.patience is not None else None
+    selected_metric = best_metric if settings.patience is not None else None
     rollouts = settings.rollouts
     if server is not None:
         server.weights.is_exact = not trainer.optimizer_step.computes_in_bfloat16
         trainer.server = server
-        return Recipe(trainer, settings.iterations, best, close=server.close)
+        return Recipe(trainer, settings.iterations, selected_metric, close=server.close)
     if rollouts.independent and isinstance(trainer.backend, Engine):
         trainer.backend.disable_cross_row_batching()
     if rollouts.workers == "in_process" and rollouts.replay_schedule is None:
-        return Recipe(trainer, settings.iterations, best)
-    close = _attach_workers(
-        policy, trainer, make_environment or functools.partial(_shipped_environment, environment)
-    )
-    return Recipe(trainer, settings.iterations, best, close=close)
+        return Recipe(trainer, settings.iterations, selected_metric)
+    if make_environment is None:
+        make_environment = functools.partial(_return_shipped_environment, environment)
+    close = _attach_workers(policy, trainer, make_environment)
+    return Recipe(trainer, settings.iterations, selected_metric, close=close)
 
 
 def _connect_server(policy: Policy, settings: PolicySettings) -> ServerBackend:
-    """The inference server of the settings."""
+    """Connect to the inference server of the settings."""
     from rl_core.rollout_workers.server_backend import ServerBackend
 
     return ServerBackend(
@@ -148,13 +141,13 @@ def _connect_server(policy: Policy, settings: PolicySettings) -> ServerBackend:
 def _attach_workers(
     policy: Policy, trainer: PolicyGradientTrainer, make_environment: Callable[[], Environment]
 ) -> Callable[[], None]:
-    """Give a trainer its workers, which are started by its first rollouts; returns what ends them."""
+    """Attach workers, which its first rollouts start, to a trainer; return the function that closes them."""
     from rl_core.rollout_workers.async_worker_group import AsyncWorkerGroup, ScheduleReplay
     from rl_core.rollout_workers.ray_cluster import RayCluster
     from rl_core.rollout_workers.worker_group import WorkerConfig, WorkerGroup
 
     settings = trainer.settings.rollouts
-    parts = WorkerConfig(
+    worker_config = WorkerConfig(
         policy.model,
         trainer.backend,
         policy.renderer,
@@ -164,17 +157,19 @@ def _attach_workers(
         is_exact=not trainer.optimizer_step.computes_in_bfloat16,
     )
     if settings.replay_schedule is not None:
-        trainer.stream = ScheduleReplay(settings.replay_schedule, parts, settings.max_staleness)
+        trainer.stream = ScheduleReplay(
+            settings.replay_schedule, worker_config, settings.max_staleness
+        )
         return trainer.stream.close
     if settings.max_staleness:
-        trainer.stream = AsyncWorkerGroup(settings, RayCluster(settings), parts)
+        trainer.stream = AsyncWorkerGroup(settings, RayCluster(settings), worker_config)
         return trainer.stream.close
-    trainer.worker_group = WorkerGroup(settings, RayCluster(settings), parts)
+    trainer.worker_group = WorkerGroup(settings, RayCluster(settings), worker_config)
     return trainer.worker_group.close
 
 
-def _shipped_environment(environment: Environment) -> Environment:
-    """An environment that was sent as it is."""
+def _return_shipped_environment(environment: Environment) -> Environment:
+    """Return an environment that was sent to the worker as it is."""
     return environment
 
 
@@ -189,7 +184,9 @@ def build_distillation_recipe(
     record: RolloutRecorder | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[PolicyGradientTrainer]:
-    """On-policy distillation: the policy-gradient trainer with the teacher's advantages; others as there."""
+    """Build on-policy distillation: the policy-gradient trainer with the teacher's advantages; other arguments as
+    there.
+    """
     return build_policy_gradient_recipe(
         policy,
         None,

@@ -1,4 +1,4 @@
-"""Preference optimisation from loaded parts."""
+"""Recipe of preference optimisation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def build_preference_recipe(
     references: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]] | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[PreferenceTrainer]:
-    """The loss that the settings name, on preference pairs (kto: `data.pairs.build_mismatched_pairs`).
+    """Build a trainer of the loss that the settings name, on preference pairs (kto:
+    `data.pairs.build_mismatched_pairs`).
 
     `references`: as in `PreferenceTrainer`.
     """
@@ -35,5 +36,5 @@ def build_preference_recipe(
         references,
         process_group,
     )
-    best = "eval/loss" if settings.patience is not None else None
-    return Recipe(trainer, trainer.total_steps, best, larger_is_better=False)
+    best_metric = "eval/loss" if settings.patience is not None else None
+    return Recipe(trainer, trainer.total_steps, best_metric, larger_is_better=False)

@@ -1,4 +1,4 @@
-"""Reward model from loaded parts."""
+"""Recipe of a reward model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,17 @@ def build_reward_model_recipe(
     seed: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[RewardModelTrainer | RewardRegressionTrainer]:
-    """A reward model (`models.heads`): Bradley-Terry on preference pairs, or regression on scores."""
+    """Build the trainer of a reward model (`models.heads`): Bradley-Terry on pairs, or regression on scores."""
     trainer: RewardModelTrainer | RewardRegressionTrainer
     if settings.loss == "mse":
-        rows, others = _build_scored_rows(train), _build_scored_rows(heldout)
         trainer = RewardRegressionTrainer(
-            model, pad_id, rows, others, settings, seed, process_group
+            model,
+            pad_id,
+            _build_scored_rows(train),
+            _build_scored_rows(heldout),
+            settings,
+            seed,
+            process_group,
         )
     else:
         trainer = RewardModelTrainer(
@@ -48,26 +53,25 @@ def build_reward_model_recipe(
             seed,
             process_group,
         )
-    return Recipe(
-        trainer, trainer.total_steps, "eval/accuracy" if settings.patience is not None else None
-    )
+    best_metric = "eval/accuracy" if settings.patience is not None else None
+    return Recipe(trainer, trainer.total_steps, best_metric)
 
 
 def _build_scored_pairs(pairs: Sequence[PreferencePair]) -> LazyRows[ScoredPair]:
-    def made(place: int) -> ScoredPair:
-        pair = pairs[place]
+    def build_pair(index: int) -> ScoredPair:
+        pair = pairs[index]
         return ScoredPair(pair.chosen_ids, pair.rejected_ids, pair.margin, pair.tie)
 
-    return LazyRows(len(pairs), made)
+    return LazyRows(len(pairs), build_pair)
 
 
 def _build_scored_rows(pairs: Sequence[PreferencePair]) -> LazyRows[ScoredRow]:
-    def made(place: int) -> ScoredRow:
-        pair = pairs[place]
+    def build_row(index: int) -> ScoredRow:
+        pair = pairs[index]
         if pair.score is None:
             raise DataError(
-                f"row {place}: has no score, which a reward model with `loss: mse` learns from"
+                f"row {index}: has no score, which a reward model with `loss: mse` learns from"
             )
         return ScoredRow(pair.chosen_ids, pair.score)
 
-    return LazyRows(len(pairs), made)
+    return LazyRows(len(pairs), build_row)

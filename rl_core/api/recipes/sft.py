@@ -1,4 +1,4 @@
-"""Supervised fine-tuning from loaded parts."""
+"""Recipe of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def build_sft_recipe(
     seed: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[SFTTrainer]:
-    """Supervised fine-tuning on rows of (token ids, loss mask), as `ChatRenderer.conversation` gives them."""
+    """Build supervised fine-tuning on rows of (token ids, loss mask), as `ChatRenderer.conversation` returns them."""
     trainer = SFTTrainer(
         policy.model, policy.renderer.pad_id, train, heldout, settings, seed, process_group
     )
-    best = "eval/loss" if settings.patience is not None else None
-    return Recipe(trainer, trainer.total_steps, best, larger_is_better=False)
+    best_metric = "eval/loss" if settings.patience is not None else None
+    return Recipe(trainer, trainer.total_steps, best_metric, larger_is_better=False)

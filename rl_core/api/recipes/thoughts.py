@@ -1,4 +1,4 @@
-"""Learned thoughts from loaded parts."""
+"""Recipe of learned thoughts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def build_thoughts_recipe(
     record: RolloutRecorder | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[ThoughtsTrainer]:
-    """Thoughts before answers, learned by REINFORCE from what they add.
+    """Build a trainer of thoughts before answers, which learns by REINFORCE from what they contribute.
 
-    reference: frozen model of the KL term, needed where kl_coef > 0; the policy's own = without its adapters.
+    reference: frozen model of the KL term, needed if kl_coef > 0; the policy's model = without its adapters.
     """
     trainer = ThoughtsTrainer(
         policy.model,

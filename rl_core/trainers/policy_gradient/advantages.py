@@ -18,7 +18,7 @@ from rl_core.trainers.policy_gradient.samples import TrainingSample
 
 logger = logging.getLogger(__name__)
 
-# Comparison of each algorithm without a critic; algorithms that share one differ in the loss alone.
+# Group baseline of each algorithm without a critic; algorithms that share one differ only in the loss.
 _GROUP_METHODS: dict[str, GroupMethod] = {
     "grpo": "grpo",
     "dapo": "grpo",
@@ -29,11 +29,23 @@ _GROUP_METHODS: dict[str, GroupMethod] = {
     "rloo": "rloo",
 }
 
+# From this share of successes on, equal rewards mean that the prompts are learned, not that rewards fail.
+LEARNED_SUCCESS_RATE = 0.9
+_HARDER_PROMPTS_ADVICE = (
+    "These prompts are learned: continue with harder ones (levels, a curriculum), or end the stage earlier "
+    "(iterations; eval_every with patience)"
+)
+_REWARD_CHECK_ADVICE = (
+    "Check the reward function on a completion; start with easier prompts, SFT, a reward with partial credit, or a "
+    "larger group_size"
+)
+
 
 def compute_relative_advantages(
     groups: Sequence[torch.Tensor], algorithm: Algorithm
 ) -> list[torch.Tensor]:
-    """Advantage of each rollout, shared by its tokens: relative to its group, for `reinforce` to the whole batch.
+    """Compute the advantage of each rollout, shared by its tokens: relative to its group, for `reinforce` to the
+    batch.
 
     Args:
         groups: float [G] rewards of each group; groups may differ in size.
@@ -51,9 +63,8 @@ def compute_relative_advantages(
     for size in dict.fromkeys(sizes):  # groups of one size in one tensor
         members = [index for index, other in enumerate(sizes) if other == size]
         rewards_PG = torch.stack([groups[index] for index in members])
-        for index, advantages_G in zip(
-            members, group_advantages(rewards_PG, method=_GROUP_METHODS[algorithm]), strict=True
-        ):
+        advantages_PG = group_advantages(rewards_PG, method=_GROUP_METHODS[algorithm])
+        for index, advantages_G in zip(members, advantages_PG, strict=True):
             advantages[index] = advantages_G
     return advantages
 
@@ -61,10 +72,10 @@ def compute_relative_advantages(
 def fill_masked_rewards(
     groups: Sequence[torch.Tensor], masked: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Rewards in which a masked rollout has the mean of its group's others.
+    """Replace the reward of each masked rollout by the mean of the unmasked rollouts of its group.
 
-    Its advantage within the group is then 0, and the others' differences stay as they are. A group without an unmasked
-    rollout gets the mean of all unmasked ones.
+    Its advantage within the group is then 0, and the differences between the others do not change. A group without an
+    unmasked rollout gets the mean of all unmasked ones.
 
     Args:
         groups: float [G] rewards of each group; anything finite where masked.
@@ -87,7 +98,7 @@ def fill_masked_rewards(
 def scatter_rewards_to_last_token(
     rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor
 ) -> torch.Tensor:
-    """Each row's reward on its last loss token, 0 elsewhere: [R, S].
+    """Place each row's reward on its last loss token, 0 elsewhere: [R, S].
 
     Raises: DataError for a row without loss tokens, whose reward would be lost.
     """
@@ -113,10 +124,9 @@ def compute_value_advantages(
     rho_cap: float = 1.0,
     c_cap: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE over each row's loss tokens, or V-trace: advantages and the critic's targets [R, S], not whitened.
-
+    """Compute unwhitened advantages and the critic's targets [R, S], by GAE over each row's loss tokens or by V-trace.
     The reward is placed on the last loss token. A truncated row is bootstrapped from the value of its last state; the
-    value after a terminated one is 0.
+    value after a terminal state is 0.
 
     Args:
         kl_penalty_RS: subtracted from each token's reward (kl_coef times k1); None = none.
@@ -155,9 +165,9 @@ def compute_advantage_metrics(
     *,
     filter_threshold: float,
 ) -> dict[str, float]:
-    """Mean, standard deviation and share of zeros of the advantages, and the share filtered out.
+    """Return mean, standard deviation and share of zeros of the advantages, and the share filtered out.
 
-    Over rollouts where rewards were compared (before whitening), over loss tokens where values were used.
+    Computed over rollouts if rewards were compared (before whitening), over loss tokens if values were used.
     """
     compared = [sample.advantage for sample in samples if sample.advantage is not None]
     if compared:
@@ -177,54 +187,41 @@ def compute_advantage_metrics(
     }
 
 
-LEARNED_SUCCESS_RATE = 0.9  # share of successes from which equal rewards mean that the prompts are learned, not that rewards fail
-_HARDER_PROMPTS_ADVICE = (
-    "These prompts are learned: go on with harder ones (levels, a curriculum), or end the stage earlier "
-    "(iterations; eval_every with patience)"
-)
-_REWARD_CHECK_ADVICE = (
-    "Check the reward function on a completion; begin with easier prompts, SFT, a reward with partial credit, or a "
-    "larger group_size"
-)
-
-
 class LearningSignalMonitor:
-    """One warning when iteration after iteration no advantage differs from 0, so that nothing is learned.
+    """A single warning after many iterations without any advantage different from 0, in which nothing is learned.
 
-    It warns again only after an iteration that had a signal. The count is no part of a checkpoint: it decides nothing.
+    It warns again only after an iteration that had a signal. The count is not checkpointed, as it decides nothing.
     """
 
     def __init__(self, iterations: int = 10) -> None:
-        """`iterations` without a signal, in a row, before the warning."""
+        """Warn after this many `iterations` in a row without a signal."""
         self._max_iterations_without_signal = iterations
         self._iterations_without_signal = 0
 
     def observe_iteration(self, metrics: Mapping[str, float], rewards: Sequence[float]) -> None:
-        """Count one iteration, whose rollouts had these rewards.
+        """Count one iteration whose rollouts had these rewards, and warn when the limit is reached.
 
-        metrics: those of `compute_advantage_metrics`, and `train/success_rate` where the environment knows success.
+        Args:
+            metrics: those of `compute_advantage_metrics`, and `train/success_rate` if the environment reports success.
         """
         if metrics.get("train/zero_advantage_rate", 1.0) < 1:  # absent: every group was dropped
             self._iterations_without_signal = 0
             return
         self._iterations_without_signal += 1
-        if self._iterations_without_signal == self._max_iterations_without_signal:
-            lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
-            every = (
-                f"every rollout has the reward {lowest:g}"
-                if lowest == highest
-                else (
-                    f"rewards lie between {lowest:g} and {highest:g}, but are the same for all rollouts of a prompt"
-                )
-            )
-            success = metrics.get("train/success_rate", 0.0)
-            if success >= LEARNED_SUCCESS_RATE:
-                every, advice = f"{success:.0%} of the episodes succeed", _HARDER_PROMPTS_ADVICE
-            else:
-                advice = _REWARD_CHECK_ADVICE
-            logger.warning(
-                "no advantage differed from 0 in the last %d iterations, so nothing is learned: in the last one %s. %s",
-                self._max_iterations_without_signal,
-                every,
-                advice,
-            )
+        if self._iterations_without_signal != self._max_iterations_without_signal:
+            return
+        lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
+        success_rate = metrics.get("train/success_rate", 0.0)
+        advice = _REWARD_CHECK_ADVICE
+        if success_rate >= LEARNED_SUCCESS_RATE:
+            cause, advice = f"{success_rate:.0%} of the episodes succeed", _HARDER_PROMPTS_ADVICE
+        elif lowest == highest:
+            cause = f"every rollout has the reward {lowest:g}"
+        else:
+            cause = f"rewards lie between {lowest:g} and {highest:g}, but are the same for all rollouts of a prompt"
+        logger.warning(
+            "no advantage differed from 0 in the last %d iterations, so nothing is learned: in the last one %s. %s",
+            self._max_iterations_without_signal,
+            cause,
+            advice,
+        )

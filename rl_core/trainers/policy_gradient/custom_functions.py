@@ -1,4 +1,4 @@
-"""The user's own policy loss and advantage estimator: found, tried on a small example, and called with checked results.
+"""Custom policy loss and advantage estimator: imported, tried on a small example, and called with checked results.
 
 Suffixes: B rows of a micro-batch, T tokens, R rollouts of an iteration, G rollouts per prompt.
 """
@@ -20,16 +20,23 @@ from rl_core.settings import PolicySettings
 from rl_core.user_code import import_function
 
 Metrics = dict[str, torch.Tensor]
-CustomFunction = Callable[..., Any]  # written by a user
-
+CustomFunction = Callable[..., Any]  # written by the user
 _METRIC_NAME = re.compile(r"\w[\w./-]{0,99}")
 _LOSS_ARGUMENTS = "(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT, *, num_loss_tokens, loss_weights_BT"
 _ADVANTAGE_ARGUMENTS = "(rewards_R, groups_R, lengths_R"
 
+# A small example of two rows, on which a custom loss is tried.
+_EXAMPLE_KEYWORDS = {"num_loss_tokens": 3.0, "loss_weights_BT": None}
+_EXAMPLE_MASK = ((False, True, True, False), (False, True, False, False))
+_EXAMPLE_LOGPROBS = ((-0.7, -1.1, -0.4, -2.0), (-0.9, -1.7, -0.3, -1.2))
+_EXAMPLE_OLD_LOGPROBS = ((0.0, -0.9, -0.7, 0.0), (0.0, -1.4, 0.0, 0.0))
+_EXAMPLE_ADVANTAGES = ((0.0, 1.0, 1.0, 0.0), (0.0, -0.5, 0.0, 0.0))
+_EXAMPLE_WEIGHTS = (0.2, 0.6)
+
 
 @dataclass(frozen=True)
 class CustomFunctions:
-    """The user's functions in place of the algorithm's; None = the algorithm's own."""
+    """The user's functions that replace those of the algorithm; None = the algorithm's."""
 
     loss: CustomLoss | None = None
     advantages: CustomAdvantages | None = None
@@ -38,39 +45,39 @@ class CustomFunctions:
 def load_custom_functions(
     settings: PolicySettings, functions: Mapping[str, CustomFunction] | None = None
 ) -> CustomFunctions:
-    """The parts that the settings name, imported and tried.
+    """Load the functions that the settings name, and try them on an example.
 
     Args:
-        functions: those that were handed in, by the name of their setting (loss, advantages); others are imported.
+        functions: functions passed as objects, by the name of their setting (loss, advantages); others are imported.
     Raises: SettingsError naming the setting.
     """
-    given = functions or {}
+    functions_by_setting = functions or {}
     loss = advantages = None
     if settings.loss is not None:
-        loss = CustomLoss(settings.loss, settings.loss_options, given.get("loss"))
+        loss = CustomLoss(settings.loss, settings.loss_options, functions_by_setting.get("loss"))
     if settings.advantages is not None:
         advantages = CustomAdvantages(
-            settings.advantages, settings.advantage_options, given.get("advantages")
+            settings.advantages, settings.advantage_options, functions_by_setting.get("advantages")
         )
     return CustomFunctions(loss, advantages)
 
 
 class CustomLoss:
-    """A policy loss of the user's, with the signature of the shipped ones (`losses.policy.clipped_policy_loss`).
+    """A user's policy loss, with the signature of the shipped ones (`losses.policy.clipped_policy_loss`).
 
         def loss(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT, *, num_loss_tokens, loss_weights_BT, ...)
 
     Returns: scalar loss, the sum of the tokens' losses times `loss_weights_BT`; a dict of scalars, sums over tokens
-    divided by `num_loss_tokens` (`_max`, `_min`: extremes). So micro-batches and processes add up to the optimizer
-    step, and aggregation and importance weights hold as for the shipped losses.
+    divided by `num_loss_tokens` (`_max`, `_min`: extremes). Then micro-batches and processes add up to the optimizer
+    step, and aggregation and importance weights work as for the shipped losses.
     """
 
     def __init__(
         self, name: str, options: Mapping[str, Any], function: CustomFunction | None = None
     ) -> None:
-        """Find and try the function; `function`: None = the one at the import path `name`.
+        """Resolve and try the function; `function`: None = the one at the import path `name`.
 
-        Raises: SettingsError where it cannot be found or called, or where parts of a batch do not add up to the whole.
+        Raises: SettingsError if it cannot be found or called, or if parts of a batch do not add up to the whole.
         """
         self.name, self.options = name, dict(options)
         self.function = _resolve_function("loss", name, function)
@@ -90,8 +97,8 @@ class CustomLoss:
         num_loss_tokens: float,
         loss_weights_BT: torch.Tensor,
     ) -> tuple[torch.Tensor, Metrics]:
-        """Scalar loss with gradient; its metrics, detached. Raises: DataError for anything else."""
-        given = self.function(
+        """Return the scalar loss with gradient and its detached metrics. Raises: DataError for any other result."""
+        result = self.function(
             logprobs_BT,
             old_logprobs_BT,
             advantages_BT,
@@ -100,28 +107,29 @@ class CustomLoss:
             loss_weights_BT=loss_weights_BT,
             **self.options,
         )
-        loss, metrics = _unpack_result("loss", self.name, given)
+        loss, metrics = _unpack_result("loss", self.name, result)
         if loss.ndim != 0:
             raise DataError(
-                f"loss: '{self.name}' gave a tensor of shape {tuple(loss.shape)}; sum it to a scalar"
+                f"loss: '{self.name}' returned a tensor of shape {tuple(loss.shape)}; sum it to a scalar"
             )
         return loss, {"loss": loss.detach()} | _convert_metrics("loss", self.name, metrics)
 
 
 class CustomAdvantages:
-    """An advantage estimator of the user's, in place of the comparison of rewards.
+    """A user's advantage estimator, which replaces the comparison of rewards.
 
         def advantages(rewards_R, groups_R, lengths_R, ...)
 
-    Args: float64 [R] rewards of an iteration's rollouts; int64 [R] number of each one's group (prompt), from 0; int64
-    [R] number of its loss tokens. Returns: float [R], shared by a rollout's tokens; a dict of scalars. Rollouts whose
-    reward failed have their group's mean reward, and whatever they get counts as 0.
+    Args: float64 [R] rewards of an iteration's rollouts; int64 [R] index of each one's group (prompt), from 0; int64
+        [R]
+    number of its loss tokens. Returns: float [R], shared by a rollout's tokens; a dict of scalars. Rollouts whose
+    reward failed have their group's mean reward, and the advantage returned for them is replaced by 0.
     """
 
     def __init__(
         self, name: str, options: Mapping[str, Any], function: CustomFunction | None = None
     ) -> None:
-        """Find and try the function; arguments and errors as `CustomLoss`."""
+        """Resolve and try the function; arguments and errors as `CustomLoss`."""
         self.name, self.options = name, dict(options)
         self.function = _resolve_function("advantages", name, function)
         _check_signature(
@@ -133,30 +141,26 @@ class CustomAdvantages:
     def __call__(
         self, groups: Sequence[torch.Tensor], lengths: Sequence[int]
     ) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Float [G] for each group, and metrics. Raises: DataError for another shape, or values that are not finite."""
+        """Return float [G] for each group, and metrics. Raises: DataError for another shape or non-finite values."""
         if not groups:
             return [], {}
         sizes = [len(rewards_G) for rewards_G in groups]
         rewards_R = torch.cat(list(groups))
         groups_R = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-        given = self.function(
+        result = self.function(
             rewards_R.clone(), groups_R, torch.tensor(list(lengths)), **self.options
         )
-        advantages_R, metrics = _unpack_result("advantages", self.name, given)
+        advantages_R, metrics = _unpack_result("advantages", self.name, result)
         if advantages_R.shape != rewards_R.shape:
             raise DataError(
-                f"advantages: '{self.name}' gave shape {tuple(advantages_R.shape)} for {len(rewards_R)} rollouts; one "
-                "number for each is expected"
+                f"advantages: '{self.name}' returned shape {tuple(advantages_R.shape)} for {len(rewards_R)} rollouts; "
+                "one number for each is expected"
             )
         if not bool(torch.isfinite(advantages_R).all()):
-            raise DataError(f"advantages: '{self.name}' gave values that are not finite")
+            raise DataError(f"advantages: '{self.name}' returned values that are not finite")
         scalars = _convert_metrics("advantages", self.name, metrics)
-        return list(advantages_R.detach().to(rewards_R).split(sizes)), {
-            n: float(v) for n, v in scalars.items()
-        }
-
-
-# ------------------------------------------------------------------------------------------------- looking up, checking
+        advantages = list(advantages_R.detach().to(rewards_R).split(sizes))
+        return advantages, {metric: float(value) for metric, value in scalars.items()}
 
 
 def _resolve_function(key: str, name: str, function: CustomFunction | None) -> CustomFunction:
@@ -175,10 +179,10 @@ def _check_signature(
     arguments: str,
     named: Mapping[str, Any],
 ) -> None:
-    """Raise SettingsError where the function cannot be called with these tensors and names."""
+    """Raise SettingsError if the function cannot be called with these tensors and names."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: it shows no parameters
+    except (TypeError, ValueError):  # functions written in C may expose no parameters
         return
     try:
         signature.bind(*tensors, **named)
@@ -189,7 +193,7 @@ def _check_signature(
 
 
 def _run_on_example(key: str, name: str, call: Callable[[], Any]) -> Any:
-    """Result of a call on the example; whatever it raises is a SettingsError. Random numbers go on as before."""
+    """Call a function on the example; turn whatever it raises into a SettingsError. Preserve the random state."""
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             return call()
@@ -201,119 +205,99 @@ def _run_on_example(key: str, name: str, call: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _unpack_result(key: str, name: str, given: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    if isinstance(given, tuple) and len(given) == 2:
-        tensor, metrics = given
+def _unpack_result(key: str, name: str, result: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    if isinstance(result, tuple) and len(result) == 2:
+        tensor, metrics = result
         if isinstance(tensor, torch.Tensor) and isinstance(metrics, Mapping):
             return tensor, metrics
     raise DataError(
-        f"{key}: '{name}' gave {_describe_result(given)}; return a tensor and a dict of scalars ({{}} = none)"
+        f"{key}: '{name}' returned {_describe_result(result)}; return a tensor and a dict of scalars ({{}} = none)"
     )
 
 
-def _describe_result(given: Any) -> str:
-    if isinstance(given, tuple):
-        return f"a tuple of {', '.join(type(part).__name__ for part in given) or 'nothing'}"
-    return f"a {type(given).__name__}"
+def _describe_result(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in result) or 'nothing'}"
+    return f"a {type(result).__name__}"
 
 
 def _convert_metrics(key: str, name: str, metrics: Mapping[str, Any]) -> Metrics:
-    """The metrics as detached tensors without dimensions."""
-    found = {}
+    """Convert metrics to detached tensors without dimensions."""
+    converted = {}
     for metric, value in metrics.items():
         if not isinstance(metric, str) or not _METRIC_NAME.fullmatch(metric):
             raise DataError(
-                f"{key}: '{name}' gave a metric named {metric!r}; use letters, digits and _ . / -"
+                f"{key}: '{name}' returned a metric named {metric!r}; use letters, digits and _ . / -"
             )
         tensor = value.detach() if isinstance(value, torch.Tensor) else None
         if tensor is None and isinstance(value, int | float):
             tensor = torch.tensor(float(value))
         if tensor is None or tensor.ndim != 0:
-            words = (
-                f"a tensor of shape {tuple(tensor.shape)}" if tensor is not None else repr(value)
-            )
-            raise DataError(f"{key}: '{name}' gave {metric} = {words}; a metric is one number")
-        found[metric] = tensor
-    return found
-
-
-# ------------------------------------------------------------------------------------ a small example, split into parts
-
-_EXAMPLE_KEYWORDS = {"num_loss_tokens": 3.0, "loss_weights_BT": None}
-_EXAMPLE_MASK = ((False, True, True, False), (False, True, False, False))
-_EXAMPLE_LOGPROBS = ((-0.7, -1.1, -0.4, -2.0), (-0.9, -1.7, -0.3, -1.2))
-_EXAMPLE_OLD_LOGPROBS = ((0.0, -0.9, -0.7, 0.0), (0.0, -1.4, 0.0, 0.0))
-_EXAMPLE_ADVANTAGES = ((0.0, 1.0, 1.0, 0.0), (0.0, -0.5, 0.0, 0.0))
-_EXAMPLE_WEIGHTS = (0.2, 0.6)
+            shown = repr(value) if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
+            raise DataError(f"{key}: '{name}' returned {metric} = {shown}; a metric is one number")
+        converted[metric] = tensor
+    return converted
 
 
 def _check_loss_on_example(loss: CustomLoss) -> None:
-    """Compare the loss of a batch with that of its rows, at other weights, and with other masked tokens."""
+    """Compare the loss of a batch with the losses of its rows, with other weights, and with other masked tokens."""
 
-    def of(
+    def compute(
         rows: slice = slice(None), weight: float = 1.0, shift: float = 0.0
     ) -> tuple[torch.Tensor, Metrics]:
         mask_BT = torch.tensor(_EXAMPLE_MASK)[rows]
         logprobs_BT = torch.tensor(_EXAMPLE_LOGPROBS)[rows] - shift * (~mask_BT).float()
         weights_BT = weight * mask_BT.float() * torch.tensor(_EXAMPLE_WEIGHTS)[rows, None]
-        given = (
+        return loss(
             logprobs_BT.requires_grad_(),
             torch.tensor(_EXAMPLE_OLD_LOGPROBS)[rows],
             torch.tensor(_EXAMPLE_ADVANTAGES)[rows],
             mask_BT,
+            num_loss_tokens=3.0,
+            loss_weights_BT=weights_BT,
         )
-        return loss(*given, num_loss_tokens=3.0, loss_weights_BT=weights_BT)
 
-    whole, metrics = _run_on_example("loss", loss.name, of)
-    if not whole.requires_grad or not bool(torch.isfinite(whole)):
+    def run(**changes: Any) -> tuple[torch.Tensor, Metrics]:
+        return _run_on_example("loss", loss.name, functools.partial(compute, **changes))
+
+    batch_loss, batch_metrics = run()
+    total = float(batch_loss.detach())
+    if not batch_loss.requires_grad or not math.isfinite(total):
         raise SettingsError(
-            f"loss: '{loss.name}' gave {_read_scalar(whole)} on a small example, "
-            f"{'with' if whole.requires_grad else 'without'} gradient; a finite loss with gradient is needed"
+            f"loss: '{loss.name}' returned {total} on a small example, "
+            f"{'with' if batch_loss.requires_grad else 'without'} gradient; a finite loss with gradient is needed"
         )
-    parts = [
-        _run_on_example("loss", loss.name, functools.partial(of, slice(row, row + 1)))
-        for row in range(2)
-    ]
-    wrong = _describe_difference(
-        "the loss", _read_scalar(whole), sum(_read_scalar(part) for part, _ in parts)
-    )
-    for name in metrics:
-        values = [_read_scalar(found[name]) for _, found in parts if name in found]
+    rows = [run(rows=slice(row, row + 1)) for row in range(2)]
+    sum_of_rows = sum(float(row_loss.detach()) for row_loss, _ in rows)
+    difference = _describe_difference("the loss", total, sum_of_rows)
+    for name, value in batch_metrics.items():
+        values = [float(row_metrics[name]) for _, row_metrics in rows if name in row_metrics]
         combine = max if name.endswith("_max") else min if name.endswith("_min") else sum
-        wrong = wrong or _describe_difference(
-            f"the metric {name}", _read_scalar(metrics[name]), float(combine(values or [0.0]))
+        difference = difference or _describe_difference(
+            f"the metric {name}", float(value), float(combine(values or [0.0]))
         )
-    if wrong:
+    if difference:
         raise SettingsError(
-            f"loss: '{loss.name}': {wrong}, so micro-batches would not add up; weigh each token's loss by "
+            f"loss: '{loss.name}': {difference}, so micro-batches would not add up; weigh each token's loss by "
             "loss_weights_BT and sum, divide sums of metrics by num_loss_tokens"
         )
-    once, twice = (
-        _read_scalar(whole),
-        _read_scalar(_run_on_example("loss", loss.name, lambda: of(weight=2.0))[0]),
-    )
-    if not _is_close(twice, 2 * once):
+    doubled = float(run(weight=2.0)[0].detach())
+    if not _is_close(doubled, 2 * total):
         raise SettingsError(
-            f"loss: '{loss.name}' gave {once:.6g}, and {twice:.6g} with twice the weights: it does not weigh "
+            f"loss: '{loss.name}' returned {total:.6g}, and {doubled:.6g} with twice the weights: it does not weigh "
             "each token's loss by loss_weights_BT, which hold aggregation and importance"
         )
-    if not _is_close(
-        _read_scalar(_run_on_example("loss", loss.name, lambda: of(shift=0.5))[0]), once
-    ):
+    if not _is_close(float(run(shift=0.5)[0].detach()), total):
         raise SettingsError(
             f"loss: '{loss.name}' reads tokens where loss_mask_BT is False; leave them out"
         )
 
 
-def _read_scalar(value: torch.Tensor) -> float:
-    return float(value.detach())
-
-
-def _describe_difference(what: str, whole: float, parts: float) -> str:
-    if _is_close(whole, parts):
+def _describe_difference(quantity: str, batch_value: float, sum_of_rows: float) -> str:
+    if _is_close(batch_value, sum_of_rows):
         return ""
-    return f"{what} of two rows is {whole:.6g}, and {parts:.6g} with the rows one at a time"
+    return f"{quantity} of two rows is {batch_value:.6g}, and {sum_of_rows:.6g} with the rows one at a time"
 
 
-def _is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-6)
+def _is_close(value: float, expected: float) -> bool:
+    return math.isclose(value, expected, rel_tol=1e-4, abs_tol=1e-6)

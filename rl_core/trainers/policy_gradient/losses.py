@@ -1,4 +1,4 @@
-"""Policy loss of one micro-batch per algorithm, importance weights, agreement with the sampler, KL controller.
+"""Policy loss of a micro-batch per algorithm, importance weights, agreement with the sampler, KL controller.
 
 Suffixes: B rows, S whole sequence.
 """
@@ -28,13 +28,15 @@ Metrics = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class LossDenominators:
-    """Denominators of one optimizer step. Rows of advantage 0 count, but need not be run: they add nothing."""
+    """Denominators of one optimizer step. Rows of advantage 0 count but need not be run, as they contribute nothing."""
 
-    num_loss_tokens: float  # that count in the loss
-    num_forward_tokens: float  # of these, run through the model; metrics are means over them
+    num_loss_tokens: float  # tokens that count in the loss
+    num_forward_tokens: (
+        float  # those of them that run through the model; metrics are means over them
+    )
     num_sequences: float  # rows with loss tokens that count
     num_forward_sequences: float
-    num_rollouts: float = 0  # rows of the step, filtered and masked ones included
+    num_rollouts: float = 0  # rows of the step, including filtered and masked ones
 
 
 def compute_token_weights(
@@ -43,9 +45,9 @@ def compute_token_weights(
     counts: LossDenominators,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Weight of each token in policy loss, KL and entropy terms [B, S]: the settings' aggregation over the step.
+    """Compute the weight of each token in policy loss, KL and entropy terms [B, S], by the settings' aggregation.
 
-    The constant counts every rollout of the step, filtered and short ones included.
+    The denominator of `constant` counts every rollout of the step, including filtered and short ones.
     """
     denominators = {
         "token_mean": counts.num_loss_tokens,
@@ -68,19 +70,17 @@ def compute_policy_loss(
     loss_mask_BS: torch.Tensor,
     counts: LossDenominators,
 ) -> tuple[torch.Tensor, Metrics]:
-    """The algorithm's loss, aggregated over the step, and its metrics per token that was run.
+    """Compute the algorithm's loss, aggregated over the step, and its metrics per token that was run.
 
-    grpo, dr_grpo, dapo, rloo, ppo: clipped, see `clipped_policy_loss`; the others: see their functions.
+    grpo, dr_grpo, dapo, rloo, ppo use `clipped_policy_loss`; the others their own functions.
     Args: as `clipped_policy_loss`; gspo takes each row's mean advantage over its loss tokens.
-    Returns: scalar loss with gradient; {"loss", "update_kl" (k3) and "update_kl_k1" of KL(old || new), and, where
-        the algorithm has a ratio, "ratio_mean", "ratio_max", "clip_fraction"...}.
+    Returns: scalar loss with gradient; {"loss", "update_kl" (k3) and "update_kl_k1" of KL(old || new), and, if the
+        algorithm has a ratio, "ratio_mean", "ratio_max", "clip_fraction"...}.
     """
     low, high = settings.clip
     tensors = (logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS)
-    weights_BS, count = (
-        compute_token_weights(settings, loss_mask_BS, counts, logprobs_BS.dtype),
-        counts.num_forward_tokens,
-    )
+    weights_BS = compute_token_weights(settings, loss_mask_BS, counts, logprobs_BS.dtype)
+    count = counts.num_forward_tokens
     if settings.algorithm == "gspo":
         lengths_B = loss_mask_BS.sum(1).clamp(min=1)
         advantages_B = torch.where(loss_mask_BS, advantages_BS, 0.0).sum(1) / lengths_B
@@ -136,14 +136,12 @@ def compute_custom_policy_loss(
     counts: LossDenominators,
     importance_BS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """The user's loss in place of the algorithm's; arguments and result as `compute_policy_loss`.
+    """Compute the user's loss instead of the algorithm's; arguments and result as `compute_policy_loss`.
 
-    Importance weights multiply the weights of the tokens' losses: what an advantage means there is not known.
+    Importance weights multiply the weights of the tokens' losses, as a custom loss may use advantages in any way.
     """
-    weights_BS, count = (
-        compute_token_weights(settings, loss_mask_BS, counts, logprobs_BS.dtype),
-        counts.num_forward_tokens,
-    )
+    weights_BS = compute_token_weights(settings, loss_mask_BS, counts, logprobs_BS.dtype)
+    count = counts.num_forward_tokens
     if importance_BS is not None:
         weights_BS = weights_BS * importance_BS
     loss, metrics = custom_loss(
@@ -164,17 +162,15 @@ def compute_importance_weights(
     sampler_logprobs_BS: torch.Tensor,
     mask_BS: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Importance weights [B, S] over the sampler, truncated, 0 where `importance_mask` drops; None = all 1.
+    """Compute importance weights [B, S] over the sampler, truncated, 0 where `importance_mask` drops; None = all 1.
 
-    Of the old policy, since the loss has the ratio of the current one to it; of the current policy for reinforce, whose
-    loss has none. V-trace's weights are in the advantages already. They are never negative, so that multiplying the
-    advantages by them multiplies every loss.
+    They are weights of the old policy, because the loss contains the ratio of the current policy to it; of the current
+    policy for reinforce, whose loss has no ratio. V-trace's weights are already part of the advantages. Weights are
+    never negative, so multiplying the advantages by them multiplies every loss.
     """
-    target_BS = (
-        logprobs_BS.detach()
-        if settings.algorithm == "reinforce" and settings.loss is None
-        else old_logprobs_BS
-    )
+    target_BS = old_logprobs_BS
+    if settings.algorithm == "reinforce" and settings.loss is None:
+        target_BS = logprobs_BS.detach()
     pair = (target_BS, sampler_logprobs_BS, mask_BS)
     weights_BS = None
     if settings.importance != "none" and settings.importance != "vtrace":
@@ -182,13 +178,13 @@ def compute_importance_weights(
             *pair, level=settings.importance, cap=settings.weight_cap
         )
     if settings.importance_mask != "none":
-        kept_BS = importance_mask(
+        selected_BS = importance_mask(
             *pair,
             level=settings.importance_mask,
             low=settings.importance_low,
             high=settings.importance_high,
         ).to(target_BS.dtype)
-        weights_BS = kept_BS if weights_BS is None else weights_BS * kept_BS
+        weights_BS = selected_BS if weights_BS is None else weights_BS * selected_BS
     return weights_BS
 
 
@@ -199,12 +195,11 @@ def measure_sampler_agreement(
     mask_BS: torch.Tensor,
     count: float,
 ) -> Metrics:
-    """KL(sampler || old policy) per token (k3) and the largest difference of log-probs, nats."""
+    """Return KL(sampler || old policy) per token (k3) and the largest difference of log-probs, in nats."""
+    difference_BS = (sampler_logprobs_BS - old_logprobs_BS).abs()
     return {
         "sampler_kl": masked_sum(kl_k3(sampler_logprobs_BS, old_logprobs_BS), mask_BS) / count,
-        "sampler_difference_max": masked_max(
-            (sampler_logprobs_BS - old_logprobs_BS).abs(), mask_BS
-        ),
+        "sampler_difference_max": masked_max(difference_BS, mask_BS),
     }
 
 
@@ -219,7 +214,7 @@ def _measure_policy_kl(
 
 
 def compute_next_kl_coef(settings: PolicySettings, kl_coef: float, kl: float) -> float:
-    """Weight of the KL term after an iteration, moved towards the value at which the KL is kl_target.
+    """Return the weight of the KL term after an iteration, moved towards the value at which the KL is kl_target.
 
     Args:
         kl: measured KL to the reference, nats per token.
@@ -238,7 +233,7 @@ def compute_next_kl_coef(settings: PolicySettings, kl_coef: float, kl: float) ->
             minimum=band.minimum,
             maximum=band.maximum,
         )
-    played = settings.prompts_per_iteration * settings.group_size
+    num_samples = settings.prompts_per_iteration * settings.group_size
     return adaptive_kl_coef(
-        kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played
+        kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=num_samples
     )

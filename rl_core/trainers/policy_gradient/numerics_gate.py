@@ -1,7 +1,7 @@
-"""Gate after weight updates: the sampler's log-probs on fixed prompts have to be those of the trainer's forward pass.
+"""Check after weight updates that the sampler's log-probs on fixed prompts match the trainer's forward pass.
 
-The probe (`rollout_workers.sampler_probe`) draws its tokens from counters of its own, so it moves no random generator,
-and whether it runs follows from the iteration's number alone.
+The probe (`rollout_workers.sampler_probe`) draws its tokens from its own counters, so it advances no random generator,
+and whether it runs depends only on the iteration's number.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-MAX_ROLLBACKS = 3  # in a row, without a comparison that passes between them; more, and the run ends
+MAX_ROLLBACKS = 3  # in a row, without a passing comparison between them; one more ends the run
 
 
 class NumericsGate:
-    """Comparison of trainer and sampler, and the weights of the last one that passed where it may roll back."""
+    """Comparison of trainer and sampler; with rollbacks also the last weights that passed."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class NumericsGate:
         optimizer_step: OptimizerStep,
         snapshots: StageSnapshots,
     ) -> None:
-        """Note the parts; `snapshots` are this gate's own."""
+        """Store the parts; `snapshots` must not be shared with anything else."""
         self.policy = policy
         self.backend = backend
         self.settings = settings.numerics
         self.optimizer_step = optimizer_step
-        self.rollbacks = 0  # since the beginning
-        self._consecutive_failures = 0  # in a row
+        self.rollbacks = 0  # since the start of training
+        self._consecutive_failures = 0
         self._snapshots = snapshots
-        self._snapshot_number = 0  # number of the newest snapshot
+        self._snapshot_number = 0  # of the newest snapshot
         self.bound = self._compute_bound(settings)
 
     def _compute_bound(self, settings: PolicySettings) -> float | None:
-        """Largest difference that rounding explains, nats; None = other samplers are allowed."""
+        """Return the largest difference that rounding explains, in nats; None = a different sampler is allowed."""
         if settings.numerics.bound is not None:
             return settings.numerics.bound
         if settings.corrects_sampler or settings.sampler_kl_max is not None:
@@ -62,7 +62,7 @@ class NumericsGate:
         return select_rounding_bound(self.optimizer_step.computes_in_float32)
 
     def is_due(self, iteration: int) -> bool:
-        """True = the update of this iteration is to be checked."""
+        """Return whether the update of this iteration is to be checked."""
         return (
             self.bound is not None
             and self.settings.every > 0
@@ -70,7 +70,7 @@ class NumericsGate:
         )
 
     def prepare_iteration(self, learned_state: Callable[[], Mapping[str, Any]]) -> None:
-        """Called before every iteration: the weights of the beginning are the first to go back to."""
+        """Store the initial weights as the first snapshot; called before every iteration."""
         if self.settings.action == "rollback" and self._snapshot_number == 0 and self.is_due(0):
             self._store_snapshot(learned_state)
 
@@ -80,11 +80,12 @@ class NumericsGate:
         learned_state: Callable[[], Mapping[str, Any]],
         restore: Callable[[Any], None],
     ) -> dict[str, float]:
-        """Compare, at the temperature of these settings; metrics.
+        """Compare sampler and trainer at the temperature of these settings, and return metrics.
 
         Args:
-            learned: state of the trainer that a rollback restores beside weights and optimizers. restore: loads it.
-        Raises: SamplerMismatch with the figure, beyond the bound.
+            learned_state: returns the state of the trainer that a rollback restores besides weights and optimizers.
+            restore: loads that state.
+        Raises: SamplerMismatch with the difference, if it exceeds the bound.
         """
         assert self.bound is not None
         difference = self.measure_difference(sampling)
@@ -104,22 +105,21 @@ class NumericsGate:
         return metrics
 
     def measure_difference(self, sampling: SamplingSettings) -> float:
-        """Largest difference of a token's log-prob between sampler and trainer, nats, over all processes."""
+        """Return the largest difference of a token's log-prob between sampler and trainer, in nats, over all
+        processes.
+        """
         probe = SamplerProbe.from_sampling(read_vocabulary_size(self.policy), sampling)
         process_group = self.optimizer_step.process_group
 
         def compare() -> float:
             self.backend.refresh_weights()
-            answers = sample_probe(self.backend, probe)
+            sequences = sample_probe(self.backend, probe)
             with self.optimizer_step.enable_autocast():
-                return measure_trainer_difference(self.policy, answers, probe)
+                return measure_trainer_difference(self.policy, sequences, probe)
 
         with span("numerics"):
-            return max(
-                process_group.all_gather(
-                    self.optimizer_step.sharded.run_independently_with_full_weights(compare)
-                )
-            )
+            difference = self.optimizer_step.sharded.run_independently_with_full_weights(compare)
+            return max(process_group.all_gather(difference))
 
     def _store_snapshot(self, learned_state: Callable[[], Mapping[str, Any]]) -> None:
         self._snapshot_number += 1
@@ -130,7 +130,10 @@ class NumericsGate:
     def _roll_back_weights(
         self, difference: float, sampling: SamplingSettings, restore: Callable[[Any], None]
     ) -> None:
-        """Go back to the snapshot. Raises: SamplerMismatch where the sampler does not follow, or again and again."""
+        """Restore the snapshot.
+
+        Raises: SamplerMismatch if the sampler does not follow, or after too many rollbacks in a row.
+        """
         assert self.bound is not None
         self._consecutive_failures += 1
         self.rollbacks += 1
@@ -139,21 +142,23 @@ class NumericsGate:
                 f"{self._describe_mismatch(difference)}; {MAX_ROLLBACKS} rollbacks before it did not help"
             )
         restore(self._snapshots.restore_stage(self._snapshot_number))
-        if not (after := self.measure_difference(sampling)) <= self.bound:
+        remaining = self.measure_difference(sampling)
+        if not remaining <= self.bound:
             raise SamplerMismatch(
-                f"{self._describe_mismatch(difference)}; after the rollback it is {after:.3g}: the sampler does not follow"
+                f"{self._describe_mismatch(difference)}; after the rollback it is {remaining:.3g}: "
+                "the sampler does not follow"
             )
 
     def _describe_mismatch(self, difference: float) -> str:
         return (
             f"numerics: after a weight update rollout engine and trainer differ by up to {difference:.3g} nats on a "
-            f"token of {NUM_SEQUENCES} fixed prompts (numerics.bound {self.bound:g}): the engine does not sample from the "
-            "weights, adapter and temperature that are trained. Mend the sampler and resume; a sampler that differs on "
-            "purpose needs importance: token, or a larger numerics.bound"
+            f"token of {NUM_SEQUENCES} fixed prompts (numerics.bound {self.bound:g}): the engine does not sample "
+            "from the weights, adapter and temperature that are trained. Fix the sampler and resume; a sampler that "
+            "differs on purpose needs importance: token, or a larger numerics.bound"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and snapshot; {} where it never goes back."""
+        """Return counters and snapshot; {} without rollbacks."""
         if self.settings.action != "rollback":
             return {}
         return {
@@ -164,10 +169,10 @@ class NumericsGate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`. {} = of a run without rollbacks: the present weights are the first to go back to."""
+        """Load a `state_dict`. After {} (of a run without rollbacks), the current weights become the first snapshot."""
         if self.settings.action != "rollback" or not state:
             return
-        self.rollbacks, self._consecutive_failures, self._snapshot_number = (
-            int(state[name]) for name in ("rollbacks", "failed", "kept")
-        )
+        self.rollbacks = int(state["rollbacks"])
+        self._consecutive_failures = int(state["failed"])
+        self._snapshot_number = int(state["kept"])
         self._snapshots.load_state_dict(state["snapshots"])

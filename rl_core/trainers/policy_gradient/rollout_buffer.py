@@ -1,6 +1,7 @@
-"""Trainable models of a policy-gradient trainer: policy and critic with their optimizers, reference and teacher.
+"""Models of a policy-gradient trainer, and the rollout buffer of one iteration.
 
-Rollout buffer of one iteration: samples by group, old and reference log-probs, values, advantages.
+The models are policy and critic with their optimizers, reference and teacher. The buffer holds samples by group, old
+and reference log-probs, values and advantages.
 
 Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, G rollouts per prompt.
 """
@@ -48,6 +49,8 @@ from rl_core.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+StepPlan = Sequence[Sequence[int]]  # row indices of each optimizer step
+
 
 @dataclass
 class ActorCriticModels:
@@ -56,15 +59,12 @@ class ActorCriticModels:
     policy: PreTrainedModel
     optimizer_step: OptimizerStep  # of the policy, value head included
     pad_id: int
-    reference: PreTrainedModel | None = (
-        None  # of the KL term, frozen; the policy itself = without its adapters
-    )
+    # Frozen reference of the KL term. If it is the policy itself: the policy without its adapters.
+    reference: PreTrainedModel | None = None
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
-    teacher: Teacher | None = None  # of a distillation: advantages come from it in place of rewards
-    custom_functions: CustomFunctions = field(
-        default_factory=CustomFunctions
-    )  # loss and advantage estimator of the user's
+    teacher: Teacher | None = None  # of a distillation: advantages come from it, not from rewards
+    custom_functions: CustomFunctions = field(default_factory=CustomFunctions)
 
     @property
     def device(self) -> torch.device:
@@ -78,18 +78,18 @@ def check_models(
     reference: PreTrainedModel | None,
     teacher: Teacher | None,
 ) -> None:
-    """Refuse models that the settings cannot be trained with.
+    """Refuse models that cannot be trained with these settings.
 
-    Raises: SettingsError for a KL term without a reference, a reference that cannot be one, a router's loss for a
-        model without one, or a distillation without a teacher.
+    Raises: SettingsError for a KL term without a reference, an unusable reference, a router's loss for a model without
+        a router, or a distillation without a teacher.
     """
     if settings.needs_teacher != (teacher is not None):
-        raise SettingsError("teacher: a distillation needs one, and nothing else takes one")
+        raise SettingsError("teacher: a distillation needs one, and no other algorithm takes one")
     if settings.kl_coef > 0 and reference is None:
         raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
     if reference is model and not is_lora(model):
         raise SettingsError(
-            "kl_coef: a model without adapters cannot be its own reference; hand in a copy"
+            "kl_coef: a model without adapters cannot be its own reference; pass a copy"
         )
     check_router(model, settings.router_aux_loss_coef)
 
@@ -103,73 +103,68 @@ def build_actor_critic(
     teacher: Teacher | None = None,
     custom_functions: CustomFunctions | None = None,
 ) -> ActorCriticModels:
-    """Policy, critic and optimizers that the algorithm needs; the reference is frozen.
+    """Build the policy, critic and optimizers that the algorithm needs; freeze the reference.
 
     Args:
-        reference: `model` itself, where it has adapters: the model without them, and no second copy.
-        own: None = the loss and the advantage estimator that the settings name.
+        reference: may be `model` itself if it has adapters; the reference is then the model without them, not a copy.
+        custom_functions: None = those that the settings name.
     """
     if reference is not None and reference is not model:
         reference.requires_grad_(False).eval()
-    custom_functions = (
-        load_custom_functions(settings) if custom_functions is None else custom_functions
-    )
-    optimizer_step_of = functools.partial(
+    if custom_functions is None:
+        custom_functions = load_custom_functions(settings)
+    build_step = functools.partial(
         OptimizerStep,
         total_steps=settings.iterations * settings.epochs * settings.minibatches,
         max_nonfinite=settings.max_nonfinite,
         process_group=process_group,
     )
-    chosen = settings.value_function
-    if chosen is None:
+    critic_settings = settings.value_function
+    if critic_settings is None:
         return ActorCriticModels(
             model,
-            optimizer_step_of(model, settings),
+            build_step(model, settings),
             pad_id,
             reference,
             teacher=teacher,
             custom_functions=custom_functions,
         )
-    if chosen.kind == "shared":
+    if critic_settings.kind == "shared":
         head = ValueHead(read_hidden_size(model)).to(next(model.parameters()).device)
-        joined = PolicyWithCritic(model, head)
+        policy_with_head = PolicyWithCritic(model, head)
         return ActorCriticModels(
             model,
-            optimizer_step_of(joined, settings),
+            build_step(policy_with_head, settings),
             pad_id,
             reference,
-            joined,
+            policy_with_head,
             custom_functions=custom_functions,
         )
     critic = SeparateCritic(model)
-    of_critic = dataclasses.replace(
-        settings, learning_rate=chosen.learning_rate or settings.learning_rate
-    )
+    learning_rate = critic_settings.learning_rate or settings.learning_rate
     return ActorCriticModels(
         model,
-        optimizer_step_of(model, settings),
+        build_step(model, settings),
         pad_id,
         reference,
         PolicyWithCritic(model, critic),
-        optimizer_step_of(critic, of_critic),
+        build_step(critic, dataclasses.replace(settings, learning_rate=learning_rate)),
         custom_functions=custom_functions,
     )
 
 
-StepPlan = Sequence[Sequence[int]]  # row indices of each optimizer step
-
-
 class RolloutBuffer:
-    """Groups of samples, and tensors [R, S] over all their rows, 0 where a token carries no loss; nothing has gradient.
+    """Samples by group, and tensors [R, S] over all their rows, 0 where a token carries no loss; without gradient.
 
     Row r is the r-th sample, group after group. Up to four distributions give log-probs of the same tokens:
-    `sampler_logprobs_RS`, of the policy that sampled; `old_logprobs_RS`, of the policy before this iteration's update;
-    `ref_logprobs_RS`, of the reference; `teacher_logprobs_RS`, of the teacher.
+    `sampler_logprobs_RS` of the policy that sampled, `old_logprobs_RS` of the policy before this iteration's update,
+    `ref_logprobs_RS` of the reference, `teacher_logprobs_RS` of the teacher.
 
-    Training with dropout (`mask_seed`) gives a row the same masks in every pass of the iteration: of the old policy, of
-    all epochs, of the critic, and of the reference, which is the policy's own network as it was. So ratios and KL are
-    those of the weights, 1 and 0 before the first step. Masks follow from shapes too, hence each row is a micro-batch
-    of its own; so they depend neither on the other rows, nor on minibatches, nor on the number of processes.
+    With dropout (`mask_seed`), a row gets the same masks in every pass of the iteration: old policy, all epochs,
+    critic, and the reference, which is the policy's network before training. Ratios and KL then reflect the weights
+    only: 1 and 0 before the first step. As masks also depend on shapes, each row is its own micro-batch; masks are
+        therefore independent of the
+    other rows, of minibatches and of the number of processes.
     """
 
     def __init__(
@@ -178,7 +173,7 @@ class RolloutBuffer:
         settings: PolicySettings,
         groups: Sequence[Sequence[TrainingSample]],
     ) -> None:
-        """`groups`: fresh ones, without advantages, and replayed ones."""
+        """Build the masks; nothing is computed yet. `groups`: fresh ones, without advantages, and replayed ones."""
         self.groups = [list(group) for group in groups]
         self.samples = [sample for group in self.groups for sample in group]
         if not self.samples or any(sample.row.sampler_logprobs is None for sample in self.samples):
@@ -203,26 +198,21 @@ class RolloutBuffer:
         self.mask_RS = mask_RS.to(self.device)  # True = counts in the loss
         self.advantages_RS = torch.zeros(self.shape, device=self.device)
         self.returns_RS: torch.Tensor | None = None
-        self.old_logprobs_RS: torch.Tensor | None = None  # None = each update takes its own
-        self.sampler_logprobs_RS: torch.Tensor | None = (
-            None  # None = not needed beyond the micro-batches
-        )
+        self.old_logprobs_RS: torch.Tensor | None = None  # None = the update's own, detached
+        self.sampler_logprobs_RS: torch.Tensor | None = None  # None = only micro-batches need it
         self.ref_logprobs_RS: torch.Tensor | None = None
         self.teacher_logprobs_RS: torch.Tensor | None = None
         self.values_RS: torch.Tensor | None = None  # before the update
         self.value_after_R: torch.Tensor | None = None
         self.mask_seed: int | None = None  # of the rows' dropout masks; None = no dropout
 
-    # Micro-batches
-
     def build_local_batches(
         self, indices: Sequence[int]
     ) -> list[TrainBatch | DummyBatch[TrainBatch]]:
-        """Micro-batches of this process's share of these rows; `TrainBatch.rows` indexes the rows of the iteration."""
+        """Build this process's micro-batches of these rows; `TrainBatch.rows` indexes the rows of the iteration."""
         process_group = self.actor_critic.optimizer_step.process_group
-        if (
-            process_group.size > 1
-        ):  # a share without a loss token would leave a process without a micro-batch
+        if process_group.size > 1:
+            # A share without a loss token would leave a process without a micro-batch.
             has_loss = self.mask_RS.any(1).tolist()
             indices = [index for index in indices if has_loss[index]]
         if not indices:
@@ -233,9 +223,8 @@ class RolloutBuffer:
 
     def _pad_batches(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]
-        max_tokens = (
-            self.settings.micro_batch_tokens if self.mask_seed is None else 1
-        )  # 1 = each row alone
+        # With dropout each row is its own micro-batch: no second row fits into one token.
+        max_tokens = self.settings.micro_batch_tokens if self.mask_seed is None else 1
         batches = build_batches(rows, max_tokens, self.actor_critic.pad_id)
         for batch in batches:
             batch.rows = [indices[index] for index in batch.rows]
@@ -243,65 +232,58 @@ class RolloutBuffer:
         return [batch for batch in batches if batch.num_loss_tokens]
 
     def select_batch_rows(self, values_RS: torch.Tensor | None, batch: TrainBatch) -> torch.Tensor:
-        """The rows of a micro-batch [B, S] of a tensor over all rows, 0 where no loss is."""
+        """Select the rows of a micro-batch [B, S] from a tensor over all rows, 0 where the mask is False."""
         assert values_RS is not None, "not computed"
         return fill_masked(values_RS[batch.rows, : batch.loss_mask_BS.shape[1]], batch.loss_mask_BS)
 
-    # Log-probs and values under the models as they are
-
     def use_pass_mode(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context of a pass that an update is compared with: eval mode, or training mode where it drops out."""
-        return (
-            use_eval_mode(model)
-            if self.mask_seed is None
-            else use_training_mode(model, dropout=True)
-        )
+        """Return a context for passes that an update is compared with: eval mode, or training mode with dropout."""
+        if self.mask_seed is None:
+            return use_eval_mode(model)
+        return use_training_mode(model, dropout=True)
 
     def use_dropout_masks(self, batch: TrainBatch) -> AbstractContextManager[None]:
-        """Context in which a pass over this micro-batch draws its row's dropout masks, every time the same ones."""
+        """Return a context in which each pass over this micro-batch draws the same dropout masks of its row."""
         if self.mask_seed is None:
             return nullcontext()
         return seed_dropout_masks(self.device, compute_sequence_seed(self.mask_seed, *batch.rows))
 
     @torch.no_grad()
     def compute_old_logprobs(self, plan: StepPlan) -> None:
-        """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
+        """Compute log-probs of the policy before the first update, in the micro-batches of the update."""
         with span("measure"):
             self.old_logprobs_RS = self._compute_logprobs(self.actor_critic.policy, plan)
 
     def copy_sampler_logprobs(self, plan: StepPlan) -> None:
-        """Log-probs of the sampler as a tensor, to stand for the old ones in a KL reward; see `estimate_advantages`."""
+        """Copy the sampler's log-probs into a tensor, as old log-probs of a KL reward; see `estimate_advantages`."""
         logprobs_RS = torch.zeros(self.shape, device=self.device)
         for batch in self._iter_local_batches(plan):
             assert batch.sampler_logprobs_BS is not None
-            logprobs_RS[batch.rows, : batch.sampler_logprobs_BS.shape[1]] = (
-                batch.sampler_logprobs_BS
-            )
-        self.sampler_logprobs_RS = self.actor_critic.optimizer_step.process_group.all_reduce_sum(
-            logprobs_RS
-        )
+            width = batch.sampler_logprobs_BS.shape[1]
+            logprobs_RS[batch.rows, :width] = batch.sampler_logprobs_BS
+        process_group = self.actor_critic.optimizer_step.process_group
+        self.sampler_logprobs_RS = process_group.all_reduce_sum(logprobs_RS)
 
     @torch.no_grad()
     def compute_ref_logprobs(self, plan: StepPlan) -> None:
-        """Log-probs of the reference, once for all epochs."""
+        """Compute log-probs of the reference, once for all epochs."""
         reference = self.actor_critic.reference
         assert reference is not None
-        own = disable_adapter(reference) if reference is self.actor_critic.policy else nullcontext()
-        with span("reference"), own:
+        is_policy = reference is self.actor_critic.policy
+        with span("reference"), disable_adapter(reference) if is_policy else nullcontext():
             self.ref_logprobs_RS = self._compute_logprobs(reference, plan)
 
     @torch.no_grad()
     def compute_teacher_logprobs(self, plan: StepPlan) -> None:
-        """Log-probs of the teacher, once for all epochs."""
-        assert self.actor_critic.teacher is not None
+        """Compute log-probs of the teacher, once for all epochs."""
+        teacher = self.actor_critic.teacher
+        assert teacher is not None
         with span("teacher"):
-            self.teacher_logprobs_RS = self._fill_logprobs(
-                plan, self.actor_critic.teacher.compute_logprobs
-            )
+            self.teacher_logprobs_RS = self._fill_logprobs(plan, teacher.compute_logprobs)
 
     @torch.no_grad()
     def compute_values(self, plan: StepPlan) -> None:
-        """Values before every loss token, and after the last token of each row."""
+        """Compute values before every loss token, and after the last token of each row."""
         critic = self.actor_critic.critic
         assert critic is not None
         values_RS = torch.zeros(self.shape, device=self.device)
@@ -318,23 +300,21 @@ class RolloutBuffer:
             optimizer_step.sharded.run_independently_with_full_weights(
                 lambda: self._run_on_each_batch(plan, fill)
             )
-        self.values_RS, self.value_after_R = (
-            optimizer_step.process_group.all_reduce_sum(values_RS),
-            optimizer_step.process_group.all_reduce_sum(after_R),
-        )
+        self.values_RS = optimizer_step.process_group.all_reduce_sum(values_RS)
+        self.value_after_R = optimizer_step.process_group.all_reduce_sum(after_R)
 
     def _compute_logprobs(self, model: PreTrainedModel, plan: StepPlan) -> torch.Tensor:
-        def masked(batch: TrainBatch) -> torch.Tensor:
+        def compute_batch(batch: TrainBatch) -> torch.Tensor:
             with self.use_dropout_masks(batch):
                 return completion_logprobs(model, batch)[0]
 
         with self.use_pass_mode(model):
-            return self._fill_logprobs(plan, masked)
+            return self._fill_logprobs(plan, compute_batch)
 
     def _fill_logprobs(
         self, plan: StepPlan, logprobs: Callable[[TrainBatch], torch.Tensor]
     ) -> torch.Tensor:
-        """Log-probs [R, S] of all rows of the plan, each micro-batch by the process that it is dealt to."""
+        """Compute log-probs [R, S] of all rows of the plan, each micro-batch by the process it belongs to."""
         logprobs_RS = torch.zeros(self.shape, device=self.device)
 
         def fill(batch: TrainBatch) -> None:
@@ -348,39 +328,33 @@ class RolloutBuffer:
             )
         return optimizer_step.process_group.all_reduce_sum(
             logprobs_RS
-        )  # each process has filled in its own rows
+        )  # rows of other processes are 0
 
     def _run_on_each_batch(self, plan: StepPlan, function: Callable[[TrainBatch], None]) -> None:
         MemoryFit("scoring of rollouts").compute_batches(self._iter_local_batches(plan), function)
 
     def _iter_local_batches(self, plan: StepPlan) -> Iterator[TrainBatch]:
-        """This process's micro-batches, on the policy's device."""
+        """Yield this process's micro-batches, on the policy's device."""
         for indices in plan:
             for batch in self.build_local_batches(indices):
                 if not isinstance(batch, DummyBatch):
                     yield batch.to(self.device)
 
-    # Advantages
-
     def estimate_advantages(self, kl_reward_coef: float = 0.0) -> dict[str, float]:
-        """Fill in advantages, and returns where there are values; a replayed sample keeps its own advantage.
+        """Fill in advantages, and returns if there are values; a replayed sample keeps its advantage.
 
         Args:
             kl_reward_coef: weight of k1 to the reference in the reward, per token; needs old (or the sampler's)
                 log-probs and the reference's.
-        Returns: value/... and policy/ref_kl, where they apply.
+        Returns: value/... and policy/ref_kl, if they apply.
         """
         rewards_R = torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
         metrics: dict[str, float] = {}
         penalty_RS: torch.Tensor | None = None
         if kl_reward_coef > 0:
-            before_RS = (
-                self.old_logprobs_RS
-                if self.old_logprobs_RS is not None
-                else self.sampler_logprobs_RS
-            )
-            assert before_RS is not None and self.ref_logprobs_RS is not None
-            kl_RS = fill_masked(kl_k1(before_RS, self.ref_logprobs_RS), self.mask_RS)
+            old_RS = self._select_old_logprobs()
+            assert self.ref_logprobs_RS is not None
+            kl_RS = fill_masked(kl_k1(old_RS, self.ref_logprobs_RS), self.mask_RS)
             penalty_RS = kl_reward_coef * kl_RS
             metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum().clamp(min=1))
         if self.actor_critic.teacher is not None:
@@ -395,8 +369,18 @@ class RolloutBuffer:
             self.advantages_RS = masked_whiten(self.advantages_RS, self.mask_RS)
         return metrics
 
+    def _select_old_logprobs(self) -> torch.Tensor:
+        """Return the old log-probs if they were computed, else the sampler's."""
+        logprobs_RS = self.old_logprobs_RS
+        if logprobs_RS is None:
+            logprobs_RS = self.sampler_logprobs_RS
+        assert logprobs_RS is not None
+        return logprobs_RS
+
     def _estimate_from_rewards(self, rewards_R: torch.Tensor) -> dict[str, float]:
-        """Group-relative or batch advantages of the fresh groups; filtered and masked samples lose their mask."""
+        """Estimate group-relative or batch advantages of the fresh groups; filtered and masked samples lose their
+        mask.
+        """
         rewards = rewards_R.split([len(group) for group in self.groups])
         fresh = [
             index
@@ -414,28 +398,29 @@ class RolloutBuffer:
         for row, sample in enumerate(self.samples):
             assert sample.advantage is not None
             if sample.is_masked or abs(sample.advantage) < self.settings.filter_threshold:
-                self.mask_RS[row] = False  # carries no loss, and counts in no denominator
+                self.mask_RS[row] = False  # carries no loss and counts in no denominator
             self.advantages_RS[row][self.mask_RS[row]] = sample.advantage
         return metrics
 
     def _compute_relative_advantages(
         self, groups: Sequence[torch.Tensor], indices: Sequence[int]
     ) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Advantages [G] of groups of rewards, by the user's estimator (with metrics) or the algorithm's."""
-        own = self.actor_critic.custom_functions.advantages
-        if own is None:
+        """Compute advantages [G] of groups of rewards, by the user's estimator (with metrics) or the algorithm's."""
+        estimator = self.actor_critic.custom_functions.advantages
+        if estimator is None:
             return compute_relative_advantages(groups, self.settings.algorithm), {}
         lengths = [sum(sample.row.loss_mask) for index in indices for sample in self.groups[index]]
-        # by one process for all: a function of the user's may give other numbers at another call
-        found, metrics = self.actor_critic.optimizer_step.process_group.run_on_rank_zero(
-            lambda: own(groups, lengths)
-        )
-        return found, {f"train/advantages/{name}": value for name, value in metrics.items()}
+        # On one process for all: a user's function may return different numbers in another call.
+        process_group = self.actor_critic.optimizer_step.process_group
+        advantages, metrics = process_group.run_on_rank_zero(lambda: estimator(groups, lengths))
+        return advantages, {f"train/advantages/{name}": value for name, value in metrics.items()}
 
     def _estimate_from_values(
         self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None
     ) -> dict[str, float]:
-        """GAE and returns of all rows; masked rows and filtered tokens lose their mask."""
+        """Estimate advantages and returns of all rows by GAE or V-trace; masked rows and filtered tokens lose their
+        mask.
+        """
         assert self.values_RS is not None and self.value_after_R is not None
         ratios_RS = self._compute_trace_ratios()
         self.advantages_RS, self.returns_RS = compute_value_advantages(
@@ -454,7 +439,7 @@ class RolloutBuffer:
         masked_R1 = torch.tensor(
             [[sample.is_masked] for sample in self.samples], device=self.device
         )
-        self.mask_RS = self.mask_RS & ~masked_R1  # carries no loss, for the critic neither
+        self.mask_RS = self.mask_RS & ~masked_R1  # no loss, for the critic either
         self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         count = self.mask_RS.sum().clamp(min=1)
         metrics = {
@@ -477,23 +462,19 @@ class RolloutBuffer:
         return metrics
 
     def _estimate_from_teacher(self) -> dict[str, float]:
-        """Advantages of a distillation: what each token, and at a discount the later ones, adds to minus the KL."""
-        student_RS = (
-            self.old_logprobs_RS if self.old_logprobs_RS is not None else self.sampler_logprobs_RS
-        )
-        assert student_RS is not None and self.teacher_logprobs_RS is not None
+        """Estimate advantages of a distillation: the contribution of each token (with a discount, of later ones too)
+        to -KL.
+        """
+        student_RS = self._select_old_logprobs()
+        assert self.teacher_logprobs_RS is not None
         self.advantages_RS = distillation_advantages(
             student_RS, self.teacher_logprobs_RS, self.mask_RS, gamma=self.settings.gamma
         )
-        kl_RS = kl_k1(student_RS, self.teacher_logprobs_RS)
-        return {
-            "policy/teacher_kl": float(
-                masked_sum(kl_RS, self.mask_RS) / self.mask_RS.sum().clamp(min=1)
-            )
-        }
+        kl_sum = masked_sum(kl_k1(student_RS, self.teacher_logprobs_RS), self.mask_RS)
+        return {"policy/teacher_kl": float(kl_sum / self.mask_RS.sum().clamp(min=1))}
 
     def _compute_trace_ratios(self) -> torch.Tensor | None:
-        """Ratio of the old policy to the sampler at each loss token, for V-trace; None = not asked for."""
+        """Compute the ratio of the old policy to the sampler at each loss token, for V-trace; None = no V-trace."""
         if self.settings.importance != "vtrace":
             return None
         assert self.old_logprobs_RS is not None and self.sampler_logprobs_RS is not None

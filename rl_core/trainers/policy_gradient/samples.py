@@ -1,14 +1,13 @@
-"""Training samples of an iteration, group by group, and the replay buffer of those of past iterations.
+"""Training samples of an iteration, dynamic sampling, and the replay buffer of past iterations.
 
-A sample keeps its sampling temperature. Log-probs of the policy, the reference and the sampler are all taken there,
-also when the sample is replayed in another curriculum stage: the gradient is that of the policy that acted, and
-importance weights measure the change of the weights, not of the temperature.
+A sample keeps its sampling temperature. The log-probs of policy, reference and sampler are all computed at it, also
+when the sample is replayed in another curriculum stage: the gradient is that of the policy that acted, and importance
+weights measure the change of the weights, not of the temperature.
+
+Dynamic sampling replaces groups whose rollouts all earn the same reward, which carry no signal, by new episodes.
+Source: DAPO, arXiv:2503.14476, section 3.2; here with a bounded number of rounds.
 
 Suffixes: T completion tokens.
-
-Dynamic sampling: groups whose rollouts earn the same reward carry no signal, and are replaced by new episodes.
-
-Source: DAPO, arXiv:2503.14476, section 3.2; here a bounded number of rounds.
 """
 
 from __future__ import annotations
@@ -29,19 +28,22 @@ from rl_core.rollouts.batching import TrainRow, build_train_row
 from rl_core.settings import ReplaySettings
 from rl_core.types import Rollout, RolloutGroup, StopReason
 
+MIN_REWARD_SPREAD = 1e-6  # groups whose rewards differ by less carry no signal
+
+# Groups with their rewards, and the rewards' metrics.
+ScoredGroups = tuple[list[RolloutGroup], dict[str, float]]
+
 
 @dataclass(slots=True)
 class TrainingSample:
-    """One rollout as training uses it."""
+    """One rollout, prepared for training."""
 
     row: TrainRow
     reward: float
-    is_truncated: bool  # True = cut off rather than over: a critic's value stands for the rest
-    advantage: float | None = (
-        None  # from comparing rewards; None = not known yet, or estimated from values
-    )
+    is_truncated: bool  # True = cut off before its end: bootstrapped from a critic's value
+    advantage: float | None = None  # from comparing rewards; None = not known yet, or per token
     is_replayed: bool = False
-    is_masked: bool = False  # no reward could be computed: it carries no loss
+    is_masked: bool = False  # True = no reward could be computed, so it carries no loss
 
 
 SampleGroup = list[TrainingSample]  # [G] the samples of one prompt
@@ -50,13 +52,13 @@ SampleGroup = list[TrainingSample]  # [G] the samples of one prompt
 def build_sample_groups(
     groups: Sequence[RolloutGroup], *, bootstrap_limits: bool = False, mask_truncated: bool = False
 ) -> list[SampleGroup]:
-    """One sample per rollout, in the groups of the rollouts.
+    """Build one sample per rollout, in the groups of the rollouts.
 
     Args:
-        bootstrap_limits: a rollout that ran into a limit of the sampler (tokens, turns, context) counts as truncated,
-            as one truncated by its environment always does. False = such a limit is part of the task, and ends it.
-        mask_truncated: the tokens of a rollout that was cut by the token limit or the context carry no loss; its
-            reward counts in its group all the same.
+        bootstrap_limits: a rollout that reached a limit of the sampler (tokens, turns, context) counts as truncated,
+            as a rollout truncated by its environment always does. False = such a limit is part of the task and ends it.
+        mask_truncated: the tokens of a rollout that was cut by the token limit or the context carry no loss; its reward
+            still counts in its group.
     """
 
     def sample(rollout: Rollout) -> TrainingSample:
@@ -75,20 +77,19 @@ def build_sample_groups(
 def compute_masking_metrics(
     groups: Sequence[RolloutGroup], *, mask_truncated: bool
 ) -> dict[str, float]:
-    """Rollouts and tokens that carry no loss, for what they are; the latter only where there are some."""
+    """Count rollouts and tokens that carry no loss because of what they are; the latter only if there are any."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    metrics = (
-        {"train/masked_truncated": float(sum(map(is_cut_by_token_limit, rollouts)))}
-        if mask_truncated
-        else {}
-    )
-    if broken := sum(map(count_nonfinite_tokens, rollouts)):
-        metrics["train/nonfinite_sampler_tokens"] = float(broken)
+    metrics = {}
+    if mask_truncated:
+        metrics["train/masked_truncated"] = float(sum(map(is_cut_by_token_limit, rollouts)))
+    num_nonfinite = sum(map(count_nonfinite_tokens, rollouts))
+    if num_nonfinite:
+        metrics["train/nonfinite_sampler_tokens"] = float(num_nonfinite)
     return metrics
 
 
 def count_nonfinite_tokens(rollout: Rollout) -> int:
-    """Sampled tokens whose log-probability the sampler gave as NaN or infinite."""
+    """Count the sampled tokens whose log-probability the sampler reported as NaN or infinite."""
     if math.isfinite(sum(rollout.sampler_logprobs)):
         return 0
     pairs = zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
@@ -96,52 +97,46 @@ def count_nonfinite_tokens(rollout: Rollout) -> int:
 
 
 def _mask_nonfinite_tokens(row: TrainRow) -> TrainRow:
-    """The row without loss where the sampler's log-prob is not finite: its ratio to the policy is not known there."""
+    """Exclude tokens with a non-finite sampler log-prob from the loss, as their ratio to the policy is unknown."""
     logprobs = row.sampler_logprobs or ()
-    is_finite = [math.isfinite(logprob) for logprob in logprobs]
-    return dataclasses.replace(
-        row,
-        loss_mask=[
-            counts and finite for counts, finite in zip(row.loss_mask, is_finite, strict=True)
-        ],
-        sampler_logprobs=[
-            value if finite else 0.0 for value, finite in zip(logprobs, is_finite, strict=True)
-        ],
-    )
+    loss_mask = [
+        counts and math.isfinite(logprob)
+        for counts, logprob in zip(row.loss_mask, logprobs, strict=True)
+    ]
+    finite_logprobs = [logprob if math.isfinite(logprob) else 0.0 for logprob in logprobs]
+    return dataclasses.replace(row, loss_mask=loss_mask, sampler_logprobs=finite_logprobs)
 
 
 def is_cut_by_token_limit(rollout: Rollout) -> bool:
-    """True = the token limit or the context ended it in the middle."""
+    """Return whether the token limit or the context cut the rollout off."""
     return rollout.trajectory.stop_reason == StopReason.MAX_TOKENS
 
 
 class ReplayBuffer:
-    """Groups of the last iterations, drawn uniformly. A group keeps the advantages it was given when it was fresh."""
+    """Groups of the last iterations, drawn uniformly. A group keeps the advantages of its iteration."""
 
     def __init__(self, settings: ReplaySettings) -> None:
         self.settings = settings
-        self._past_iterations: deque[list[SampleGroup]] = deque(
-            maxlen=settings.iterations
-        )  # iterations of groups
+        self._past_iterations: deque[list[SampleGroup]] = deque(maxlen=settings.iterations)
 
     def draw_groups(self, rng: np.random.Generator, num_fresh: int) -> list[SampleGroup]:
-        """round(share * num_fresh) past groups without replacement; fewer while the buffer holds fewer."""
+        """Draw round(share * num_fresh) past groups without replacement, or all if there are fewer."""
         groups = [group for iteration in self._past_iterations for group in iteration]
         count = min(len(groups), round(self.settings.share * num_fresh))
-        picked = (
-            sorted(rng.choice(len(groups), size=count, replace=False).tolist()) if count else []
-        )
-        return [groups[index] for index in picked]
+        if not count:
+            return []
+        indices = sorted(rng.choice(len(groups), size=count, replace=False).tolist())
+        return [groups[index] for index in indices]
 
     def add_groups(self, groups: Sequence[Sequence[TrainingSample]]) -> None:
-        """Store an iteration's groups, and drop the oldest iteration when the buffer is full."""
-        kept = [
+        """Store an iteration's groups; drop the oldest iteration if the buffer is full."""
+        replayable = [
             [dataclasses.replace(sample, is_replayed=True) for sample in group] for group in groups
         ]
-        self._past_iterations.append(kept)
+        self._past_iterations.append(replayable)
 
     def state_dict(self) -> dict[str, Any]:
-        """All samples, their tokens in flat tensors."""
+        """Return all samples, their tokens in flat tensors."""
         samples = [
             sample for iteration in self._past_iterations for group in iteration for sample in group
         ]
@@ -167,31 +162,23 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         prompts = _split_by_lengths(state["prompt_ids"], state["prompt_lengths"])
         completions, masks, logprobs = (
             _split_by_lengths(state[name], state["lengths"])
             for name in ("completion_ids", "loss_mask", "logprobs")
         )
-        # checkpoints from before temperatures were stored hold log-probs at temperature 1
+        # Checkpoints from before temperatures were stored hold log-probs at temperature 1.
         temperatures = state.get("temperatures", [1.0] * len(state["rewards"]))
         starts = map(tuple, state["context_starts"])
+        fields = zip(prompts, completions, masks, logprobs, temperatures, starts, strict=True)
+        rows = [TrainRow(*values) for values in fields]
         samples = iter(
             TrainingSample(
-                TrainRow(prompt, completion, mask, sampler_logprobs, temperature, contexts),
-                reward,
-                is_truncated,
-                advantage,
-                is_replayed=True,
-                is_masked=is_masked,
+                row, reward, is_truncated, advantage, is_replayed=True, is_masked=is_masked
             )
-            for prompt, completion, mask, sampler_logprobs, temperature, contexts, reward, is_truncated, is_masked, advantage in zip(
-                prompts,
-                completions,
-                masks,
-                logprobs,
-                temperatures,
-                starts,
+            for row, reward, is_truncated, is_masked, advantage in zip(
+                rows,
                 state["rewards"],
                 state["is_truncated"],
                 state["is_masked"],
@@ -212,31 +199,24 @@ def _split_by_lengths(flat: torch.Tensor, lengths: Sequence[int]) -> list[list[A
     return [part.tolist() for part in torch.split(flat, list(lengths))]
 
 
-MIN_REWARD_SPREAD = 1e-6  # groups whose rewards differ by less carry no signal
-
-ScoredGroups = tuple[
-    list[RolloutGroup], dict[str, float]
-]  # groups with their rewards, and the rewards' metrics
-
-
 @dataclass(slots=True)
 class SampledGroups:
     """Groups of one iteration."""
 
-    all_groups: list[RolloutGroup] = field(
-        default_factory=list
-    )  # all of them: success and reward are measured here
-    selected_groups: list[RolloutGroup] = field(default_factory=list)  # those to train on
-    round_metrics: list[dict[str, float]] = field(
-        default_factory=list
-    )  # the rewards' metrics, round by round
-    rollout_seconds: float = 0.0  # spent on playing
+    # All groups that were played; success and reward are measured over them.
+    all_groups: list[RolloutGroup] = field(default_factory=list)
+    # The groups to train on.
+    selected_groups: list[RolloutGroup] = field(default_factory=list)
+    # The rewards' metrics, round by round.
+    round_metrics: list[dict[str, float]] = field(default_factory=list)
+    rollout_seconds: float = 0.0
 
     def compute_metrics(self) -> dict[str, float]:
-        """Mean of the rewards' metrics over the rounds that have them, and the reward over all that counts."""
-        names = dict.fromkeys(name for part in self.round_metrics for name in part)
-        metrics = {
-            name: statistics.fmean(part[name] for part in self.round_metrics if name in part)
+        """Average the rewards' metrics over the rounds that have them; add the reward over all unmasked rollouts."""
+        rounds = self.round_metrics
+        names = dict.fromkeys(name for metrics in rounds for name in metrics)
+        means = {
+            name: statistics.fmean(metrics[name] for metrics in rounds if name in metrics)
             for name in names
         }
         totals = [
@@ -245,14 +225,14 @@ class SampledGroups:
             for rollout in group.rollouts
             if not rollout.is_masked
         ]
-        return metrics | {
+        return means | {
             "reward/mean": statistics.fmean(totals),
             "reward/std": statistics.pstdev(totals),
         }
 
     @property
     def dropped_rate(self) -> float:
-        """Share of the groups that were played and not kept."""
+        """Share of the played groups that were not selected."""
         return 1 - len(self.selected_groups) / len(self.all_groups)
 
 
@@ -263,27 +243,27 @@ def sample_groups_with_signal(
     num_groups: int,
     num_retries: int,
 ) -> SampledGroups:
-    """Play groups until `wanted` are kept, in 1 + `tries` rounds at most.
+    """Play groups until `num_groups` are selected, in at most 1 + `num_retries` rounds.
 
     Args:
-        play: given the number of groups and of the round, from 0; may give fewer, where episodes fail.
-        tries: further rounds; 0 = every group is kept, also one without a difference in reward.
+        play: takes the number of groups and of the round, from 0; may return fewer groups if episodes fail.
+        num_retries: further rounds; 0 = every group is selected, even without a difference in reward.
     """
-    found = SampledGroups()
+    sampled = SampledGroups()
     for attempt in range(1 + num_retries):
         started = time.perf_counter()
-        groups = play(num_groups - len(found.selected_groups), attempt)
-        found.rollout_seconds += time.perf_counter() - started
+        groups = play(num_groups - len(sampled.selected_groups), attempt)
+        sampled.rollout_seconds += time.perf_counter() - started
         if not groups:
             continue
         groups, metrics = score(groups)
-        found.round_metrics.append(metrics)
-        found.all_groups += groups
-        found.selected_groups += [
-            g
-            for g in groups
-            if not num_retries or max(g.rewards) - min(g.rewards) > MIN_REWARD_SPREAD
+        sampled.round_metrics.append(metrics)
+        sampled.all_groups += groups
+        sampled.selected_groups += [
+            group
+            for group in groups
+            if not num_retries or max(group.rewards) - min(group.rewards) > MIN_REWARD_SPREAD
         ]
-        if len(found.selected_groups) == num_groups:
+        if len(sampled.selected_groups) == num_groups:
             break
-    return found
+    return sampled

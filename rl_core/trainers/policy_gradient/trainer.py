@@ -1,13 +1,9 @@
-"""Rewards of an iteration's groups, with the policy's states for components that need them.
+"""Policy optimisation from rewards: PPO, GRPO and variants, REINFORCE; the algorithm is a setting.
 
-Suffixes: N turns, H hidden.
+One iteration draws episodes from the curriculum, plays each of them group_size times, scores the rollouts, estimates
+advantages and updates the policy. The steps are in `samples`, `rollout_buffer`, `advantages`, `losses` and `update`.
 
-Policy optimisation from rewards: PPO, GRPO and variants, REINFORCE; the algorithm is a setting.
-
-One iteration: draw episodes from the curriculum, play each of them group_size times, score the rollouts, estimate
-advantages, and update the policy (`dynamic_sampling`, `scoring`, `rollout_buffer`, `advantages`, `losses`, `update`).
-
-Suffixes: P prompts, G rollouts per prompt.
+Suffixes: P prompts, G rollouts per prompt, N turns, H hidden.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class GroupScorer:
-    """Scores groups of rollouts with the policy's rewards; rank 0 scores, and every process gets its groups."""
+    """Scorer of rollout groups by the policy's rewards; rank 0 scores, and every process gets the scored groups."""
 
     def __init__(
         self,
@@ -72,7 +68,7 @@ class GroupScorer:
         optimizer_step: OptimizerStep,
         process_group: ProcessGroup,
     ) -> None:
-        """Note the parts; `optimizer_step` is the policy's, whose precision and shards its states are computed in."""
+        """Store the parts; `optimizer_step` is the policy's: its precision and shards apply to the hidden states."""
         self.rewards = rewards
         self.policy = policy
         self.pad_id = pad_id
@@ -87,32 +83,30 @@ class GroupScorer:
     def score_groups(
         self, groups: list[RolloutGroup]
     ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """The groups with their rewards, and the rewards' metrics."""
+        """Return the groups with their rewards, and the rewards' metrics."""
         states = self._compute_hidden_states(groups) if self.rewards.needs_states else []
 
         def score() -> tuple[list[RolloutGroup], dict[str, float]]:
-            return groups, self.rewards.score(
-                groups, embed=lambda _: states, penalties=self.penalties
-            )
+            metrics = self.rewards.score(groups, embed=lambda _: states, penalties=self.penalties)
+            return groups, metrics
 
         return self.process_group.run_on_rank_zero(score)
 
     def _compute_hidden_states(self, groups: Sequence[RolloutGroup]) -> list[TurnEmbeddings]:
-        """Hidden states [N, H] of the policy at the turns of all rollouts, in order, before this iteration's update."""
+        """Compute hidden states [N, H] of the policy at the turns of all rollouts, in order, before this update."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
+        lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
         embed = functools.partial(
             compute_turn_embeddings, self.policy, pad_id=self.pad_id, max_tokens=self.max_tokens
         )
         with span("states"), self.optimizer_step.enable_autocast():
-            return self.optimizer_step.sharded.gather_row_results(
-                rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed
-            )
+            return self.optimizer_step.sharded.gather_row_results(rollouts, lengths, embed)
 
 
 class PolicyGradientTrainer(RolloutTrainer):
-    """A `Trainer` (see `training.trainer_protocol`) of a policy on the rewards of its own rollouts.
+    """A `Trainer` (see `training.callbacks`) of a policy on the rewards of its rollouts.
 
-    Its state is small: levels, seeds and sampling follow from the seed and the iteration's number. Where the curriculum
+    Its state is small: levels, seeds and sampling follow from the seed and the iteration's number. If the curriculum
     may be rolled back, it also holds snapshots of stage entries, each as large as model and optimizer.
     """
 
@@ -136,24 +130,24 @@ class PolicyGradientTrainer(RolloutTrainer):
         teacher: Teacher | None = None,
         custom_functions: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """Build everything; nothing is drawn or played yet.
+        """Build all parts; no episode is drawn or played yet.
 
         Args:
-            reference_model: of the KL term, frozen here; needed when kl_coef > 0. `model` itself, where it has
-                adapters: the model without them, and no second copy.
-            backend: samples from `model`'s own weights (a benchmark may hand in one that lags behind).
+            reference_model: of the KL term, frozen here; needed when kl_coef > 0. Pass `model` itself if it has
+                adapters: the reference is then the model without them, not a copy.
+            backend: samples from `model`'s weights (a benchmark may pass one that lags behind).
             pad_id: None = the renderer's.
-            evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
-            record: is given every iteration's number and scored rollouts.
-            process_group: the processes that train this model. Each plays a share of the episodes; rank 0
-                scores them all.
-            teacher: of a distillation (`DistilledPolicySettings`): gives each token its advantage. Rewards are then
-                measured, and learned from by nothing.
-            own: loss and advantage estimator of the user's, by the name of their setting; None = those that the
-                settings name are imported.
-        Raises: SettingsError for a level, or a watched tool, that the environment does not have, a KL term without a
-            reference, or a router's loss for a model without one;
-            DataError for a renderer without padding token where pad_id is None.
+            evaluator: plays validation episodes and returns `eval/...` metrics; None = `evaluate` returns none.
+            record: called with every iteration's number and scored rollouts.
+            process_group: the processes that train this model. Each plays a share of the episodes; rank 0 scores them
+                all.
+            teacher: of a distillation (`DistilledPolicySettings`): determines each token's advantage; rewards are only
+                measured.
+            custom_functions: the user's loss and advantage estimator, by setting name; None = import those in the
+                settings.
+        Raises: SettingsError for a level or watched tool that the environment lacks, a KL term without a reference, or
+            a router's loss for a model without a router; DataError for a renderer without padding token if pad_id is
+            None.
         """
         check_models(settings, model, reference_model, teacher)
         self.curriculum = CurriculumManager(
@@ -178,28 +172,22 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.settings = settings
         self.rewards = rewards
         self.evaluator = evaluator
-        self._latest_evaluation: dict[
-            str, float
-        ] = {}  # by the newest evaluation, for the curriculum's next observation
+        # Metrics of the newest evaluation, for the curriculum's next observation.
+        self._latest_evaluation: dict[str, float] = {}
         self._watched_names = list_watchable_names(settings, environment.levels)
         self._tools = tuple(environment.tools.tools)
         check_watched_tools(settings, self._tools)
         self.kl_coef = settings.kl_coef
-        self.groups: list[RolloutGroup] = []  # trained on in the last iteration, for inspection
+        self.groups: list[RolloutGroup] = []  # those of the last update, for inspection
         self._stage_settings = [
             settings.apply_curriculum_stage(stage) for stage in self.curriculum.stages
         ]
         self._seeds = TrainingSeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         self._signal_monitor = LearningSignalMonitor()
+        functions = load_custom_functions(settings, custom_functions)
         self.actor_critic = build_actor_critic(
-            model,
-            reference_model,
-            settings,
-            self.pad_id,
-            process_group,
-            teacher,
-            load_custom_functions(settings, custom_functions),
+            model, reference_model, settings, self.pad_id, process_group, teacher, functions
         )
         self.optimizer_step = self.actor_critic.optimizer_step
         self._scorer = GroupScorer(
@@ -211,15 +199,15 @@ class PolicyGradientTrainer(RolloutTrainer):
         )
 
     def _build_snapshots(self) -> StageSnapshots:
-        """Room for snapshots of the policy, its critic, and their optimizers."""
-        critic = self.actor_critic.critic_optimizer_step
-        return StageSnapshots(
-            self.model, [self.optimizer_step, *([critic] if critic is not None else [])]
-        )
+        """Build a store for snapshots of the policy, its critic, and their optimizers."""
+        optimizer_steps = [self.optimizer_step]
+        if self.actor_critic.critic_optimizer_step is not None:
+            optimizer_steps.append(self.actor_critic.critic_optimizer_step)
+        return StageSnapshots(self.model, optimizer_steps)
 
     @property
     def model(self) -> nn.Module:
-        """The policy, joined with its critic where the algorithm has one: the content of a checkpoint."""
+        """The policy, joined with its critic if the algorithm has one: the content of a checkpoint."""
         return self.actor_critic.critic if self.actor_critic.critic is not None else self.policy
 
     @property
@@ -229,27 +217,27 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     @property
     def finished(self) -> str | None:
-        """Reason for which no further iteration is wanted; None = go on."""
+        """Reason to stop training; None = continue."""
         return self.curriculum.finished
 
     def step(self) -> dict[str, float]:
-        """One iteration: play, score, update, and advance or roll back the curriculum."""
-        started = time.perf_counter()
+        """Run one iteration: play, score, update, and advance or roll back the curriculum."""
+        start_time = time.perf_counter()
         self._snapshots.update_snapshots(
             self.curriculum.index, self.curriculum.restorable_stages, self._collect_learned_state
         )
         self._numerics.prepare_iteration(self._collect_learned_state)
         rng = self._build_generator()
-        played, self.groups, metrics = self._play_and_score(rng)
-        playing = metrics["perf/rollout_seconds"]
+        played_groups, self.groups, metrics = self._play_and_score(rng)
+        rollout_seconds = metrics["perf/rollout_seconds"]
         metrics |= compute_rollout_metrics(
-            played, with_success=self.environment.knows_success, tools=self._tools
+            played_groups, with_success=self.environment.knows_success, tools=self._tools
         )
-        rollouts = [rollout for group in played for rollout in group.rollouts]
+        rollouts = [rollout for group in played_groups for rollout in group.rollouts]
         self._record_rollouts(rollouts)
         if self.server is not None:
             self.server.put_server_to_sleep()
-        updating = time.perf_counter()
+        update_start = time.perf_counter()
         self.rollouts_played += len(rollouts)
         metrics |= self._update_policy(rng)
         metrics |= self._check_numerics()
@@ -259,51 +247,51 @@ class PolicyGradientTrainer(RolloutTrainer):
             self._signal_monitor.observe_iteration(
                 metrics, [rollout.reward for rollout in rollouts if not rollout.is_masked]
             )
-        stopped = time.perf_counter()
-        metrics |= self._compute_throughput(rollouts, stopped - started, playing) | {
-            "perf/reward_seconds": updating - started - playing,
-            "perf/update_seconds": stopped - updating,
-        }
-        if (workers := self.stream or self.worker_group or self.server) is not None:
+        end_time = time.perf_counter()
+        metrics |= self._compute_throughput(rollouts, end_time - start_time, rollout_seconds)
+        metrics["perf/reward_seconds"] = update_start - start_time - rollout_seconds
+        metrics["perf/update_seconds"] = end_time - update_start
+        workers = self.stream or self.worker_group or self.server
+        if workers is not None:
             metrics |= workers.collect_metrics()
         self.iteration += 1
-        # every process gets the first one's metrics, so that the curriculum decides alike everywhere
+        # Every process uses the metrics of rank 0, so that the curriculum decides the same everywhere.
         metrics = self.process_group.run_on_rank_zero(functools.partial(dict, metrics))
-        left = self.curriculum.index
-        target = self.curriculum.observe_iteration(
+        previous_stage = self.curriculum.index
+        target_stage = self.curriculum.observe_iteration(
             metrics | self._latest_evaluation, known=self._watched_names
         )
         self._latest_evaluation = {}
-        if target is not None:
-            self._roll_back_stage(target, self.curriculum.rollback_monitor.settings[left])
+        if target_stage is not None:
+            rollback_settings = self.curriculum.rollback_monitor.settings[previous_stage]
+            self._roll_back_stage(target_stage, rollback_settings)
         return metrics | self.curriculum.collect_metrics()
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the evaluator with the current weights."""
+        """Return the evaluator's metrics with the current weights."""
         if self.evaluator is None:
             return {}
         self.backend.refresh_weights()
-        found = dict(
-            self.optimizer_step.sharded.run_independently_with_full_weights(self.evaluator)
-        )
+        sharded = self.optimizer_step.sharded
+        metrics = dict(sharded.run_independently_with_full_weights(self.evaluator))
         self._latest_evaluation = self.process_group.run_on_rank_zero(
-            functools.partial(dict, found)
+            functools.partial(dict, metrics)
         )
-        return found
+        return metrics
 
     def set_failure_recorder(self, recorder: StoreFailedEpisode) -> None:
-        """Have failed episodes kept, also those on which a reward function failed."""
+        """Store failed episodes, including those on which a reward function failed."""
         super().set_failure_recorder(recorder)
         self.rewards.failures.store_episode = recorder
 
     def _collect_failure_metrics(self) -> dict[str, float]:
-        """As of every trainer; episodes on which a reward function failed are in the number, too."""
+        """Add the episodes on which a reward function failed to the metrics of the base class."""
         metrics = super()._collect_failure_metrics()
         metrics["train/failed_episodes"] += self.rewards.failures.total
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """State besides weights and the policy's optimizer."""
+        """Return the state besides weights and the policy's optimizer."""
         critic = self.actor_critic.critic_optimizer_step
         return {
             "iteration": self.iteration,
@@ -325,7 +313,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load a `state_dict`."""
         self.iteration = int(state["iteration"])
         self.rollouts_played = int(state["rollouts_played"])
         self.kl_coef = float(state["kl_coef"])
@@ -346,90 +334,84 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.stream is not None:
             self.stream.load_state_dict(state["stream"])
 
-    # Rollback
-
     def _collect_learned_state(self) -> dict[str, Any]:
-        """State that a rollback restores beside weights and optimizers."""
+        """Return the state that a rollback restores besides weights and optimizers."""
         replay = self._replay.state_dict() if self._replay is not None else None
         return {"kl_coef": self.kl_coef, "rewards": self.rewards.state_dict(), "replay": replay}
 
     def _roll_back_stage(self, target: int, rollback: RollbackSettings | None) -> None:
-        """Restore everything that training changes to the snapshot of the entry of stage `target`."""
+        """Restore everything that training changes to the snapshot taken at the entry of stage `target`."""
         factor = rollback.learning_rate_factor if rollback is not None else 1.0
         self._restore_learned_state(
             self._snapshots.restore_stage(target, learning_rate_factor=factor)
         )
 
-    def _restore_learned_state(self, learned: Mapping[str, Any]) -> None:
-        """Inverse of `_collect_learned_state`."""
-        self.kl_coef = float(learned["kl_coef"])
-        self.rewards.load_state_dict(learned["rewards"])
+    def _restore_learned_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `_collect_learned_state` returned."""
+        self.kl_coef = float(state["kl_coef"])
+        self.rewards.load_state_dict(state["rewards"])
         if self._replay is not None:
-            self._replay.load_state_dict(learned["replay"])
-
-    # Rollouts
+            self._replay.load_state_dict(state["replay"])
 
     def _play_and_score(
         self, rng: np.random.Generator
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], dict[str, float]]:
-        """All groups that were played, those to train on, and the rewards' metrics."""
+        """Return all groups that were played, those to train on, and the rewards' metrics."""
         settings = self.stage_settings
         self.rewards.set_weights(self.curriculum.stage.rewards)
-        found = sample_groups_with_signal(
+        sampled = sample_groups_with_signal(
             functools.partial(self._play_round, rng),
             self._score_groups,
             num_groups=settings.prompts_per_iteration,
             num_retries=settings.sampling_tries,
         )
-        metrics = found.compute_metrics()
+        metrics = sampled.compute_metrics()
         metrics |= self.process_group.run_on_rank_zero(
-            lambda: self.rewards.observe(found.all_groups, self.curriculum.stage.name)
+            lambda: self.rewards.observe(sampled.all_groups, self.curriculum.stage.name)
         )
         metrics |= self._collect_failure_metrics()
         if settings.sampling_tries:
-            metrics["train/dropped_group_rate"] = found.dropped_rate
-        return (
-            found.all_groups,
-            found.selected_groups,
-            metrics | {"perf/rollout_seconds": found.rollout_seconds},
-        )
+            metrics["train/dropped_group_rate"] = sampled.dropped_rate
+        metrics["perf/rollout_seconds"] = sampled.rollout_seconds
+        return sampled.all_groups, sampled.selected_groups, metrics
 
     def _play_round(self, rng: np.random.Generator, count: int, attempt: int) -> list[RolloutGroup]:
-        """Groups of `count` new episodes, or the next ones of the stream; `attempt` numbers the iteration's rounds."""
+        """Play groups of `count` new episodes, or take them from the stream.
+
+        Args:
+            attempt: round of this iteration, from 0.
+        """
         settings = self.stage_settings
         self.failures.is_refill = attempt > 0
         if self.stream is not None:
             return self._take_stream_groups(
                 count, settings, lambda rng: self._draw_episodes(rng, 1)[0]
             )
+        purpose: tuple[str | int, ...] = ("rollouts", self.iteration)
         return self._play_groups(
             self._draw_episodes(rng, count),
             group_size=settings.group_size,
             sampling=settings.sampling,
-            purpose=("rollouts", self.iteration, attempt)
-            if attempt
-            else ("rollouts", self.iteration),
+            purpose=(*purpose, attempt) if attempt else purpose,
         )
 
     def _score_groups(
         self, groups: list[RolloutGroup]
     ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """The groups with their rewards, and metrics."""
+        """Return the groups with their rewards, and metrics."""
         self.rewards.failures.iteration = self.iteration
         return self._scorer.score_groups(groups)
 
     def _draw_episodes(self, rng: np.random.Generator, count: int) -> list[EpisodeRequest]:
-        """Episodes of the current stage: levels by their weights, training seeds of each level."""
+        """Draw episodes of the current stage: levels by their weights, training seeds of each level."""
         requests = []
         for _ in range(count):
             level = self.curriculum.draw_level(rng)
             requests.append(EpisodeRequest(level=level, seed=self._seeds.draw_seed(level, rng)))
         return requests
 
-    # Update
-
     def _update_policy(self, rng: np.random.Generator) -> dict[str, float]:
-        """Train on this iteration's groups, and on replayed ones."""
+        """Train on this iteration's groups and on replayed ones."""
         settings = self.stage_settings
         critic = settings.value_function
         fresh = build_sample_groups(
@@ -463,22 +445,21 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self._replay is not None:
             metrics["train/replayed_rollouts"] = float(sum(map(len, replayed)))
             self._replay.add_groups(fresh)
-        self._write_advantages(fresh)
+        self._copy_advantages_to_groups(fresh)
         if "policy/ref_kl" in metrics:
             self.kl_coef = compute_next_kl_coef(settings, self.kl_coef, metrics["policy/ref_kl"])
         return metrics
 
     def _check_numerics(self) -> dict[str, float]:
-        """Trainer against sampler after an update, where it is due."""
+        """Compare the trainer with the sampler after an update, if due."""
         if not self._numerics.is_due(self.iteration):
             return {}
         return self._numerics.check_sampler(
             self.stage_settings.sampling, self._collect_learned_state, self._restore_learned_state
         )
 
-    def _write_advantages(self, fresh: Sequence[SampleGroup]) -> None:
-        """Copy advantages into the groups, where rollouts were compared."""
+    def _copy_advantages_to_groups(self, fresh: Sequence[SampleGroup]) -> None:
+        """Copy advantages into the groups if rollouts were compared."""
         for group, samples in zip(self.groups, fresh, strict=True):
-            group.advantages = [
-                sample.advantage for sample in samples if sample.advantage is not None
-            ] or None
+            advantages = [sample.advantage for sample in samples if sample.advantage is not None]
+            group.advantages = advantages or None

@@ -1,12 +1,9 @@
-"""Trust region by the exact KL(old || new): over the whole vocabulary, from a copy of the old weights.
+"""Policy update of one iteration: epochs x minibatches of optimizer steps on a rollout buffer.
+
+Two limits of the update by KL(old || new): `ExactTrustRegion` is a loss term over the whole vocabulary, from a copy of
+the old weights; `KLLimit` rolls back an optimizer step beyond `PolicySettings.kl_max`.
 
 Suffixes: B rows of a micro-batch, S whole sequence, N loss tokens, V vocabulary.
-
-Hard limit of KL(old || new): an optimizer step beyond it is rolled back (`PolicySettings.kl_max`).
-
-Policy update of one iteration: epochs x minibatches of optimizer steps on a rollout buffer.
-
-Suffixes: B rows of a micro-batch, S whole sequence.
 """
 
 from __future__ import annotations
@@ -52,25 +49,26 @@ from rl_core.trainers.policy_gradient.rollout_buffer import ActorCriticModels, R
 from rl_core.trainers.policy_gradient.samples import TrainingSample
 from rl_core.types import TrainBatch
 
+Batches = Sequence[TrainBatch | DummyBatch[TrainBatch]]
+
 
 class ExactTrustRegion:
-    """The policy before an iteration's update, and the divergence of the present one from it.
+    """The policy before an iteration's update, and the divergence of the current policy from it.
 
-    Holds a copy of the trainable weights, and [N, V] of one micro-batch twice. `begin` comes before the pass that has
-    a gradient: it swaps weights in place, which a graph that holds on to them would not survive.
+    Holds a copy of the trainable weights, and [N, V] of one micro-batch twice. Call `prepare_batch` before the pass
+    that builds a graph: it swaps weights in place, which an existing graph would not survive.
     """
 
     def __init__(self, buffer: RolloutBuffer) -> None:
-        """Copy the weights of the policy as it is."""
+        """Copy the current weights of the policy."""
         self.buffer = buffer
         self.policy = buffer.actor_critic.policy
-        self.is_first_step = True  # old and new are the same: KL and gradient are 0
+        self.is_first_step = True  # old and new policy are equal: KL and gradient are 0
         self._weights = {
             name: tensor.clone() for name, tensor in collect_trainable_weights(self.policy).items()
         }
-        self._old_NV: torch.Tensor | None = (
-            None  # log-probs of the old policy at the micro-batch's loss tokens
-        )
+        # Log-probs of the old policy at the micro-batch's loss tokens.
+        self._old_NV: torch.Tensor | None = None
 
     @torch.no_grad()
     def prepare_batch(self, batch: TrainBatch) -> None:
@@ -83,7 +81,7 @@ class ExactTrustRegion:
     def compute_penalty(
         self, batch: TrainBatch, loss_weights_BS: torch.Tensor, num_loss_tokens: float
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """KL(old || new) of the micro-batch that was begun, as a loss term, at the temperatures of its tokens.
+        """Compute KL(old || new) of the prepared micro-batch as a loss term, at the temperatures of its tokens.
 
         Args:
             loss_weights_BS: float [B, S], weight of each token, see `aggregation.token_weights`.
@@ -97,22 +95,23 @@ class ExactTrustRegion:
         with self.buffer.use_dropout_masks(batch):
             new_NV = compute_vocabulary_logprobs(self.policy, batch)
         kl_N = exact_forward_kl(old_NV, new_NV)
-        kl_BS = torch.zeros(mask_BS.shape, dtype=kl_N.dtype, device=kl_N.device).masked_scatter(
-            mask_BS, kl_N
+        zeros_BS = torch.zeros(mask_BS.shape, dtype=kl_N.dtype, device=kl_N.device)
+        penalty = aggregate(
+            zeros_BS.masked_scatter(mask_BS, kl_N),
+            mask_BS,
+            num_loss_tokens=num_loss_tokens,
+            loss_weights_BT=loss_weights_BS,
         )
-        moved = aggregate(
-            kl_BS, mask_BS, num_loss_tokens=num_loss_tokens, loss_weights_BT=loss_weights_BS
-        )
-        return moved, {"update_kl_exact": kl_N.detach().sum() / num_loss_tokens}
+        return penalty, {"update_kl_exact": kl_N.detach().sum() / num_loss_tokens}
 
 
 class KLLimit:
-    """Weights and optimizer as they were before a step, to which `check` goes back."""
+    """A copy of weights and optimizer before a step, which `apply_limit` restores."""
 
     def __init__(
         self, actor_critic: ActorCriticModels, buffer: RolloutBuffer, limit: float
     ) -> None:
-        """Store weights and optimizer; `limit` in nats per token."""
+        """Copy weights and optimizer; `limit` in nats per token."""
         self.actor_critic = actor_critic
         self.buffer = buffer
         self.limit = limit
@@ -123,10 +122,8 @@ class KLLimit:
         }
         self._state = copy.deepcopy(optimizer_step.state_dict())
 
-    def apply_limit(
-        self, batches: Sequence[TrainBatch | DummyBatch[TrainBatch]], num_forward_tokens: float
-    ) -> dict[str, float]:
-        """Metrics of the step that was made on these micro-batches; `refused` where it was rolled back."""
+    def apply_limit(self, batches: Batches, num_forward_tokens: float) -> dict[str, float]:
+        """Return metrics of the step made on these micro-batches; roll it back beyond the limit (`refused`)."""
         kl = self._measure_mean_kl(batches, num_forward_tokens)
         if kl <= self.limit:
             return {"policy/kl_after_max": kl}
@@ -134,41 +131,38 @@ class KLLimit:
         self.actor_critic.optimizer_step.load_state_dict(self._state)
         return {"policy/kl_after_max": kl, "refused": 1.0}
 
-    def _measure_mean_kl(
-        self, batches: Sequence[TrainBatch | DummyBatch[TrainBatch]], num_forward_tokens: float
-    ) -> float:
-        """Mean KL(old || current policy) per loss token of the step, k3 estimator."""
+    def _measure_mean_kl(self, batches: Batches, num_forward_tokens: float) -> float:
+        """Measure the mean KL(old || current policy) per loss token of the step, k3 estimator."""
 
-        def own() -> float:
-            real = [batch for batch in batches if not isinstance(batch, DummyBatch)]
-            return sum(MemoryFit("KL after the update").compute_batches(real, of_batch))
-
-        def of_batch(batch: TrainBatch) -> float:
+        def measure_batch(batch: TrainBatch) -> float:
             batch = batch.to(self.actor_critic.device)
             with self.buffer.use_dropout_masks(batch):
                 logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
             old_BS = self.buffer.select_batch_rows(self.buffer.old_logprobs_RS, batch)
             return float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
 
+        def measure_local_batches() -> float:
+            real_batches = [batch for batch in batches if not isinstance(batch, DummyBatch)]
+            memory_fit = MemoryFit("KL after the update")
+            return sum(memory_fit.compute_batches(real_batches, measure_batch))
+
         optimizer_step = self.actor_critic.optimizer_step
         with self.buffer.use_pass_mode(self.actor_critic.policy), optimizer_step.enable_autocast():
-            total = optimizer_step.sharded.run_independently_with_full_weights(own)
+            total = optimizer_step.sharded.run_independently_with_full_weights(
+                measure_local_batches
+            )
         return sum(optimizer_step.process_group.all_gather(total)) / num_forward_tokens
 
 
-Batches = Sequence[TrainBatch | DummyBatch[TrainBatch]]
-
-
 class PolicyUpdate:
-    """Old and reference log-probs, values and advantages, then epochs x minibatches of optimizer steps.
+    """One iteration's update: old and reference log-probs, values, advantages, then epochs x minibatches of steps.
 
     L = policy loss + kl_coef KL(policy || reference) + trust_region_coef KL(old || policy) - entropy_coef entropy
-    (+ value_coef value loss with a shared head) (+ router_aux_loss_coef the mean of the micro-batches' load-balancing
-    losses, weighed by their real tokens). All but the value loss, a mean over loss tokens, and the router's are summed
-    with the same weight of each token (`loss_aggregation`), so that a coefficient means the same whatever the sum is
-    divided by.
-    Rows of advantage 0 add nothing to the policy loss: unless another term needs them, they count in its denominator
-    but are not run through the model.
+    (+ value_coef value loss with a shared head) (+ router_aux_loss_coef times the mean of the micro-batches'
+    load-balancing losses, weighted by their real tokens). All terms except the value loss, a mean over loss tokens,
+    and the router's are summed with the same weight of each token (`loss_aggregation`), so that a coefficient means
+    the same for every divisor. Rows of advantage 0 contribute nothing to the policy loss: unless another term needs
+    them, they count in its denominator but are not run through the model.
     """
 
     def __init__(
@@ -186,7 +180,7 @@ class PolicyUpdate:
         Args:
             groups: see `RolloutBuffer`.
             kl_coef, entropy_coef: of this iteration; None = the settings'.
-            critic_only: leave the policy as it is.
+            critic_only: do not train the policy.
         """
         self.actor_critic = actor_critic
         self.settings = settings
@@ -194,57 +188,49 @@ class PolicyUpdate:
         self.kl_coef = settings.kl_coef if kl_coef is None else kl_coef
         self.entropy_coef = settings.entropy_coef if entropy_coef is None else entropy_coef
         self.critic_only = critic_only
-        self.trained_rows: set[int] = set(
-            range(len(self.buffer.samples))
-        )  # rows that are run through the policy
-        self.denominators = LossDenominators(
-            1, 1, 1, 1
-        )  # denominators of the current optimizer step
-        # of the policy before the first step, which measures them as it runs over all rows; None = not, or no more
+        self.trained_rows = set(range(len(self.buffer.samples)))  # rows run through the policy
+        self.denominators = LossDenominators(1, 1, 1, 1)  # of the current optimizer step
+        self.num_routed_tokens = 1  # real tokens of the current step, for a router's loss
+        # Old log-probs that the first step records while it runs over all rows; None = it does not, or is done.
         self._first_logprobs_RS: torch.Tensor | None = None
-        self.num_routed_tokens = 1  # real tokens of that step, where a router's loss is wanted
-        self._trust_region: ExactTrustRegion | None = (
-            None  # None = estimated at the sampled tokens, or not wanted
-        )
+        # None = no trust region, or one estimated at the sampled tokens.
+        self._trust_region: ExactTrustRegion | None = None
 
     def run_optimizer_steps(self, rng: np.random.Generator) -> dict[str, float]:
-        """All optimizer steps; metrics are means over them (`_max`: the largest)."""
-        settings, optimizer_step, buffer = (
-            self.settings,
-            self.actor_critic.optimizer_step,
-            self.buffer,
-        )
+        """Run all optimizer steps; metrics are means over them (`_max`: the largest)."""
+        settings, buffer = self.settings, self.buffer
+        optimizer_step = self.actor_critic.optimizer_step
         if settings.dropout and has_dropout(self.actor_critic.policy):
             buffer.mask_seed = int(rng.integers(2**63))
-        steps = settings.epochs * settings.minibatches
+        num_steps = settings.epochs * settings.minibatches
         minibatches = self._split_minibatches(rng)
-        metrics = self._prepare_buffer(minibatches, steps)
-        if (
-            settings.trust_region_coef > 0
-            and settings.trust_region_kl == "exact"
-            and not self.critic_only
-        ):
+        metrics = self._prepare_buffer(minibatches, num_steps)
+        uses_trust_region = settings.trust_region_coef > 0 and settings.trust_region_kl == "exact"
+        if uses_trust_region and not self.critic_only:
             self._trust_region = ExactTrustRegion(buffer)
-        parts: list[dict[str, float]] = []
+        all_step_metrics: list[dict[str, float]] = []
         refused = 0.0
-        for number in range(steps):
+        for number in range(num_steps):
             epoch, index = divmod(number, settings.minibatches)
             if index == 0 and epoch > 0:
                 minibatches = self._split_minibatches(rng)
-            part = self._run_optimizer_step(minibatches[index]) if index < len(minibatches) else {}
+            step_metrics = {}
+            if index < len(minibatches):
+                step_metrics = self._run_optimizer_step(minibatches[index])
             if self._first_logprobs_RS is not None:
                 buffer.old_logprobs_RS, self._first_logprobs_RS = self._first_logprobs_RS, None
-            if self._trust_region is not None and "train/loss" in part:
+            if self._trust_region is not None and "train/loss" in step_metrics:
                 self._trust_region.is_first_step = False
-            refused = part.pop("refused", 0.0)
-            parts += [part] if part else []
+            refused = step_metrics.pop("refused", 0.0)
+            if step_metrics:
+                all_step_metrics.append(step_metrics)
             if refused:
                 break
-        stepped = sum("train/loss" in part for part in parts)
-        # A step without a loss token, or one that was rolled back, counts too: it is the x axis of the metrics.
-        optimizer_step.num_steps += steps - stepped + int(refused)
-        metrics |= aggregate_step_metrics(parts)
-        metrics["train/empty_updates"] = float(steps - stepped)
+        num_updates = sum("train/loss" in step_metrics for step_metrics in all_step_metrics)
+        # Steps without a loss token and steps rolled back count too: num_steps is the x axis of the metrics.
+        optimizer_step.num_steps += num_steps - num_updates + int(refused)
+        metrics |= aggregate_step_metrics(all_step_metrics)
+        metrics["train/empty_updates"] = float(num_steps - num_updates)
         metrics["train/trained_rollouts"] = float(len(self.trained_rows))
         metrics["train/skipped_steps"] = float(optimizer_step.skipped_steps)
         if settings.kl_max is not None:
@@ -253,21 +239,21 @@ class PolicyUpdate:
         return metrics
 
     def check_sampler(self, metrics: Mapping[str, float]) -> None:
-        """Raises: SamplerMismatch where fresh rollouts are not from the distribution that is trained."""
+        """Raise SamplerMismatch if fresh rollouts were not sampled from the distribution that is trained."""
         kl, limit = metrics.get("policy/sampler_kl"), self._resolve_sampler_kl_max()
-        if kl is None or limit is None or not kl > limit:  # NaN: the step itself was left out
+        if kl is None or limit is None or not kl > limit:  # NaN: the step was skipped
             return
         raise SamplerMismatch(
             f"KL(sampler || trainer) is {kl:.3g} nats per token on fresh rollouts (largest difference of a log-prob "
             f"{metrics['policy/sampler_difference_max']:.3g}), and sampler_kl_max is {limit:g}: they were not sampled "
-            "from the weights, temperature and adapter that are trained. Nothing of this iteration is saved. Rollouts "
-            "of other weights on purpose are corrected by importance: token"
+            "from the weights, temperature and adapter that are trained. Nothing of this iteration is saved. To train "
+            "on rollouts of other weights on purpose, set importance: token"
         )
 
     def _prepare_buffer(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
-        """Fill the rollout buffer under the models as they are, and choose the rows to run through the policy.
+        """Fill the rollout buffer under the current models, and choose the rows to run through the policy.
 
-        Old log-probs are measured by the first step itself, at a ratio of exactly 1, where it runs over all rows.
+        If the first step runs over all rows, it records the old log-probs, at a ratio of exactly 1.
         """
         settings, buffer, critic = self.settings, self.buffer, self.actor_critic.critic
         in_reward = settings.kl_in == "reward" and self.kl_coef > 0
@@ -275,47 +261,50 @@ class PolicyUpdate:
         if critic is not None:
             buffer.compute_values(minibatches)
         needs_old = steps > 1 or settings.kl_max is not None
-        is_traced, is_taught = (
-            settings.importance == "vtrace",
-            self.actor_critic.teacher is not None,
-        )
+        uses_vtrace = settings.importance == "vtrace"
+        has_teacher = self.actor_critic.teacher is not None
         if in_reward:
             buffer.compute_ref_logprobs(minibatches)
-        if is_taught:
+        if has_teacher:
             buffer.compute_teacher_logprobs(minibatches)
-        if in_reward or is_traced or is_taught:
+        if in_reward or uses_vtrace or has_teacher:
             if needs_old or not self._is_sampler_policy():
                 buffer.compute_old_logprobs(minibatches)
-            if is_traced or buffer.old_logprobs_RS is None:
+            if uses_vtrace or buffer.old_logprobs_RS is None:
                 buffer.copy_sampler_logprobs(minibatches)
         metrics = buffer.estimate_advantages(self.kl_coef if in_reward else 0.0)
-        own = (
-            self.actor_critic.custom_functions.loss
-        )  # what it makes of an advantage of 0 is not known
-        needs_all = (
-            in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0 or own is not None
+        needs_all_rows = (
+            in_loss
+            or self.entropy_coef > 0
+            or settings.trust_region_coef > 0
+            # A custom loss may be different from 0 at an advantage of 0.
+            or self.actor_critic.custom_functions.loss is not None
+            or (critic is not None and critic.value_head is not None)
         )
-        if not needs_all and (critic is None or critic.value_head is None):
+        if not needs_all_rows:
             self.trained_rows = set(torch.nonzero(buffer.advantages_RS.any(1)).flatten().tolist())
         plan = [self._select_trained_rows(indices) for indices in minibatches]
         if in_loss:
             buffer.compute_ref_logprobs(plan)
         if buffer.old_logprobs_RS is None and needs_old:
-            alone = self.actor_critic.optimizer_step.process_group.size == 1
-            if alone and settings.minibatches == 1 and settings.kl_max is None:
+            is_single_process = self.actor_critic.optimizer_step.process_group.size == 1
+            if is_single_process and settings.minibatches == 1 and settings.kl_max is None:
                 self._first_logprobs_RS = torch.zeros(buffer.shape, device=buffer.device)
             else:
                 buffer.compute_old_logprobs(plan)
         return metrics
 
     def _is_sampler_policy(self) -> bool:
-        """True = no importance weights, no dropout, and log-probs that differ from the sampler's by rounding alone."""
+        """Return whether the sampler's log-probs differ from the policy's by rounding only.
+
+        That needs float32, no importance weights and no dropout.
+        """
         if self.buffer.mask_seed is not None or self.settings.corrects_sampler:
             return False
         return self.actor_critic.optimizer_step.computes_in_float32
 
     def _resolve_sampler_kl_max(self) -> float | None:
-        """Limit of KL(sampler || trainer), nats per token; None = none."""
+        """Return the limit of KL(sampler || trainer), in nats per token; None = no limit."""
         if self.settings.sampler_kl_max is not None:
             return self.settings.sampler_kl_max
         if self.settings.corrects_sampler or self.buffer.mask_seed is not None:
@@ -323,22 +312,20 @@ class PolicyUpdate:
         return 1e-3 if self.actor_critic.optimizer_step.computes_in_float32 else 0.1
 
     def _split_minibatches(self, rng: np.random.Generator) -> list[list[int]]:
-        """Row indices of each optimizer step of one pass; in order if there is a single step."""
+        """Split the row indices into the optimizer steps of one pass; in order if there is a single step."""
         count, size = self.settings.minibatches, len(self.buffer.samples)
         order = rng.permutation(size) if count > 1 else np.arange(size)
-        return [part.tolist() for part in np.array_split(order, count) if len(part)]
+        return [indices.tolist() for indices in np.array_split(order, count) if len(indices)]
 
     def _select_trained_rows(self, indices: Sequence[int]) -> list[int]:
         return [index for index in indices if index in self.trained_rows]
 
     def _run_optimizer_step(self, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer step of the policy and one of a separate critic on these rows; {} without a loss token."""
+        """Run one optimizer step of the policy and of a separate critic on these rows; {} without a loss token."""
         metrics: dict[str, float] = {}
-        batches = (
-            []
-            if self.critic_only
-            else self.buffer.build_local_batches(self._select_trained_rows(indices))
-        )
+        batches: Batches = []
+        if not self.critic_only:
+            batches = self.buffer.build_local_batches(self._select_trained_rows(indices))
         if batches:
             self.denominators = self._count_denominators(indices)
             if self.settings.router_aux_loss_coef > 0:
@@ -348,11 +335,10 @@ class PolicyUpdate:
                 limit = KLLimit(self.actor_critic, self.buffer, self.settings.kl_max)
             metrics = self.actor_critic.optimizer_step.run_step(batches, self.compute_loss)
             if "policy/importance_mean" in metrics:
-                square = metrics.pop("policy/importance_square_mean")  # 0 = all dropped
+                # Effective sample size over loss tokens (Kish); a mean square of 0 = all were dropped.
+                square = metrics.pop("policy/importance_square_mean")
                 share = metrics["policy/importance_mean"] ** 2 / square if square else 0.0
-                metrics["policy/effective_sample_share"] = (
-                    share  # effective sample size over loss tokens (Kish)
-                )
+                metrics["policy/effective_sample_share"] = share
             if limit is not None:
                 metrics |= limit.apply_limit(batches, self.denominators.num_forward_tokens)
         if self.actor_critic.critic_optimizer_step is not None:
@@ -360,30 +346,28 @@ class PolicyUpdate:
         return metrics
 
     def _count_real_tokens(self, batches: Batches) -> int:
-        """Real tokens, prompts included, of the step's micro-batches in all processes."""
-        own = sum(
+        """Count the real tokens, prompts included, of the step's micro-batches in all processes."""
+        num_tokens = sum(
             int(batch.attention_mask_BS.sum())
             for batch in batches
             if not isinstance(batch, DummyBatch)
         )
-        return sum(self.actor_critic.optimizer_step.process_group.all_gather(own))
+        return sum(self.actor_critic.optimizer_step.process_group.all_gather(num_tokens))
 
     def _count_denominators(self, indices: Sequence[int]) -> LossDenominators:
-        """Denominators of a step; rows of advantage 0 that are not run count too: their loss is 0, not absent."""
-        mask_RS, run_RS = (
-            self.buffer.mask_RS[list(indices)],
-            self.buffer.mask_RS[self._select_trained_rows(indices)],
-        )
+        """Count the denominators of a step, including rows of advantage 0 that are not run, whose loss is 0."""
+        mask_RS = self.buffer.mask_RS[list(indices)]
+        forward_mask_RS = self.buffer.mask_RS[self._select_trained_rows(indices)]
         return LossDenominators(
             num_loss_tokens=int(mask_RS.sum()),
-            num_forward_tokens=int(run_RS.sum()),
+            num_forward_tokens=int(forward_mask_RS.sum()),
             num_sequences=int(mask_RS.any(1).sum()),
-            num_forward_sequences=int(run_RS.any(1).sum()),
+            num_forward_sequences=int(forward_mask_RS.any(1).sum()),
             num_rollouts=len(indices),
         )
 
     def compute_loss(self, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss of one micro-batch over the denominators of the optimizer step; metrics per token that was run."""
+        """Compute the loss of one micro-batch over the step's denominators; metrics are per token that was run."""
         settings, buffer = self.settings, self.buffer
         batch = batch.to(self.actor_critic.device)
         mask_BS, sampler_BS = batch.loss_mask_BS, batch.sampler_logprobs_BS
@@ -400,33 +384,31 @@ class PolicyUpdate:
             )
         logprobs_BS = outputs.logprobs_BS
         if self._first_logprobs_RS is not None:
-            self._first_logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = (
-                logprobs_BS.detach().float()
-            )
+            width = logprobs_BS.shape[1]
+            self._first_logprobs_RS[batch.rows, :width] = logprobs_BS.detach().float()
         count = self.denominators.num_forward_tokens
-        has_old = buffer.old_logprobs_RS is not None
-        old_BS = (
-            buffer.select_batch_rows(buffer.old_logprobs_RS, batch)
-            if has_old
-            else logprobs_BS.detach()
-        )
+        old_BS = logprobs_BS.detach()
+        if buffer.old_logprobs_RS is not None:
+            old_BS = buffer.select_batch_rows(buffer.old_logprobs_RS, batch)
         advantages_BS = buffer.select_batch_rows(buffer.advantages_RS, batch)
         assert sampler_BS is not None
         weights_BS = compute_importance_weights(settings, logprobs_BS, old_BS, sampler_BS, mask_BS)
-        parts: dict[str, Any] = {}
+        policy_metrics: dict[str, Any] = {}
         if weights_BS is not None:
             if settings.importance_mask != "none":
-                parts["importance_dropped"] = (
-                    masked_sum((weights_BS == 0).to(weights_BS.dtype), mask_BS) / count
-                )
-            parts["importance_mean"] = masked_sum(weights_BS, mask_BS) / count
-            parts["importance_square_mean"] = masked_sum(weights_BS.square(), mask_BS) / count
-        loss, found = self._compute_policy_loss(
+                dropped_BS = (weights_BS == 0).to(weights_BS.dtype)
+                policy_metrics["importance_dropped"] = masked_sum(dropped_BS, mask_BS) / count
+            policy_metrics["importance_mean"] = masked_sum(weights_BS, mask_BS) / count
+            square_mean = masked_sum(weights_BS.square(), mask_BS) / count
+            policy_metrics["importance_square_mean"] = square_mean
+        loss, loss_metrics = self._compute_policy_loss(
             logprobs_BS, old_BS, advantages_BS, mask_BS, weights_BS
         )
-        parts |= found | measure_sampler_agreement(sampler_BS, old_BS, mask_BS, count)
-        loss, more = self._add_loss_terms(loss, outputs, old_BS, batch)
-        metrics = {f"policy/{name}": value for name, value in (parts | more).items()}
+        policy_metrics |= loss_metrics
+        policy_metrics |= measure_sampler_agreement(sampler_BS, old_BS, mask_BS, count)
+        loss, term_metrics = self._add_loss_terms(loss, outputs, old_BS, batch)
+        policy_metrics |= term_metrics
+        metrics = {f"policy/{name}": value for name, value in policy_metrics.items()}
         if outputs.values_BS is not None:
             assert settings.value_function is not None
             value, value_metrics = self._compute_value_loss(outputs.values_BS, batch, count)
@@ -442,15 +424,19 @@ class PolicyUpdate:
         mask_BS: torch.Tensor,
         importance_BS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The policy term, of the user's loss or the algorithm's."""
-        settings, counts, own = (
-            self.settings,
-            self.denominators,
-            self.actor_critic.custom_functions.loss,
-        )
-        if own is not None:
+        """Compute the policy term by the user's loss or the algorithm's."""
+        settings, counts = self.settings, self.denominators
+        custom_loss = self.actor_critic.custom_functions.loss
+        if custom_loss is not None:
             return compute_custom_policy_loss(
-                own, settings, logprobs_BS, old_BS, advantages_BS, mask_BS, counts, importance_BS
+                custom_loss,
+                settings,
+                logprobs_BS,
+                old_BS,
+                advantages_BS,
+                mask_BS,
+                counts,
+                importance_BS,
             )
         if importance_BS is not None:
             advantages_BS = advantages_BS * importance_BS
@@ -459,22 +445,19 @@ class PolicyUpdate:
     def _add_loss_terms(
         self, loss: torch.Tensor, outputs: TokenOutputs, old_BS: torch.Tensor, batch: TrainBatch
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss with the entropy, reference KL and trust region terms of nonzero weight."""
-        settings, mask_BS, count = (
-            self.settings,
-            batch.loss_mask_BS,
-            self.denominators.num_forward_tokens,
-        )
+        """Add the entropy, reference KL, trust region and router terms of nonzero weight to the loss."""
+        settings, mask_BS = self.settings, batch.loss_mask_BS
+        count = self.denominators.num_forward_tokens
         weights_BS = compute_token_weights(settings, mask_BS, self.denominators)
         assert outputs.entropy_BS is not None
-        bonus, parts = entropy_bonus(
+        bonus, metrics = entropy_bonus(
             outputs.entropy_BS, mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
         )
         if self.entropy_coef > 0:
             loss = loss + self.entropy_coef * bonus
         if self.kl_coef > 0 and settings.kl_in == "loss":
             ref_BS = self.buffer.select_batch_rows(self.buffer.ref_logprobs_RS, batch)
-            penalty, kl = kl_penalty(
+            penalty, kl_metrics = kl_penalty(
                 outputs.logprobs_BS,
                 ref_BS,
                 mask_BS,
@@ -483,31 +466,31 @@ class PolicyUpdate:
                 loss_weights_BT=weights_BS,
             )
             loss = loss + self.kl_coef * penalty
-            parts |= kl
+            metrics |= kl_metrics
         if outputs.load_balancing_loss is not None:
-            balance = outputs.load_balancing_loss * (
-                batch.attention_mask_BS.sum() / self.num_routed_tokens
-            )
-            loss = loss + settings.router_aux_loss_coef * balance
-            parts["router_aux_loss"] = balance.detach()
+            token_share = batch.attention_mask_BS.sum() / self.num_routed_tokens
+            router_loss = outputs.load_balancing_loss * token_share
+            loss = loss + settings.router_aux_loss_coef * router_loss
+            metrics["router_aux_loss"] = router_loss.detach()
         if self._trust_region is not None:
-            moved, exact = self._trust_region.compute_penalty(batch, weights_BS, count)
-            loss = loss + settings.trust_region_coef * moved
-            parts |= exact
+            penalty, exact_metrics = self._trust_region.compute_penalty(batch, weights_BS, count)
+            loss = loss + settings.trust_region_coef * penalty
+            metrics |= exact_metrics
         elif settings.trust_region_coef > 0:
-            moved, _ = kl_penalty(
+            penalty, _ = kl_penalty(
                 old_BS,
                 outputs.logprobs_BS,
                 mask_BS,
                 num_loss_tokens=count,
                 loss_weights_BT=weights_BS,
             )
-            loss = loss + settings.trust_region_coef * moved
-        return loss, parts
+            loss = loss + settings.trust_region_coef * penalty
+        return loss, metrics
 
     def _compute_value_loss(
         self, values_BS: torch.Tensor, batch: TrainBatch, count: float
     ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Compute the critic's loss of a micro-batch, over `count` loss tokens of the step."""
         buffer, critic = self.buffer, self.settings.value_function
         assert critic is not None
         loss, metrics = value_loss(
@@ -521,7 +504,7 @@ class PolicyUpdate:
         return loss, {f"value/{name}": value for name, value in metrics.items()}
 
     def _run_critic_step(self, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer step of a separate critic on all these rows."""
+        """Run one optimizer step of a separate critic on all these rows."""
         critic, optimizer_step = self.actor_critic.critic, self.actor_critic.critic_optimizer_step
         assert critic is not None and optimizer_step is not None
         batches = self.buffer.build_local_batches(indices)
@@ -529,13 +512,13 @@ class PolicyUpdate:
             return {}
         count = int(self.buffer.mask_RS[list(indices)].sum())
 
-        def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+        def compute_loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
             batch = batch.to(self.actor_critic.device)
             with self.buffer.use_dropout_masks(batch):
                 values_BS, _ = critic.compute_values(batch)
             return self._compute_value_loss(values_BS, batch, count)
 
-        metrics = optimizer_step.run_step(batches, loss)
+        metrics = optimizer_step.run_step(batches, compute_loss)
         return {
             "value/loss": metrics["value/loss"],
             "value/clip_fraction": metrics["value/clip_fraction"],

@@ -1,10 +1,10 @@
 """An environment to start from: name the largest of some digits.
 
-An environment is a family of episodes; (level, seed) determines one of them. Test yours before training:
+An environment is a family of episodes; (level, seed) determines one of them. Check yours before training:
 
     posttrain validate FOLDER/config.yaml --import-code
 
-and see that it depends on nothing but level, seed and actions (runs the pipeline several times; shorten it by --set):
+Check that it depends only on level, seed and actions (runs the pipeline several times; shorten it with --set):
 
     posttrain verify-resume FOLDER/config.yaml
 """
@@ -21,7 +21,7 @@ class LargestEpisode(Episode):
 
     def __init__(self, seed: int, level: str) -> None:
         super().__init__(seed, level)
-        rng = random.Random(f"{level}:{seed}")  # nothing but level and seed decides
+        rng = random.Random(f"{level}:{seed}")  # depends only on level and seed
         digits = [str(rng.randrange(10)) for _ in range(DIGITS[level])]
         self.kind = "largest"
         self.prompt = "largest of " + " ".join(digits)
@@ -29,11 +29,11 @@ class LargestEpisode(Episode):
         self.digits = digits
 
     def reset(self) -> list:
-        """The opening messages."""
+        """Return the opening messages."""
         return [{"role": "user", "content": self.prompt}]
 
     def act(self, text: str) -> Step:
-        """The policy's answer; the reward is 1 if it is right."""
+        """Judge the policy's answer; the reward is 1 if it is right."""
         answer = text.strip()
         success = answer == self.target
         return Step(reward=float(success), terminated=True, answer=answer, success=success)
@@ -44,23 +44,26 @@ class Largest(Environment):
 
     name = "largest"
     levels = ("easy", "hard")
-    tools = Toolset([])  # tools that the policy may call: none
-    blocking = (
-        False  # steps only compute; remove this line if `step` waits for a server or a slow tool
-    )
+    tools = Toolset([])  # the policy has no tools to call
+    # Steps only compute. Remove this line if `step` waits for a server or a slow tool.
+    blocking = False
 
     def __init__(self, skill: float = 1.0) -> None:
-        """skill: share of the demonstrator's answers that are right."""
+        """Create the environment.
+
+        Args:
+            skill: share of the demonstrator's answers that are right.
+        """
         super().__init__()
         self.skill = skill
 
     def episode(self, seed: int, level: str) -> LargestEpisode:
-        """A new episode."""
+        """Create an episode."""
         self.check_level(level)
         return LargestEpisode(seed, level)
 
     def demonstration(self, seed: int, level: str) -> Demonstration:
-        """One written-out episode for SFT; leave this method out if there is nobody to imitate."""
+        """Write out one episode for SFT; leave this method out if you have no demonstrator."""
         episode = self.episode(seed, level)
         rng = random.Random(f"demonstrator:{level}:{seed}")
         answer = episode.target if rng.random() < self.skill else rng.choice(episode.digits)

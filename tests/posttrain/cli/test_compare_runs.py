@@ -1,4 +1,4 @@
-"""Settings that differ between runs, also of different pipelines."""
+"""Settings that differ between runs, also across pipelines."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from rl_core.errors import DataError
 from tasks.tracking import RunRow, find_run
 
 
-def run(number, pipeline, **params):
+def make_run(number, pipeline, **params):
     return RunRow(
         str(number),
         f"run {number}",
@@ -24,9 +24,9 @@ def run(number, pipeline, **params):
 
 def test_runs_of_different_pipelines_are_compared_with_each_other():
     rows = [
-        run(1, "one", seed="0", epochs="3"),
-        run(2, "two", seed="0", epochs="4"),
-        run(3, "two", seed="0", epochs="4"),
+        make_run(1, "one", seed="0", epochs="3"),
+        make_run(2, "two", seed="0", epochs="4"),
+        make_run(3, "two", seed="0", epochs="4"),
     ]
     assert find_setting_differences(rows) == {
         "1": {"epochs": "3"},
@@ -46,11 +46,11 @@ def test_a_sweep_and_a_stage_are_no_unknown_runs():
         RunRow(key, name, "FINISHED", 0.0, 1.0, None, "", tags, {}, {}) for key, name, tags in kinds
     ]
     assert find_run(rows, "demo") is rows[0]
-    for name, said in (
+    for name, message in (
         ("2", "'2' is a sweep; name its trials"),
         ("sft", "is a part of a run; name the whole run"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             find_run(rows, name)
     with pytest.raises(DataError, match="no run 'dmo'; did you mean 'demo'"):
         find_run(rows, "dmo")

@@ -1,4 +1,4 @@
-"""Compiled modules under a limit of file sizes."""
+"""Bytecode files under a file size limit."""
 
 import os
 import subprocess
@@ -18,8 +18,8 @@ print(large.TEXT[-3:], file=sys.stderr)
 
 
 @pytest.mark.parametrize("limit", ["ulimit -f 64; ", ""])
-def test_none_is_left_cut_off(tmp_path, limit):
-    """Python writes what fits of a compiled module, and takes it for whole ever after."""
+def test_no_truncated_bytecode_is_written(tmp_path, limit):
+    """Write none: Python would write what fits of one and use the truncated file ever after."""
     (tmp_path / "large.py").write_text(f"TEXT = {'x' * 300_000 + 'end'!r}\n")
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
@@ -41,5 +41,7 @@ def test_none_is_left_cut_off(tmp_path, limit):
     )
     assert done.stderr == "end\n", done.stderr
     assert (tmp_path / "__pycache__").exists() == (not limit)
-    again = [sys.executable, "-c", "import large; print(large.TEXT[-3:])"]
-    assert subprocess.check_output(again, cwd=tmp_path, text=True, env=environment) == "end\n"
+    import_again = [sys.executable, "-c", "import large; print(large.TEXT[-3:])"]
+    assert (
+        subprocess.check_output(import_again, cwd=tmp_path, text=True, env=environment) == "end\n"
+    )

@@ -26,19 +26,15 @@ LINES = {
     "posttrain online worker ": ({"online"}, {"demo"}),
     "posttrain online worker --": ({"--set"}, {"--heartbeat"}),
     "posttrain service key ": ({"create", "list", "revoke"}, {"up"}),
-    "posttrain service up --": (
-        {"--set"},
-        {"--database", "--detach"},
-    ),  # `up` is a command of its own, too
+    # `up` is also a top-level command.
+    "posttrain service up --": ({"--set"}, {"--database", "--detach"}),
     "posttrain up --": ({"--database", "--detach"}, {"--set"}),
-    "posttrain stage evaluate --": (
-        {"--model", "--fresh"},
-        {"--config"},
-    ),  # the stage, not the command
+    # The stage, not the command of that name.
+    "posttrain stage evaluate --": ({"--model", "--fresh"}, {"--config"}),
 }
 
 
-def offered(shell: str, text: str, line: str) -> set[str]:
+def list_offered_words(shell: str, text: str, line: str) -> set[str]:
     if shell == "fish":
         done = subprocess.run(
             ["fish", "--no-config", "-c", f"{text}\ncomplete -C '{line}'"],
@@ -46,15 +42,15 @@ def offered(shell: str, text: str, line: str) -> set[str]:
             text=True,
             timeout=60,
         )
-        return {found.split("\t")[0] for found in done.stdout.splitlines()}
+        return {offer.split("\t")[0] for offer in done.stdout.splitlines()}
     words = line.split(" ")
-    asked = (
+    script = (
         f"{text}\nCOMP_WORDS=({' '.join(words[:-1])} '{words[-1]}'); COMP_CWORD={len(words) - 1}\n"
         'complete() { :; }; _posttrain; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    asked = asked.replace("complete -o default", ": -o default")
+    script = script.replace("complete -o default", ": -o default")
     done = subprocess.run(
-        ["bash", "--norc", "-c", asked], capture_output=True, text=True, timeout=60
+        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60
     )
     assert done.stderr == ""
     return set(done.stdout.split())
@@ -66,8 +62,8 @@ def test_words_that_are_offered(shell):
         pytest.skip(f"no {shell} here")
     text = build_completion_script(shell, build_parser())
     for line, (among, missing) in LINES.items():
-        found = offered(shell, text, line)
-        assert among <= found and not missing & found, (line, found)
+        words = list_offered_words(shell, text, line)
+        assert among <= words and not missing & words, (line, words)
 
 
 def test_zsh_takes_the_script():

@@ -1,4 +1,4 @@
-"""`posttrain data FILE`: what it says of files whose content is known."""
+"""`posttrain data FILE`: reports on files with known content."""
 
 import json
 
@@ -15,40 +15,40 @@ from rl_core.errors import DataError, SettingsError
 TEXT = "one two three four five six seven eight nine ten eleven twelve"
 
 
-def written(folder, rows, name="rows.jsonl"):
+def write_rows(folder, rows, name="rows.jsonl"):
     path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def pair(prompt, chosen, rejected):
+def make_pair(prompt, chosen, rejected):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def line_of(report, head):
+def find_line(report, head):
     return next(line for line in report.splitlines() if line.startswith(head))
 
 
 def test_a_file_of_pairs(tmp_path):
     rows = [
-        pair("a", "b", "c"),
-        pair("a", "c", "b"),
-        pair("a", "b", "c"),
-        pair("d", "e", "e"),
-        pair("f", "g", "h"),
+        make_pair("a", "b", "c"),
+        make_pair("a", "c", "b"),
+        make_pair("a", "b", "c"),
+        make_pair("d", "e", "e"),
+        make_pair("f", "g", "h"),
     ]
     rows[4]["source"] = "web"
-    report = describe_data_file(written(tmp_path, rows), near_duplicate_threshold=0)
-    assert line_of(report, "kind").split() == ["kind", "preferences"]
+    report = describe_data_file(write_rows(tmp_path, rows), near_duplicate_threshold=0)
+    assert find_line(report, "kind").split() == ["kind", "preferences"]
     assert (
         "prompt-chosen-rejected (5 rows)" in report
         and "line 4: chosen: is equal to rejected" in report
     )
-    assert line_of(report, "rows").endswith("5, 1 cannot be used") and line_of(
+    assert find_line(report, "rows").endswith("5, 1 cannot be used") and find_line(
         report, "not read"
     ).endswith("source")
     assert "1 rows are exact copies of earlier ones (line 3 and line 1)" in report
-    assert "2 distinct; 2 rows repeat one" in line_of(report, "prompts")
+    assert "2 distinct; 2 rows repeat one" in find_line(report, "prompts")
     assert "2 rows contradict earlier ones (line 2 and line 1; line 3 and line 2)" in report
     assert "loss     chosen     |b|" in report and "context  prompt     |a|" in report
 
@@ -58,7 +58,7 @@ def test_tokens_lengths_and_loss_by_a_model(tmp_path):
     renderer = ChatRenderer(tokenizer)
     rows = [{"prompt": "x" * count, "completion": "yz"} for count in (1, 2, 9)]
     report = describe_data_file(
-        written(tmp_path, rows), renderer=renderer, context=10, near_duplicate_threshold=0
+        write_rows(tmp_path, rows), renderer=renderer, context=10, near_duplicate_threshold=0
     )
     # Each row: <|user|> x... <|end|> <|assistant|> | y z <|end|>
     assert "30 in all, 9 with loss" in report
@@ -76,28 +76,28 @@ def test_overlap_and_near_copies(tmp_path):
         {"prompt": f"{TEXT} thirteen", "completion": "a"},
         {"text": "no"},
     ]
-    heldout = written(
+    heldout = write_rows(
         tmp_path, [{"prompt": TEXT.upper(), "completion": "b c d e f g"}], "heldout.jsonl"
     )
     with fakes("datasketch"):
         report = describe_data_file(
-            written(tmp_path, rows), heldout_path=heldout, near_duplicate_threshold=0.5
+            write_rows(tmp_path, rows), heldout_path=heldout, near_duplicate_threshold=0.5
         )
     assert (
-        "1 rows have a prompt of" in line_of(report, "overlap")
+        "1 rows have a prompt of" in find_line(report, "overlap")
         and "line 1 and its line 1" in report
     )
     assert "1 rows share 50% of their shingles with an earlier one (line 2 and line 1)" in report
 
 
 def test_jaccard_similarity_by_hand(monkeypatch):
-    one, other = splits.build_shingles("a b c d e f"), splits.build_shingles("A b c d e g")
-    assert one == {"a b c d e", "b c d e f"} and splits.compute_jaccard(one, other) == 1 / 3
+    first, second = splits.build_shingles("a b c d e f"), splits.build_shingles("A b c d e g")
+    assert first == {"a b c d e", "b c d e f"} and splits.compute_jaccard(first, second) == 1 / 3
     assert splits.build_shingles("a b") == {"a b"}
     with fakes("datasketch"):
         twelve, thirteen = TEXT, f"{TEXT} thirteen"  # 8 shingles, and one more
-        found = splits.find_near_duplicates([twelve, "x", thirteen, twelve], None, 0.8)
-        assert found == [(2, 0, 8 / 9), (3, 2, 8 / 9)]
+        duplicates = splits.find_near_duplicates([twelve, "x", thirteen, twelve], None, 0.8)
+        assert duplicates == [(2, 0, 8 / 9), (3, 2, 8 / 9)]
         assert splits.find_near_duplicates([thirteen], [twelve], 0.9) == []
         with pytest.raises(SettingsError, match="above 0"):
             splits.find_near_duplicates([twelve], None, 1.5)
@@ -107,7 +107,7 @@ def test_jaccard_similarity_by_hand(monkeypatch):
 
 
 def test_the_command(tmp_path, capsys):
-    path = written(
+    path = write_rows(
         tmp_path,
         [{"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}],
     )
@@ -116,15 +116,15 @@ def test_the_command(tmp_path, capsys):
     assert (
         "ShareGPT (1 rows)" in out
         and "loss     assistant  |4|" in out
-        and "1 rows with 1" in line_of(out, "turns")
+        and "1 rows with 1" in find_line(out, "turns")
     )
     assert main(["data", "list"]) == 2 and "no such file" in capsys.readouterr().err
     with pytest.raises(DataError, match="has no data file in it"):
         describe_data_file((tmp_path / "empty").mkdir() or tmp_path / "empty")
 
 
-def test_rows_of_no_format_are_told_with_the_line_that_mends_them(tmp_path):
-    path = written(tmp_path, [{"question": "a", "answer": "b"}])
+def test_rows_of_no_format_come_with_the_command_that_converts_them(tmp_path):
+    path = write_rows(tmp_path, [{"question": "a", "answer": "b"}])
     with pytest.raises(DataError, match="none is left") as error:
         describe_data_file(path)
     assert "jq -c '{prompt: .question, completion: .answer}'" in str(error.value)

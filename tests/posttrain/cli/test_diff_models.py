@@ -1,4 +1,4 @@
-"""`posttrain diff`: references of stages, its text, and the command on evaluated episodes."""
+"""`posttrain diff`: stage references, its text, and the command on evaluated episodes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from rl_core.types import Turn
 from tasks.config import build_settings
 
 
-def model(path):
+def create_model(path):
     path.mkdir(parents=True)
     (path / "config.json").touch()
     return path
@@ -27,13 +27,13 @@ def model(path):
 
 @pytest.fixture
 def home(tmp_path):
-    """Two finished SFT stages, the second newer and with models of epochs; one policy that is not finished."""
+    """Create two finished SFT stages, the second newer and with models of epochs, and an unfinished policy."""
     home = tmp_path / "t"
-    old = model(home / "stages/sft/0123456789abcdef/model")
-    new = model(home / "stages/sft/01ff456789abcdef/model")
-    model(new.parent / "epochs/2")
+    old = create_model(home / "stages/sft/0123456789abcdef/model")
+    new = create_model(home / "stages/sft/01ff456789abcdef/model")
+    create_model(new.parent / "epochs/2")
     os.utime(old.parent, (1, 1))
-    model(home / "stages/policy/aaaaaaaaaaaaaaaa.open/model")
+    create_model(home / "stages/policy/aaaaaaaaaaaaaaaa.open/model")
     return home
 
 
@@ -49,7 +49,7 @@ def test_models_are_named_by_their_stage(home):
 
 def test_a_folder_goes_before_a_stage(home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model(tmp_path / "sft")
+    create_model(tmp_path / "sft")
     assert resolve_stage_model("sft", home) == "sft"
 
 
@@ -62,7 +62,7 @@ def test_a_folder_goes_before_a_stage(home, tmp_path, monkeypatch):
         ("sft/01", "invalid"),
     ],
 )
-def test_what_a_stage_does_not_have_is_said(home, reference, message):
+def test_missing_stage_models_are_refused(home, reference, message):
     if message == "invalid":  # two digits are no key
         assert resolve_stage_model(reference, home) == reference
         return
@@ -70,31 +70,31 @@ def test_what_a_stage_does_not_have_is_said(home, reference, message):
         resolve_stage_model(reference, home)
 
 
-def settings_of(tmp_path):
-    plain = {
+def build_test_settings(tmp_path):
+    values = {
         "name": "t",
         "output": str(tmp_path),
         "environment": {"name": "arithmetic"},
         "stages": {"sft": {}},
     }
-    return build_settings(plain)
+    return build_settings(values)
 
 
 def test_two_models_are_needed(home, tmp_path):
-    assert list(resolve_diffed_models(settings_of(tmp_path), ("sft/0123", "sft"))) == [
+    assert list(resolve_diffed_models(build_test_settings(tmp_path), ("sft/0123", "sft"))) == [
         "sft",
         "sft'",
     ]
-    assert list(resolve_diffed_models(settings_of(tmp_path), ("sft", "sft/epochs/2"))) == [
+    assert list(resolve_diffed_models(build_test_settings(tmp_path), ("sft", "sft/epochs/2"))) == [
         "sft",
         "sft-epoch-2",
     ]
     (tmp_path / "rows.jsonl").touch()
     with pytest.raises(SettingsError, match="no model; name a folder"):
-        resolve_diffed_models(settings_of(tmp_path), (str(tmp_path / "rows.jsonl"),) * 2)
+        resolve_diffed_models(build_test_settings(tmp_path), (str(tmp_path / "rows.jsonl"),) * 2)
 
 
-def episodes(folder):
+def write_episodes(folder):
     folder.mkdir()
     first = [trajectory(seed, level="easy" if seed < 3 else "hard") for seed in range(5)]
     second = [trajectory(seed, seed < 2, level="easy" if seed < 3 else "hard") for seed in range(5)]
@@ -105,10 +105,10 @@ def episodes(folder):
 
 
 def test_the_text(tmp_path):
-    folder = episodes(tmp_path / "evaluate")
+    folder = write_episodes(tmp_path / "evaluate")
     paths = folder / "trajectories_sft.jsonl", folder / "trajectories_policy.jsonl"
-    found = diff_models(paths, ("sft", "policy"))
-    lines = format_diff(found).splitlines()
+    diff = diff_models(paths, ("sft", "policy"))
+    lines = format_diff(diff).splitlines()
     assert lines[:2] == ["A  sft", "B  policy"]
     assert lines[3].startswith("B - A in success  -60.0 points [-100.0, -20.0], 5 episodes")
     assert (
@@ -116,21 +116,21 @@ def test_the_text(tmp_path):
         == "better on 0, worse on 3 of 5 episodes; exact p: sign-flip 0.25, sign 0.25"
     )
     assert "what got worse: hard -100.0, colour -60.0, easy -33.3 (the interval holds 0)" in lines
-    place = lines.index(next(line for line in lines if line.startswith("  hard 4 (colour)")))
-    assert lines[place + 1 : place + 4] == [
-        "    they part at turn 1",
+    index = lines.index(next(line for line in lines if line.startswith("  hard 4 (colour)")))
+    assert lines[index + 1 : index + 4] == [
+        "    they diverge at turn 1",
         "      A: 'zoom 1 2' -> 'red'",
         "      B: 'zoom 7 7' -> 'blue'",
     ]
-    unknown = format_diff(found, knows_success=False)
+    unknown = format_diff(diff, knows_success=False)
     assert (
-        "success is not known" in unknown
+        "success is unknown" in unknown
         and "points" not in unknown
         and "B - A in reward   -0.6000" in unknown
     )
 
 
-def test_the_command_plays_both_and_speaks_json(home, tmp_path, monkeypatch, capsys):
+def test_the_command_evaluates_both_and_prints_json(home, tmp_path, monkeypatch, capsys):
     config = tmp_path / "c.yaml"
     config.write_text(
         json.dumps(
@@ -142,24 +142,24 @@ def test_the_command_plays_both_and_speaks_json(home, tmp_path, monkeypatch, cap
             }
         )
     )
-    model(home / "stages/policy/bbbbbbbbbbbbbbbb/model")
-    asked = []
+    create_model(home / "stages/policy/bbbbbbbbbbbbbbbb/model")
+    calls = []
 
     def evaluate_models(settings, models, quiet):
-        asked.append((dict(models), settings.stages.evaluate, quiet))
+        calls.append((dict(models), settings.stages.evaluate, quiet))
         known = {name: {"knows_success": True} for name in models}
         folder = SimpleNamespace(path=tmp_path / "evaluate", summary={"models": known})
         return SimpleNamespace(results={"evaluate": folder})
 
-    episodes(tmp_path / "evaluate")
+    write_episodes(tmp_path / "evaluate")
     monkeypatch.setattr(single_stage, "evaluate_models", evaluate_models)
-    for step in ("prepare", "begin"):
+    for step in ("configure_prefect", "print_banner_and_start_prefect"):
         monkeypatch.setattr(f"posttrain.cli.run_setup.{step}", lambda *_, **__: nullcontext())
     assert cli.main(["diff", "sft", "policy", "-c", str(config), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["first"], told["second"], told["total"]["losses"]) == ("sft", "policy", 3)
-    assert told["knows_success"] and [row["seed"] for row in told["lost"]] and told["won"] == []
-    assert list(asked[0][0]) == ["sft", "policy"] and asked[0][2]
+    diff = json.loads(capsys.readouterr().out)
+    assert (diff["first"], diff["second"], diff["total"]["losses"]) == ("sft", "policy", 3)
+    assert diff["knows_success"] and [row["seed"] for row in diff["lost"]] and diff["won"] == []
+    assert list(calls[0][0]) == ["sft", "policy"] and calls[0][2]
     assert cli.main(["diff", "sft", "policy", "-c", str(config), "--episodes", "1"]) == 0
-    assert capsys.readouterr().out.count("they part at turn") <= 1
+    assert capsys.readouterr().out.count("they diverge at turn") <= 1
     assert cli.main(["diff", "sft", "reward", "-c", str(config)]) == 2

@@ -27,7 +27,7 @@ def no_servers(monkeypatch):
 
 @pytest.fixture
 def server():
-    """Answers /health and /api/health with 200, /locked/health with 401, all else with 404."""
+    """Serve /health and /api/health with 200, /locked/health with 401, all else with 404."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -44,12 +44,12 @@ def server():
         running.shutdown()
 
 
-def found(name, *arguments, **named):
-    (finding,) = [item for item in doctor.examine_machine(*arguments, **named) if item.name == name]
+def find_finding(name, *arguments):
+    (finding,) = [item for item in doctor.examine_machine(*arguments) if item.name == name]
     return finding
 
 
-def test_a_machine_that_runs_the_tests_has_all(tmp_path, capsys):
+def test_a_machine_that_runs_the_tests_meets_all_requirements(tmp_path, capsys):
     assert cli.main(["doctor", "--output", str(tmp_path / "outputs")]) == 0
     out = capsys.readouterr().out
     for name in (
@@ -64,11 +64,11 @@ def test_a_machine_that_runs_the_tests_has_all(tmp_path, capsys):
         "mlflow store",
     ):
         assert f"  {name} " in out
-    assert out.endswith("all is there\n")
-    assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
+    assert out.endswith("all requirements are met\n")
+    assert list(tmp_path.iterdir()) == []  # the checks leave no files behind
 
 
-def test_long_findings_are_wrapped_in_a_terminal_and_whole_in_a_file(monkeypatch):
+def test_long_findings_are_wrapped_in_a_terminal_but_not_in_a_file(monkeypatch):
     findings = [doctor.DoctorFinding("cpu code", "note", "many words " * 12, "advice " * 15)]
     monkeypatch.setenv("COLUMNS", "80")
     lines = doctor.format_findings(findings).splitlines()
@@ -80,7 +80,7 @@ def test_long_findings_are_wrapped_in_a_terminal_and_whole_in_a_file(monkeypatch
 
 
 @pytest.mark.parametrize("option", ["--faults", "--repair"])
-def test_lists_of_the_doctor_for_programs(option, tmp_path, capsys):
+def test_lists_of_the_doctor_as_json(option, tmp_path, capsys):
     assert cli.main(["doctor", option, "--json", "--output", str(tmp_path)]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (
@@ -89,7 +89,7 @@ def test_lists_of_the_doctor_for_programs(option, tmp_path, capsys):
         else listed
     )
     if option == "--faults":
-        (point,) = [one for one in listed if one["name"] == "gc.store"]
+        (point,) = [item for item in listed if item["name"] == "gc.store"]
         assert (
             point["run"] == "posttrain gc --yes"
             and point["meaning"] == "the store has removed its part"
@@ -101,7 +101,7 @@ def test_output_that_is_a_file(tmp_path, capsys):
     assert cli.main(["doctor", "--output", str(tmp_path / "outputs")]) == 1
     out = capsys.readouterr().out
     assert (
-        "BAD   output" in out and "is a file" in out and out.endswith("1 needed thing is missing\n")
+        "BAD   output" in out and "is a file" in out and out.endswith("1 requirement is missing\n")
     )
 
 
@@ -146,7 +146,9 @@ def test_disk(tmp_path, monkeypatch):
 
 
 def test_mlflow_database(tmp_path):
-    assert found("mlflow store", tmp_path).detail.endswith("mlflow.db (created on the first run)")
+    assert find_finding("mlflow store", tmp_path).detail.endswith(
+        "mlflow.db (created on the first run)"
+    )
     path = tmp_path / "mlflow" / "mlflow.db"
     path.parent.mkdir()
     path.write_bytes(b"no database" * 1000)
@@ -160,11 +162,13 @@ def test_mlflow_database(tmp_path):
 def test_mlflow_server(tmp_path, server, monkeypatch):
     assert doctor._check_mlflow_store(server, tmp_path).state == "ok"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{server}/locked")
-    assert doctor._check_mlflow_store(None, tmp_path).state == "ok"  # wants a token: it is up
+    assert doctor._check_mlflow_store(None, tmp_path).state == "ok"  # requires a token, so it is up
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{server}/other")
     assert "answered 404" in doctor._check_mlflow_store(None, tmp_path).detail
-    gone = doctor._check_mlflow_store("http://127.0.0.1:9", tmp_path)
-    assert gone.is_bad and "no answer" in gone.detail and "MLFLOW_TRACKING_URI" in gone.advice
+    stopped = doctor._check_mlflow_store("http://127.0.0.1:9", tmp_path)
+    assert (
+        stopped.is_bad and "no answer" in stopped.detail and "MLFLOW_TRACKING_URI" in stopped.advice
+    )
 
 
 def test_passwords_are_not_shown(tmp_path):
@@ -181,7 +185,7 @@ def test_prefect_server(server, monkeypatch):
     assert doctor._check_prefect_api().is_bad
 
 
-def test_runs_that_were_killed_are_mentioned(tmp_path, monkeypatch):
+def test_killed_runs_are_reported(tmp_path, monkeypatch):
     import json
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -189,20 +193,19 @@ def test_runs_that_were_killed_are_mentioned(tmp_path, monkeypatch):
     events.parent.mkdir(parents=True)
     events.write_text(json.dumps({"op": "start", "time": 1, "name": "demo · 1", "key": "k"}) + "\n")
     before = events.read_bytes()
-    (found,) = [finding for finding in doctor.examine_machine(tmp_path) if finding.name == "runs"]
-    assert found.state == "note" and found.detail == "1 run was killed: demo · 1"
-    assert "--repair" in found.advice and events.read_bytes() == before
+    (reported,) = [
+        finding for finding in doctor.examine_machine(tmp_path) if finding.name == "runs"
+    ]
+    assert reported.state == "note" and reported.detail == "1 run was killed: demo · 1"
+    assert "--repair" in reported.advice and events.read_bytes() == before
     events.write_bytes(
         before + json.dumps({"op": "end", "time": 2, "status": "FINISHED"}).encode() + b"\n"
     )
     assert [finding for finding in doctor.examine_machine(tmp_path) if finding.name == "runs"] == []
 
 
-# What a model may take
-
-
 def test_a_model_folder_is_loaded_and_tried(tmp_path, capsys):
-    tiny_model(tmp_path / "m", family="llama")
+    create_tiny_model(tmp_path / "m", family="llama")
     assert (
         cli.main(["doctor", "--model", str(tmp_path / "m"), "--output", str(tmp_path / "outputs")])
         == 0
@@ -212,7 +215,7 @@ def test_a_model_folder_is_loaded_and_tried(tmp_path, capsys):
     assert lines[0] == f"{tmp_path / 'm'}: LlamaForCausalLM, 0.0 million parameters, float32 on cpu"
     assert lines[1] == "(its weights were loaded)"
     assert "training forward   yes    known family in float32 on a CPU" in out
-    assert "sequence packing   yes    sequences in one row stay apart" in out
+    assert "sequence packing   yes    sequences in one row are separated" in out
     assert (
         cli.main(
             [
@@ -236,14 +239,15 @@ def test_a_model_folder_is_loaded_and_tried(tmp_path, capsys):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_config_alone_leaves_trials_open_and_says_what_is_used_instead(tmp_path, capsys):
-    folder = tiny_model(tmp_path / "m", family="gpt2")
+def test_a_config_alone_leaves_trials_open_and_names_fallbacks(tmp_path, capsys):
+    folder = create_tiny_model(tmp_path / "m", family="gpt2")
     (folder / "model.safetensors").unlink()
     assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "(its config alone was read)" in out
     assert (
-        "training forward   no     GPT2Model is of another family than Llama, Qwen2, Qwen3\n" in out
+        "training forward   no     GPT2Model is not of a known family (Llama, Qwen2, Qwen3)\n"
+        in out
     )
     assert "                          -> transformers' own forward pass over padded rows\n" in out
     assert "sequence packing   trial  found by a trial run when training starts" in out
@@ -251,7 +255,7 @@ def test_a_config_alone_leaves_trials_open_and_says_what_is_used_instead(tmp_pat
 
 
 def test_dtype_and_adapters_are_those_of_the_config(tmp_path):
-    folder = tiny_model(tmp_path / "m", family="llama")
+    folder = create_tiny_model(tmp_path / "m", family="llama")
     settings = ModelSettings(
         dtype="bfloat16", lora=LoraSettings(rank=2, target_modules=("q_proj",))
     )
@@ -263,22 +267,22 @@ def test_dtype_and_adapters_are_those_of_the_config(tmp_path):
 
 
 def test_a_registered_model_is_looked_up_in_the_store_of_the_output_folder(tmp_path, monkeypatch):
-    asked = []
+    calls = []
 
     class Tracking:
         def __init__(self, uri, output):
-            asked.append((uri, output))
+            calls.append((uri, output))
             self.registry = self
 
         def resolve_model(self, reference, cache_folder):
-            asked.append(reference)
+            calls.append(reference)
             assert cache_folder.is_dir() and tmp_path not in cache_folder.parents
-            return tiny_model(tmp_path / "version", family="llama")
+            return create_tiny_model(tmp_path / "version", family="llama")
 
     monkeypatch.setattr("tasks.tracking.Tracking", Tracking)
     text = explain_model("models:/policy@champion", None, tmp_path, "sqlite:///store.db").text
     assert text.startswith("models:/policy@champion: LlamaForCausalLM, ")
-    assert asked == [("sqlite:///store.db", tmp_path), "models:/policy@champion"]
+    assert calls == [("sqlite:///store.db", tmp_path), "models:/policy@champion"]
 
 
 def test_a_model_that_is_not_there(tmp_path, capsys):
@@ -288,7 +292,7 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     assert f"no model folder '{tmp_path / 'nothing'}'" in capsys.readouterr().err
 
 
-def tiny_model(folder, *, family):
+def create_tiny_model(folder, *, family):
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     if family == "gpt2":
         GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2)).save_pretrained(
@@ -300,7 +304,7 @@ def tiny_model(folder, *, family):
 
 
 def test_the_chat_template_is_examined_with_an_example(tmp_path, capsys):
-    folder = tiny_model(tmp_path / "m", family="llama")
+    folder = create_tiny_model(tmp_path / "m", family="llama")
     family(OPENS_AND_STRIPS, ("<think>", "</think>")).save_pretrained(folder)
     assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -324,11 +328,11 @@ def test_the_chat_template_is_examined_with_an_example(tmp_path, capsys):
     learned = example[
         next(index for index, line in enumerate(example) if line.startswith("loss")) :
     ]
-    assert learned[0].endswith("|I look it up.\\n|"), "the opened <think> is of the prompt"
+    assert learned[0].endswith("|I look it up.\\n|"), "the opened <think> belongs to the prompt"
 
 
 def test_a_template_that_cannot_be_trained_with_is_refused_with_the_way_out(tmp_path, capsys):
-    folder = tiny_model(tmp_path / "m", family="llama")
+    folder = create_tiny_model(tmp_path / "m", family="llama")
     family("{% for m in messages %}{{ m['role'] }}{% endfor %}").save_pretrained(folder)
     assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 1
     out = capsys.readouterr().out
@@ -351,8 +355,8 @@ def test_a_template_that_cannot_be_trained_with_is_refused_with_the_way_out(tmp_
 )
 def test_parts_of_the_sandbox_are_named(monkeypatch, missing, state, parts):
     monkeypatch.setattr("rl_core.environments.subprocess_host.probe_sandbox", lambda: missing)
-    found = _check_sandbox()
-    assert (found.state, found.detail) == (state, f"of model-written code: {parts}")
+    finding = _check_sandbox()
+    assert (finding.state, finding.detail) == (state, f"of model-written code: {parts}")
 
 
 def test_a_sandbox_that_does_not_start_is_bad(monkeypatch):

@@ -1,4 +1,4 @@
-"""A model that a command names is looked up before anything starts."""
+"""Models named by a command are looked up before anything starts."""
 
 import pytest
 import yaml
@@ -13,7 +13,7 @@ from tasks.tracking import ModelRegistry, Tracking
 
 @pytest.fixture
 def registered(tmp_path, monkeypatch):
-    """An output folder with one version of `demo`, the champion."""
+    """Create an output folder with one version of `demo`, the champion."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     tracking = Tracking(None, tmp_path)
     client = tracking.store.client
@@ -30,7 +30,7 @@ def test_folders(tmp_path, monkeypatch):
     good.mkdir(parents=True)
     (good / "config.json").write_text("{}")
     refuse_missing_model("sft/model", tmp_path, None)
-    for name, said in (
+    for name, message in (
         ("sft", "without a config.json, so it is no model; did you mean sft/model?"),
         ("sft/modle", "did you mean 'model'?"),
         ("sft/model/config.json", "is a file"),
@@ -39,7 +39,7 @@ def test_folders(tmp_path, monkeypatch):
     ):
         with pytest.raises(SettingsError) as caught:
             refuse_missing_model(name, tmp_path, None)
-        assert said in str(caught.value), name
+        assert message in str(caught.value), name
 
 
 def test_a_name_of_the_hub_that_cannot_be_asked(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_registered_model_of_another_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("name", "message"),
     [
         ("models:/deno@champion", "no registered model 'deno' in sqlite:.*; did you mean 'demo'"),
         (
@@ -84,19 +84,19 @@ def test_a_registered_model_of_another_name(tmp_path):
         ("models:/deno/latest", "no registered model 'deno'"),
     ],
 )
-def test_what_is_not_registered_is_said_without_mlflow_and_in_its_words(
-    registered, monkeypatch, asked, said
+def test_unregistered_models_are_refused_without_mlflow_with_its_messages(
+    registered, monkeypatch, name, message
 ):
     tracking = Tracking(None, registered)
-    with pytest.raises(SettingsError, match=said) as by_store:
-        tracking.registry.find_version(asked)
+    with pytest.raises(SettingsError, match=message) as by_store:
+        tracking.registry.find_version(name)
     monkeypatch.setattr(ModelRegistry, "find_version", lambda *_: pytest.fail("seconds of imports"))
-    with pytest.raises(SettingsError) as told:
-        refuse_missing_model(asked, registered, None)
-    assert str(told.value) == str(by_store.value)
+    with pytest.raises(SettingsError) as by_database:
+        refuse_missing_model(name, registered, None)
+    assert str(by_database.value) == str(by_store.value)
 
 
-def test_what_is_registered_is_looked_up(registered):
+def test_registered_models_are_accepted(registered):
     for name in (
         "models:/demo@champion",
         "models:/demo/1",
@@ -109,10 +109,10 @@ def test_what_is_registered_is_looked_up(registered):
 def test_a_store_of_another_shape_is_left_to_mlflow(tmp_path, monkeypatch):
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow" / "mlflow.db").write_bytes(b"no database")
-    asked = []
-    monkeypatch.setattr(ModelRegistry, "find_version", lambda _, name: asked.append(name))
+    names = []
+    monkeypatch.setattr(ModelRegistry, "find_version", lambda _, name: names.append(name))
     refuse_missing_model("models:/demo@champion", tmp_path, None)
-    assert asked == ["models:/demo@champion"]
+    assert names == ["models:/demo@champion"]
 
 
 MINE = "name: mine\nmodel: {path: nobody/nothing-at-all}\nstages:\n  prepare_data: {}\n  sft: {}\n  evaluate: {}\n"
@@ -127,33 +127,31 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_base_model_that_is_nowhere_is_refused_before_anything_starts(
+def test_a_missing_base_model_is_refused_before_anything_starts(
     tmp_path, monkeypatch, capsys, name
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name_of_step in ("prepare", "begin"):
-        monkeypatch.setattr(
-            run_setup, name_of_step, lambda *_, **__: pytest.fail("something was begun")
-        )
+    for step in ("configure_prefect", "print_banner_and_start_prefect"):
+        monkeypatch.setattr(run_setup, step, lambda *_, **__: pytest.fail("a run was started"))
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
     (tmp_path / "mine.yaml").write_text(MINE)
-    command, *more = COMMANDS[name]
-    config = [*more, "mine.yaml"] if command == "stage" else ["mine.yaml", *more]
+    command, *options = COMMANDS[name]
+    config = [*options, "mine.yaml"] if command == "stage" else ["mine.yaml", *options]
     assert main([command, *config]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(
+    errors = capsys.readouterr().err
+    assert errors.startswith(
         "posttrain: model.path: nobody/nothing-at-all: there is no such folder, and no copy of"
     )
-    assert said.count("\n") == 1 and sorted(path.name for path in tmp_path.iterdir()) == [
+    assert errors.count("\n") == 1 and sorted(path.name for path in tmp_path.iterdir()) == [
         "mine.yaml"
     ]
 
 
-def test_a_base_model_is_not_asked_for_once_a_stage_has_learned_from_it(tmp_path, monkeypatch):
-    asked = []
+def test_a_base_model_is_not_checked_once_a_stage_has_trained_from_it(tmp_path, monkeypatch):
+    checked = []
     monkeypatch.setattr(
-        run_setup, "refuse_unknown_models", lambda settings, *names: asked.extend(names)
+        run_setup, "refuse_unknown_models", lambda settings, *names: checked.extend(names)
     )
     settings = build_settings(
         {**yaml.safe_load(MINE), "output": str(tmp_path)}, check_files=False, import_code=False
@@ -167,6 +165,6 @@ def test_a_base_model_is_not_asked_for_once_a_stage_has_learned_from_it(tmp_path
             "tasks.pipeline.changed_conditions.list_finished_stages",
             lambda *_, finished=finished: finished,
         )
-        asked.clear()
+        checked.clear()
         run_setup.refuse_unknown_base_model(settings)
-        assert asked == expected, finished
+        assert checked == expected, finished

@@ -11,19 +11,19 @@ from posttrain.cli.parser import build_parser, format_first_commands
 from posttrain.cli.run_setup import format_run_banner
 
 
-def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+def iter_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name in dict.fromkeys(action.choices):
-                yield from parsers(action.choices[name])
+                yield from iter_parsers(action.choices[name])
 
 
 def test_no_line_of_any_help_is_wider_than_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     wide = [
         f"{parser.prog}: {line}"
-        for parser in parsers(build_parser())
+        for parser in iter_parsers(build_parser())
         for line in parser.format_help().splitlines()
         if len(line) > 80
     ]

@@ -1,4 +1,4 @@
-"""Packages that take seconds to import are imported by the commands that need them alone."""
+"""Packages that take seconds to import are imported only by the commands that need them."""
 
 import subprocess
 import sys
@@ -17,27 +17,27 @@ PROGRAM = f"""
 import sys
 from posttrain.cli.main import main
 
-def loaded():
+def print_loaded():
     print("loaded", *(name for name in {SLOW} if name in sys.modules))
 
-CHEAP = ("numpy", "regex")  # a third of a second each, of less than one that the check takes
+CHEAP = ("numpy", "regex")  # a third of a second each, while the check takes less than one
 code = main(["validate", r"{CONFIGS / "demo.yaml"}"])
 print("cheap", *(name for name in CHEAP if name in sys.modules))
-loaded()
+print_loaded()
 import tasks.pipeline.dag
-loaded()
+print_loaded()
 sys.exit(code)
 """
 
 
 def test_validate_and_the_dag_need_no_torch(tmp_path):
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert "demo.yaml: fine" in found.stdout
-    assert [line for line in found.stdout.splitlines() if line.startswith("loaded")] == [
+    assert done.returncode == 0, done.stderr
+    assert "demo.yaml: fine" in done.stdout
+    assert [line for line in done.stdout.splitlines() if line.startswith("loaded")] == [
         "loaded",
         "loaded",
     ]
-    assert "cheap\n" in found.stdout
+    assert "cheap\n" in done.stdout

@@ -16,7 +16,7 @@ from tasks.config import load_settings
 
 
 @pytest.fixture
-def made(tmp_path, monkeypatch, capsys):
+def project(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cli.main(["init", "first_task"]) == 0
@@ -26,17 +26,17 @@ def made(tmp_path, monkeypatch, capsys):
         del sys.modules[name]
 
 
-def test_the_config_is_valid_and_names_the_files_beside_it(made):
+def test_the_config_is_valid_and_names_its_sibling_files(project):
     settings = load_settings("first_task/config.yaml")
     assert (
         settings.name == "first_task"
         and settings.environment.name == "first_task.environment:Largest"
     )
     assert settings.stages.policy.rewards == {"task": 1.0, "first_task.reward:brevity": 0.1}
-    assert "@" not in (made / "config.yaml").read_text().replace("@champion", "")
+    assert "@" not in (project / "config.yaml").read_text().replace("@champion", "")
 
 
-def test_the_environment_plays(made):
+def test_the_environment_plays(project):
     environment = make_environment("first_task.environment:Largest", {"skill": 0.6})
     for seed in range(20):
         episode = environment.episode(seed, "hard")
@@ -47,7 +47,7 @@ def test_the_environment_plays(made):
     assert 0.6 < sum(right) / 400 < 0.78  # 0.6, and what guessing one of six digits adds
 
 
-def test_the_reward_counts_tokens_beyond_two(made):
+def test_the_reward_counts_tokens_beyond_two(project):
     from first_task.reward import brevity
 
     rows = [
@@ -56,11 +56,11 @@ def test_the_reward_counts_tokens_beyond_two(made):
     assert brevity(rows) == pytest.approx([0.0, 0.0, -0.3])
 
 
-def test_nothing_is_overwritten(made, capsys):
-    (made / "reward.py").write_text("mine")
+def test_nothing_is_overwritten(project, capsys):
+    (project / "reward.py").write_text("mine")
     assert cli.main(["init", "first_task"]) == 2
     assert "has config.yaml, environment.py, reward.py already" in capsys.readouterr().err
-    assert (made / "reward.py").read_text() == "mine"
+    assert (project / "reward.py").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["my-task", "1st", "class"])
@@ -98,7 +98,7 @@ def test_every_config_of_the_checkout_ships():
 
 @pytest.mark.slow
 def test_a_wheel_works_without_the_checkout(tmp_path):
-    """Built, unpacked, and used from an empty folder; dependencies are those of this interpreter."""
+    """Build, unpack and use the wheel from an empty folder; dependencies come from this interpreter."""
     build = [
         sys.executable,
         "-m",
@@ -117,7 +117,7 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
     empty.mkdir()
     start = f"import sys; sys.path.insert(0, {str(site)!r}); import flows; assert {str(site)!r} in flows.__file__;"
 
-    def posttrain(*arguments):
+    def run_posttrain(*arguments):
         code = f"{start} from posttrain.cli.main import main; sys.exit(main({list(arguments)!r}))"
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],
@@ -129,22 +129,22 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    posttrain("validate", "demo")
-    posttrain("init", "first_task")
-    posttrain("validate", "first_task/config.yaml")
+    run_posttrain("validate", "demo")
+    run_posttrain("init", "first_task")
+    run_posttrain("validate", "first_task/config.yaml")
     assert (site / "tasks/shipped/deployments/prefect.yaml").is_file()
     assert (site / "rl_core/cpu/decode_ops.c").is_file()
 
 
 def test_a_command_that_is_called_within_the_folder_says_where_to_call_it(tmp_path, monkeypatch):
-    within = tmp_path / "second_task"
-    within.mkdir()
-    monkeypatch.chdir(within)
-    for ask in (
+    folder = tmp_path / "second_task"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for load in (
         lambda: import_function("second_task.reward:brevity", "rewards"),
         lambda: make_environment("second_task.environment:Largest", {}),
     ):
-        with pytest.raises(SettingsError, match=f"call the command in {tmp_path}$"):
-            ask()
+        with pytest.raises(SettingsError, match=f"run the command in {tmp_path}$"):
+            load()
     with pytest.raises(SettingsError, match="No module named 'third_task'"):
         import_function("third_task.reward:brevity", "rewards")

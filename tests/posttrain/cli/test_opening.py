@@ -1,4 +1,4 @@
-"""First lines of a run: its stages, and those that are finished already under the same settings."""
+"""First lines of a run: its stages, and those already finished under the same settings."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from tasks.pipeline.changed_conditions import list_finished_stages
 from tasks.pipeline.stage import run_stage
 
 
-def settings_of(tmp_path, **sft):
+def build_test_settings(tmp_path, **sft):
     stages = {"sft": sft, "policy": {"rewards": {"task": 1.0}}, "evaluate": {}}
     return build_settings(
         {
@@ -25,10 +25,10 @@ def settings_of(tmp_path, **sft):
     )
 
 
-def finish(tmp_path, *stages, model="org/name", **sft):
-    """Run stages one after the other, each from the one before."""
+def finish_stages(tmp_path, *stages, model="org/name", **sft):
+    """Run stages in sequence, each from the one before."""
     pipeline_run = PipelineRun(tmp_path / "t" / "stages")
-    pipeline_run.settings = settings_of(tmp_path, **sft)
+    pipeline_run.settings = build_test_settings(tmp_path, **sft)
     for stage in stages:
         settings = getattr(pipeline_run.settings.stages, stage)
         model = run_stage(
@@ -37,64 +37,71 @@ def finish(tmp_path, *stages, model="org/name", **sft):
         pipeline_run.results[stage] = model
 
 
-def cached(text):
+def list_cached_lines(text):
     return [line for line in text.splitlines() if line.startswith("cached")]
 
 
 def test_stages_that_are_finished_are_named_up_to_the_first_that_is_not(tmp_path):
-    settings = settings_of(tmp_path)
+    settings = build_test_settings(tmp_path)
     assert format_run_banner(settings).startswith(
         "t: sft -> policy -> evaluate\nfiles "
-    ) and not cached(format_run_banner(settings))
-    finish(tmp_path, "sft")
-    assert cached(format_run_banner(settings)) == ["cached   sft, unless data files have changed"]
-    finish(tmp_path, "evaluate")  # of another run: its model may be a new one
+    ) and not list_cached_lines(format_run_banner(settings))
+    finish_stages(tmp_path, "sft")
+    assert list_cached_lines(format_run_banner(settings)) == [
+        "cached   sft, unless data files have changed"
+    ]
+    finish_stages(tmp_path, "evaluate")  # of another run, whose model may differ
     assert list_finished_stages(tmp_path / "t" / "stages", settings) == ["sft"]
-    finish(tmp_path, "sft", "policy", "evaluate")
-    assert cached(format_run_banner(settings)) == [
+    finish_stages(tmp_path, "sft", "policy", "evaluate")
+    assert list_cached_lines(format_run_banner(settings)) == [
         "cached   sft, policy, evaluate, unless data files have changed"
     ]
-    assert cached(format_run_banner(settings, stages=["sft"])) == [
+    assert list_cached_lines(format_run_banner(settings, stages=["sft"])) == [
         "cached   sft, unless data files have changed"
     ]
     assert format_run_banner(settings, stages=["sft"]).startswith("t: sft\n")
-    assert cached(format_run_banner(settings, fresh=True)) == []
+    assert list_cached_lines(format_run_banner(settings, fresh=True)) == []
 
 
 def test_a_changed_setting_is_not_called_cached(tmp_path):
-    finish(tmp_path, "sft")
-    assert cached(format_run_banner(settings_of(tmp_path, learning_rate=2e-3))) == []
-    finish(tmp_path, "sft", learning_rate=2e-3)
-    assert cached(format_run_banner(settings_of(tmp_path))) == [
+    finish_stages(tmp_path, "sft")
+    assert (
+        list_cached_lines(format_run_banner(build_test_settings(tmp_path, learning_rate=2e-3)))
+        == []
+    )
+    finish_stages(tmp_path, "sft", learning_rate=2e-3)
+    assert list_cached_lines(format_run_banner(build_test_settings(tmp_path))) == [
         "cached   sft, unless data files have changed"
-    ]  # the older one
+    ]  # the older result
 
 
-def test_a_stage_that_was_made_from_others_is_not_called_cached(tmp_path):
-    """The policy's own settings are the same; the run trains it anew from the other SFT, or without one."""
-    finish(tmp_path, "sft", "policy", learning_rate=2e-3)
-    finish(tmp_path, "sft")
-    assert cached(format_run_banner(settings_of(tmp_path))) == [
+def test_a_stage_made_from_other_inputs_is_not_called_cached(tmp_path):
+    """Train again: the policy's settings are unchanged, but it would start from another SFT model, or without one."""
+    finish_stages(tmp_path, "sft", "policy", learning_rate=2e-3)
+    finish_stages(tmp_path, "sft")
+    assert list_cached_lines(format_run_banner(build_test_settings(tmp_path))) == [
         "cached   sft, unless data files have changed"
     ]
-    settings = settings_of(tmp_path)
+    settings = build_test_settings(tmp_path)
     alone = settings.stages.replace_stages({"sft": None})
     assert (
         list_finished_stages(tmp_path / "t" / "stages", dataclasses.replace(settings, stages=alone))
         == []
     )
-    finish(tmp_path, "policy")  # as a run of this stage alone, from a given model
-    assert cached(format_run_banner(settings)) == ["cached   sft, unless data files have changed"]
+    finish_stages(tmp_path, "policy")  # like a run of this stage alone from some model
+    assert list_cached_lines(format_run_banner(settings)) == [
+        "cached   sft, unless data files have changed"
+    ]
 
 
 def test_a_damaged_folder_is_left_to_the_run(tmp_path):
-    finish(tmp_path, "sft")
+    finish_stages(tmp_path, "sft")
     for manifest in (tmp_path / "t" / "stages" / "sft").glob("*/manifest.json"):
         manifest.write_text("{")
-    assert cached(format_run_banner(settings_of(tmp_path))) == []
+    assert list_cached_lines(format_run_banner(build_test_settings(tmp_path))) == []
 
 
-def test_a_sweep_says_what_varies_and_how_many_trials_there_are(tmp_path):
+def test_the_banner_of_a_sweep_shows_what_varies_and_the_number_of_trials(tmp_path):
     overrides, dimensions = parse_set_options(
         [
             "stages.policy.group_size=4,8",
@@ -126,10 +133,10 @@ def test_a_sweep_says_what_varies_and_how_many_trials_there_are(tmp_path):
 
 
 def test_pages_that_up_serves_are_named_by_their_addresses(tmp_path, monkeypatch):
-    settings = settings_of(tmp_path)
-    where = f"--output {tmp_path}"
+    settings = build_test_settings(tmp_path)
+    option = f"--output {tmp_path}"
     assert format_run_banner(settings).endswith(
-        f"results  posttrain runs {where}, posttrain ui {where}"
+        f"results  posttrain runs {option}, posttrain ui {option}"
     )
     urls = {
         "mlflow": "http://127.0.0.1:5110",
@@ -143,7 +150,7 @@ def test_pages_that_up_serves_are_named_by_their_addresses(tmp_path, monkeypatch
     )
     assert format_run_banner(settings).splitlines()[-2:] == [
         "live     http://127.0.0.1:7960",
-        f"results  posttrain runs {where}, http://127.0.0.1:5110, http://127.0.0.1:4310",
+        f"results  posttrain runs {option}, http://127.0.0.1:5110, http://127.0.0.1:4310",
     ]
     services.pop()
     assert "http://127.0.0.1:7960" not in format_run_banner(settings)

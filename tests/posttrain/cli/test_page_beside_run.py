@@ -1,4 +1,4 @@
-"""`posttrain run --monitor`: the page is there within the run, and gone with it."""
+"""`posttrain run --monitor`: the page exists as long as the run."""
 
 import importlib.util
 import re
@@ -14,7 +14,7 @@ from posttrain.cli.parser import build_parser
 from rl_core.errors import SettingsError
 
 
-def test_nothing_is_started_unless_asked_for(tmp_path, monkeypatch):
+def test_nothing_is_started_without_the_option(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor_process.subprocess, "Popen", None)
     with serve_monitor_page(tmp_path / "out", False):
         assert not (tmp_path / "out").exists()
@@ -22,7 +22,7 @@ def test_nothing_is_started_unless_asked_for(tmp_path, monkeypatch):
     assert build_parser().parse_args(["run", "demo", "--monitor"]).monitor is True
 
 
-def test_without_gradio_it_is_said_before_the_run(tmp_path, monkeypatch):
+def test_missing_gradio_is_reported_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with (
         pytest.raises(SettingsError, match=r"pip install 'posttrain\[monitor\]'"),
@@ -35,14 +35,14 @@ def test_without_gradio_it_is_said_before_the_run(tmp_path, monkeypatch):
 @pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs posttrain[monitor]")
 def test_the_page_lives_as_long_as_the_run(tmp_path, capfd):
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    said = ""
+    errors = ""
     with serve_monitor_page(tmp_path / "out", True):
         deadline = time.monotonic() + 90
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+", said)):
+        while not (link := re.search(r"http://127\.0\.0\.1:\d+", errors)):
             assert time.monotonic() < deadline
             time.sleep(0.2)
-            said += capfd.readouterr().err
-        with opener.open(found[0], timeout=10) as answer:
+            errors += capfd.readouterr().err
+        with opener.open(link[0], timeout=10) as answer:
             assert answer.status == 200
     with pytest.raises(urllib.error.URLError):
-        opener.open(found[0], timeout=5)
+        opener.open(link[0], timeout=5)

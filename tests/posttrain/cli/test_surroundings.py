@@ -1,4 +1,4 @@
-"""A command in strange surroundings: streams closed or full, poor encodings, no folder, few files, wrong variables."""
+"""Commands in unusual surroundings: closed or full streams, poor encodings, no folder, few files, wrong variables."""
 
 import os
 import signal
@@ -11,21 +11,21 @@ from helpers import ROOT
 
 from posttrain.cli import main as cli
 
-STAND_IN = """
+PROGRAM = """
 import os, resource, sys
 from posttrain.cli import main as cli
 from rl_core.errors import SettingsError
 from rl_core.storage.faults import inject_fault
 def runs(arguments):
-    DOES
+    BODY
     return 0
 cli.COMMANDS["runs"] = runs
 sys.exit(cli.main(["runs"]))
 """
 
 
-def run(does, streams="", folder=None, **environment):
-    """`posttrain runs`, which does this, with its streams redirected by a shell."""
+def run_command(body, streams="", folder=None, **environment):
+    """Run `posttrain runs` with this body; a shell redirects its streams."""
     return subprocess.run(
         ["bash", "-c", f'exec "$PYTHON" -c "$CODE" {streams}'],
         cwd=folder,
@@ -37,7 +37,7 @@ def run(does, streams="", folder=None, **environment):
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "PYTHON": sys.executable,
-            "CODE": STAND_IN.replace("DOES", does),
+            "CODE": PROGRAM.replace("BODY", body),
             **environment,
         },
     )
@@ -45,13 +45,13 @@ def run(does, streams="", folder=None, **environment):
 
 @pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "utf-8"])
 def test_characters_that_a_terminal_lacks_are_printed_as_escapes(encoding):
-    done = run(r"print('demo \u00b7 \u2603 \ud800')", PYTHONIOENCODING=encoding)
-    wanted = "demo · ☃ \\ud800\n" if encoding == "utf-8" else "demo \\xb7 \\u2603 \\ud800\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, wanted, "")
+    done = run_command(r"print('demo \u00b7 \u2603 \ud800')", PYTHONIOENCODING=encoding)
+    expected = "demo · ☃ \\ud800\n" if encoding == "utf-8" else "demo \\xb7 \\u2603 \\ud800\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 
-def test_output_that_the_disk_does_not_take_is_an_error_in_words():
-    done = run("print('x')", "> /dev/full", PYTHONUNBUFFERED="")
+def test_output_to_a_full_disk_is_reported():
+    done = run_command("print('x')", "> /dev/full", PYTHONUNBUFFERED="")
     assert done.returncode == 1
     assert (
         done.stderr
@@ -59,29 +59,29 @@ def test_output_that_the_disk_does_not_take_is_an_error_in_words():
     )
 
 
-def test_an_error_that_nobody_can_be_told_keeps_its_exit_code():
-    assert run("raise SettingsError('x')", "2> /dev/full").returncode == 2
+def test_an_error_that_cannot_be_printed_keeps_its_exit_code():
+    assert run_command("raise SettingsError('x')", "2> /dev/full").returncode == 2
 
 
 def test_files_never_get_the_numbers_of_closed_streams(tmp_path):
-    does = "f = open('f', 'w'); print('x'); print('y', file=sys.stderr); os.system('echo z'); f.write(str(f.fileno()))"
-    done = run(does, "<&- >&- 2>&-", tmp_path)
+    body = "f = open('f', 'w'); print('x'); print('y', file=sys.stderr); os.system('echo z'); f.write(str(f.fileno()))"
+    done = run_command(body, "<&- >&- 2>&-", tmp_path)
     assert done.returncode == 0 and int((tmp_path / "f").read_text()) > 2
 
 
-def test_a_folder_that_was_removed_is_said(tmp_path):
-    (tmp_path / "gone").mkdir()
-    done = run("os.getcwd()", folder=tmp_path)
+def test_a_removed_working_folder_is_reported(tmp_path):
+    (tmp_path / "removed").mkdir()
+    done = run_command("os.getcwd()", folder=tmp_path)
     assert done.returncode == 0
-    done = run("os.chdir('gone'); os.rmdir('../gone'); os.getcwd()", folder=tmp_path)
+    done = run_command("os.chdir('removed'); os.rmdir('../removed'); os.getcwd()", folder=tmp_path)
     assert (done.returncode, done.stderr) == (
         2,
-        "posttrain: the current folder was removed; change to one that is there\n",
+        "posttrain: the current folder was removed; change to an existing one\n",
     )
 
 
 def test_too_many_open_files_name_the_limit():
-    done = run(
+    done = run_command(
         "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); [os.pipe() for _ in range(20)]"
     )
     assert (done.returncode, done.stderr) == (
@@ -91,7 +91,7 @@ def test_too_many_open_files_name_the_limit():
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("POSTTRAIN_FAULT", "garbage", "POSTTRAIN_FAULT: 'garbage' must read point:hit:action"),
         ("POSTTRAIN_FAULT", "nope:1:kill", "POSTTRAIN_FAULT: unknown point 'nope'"),
@@ -102,14 +102,16 @@ def test_too_many_open_files_name_the_limit():
         ),
     ],
 )
-def test_a_wrong_plan_of_faults_is_an_error_of_the_command_not_of_an_import(variable, value, said):
-    done = run("fault('loop.step')", **{variable: value})
-    assert done.returncode == 2 and done.stderr.startswith(f"posttrain: {said}")
+def test_a_wrong_plan_of_faults_is_an_error_of_the_command_not_of_an_import(
+    variable, value, message
+):
+    done = run_command("inject_fault('loop.step')", **{variable: value})
+    assert done.returncode == 2 and done.stderr.startswith(f"posttrain: {message}")
 
 
-def test_prefect_s_own_variables_are_refused_in_words():
-    does = "from prefect.settings import get_current_settings; get_current_settings()"
-    done = run(does, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="abc")
+def test_wrong_prefect_variables_are_refused():
+    body = "from prefect.settings import get_current_settings; get_current_settings()"
+    done = run_command(body, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="abc")
     assert (
         done.returncode == 2
         and "\nposttrain: Prefect refuses a variable PREFECT_..." in done.stderr
@@ -119,7 +121,7 @@ def test_prefect_s_own_variables_are_refused_in_words():
 
 @pytest.mark.parametrize("level", ["1", "2"])
 def test_python_without_asserts_is_refused(level):
-    done = run("return 0", PYTHONOPTIMIZE=level)
+    done = run_command("return 0", PYTHONOPTIMIZE=level)
     assert done.returncode == 2 and "`python -O` (PYTHONOPTIMIZE) takes out checks" in done.stderr
 
 
@@ -141,14 +143,12 @@ def test_ctrl_c_while_modules_are_imported_prints_no_traceback():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_texts_of_models_and_environments_fit_a_terminal_and_are_harmless_to_it(
-    tmp_path, monkeypatch, capsys
-):
+def test_texts_of_models_and_environments_are_wrapped_and_escaped(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("TTY_COMPATIBLE", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     text = "it failed: \x1b[2J" + " word" * 40
     monkeypatch.setattr(
         "posttrain.cli.episode_replay.load_newest_run_settings", lambda output: None
@@ -161,11 +161,11 @@ def test_texts_of_models_and_environments_fit_a_terminal_and_are_harmless_to_it(
     )
     monkeypatch.setattr(
         "posttrain.cli.housekeeping.collect_garbage",
-        lambda *_, **__: SimpleNamespace(text=lambda: text),
+        lambda *_, **__: SimpleNamespace(format_text=lambda: text),
     )
     monkeypatch.setattr("posttrain.cli.approvals.decide_approval", lambda *_, **__: text)
     monkeypatch.setattr("posttrain.cli.run_comparison.compare_tracked_runs", lambda *_: {})
-    monkeypatch.setattr("posttrain.cli.run_comparison.format_comparison", lambda told: text)
+    monkeypatch.setattr("posttrain.cli.run_comparison.format_comparison", lambda comparison: text)
     for command in (
         ["replay"],
         ["replay", "policy/1/easy/2/0"],

@@ -1,10 +1,11 @@
-"""posttrain profile: seconds shared out by hand, shortened settings, and a real run from the command line."""
+"""`posttrain profile`: time split checked by hand, shortened settings, and the record."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 
+from posttrain.cli.inspect_commands import _resolve_profiled_stage
 from posttrain.cli.time_profile import (
     build_profile_record,
     compute_phase_times,
@@ -12,7 +13,6 @@ from posttrain.cli.time_profile import (
     profile_stage,
     shorten_stage,
 )
-from posttrain.cli.train_commands import _resolve_profiled_stage
 from rl_core.errors import SettingsError
 from tasks.config import dump_settings, load_settings
 
@@ -32,13 +32,13 @@ POLICY = {
 }
 
 
-def seconds_of(records):
+def compute_seconds(records):
     return {part.label: part.seconds for part in compute_phase_times(records)}
 
 
 def test_every_second_is_in_one_part():
     records = [(1, WARM_UP), (2, POLICY), (2, {"perf/eval_seconds": 3.0}), (3, POLICY)]
-    parts = seconds_of(records)
+    parts = compute_seconds(records)
     assert parts == pytest.approx(
         {
             "rollouts: decoding": 3.0,
@@ -55,16 +55,16 @@ def test_every_second_is_in_one_part():
         }
     )
     assert sum(parts.values()) == pytest.approx(10 + 0.5 + 1.0 + 1.5)
-    found = compute_phase_times(records)
-    assert [part.seconds for part in found] == sorted(
-        (part.seconds for part in found), reverse=True
+    phases = compute_phase_times(records)
+    assert [part.seconds for part in phases] == sorted(
+        (part.seconds for part in phases), reverse=True
     )
-    assert sum(part.share for part in found) == pytest.approx(1)
+    assert sum(part.share for part in phases) == pytest.approx(1)
 
 
 def test_a_stage_that_only_updates():
     step = {"perf/step_seconds": 2.0, "perf/optimizer_seconds": 1.5}
-    assert seconds_of([(1, WARM_UP), (2, step)]) == pytest.approx(
+    assert compute_seconds([(1, WARM_UP), (2, step)]) == pytest.approx(
         {"update: optimizer steps": 1.5, "the rest: batches, statistics": 0.5}
     )
 
@@ -77,31 +77,31 @@ def test_the_table():
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_what_was_trained_for_a_profile_is_not_left_as_the_newest_of_its_stage(
+def test_the_model_of_a_profile_is_not_left_as_the_newest_of_its_stage(
     tmp_path, monkeypatch, cached
 ):
-    """`diff sft policy` took it for the policy."""
+    """Remove it; otherwise `diff sft policy` would take it for the policy."""
     folder = tmp_path / "stages/policy/0123456789abcdef"
     folder.mkdir(parents=True)
     rows = [{"step": step, "time": step, "metrics": {"perf/step_seconds": 2.0}} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = SimpleNamespace(results={"policy": SimpleNamespace(folder=str(folder), cached=cached)})
-    monkeypatch.setattr("flows.single_stage.run_stage", lambda settings, name, quiet: found)
+    result = SimpleNamespace(results={"policy": SimpleNamespace(folder=str(folder), cached=cached)})
+    monkeypatch.setattr("flows.single_stage.run_stage", lambda settings, name, quiet: result)
     records = profile_stage(load_settings("configs/demo.yaml"), "policy", 2)
     assert [step for step, _ in records] == [1, 2] and folder.exists() == cached
 
 
-def test_the_profile_for_programs():
-    found = build_profile_record(
+def test_the_record_of_a_profile():
+    record = build_profile_record(
         "policy", [(1, WARM_UP), (2, POLICY), (3, {**POLICY, "perf/tokens_per_second": 2000.0})]
     )
-    assert (found["stage"], found["iterations"]) == ("policy", 2)
-    assert found["parts"][0] == {
+    assert (record["stage"], record["iterations"]) == ("policy", 2)
+    assert record["parts"][0] == {
         "label": "rollouts: decoding",
         "seconds": 3.0,
         "share": pytest.approx(3.0 / 11.5),
     }
-    assert found["medians"] == {"perf/tokens_per_second": 1500.0}
+    assert record["medians"] == {"perf/tokens_per_second": 1500.0}
     assert build_profile_record("policy", [(1, WARM_UP)])["parts"] == []
 
 

@@ -1,4 +1,4 @@
-"""`posttrain service`: settings, keys, lists, cancelling; the server itself is tested in tests/flows/service."""
+"""`posttrain service`: settings, keys, lists, cancelling."""
 
 import json
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def config(tmp_path):
     return str(path)
 
 
-def service(config, *arguments):
+def run_service(config, *arguments):
     return main(["service", *arguments, "--config", config])
 
 
@@ -36,7 +36,7 @@ def test_the_shipped_config_loads():
     assert (ROOT / "configs" / "service.yaml").read_text().startswith("# ")
 
 
-def test_wrong_settings_are_told_with_their_lines(tmp_path, config):
+def test_wrong_settings_are_reported_with_their_lines(tmp_path, config):
     path = tmp_path / "wrong.yaml"
     path.write_text("folder: x\nengine:\n  slot: 3\nserver:\n  port: 70000\n  host: 0.0.0.0\n")
     with pytest.raises(SettingsError) as caught:
@@ -49,8 +49,8 @@ def test_wrong_settings_are_told_with_their_lines(tmp_path, config):
         load_service_settings(config, ["engine.bases.base=./nowhere"])
 
 
-def test_keys_are_made_listed_and_revoked(config, capsys):
-    assert service(config, "key", "create", "anna", "--limit", "60", "--queue", "8") == 0
+def test_keys_are_created_listed_and_revoked(config, capsys):
+    assert run_service(config, "key", "create", "anna", "--limit", "60", "--queue", "8") == 0
     secret = capsys.readouterr().out.splitlines()[0]
     store = ServiceStore(load_service_settings(config).store_url)
     key = store.find_key(secret)
@@ -60,15 +60,15 @@ def test_keys_are_made_listed_and_revoked(config, capsys):
         8,
     )
     assert (
-        service(config, "key", "create", "anna") == 2
+        run_service(config, "key", "create", "anna") == 2
         and "there is one of this name" in capsys.readouterr().err
     )
-    assert service(config, "key", "list") == 0
+    assert run_service(config, "key", "list") == 0
     listed = capsys.readouterr().out
     assert "anna" in listed and "60" in listed and secret[4:] not in listed
-    assert service(config, "key", "revoke", "anna") == 0 and store.find_key(secret) is None
-    assert service(config, "key", "revoke", "anna") == 2
-    assert service(config, "audit") == 0
+    assert run_service(config, "key", "revoke", "anna") == 0 and store.find_key(secret) is None
+    assert run_service(config, "key", "revoke", "anna") == 2
+    assert run_service(config, "audit") == 0
     assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[-2:]] == [
         "key_revoke",
         "key_create",
@@ -77,8 +77,8 @@ def test_keys_are_made_listed_and_revoked(config, capsys):
         key.key_id, "checkpoint_load", "tinker://\x1b[2J\n2026-01-01 00:00:00  operator  key_create"
     )
     assert (
-        service(config, "audit", "--number", "1") == 0
-    )  # what a client sends forges no line and moves no cursor
+        run_service(config, "audit", "--number", "1") == 0
+    )  # text from clients forges no line and moves no cursor
     assert (
         capsys.readouterr()
         .out.splitlines()[1]
@@ -89,7 +89,7 @@ def test_keys_are_made_listed_and_revoked(config, capsys):
 
 
 def test_requests_are_counted_and_cancelled(config, capsys):
-    assert service(config, "runs") == 0 and "no training runs" in capsys.readouterr().out
+    assert run_service(config, "runs") == 0 and "no training runs" in capsys.readouterr().out
     store = ServiceStore(load_service_settings(config).store_url)
     key, _ = store.create_key("anna")
     run = "s:train:0"
@@ -110,23 +110,23 @@ def test_requests_are_counted_and_cancelled(config, capsys):
                 facts={"base": "tiny"},
             )
         )
-    assert service(config, "runs") == 0
+    assert run_service(config, "runs") == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[:4] == [run, "anna", "tiny", "creating"]
-    assert service(config, "queue") == 0
+    assert run_service(config, "queue") == 0
     assert ["optim_step", "2", "0"] in [
         line.split()[:3] for line in capsys.readouterr().out.splitlines()
     ]
     assert (
-        service(config, "cancel", taken.request_id) == 0
+        run_service(config, "cancel", taken.request_id) == 0
         and "1 cancelled" in capsys.readouterr().out
     )
-    assert service(config, "cancel", run) == 0 and "2 cancelled" in capsys.readouterr().out
+    assert run_service(config, "cancel", run) == 0 and "2 cancelled" in capsys.readouterr().out
     assert (
-        service(config, "cancel", "nothing") == 2
+        run_service(config, "cancel", "nothing") == 2
         and "neither a request nor" in capsys.readouterr().err
     )
-    assert service(config, "logs", "worker") == 0 and "(empty)" in capsys.readouterr().out
+    assert run_service(config, "logs", "worker") == 0 and "(empty)" in capsys.readouterr().out
     store.close()
 
 
@@ -149,7 +149,7 @@ def test_a_saved_path_becomes_champion(config, capsys, monkeypatch):
         def __init__(self, uri, folder, experiment):
             assert (uri, experiment) == (None, "service")
 
-        def champion(self, name):
+        def find_champion(self, name):
             return SimpleNamespace(version=moved[-1][1]) if moved else None
 
         def set_champion(self, name, version):
@@ -162,12 +162,12 @@ def test_a_saved_path_becomes_champion(config, capsys, monkeypatch):
         ("failed", "logs worker"),
     ):
         store.update_checkpoint(path, registration=registration)
-        assert service(config, "promote", path) == 2
+        assert run_service(config, "promote", path) == 2
         assert hint in capsys.readouterr().err
-    assert service(config, "promote", "tinker://r/weights/none") == 2
+    assert run_service(config, "promote", "tinker://r/weights/none") == 2
     assert "no saved weights" in capsys.readouterr().err
     store.update_checkpoint(path, registration="done", version="service-base/7")
-    assert service(config, "promote", path) == service(config, "promote", path) == 0
+    assert run_service(config, "promote", path) == run_service(config, "promote", path) == 0
     shown = capsys.readouterr().out
     assert (
         "service-base/7 is champion of service-base\n" in shown and "(before: version 7)" in shown

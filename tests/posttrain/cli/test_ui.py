@@ -1,4 +1,4 @@
-"""`posttrain ui`: ports, refusals, and that nothing is left behind."""
+"""`posttrain ui`: ports, refusals, and complete shutdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_taken_port_gives_the_next_free_one(tmp_path):
     assert first.notes == [f"(port {taken} is taken)"] == second.notes
 
 
-def test_services_elsewhere_are_linked_and_not_started(tmp_path, monkeypatch):
+def test_external_services_are_linked_and_not_started(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example:4200/api")
     with PageServers(tmp_path, "http://me:secret@mlflow.example:5000") as pages:
         assert [(page.url, page.process) for page in pages.services] == [
@@ -58,7 +58,7 @@ def test_a_server_that_dies_says_why_and_the_other_one_is_stopped(tmp_path, monk
 
     def broken(self):
         service = self._build_service("Prefect", "/api/health")
-        self._start(service, ["no_such_module_here"], {})
+        self._start_process(service, ["no_such_module_here"], {})
         return service
 
     monkeypatch.setattr(
@@ -74,9 +74,12 @@ def test_a_server_that_dies_says_why_and_the_other_one_is_stopped(tmp_path, monk
     assert lasting.poll() is not None
 
 
-def test_a_group_that_will_not_go_is_killed(tmp_path, monkeypatch):
+def test_a_group_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.cli.tracking_pages.STOP_SECONDS", 0.5)
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('ready', flush=True); time.sleep(60)"
+    )
     stubborn = subprocess.Popen(
         [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
     )
@@ -87,8 +90,8 @@ def test_a_group_that_will_not_go_is_killed(tmp_path, monkeypatch):
     assert stubborn.returncode == -signal.SIGKILL and not _signal_group(stubborn, 0)
 
 
-def members(session_leaders: set[int]) -> list[int]:
-    """Processes of these sessions that are alive."""
+def list_members(session_leaders: set[int]) -> list[int]:
+    """Return the living processes of these sessions."""
     alive = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -126,10 +129,10 @@ def test_both_pages_answer_and_nothing_is_left_behind(tmp_path, number):
     children = {
         int(pid) for pid in Path(f"/proc/{pages.pid}/task/{pages.pid}/children").read_text().split()
     }
-    assert len(children) == 2 and len(members(children)) >= 2
+    assert len(children) == 2 and len(list_members(children)) >= 2
     pages.send_signal(number)
     pages.wait(30)
     deadline = time.monotonic() + 30
-    while members(children) and time.monotonic() < deadline:
+    while list_members(children) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert members(children) == []
+    assert list_members(children) == []

@@ -1,4 +1,4 @@
-"""`posttrain why`: why a stage was run or not, and what has changed since."""
+"""`posttrain why`: why a stage ran or was cached, and what has changed since."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage import run_stage
 
 
-def settings_of(tmp_path, **sft):
+def build_test_settings(tmp_path, **sft):
     return build_settings(
         {
             "name": "t",
@@ -29,49 +29,49 @@ def settings_of(tmp_path, **sft):
     )
 
 
-def play(tmp_path, body, options=RunOptions(), **sft):  # noqa: B008 frozen
+def run_sft(tmp_path, body, options=RunOptions(), **sft):  # noqa: B008 frozen
     pipeline_run = PipelineRun(tmp_path / "t" / "stages", options)
-    pipeline_run.settings = settings_of(tmp_path, **sft)
+    pipeline_run.settings = build_test_settings(tmp_path, **sft)
     settings = pipeline_run.settings.stages.sft
     return run_stage(pipeline_run, "sft", body, settings=settings, inputs={"model": "org/name"})
 
 
-def stopped(context):
+def stop_after_checkpoint(context):
     CheckpointStore(context.checkpoints).save_version({"loop": {"iteration": 4}})
     raise Stopped("asked", 15)
 
 
-def test_it_tells_what_was_run_and_what_changed(tmp_path):
+def test_runs_and_changes_are_explained(tmp_path):
     assert (
-        explain_stage(settings_of(tmp_path), "sft")
+        explain_stage(build_test_settings(tmp_path), "sft")
         .format_text()
         .startswith(f"sft was never run in {tmp_path / 't'}")
     )
-    first = play(tmp_path, lambda context: {}, learning_rate=1e-3)
-    play(tmp_path, lambda context: {}, learning_rate=1e-3)
+    first = run_sft(tmp_path, lambda context: {}, learning_rate=1e-3)
+    run_sft(tmp_path, lambda context: {}, learning_rate=1e-3)
     with pytest.raises(Stopped):
-        play(tmp_path, stopped, learning_rate=2e-3)
-    play(tmp_path, lambda context: {}, RunOptions(on_drift="resume"), learning_rate=3e-3)
-    found = explain_stage(settings_of(tmp_path, learning_rate=3e-3), "sft")
-    told = [line.partition("  ")[2] for line in found.format_text().splitlines()]
+        run_sft(tmp_path, stop_after_checkpoint, learning_rate=2e-3)
+    run_sft(tmp_path, lambda context: {}, RunOptions(on_drift="resume"), learning_rate=3e-3)
+    explanation = explain_stage(build_test_settings(tmp_path, learning_rate=3e-3), "sft")
+    lines = [line.partition("  ")[2] for line in explanation.format_text().splitlines()]
     changed = "  stages.sft.learning_rate: "
-    assert [line.partition("  ")[2] or line for line in told[:7]] == [
+    assert [line.partition("  ")[2] or line for line in lines[:7]] == [
         "resumed from its checkpoint although this changed",
         f"{changed}0.002 -> 0.003"[2:],
-        f"run, since this changed against {first.key}",
+        f"run because this changed since {first.key}",
         f"{changed}0.001 -> 0.002"[2:],
-        "not run again: finished before with the same settings, inputs and code",
+        "not run again: already finished with the same settings, inputs and code",
         "run for the first time",
         "",
     ]
-    now = found.format_text().partition("now:\n")[2]
-    assert now.splitlines()[0] == "  sft: settings and code as before"
+    now = explanation.format_text().partition("now:\n")[2]
+    assert now.splitlines()[0] == "  sft: settings and code unchanged"
     log = Path(now.splitlines()[-1].removeprefix("  log of the newest run: "))
     assert (
         log.parent.suffix == "" and "sft has finished" in log.read_text()
     )  # in the folder of the finished stage
     other = (
-        explain_stage(settings_of(tmp_path, learning_rate=5e-3), "sft")
+        explain_stage(build_test_settings(tmp_path, learning_rate=5e-3), "sft")
         .format_text()
         .partition("now:\n")[2]
         .splitlines()
@@ -82,10 +82,12 @@ def test_it_tells_what_was_run_and_what_changed(tmp_path):
     ]  # of one second
 
 
-def test_it_tells_programs_the_same(tmp_path):
-    play(tmp_path, lambda context: {}, learning_rate=1e-3)
+def test_the_record_of_an_explanation(tmp_path):
+    run_sft(tmp_path, lambda context: {}, learning_rate=1e-3)
     record = json.loads(
-        json.dumps(explain_stage(settings_of(tmp_path, learning_rate=2e-3), "sft").to_record())
+        json.dumps(
+            explain_stage(build_test_settings(tmp_path, learning_rate=2e-3), "sft").to_record()
+        )
     )
     (decision,), (now,) = record["decisions"], record["now"]
     assert (decision["kind"], decision["changes"]) == ("first", [])
@@ -99,14 +101,14 @@ def test_it_tells_programs_the_same(tmp_path):
 
 
 def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
-    first = play(tmp_path, lambda context: {}, learning_rate=1e-3)
-    second = play(tmp_path, lambda context: {}, learning_rate=2e-3)
-    found = explain_pipeline(settings_of(tmp_path, learning_rate=3e-3))
-    (one,) = found.stages
-    assert (one.stage, len(one.decisions)) == ("sft", 1) and first.key != second.key
-    lines = found.format_text().splitlines()
+    first = run_sft(tmp_path, lambda context: {}, learning_rate=1e-3)
+    second = run_sft(tmp_path, lambda context: {}, learning_rate=2e-3)
+    explanation = explain_pipeline(build_test_settings(tmp_path, learning_rate=3e-3))
+    (stage,) = explanation.stages
+    assert (stage.stage, len(stage.decisions)) == ("sft", 1) and first.key != second.key
+    lines = explanation.format_text().splitlines()
     assert lines[0].startswith("sft: ") and lines[0].endswith(
-        f"run, since this changed against {first.key}"
+        f"run because this changed since {first.key}"
     )
     assert lines[1:] == [
         "    stages.sft.learning_rate: 0.001 -> 0.002",
@@ -117,10 +119,10 @@ def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
         "  content of inputs is compared when a stage runs",
     ]
     assert main(["why", "maze", "--set", f"output={tmp_path}"]) == 0
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     assert (
-        said[0] == f"prepare_data: was never run in {tmp_path / 'maze'}"
-        and said.count("  sft: has no result yet") == 1
+        printed[0] == f"prepare_data: was never run in {tmp_path / 'maze'}"
+        and printed.count("  sft: has no result yet") == 1
     )
     assert main(["why", "maze", "--set", f"output={tmp_path}", "--json"]) == 0
     assert [stage["stage"] for stage in json.loads(capsys.readouterr().out)][:2] == [
@@ -132,23 +134,23 @@ def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
 @pytest.mark.parametrize(
     "clock", ["12:00:00 12:00:01", "12:00:00 12:00:00"], ids=["a second later", "the same second"]
 )
-def test_the_newest_conditions_are_those_of_the_last_run(tmp_path, monkeypatch, clock):
+def test_the_newest_fingerprint_is_that_of_the_last_run(tmp_path, monkeypatch, clock):
     for rate, now in zip((1e-3, 2e-3), clock.split(), strict=True):
         monkeypatch.setattr(
             "tasks.pipeline.stage_fingerprint.time.strftime", lambda _, now=now: now
         )
-        last = play(tmp_path, lambda context: {}, learning_rate=rate)
+        last = run_sft(tmp_path, lambda context: {}, learning_rate=rate)
     same_second = len(set(clock.split())) == 1
-    for folder in (
-        last.path.parent.iterdir()
-    ):  # the folders' times count where the clock cannot tell, and only there
+    for (
+        folder
+    ) in last.path.parent.iterdir():  # folder times count only within one second of the clock
         if folder.is_dir():
             os.utime(folder, ns=(0, 2 if (folder == last.path) == same_second else 1))
-    found = read_newest_fingerprint(last.path.parent)
-    assert found is not None and found["settings"]["learning_rate"] == 2e-3
+    fingerprint = read_newest_fingerprint(last.path.parent)
+    assert fingerprint is not None and fingerprint["settings"]["learning_rate"] == 2e-3
 
 
-def test_a_stage_without_its_configuration_is_told(tmp_path, monkeypatch, capsys):
+def test_a_stage_without_its_configuration_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["why", "policy"]) == 2
     assert (
@@ -158,15 +160,15 @@ def test_a_stage_without_its_configuration_is_told(tmp_path, monkeypatch, capsys
 
 def test_a_mistyped_stage_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(SettingsError, match="t: has no stage 'sftt'; did you mean 'sft'\\?"):
-        explain_stage(settings_of(tmp_path), "sftt")
+        explain_stage(build_test_settings(tmp_path), "sftt")
     with pytest.raises(
         SettingsError, match=r"t: has no stage 'mine', only sft; name your own under stages\.own"
     ):
-        explain_stage(settings_of(tmp_path), "mine")
+        explain_stage(build_test_settings(tmp_path), "mine")
 
 
 def test_a_stage_that_the_settings_lack_is_refused(tmp_path):
-    settings = settings_of(tmp_path)
+    settings = build_test_settings(tmp_path)
     without = dataclasses.replace(
         settings, stages=dataclasses.replace(settings.stages, preference=None)
     )
@@ -174,18 +176,19 @@ def test_a_stage_that_the_settings_lack_is_refused(tmp_path):
         explain_stage(without, "preference")
 
 
-def test_a_result_that_a_run_sets_aside_meanwhile_is_passed_over(tmp_path, monkeypatch):
-    aside, kept = (
-        Path(play(tmp_path, lambda context: {}, learning_rate=rate).folder) for rate in (1e-3, 2e-3)
+def test_a_result_that_a_run_archives_meanwhile_is_skipped(tmp_path, monkeypatch):
+    archived, remaining = (
+        Path(run_sft(tmp_path, lambda context: {}, learning_rate=rate).folder)
+        for rate in (1e-3, 2e-3)
     )
     is_dir = Path.is_dir
 
     def set_aside_since(path):
-        found = is_dir(path)
-        if path == aside and found:
+        fingerprint = is_dir(path)
+        if path == archived and fingerprint:
             path.rename(path.with_name(f"{path.name}.corrupt"))
-        return found
+        return fingerprint
 
     monkeypatch.setattr(Path, "is_dir", set_aside_since)
-    found = read_newest_fingerprint(kept.parent)
-    assert found["key"] == kept.name and not aside.exists()
+    fingerprint = read_newest_fingerprint(remaining.parent)
+    assert fingerprint["key"] == remaining.name and not archived.exists()

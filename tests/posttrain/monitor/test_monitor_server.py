@@ -17,6 +17,7 @@ from helpers.monitor_runs import make_run
 from posttrain.cli.main import main
 from posttrain.monitor import server
 from posttrain.monitor.reader import RunReader
+from posttrain.web.server_setup import LOOPBACK_HOST, MAX_PORTS_TRIED, find_free_port
 from rl_core.errors import SettingsError
 
 
@@ -45,10 +46,10 @@ def test_without_gradio_it_says_what_to_install(tmp_path, capsys, monkeypatch):
 
 def test_a_taken_port_gives_the_next_free_one():
     with socket.socket() as holder:
-        holder.bind((server.PAGE_HOST, 0))
+        holder.bind((LOOPBACK_HOST, 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        assert taken < server.find_free_port(taken) <= taken + server.MAX_PORTS_TRIED
+        assert taken < find_free_port(taken) <= taken + MAX_PORTS_TRIED
 
 
 def test_export_needs_no_gradio(tmp_path, capsys, monkeypatch):

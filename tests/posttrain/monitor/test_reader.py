@@ -113,7 +113,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path, dead_pid):
     run = run_of(tmp_path)
     assert run.status == "killed" == run.find_stage("policy").status
     assert (
-        f"Process {dead_pid} is gone" in run.status_reason
+        f"Process {dead_pid} no longer exists" in run.status_reason
         and "resumes from the last checkpoint" in run.status_reason
     )
 
@@ -208,7 +208,7 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
         ("evaluate", "cached"),
     ]
     assert run.find_stage("sft").table.series["train/loss"].last == 0.5
-    assert run.find_stage("evaluate").result == "its files are gone"
+    assert run.find_stage("evaluate").result == "its files no longer exist"
 
 
 def test_a_champion_that_was_there_is_told_as_such_and_has_no_curves_of_its_training(tmp_path):

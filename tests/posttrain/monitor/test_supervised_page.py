@@ -20,8 +20,8 @@ def started(monkeypatch, *words):
     """Arguments that `up` is called with: options, and the servers beside."""
     found = {}
 
-    def up(output, given, *, detach, also):
-        found.update(given=given, also=also(output, ""))
+    def up(output, given, *, detach, extra_servers):
+        found.update(given=given, also=extra_servers(output, ""))
 
     monkeypatch.setattr(commands, "start_servers", up)
     assert operate_commands.run_up_command(build_parser().parse_args(["up", *map(str, words)])) == 0

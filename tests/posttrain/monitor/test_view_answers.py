@@ -15,7 +15,7 @@ RUN = "demo/2027-01-15-08-00-00"
 
 
 def asked(answers, **named):
-    return json.loads(answers.answer({"tab": "overview", **named}))
+    return json.loads(answers.build_response({"tab": "overview", **named}))
 
 
 def charts(answer):

@@ -115,7 +115,7 @@ def test_a_killed_run_says_so_above_everything(tmp_path):
     found = build_view(RunReader(tmp_path), PageSelection(), "tools")
     assert found["head"]["status"] == "killed"
     assert found["blocks"][0]["lines"][0] == "This run was killed."
-    assert "is gone" in found["blocks"][0]["lines"][1]
+    assert "no longer exists" in found["blocks"][0]["lines"][1]
     os.utime(tmp_path / "demo/stages/policy/bbbb.tracking/metrics.jsonl", (START + 51, START + 51))
     os.utime(
         tmp_path / "demo/stages/policy/bbbb.tracking/.tracking/events.jsonl",
@@ -215,7 +215,7 @@ def test_trajectories_turn_by_turn(tmp_path):
     assert right["sub"] == "iteration 5 · easy · digit · 2 turns · reward 1.000"
     assert dict(map(tuple, wrong["facts"]))["its answer"] == "none"
     assert (
-        dict(map(tuple, right["facts"]))["play it again"]
+        dict(map(tuple, right["facts"]))["replay it"]
         == f"posttrain replay policy/4/easy/7/0 --output {tmp_path}"
     )
     assert "level=easy&seed=7" in right["image"]

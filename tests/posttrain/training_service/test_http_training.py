@@ -180,7 +180,7 @@ def test_faults_are_results_and_leave_no_hole(service):
     lived = service.post("save_weights_for_sampler", short)
     good = service.forward_backward(run, 7, random_data(1))
     texts = {
-        huge["request_id"]: "at most 67108864 are taken",
+        huge["request_id"]: "at most 67108864 are accepted",
         wrong["request_id"]: "learning_rate",
         refused["request_id"]: "'stable_reinforce' is not supported",
         foreign["request_id"]: "there are no saved weights",

@@ -80,7 +80,7 @@ def test_a_tracker_that_raises_fails_no_update(tmp_path, caplog):
         metrics.record_pass("run-1", {"loss:sum": 1.0}, 0.1)
     metrics.close_trackers()
     assert (
-        caplog.text.count("MLflow takes no more records of this run: OSError: no space left") == 1
+        caplog.text.count("MLflow accepts no more records of this run: OSError: no space left") == 1
     )
 
 
@@ -154,7 +154,7 @@ def test_the_default_is_a_run_of_each(tmp_path):
 
 
 def test_settings_of_sinks_and_alerts_are_checked():
-    with pytest.raises(SettingsError, match="'promotheus' is no tracker; did you mean"):
+    with pytest.raises(SettingsError, match="'promotheus' is not a tracker; did you mean"):
         ServiceSettings(sinks=("promotheus",))
     with pytest.raises(SettingsError, match=r"alerts\.policy/ref_kl: 'high' is no condition"):
         ServiceSettings(alerts={"policy/ref_kl": "high"})

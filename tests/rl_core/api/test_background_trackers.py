@@ -1,4 +1,4 @@
-"""Trackers that may be slow, broken or away: they neither stall nor fail what they track; Weights & Biases."""
+"""Trackers that may be slow, broken or unreachable neither stall nor fail a run; Weights & Biases."""
 
 import logging
 import sys
@@ -46,7 +46,7 @@ def test_one_that_breaks_ends_with_one_warning(caplog):
             tracker.log_metrics({"x": 1.0}, step)
         tracker.close("FINISHED")
     assert [record.getMessage() for record in caplog.records] == [
-        "wandb takes no more records of this run: ConnectionError: away"
+        "wandb accepts no more records of this run: ConnectionError: away"
     ]
 
 
@@ -59,12 +59,12 @@ def test_one_that_hangs_is_left_behind_and_its_queue_does_not_grow(caplog):
 
     tracker = BackgroundTracker("wandb", Hanging, capacity=5)
     for step in range(100):
-        tracker.log_metrics({"x": 1.0}, step)  # comes back at once: the 30 s would end the test
+        tracker.log_metrics({"x": 1.0}, step)  # returns immediately: 30 s would end the test
     assert tracker.num_dropped >= 94 and tracker._queue.qsize() <= 5
     with caplog.at_level(logging.WARNING):
         tracker.close("KILLED", timeout_s=0.05)
     free.set()
-    assert "wandb does not take the run's records within 0.05 s" in caplog.text
+    assert "wandb does not accept the run's records within 0.05 s" in caplog.text
 
 
 class FakeRun:
@@ -107,11 +107,11 @@ def test_a_run_of_weights_and_biases(wandb, tmp_path, monkeypatch):
         and run.tags == {"tag.stage": "policy"}
         and run.ended == 1
     )
-    asked = {
+    requests = {
         name: run.options[name]
         for name in ("project", "name", "group", "id", "resume", "config", "mode")
     }
-    assert asked == {
+    assert requests == {
         "project": "project",
         "name": "demo · policy",
         "group": "demo · 1",

@@ -182,9 +182,10 @@ def test_mistakes_are_named():
         "one", exit_conditions=(ExitCondition(metric="train/success_rate_by_level/hard", window=1),)
     )
     manager = CurriculumManager([late], LEVELS)
+    # not drawn this time
     manager.observe_iteration(
         {"train/success_rate": 1.0}, known=["train/success_rate_by_level/hard"]
-    )  # not drawn this time
+    )
     assert manager.finished is None
     with pytest.raises(ResumeRefused, match="saved with stages"):
         CurriculumManager([stage("two")], LEVELS).load_state_dict(manager.state_dict())

@@ -54,9 +54,8 @@ def test_it_is_given_the_window_and_holds_once_that_is_full():
     assert feed(curriculum, 0.2) == "two"
     assert {"train/success_rate": [0.9, 0.1, 0.2], "reward/mean": [-0.9, -0.1, -0.2]} in CALLS
     assert "best 0.9 >= 0.7 over 3" in curriculum.history[0]["why"]
-    assert (
-        feed(curriculum, 0.1, 0.1, 0.1) == "two" and curriculum.finished is None
-    )  # the window begins anew
+    # the window begins anew
+    assert feed(curriculum, 0.1, 0.1, 0.1) == "two" and curriculum.finished is None
     assert CALLS[-1]["train/success_rate"] == [0.1, 0.1, 0.1]
 
 

@@ -124,7 +124,7 @@ def test_held_against_the_first_entry_and_bounded():
     assert feed(manager, 0.25, 0.25, 0.25) == [None, None, 0]
     assert feed(manager, *[0.0] * 50) == [None] * 50  # two were allowed
     assert kinds(manager)[1:] == [("rollback", 7, "one", "one"), ("unwatched", 10, "one", "one")]
-    assert "after 2 rollbacks: going on" in manager.history[-1]["why"]
+    assert "after 2 rollbacks: continuing" in manager.history[-1]["why"]
     assert manager.collect_metrics()["curriculum/rollbacks"] == 2 and manager.finished is None
 
 

@@ -138,7 +138,7 @@ def test_bad_input_is_refused():
             simpo_loss(t(-1.0), t(-1.0), num_pairs=1, **options)
     with pytest.raises(DataError, match="num_pairs"):
         simpo_loss(t(-1.0), t(-1.0), num_pairs=0)
-    with pytest.raises(DataError, match=r"rejected_logprobs: 0\.5 is no log-probability"):
+    with pytest.raises(DataError, match=r"rejected_logprobs: 0\.5; a log-probability is at most 0"):
         orpo_loss(t(-1.0), t(0.5), num_pairs=1)
     with pytest.raises(DataError, match="beta"):
         orpo_loss(t(-1.0), t(-1.0), num_pairs=1, beta=-1.0)

@@ -103,10 +103,11 @@ def test_a_session_keeps_its_rollout_and_what_the_environment_wrote_has_no_distr
     check_experience(found, vocab_size=11, max_tokens=100)
     assert found.recorded[0].ids_TK.tolist() == [[4, 3], [0, 0], [5, 3]]
     assert found.vote.answer == "red" and found.rollouts[0].reward == 1.0
+    # of what the policy wrote
     assert (found.vote.ballots[0].logprob, found.vote.ballots[0].num_tokens) == (
         -1.0,
         2,
-    )  # of what the policy wrote
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,8 @@ def test_canary_episodes_are_held_out_by_content_whatever_their_seed(tmp_path):
     )
     assert sorted({request.level for request in asked}) == sorted(environment.levels)
     assert all(is_canary(environment, request.level, request.seed) for request in asked)
-    held = next(
-        seed for seed in range(100) if is_canary(environment, "easy", seed)
-    )  # a seed of training
+    # a seed of training
+    held = next(seed for seed in range(100) if is_canary(environment, "easy", seed))
     other = next(seed for seed in range(100) if not is_canary(environment, "easy", seed))
     with ExperienceWriter(tmp_path, CHAT, environment) as log:
         log.record_answers([session(seed=held)])
@@ -164,9 +164,8 @@ def test_labels_name_a_choice_and_are_taken_after_a_restart(tmp_path):
     records = list(ExperienceLogReader(tmp_path).read_records())
     assert [record.kind for record in records] == ["experience", "label", "label", "control"]
     assert [record.parse_label()[1].text for record in records[1:3]] == ["blue", "green"]
-    with make_worker(
-        tmp_path / "worker", tmp_path, CHAT
-    ) as worker:  # and the worker takes all of it
+    # and the worker takes all of it
+    with make_worker(tmp_path / "worker", tmp_path, CHAT) as worker:
         run_to_end(worker)
         assert (
             worker.counts["refused"] == 0

@@ -43,9 +43,8 @@ def test_the_detector_by_hand(direction):
 
 
 def test_bounds_of_a_mean():
-    assert compute_lower_mean_bound(1.0, 10, 0.05) == pytest.approx(
-        0.05**0.1
-    )  # q^10 = 0.05, as Clopper and Pearson have it
+    # q^10 = 0.05, as Clopper and Pearson have it
+    assert compute_lower_mean_bound(1.0, 10, 0.05) == pytest.approx(0.05**0.1)
     assert compute_lower_mean_bound(0.0, 10, 0.05) == 0.0
     rng = np.random.default_rng(0)
     missed = sum(

@@ -177,9 +177,8 @@ def test_draws_follow_the_priorities_and_priorities_follow_the_errors():
         assert counts[name] / 4000 == pytest.approx(
             share, abs=4 * math.sqrt(share * (1 - share) / 4000)
         )
-    drawn = found.sample_experiences(
-        10, 1.0, rng
-    )  # one from each tenth of the mass: exactly in proportion
+    # one from each tenth of the mass: exactly in proportion
+    drawn = found.sample_experiences(10, 1.0, rng)
     assert Counter(kept.experience.request_id for kept in drawn.experiences) == {
         "r1": 1,
         "r2": 3,
@@ -219,12 +218,13 @@ def test_eviction_takes_the_least_first():
     found.add_experience(5, experience("r5"), None, version=0)
     assert set(found.slot_of) == {"r1", "r3", "r4", "r5"}  # of r2 and r4 the older one
     found.add_experience(6, experience("r6"), LABEL, version=0)
+    # r5 waits for its label in its quarter of the room
     assert set(found.slot_of) == {
         "r1",
         "r3",
         "r5",
         "r6",
-    }  # r5 waits for its label in its quarter of the room
+    }
     assert sum(found.evicted.values()) == 2
 
 
@@ -282,16 +282,14 @@ def test_eviction_by_age_and_by_staleness():
             number, experience(f"r{number}", time=1101.0, version=9), LABEL, version=9
         )
     assert set(found.slot_of) == {"r3", "r4", "r5"} and found.evicted["age"] == 2
-    assert not found.add_experience(
-        6, experience("r6", time=1000.0, version=9), LABEL, version=9
-    )  # came late
+    # came late
+    assert not found.add_experience(6, experience("r6", time=1000.0, version=9), LABEL, version=9)
     found.evict_outdated(19)
     assert set(found.slot_of) == {"r3", "r4", "r5"}
     found.evict_outdated(20)
     assert len(found) == 0 and found.evicted["staleness"] == 3
-    assert not filled(buffer(), ["r1"]).add_experience(
-        2, experience("r1"), LABEL, version=0
-    )  # the same request again
+    # the same request again
+    assert not filled(buffer(), ["r1"]).add_experience(2, experience("r1"), LABEL, version=0)
 
 
 def test_a_clock_that_jumps_costs_no_more_than_the_jump():

@@ -140,9 +140,8 @@ def test_online_and_offline_rewards_are_equal_to_the_last_bit(source):
                 ]
                 assert table.totals_R[index] == rollout.reward
     assert len({total for table in tables for total in table.totals_R.tolist()}) > 4
-    assert [
-        pair[0].to_json() for pair in pairs
-    ] == before  # the label stands in the reward and only there
+    # the label stands in the reward and only there
+    assert [pair[0].to_json() for pair in pairs] == before
 
 
 def test_the_copies_are_the_offline_trajectories():
@@ -186,9 +185,8 @@ def test_chat_scores_and_played_rewards():
     ]
     scored = apply_label(made, create_feedback_label("b", score=0.75), None)
     assert [None if one is None else one.success for one in scored] == [None, None, True, None]
-    silent = apply_label(
-        made, Label("score", "feedback", None, 0.5), None
-    )  # of the answer given: "a"
+    # of the answer given: "a"
+    silent = apply_label(made, Label("score", "feedback", None, 0.5), None)
     assert [one is None for one in silent] == [False, False, True, True]
     as_played = apply_label(made, Label("played", "environment"), None)
     assert [one.trajectory.rewards for one in as_played] == [{"task": 0.25}] * 4

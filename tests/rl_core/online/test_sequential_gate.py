@@ -51,9 +51,8 @@ def test_decisions():
     assert played(gate(), [(1, 0, 0)] * 400)[0] == "promote"
     assert played(gate(), [(0, 1, 0)] * 400) == ("reject", played(gate(), [(0, 1, 0)] * 400)[1])
     assert played(gate(), [(0, 1, 0)] * 400)[1] < 10
-    assert (
-        played(gate(), [(1, 0, 1), (0, 1, 1)] * 200)[0] != "promote"
-    )  # as good as the live one, not as the champion
+    # as good as the live one, not as the champion
+    assert played(gate(), [(1, 0, 1), (0, 1, 1)] * 200)[0] != "promote"
     # a model that never differs is not worse: exactly when its wealth reaches 1 / level
     needed = next(
         n
@@ -121,9 +120,8 @@ def test_the_simulation_computes_what_the_gate_does():
 
 def test_a_thousand_looks_promote_a_worse_model_at_most_at_the_stated_rate():
     rng = np.random.default_rng(0)
-    worse = promotions(
-        -MARGIN, 1000 // 15, 60, rng=rng
-    )  # 66 candidates of 15 looks each: 990 looks
+    # 66 candidates of 15 looks each: 990 looks
+    worse = promotions(-MARGIN, 1000 // 15, 60, rng=rng)
     # 60 services at 5% or less: more than 7 come with a chance of 2.6%
     assert (worse > 0).sum() <= 7
     better = promotions(0.1, 10, 60, rng=rng)

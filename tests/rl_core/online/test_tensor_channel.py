@@ -136,9 +136,8 @@ def test_what_a_killed_sender_left_is_reaped_and_what_lives_is_not(fault):
             deadline = time.monotonic() + 20
             while len(list_sender_segments(token)) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert not [
-                name for name in remove_stale_segments() if token in name
-            ]  # its owner lives
+            # its owner lives
+            assert not [name for name in remove_stale_segments() if token in name]
             assert len(list_sender_segments(token)) == 2
     finally:
         if not fault:  # the other one kills itself

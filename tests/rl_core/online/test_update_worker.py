@@ -23,6 +23,7 @@ from rl_core.online.labels import Label, create_feedback_label
 from rl_core.online.service_files import AUDIT_FILE, CONTRIBUTION_FILE
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_step import UpdateReport
+from rl_core.online.update_worker import collect_worker_state
 from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.settings import (
     OnlineAuditSettings,
@@ -54,9 +55,8 @@ def test_updates_are_due_by_records_alone(traffic, tmp_path):
         places = []
         while worker.step():
             places.append((worker.updates, worker.records))
-        assert places == [
-            (update, 2 + 2 * update) for update in range(1, 8)
-        ]  # 13 requests, 3 labels
+        # 13 requests, 3 labels
+        assert places == [(update, 2 + 2 * update) for update in range(1, 8)]
         assert worker.counts["labels"] == 3 and worker.counts["pseudo_labels"] > 0
         assert worker.learner.num_taken >= 6 and worker.served == 6
         assert worker.learner.snapshots.list_versions()[-2:] == [4, 6]
@@ -141,7 +141,7 @@ def test_another_setting_or_log_is_refused(traffic, tmp_path):
     with pytest.raises(ResumeRefused, match="another settings"):
         make_worker(tmp_path, traffic, fingerprint={"settings": "2"}).__enter__()
     write_traffic(tmp_path / "other", range(13), seed=5)
-    with pytest.raises(CheckpointError, match="another one than was learned from"):
+    with pytest.raises(CheckpointError, match="differs from the one that was learned from"):
         make_worker(tmp_path, tmp_path / "other").__enter__()
     with pytest.raises(CheckpointError, match="are gone"):
         make_worker(tmp_path, tmp_path / "nothing").__enter__()
@@ -178,9 +178,8 @@ def test_feedback_wins_late_and_the_precision_is_measured(tmp_path):
         assert (worker.precision.agreed, worker.precision.disagreed) == (0, 1)
         assert worker.counts["labels_without_experience"] == 1
         with ExperienceLog(tmp_path / "log") as log:
-            log.append_label(
-                "r0", create_feedback_label(winner, right_answer=winner)
-            )  # the caller thinks again
+            # the caller thinks again
+            log.append_label("r0", create_feedback_label(winner, right_answer=winner))
         run_to_end(worker)
         assert (worker.precision.agreed, worker.precision.disagreed) == (1, 0)
 
@@ -236,18 +235,19 @@ def test_pseudo_labels_that_feedback_refutes_are_taken_back(tmp_path, caplog):
             worker.counts["pseudo_labels_taken_back"] == 4 and worker.counts["pseudo_labels"] == 8
         )
         assert "feedback confirmed 0 of 4" in caplog.text
-        lost = worker._collect_state()
+        lost = collect_worker_state(worker)
     with make_worker(tmp_path, tmp_path / "log", chosen) as worker:  # distrust survives a restart
-        assert worker._collect_state() == lost and not worker.experience_reader.trusts_consensus
+        assert (
+            collect_worker_state(worker) == lost and not worker.experience_reader.trusts_consensus
+        )
         with ExperienceLog(tmp_path / "log") as log:
             for number in voted[4:6]:
                 log.append_label(*told(number, True))
             log.append_experience(answered(voted[9]))
         run_to_end(worker)
         assert worker.buffer.find_experience(f"r{voted[9]}").label.source == "consensus"
-        assert (
-            worker.buffer.find_experience(f"r{voted[6]}").label is None
-        )  # what was taken back waits for feedback
+        # what was taken back waits for feedback
+        assert worker.buffer.find_experience(f"r{voted[6]}").label is None
 
 
 def test_bad_records_are_counted_and_cost_nothing_else(tmp_path, caplog):
@@ -543,11 +543,12 @@ def test_the_model_that_it_began_with_stays_for_the_gate(tmp_path):
     with make_worker(tmp_path, log, chosen) as worker:
         write_traffic(log, range(6), feedback=10**9)
         run_to_end(worker)
+        # nothing in the buffer is of the first model, and it was not live of late
         for start in (
             6,
             12,
             18,
-        ):  # nothing in the buffer is of the first model, and it was not live of late
+        ):
             with ExperienceLog(log) as writer:
                 writer.append([("control", {"order": "live", "version": worker.served})])
             write_traffic(log, range(start, start + 6), version=worker.served, feedback=10**9)

@@ -50,9 +50,8 @@ def test_weights_by_hand():
         Ballot("b", math.log(0.25), 2),
         Ballot("b", math.log(0.125), 3),
     ]
-    assert tally_votes(long, weights="mean_logprob").confidence == pytest.approx(
-        2 / 3
-    )  # all have a geometric mean of 1/2
+    # all have a geometric mean of 1/2
+    assert tally_votes(long, weights="mean_logprob").confidence == pytest.approx(2 / 3)
     checked = [
         Ballot("a", passed_check=False),
         Ballot("a", passed_check=False),

@@ -32,12 +32,10 @@ def test_components_that_tell_right_from_wrong_and_those_that_do_not():
     success = (True, False, False, True)
     task = (1.0, 0.0, 0.0, 1.0)
     assert measure_component_misranking(table(task, (0.4, 0.1, 0.2, 0.3), success)) == 0.0
-    assert (
-        measure_component_misranking(table(task, (0.1, 0.4, 0.3, 0.2), success)) == 1.0
-    )  # task does not count
-    assert (
-        measure_component_misranking(table(task, (0.2, 0.2, 0.1, 0.2), success)) == 0.25
-    )  # two ties of four pairs
+    # task does not count
+    assert measure_component_misranking(table(task, (0.1, 0.4, 0.3, 0.2), success)) == 1.0
+    # two ties of four pairs
+    assert measure_component_misranking(table(task, (0.2, 0.2, 0.1, 0.2), success)) == 0.25
     known = (True, True, False, False)
     assert measure_component_misranking(table(task, (0.3, 0.4, 0.0, 0.9), success, known)) == 1.0
     assert measure_component_misranking(table(task, (0.1, 0.4, 0.3, 0.2), (True,) * 4)) is None

@@ -33,9 +33,8 @@ def test_published_example():
 def test_one_unit_by_hand():
     # two units, values (1, 1) and (1, -1): observed 1/4 (4 * 2) / 1 ... = 8 / 4; expected 3 * 1 * 4 * 2 / 12 = 2
     assert compute_krippendorff_alpha([[1, 1], [1, -1]]) == pytest.approx(1 - (8 / 4) / 2)
-    assert (
-        compute_krippendorff_alpha([[1, 1], [1, 1]]) is None
-    )  # nothing varies, so nothing can be expected
+    # nothing varies, so nothing can be expected
+    assert compute_krippendorff_alpha([[1, 1], [1, 1]]) is None
     assert compute_krippendorff_alpha([[1], [0]]) is None
     with pytest.raises(DataError, match="scale"):
         compute_krippendorff_alpha([[1, 0]], "ratio")
@@ -63,15 +62,15 @@ def test_interval_raters_repeats_and_time():
     found = measure_agreement(ratings)
     by_name = {one.rater: one for one in found.raters}
     assert found.units == 200 and found.low < found.alpha < found.high
-    assert (
-        found.low > 0.1 and found.high < 0.45
-    )  # two of three pairs of people are by chance: 0.81 / 3 = 0.27
+    # two of three pairs of people are by chance: 0.81 / 3 = 0.27
+    assert found.low > 0.1 and found.high < 0.45
     assert by_name["coin"].alpha == pytest.approx(0, abs=0.15)
     assert by_name["ann"].alpha > by_name["coin"].alpha + 0.2
+    # the skipped one says nothing
     assert (by_name["ann"].consistency, by_name["ann"].repeats) == (
         0.5,
         2,
-    )  # the skipped one says nothing
+    )
     assert [units for _, _, units in found.over_time] == [25] * 8 and found.over_time[-1][0] == 199
 
 

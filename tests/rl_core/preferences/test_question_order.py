@@ -51,10 +51,11 @@ def test_shared_items_are_asked_of_everybody_and_the_others_of_one(tmp_path):
     both = set(asked["ann"]) & set(asked["bob"])
     assert both == set(desk.order._shared) and 6 <= len(both) <= 20  # a fifth of 60
     assert set(asked["ann"]) | set(asked["bob"]) == set(range(60))
+    # the shared ones are for her as well
     assert (
         desk.order.choose_next_question("ann") is None
         and desk.order.choose_next_question("eve") is not None
-    )  # the shared ones are for her as well
+    )
 
 
 def test_the_same_question_after_a_reload_and_a_restart(tmp_path):
@@ -67,9 +68,8 @@ def test_the_same_question_after_a_reload_and_a_restart(tmp_path):
         == question
         == desk.make().choose_next_question("ann")
     )
-    assert (
-        desk.order.choose_next_question("bob").item_index != question.item_index
-    )  # open with somebody else
+    # open with somebody else
+    assert desk.order.choose_next_question("bob").item_index != question.item_index
 
 
 def test_sides_are_random_and_an_item_asked_again_comes_late(tmp_path):

@@ -50,7 +50,7 @@ def test_a_torn_line_is_cut_off_and_a_damaged_one_left_out(tmp_path, caplog):
 def test_what_means_nothing_is_refused(tmp_path):
     journal = RatingJournal(tmp_path / "ratings.jsonl")
     for bad in (rating("a", choice="left"), rating("a", choice="score"), rating("a", score=3.0)):
-        with pytest.raises(DataError, match="is no rating"):
+        with pytest.raises(DataError, match="is not a rating"):
             journal.add_rating(bad)
     assert len(journal) == 0 and not journal.path.exists()
 

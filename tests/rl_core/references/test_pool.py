@@ -219,17 +219,15 @@ def test_weights_are_rounded_to_the_nearest_step(folder, precision, bits, levels
     layer, weight = few.model.layers[1].mlp.up_proj, plain.model.layers[1].mlp.up_proj.weight
     assert type(layer) is QuantizedLinear and layer.bits == bits
     groups = weight.unflatten(1, (-1, 32)) if bits == 4 else weight[:, None]
-    step = (
-        groups.abs().amax(-1, keepdim=True) / levels
-    )  # symmetric; the library may take half a level more
+    # symmetric; the library may take half a level more
+    step = groups.abs().amax(-1, keepdim=True) / levels
     assert ((layer.dequantize() - weight).view_as(groups).abs() <= 0.5 * step * 1.01).all()
     assert (layer.dequantize() != weight).any()
     assert few.lm_head.weight is few.model.embed_tokens.weight  # left as they are, and tied
     assert torch.equal(few.lm_head.weight, plain.lm_head.weight)
     expected = estimate_model_bytes(folder, torch.float32, precision)
-    assert count_weight_bytes(few) == pytest.approx(
-        expected, rel=0.02
-    )  # buffers of rotary frequencies beside it
+    # buffers of rotary frequencies beside it
+    assert count_weight_bytes(few) == pytest.approx(expected, rel=0.02)
     assert count_weight_bytes(plain) == pytest.approx(
         estimate_model_bytes(folder, torch.float32, "full"), rel=0.01
     )

@@ -136,7 +136,7 @@ def test_a_function_in_a_file(tmp_path, monkeypatch):
     assert metrics["reward/mine.py.two"] == 2.0
     with pytest.raises(SettingsError, match=r"no function 'too' there; did you mean 'two'"):
         RewardOrchestrator({"mine.py:too": 1.0})
-    with pytest.raises(SettingsError, match=r"no such file: .*other.py; a path is looked up"):
+    with pytest.raises(SettingsError, match=r"no such file: .*other.py; paths are relative"):
         RewardOrchestrator({"other.py:two": 1.0})
     with pytest.raises(SettingsError, match="but a list of that name"):
         RewardOrchestrator({"mine.py:calls": 1.0})

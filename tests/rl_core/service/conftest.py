@@ -1,4 +1,4 @@
-"""A base model that the engine's tests share."""
+"""Base model that the engine's tests share."""
 
 import pytest
 from helpers.service import make_base
@@ -6,5 +6,5 @@ from helpers.service import make_base
 
 @pytest.fixture(scope="session")
 def base_folder(tmp_path_factory):
-    """A small Llama, untied, whose widths compiled code takes."""
+    """Create a small untied Llama with widths that compiled code supports."""
     return make_base(tmp_path_factory.mktemp("service") / "base", tie_word_embeddings=False)

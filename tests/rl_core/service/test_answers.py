@@ -1,4 +1,4 @@
-"""Answers of forward_backward: outputs, metrics, soft targets, heads; and the page that describes them."""
+"""Results of forward_backward: outputs, metrics, soft targets, heads; and the page that documents them."""
 
 import math
 import re
@@ -22,26 +22,26 @@ def engine(base_folder):
     return engine
 
 
-def data_for(name, seed=0, rows=4):
+def build_data(name, seed=0, rows=4):
     rng = np.random.default_rng(seed)
     data = []
     for index, datum in enumerate(random_data(seed, rows, policy=name != "cross_entropy")):
         size = len(datum.tokens)
         mask = (rng.random(size) < 0.7).astype(np.float32)
-        more = {
+        extra = {
             "rewards": rng.standard_normal(size).astype(np.float32) * mask,
             "mask": mask,
             "ref_logprobs": -np.ones(size, np.float32),
             "preferred": np.array([index % 2]),
         }
-        inputs = {**datum.inputs, **more}
+        inputs = {**datum.inputs, **extra}
         data.append(
             Datum(datum.tokens, {key: inputs[key] for key in LOSSES[name].inputs if key in inputs})
         )
     return tuple(data)
 
 
-def answer_of(engine, name, data, **options):
+def compute_forward(engine, name, data, **options):
     (answer,) = engine.forward_backward(
         [loss_request("r", data, name, loss_fn_config=options, forward_only=True)]
     )
@@ -52,8 +52,8 @@ def answer_of(engine, name, data, **options):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_outputs_and_at_least_13_metrics(engine, name):
-    data = data_for(name)
-    answer = answer_of(engine, name, data)
+    data = build_data(name)
+    answer = compute_forward(engine, name, data)
     assert len(answer.metrics) >= 13 and "loss:sum" in answer.metrics
     assert all(REDUCTION.fullmatch(metric) for metric in answer.metrics)
     assert all(math.isfinite(value) for value in answer.metrics.values())
@@ -71,8 +71,8 @@ def test_outputs_and_at_least_13_metrics(engine, name):
 
 
 def test_metrics_of_a_clipped_loss_by_hand(engine):
-    data = data_for("ppo", 3)
-    answer = answer_of(engine, "ppo", data)
+    data = build_data("ppo", 3)
+    answer = compute_forward(engine, "ppo", data)
     p = np.concatenate([output["logprobs"] for output in answer.outputs]).astype(float)
     q, a = (
         np.concatenate([datum.inputs[key] for datum in data]).astype(float)
@@ -101,8 +101,8 @@ def test_metrics_of_a_clipped_loss_by_hand(engine):
 
 
 def test_metrics_of_values_and_pairs_by_hand(engine):
-    data = data_for("enhanced_ppo", 5)
-    answer = answer_of(engine, "enhanced_ppo", data, entropy_coef=0.1)
+    data = build_data("enhanced_ppo", 5)
+    answer = compute_forward(engine, "enhanced_ppo", data, entropy_coef=0.1)
     used = np.concatenate([datum.inputs["mask"] for datum in data]) != 0
     v, returns, h = (
         np.concatenate([output[key] for output in answer.outputs])[used]
@@ -114,7 +114,7 @@ def test_metrics_of_values_and_pairs_by_hand(engine):
     assert answer.metrics["entropy:mean"] == pytest.approx(
         h.mean(), rel=1e-5
     ) and 0 < h.mean() < math.log(VOCAB)
-    pairs = answer_of(engine, "reward_modeling", data_for("reward_modeling"))
+    pairs = compute_forward(engine, "reward_modeling", build_data("reward_modeling"))
     scores = np.array([float(output["scores"][0]) for output in pairs.outputs])
     margin = scores[1::2] - scores[::2]
     assert pairs.metrics["margin:mean"] == pytest.approx(margin.mean(), rel=1e-5)
@@ -125,11 +125,12 @@ def test_metrics_of_values_and_pairs_by_hand(engine):
 
 
 def test_pairs_stay_together_however_small_the_parts_are(engine, base_folder):
-    data = data_for("reward_modeling", rows=6)
-    parts = make_engine(base_folder, micro_batch_tokens=1)
-    new_run(parts, "r")
-    whole, cut = (answer_of(one, "reward_modeling", data) for one in (engine, parts))
-    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-5)
+    data = build_data("reward_modeling", rows=6)
+    parts_engine = make_engine(base_folder, micro_batch_tokens=1)
+    new_run(parts_engine, "r")
+    complete = compute_forward(engine, "reward_modeling", data)
+    split = compute_forward(parts_engine, "reward_modeling", data)
+    assert split.metrics == pytest.approx(complete.metrics, rel=1e-5)
 
 
 def test_soft_targets_are_sums_over_targets(engine):
@@ -139,11 +140,11 @@ def test_soft_targets_are_sums_over_targets(engine):
         rng.integers(0, VOCAB, (7, 3)),
         rng.standard_normal((7, 3)).astype(np.float32),
     )
-    soft = answer_of(
+    soft = compute_forward(
         engine, "cross_entropy", (Datum(tokens, {"target_tokens": targets, "weights": weights}),)
     )
     single = [
-        answer_of(
+        compute_forward(
             engine,
             "cross_entropy",
             (Datum(tokens, {"target_tokens": targets[:, k], "weights": weights[:, k]}),),
@@ -156,7 +157,7 @@ def test_soft_targets_are_sums_over_targets(engine):
         assert np.allclose(
             soft.outputs[0]["logprobs"][:, k], answer.outputs[0]["logprobs"], atol=1e-6
         )
-    mixed = answer_of(
+    mixed = compute_forward(
         engine,
         "cross_entropy",
         (
@@ -168,11 +169,11 @@ def test_soft_targets_are_sums_over_targets(engine):
     assert [output["logprobs"].shape for output in mixed.outputs] == [(7, 3), (7,)]
 
 
-def test_a_clients_own_loss_by_two_calls(engine):
-    """forward_backward_custom: forward with weights 0, then cross_entropy with -dC/dp, for C = sum p^2."""
+def test_a_custom_loss_of_a_client_by_two_calls(engine):
+    """Run forward_backward_custom: forward with weights 0, then cross_entropy with -dC/dp, for C = sum p^2."""
     (datum,) = random_data(9, 1)
     zero = Datum(datum.tokens, {**datum.inputs, "weights": np.zeros(len(datum.tokens), np.float32)})
-    p = answer_of(engine, "cross_entropy", (zero,)).outputs[0]["logprobs"]
+    p = compute_forward(engine, "cross_entropy", (zero,)).outputs[0]["logprobs"]
     assert np.isfinite(p).all() and (p < 0).all()
     request = loss_request("r", (Datum(datum.tokens, {**datum.inputs, "weights": -2 * p}),))
     (answer,) = engine.forward_backward([request])
@@ -185,18 +186,18 @@ def test_heads_learn(base_folder, name):
     engine = make_engine(base_folder)
     new_run(engine, "r")
     metric = {"enhanced_ppo": "value_loss:mean", "reward_modeling": "ranking_loss:mean"}[name]
-    seen = []
+    losses = []
     for _ in range(12):
-        (answer,) = engine.forward_backward([loss_request("r", data_for(name), name)])
-        seen.append(answer.metrics[metric])
+        (answer,) = engine.forward_backward([loss_request("r", build_data(name), name)])
+        losses.append(answer.metrics[metric])
         engine.optim_step(step_request("r", 5e-3))
-    assert seen[-1] < 0.8 * seen[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
-def test_temperature_is_that_of_the_distribution(engine):
-    data = data_for("ppo", 1)
-    at_two = answer_of(engine, "ppo", data, temperature=2.0).outputs[0]["logprobs"]
-    logits = answer_of(
+def test_temperature_applies_to_the_distribution(engine):
+    data = build_data("ppo", 1)
+    at_two = compute_forward(engine, "ppo", data, temperature=2.0).outputs[0]["logprobs"]
+    logits = compute_forward(
         engine,
         "cross_entropy",
         tuple(
@@ -218,16 +219,17 @@ def test_temperature_is_that_of_the_distribution(engine):
 def test_the_page_names_every_loss_input_option_and_default():
     rows = {}
     for line in PAGE.read_text().splitlines():
-        if (found := re.match(r"\| `(\w+)` \| (.*) \|$", line)) and found[1] in LOSSES:
-            rows[found[1]] = found[2]
+        match = re.match(r"\| `(\w+)` \| (.*) \|$", line)
+        if match and match[1] in LOSSES:
+            rows[match[1]] = match[2]
     assert set(rows) == set(LOSSES)
     page = PAGE.read_text()
     for name, loss in LOSSES.items():
-        for option, described in loss.options.items():
+        for option, declared in loss.options.items():
             if option == "temperature" or (
                 option.startswith("clip") and "the clips of ppo" in rows[name]
             ):
                 continue
-            assert re.search(rf"`{option}` \({described.default:g}[;)]", rows[name]), (name, option)
-        assert all(f"`{given}`" in page for given in loss.inputs)
+            assert re.search(rf"`{option}` \({declared.default:g}[;)]", rows[name]), (name, option)
+        assert all(f"`{input_name}`" in page for input_name in loss.inputs)
     assert all(f"`{name}`" in page for name in UNSUPPORTED_LOSSES)

@@ -1,4 +1,4 @@
-"""Base models of families whose passes are transformers' own: every run in a pass of its own, as exact as elsewhere."""
+"""Base models whose passes are those of transformers: every run has separate passes, as exact as for other families."""
 
 import pytest
 from helpers.service import (
@@ -42,48 +42,48 @@ RUNS = ("a", "b")
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     config, model = FAMILIES[request.param]
-    place = tmp_path_factory.mktemp(request.param) / "base"
-    return make_base(place, config_class=config, model_class=model, tie_word_embeddings=False)
+    folder = tmp_path_factory.mktemp(request.param) / "base"
+    return make_base(folder, config_class=config, model_class=model, tie_word_embeddings=False)
 
 
-def trained(folder, names):
-    """States with a gradient, after an update and another pass."""
+def train_runs(folder, names):
+    """Return states with a gradient, after an update and another pass."""
     engine = engine_with(folder, names)
     assert not engine.base_info("base").batches_runs
-    assert "is of another family than Llama, Qwen2, Qwen3" in engine.base_info("base").note
+    assert "is not of a known family (Llama, Qwen2, Qwen3)" in engine.base_info("base").note
     for seed in (1, 2):
-        found = engine.forward_backward(
+        results = engine.forward_backward(
             [loss_request(name, random_data(seed * RANKS[name])) for name in names]
         )
-        assert not any(isinstance(one, ServiceError) for one in found), found
+        assert not any(isinstance(result, ServiceError) for result in results), results
         if seed == 1:
             engine.optim_steps([step_request(name) for name in names])
     return {name: bits(engine.state_dict(name)) for name in names}
 
 
-def test_runs_beside_each_other_are_the_bits_of_each_alone(folder):
-    together = trained(folder, RUNS)
+def test_concurrent_runs_are_the_bits_of_each_alone(folder):
+    together = train_runs(folder, RUNS)
     for name in RUNS:
-        assert trained(folder, [name])[name] == together[name]
+        assert train_runs(folder, [name])[name] == together[name]
 
 
 def test_the_gradient_is_autograds_of_the_merged_model(folder):
-    """Against torch in float64, to float32's rounding of the largest number of the gradient."""
+    """Compare with torch in float64, up to float32 rounding of the gradient's largest value."""
     engine, data = engine_with(folder, ["a"]), random_data(5, 3)
     (answer,) = engine.forward_backward([loss_request("a", data)])
-    run, found = engine._find_run("a"), engine.state_dict("a")["gradient"]
+    run, gradients = engine._find_run("a"), engine.state_dict("a")["gradient"]
     loss, expected = merged_gradient(run, data)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    assert set(found) == set(expected) and largest > 1e-3
+    assert set(gradients) == set(expected) and largest > 1e-3
     assert (
-        max(float((found[name].double() - expected[name]).abs().max()) for name in found)
+        max(float((gradients[name].double() - expected[name]).abs().max()) for name in gradients)
         < 5e-6 * largest
     )
     assert answer.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_layers_that_take_no_adapter_are_named_and_all_weights_are_trained(tmp_path):
-    """GPT-2's layers are no linear ones; by default an adapter would have trained its head alone, silently."""
+def test_layers_without_adapter_support_are_named_and_all_weights_can_be_trained(tmp_path):
+    """Use GPT-2, whose layers are not linear modules: an adapter would otherwise silently train only the head."""
     folder = make_base(tmp_path / "base", config_class=GPT2Config, model_class=GPT2LMHeadModel)
     engine = make_engine(folder)
     with pytest.raises(
@@ -93,9 +93,9 @@ def test_layers_that_take_no_adapter_are_named_and_all_weights_are_trained(tmp_p
     engine.create_model(CreateModel(model_id="full", base="base", adapter=None))
     losses = []
     for _ in range(3):
-        (found,) = engine.forward_backward([loss_request("full", random_data(0))])
+        (result,) = engine.forward_backward([loss_request("full", random_data(0))])
         engine.optim_step(step_request("full", 1e-3))
-        losses.append(found.metrics["loss:sum"])
+        losses.append(result.metrics["loss:sum"])
     assert losses[2] < losses[1] < losses[0]
 
 

@@ -1,4 +1,4 @@
-"""Loops written against the engine beside this project's own trainers: the same losses on the same data."""
+"""Training loops over the engine compared with this project's trainers: equal losses on equal data."""
 
 import copy
 
@@ -25,14 +25,14 @@ ADAM = dict(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def shifted(ids, **per_token):
-    """A datum of a whole sequence; arrays run over the tokens after the first."""
+def build_shifted_datum(ids, **per_token):
+    """Build a datum from a sequence; arrays have an entry for each token after the first."""
     ids = np.asarray(ids)
     inputs = {name: np.asarray(values, dtype=np.float32) for name, values in per_token.items()}
     return Datum(ids[:-1], {"target_tokens": ids[1:], **inputs})
 
 
-def one_step(engine, data, loss, learning_rate, **options):
+def run_step(engine, data, loss, learning_rate, **options):
     (answer,) = engine.forward_backward(
         [ForwardBackward(model_id="r", data=tuple(data), loss_fn=loss, loss_fn_config=options)]
     )
@@ -84,9 +84,9 @@ def test_sft_with_an_adapter(base_folder):
     for _ in range(6):
         batch = [rows[index] for index in order.next_batch()]
         count = sum(sum(mask) for _, mask in batch)
-        data = [shifted(ids, weights=np.array(mask[1:]) / count) for ids, mask in batch]
+        data = [build_shifted_datum(ids, weights=np.array(mask[1:]) / count) for ids, mask in batch]
         losses.append(
-            (trainer.step()["train/loss"], one_step(engine, data, "cross_entropy", 5e-3).loss)
+            (trainer.step()["train/loss"], run_step(engine, data, "cross_entropy", 5e-3).loss)
         )
     assert np.allclose(*np.array(losses).T, rtol=0, atol=1e-5)
     assert losses[0][0] - losses[-1][0] > 0.01  # it learned
@@ -99,7 +99,7 @@ def test_sft_with_an_adapter(base_folder):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "cispo"])
 def test_policy_gradient_on_all_weights(tmp_path, algorithm):
-    """Our trainer plays; the engine gets its rollouts, advantages and two epochs: losses, KL and weights agree."""
+    """Pass our trainer's rollouts and advantages to the engine for two epochs: losses, KL and weights agree."""
     folder = make_base(tmp_path / "base")
     engine = make_engine(folder)
     engine.create_model(CreateModel(model_id="r", base="base", adapter=None))
@@ -144,8 +144,10 @@ def test_policy_gradient_on_all_weights(tmp_path, algorithm):
                 q = np.array([0.0] * skipped + list(rollout.sampler_logprobs))
                 ids = [*rollout.prompt_ids, *rollout.completion_ids]
                 assert len(ids) <= CONTEXT
-                data.append(shifted(ids, logprobs=q, advantages=mask * advantage / count))
-            answer = one_step(
+                data.append(
+                    build_shifted_datum(ids, logprobs=q, advantages=mask * advantage / count)
+                )
+            answer = run_step(
                 engine, data, {"grpo": "ppo"}.get(algorithm, algorithm), 2e-3, **thresholds
             )
             losses.append(answer.loss)
@@ -153,12 +155,12 @@ def test_policy_gradient_on_all_weights(tmp_path, algorithm):
         assert np.mean(losses) == pytest.approx(metrics["policy/loss"], abs=1e-5)
         assert np.mean(kls) == pytest.approx(metrics["policy/update_kl"], abs=1e-5)
     after = engine.state_dict("r")["model"]
-    moved = 0.0
+    largest_change = 0.0
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.detach(), after[name], atol=2e-5), name
-        moved += float(
+        largest_change += float(
             (parameter.detach() - engine._load_base_model("base").model.get_parameter(name))
             .abs()
             .max()
         )
-    assert moved > 0.01
+    assert largest_change > 0.01

@@ -1,4 +1,4 @@
-"""Every loss that clients name: value and gradient against numpy float64, metrics, refusals."""
+"""Losses by name: value and gradient against numpy float64, metrics, refusals."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,8 @@ from rl_core.service.loss_registry import LOSSES, UNSUPPORTED_LOSSES, find_loss
 LENGTHS = (5, 1, 7, 3)
 
 
-def draw(name, seed):
-    """Inputs of each datum in float64, and the numbers that have a gradient."""
+def draw_inputs(name, seed):
+    """Draw the inputs of each datum in float64, and the values that have a gradient."""
     rng = np.random.default_rng([7, seed])
     spread = 3.0 if seed % 3 == 2 else 0.5
     rows, current = [], []
@@ -37,51 +37,53 @@ def draw(name, seed):
         row |= {"ref_logprobs": q + 0.3 * rng.standard_normal(size)}
         row |= {"margin": rng.random(1), "preferred": np.array([float(len(rows) % 2 == seed % 2)])}
         rows.append(row)
-    kept = LOSSES[name].inputs
+    input_names = LOSSES[name].inputs
     if name == "conservative_ppo":
         rows = [{key: value for key, value in row.items() if key != "mask"} for row in rows]
-    if seed % 2:  # thresholds by the options
+    if seed % 2:  # thresholds from the options
         rows = [
             {key: value for key, value in row.items() if not key.startswith("clip")} for row in rows
         ]
-    return [{key: value for key, value in row.items() if key in kept} for row in rows], current
+    return [
+        {key: value for key, value in row.items() if key in input_names} for row in rows
+    ], current
 
 
-def padded(arrays):
-    found = torch.full((len(arrays), max(map(len, arrays))), 0.0, dtype=torch.float64)
+def pad_arrays(arrays):
+    padded = torch.full((len(arrays), max(map(len, arrays))), 0.0, dtype=torch.float64)
     for index, array in enumerate(arrays):
-        found[index, : len(array)] = torch.from_numpy(array)
-    return found
+        padded[index, : len(array)] = torch.from_numpy(array)
+    return padded
 
 
-def given(name, rows, options, **leaves):
-    mask = padded([np.ones(size) for size in LENGTHS]) != 0
+def build_loss_inputs(name, rows, options, **leaves):
+    mask = pad_arrays([np.ones(size) for size in LENGTHS]) != 0
     inputs = {
         key: torch.from_numpy(np.concatenate([row[key] for row in rows]))
         if LOSSES[name].inputs[key].shape == "one"
-        else padded([row[key] for row in rows])
+        else pad_arrays([row[key] for row in rows])
         for key in rows[0]
     }
     return LossInputs(mask, options, inputs, **leaves)
 
 
-def slopes(function, arrays, step=1e-6):
-    """Central differences of a function of some arrays."""
-    found = []
+def compute_slopes(function, arrays, step=1e-6):
+    """Return central differences of a function of some arrays."""
+    slopes = []
     for array in arrays:
         slope = np.zeros_like(array)
         for index in range(len(array)):
-            kept = array[index]
-            array[index] = kept + step
+            original = array[index]
+            array[index] = original + step
             above = function()
-            array[index] = kept - step
+            array[index] = original - step
             slope[index] = (above - function()) / (2 * step)
-            array[index] = kept
-        found.append(slope)
-    return found
+            array[index] = original
+        slopes.append(slope)
+    return slopes
 
 
-def options_of(name, seed):
+def draw_options(name, seed):
     rng = np.random.default_rng(seed)
     options = {key: option.default for key, option in LOSSES[name].options.items()}
     for key, value in {
@@ -99,59 +101,70 @@ def options_of(name, seed):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"reward_modeling"}))
 def test_loss_and_gradient_are_the_formulas(name, seed):
-    rows, current = draw(name, seed)
-    options = options_of(name, seed)
+    rows, current = draw_inputs(name, seed)
+    options = draw_options(name, seed)
     rng = np.random.default_rng(seed)
     values, entropy = ([rng.standard_normal(size) for size in LENGTHS] for _ in range(2))
-    own = (values, entropy) if name in ("enhanced_ppo", "conservative_ppo") else ()
+    extra_values = (values, entropy) if name in ("enhanced_ppo", "conservative_ppo") else ()
     oracle = getattr(service_oracles, name)
     fixed = [array.copy() for array in current]
 
     def expected():
-        return oracle(current, fixed, rows, options, *own)
+        return oracle(current, fixed, rows, options, *extra_values)
 
-    leaves = {"logprobs": padded(current).requires_grad_()}
-    if own:
-        leaves |= {"entropy_BT": padded(entropy).requires_grad_()}
+    leaves = {"logprobs": pad_arrays(current).requires_grad_()}
+    if extra_values:
+        leaves |= {"entropy_BT": pad_arrays(entropy).requires_grad_()}
     if name == "enhanced_ppo":
-        leaves |= {"values_BT": padded(values).requires_grad_()}
-    loss = LOSSES[name].loss(given(name, rows, options, **leaves))
+        leaves |= {"values_BT": pad_arrays(values).requires_grad_()}
+    loss = LOSSES[name].loss(build_loss_inputs(name, rows, options, **leaves))
     assert float(loss.detach()) == pytest.approx(expected(), rel=1e-9, abs=1e-9)
     loss.backward()
-    moved = {"logprobs": current, "entropy_BT": entropy, "values_BT": values}
+    arrays = {"logprobs": current, "entropy_BT": entropy, "values_BT": values}
     for key, leaf in leaves.items():
-        wanted = padded(slopes(expected, moved[key]))
-        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        expected_gradient = pad_arrays(compute_slopes(expected, arrays[key]))
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         assert torch.allclose(
-            found, wanted, rtol=1e-5, atol=1e-5 * (1 + float(wanted.abs().max()))
+            gradient,
+            expected_gradient,
+            rtol=1e-5,
+            atol=1e-5 * (1 + float(expected_gradient.abs().max())),
         ), key
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_reward_modeling_is_bradley_terry(seed):
-    rows, _ = draw("reward_modeling", seed)
-    options = options_of("reward_modeling", seed)
+    rows, _ = draw_inputs("reward_modeling", seed)
+    options = draw_options("reward_modeling", seed)
     scores = np.random.default_rng(seed).standard_normal(len(rows))
 
     def expected():
         return service_oracles.reward_modeling(scores, rows, options)
 
     leaf = torch.from_numpy(scores.copy()).requires_grad_()
-    loss = LOSSES["reward_modeling"].loss(given("reward_modeling", rows, options, scores_B=leaf))
+    loss = LOSSES["reward_modeling"].loss(
+        build_loss_inputs("reward_modeling", rows, options, scores_B=leaf)
+    )
     assert float(loss.detach()) == pytest.approx(expected(), rel=1e-9)
     loss.backward()
-    assert torch.allclose(leaf.grad, torch.from_numpy(slopes(expected, [scores])[0]), atol=1e-7)
+    assert torch.allclose(
+        leaf.grad, torch.from_numpy(compute_slopes(expected, [scores])[0]), atol=1e-7
+    )
 
 
 def test_values_by_hand():
-    # one token: p = ln 2 above q, so r = 2; A = +1 and -1
+    # One token with p = q + ln 2, so r = 2; A = +1 and -1.
     def loss(name, advantage, **options):
         q, a = torch.tensor([[-2.0]]), torch.tensor([[advantage]])
         p = q + np.log(2.0)
-        every = {key: option.default for key, option in LOSSES[name].options.items()} | options
+        all_options = {
+            key: option.default for key, option in LOSSES[name].options.items()
+        } | options
         return float(
             LOSSES[name].loss(
-                LossInputs(a.bool() | True, every, {"logprobs": q, "advantages": a}, logprobs=p)
+                LossInputs(
+                    a.bool() | True, all_options, {"logprobs": q, "advantages": a}, logprobs=p
+                )
             )
         )
 
@@ -193,20 +206,22 @@ def test_refused_and_unknown_names():
 
 
 def test_a_kl_term_needs_a_reference_and_thresholds_an_order():
-    rows, current = draw("conservative_ppo", 0)
+    rows, current = draw_inputs("conservative_ppo", 0)
     rows = [{key: value for key, value in row.items() if key != "ref_logprobs"} for row in rows]
-    options = options_of("conservative_ppo", 0) | {"kl_coef": 0.1}
+    options = draw_options("conservative_ppo", 0) | {"kl_coef": 0.1}
     with pytest.raises(DataError, match="needs ref_logprobs"):
         LOSSES["conservative_ppo"].loss(
-            given(
+            build_loss_inputs(
                 "conservative_ppo",
                 rows,
                 options,
-                logprobs=padded(current),
-                entropy_BT=padded(current),
+                logprobs=pad_arrays(current),
+                entropy_BT=pad_arrays(current),
             )
         )
-    rows, current = draw("ppo", 0)
+    rows, current = draw_inputs("ppo", 0)
     rows[0]["clip_low_threshold"][0] = 9.0
     with pytest.raises(DataError, match="clip_low_threshold <= clip_high_threshold"):
-        LOSSES["ppo"].loss(given("ppo", rows, options_of("ppo", 0), logprobs=padded(current)))
+        LOSSES["ppo"].loss(
+            build_loss_inputs("ppo", rows, draw_options("ppo", 0), logprobs=pad_arrays(current))
+        )

@@ -1,4 +1,4 @@
-"""Evaluation of models against numpy in float64, its samples, its refusals; reference models of the pool."""
+"""Evaluation of models against numpy in float64; samples, refusals; reference models of the pool."""
 
 import math
 
@@ -40,7 +40,7 @@ PATH = "tinker://r/weights/a"
 
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory):
-    """A tied model of other weights with the same tokenizer."""
+    """Create a tied model with other weights and the same tokenizer."""
     return make_base(tmp_path_factory.mktemp("service") / "other", seed=7, tie_word_embeddings=True)
 
 
@@ -57,51 +57,51 @@ def engine(base_folder, other_folder):
 
 @pytest.fixture(scope="module")
 def saved(engine, tmp_path_factory):
-    """Weights of a run with an adapter that has moved everything, the head too."""
+    """Save weights of a run whose adapter has changed all layers, including the head."""
     new_run(engine, "r", seed=3)
     folder = tmp_path_factory.mktemp("saved") / "a"
     engine.save_weights("r", folder)
     return str(folder)
 
 
-def rows(seed=0, count=5):
+def draw_rows(seed=0, count=5):
     rng = np.random.default_rng(seed)
     return tuple(rng.integers(2, VOCAB, int(size)) for size in rng.integers(2, 20, count))
 
 
-def log_p(model, row):
-    """Log-probabilities of every next token, float64 [S - 1, V], from transformers' own logits."""
+def compute_log_probs(model, row):
+    """Return the log-probabilities of every next token, float64 [S - 1, V], from transformers' logits."""
     with torch.no_grad():
         logits = model(torch.from_numpy(row)[None]).logits[0, :-1]
     return log_softmax(logits.double().numpy(), axis=-1)
 
 
-def ask(engine, saved, **more):
+def evaluate(engine, saved, **changes):
     request = {
         "model": PATH,
         "against": "base",
-        "texts": rows(),
+        "texts": draw_rows(),
         "folders": {PATH: saved},
         "resamples": 200,
-        **more,
+        **changes,
     }
     return engine.evaluate(EvaluateRequest(**request))
 
 
-def test_texts_have_the_numbers_of_float64(engine, saved):
-    found = ask(engine, saved)
+def test_text_scores_match_float64(engine, saved):
+    result = evaluate(engine, saved)
     base = engine._load_base_model("base")
     sums = []
-    for row in rows():
+    for row in draw_rows():
         with base.swap_weights(load_sampling_weights(base, read_state(saved))) as model:
-            p = log_p(model, row)
-        q = log_p(base.model, row)
-        places = np.arange(len(row) - 1), row[1:]
+            p = compute_log_probs(model, row)
+        q = compute_log_probs(base.model, row)
+        indices = np.arange(len(row) - 1), row[1:]
         sums.append(
             [
                 len(row) - 1,
-                -p[places].sum(),
-                -q[places].sum(),
+                -p[indices].sum(),
+                -q[indices].sum(),
                 (np.exp(p) * (p - q)).sum(),
                 (np.exp(q) * (q - p)).sum(),
                 -(np.exp(p) * p).sum(),
@@ -109,36 +109,43 @@ def test_texts_have_the_numbers_of_float64(engine, saved):
             ]
         )
     expected = np.array(sums)
-    ours = np.array([[r.tokens, r.nll, r.against_nll, r.kl, r.reverse_kl] for r in found.rows])
-    np.testing.assert_allclose(ours, expected[:, :5], rtol=2e-5, atol=2e-6)
+    scores = np.array([[r.tokens, r.nll, r.against_nll, r.kl, r.reverse_kl] for r in result.rows])
+    np.testing.assert_allclose(scores, expected[:, :5], rtol=2e-5, atol=2e-6)
     tokens, nll, other, kl, reverse, entropy, other_entropy = expected.sum(0)
-    assert found.text_tokens == tokens and found.texts == 5
-    assert found.text.nll.value == pytest.approx(nll / tokens, rel=1e-5)
-    assert found.text.perplexity.value == pytest.approx(math.exp(nll / tokens), rel=1e-4)
-    assert found.text.entropy.value == pytest.approx(entropy / tokens, rel=1e-5)
-    assert found.against_text.entropy.value == pytest.approx(other_entropy / tokens, rel=1e-5)
-    compared = found.text_comparison
-    assert compared.kl.value == pytest.approx(kl / tokens, rel=1e-4) and compared.kl.value > 0.01
-    assert compared.reverse_kl.value == pytest.approx(reverse / tokens, rel=1e-4)
-    assert compared.nll_difference.value == pytest.approx(
+    assert result.text_tokens == tokens and result.texts == 5
+    assert result.text.nll.value == pytest.approx(nll / tokens, rel=1e-5)
+    assert result.text.perplexity.value == pytest.approx(math.exp(nll / tokens), rel=1e-4)
+    assert result.text.entropy.value == pytest.approx(entropy / tokens, rel=1e-5)
+    assert result.against_text.entropy.value == pytest.approx(other_entropy / tokens, rel=1e-5)
+    comparison = result.text_comparison
+    assert (
+        comparison.kl.value == pytest.approx(kl / tokens, rel=1e-4) and comparison.kl.value > 0.01
+    )
+    assert comparison.reverse_kl.value == pytest.approx(reverse / tokens, rel=1e-4)
+    assert comparison.nll_difference.value == pytest.approx(
         (nll - other) / tokens, rel=1e-3, abs=1e-5
     )
     assert (
-        compared.better == (expected[:, 1] < expected[:, 2]).sum()
-        and compared.better + compared.worse == 5
+        comparison.better == (expected[:, 1] < expected[:, 2]).sum()
+        and comparison.better + comparison.worse == 5
     )
-    assert compared.kl.low < compared.kl.value < compared.kl.high
+    assert comparison.kl.low < comparison.kl.value < comparison.kl.high
 
 
 def test_a_model_against_itself(engine, saved):
-    found = ask(engine, saved, against=PATH)
-    compared = found.text_comparison
-    assert (compared.kl.value, compared.reverse_kl.value, compared.nll_difference.high) == (
+    result = evaluate(engine, saved, against=PATH)
+    comparison = result.text_comparison
+    assert (comparison.kl.value, comparison.reverse_kl.value, comparison.nll_difference.high) == (
         0.0,
         0.0,
         0.0,
     )
-    assert (compared.better, compared.worse, compared.p_value, compared.perplexity_ratio.value) == (
+    assert (
+        comparison.better,
+        comparison.worse,
+        comparison.p_value,
+        comparison.perplexity_ratio.value,
+    ) == (
         0,
         0,
         1.0,
@@ -147,18 +154,18 @@ def test_a_model_against_itself(engine, saved):
 
 
 @pytest.mark.parametrize("own_process_gib", [8.0, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_a_reference_model_has_the_numbers_of_a_base_model(
+def test_a_reference_model_scores_like_a_base_model(
     engine, base_folder, other_folder, saved, own_process_gib
 ):
-    """In this process and in one of its own; the tied base model is the same files."""
-    expected = ask(engine, saved, against="tied")
+    """Score in this process and in a separate one; the tied base model has the same files."""
+    expected = evaluate(engine, saved, against="tied")
     settings = ReferenceSettings(precision="full", own_process_gib=own_process_gib)
     other = TrainingEngine(engine.settings, settings, {"frozen": str(other_folder)})
-    found = ask(other, saved, against="frozen")
-    assert [row.kl for row in found.rows] == pytest.approx(
+    result = evaluate(other, saved, against="frozen")
+    assert [row.kl for row in result.rows] == pytest.approx(
         [row.kl for row in expected.rows], rel=1e-4
     )
-    assert found.text_comparison.kl.value == pytest.approx(
+    assert result.text_comparison.kl.value == pytest.approx(
         expected.text_comparison.kl.value, rel=1e-4
     )
     state = other.references.pool.state
@@ -166,25 +173,27 @@ def test_a_reference_model_has_the_numbers_of_a_base_model(
     other.references.pool.release_models()
 
 
-def test_samples_are_those_of_a_sampler(engine, saved):
+def test_samples_match_those_of_a_sampler(engine, saved):
     parameters = SampleParameters(max_tokens=6, temperature=0.7)
     prompts = (np.array([3, 4]), "a b", np.array([9]))
-    found = ask(
+    result = evaluate(
         engine, saved, texts=(), prompts=prompts, num_samples=3, parameters=parameters, seed=5
     )
-    assert found.rows is None and found.text is None and found.samples == 3
+    assert result.rows is None and result.text is None and result.samples == 3
     engine.create_sampler(CreateSampler(sampler_id="s", folder=saved))
     tokenizer = engine._load_base_model("base").tokenizer
     answers = engine.sample(
         [
             SampleRequest(
                 sampler_id="s",
-                prompt=np.array(tokenizer(one)["input_ids"]) if isinstance(one, str) else one,
+                prompt=np.array(tokenizer(prompt)["input_ids"])
+                if isinstance(prompt, str)
+                else prompt,
                 seed=compute_sequence_seed("evaluate", 5, index) % 2**63,
                 num_samples=3,
                 parameters=parameters,
             )
-            for index, one in enumerate(prompts)
+            for index, prompt in enumerate(prompts)
         ]
     )
     engine.unload_sampler("s")
@@ -192,42 +201,46 @@ def test_samples_are_those_of_a_sampler(engine, saved):
         [tokenizer.decode(s.tokens, skip_special_tokens=True).split() for s in a.sequences]
         for a in answers
     ]
-    assert found.diversity.self_bleu.value == pytest.approx(
-        np.mean([compute_self_bleu(one) for one in words]), rel=1e-12
+    assert result.diversity.self_bleu.value == pytest.approx(
+        np.mean([compute_self_bleu(prompt) for prompt in words]), rel=1e-12
     )
     sequences = [s for answer in answers for s in answer.sequences]
-    assert found.diversity.tokens.value == pytest.approx(
+    assert result.diversity.tokens.value == pytest.approx(
         np.mean([len(s.tokens) for s in sequences]), rel=1e-12
     )
     surprise = -sum(float(s.logprobs.sum()) for s in sequences) / sum(
         len(s.tokens) for s in sequences
     )
-    assert found.diversity.entropy.value == pytest.approx(surprise, rel=1e-6)
+    assert result.diversity.entropy.value == pytest.approx(surprise, rel=1e-6)
     assert (
-        set(found.diversity.distinct) == {"1", "2", "3"}
-        and 0 < found.diversity.distinct["1"].value <= 1
+        set(result.diversity.distinct) == {"1", "2", "3"}
+        and 0 < result.diversity.distinct["1"].value <= 1
     )
-    base, compared = found.against_diversity, found.diversity_comparison
-    assert compared.tokens.value == pytest.approx(
-        found.diversity.tokens.value - base.tokens.value, abs=1e-12
+    base, comparison = result.against_diversity, result.diversity_comparison
+    assert comparison.tokens.value == pytest.approx(
+        result.diversity.tokens.value - base.tokens.value, abs=1e-12
     )
-    assert compared.self_bleu.value == pytest.approx(
-        found.diversity.self_bleu.value - base.self_bleu.value, abs=1e-12
+    assert comparison.self_bleu.value == pytest.approx(
+        result.diversity.self_bleu.value - base.self_bleu.value, abs=1e-12
     )
 
 
-def test_the_same_question_has_the_same_answer_and_leaves_training_alone(engine, saved):
-    more = {"prompts": rows(1, 2), "num_samples": 2, "parameters": SampleParameters(max_tokens=5)}
+def test_equal_requests_have_equal_results_and_do_not_affect_training(engine, saved):
+    changes = {
+        "prompts": draw_rows(1, 2),
+        "num_samples": 2,
+        "parameters": SampleParameters(max_tokens=5),
+    }
     before = {name: part.clone() for name, part in engine.state_dict("r")["model"].items()}
-    assert ask(engine, saved, **more) == ask(engine, saved, **more)
+    assert evaluate(engine, saved, **changes) == evaluate(engine, saved, **changes)
     after = engine.state_dict("r")["model"]
     assert all(torch.equal(before[name], after[name]) for name in before)
-    one = ask(engine, saved, texts=rows(0, 1))
-    assert one.text.nll.low is None and one.text_comparison.kl.high is None
+    single = evaluate(engine, saved, texts=draw_rows(0, 1))
+    assert single.text.nll.low is None and single.text_comparison.kl.high is None
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("changes", "message"),
     [
         ({"model": "bass"}, "no base model 'bass'; did you mean 'base'"),
         ({"model": "frozen"}, "no base model 'frozen'"),
@@ -247,9 +260,9 @@ def test_the_same_question_has_the_same_answer_and_leaves_training_alone(engine,
         ({"resamples": 10**9}, "resamples"),
     ],
 )
-def test_refusals(engine, saved, more, message):
+def test_refusals(engine, saved, changes, message):
     with pytest.raises(ServiceError, match=message) as caught:
-        ask(engine, saved, **more)
+        evaluate(engine, saved, **changes)
     assert caught.value.category == "user"
 
 
@@ -261,25 +274,22 @@ def test_other_tokens_are_refused(engine, saved, tmp_path, base_folder):
         engine.settings, ReferenceSettings(precision="full"), {"odd": str(tmp_path / "odd")}
     )
     with pytest.raises(ServiceError, match="'odd' has another tokenizer than base model 'base'"):
-        ask(other, saved, against="odd")
+        evaluate(other, saved, against="odd")
 
 
-# ------------------------------------------------------------------------------------------- references of losses
-
-
-def rewarded(seed, shift=False):
+def build_rewarded_data(seed, shift=False):
     data = random_data(seed, policy=True)
-    found = []
+    rewarded = []
     for datum in data:
         inputs = {name: value for name, value in datum.inputs.items() if name != "advantages"}
         inputs["rewards"] = datum.inputs["advantages"]
-        found.append(type(datum)(datum.tokens, inputs))
-    return tuple(found)
+        rewarded.append(type(datum)(datum.tokens, inputs))
+    return tuple(rewarded)
 
 
-def with_logprobs(engine, data, sampler, temperature=1.0):
-    """The datums with the reference's log-probabilities as a client computes them."""
-    found = []
+def add_reference_logprobs(engine, data, sampler, temperature=1.0):
+    """Add the reference's log-probabilities as a client computes them."""
+    extended = []
     for datum in data:
         row = np.append(datum.tokens, datum.inputs["target_tokens"][-1])
         (answer,) = engine.sample(
@@ -293,68 +303,73 @@ def with_logprobs(engine, data, sampler, temperature=1.0):
                 )
             ]
         )
-        found.append(
+        extended.append(
             type(datum)(datum.tokens, {**datum.inputs, "ref_logprobs": answer.prompt_logprobs[1:]})
         )
-    return tuple(found)
+    return tuple(extended)
 
 
 @pytest.mark.parametrize("reference", ["base", "frozen"])
 def test_the_service_fills_in_the_reference(engine, reference):
-    for name in ("given", "filled"):
+    for name in ("sent", "filled"):
         new_run(engine, name, seed=1)
-    data = rewarded(2)
+    data = build_rewarded_data(2)
     engine.create_sampler(
         CreateSampler(sampler_id="ref", base="base" if reference == "base" else "tied")
     )
-    sent = with_logprobs(engine, data, "ref")
+    sent_data = add_reference_logprobs(engine, data, "ref")
     engine.unload_sampler("ref")
     options = {"kl_coef": 0.5}
-    given, filled = engine.forward_backward(
+    sent, filled = engine.forward_backward(
         [
-            loss_request("given", sent, "enhanced_ppo", loss_fn_config=options),
+            loss_request("sent", sent_data, "enhanced_ppo", loss_fn_config=options),
             loss_request(
                 "filled", data, "enhanced_ppo", loss_fn_config={**options, "reference": reference}
             ),
         ]
     )
-    assert filled.loss == pytest.approx(given.loss, rel=1e-5)
+    assert filled.loss == pytest.approx(sent.loss, rel=1e-5)
     assert filled.metrics["ref_kl:mean"] == pytest.approx(
-        given.metrics["ref_kl:mean"], rel=1e-4, abs=1e-7
+        sent.metrics["ref_kl:mean"], rel=1e-4, abs=1e-7
     )
-    for name in ("given", "filled"):
+    for name in ("sent", "filled"):
         engine.optim_step(step_request(name))
-    ours, theirs = engine.state_dict("filled")["model"], engine.state_dict("given")["model"]
+    ours, theirs = engine.state_dict("filled")["model"], engine.state_dict("sent")["model"]
     assert all(torch.allclose(ours[key], theirs[key], atol=1e-4) for key in ours)
-    for name in ("given", "filled"):
+    for name in ("sent", "filled"):
         engine.unload_model(name)
 
 
 def test_the_base_is_the_adapter_switched_off(base_folder):
-    """A run that has learned nothing yet is at KL 0, to the last bit, at every temperature."""
+    """Check that a run without updates has KL 0, to the last bit, at every temperature."""
     engine = make_engine(base_folder)
     engine.create_model(CreateModel(model_id="new", base="base", adapter=AdapterConfig(rank=4)))
     for temperature in (1.0, 0.5):
         config = {"kl_coef": 0.1, "reference": "base", "temperature": temperature}
-        (found,) = engine.forward_backward(
-            [loss_request("new", rewarded(1), "enhanced_ppo", loss_fn_config=config)]
+        (result,) = engine.forward_backward(
+            [loss_request("new", build_rewarded_data(1), "enhanced_ppo", loss_fn_config=config)]
         )
-        assert found.metrics["ref_kl:mean"] == 0.0
+        assert result.metrics["ref_kl:mean"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("data", "loss", "config", "message"),
     [
         (
-            rewarded(1),
+            build_rewarded_data(1),
             "enhanced_ppo",
             {"reference": "frosen"},
             "no reference model 'frosen'; did you mean 'frozen'",
         ),
-        (rewarded(1), "enhanced_ppo", {"reference": 1.0}, "reference is 1.0, expected base or"),
-        (random_data(1, policy=True), "ppo", {"reference": "base"}, "ppo has no reference model"),
         (
-            rewarded(1),
+            build_rewarded_data(1),
+            "enhanced_ppo",
+            {"reference": 1.0},
+            "reference is 1.0, expected base or",
+        ),
+        (random_data(1, policy=True), "ppo", {"reference": "base"}, "ppo takes no reference model"),
+        (
+            build_rewarded_data(1),
             "enhanced_ppo",
             {"kl_coef": 1.0},
             "needs ref_logprobs, or the option reference",
@@ -363,27 +378,30 @@ def test_the_base_is_the_adapter_switched_off(base_folder):
 )
 def test_refused_references(engine, data, loss, config, message):
     new_run(engine, "x")
-    (found,) = engine.forward_backward([loss_request("x", data, loss, loss_fn_config=config)])
+    (result,) = engine.forward_backward([loss_request("x", data, loss, loss_fn_config=config)])
     engine.unload_model("x")
-    assert isinstance(found, ServiceError) and message in str(found) and found.category == "user"
+    assert isinstance(result, ServiceError) and message in str(result) and result.category == "user"
 
 
 def test_a_reference_of_other_targets_is_refused(engine):
     new_run(engine, "x")
-    (datum, *_) = rewarded(1)
-    odd = type(datum)(
+    (datum, *_) = build_rewarded_data(1)
+    shifted = type(datum)(
         datum.tokens, {**datum.inputs, "target_tokens": (datum.inputs["target_tokens"] + 1) % VOCAB}
     )
-    (found,) = engine.forward_backward(
-        [loss_request("x", (odd,), "enhanced_ppo", loss_fn_config={"reference": "frozen"})]
+    (result,) = engine.forward_backward(
+        [loss_request("x", (shifted,), "enhanced_ppo", loss_fn_config={"reference": "frozen"})]
     )
-    assert "not the tokens that follow" in str(found)
-    (found,) = engine.forward_backward(
+    assert "target_tokens are not the next tokens" in str(result)
+    (result,) = engine.forward_backward(
         [
             loss_request(
-                "x", (odd,), "enhanced_ppo", loss_fn_config={"reference": "base", "kl_coef": 0.1}
+                "x",
+                (shifted,),
+                "enhanced_ppo",
+                loss_fn_config={"reference": "base", "kl_coef": 0.1},
             )
         ]
     )
-    assert not isinstance(found, ServiceError)  # the base model is read at any target
+    assert not isinstance(result, ServiceError)  # the base model scores any target
     engine.unload_model("x")

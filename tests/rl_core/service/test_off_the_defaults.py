@@ -1,6 +1,6 @@
-"""Base models and adapters beside the defaults: dropout in the configuration, bfloat16, parts of a model, all weights.
+"""Base models and adapters with unusual settings: dropout, bfloat16, parts of a model, all weights.
 
-Each trains, samples at a temperature, and goes on after its state was taken in the middle of an accumulation.
+Each trains, samples at a temperature, and resumes from a state taken in the middle of an accumulation.
 """
 
 import numpy as np
@@ -29,8 +29,8 @@ TEMPERATURE = 0.6
 
 
 @pytest.fixture(params=KINDS, ids=list(KINDS))
-def made(request, tmp_path):
-    """(kind, function that makes an engine with the run 'r')."""
+def setup(request, tmp_path):
+    """Return (kind, function that creates an engine with the run 'r')."""
     shape, settings, adapter = KINDS[request.param]
     folder = make_base(tmp_path / "base", **shape)
 
@@ -43,34 +43,36 @@ def made(request, tmp_path):
     return request.param, make
 
 
-def learn(engine, seeds):
+def train(engine, seeds):
     for seed in seeds:
         (answer,) = engine.forward_backward([loss_request("r", random_data(seed))])
         assert np.isfinite(answer.loss)
         engine.optim_step(step_request("r"))
 
 
-def test_it_learns_and_repeats_itself(made):
-    kind, make = made
+def test_training_reduces_the_loss_and_evaluation_is_deterministic(setup):
+    kind, make = setup
     engine = make()
     data = random_data(1, rows=6)
-    data = tuple(Datum(one.tokens, {"target_tokens": one.inputs["target_tokens"]}) for one in data)
+    data = tuple(
+        Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"]}) for datum in data
+    )
     losses = []
     for _ in range(6):
-        looked = engine.forward_backward(
+        evaluated = engine.forward_backward(
             [loss_request("r", data, forward_only=True) for _ in range(2)]
         )
-        assert looked[0].loss == looked[1].loss, "dropout is on"
+        assert evaluated[0].loss == evaluated[1].loss, "dropout is on"
         engine.forward_backward([loss_request("r", data)])
         engine.optim_step(step_request("r"))
-        losses.append(looked[0].loss)
+        losses.append(evaluated[0].loss)
     assert losses[-1] < (0.995 if kind == "head, tied" else 0.97) * losses[0], losses
 
 
-def test_sampled_logprobs_are_those_of_training_at_the_temperature(made):
-    kind, make = made
+def test_sampled_logprobs_are_those_of_training_at_the_temperature(setup):
+    kind, make = setup
     engine = make()
-    learn(engine, range(2))
+    train(engine, range(2))
     engine.create_sampler(CreateSampler(sampler_id="s", model_id="r"))
     prompt = np.array([5, 9, 23, 4])
     parameters = SampleParameters(max_tokens=10, stop=(), temperature=TEMPERATURE)
@@ -79,13 +81,13 @@ def test_sampled_logprobs_are_those_of_training_at_the_temperature(made):
     )
     (sampled,) = engine.sample([request])
     data = []
-    for one in sampled.sequences:
-        tokens = np.concatenate([prompt, one.tokens])
-        quiet = np.zeros(len(prompt) - 1, np.float32)
+    for sequence in sampled.sequences:
+        tokens = np.concatenate([prompt, sequence.tokens])
+        prompt_zeros = np.zeros(len(prompt) - 1, np.float32)
         inputs = {
             "target_tokens": tokens[1:],
-            "logprobs": np.concatenate([quiet, one.logprobs]),
-            "advantages": np.concatenate([quiet, np.ones(len(one.tokens), np.float32)]),
+            "logprobs": np.concatenate([prompt_zeros, sequence.logprobs]),
+            "advantages": np.concatenate([prompt_zeros, np.ones(len(sequence.tokens), np.float32)]),
         }
         data.append(Datum(tokens[:-1], inputs))
     for temperature, is_same in ((TEMPERATURE, True), (1.0, False)):
@@ -105,15 +107,15 @@ def test_sampled_logprobs_are_those_of_training_at_the_temperature(made):
         assert (difference < (0.3 if kind == "bfloat16" else 1e-4)) == is_same, difference
 
 
-def test_it_goes_on_from_a_state_in_the_middle_of_an_accumulation(made):
-    """As after kill -9: the state, then the requests behind it again."""
-    _, make = made
-    whole, first, second = make(), make(), make()
-    for engine in (whole, first):
-        learn(engine, range(2))
+def test_resuming_from_a_state_in_the_middle_of_an_accumulation(setup):
+    """Resume as after kill -9: load the state, then repeat the later requests."""
+    _, make = setup
+    uninterrupted, first, second = make(), make(), make()
+    for engine in (uninterrupted, first):
+        train(engine, range(2))
         engine.forward_backward([loss_request("r", random_data(7))])
     second.restore_model("r", first.state_dict("r"))
-    for engine in (whole, second):
+    for engine in (uninterrupted, second):
         engine.forward_backward([loss_request("r", random_data(8, policy=True), "ppo")])
         engine.optim_step(step_request("r"))
-    assert bits(second.state_dict("r")) == bits(whole.state_dict("r"))
+    assert bits(second.state_dict("r")) == bits(uninterrupted.state_dict("r"))

@@ -1,4 +1,4 @@
-"""Hostile requests: each is one error of the user before anything is computed, and leaves the run as it was."""
+"""Hostile requests: each is one user error before anything is computed, and leaves the run unchanged."""
 
 import numpy as np
 import pytest
@@ -22,131 +22,133 @@ def engine(base_folder):
     return engine
 
 
-def datum(**changes):
+def build_datum(**changes):
     tokens = changes.pop("tokens", np.arange(2, 6))
     inputs = {"target_tokens": np.arange(3, 7), "weights": np.ones(4, np.float32)} | changes
     return Datum(tokens, {name: value for name, value in inputs.items() if value is not None})
 
 
-def ratio(**changes):
-    given = {
+def build_policy_datum(**changes):
+    defaults = {
         "weights": None,
         "logprobs": -np.ones(4, np.float32),
         "advantages": np.ones(4, np.float32),
     }
-    return datum(**given | changes)
+    return build_datum(**defaults | changes)
 
 
 nan = np.array([0, np.nan, 0, 0], np.float32)
 CASES = {
     "no data": (lambda: loss_request("r", ()), "at least one datum"),
-    "too many": (lambda: loss_request("r", (datum(),) * 9), "9 datums; at most 8"),
+    "too many": (lambda: loss_request("r", (build_datum(),) * 9), "9 datums; at most 8"),
     "a token beyond the vocabulary": (
-        lambda: loss_request("r", (datum(tokens=np.array([2, VOCAB, 1, 1])),)),
+        lambda: loss_request("r", (build_datum(tokens=np.array([2, VOCAB, 1, 1])),)),
         f"model_input: token {VOCAB} at 1 is outside the vocabulary, 0..{VOCAB - 1}",
     ),
     "a negative token": (
-        lambda: loss_request("r", (datum(), datum(tokens=np.array([2, -7, 1, 1])))),
+        lambda: loss_request("r", (build_datum(), build_datum(tokens=np.array([2, -7, 1, 1])))),
         r"data\[1\].model_input: token -7 at 1",
     ),
     "a target beyond the vocabulary": (
-        lambda: loss_request("r", (datum(target_tokens=np.array([1, 2, 3, 999])),)),
+        lambda: loss_request("r", (build_datum(target_tokens=np.array([1, 2, 3, 999])),)),
         r"\['target_tokens'\]: token 999 at 3",
     ),
     "tokens as floats": (
-        lambda: loss_request("r", (datum(tokens=np.ones(4)),)),
+        lambda: loss_request("r", (build_datum(tokens=np.ones(4)),)),
         "float64, expected an array of int",
     ),
     "tokens as a list": (
-        lambda: loss_request("r", (datum(tokens=[1, 2, 3, 4]),)),
+        lambda: loss_request("r", (build_datum(tokens=[1, 2, 3, 4]),)),
         "list, expected an array",
     ),
     "tokens in a square": (
-        lambda: loss_request("r", (datum(tokens=np.ones((2, 2), int)),)),
+        lambda: loss_request("r", (build_datum(tokens=np.ones((2, 2), int)),)),
         r"shape \(2, 2\)",
     ),
     "no token": (
-        lambda: loss_request("r", (datum(tokens=np.array([], int)),)),
+        lambda: loss_request("r", (build_datum(tokens=np.array([], int)),)),
         "at least one token",
     ),
     "beyond the context": (
-        lambda: loss_request("r", (datum(tokens=np.ones(CONTEXT + 1, int)),)),
+        lambda: loss_request("r", (build_datum(tokens=np.ones(CONTEXT + 1, int)),)),
         f"{CONTEXT + 1} tokens, and the model's context is {CONTEXT}",
     ),
     "targets of another length": (
-        lambda: loss_request("r", (datum(target_tokens=np.arange(3)),)),
+        lambda: loss_request("r", (build_datum(target_tokens=np.arange(3)),)),
         r"shape \(3,\), expected \(4,\) or \(4, K\)",
     ),
     "targets as floats": (
-        lambda: loss_request("r", (datum(target_tokens=np.ones(4)),)),
+        lambda: loss_request("r", (build_datum(target_tokens=np.ones(4)),)),
         "float64, expected integers",
     ),
     "weights of another shape": (
-        lambda: loss_request("r", (datum(weights=np.ones((4, 2), np.float32)),)),
+        lambda: loss_request("r", (build_datum(weights=np.ones((4, 2), np.float32)),)),
         r"shape \(4, 2\), expected \(4,\)",
     ),
     "weights as text": (
-        lambda: loss_request("r", (datum(weights=np.array(["a"] * 4)),)),
+        lambda: loss_request("r", (build_datum(weights=np.array(["a"] * 4)),)),
         "expected numbers",
     ),
     "several targets without weights": (
-        lambda: loss_request("r", (datum(target_tokens=np.ones((4, 2), int), weights=None),)),
+        lambda: loss_request("r", (build_datum(target_tokens=np.ones((4, 2), int), weights=None),)),
         "need 'weights'",
     ),
     "NaN weights": (
-        lambda: loss_request("r", (datum(weights=nan),)),
+        lambda: loss_request("r", (build_datum(weights=nan),)),
         r"nan at \[1\], expected finite",
     ),
     "NaN logprobs": (
-        lambda: loss_request("r", (ratio(logprobs=nan),), "ppo"),
+        lambda: loss_request("r", (build_policy_datum(logprobs=nan),), "ppo"),
         r"\['logprobs'\]: nan at \[1\]",
     ),
     "infinite advantages": (
-        lambda: loss_request("r", (ratio(advantages=nan + np.inf),), "ppo"),
+        lambda: loss_request("r", (build_policy_datum(advantages=nan + np.inf),), "ppo"),
         "advantages",
     ),
     "beyond float32": (
-        lambda: loss_request("r", (ratio(advantages=np.full(4, 1e300)),), "ppo"),
+        lambda: loss_request("r", (build_policy_datum(advantages=np.full(4, 1e300)),), "ppo"),
         "expected finite",
     ),
     "an input too many": (
-        lambda: loss_request("r", (datum(wights=np.ones(4)),)),
+        lambda: loss_request("r", (build_datum(wights=np.ones(4)),)),
         "no input 'wights'; did you mean",
     ),
     "an input too few": (
-        lambda: loss_request("r", (datum(weights=None),), "ppo"),
+        lambda: loss_request("r", (build_datum(weights=None),), "ppo"),
         "ppo needs 'logprobs'",
     ),
     "an optional input for some": (
-        lambda: loss_request("r", (datum(), datum(weights=None))),
-        "for all datums or for",
+        lambda: loss_request("r", (build_datum(), build_datum(weights=None))),
+        "in all datums or in none",
     ),
     "an unknown loss": (
-        lambda: loss_request("r", (datum(),), "cross_entropie"),
+        lambda: loss_request("r", (build_datum(),), "cross_entropie"),
         "did you mean 'cross_entropy'",
     ),
     "a refused loss": (
-        lambda: loss_request("r", (datum(),), "stable_reinforce"),
+        lambda: loss_request("r", (build_datum(),), "stable_reinforce"),
         "is not supported",
     ),
     "an unknown option": (
-        lambda: loss_request("r", (datum(),), loss_fn_config={"x": 1.0}),
+        lambda: loss_request("r", (build_datum(),), loss_fn_config={"x": 1.0}),
         "has no option 'x'",
     ),
     "an option as text": (
-        lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": "1"}),
+        lambda: loss_request("r", (build_policy_datum(),), "dro", loss_fn_config={"beta": "1"}),
         "finite number",
     ),
     "an infinite option": (
-        lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": np.inf}),
+        lambda: loss_request("r", (build_policy_datum(),), "dro", loss_fn_config={"beta": np.inf}),
         "finite",
     ),
     "an option out of range": (
-        lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": -1}),
+        lambda: loss_request("r", (build_policy_datum(),), "dro", loss_fn_config={"beta": -1}),
         "0 to 1e",
     ),
     "thresholds in disorder": (
-        lambda: loss_request("r", (ratio(),), "ppo", loss_fn_config={"clip_high_threshold": 0.1}),
+        lambda: loss_request(
+            "r", (build_policy_datum(),), "ppo", loss_fn_config={"clip_high_threshold": 0.1}
+        ),
         "must not be above",
     ),
     "half a pair": (
@@ -166,10 +168,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_training_requests(engine, case):
-    make, text = CASES[case]
+    build_bad_request, text = CASES[case]
     before = bits(engine.state_dict("r"))
     bad, good = engine.forward_backward(
-        [make(), loss_request("r", random_data(0), forward_only=True)]
+        [build_bad_request(), loss_request("r", random_data(0), forward_only=True)]
     )
     assert isinstance(bad, ServiceError) and bad.category == "user"
     with pytest.raises(ServiceError, match=text):
@@ -177,7 +179,7 @@ def test_bad_training_requests(engine, case):
     assert len(good.outputs) == 3 and bits(engine.state_dict("r")) == before
 
 
-def sample(**changes):
+def build_sample_request(**changes):
     parameters = SampleParameters(**changes.pop("parameters", {"max_tokens": 2}))
     return SampleRequest(
         **{"sampler_id": "s", "prompt": np.array([2, 3]), "seed": 0, "parameters": parameters}
@@ -193,13 +195,13 @@ SAMPLE_CASES = {
     "a prompt beyond the context": (dict(prompt=np.ones(CONTEXT + 1, int)), "the model's context"),
     "no samples": (dict(num_samples=0), "num_samples: 0"),
     "too many samples": (dict(num_samples=5), "1 to 4"),
-    "a seed of text": (dict(seed="1"), "whole number"),
+    "a seed of text": (dict(seed="1"), "expected an integer"),
     "top_p 0": (dict(parameters={"top_p": 0.0}), "top_p"),
     "top_k -2": (dict(parameters={"top_k": -2}), "top_k"),
     "a temperature below 0": (dict(parameters={"temperature": -1.0}), "temperature"),
     "a temperature that is none": (dict(parameters={"temperature": float("nan")}), "temperature"),
     "no tokens": (dict(parameters={"max_tokens": 0}), "max_tokens: 0"),
-    "an empty stop": (dict(parameters={"stop": ("",)}), "none empty"),
+    "an empty stop": (dict(parameters={"stop": ("",)}), "non-empty texts"),
     "stops of two kinds": (dict(parameters={"stop": ("a", 1)}), "or as many token ids"),
     "a foreign stop": (dict(parameters={"stop": (VOCAB,)}), "outside the vocabulary"),
     "too many tops": (dict(topk_prompt_logprobs=65), "topk_prompt_logprobs: 65"),
@@ -214,7 +216,7 @@ SAMPLE_CASES = {
 @pytest.mark.parametrize("case", SAMPLE_CASES)
 def test_bad_sampling_requests(engine, case):
     changes, text = SAMPLE_CASES[case]
-    bad, good = engine.sample([sample(**changes), sample()])
+    bad, good = engine.sample([build_sample_request(**changes), build_sample_request()])
     assert isinstance(bad, ServiceError) and bad.category == "user" and len(good.sequences) == 1
     with pytest.raises(ServiceError, match=text):
         raise bad

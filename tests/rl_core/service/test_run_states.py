@@ -1,4 +1,4 @@
-"""States of runs: saved, loaded and replayed bit for bit; exports that others load."""
+"""States of runs: saved, loaded and replayed bit for bit; exports that other libraries load."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from rl_core.errors import ServiceError
 from rl_core.service.requests import AdapterConfig, CreateModel, OptimStep
 
 
-def requests(name, number):
+def build_requests(name, number):
     policy = number % 2 == 1
     return [
         loss_request(
@@ -29,10 +29,10 @@ def requests(name, number):
     ]
 
 
-def work(engine, name, numbers):
+def train(engine, name, numbers):
     losses = []
     for number in numbers:
-        losses += [answer.loss for answer in engine.forward_backward(requests(name, number))]
+        losses += [answer.loss for answer in engine.forward_backward(build_requests(name, number))]
         engine.optim_step(step_request(name, weight_decay=0.1, grad_clip_norm=1.0))
     return losses
 
@@ -40,13 +40,13 @@ def work(engine, name, numbers):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("adapter", [AdapterConfig(rank=3, seed=5), None], ids=["adapter", "whole"])
 def test_save_load_replay(base_folder, tmp_path, adapter, optimizer):
-    """Saved after three steps, then two more; another engine loads and replays the two: equal bits."""
+    """Save after three steps, then make two more; another engine loads and replays the two: equal bits."""
     first = make_engine(base_folder)
     first.create_model(CreateModel(model_id="r", base="base", adapter=adapter, optimizer=optimizer))
-    work(first, "r", [0, 1, 2])
+    train(first, "r", [0, 1, 2])
     first.save_weights("r", tmp_path / "state", metadata={"applied": 4})
-    steps = first.model_info("r").steps  # fewer, where the KL limit refused some
-    losses = work(first, "r", [4, 5])
+    steps = first.model_info("r").steps  # fewer if the KL limit refused some
+    losses = train(first, "r", [4, 5])
     second = make_engine(base_folder)
     info = second.load_weights("r", tmp_path / "state", optimizer=True)
     assert (
@@ -54,28 +54,28 @@ def test_save_load_replay(base_folder, tmp_path, adapter, optimizer):
         and info.adapter == adapter
         and second.read_saved_metadata(tmp_path / "state") == {"applied": 4}
     )
-    assert work(second, "r", [4, 5]) == losses
+    assert train(second, "r", [4, 5]) == losses
     assert bits(first.state_dict("r")) == bits(second.state_dict("r"))
 
 
 def test_a_state_in_the_middle_of_a_step_holds_the_gradient_and_the_limit(base_folder):
     first = make_engine(base_folder)
     new_run(first, "r")
-    first.forward_backward(requests("r", 1))
+    first.forward_backward(build_requests("r", 1))
     second = make_engine(base_folder)
     second.restore_model("r", first.state_dict("r"))
     assert bits(second.state_dict("r")) == bits(first.state_dict("r"))
     for engine in (first, second):
-        engine.forward_backward(requests("r", 3))
+        engine.forward_backward(build_requests("r", 3))
     metrics = [dict(engine.optim_step(step_request("r")).metrics) for engine in (first, second)]
     assert metrics[0] == metrics[1] and "kl_after:max" in metrics[0]
     assert bits(second.state_dict("r")) == bits(first.state_dict("r"))
 
 
-def test_loading_without_the_optimizer_starts_it_afresh(base_folder, tmp_path):
+def test_loading_without_the_optimizer_resets_it(base_folder, tmp_path):
     engine = make_engine(base_folder)
     new_run(engine, "r")
-    work(engine, "r", [0])
+    train(engine, "r", [0])
     engine.save_weights("r", tmp_path / "state")
     weights = bits(engine.state_dict("r")["model"])
     info = engine.load_weights("s", tmp_path / "state", optimizer=False)
@@ -100,11 +100,11 @@ def test_an_update_beyond_the_kl_limit_is_refused(base_folder):
         assert (bits(engine.state_dict("r")) == bits(before)) == bool(refused)
 
 
-def test_loading_forgets_a_gradient_that_was_saved_in_the_middle(base_folder, tmp_path):
+def test_loading_discards_a_saved_gradient(base_folder, tmp_path):
     engine = make_engine(base_folder)
     new_run(engine, "r")
-    work(engine, "r", [0])
-    engine.forward_backward(requests("r", 2))
+    train(engine, "r", [0])
+    engine.forward_backward(build_requests("r", 2))
     engine.save_weights("r", tmp_path / "state")
     assert engine.state_dict("r")["gradient"]
     engine.load_weights("r", tmp_path / "state", optimizer=True)
@@ -112,7 +112,7 @@ def test_loading_forgets_a_gradient_that_was_saved_in_the_middle(base_folder, tm
 
 
 def test_the_kl_limit_is_the_limit(base_folder):
-    """A step is refused just below the KL that it makes, and taken just above."""
+    """Refuse a step just below its KL, and accept it just above."""
     engine = make_engine(base_folder)
     new_run(engine, "r")
     data = random_data(1, policy=True)
@@ -146,16 +146,16 @@ def test_adapters_start_as_the_base_and_differ_by_seed(base_folder):
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("targets", "expected"),
     [
         ({"train_mlp": False, "train_unembed": False}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ({"train_attn": False, "train_unembed": False}, {"gate_proj", "up_proj", "down_proj"}),
         ({"train_attn": False, "train_mlp": False}, {"lm_head"}),
     ],
 )
-def test_only_the_parts_asked_for_are_trained(base_folder, asked, expected):
+def test_only_the_requested_parts_are_trained(base_folder, targets, expected):
     engine = make_engine(base_folder)
-    new_run(engine, "r", **asked)
+    new_run(engine, "r", **targets)
     engine.forward_backward([loss_request("r", random_data(0))])
     names = {name.split(".lora")[0].rsplit(".")[-1] for name in engine.state_dict("r")["gradient"]}
     assert names == expected
@@ -173,11 +173,11 @@ def test_exports_compute_what_the_run_computes(tmp_path, tied):
     engine.save_sampler_weights("r", tmp_path / "saved")
     engine.export(tmp_path / "saved", tmp_path / "hf")
     engine.export(tmp_path / "saved", tmp_path / "peft", peft=True)
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     adapted = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(folder), tmp_path / "peft"
     )
-    for model in (whole, adapted):
+    for model in (merged, adapted):
         for datum, output in zip(data, answer.outputs, strict=True):
             with torch.no_grad():
                 logits = model(torch.from_numpy(datum.tokens)[None]).logits[0]
@@ -186,7 +186,7 @@ def test_exports_compute_what_the_run_computes(tmp_path, tied):
             assert np.allclose(logprobs.numpy(), output["logprobs"], atol=2e-5)
 
 
-def test_what_cannot_be_loaded_or_made_says_so(base_folder, tmp_path):
+def test_what_cannot_be_loaded_or_created_is_refused(base_folder, tmp_path):
     engine = make_engine(base_folder)
     new_run(engine, "r")
     engine.save_weights("r", tmp_path / "state")
@@ -237,10 +237,10 @@ def test_a_step_of_a_gradient_that_is_not_finite_changes_nothing(base_folder):
     assert engine.optim_step(step_request("r")).metrics["empty:mean"] == 1.0
 
 
-def test_weights_alone_go_into_a_run_with_another_optimizer(base_folder, tmp_path):
+def test_weights_can_be_loaded_into_a_run_with_another_optimizer(base_folder, tmp_path):
     engine = make_engine(base_folder)
     engine.create_model(CreateModel(model_id="r", base="base", adapter=AdapterConfig(rank=2)))
-    work(engine, "r", [0])
+    train(engine, "r", [0])
     engine.save_weights("r", tmp_path / "state")
     muon = engine.load_weights("m", tmp_path / "state", optimizer=False, kind="muon")
     assert muon.optimizer == "muon" and bits(engine.state_dict("m")["model"]) == bits(
@@ -250,14 +250,14 @@ def test_weights_alone_go_into_a_run_with_another_optimizer(base_folder, tmp_pat
         engine.load_weights("k", tmp_path / "state", optimizer=True, kind="muon").optimizer
         == "adamw"
     )
-    work(engine, "m", [2])
-    with pytest.raises(ServiceError, match="of muon, and the run was made with adamw"):
+    train(engine, "m", [2])
+    with pytest.raises(ServiceError, match="for muon, but the run was created with adamw"):
         engine.optim_step(OptimStep(model_id="r", optimizer="muon"))
     engine.optim_step(OptimStep(model_id="m", optimizer="muon"))
 
 
 def test_the_digest_of_a_runs_data(base_folder, tmp_path):
-    """Equal data in equal order have equal digests; what no update has learned from is not in it."""
+    """Check that equal data in equal order have equal digests, which cover only data that updates have used."""
     engine = make_engine(base_folder)
 
     def digest(name):
@@ -267,19 +267,19 @@ def test_the_digest_of_a_runs_data(base_folder, tmp_path):
         engine.create_model(CreateModel(model_id=name, base="base", adapter=AdapterConfig(rank=2)))
     assert digest("a") == ""
     engine.forward_backward([loss_request("a", random_data(0), forward_only=True)])
-    engine.forward_backward(requests("a", 0))
-    assert digest("a") == ""  # not learned from yet
+    engine.forward_backward(build_requests("a", 0))
+    assert digest("a") == ""  # no update has used it yet
     engine.restore_model("a", engine.state_dict("a"))
     engine.optim_step(step_request("a"))
-    work(engine, "a", [2])
-    work(engine, "b", [0, 2])
-    work(engine, "c", [2, 0])
+    train(engine, "a", [2])
+    train(engine, "b", [0, 2])
+    train(engine, "c", [2, 0])
     assert digest("a") == digest("b") != digest("c") and len(digest("a")) == 64
     engine.forward_backward([loss_request("a", random_data(5))])
     engine.save_weights("a", tmp_path / "state")
     info = engine.load_weights("d", tmp_path / "state", optimizer=False)
     assert info.data_digest == digest("b")
-    engine.optim_step(step_request("d"))  # of the gradient that was saved nothing is left
+    engine.optim_step(step_request("d"))  # the saved gradient was discarded
     assert digest("d") == digest("b")
     tight = {"kl_max": 1e-9, "clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
     engine.forward_backward(

@@ -1,4 +1,4 @@
-"""Samplers with different adapters in one batch: each one's tokens and log-probabilities are the bits of it alone."""
+"""Samplers with different adapters in one batch: tokens and log-probabilities are bitwise those of each alone."""
 
 import numpy as np
 import pytest
@@ -19,12 +19,12 @@ RUNS = {
 }
 
 
-def engine_with(folder, names, **settings):
-    """Samplers of runs, and one of the base model."""
+def build_engine(folder, names, **settings):
+    """Create samplers of runs, and one of the base model."""
     engine = make_engine(folder, **settings)
     generator = torch.Generator().manual_seed(9)
     for name, weight in engine._load_base_model("base").model.named_parameters():
-        if "norm" in name:  # they are multiplied into what is packed, adapters included
+        if "norm" in name:  # norms are folded into the packed weights, including adapters
             weight.data.add_(torch.randn(weight.shape, generator=generator), alpha=0.2)
     for name in names:
         if name != "base":
@@ -39,16 +39,18 @@ def engine_with(folder, names, **settings):
     return engine
 
 
-def requests_of(names):
-    """Mixed lengths and parameters, equal prompts among them; some end early, some draw from few tokens."""
-    found = []
+def build_requests(names):
+    """Mix lengths and parameters, with equal prompts among them; some end early, some draw from few tokens."""
+    requests = []
     for number, name in enumerate([*names, *names]):
         prompt = np.array([5, 9, 23, 4] if number % 2 else [7, 8 + number, 11, 30, 12, 3])
-        kind = {0: {"stop": tuple(range(2, 16))}, 1: {"top_k": 7}, 2: {"stop": ("a",)}}[
+        options = {0: {"stop": tuple(range(2, 16))}, 1: {"top_k": 7}, 2: {"stop": ("a",)}}[
             number // len(names) + number % 2
         ]
-        parameters = SampleParameters(**{"max_tokens": 9, "stop": (), "temperature": 0.8, **kind})
-        found.append(
+        parameters = SampleParameters(
+            **{"max_tokens": 9, "stop": (), "temperature": 0.8, **options}
+        )
+        requests.append(
             SampleRequest(
                 sampler_id=name,
                 prompt=prompt,
@@ -58,13 +60,14 @@ def requests_of(names):
                 prompt_logprobs=number % 3 == 0,
             )
         )
-    return found
+    return requests
 
 
-def plain(answer):
+def to_comparable(answer):
     prompt = None if answer.prompt_logprobs is None else bits(answer.prompt_logprobs)
     return prompt, [
-        (bits(one.tokens), bits(one.logprobs), one.stop_reason) for one in answer.sequences
+        (bits(sequence.tokens), bits(sequence.logprobs), sequence.stop_reason)
+        for sequence in answer.sequences
     ]
 
 
@@ -78,34 +81,38 @@ def test_a_sampler_in_a_batch_is_the_sampler_alone(
             tmp_path / "base", config_class=Qwen3Config, model_class=Qwen3ForCausalLM
         )
     names = ["base", *RUNS]
-    played = []
+    batch_sizes = []
     run = Engine.run_sequences
     monkeypatch.setattr(
         Engine,
         "run_sequences",
-        lambda self, rows, *more: (played.append(len(rows)), run(self, rows, *more))[1],
+        lambda self, rows, *arguments: (batch_sizes.append(len(rows)), run(self, rows, *arguments))[
+            1
+        ],
     )
     torch.set_num_threads(threads)
     try:
-        together = engine_with(base_folder, names, slots=7)
-        requests = requests_of(names)
+        together = build_engine(base_folder, names, slots=7)
+        requests = build_requests(names)
         answers = together.sample(requests)
-        assert played == [12, 16, 12]  # one for each kind of parameters
-        seen = set()
+        assert batch_sizes == [12, 16, 12]  # one batch for each kind of parameters
+        distinct = set()
         for name in names:
-            mine = [index for index, request in enumerate(requests) if request.sampler_id == name]
-            alone = engine_with(base_folder, [name]).sample([requests[index] for index in mine])
-            for index, answer in zip(mine, alone, strict=True):
-                assert plain(answer) == plain(answers[index]), (name, index)
-            seen.add(str(plain(alone[0])))
-        assert len(seen) == len(names)
+            indices = [
+                index for index, request in enumerate(requests) if request.sampler_id == name
+            ]
+            alone = build_engine(base_folder, [name]).sample([requests[index] for index in indices])
+            for index, answer in zip(indices, alone, strict=True):
+                assert to_comparable(answer) == to_comparable(answers[index]), (name, index)
+            distinct.add(str(to_comparable(alone[0])))
+        assert len(distinct) == len(names)
     finally:
         torch.set_num_threads(1)
 
 
 def test_adapters_by_slot_are_the_merged_weights_to_rounding(base_folder):
-    """Log-probabilities of what was sampled, against transformers' pass over the merged weights."""
-    engine = engine_with(base_folder, list(RUNS))
+    """Compare the log-probabilities of samples with transformers' pass over the merged weights."""
+    engine = build_engine(base_folder, list(RUNS))
     for name in RUNS:
         request = SampleRequest(
             sampler_id=name,
@@ -116,16 +123,16 @@ def test_adapters_by_slot_are_the_merged_weights_to_rounding(base_folder):
         )
         (answer,) = engine.sample([request])
         base, weights = engine._load_base_model("base"), engine._find_sampler(name).weights
-        for one in answer.sequences:
-            ids = torch.tensor([[5, 9, 23, 4, *one.tokens.tolist()]])
+        for sequence in answer.sequences:
+            ids = torch.tensor([[5, 9, 23, 4, *sequence.tokens.tolist()]])
             with base.swap_weights(weights.merge_weights()) as model, torch.no_grad():
                 log_p = torch.log_softmax(model(ids).logits[0, 3:-1] / 0.7, -1)
             expected = log_p.gather(1, ids[0, 4:, None])[:, 0].numpy()
-            assert np.abs(one.logprobs - expected).max() < 1e-5
+            assert np.abs(sequence.logprobs - expected).max() < 1e-5
 
 
-def test_a_fault_of_one_adapter_is_its_own(base_folder):
-    engine = engine_with(base_folder, ["a", "mlp"])
+def test_an_error_in_one_adapter_affects_only_it(base_folder):
+    engine = build_engine(base_folder, ["a", "mlp"])
     state = engine.state_dict("mlp")
     next(value for name, value in state["model"].items() if "lora_B" in name).fill_(float("nan"))
     engine.restore_model("broken", state)
@@ -144,11 +151,13 @@ def test_a_fault_of_one_adapter_is_its_own(base_folder):
         isinstance(answers[1], ServiceError)
         and len(answers[0].sequences) == len(answers[2].sequences) == 1
     )
-    assert plain(answers[0]) == plain(engine_with(base_folder, ["a"]).sample(requests[:1])[0])
+    assert to_comparable(answers[0]) == to_comparable(
+        build_engine(base_folder, ["a"]).sample(requests[:1])[0]
+    )
 
 
-def test_a_run_that_trains_all_weights_is_sampled_by_itself(base_folder):
-    engine = engine_with(base_folder, ["a"])
+def test_a_run_that_trains_all_weights_is_sampled_separately(base_folder):
+    engine = build_engine(base_folder, ["a"])
     engine.create_model(CreateModel(model_id="full", base="base", adapter=None))
     engine.create_sampler(CreateSampler(sampler_id="full", model_id="full"))
     engine.create_sampler(CreateSampler(sampler_id="base", base="base"))
@@ -162,4 +171,4 @@ def test_a_run_that_trains_all_weights_is_sampled_by_itself(base_folder):
         for name in ("full", "a", "base")
     ]
     full, _, base = engine.sample(requests)
-    assert plain(full) == plain(base)  # nothing was trained yet
+    assert to_comparable(full) == to_comparable(base)  # nothing was trained yet

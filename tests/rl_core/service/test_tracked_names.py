@@ -1,4 +1,4 @@
-"""Metrics of answers under the names of trackers."""
+"""Metrics of results under the names of trackers."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_every_name_is_in_the_reference():
 
 @pytest.mark.parametrize("name", ["enhanced_ppo", "ppo"])
 def test_advantages_and_rewards_of_a_request(name):
-    """Two sequences of two tokens; the third one has advantage 0 and does not count."""
+    """Use two sequences of two tokens; the third token has advantage 0 and does not count."""
     ones = np.ones(4)
     table = {
         "rows": np.array([0, 0, 1, 1]),
@@ -57,8 +57,8 @@ def test_advantages_and_rewards_of_a_request(name):
         "old_values": 0 * ones,
         "returns": ones,
     }
-    found = rename_metrics_for_trackers(LOSSES[name].metrics(table, {"value_clip": 0.0}))
+    metrics = rename_metrics_for_trackers(LOSSES[name].metrics(table, {"value_clip": 0.0}))
     values = np.array([1.0, -2.0, 3.0])
-    assert found["train/advantages_mean"] == pytest.approx(values.mean())
-    assert found["train/advantages_std"] == pytest.approx(values.std())
-    assert found.get("reward/mean") == (1.5 if name == "enhanced_ppo" else None)
+    assert metrics["train/advantages_mean"] == pytest.approx(values.mean())
+    assert metrics["train/advantages_std"] == pytest.approx(values.std())
+    assert metrics.get("reward/mean") == (1.5 if name == "enhanced_ppo" else None)

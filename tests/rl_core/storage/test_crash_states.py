@@ -1,6 +1,6 @@
-"""After a power cut at any moment the newest acknowledged version loads, and every fsync is needed for it.
+"""Crash states: the newest acknowledged version loads after a power cut at any time, and that needs every fsync.
 
-`pytest tests/rl_core/storage/test_crash_states.py -s` prints the number of states; the slow proof looks at 10,000.
+`pytest tests/rl_core/storage/test_crash_states.py -s` prints the number of states; the slow test checks 10,000.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from tasks.tracking.journal import LineLog
 KEEP = 2
 
 
-def state_of(version):
+def build_state(version):
     generator = torch.Generator().manual_seed(version)
     return {
         "model": {"weight": torch.randn(20, generator=generator)},
@@ -42,47 +42,47 @@ def state_of(version):
     }
 
 
-def same_state(state, version):
+def is_state(state, version):
     return state["loop"] == {"iteration": version} and torch.equal(
-        state["model"]["weight"], state_of(version)["model"]["weight"]
+        state["model"]["weight"], build_state(version)["model"]["weight"]
     )
 
 
-# ------------------------------------------------ scenarios: (what is done, what has to hold after a crash in it)
+# Each scenario has a function that writes, and one that checks what must hold after a crash during it.
 
 
 def write_checkpoints(root, mark, versions=5):
     folder = root / "run" / "checkpoints"
     for version in range(1, versions + 1):
-        if version == 4:  # a process died: its temporary is cleared by the next one
+        if version == 4:  # a process died; the next one clears its temporary
             dead = subprocess.Popen(["true"])
             dead.wait()
-            left = folder / f".tmp-checkpoint-00000009@{os.uname().nodename}-{dead.pid}.0"
-            left.mkdir()
-            (left / "model-0.safetensors").write_bytes(b"half")
-        CheckpointStore(folder, keep=KEEP).save_version(state_of(version))
+            leftover = folder / f".tmp-checkpoint-00000009@{os.uname().nodename}-{dead.pid}.0"
+            leftover.mkdir()
+            (leftover / "model-0.safetensors").write_bytes(b"half")
+        CheckpointStore(folder, keep=KEEP).save_version(build_state(version))
         mark(version)
 
 
 def check_checkpoints(root, promised):
     folder = root / "run" / "checkpoints"
-    if promised:  # whoever reads the pointer without repairing anything
+    if promised:  # a reader that follows the pointer without repairs
         name = (folder / "LATEST").read_text().strip()
         assert int(name.removeprefix("checkpoint-")) >= promised
         verify_folder(folder / name)
     store = CheckpointStore(folder, keep=KEEP)
     state = store.load_latest()
-    found = state["loop"]["iteration"] if state is not None else 0
-    assert found in (promised, promised + 1)
-    assert not found or same_state(state, found)
-    if found > 1:
-        assert same_state(store.load_version(found - 1), found - 1)  # one to fall back to
+    loaded = state["loop"]["iteration"] if state is not None else 0
+    assert loaded in (promised, promised + 1)
+    assert not loaded or is_state(state, loaded)
+    if loaded > 1:
+        assert is_state(store.load_version(loaded - 1), loaded - 1)  # the fallback
     if folder.is_dir():
-        left = {name for name in os.listdir(folder) if not name.startswith("checkpoint-")}
-        assert left <= {".lock", "LATEST"}
-    assert store.save_version(state_of(found + 1)) == found + 1
-    assert same_state(store.load_latest(), found + 1)
-    versions = range(max(1, found + 2 - KEEP), found + 2)
+        others = {name for name in os.listdir(folder) if not name.startswith("checkpoint-")}
+        assert others <= {".lock", "LATEST"}
+    assert store.save_version(build_state(loaded + 1)) == loaded + 1
+    assert is_state(store.load_latest(), loaded + 1)
+    versions = range(max(1, loaded + 2 - KEEP), loaded + 2)
     assert set(os.listdir(folder)) == {
         ".lock",
         "LATEST",
@@ -110,13 +110,13 @@ def check_stages(root, promised):
     home = root / "stages" / "sft"
     for number in (1, 2, 3):
         folder = home / str(number)
-        result = load_finished_stage(folder, "sft", "key")  # sets aside what is damaged
+        result = load_finished_stage(folder, "sft", "key")  # renames a damaged folder
         if result is not None:
             assert result.summary == {"number": number}
             assert (folder / "model" / "adapter" / "weights").read_bytes() == bytes([number]) * 150
             assert (folder / "rows.jsonl").read_text() == f"row {number}\n" * 20
-        removed = number == 1 and promised >= 2
-        assert result is not None or number > promised or removed
+        is_removed = number == 1 and promised >= 2
+        assert result is not None or number > promised or is_removed
     if home.is_dir():
         assert not [name for name in os.listdir(home) if "corrupt" in name]
 
@@ -131,14 +131,12 @@ def write_record(root, mark):
 def check_record(root, promised):
     path = root / "pipeline" / "runs" / "run.json"
     if promised or path.exists():
-        found = json.loads(path.read_text())
-        assert (
-            found["number"] in (promised, promised + 1)
-            and found["text"] == "x" * 40 * found["number"]
-        )
+        record = json.loads(path.read_text())
+        assert record["number"] in (promised, promised + 1)
+        assert record["text"] == "x" * 40 * record["number"]
 
 
-def line_of(number):
+def build_line(number):
     return {"number": number, "text": "y" * (7 * number % 90)}
 
 
@@ -148,27 +146,26 @@ def write_lines(root, mark):
         log = LineLog(root / "tracking" / "metrics.jsonl")
         for _ in range(times):
             number = next(numbers)
-            log.append_record(line_of(number))
+            log.append_record(build_line(number))
         log.flush_pending(sync=True)
         mark(number)
-        log.append_record(line_of(next(numbers)))  # not promised
+        log.append_record(build_line(next(numbers)))  # not promised
         os.close(log._fd)  # killed
 
 
 def check_lines(root, promised):
     path = root / "tracking" / "metrics.jsonl"
-    found = [line.record for line in read_checked_lines(path) if line.is_intact]
-    assert found[:promised] == [line_of(number) for number in range(1, promised + 1)]
-    numbers = [record["number"] for record in found]
-    assert numbers == sorted(set(numbers)) and all(
-        record == line_of(record["number"]) for record in found
-    )
+    records = [line.record for line in read_checked_lines(path) if line.is_intact]
+    assert records[:promised] == [build_line(number) for number in range(1, promised + 1)]
+    numbers = [record["number"] for record in records]
+    assert numbers == sorted(set(numbers))
+    assert all(record == build_line(record["number"]) for record in records)
     log = LineLog(path)
-    log.append_record(line_of(99))
+    log.append_record(build_line(99))
     log.close()
     assert [line.record for line in read_checked_lines(path) if line.is_intact] == [
-        *found,
-        line_of(99),
+        *records,
+        build_line(99),
     ]
 
 
@@ -208,65 +205,64 @@ SCENARIOS = {
     "password": (write_password, check_password),
 }
 
-# Place of every fsync, by scenario: the function, and the line in it.
+# Every fsync by scenario: the function, and the line in it.
 SYNCS = {
     "checkpoints": [
-        "make_folder: sync(folder.parent)",
-        "sync_tree: sync(path)",
-        "seal_folder: sync(folder / MANIFEST)",
-        "seal_folder: sync(folder)",
-        "seal_folder: sync(final.parent)",
-        "replacing: os.fsync(file.fileno())",
-        "replacing: sync(path.parent)",
+        "make_folder: fsync_path(folder.parent)",
+        "fsync_tree: fsync_path(path)",
+        "seal_folder: fsync_path(folder / MANIFEST_FILE)",
+        "seal_folder: fsync_path(folder)",
+        "seal_folder: fsync_path(final.parent)",
+        "replace_file: os.fsync(file.fileno())",
+        "replace_file: fsync_path(path.parent)",
     ],
     "stages": [
-        "make_folder: sync(folder.parent)",
-        "sync_tree: sync(path)",
-        "sync_tree: sync(Path(root, name))",
-        "sync_tree: sync(root)",
-        "seal_folder: sync(folder / MANIFEST)",
-        "seal_folder: sync(folder)",
-        "seal_folder: sync(final.parent)",
-        "remove_folder: sync(path.parent)",
+        "make_folder: fsync_path(folder.parent)",
+        "fsync_tree: fsync_path(path)",
+        "fsync_tree: fsync_path(Path(root, name))",
+        "fsync_tree: fsync_path(root)",
+        "seal_folder: fsync_path(folder / MANIFEST_FILE)",
+        "seal_folder: fsync_path(folder)",
+        "seal_folder: fsync_path(final.parent)",
+        "remove_folder: fsync_path(path.parent)",
     ],
     "record": [
-        "make_folder: sync(folder.parent)",
-        "replacing: os.fsync(file.fileno())",
-        "replacing: sync(path.parent)",
+        "make_folder: fsync_path(folder.parent)",
+        "replace_file: os.fsync(file.fileno())",
+        "replace_file: fsync_path(path.parent)",
     ],
     "lines": [
-        "make_folder: sync(folder.parent)",
-        "__init__: sync(path.parent)",
-        "_sync: os.fsync(self._fd)",
+        "make_folder: fsync_path(folder.parent)",
+        "__init__: fsync_path(path.parent)",
+        "_sync_file: os.fsync(self._fd)",
     ],
     "appended": [
-        "make_folder: sync(folder.parent)",
+        "make_folder: fsync_path(folder.parent)",
         "append_bytes: os.fsync(descriptor)",
-        'append_bytes: sync(os.path.dirname(path) or ".")',
+        'append_bytes: fsync_path(os.path.dirname(path) or ".")',
     ],
     "password": [
-        "create_once: sync(temporary)",
-        "create_once: sync(path.parent)",
+        "create_file_once: fsync_path(temporary)",
+        "create_file_once: fsync_path(path.parent)",
     ],
 }
-UNNEEDED = {
-    "checkpoints": {
-        "remove_folder: sync(path.parent)"
-    },  # half of a pruned one is pruned with the next
-    # summary.json goes into a folder that is sealed afterwards
-    "stages": {"replacing: os.fsync(file.fileno())", "replacing: sync(path.parent)"},
+UNNEEDED_SYNCS = {
+    # A partly removed version is removed with the next one.
+    "checkpoints": {"remove_folder: fsync_path(path.parent)"},
+    # summary.json is written into a folder that is sealed afterwards.
+    "stages": {"replace_file: os.fsync(file.fileno())", "replace_file: fsync_path(path.parent)"},
 }
 
 
 @pytest.fixture
 def scratch():
-    """A folder in memory where there is one: thousands of trees are written into it."""
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+    """Yield a folder in memory if there is one, because thousands of trees are written into it."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         yield Path(folder)
 
 
-def record(scenario, scratch, drop=(), **options):
+def record_scenario(scenario, scratch, drop=(), **options):
     root = scratch / "recorded"
     root.mkdir()
     with Recorder(root, frozenset(drop)) as recorder:
@@ -275,8 +271,8 @@ def record(scenario, scratch, drop=(), **options):
     return recorder
 
 
-def examine(scenario, recorder, scratch, tries, *, stop_at_first=False, seed=0):
-    """(number of states, what was wrong in which). The disk of a state is a simulated one, so nothing is synced."""
+def check_states(scenario, recorder, scratch, tries, *, stop_at_first=False, seed=0):
+    """Return the number of states and the bad ones with their errors; the disk is simulated, so nothing is synced."""
     states, bad = 0, []
     with mock.patch.object(os, "fsync", lambda descriptor: None):
         for tree, promises in crash_states(recorder.ops, tries, seed):
@@ -295,19 +291,19 @@ def examine(scenario, recorder, scratch, tries, *, stop_at_first=False, seed=0):
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_crash_state_is_bad(scratch, scenario, caplog):
-    recorder = record(scenario, scratch)
-    states, bad = examine(scenario, recorder, scratch, tries=1)
+    recorder = record_scenario(scenario, scratch)
+    states, bad = check_states(scenario, recorder, scratch, tries=1)
     assert bad == [] and states >= 8
-    assert set(recorder.sites) == set(SYNCS[scenario]) | UNNEEDED.get(scenario, set())
+    assert set(recorder.sites) == set(SYNCS[scenario]) | UNNEEDED_SYNCS.get(scenario, set())
 
 
 @pytest.mark.parametrize(
     ("scenario", "site"), [(name, site) for name, sites in SYNCS.items() for site in sites]
 )
 def test_every_fsync_is_needed(scratch, scenario, site, caplog):
-    recorder = record(scenario, scratch, drop={site})
+    recorder = record_scenario(scenario, scratch, drop={site})
     assert site in recorder.sites
-    _, bad = examine(scenario, recorder, scratch, tries=20, stop_at_first=True)
+    _, bad = check_states(scenario, recorder, scratch, tries=20, stop_at_first=True)
     assert bad, (
         f"without {site} nothing is lost: it is not needed, or the model of the disk is too weak"
     )
@@ -319,10 +315,10 @@ def test_ten_thousand_crash_states(scratch, caplog, capsys):
     counts = {}
     for scenario in SCENARIOS:
         options = {"versions": 26} if scenario == "checkpoints" else {}
-        recorder = record(scenario, scratch, **options)
-        counts[scenario], bad = examine(scenario, recorder, scratch, tries=200)
+        recorder = record_scenario(scenario, scratch, **options)
+        counts[scenario], bad = check_states(scenario, recorder, scratch, tries=200)
         assert bad == []
     with capsys.disabled(), contextlib.suppress(OSError):
-        said = ", ".join(f"{scenario} {count:,}" for scenario, count in counts.items())
-        print(f"\ncrash states: {sum(counts.values()):,} ({said}), 0 bad")
+        details = ", ".join(f"{scenario} {count:,}" for scenario, count in counts.items())
+        print(f"\ncrash states: {sum(counts.values()):,} ({details}), 0 bad")
     assert sum(counts.values()) >= 10_000

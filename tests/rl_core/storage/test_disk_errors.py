@@ -30,13 +30,13 @@ from rl_core.trackers.local_trackers import JsonlTracker
 from tasks.tracking.journal import DeliveryCursor, LineLog
 
 
-def state_of(version):
+def build_state(version):
     return {"model": {"weight": torch.full((8,), float(version))}, "loop": {"iteration": version}}
 
 
-def first_run(root):
-    """Files of an earlier run, all of them acknowledged."""
-    CheckpointStore(root / "checkpoints").save_version(state_of(1))
+def write_first_run(root):
+    """Write the files of an earlier run, all of them acknowledged."""
+    CheckpointStore(root / "checkpoints").save_version(build_state(1))
     write_json_atomic(root / "run.json", {"number": 1})
     log = LineLog(root / "journal" / "metrics.jsonl")
     log.append_record({"step": 1})
@@ -44,12 +44,12 @@ def first_run(root):
     JsonlTracker(root / "metrics.jsonl").log_metrics({"loss": 1.0}, 1)
 
 
-def second_run(root):
-    """The storage calls of a small pipeline, in a row."""
+def write_second_run(root):
+    """Make the storage calls of a small pipeline."""
     with CheckpointStore(root / "checkpoints") as store:
         store.load_latest()
-        store.save_version(state_of(2))
-        store.save_version(state_of(3))
+        store.save_version(build_state(2))
+        store.save_version(build_state(3))
     write_json_atomic(root / "run.json", {"number": 2})
     JsonlTracker(root / "metrics.jsonl", cut=True).log_metrics({"loss": 0.5}, 2)
     write_text_unsynced(root / "page", "live")
@@ -68,12 +68,12 @@ def second_run(root):
     DeliveryCursor(run_id="r").save(make_folder(root / "cursor" / ".tracking").parent)
 
 
-def check_after(root):
-    """The old version, or a newer one that was complete; nothing half-made."""
+def assert_old_or_new(root):
+    """Check that the old version, or a newer complete one, is there and nothing partial."""
     state = CheckpointStore(root / "checkpoints").load_latest()
     version = state["loop"]["iteration"]
     assert version in (1, 2, 3) and torch.equal(
-        state["model"]["weight"], state_of(version)["model"]["weight"]
+        state["model"]["weight"], build_state(version)["model"]["weight"]
     )
     assert json.loads((root / "run.json").read_text()) in ({"number": 1}, {"number": 2})
     lines = [line.record["step"] for line in read_checked_lines(root / "journal" / "metrics.jsonl")]
@@ -82,27 +82,27 @@ def check_after(root):
     assert not [name for name in os.listdir(root / "checkpoints") if "corrupt" in name]
 
 
-def check_again(root):
-    """The disk is well again: the same calls succeed, and nothing is left of the failed ones."""
+def assert_retry_succeeds(root):
+    """Check that the same calls succeed once the disk works again, and that no leftovers remain."""
     if (root / "stages").is_dir():
         clear_leftovers(root / "stages")
         remove_folder(root / "stages" / "sft")
     clear_leftovers(root)
     if (root / "cursor").is_dir():  # as RunTracker does
         clear_leftovers(root / "cursor" / ".tracking")
-    second_run(root)
+    write_second_run(root)
     state = CheckpointStore(root / "checkpoints").load_latest()
     assert state["loop"] == {"iteration": 3}
-    left = [path for path in root.rglob(".*") if path.name not in (".lock", ".tracking")]
-    assert left == []
+    leftovers = [path for path in root.rglob(".*") if path.name not in (".lock", ".tracking")]
+    assert leftovers == []
 
 
 CALLS = ("open", "fsync", "rename", "replace", "mkdir", "pwrite", "ftruncate", "unlink", "rmdir")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
-class Failing:
-    """The calls that change a disk, below a folder; the n-th fails, and with `for_good` all that follow."""
+class FailingDisk:
+    """Patch of the calls that change a disk: the n-th call fails, and with `for_good` all later ones."""
 
     def __init__(self, monkeypatch, code, number, for_good):
         self.code, self.number, self.for_good, self.count = code, number, for_good, 0
@@ -121,11 +121,11 @@ class Failing:
         return wrapped
 
 
-def number_of_calls(root, monkeypatch):
-    first_run(root)
+def count_calls(root, monkeypatch):
+    write_first_run(root)
     with monkeypatch.context() as patch:
-        failing = Failing(patch, errno.EIO, 0, for_good=False)
-        second_run(root)
+        failing = FailingDisk(patch, errno.EIO, 0, for_good=False)
+        write_second_run(root)
     return failing.count
 
 
@@ -136,44 +136,44 @@ def test_an_error_of_any_call_keeps_the_old_version_and_is_one_clear_error(
     tmp_path, monkeypatch, caplog, code, for_good
 ):
     caplog.set_level(logging.ERROR)
-    count = number_of_calls(tmp_path / "counted", monkeypatch)
+    count = count_calls(tmp_path / "counted", monkeypatch)
     assert count > 80
     refused = 0
     for number in range(1, count + 1):
         root = tmp_path / str(number)
-        first_run(root)
+        write_first_run(root)
         with monkeypatch.context() as patch:
-            Failing(patch, code, number, for_good)
+            FailingDisk(patch, code, number, for_good)
             try:
-                second_run(root)
+                write_second_run(root)
             except CheckpointError as error:  # any other is a bug
                 refused += 1
                 assert re.search(
                     rf"{re.escape(str(root))}\S*: .*{os.strerror(code)}; {re.escape(REMEDIES[code])}",
                     str(error),
                 )
-        check_after(root)
-        check_again(root)
-    assert refused > 0.5 * count  # a refused cleaning up or journal line is no error
+        assert_old_or_new(root)
+        assert_retry_succeeds(root)
+    assert refused > 0.5 * count  # failures of cleanup and journal lines do not raise
 
 
 def test_a_write_that_the_disk_takes_in_part(tmp_path, monkeypatch):
-    """RLIMIT_FSIZE makes writes short, then EFBIG: in a child, at every size of the files that are written."""
-    first_run(tmp_path / "sizes")
-    second_run(tmp_path / "sizes")
+    """Make writes short with RLIMIT_FSIZE, then EFBIG: in a child, at every size of the files that are written."""
+    write_first_run(tmp_path / "sizes")
+    write_second_run(tmp_path / "sizes")
     sizes = {path.stat().st_size for path in (tmp_path / "sizes").rglob("*") if path.is_file()}
     limits = sorted({max(1, size - less) for size in sizes for less in (1, size // 2 + 1)})
     assert len(limits) >= 10
     refused = 0
     for limit in limits:
         root = tmp_path / str(limit)
-        first_run(root)
+        write_first_run(root)
         pid = os.fork()
         if pid == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             status = 2
             try:
-                second_run(root)
+                write_second_run(root)
                 status = 0
             except CheckpointError as error:
                 status = (
@@ -186,18 +186,18 @@ def test_a_write_that_the_disk_takes_in_part(tmp_path, monkeypatch):
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert status in (0, 1), limit
         refused += status
-        check_after(root)
-        check_again(root)
+        assert_old_or_new(root)
+        assert_retry_succeeds(root)
     assert refused > 0.7 * len(limits)
 
 
-def test_a_journal_goes_on_when_there_is_room_again(tmp_path, monkeypatch, caplog):
+def test_a_journal_continues_when_there_is_space_again(tmp_path, monkeypatch, caplog):
     log = LineLog(tmp_path / "metrics.jsonl")
     with monkeypatch.context() as patch:
-        Failing(patch, errno.ENOSPC, 1, for_good=True)
+        FailingDisk(patch, errno.ENOSPC, 1, for_good=True)
         patch.setattr(os, "ftruncate", lambda *_: None)
         log.append_record({"step": 1})
-        assert not log.flush_pending(sync=True)  # said, and no exception
+        assert not log.flush_pending(sync=True)  # reported, without an exception
     log.append_record({"step": 2})
     assert log.flush_pending(sync=True)
     log.close()
@@ -208,10 +208,10 @@ def test_a_journal_goes_on_when_there_is_room_again(tmp_path, monkeypatch, caplo
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ESTALE, errno.EACCES])
-def test_a_version_that_cannot_be_read_just_now_is_not_set_aside(tmp_path, monkeypatch, code):
+def test_a_temporarily_unreadable_version_is_not_renamed(tmp_path, monkeypatch, code):
     store = CheckpointStore(tmp_path)
-    store.save_version(state_of(1))
-    store.save_version(state_of(2))
+    store.save_version(build_state(1))
+    store.save_version(build_state(2))
 
     def refuse(path):
         raise OSError(code, os.strerror(code), str(path))
@@ -239,42 +239,42 @@ def state(version):
     return {"model": {"weight": torch.full((200_000,), float(version))}, "loop": {"iteration": version}}  # 0.8 MB
 store = CheckpointStore(root / "run")
 (root / "ballast").write_bytes(bytes(900_000))
-store.save(state(1)); store.save(state(2))
+store.save_version(state(1)); store.save_version(state(2))
 try:
-    store.save(state(3))
+    store.save_version(state(3))
     print("no error")
 except CheckpointError as error:
     print(error)
 print(store.load_latest()["loop"], sorted(os.listdir(root / "run")))
 subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
 try:
-    store.save(state(3))
+    store.save_version(state(3))
     print("no error")
 except CheckpointError as error:
     print(error)
-print(store.load(2)["loop"])
+print(store.load_version(2)["loop"])
 subprocess.run(["mount", "-o", "remount,rw", str(root)], check=True)
 (root / "ballast").unlink()
-print(store.save(state(3)), store.load_latest()["loop"])
+print(store.save_version(state(3)), store.load_latest()["loop"])
 """
 
 
 def test_a_disk_of_3_mb_and_one_that_becomes_read_only(tmp_path):
-    may_mount = subprocess.run(
+    mounted = subprocess.run(
         ["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(tmp_path)], capture_output=True
     )
-    if may_mount.returncode:
+    if mounted.returncode:
         pytest.skip("no file system can be mounted here (unshare -rm)")
-    done = subprocess.run(
+    child = subprocess.run(
         ["unshare", "-rm", sys.executable, "-c", TMPFS, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    assert child.returncode == 0, child.stderr
     run = tmp_path / "run"
     names = "['.lock', 'LATEST', 'checkpoint-00000001', 'checkpoint-00000002']"
-    assert done.stdout.splitlines() == [
+    assert child.stdout.splitlines() == [
         f"{run}/checkpoint-00000003: cannot be written: No space left on device; make room",
         f"{{'iteration': 2}} {names}",
         f"{run}/.lock: cannot be locked: Read-only file system; {REMEDIES[errno.EROFS]}",
@@ -283,7 +283,7 @@ def test_a_disk_of_3_mb_and_one_that_becomes_read_only(tmp_path):
     ]
 
 
-def test_a_folder_whose_manifest_is_gone_is_damaged(tmp_path):
+def test_a_folder_without_its_manifest_is_damaged(tmp_path):
     publish_folder(tmp_path / "model", lambda folder: (folder / "a").write_text("a") and None)
     (tmp_path / "model" / "manifest.json").unlink()
     with pytest.raises(CorruptError, match="No such file"):

@@ -1,4 +1,4 @@
-"""Fault points: parsed strictly, fire at the hit that was asked for, documented and really there."""
+"""Fault points: parsed strictly, fire at the requested hit, are documented and exist in the source."""
 
 import ast
 import errno
@@ -36,7 +36,7 @@ def test_fires_at_its_hit_only():
 
 
 @pytest.mark.parametrize("unset", [None, ""])
-def test_unset_does_nothing_also_after_it_was_set(unset):
+def test_unset_does_nothing_even_after_it_was_set(unset):
     faults.configure_faults("loop.step:1:raise")
     faults.configure_faults(unset)
     assert inject_fault("loop.step") is None
@@ -52,8 +52,8 @@ def test_sleep_takes_its_seconds():
     assert time.monotonic() - before >= 0.05
 
 
-def child(code, **environment):
-    """A process that does this, with the points at hand."""
+def run_child(code, **environment):
+    """Run code in a child process that has imported `inject_fault`."""
     code = f"from rl_core.storage.faults import inject_fault; {code}"
     environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(
@@ -62,8 +62,8 @@ def child(code, **environment):
 
 
 def test_kill_through_the_environment():
-    done = child(
-        "fault('loop.step'); print('one', flush=True); fault('loop.step')",
+    done = run_child(
+        "inject_fault('loop.step'); print('one', flush=True); inject_fault('loop.step')",
         POSTTRAIN_FAULT="loop.step:2:kill",
     )
     assert (done.returncode, done.stdout) == (-9, "one\n")
@@ -73,49 +73,48 @@ def test_kill_through_the_environment():
     ("text", "message"),
     [
         ("loop.stop:1:kill", "did you mean 'loop.step'"),
-        ("loop.step:0:kill", "whole number from 1"),
-        ("loop.step:one:kill", "whole number from 1"),
+        ("loop.step:0:kill", "integer of at least 1"),
+        ("loop.step:one:kill", "integer of at least 1"),
         ("loop.step:1:burn", "unknown action 'burn'"),
         ("loop.step:1:kill=3", "unknown action 'kill=3'"),
         ("loop.step:1:sleep=x", "not a number of seconds"),
         ("loop.step:1:raise=EOI", "did you mean 'EIO'"),
         ("loop.step:1:exit=256", "not an exit code"),
         ("loop.step:1:term=3", "unknown action 'term=3'"),
-        ("loop.step@one:1:kill", "must end with @main or the number of a process"),
+        ("loop.step@one:1:kill", "must end with @main or a process number"),
         ("loop.step", "point:hit:action"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text, message):
+def test_an_invalid_plan_is_refused(text, message):
     with pytest.raises(SettingsError, match=re.escape(message)):
         faults.configure_faults(text)
 
 
-def used_points():
-    """Names of points in the source: arguments of fault(), and of the parameter `point`."""
-    found = set()
+def find_used_points():
+    """Collect the names of points in the source: arguments of inject_fault(), and of the parameter `point`."""
+    names = set()
     for package in ("rl_core", "tasks", "flows", "posttrain"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if not isinstance(node, ast.Call):
                     continue
-                named = [keyword.value for keyword in node.keywords if keyword.arg == "point"]
-                own = (
-                    node.args if isinstance(node.func, ast.Name) and node.func.id == "fault" else []
-                )
-                texts = [
-                    text
-                    for value in (*own, *named)
-                    for text in ast.walk(value)
-                    if isinstance(text, ast.Constant)
+                values = [keyword.value for keyword in node.keywords if keyword.arg == "point"]
+                if isinstance(node.func, ast.Name) and node.func.id == "inject_fault":
+                    values += node.args
+                constants = [
+                    constant
+                    for value in values
+                    for constant in ast.walk(value)
+                    if isinstance(constant, ast.Constant)
                 ]
-                found |= {text.value for text in texts if isinstance(text.value, str)}
-    return found
+                names |= {item.value for item in constants if isinstance(item.value, str)}
+    return names
 
 
 def test_every_point_is_listed_once_and_compiled_in():
     listed = [point.name for points in FAULT_POINT_GROUPS.values() for point in points]
     assert len(listed) == len(set(listed)) == len(faults.FAULT_POINTS) >= 60
-    assert used_points() == set(listed)
+    assert find_used_points() == set(listed)
 
 
 def test_the_listing_names_every_point_in_its_group_and_who_reaches_it():
@@ -139,18 +138,18 @@ def test_an_error_has_its_number(action, number):
 
 
 @pytest.mark.parametrize(
-    ("action", "code", "said"),
+    ("action", "code", "output"),
     [("exit", 1, ""), ("exit=7", 7, ""), ("term", -signal.SIGTERM, ""), ("sleep=0", 0, "two")],
 )
-def test_actions_that_end_the_process(action, code, said):
-    done = child(
-        "fault('loop.step'); print('two', end='')", POSTTRAIN_FAULT=f"loop.step:1:{action}"
+def test_actions_that_end_the_process(action, code, output):
+    done = run_child(
+        "inject_fault('loop.step'); print('two', end='')", POSTTRAIN_FAULT=f"loop.step:1:{action}"
     )
-    assert (done.returncode, done.stdout) == (code, said)
+    assert (done.returncode, done.stdout) == (code, output)
 
 
 @pytest.mark.parametrize(
-    ("place", "rank", "code"),
+    ("target", "rank", "code"),
     [
         ("@0", "0", 7),
         ("@0", "1", 0),
@@ -161,16 +160,20 @@ def test_actions_that_end_the_process(action, code, said):
         ("", None, 7),
     ],
 )
-def test_one_process_of_a_stage_or_its_own_can_be_meant(place, rank, code):
+def test_a_fault_can_target_one_process_of_a_stage(target, rank, code):
     environment = {"RANK": rank} if rank is not None else {}
-    done = child("fault('loop.step')", POSTTRAIN_FAULT=f"loop.step{place}:1:exit=7", **environment)
+    done = run_child(
+        "inject_fault('loop.step')", POSTTRAIN_FAULT=f"loop.step{target}:1:exit=7", **environment
+    )
     assert done.returncode == code, done.stderr
 
 
-def test_what_is_reached_is_written_down_by_all_processes_of_a_run(tmp_path):
+def test_reached_points_are_logged_by_all_processes_of_a_run(tmp_path):
     log = tmp_path / "reached"
     for _ in range(2):
-        child("fault('loop.step'); fault('loop.saved')", POSTTRAIN_FAULT_LOG=str(log))
+        run_child(
+            "inject_fault('loop.step'); inject_fault('loop.saved')", POSTTRAIN_FAULT_LOG=str(log)
+        )
     rows = [line.split() for line in log.read_text().splitlines()]
     assert [row[2] for row in rows] == ["loop.step", "loop.saved"] * 2
     assert len({row[0] for row in rows}) == 2 and all(float(row[1]) > 1e9 for row in rows)

@@ -1,4 +1,4 @@
-"""Readers that look while a writer publishes: never half a version, and never an older one than before."""
+"""Readers during publishing: they never see half a version, nor an older one than before."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from tasks.tracking.journal import LineLog
 VERSIONS = 60
 
 
-def while_writing(write, look):
-    """Values of `look`, called again and again while `write` ran, and once after it."""
+def look_while_writing(write, look):
+    """Call `look` repeatedly while `write` runs and once afterwards; return its values."""
     writer, seen = threading.Thread(target=write), []
     writer.start()
     while writer.is_alive():
@@ -37,17 +37,17 @@ def test_json_files_and_live_views(tmp_path):
             )
 
     def look():
-        found = [read_json_object(tmp_path / name) for name in ("run.json", "progress.json")]
-        assert all(not value or len(value["text"]) == 5000 for value in found)
-        return [value.get("number", 0) for value in found]
+        values = [read_json_object(tmp_path / name) for name in ("run.json", "progress.json")]
+        assert all(not value or len(value["text"]) == 5000 for value in values)
+        return [value.get("number", 0) for value in values]
 
-    seen = while_writing(write, look)
+    seen = look_while_writing(write, look)
     for numbers in zip(*seen, strict=True):
         assert list(numbers) == sorted(numbers) and numbers[-1] == VERSIONS
 
 
 def test_the_pointer_of_checkpoints(tmp_path):
-    """LATEST without the lock: what it names loads, unless a newer one has replaced it by then."""
+    """Read LATEST without the lock: the version it names loads, unless a newer one has replaced it meanwhile."""
     store = CheckpointStore(tmp_path)
 
     def write():
@@ -59,35 +59,35 @@ def test_the_pointer_of_checkpoints(tmp_path):
                 }
             )
 
-    def latest():
+    def read_pointer():
         try:
             return int((tmp_path / "LATEST").read_text().strip().removeprefix("checkpoint-"))
         except FileNotFoundError:
             return 0
 
     def look():
-        version = latest()
+        version = read_pointer()
         if not version:
             return 0
         try:
             state = CheckpointStore(tmp_path).load_version(version)
         except CheckpointError:
-            assert latest() > version  # pruned meanwhile
+            assert read_pointer() > version  # pruned meanwhile
             return None
         assert state["loop"] == {"iteration": version} and bool(
             (state["model"]["weight"] == version).all()
         )
         return version
 
-    seen = while_writing(write, look)
+    seen = look_while_writing(write, look)
     assert seen == sorted(seen) and seen[-1] == VERSIONS // 2 and len(set(seen)) > 3
 
 
-def test_a_journal_gives_each_line_once_and_in_order(tmp_path):
+def test_a_journal_yields_each_line_once_and_in_order(tmp_path):
     tail, path = JsonLinesTail(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
 
     def write():
-        for start in range(0, 400, 100):  # a writer that is killed in a line, and one that goes on
+        for start in range(0, 400, 100):  # each writer is killed within a line, the next continues
             log = LineLog(path)
             for number in range(start, start + 100):
                 log.append_record({"number": number})
@@ -95,13 +95,13 @@ def test_a_journal_gives_each_line_once_and_in_order(tmp_path):
             with path.open("ab") as file:
                 file.write(b'{"number": 9')
 
-    seen = while_writing(write, lambda: [row["number"] for row in tail.read_rows()])
+    seen = look_while_writing(write, lambda: [row["number"] for row in tail.read_rows()])
     assert [number for block in seen for number in block] == list(range(400))
     assert tail.num_restarts == 0 and tail.num_bad == 0
 
 
-def test_a_number_is_never_given_twice(tmp_path):
-    """A reader that had version 2 must not take another state of that number for it."""
+def test_a_version_number_is_never_reused(tmp_path):
+    """Check that a reader of version 2 never sees another state under that number."""
     store = CheckpointStore(tmp_path)
     for number in (1, 2):
         store.save_version({"loop": {"iteration": number}})
@@ -113,10 +113,10 @@ def test_a_number_is_never_given_twice(tmp_path):
 
 @pytest.mark.parametrize("torn", [1, 12, 20])
 def test_a_line_that_is_cut_off_and_replaced_during_the_reading(tmp_path, monkeypatch, torn):
-    """The kernel may hand out bytes of a torn line and, behind them, those of the line that replaced it."""
+    """Simulate a kernel that returns bytes of a torn line followed by those of the line that replaced it."""
     path = tmp_path / "metrics.jsonl"
-    _write(path, [1, 2])
-    whole = path.stat().st_size
+    append_numbers(path, [1, 2])
+    intact_size = path.stat().st_size
     with path.open("ab") as file:
         file.write(encode_checked_line({"number": 9, "text": "torn"})[:torn])
     read, calls = os.pread, []
@@ -126,29 +126,29 @@ def test_a_line_that_is_cut_off_and_replaced_during_the_reading(tmp_path, monkey
             return read(fd, length, offset)
         calls.append(offset)
         first = read(fd, length, offset)
-        _write(path, [3, 4])
+        append_numbers(path, [3, 4])
         return first + read(fd, length - len(first), offset + len(first))
 
     tail = JsonLinesTail(path)
     monkeypatch.setattr(os, "pread", overtaken)
     assert [row["number"] for row in tail.read_rows()] == [1, 2, 3, 4]
-    assert tail.num_bad == 0 and tail.offset == path.stat().st_size > whole
+    assert tail.num_bad == 0 and tail.offset == path.stat().st_size > intact_size
 
 
 @pytest.mark.parametrize("torn", [1, 12, 20])
 def test_checked_lines_that_are_cut_off_and_replaced_during_the_reading(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
-    _write(path, [1, 2])
+    append_numbers(path, [1, 2])
     with path.open("ab") as file:
         file.write(encode_checked_line({"number": 9, "text": "torn"})[:torn])
     lines = read_checked_lines(path)
-    seen = [next(lines)]  # the whole file is in the reader's buffer, the torn line included
-    _write(path, [3, 4])
+    seen = [next(lines)]  # the reader has buffered the complete file, including the torn line
+    append_numbers(path, [3, 4])
     seen += list(lines)
     assert [line.record for line in seen] == [{"number": number} for number in (1, 2, 3, 4)]
 
 
-def _write(path, numbers):
+def append_numbers(path, numbers):
     log = LineLog(path)
     for number in numbers:
         log.append_record({"number": number})

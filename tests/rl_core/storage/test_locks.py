@@ -1,4 +1,4 @@
-"""A folder's lock: one holder, named to others, free when it dies, waited for no longer than asked."""
+"""Lock of a folder: one holder, named to others, released when it dies, with a bounded wait."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Moments of an optimizer: its settings stay those of the run; moments of other parameters are refused by name."""
+"""Moments of an optimizer: the run keeps its settings; moments of other parameters are refused by name."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from rl_core.errors import CheckpointError
 from rl_core.storage.checkpoint import extract_moments, load_moments
 
 
-def adam(shapes, **options):
+def build_stepped_adamw(shapes, **options):
     parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True, **options)
     for parameter in parameters:
@@ -17,23 +17,25 @@ def adam(shapes, **options):
     return optimizer
 
 
-def test_the_settings_are_those_of_the_run_that_resumes():
-    state = extract_moments(adam([(2, 3)], weight_decay=0.3, betas=(0.5, 0.6)))
+def test_a_resumed_run_keeps_its_settings():
+    state = extract_moments(build_stepped_adamw([(2, 3)], weight_decay=0.3, betas=(0.5, 0.6)))
     assert set(state) == {"state"} and set(state["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    other = adam([(2, 3)], weight_decay=0.7)
+    other = build_stepped_adamw([(2, 3)], weight_decay=0.7)
     load_moments(other, state)
     (group,) = other.param_groups
     assert group["weight_decay"] == 0.7 and group["betas"] == (0.9, 0.999)
-    # one step of gradient 0.5 at betas 0.5 and 0.6: 0.5 * 0.5, 0.4 * 0.25
+    # One step with gradient 0.5 at betas 0.5 and 0.6: 0.5 * 0.5, 0.4 * 0.25.
     assert float(other.state[group["params"][0]]["exp_avg"][0, 0]) == pytest.approx(0.25)
     assert float(other.state[group["params"][0]]["exp_avg_sq"][0, 0]) == pytest.approx(0.1)
 
 
 def test_moments_of_other_parameters_are_refused():
-    """torch's fused kernel would read and write beyond them, which ended the process."""
+    """Refuse them, because torch's fused kernel would access memory out of bounds, which crashed the process."""
     with pytest.raises(
         CheckpointError, match=r"exp_avg of parameter 0 has shape \(2, 3\), not \(4,\)"
     ):
-        load_moments(adam([(4,)]), extract_moments(adam([(2, 3)])))
+        load_moments(build_stepped_adamw([(4,)]), extract_moments(build_stepped_adamw([(2, 3)])))
     with pytest.raises(CheckpointError, match="moments of parameter 1, but 1 are trained"):
-        load_moments(adam([(4,)]), extract_moments(adam([(4,), (2,)])))
+        load_moments(
+            build_stepped_adamw([(4,)]), extract_moments(build_stepped_adamw([(4,), (2,)]))
+        )

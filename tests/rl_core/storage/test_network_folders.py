@@ -1,4 +1,4 @@
-"""Two machines on one network folder: locks that do not reach the other one, and temporaries that are not ours."""
+"""Two machines on one network folder: locks that do not reach the other machine, and temporaries of other machines."""
 
 import fcntl
 import os
@@ -54,22 +54,22 @@ def test_which_locks_reach_other_machines(path, reach):
     assert has_cross_machine_locks(path, MOUNTS) is reach
 
 
-def test_this_machines_own_folders_are_locked_by_the_kernel(tmp_path):
+def test_local_folders_are_locked_by_the_kernel(tmp_path):
     assert has_cross_machine_locks(tmp_path)
 
 
 @pytest.fixture
 def on_machine(monkeypatch):
-    """A function that makes this process one of several machines, on a folder whose flocks are local to each."""
-    held = {"machine": ""}
+    """Return a function that makes this process one of several machines, on a folder with machine-local flocks."""
+    holder = {"machine": ""}
     flock = fcntl.flock
 
     def local_flock(descriptor, operation):
-        if platform.node() == held["machine"] or operation == fcntl.LOCK_UN:
-            flock(descriptor, operation)  # the other machines' locks are not seen
+        if platform.node() == holder["machine"] or operation == fcntl.LOCK_UN:
+            flock(descriptor, operation)  # locks of other machines are invisible
 
     def become(name, local=True):
-        held["machine"] = held["machine"] or name
+        holder["machine"] = holder["machine"] or name
         monkeypatch.setattr(platform, "node", lambda: name)
         monkeypatch.setattr(fcntl, "flock", local_flock if local else flock)
         monkeypatch.setattr(locks, "has_cross_machine_locks", lambda path: not local)
@@ -95,7 +95,7 @@ def test_another_machine_is_refused_though_its_flock_succeeds(tmp_path, on_machi
     assert sorted(os.listdir(tmp_path)) == [".lock"]
 
 
-def test_after_a_crash_the_same_machine_goes_on_and_another_one_asks(tmp_path, on_machine):
+def test_after_a_crash_only_the_same_machine_continues(tmp_path, on_machine):
     on_machine("a")
     (tmp_path / ".lock").write_text("17 on a\n")  # left by a killed process
     (tmp_path / ".lock.holder").write_text("a\n")
@@ -112,7 +112,7 @@ def test_after_a_crash_the_same_machine_goes_on_and_another_one_asks(tmp_path, o
         assert lock.is_held
 
 
-def test_with_locks_of_the_server_a_crashed_machine_holds_up_nobody(tmp_path, on_machine):
+def test_with_server_locks_a_crashed_machine_blocks_nobody(tmp_path, on_machine):
     (tmp_path / ".lock").write_text("17 on a\n")
     on_machine("b", local=False)
     with FolderLock(tmp_path):
@@ -133,7 +133,7 @@ def test_temporaries_of_another_machine_are_left_alone(tmp_path, on_machine):
     assert clear_leftovers(tmp_path, locked=True) == [theirs]
 
 
-def test_our_own_temporaries_are_not_leftovers(tmp_path):
+def test_active_temporaries_are_not_leftovers(tmp_path):
     with atomic_files.reserve_temporary(tmp_path / "model") as temporary:
         temporary.mkdir()
         assert clear_leftovers(tmp_path, locked=True) == [] and temporary.is_dir()

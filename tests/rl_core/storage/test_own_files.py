@@ -1,4 +1,4 @@
-"""Files that lie in the way of ours: links, pipes, somebody else's; nothing behind them is touched."""
+"""Obstacles at the paths of our files: links, pipes, files of other users; their targets are never touched."""
 
 import itertools
 import os
@@ -29,20 +29,20 @@ PRECIOUS = "step,time\nprecious\n"
 
 @pytest.fixture
 def victim(tmp_path):
-    """A file outside the folder that is written into."""
+    """Create a file outside the folder that is written to."""
     path = tmp_path / "elsewhere" / "victim"
     path.parent.mkdir()
     path.write_text(PRECIOUS)
     return path
 
 
-def _lock(folder):
+def lock_folder(folder):
     with FolderLock(folder):
         pass
 
 
 APPENDED = {
-    ".lock": _lock,
+    ".lock": lock_folder,
     "metrics.jsonl": lambda folder: JsonlTracker(folder / "metrics.jsonl").log_metrics(
         {"x": 1.0}, 1
     ),
@@ -56,7 +56,7 @@ APPENDED = {
 
 
 @pytest.mark.parametrize("name", APPENDED)
-def test_what_is_appended_to_follows_no_link(tmp_path, victim, name):
+def test_appending_follows_no_link(tmp_path, victim, name):
     folder = tmp_path / "output"
     folder.mkdir()
     (folder / name).symlink_to(victim)
@@ -86,7 +86,7 @@ def test_a_hard_link_where_everybody_may_write_is_refused(tmp_path, victim, name
     ):
         APPENDED[name](folder)
     assert victim.read_text() == PRECIOUS
-    folder.chmod(0o775)  # a snapshot of one's own
+    folder.chmod(0o775)  # hard links are allowed here, because snapshots consist of them
     if name == ".lock":
         APPENDED[name](folder)
         assert victim.read_text() != PRECIOUS
@@ -104,7 +104,7 @@ REPLACED = {
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_link_under_the_name_of_a_temporary_is_replaced(tmp_path, victim, name, monkeypatch):
-    monkeypatch.setattr(atomic_files, "_numbers", itertools.repeat(7))
+    monkeypatch.setattr(atomic_files, "_temporary_numbers", itertools.repeat(7))
     folder = tmp_path / "output"
     (folder / ".tracking").mkdir(parents=True)
     path = folder / name
@@ -115,7 +115,7 @@ def test_a_link_under_the_name_of_a_temporary_is_replaced(tmp_path, victim, name
 
 
 def test_a_link_under_the_name_of_a_temporary_folder_is_replaced(tmp_path, victim, monkeypatch):
-    monkeypatch.setattr(atomic_files, "_numbers", itertools.repeat(7))
+    monkeypatch.setattr(atomic_files, "_temporary_numbers", itertools.repeat(7))
     (tmp_path / f".tmp-v1@{platform.node()}-{os.getpid()}.7").symlink_to(victim.parent)
     publish_folder(tmp_path / "v1", lambda folder: (folder / "a").write_text("a") and None)
     assert os.listdir(victim.parent) == ["victim"] and (tmp_path / "v1" / "a").read_text() == "a"
@@ -127,10 +127,10 @@ def test_a_link_under_the_name_of_a_temporary_folder_is_replaced(tmp_path, victi
     )
 
 
-def test_pipes_and_folders_are_refused_at_once(tmp_path):
+def test_pipes_and_folders_are_refused_immediately(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDWR):
-        with pytest.raises(CheckpointError, match="is no regular file"):
+        with pytest.raises(CheckpointError, match="is not a regular file"):
             open_owned_file(tmp_path / "pipe", flags)
     with pytest.raises(OSError, match="directory"):
         open_owned_file(tmp_path, os.O_RDWR)
@@ -159,7 +159,7 @@ def test_a_file_of_somebody_else_is_refused_where_others_may_write(tmp_path):
     assert path.read_text() == "ours!"
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
+def test_a_user_without_a_home_gets_a_remedy(monkeypatch, tmp_path):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 

@@ -1,4 +1,4 @@
-"""A folder that a user names, saved twice: whole before and after, and nobody else's files are lost."""
+"""Saving twice to a folder that the user names: complete before and after, without losing files of others."""
 
 import os
 import resource
@@ -13,15 +13,15 @@ from rl_core.storage.folders import remove_folder, replace_folder
 from rl_core.storage.manifest import verify_folder
 
 
-def writer(text, *more):
+def build_writer(text, *extra_names):
     def write(folder):
-        for name in ("config.json", "model.safetensors", *more):
+        for name in ("config.json", "model.safetensors", *extra_names):
             (folder / name).write_text(text)
 
     return write
 
 
-def content(folder):
+def read_content(folder):
     return {
         name: (folder / name).read_text() for name in os.listdir(folder) if name != "manifest.json"
     }
@@ -29,7 +29,7 @@ def content(folder):
 
 @pytest.fixture(params=["exchange", "no exchange"])
 def file_system(request, monkeypatch):
-    """With and without renameat2's exchange, which NFS has not."""
+    """Run with and without renameat2's exchange, which NFS lacks."""
     if request.param == "no exchange":
         monkeypatch.setattr(folders.ctypes, "CDLL", lambda *_, **__: object())
     return request.param
@@ -40,24 +40,23 @@ def test_the_second_version_replaces_the_first_as_a_whole(tmp_path, file_system,
     monkeypatch.setattr(
         folders, "remove_folder", lambda folder: (removed.append(folder), remove_folder(folder))
     )
-    replace_folder(target, writer("1", "part-2.safetensors"))
-    assert content(target) == {
+    replace_folder(target, build_writer("1", "part-2.safetensors"))
+    assert read_content(target) == {
         "config.json": "1",
         "model.safetensors": "1",
         "part-2.safetensors": "1",
     }
-    replace_folder(target, writer("2"))
-    assert content(target) == {"config.json": "2", "model.safetensors": "2"}
+    replace_folder(target, build_writer("2"))
+    assert read_content(target) == {"config.json": "2", "model.safetensors": "2"}
     verify_folder(target)
     assert os.listdir(target.parent) == ["model"]
-    assert (target in removed) == (
-        file_system == "no exchange"
-    )  # exchanged, there was a model at every moment
+    # With an exchange, there was a model at all times.
+    assert (target in removed) == (file_system == "no exchange")
 
 
 def test_an_error_keeps_the_first_version(tmp_path, file_system):
     target = tmp_path / "model"
-    replace_folder(target, writer("1"))
+    replace_folder(target, build_writer("1"))
 
     def broken(folder):
         (folder / "config.json").write_text("2")
@@ -67,37 +66,37 @@ def test_an_error_keeps_the_first_version(tmp_path, file_system):
         CheckpointError, match="cannot be written: No space left on device; make room"
     ):
         replace_folder(target, broken)
-    assert content(target) == {"config.json": "1", "model.safetensors": "1"} and os.listdir(
+    assert read_content(target) == {"config.json": "1", "model.safetensors": "1"} and os.listdir(
         tmp_path
     ) == ["model"]
 
 
 def test_somebody_elses_files_are_not_removed(tmp_path):
     target = tmp_path / "model"
-    replace_folder(target, writer("1"))
+    replace_folder(target, build_writer("1"))
     (target / "README.md").write_text("mine")
     with pytest.raises(
         CheckpointError, match=r"holds README\.md, which saving would remove; name a new or empty"
     ):
-        replace_folder(target, writer("2"))
-    assert content(target)["config.json"] == "1" and os.listdir(tmp_path) == ["model"]
+        replace_folder(target, build_writer("2"))
+    assert read_content(target)["config.json"] == "1" and os.listdir(tmp_path) == ["model"]
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="it is a file; name a folder"):
-        replace_folder(tmp_path / "file", writer("2"))
+        replace_folder(tmp_path / "file", build_writer("2"))
 
 
 def test_an_empty_folder_and_one_of_an_older_version_are_replaced(tmp_path):
     (tmp_path / "empty").mkdir()
-    replace_folder(tmp_path / "empty", writer("1"))
-    assert content(tmp_path / "empty")["config.json"] == "1"
+    replace_folder(tmp_path / "empty", build_writer("1"))
+    assert read_content(tmp_path / "empty")["config.json"] == "1"
     (tmp_path / "old").mkdir()
-    writer("0")(tmp_path / "old")  # without a manifest
-    replace_folder(tmp_path / "old", writer("1"))
-    assert content(tmp_path / "old") == {"config.json": "1", "model.safetensors": "1"}
+    build_writer("0")(tmp_path / "old")  # without a manifest
+    replace_folder(tmp_path / "old", build_writer("1"))
+    assert read_content(tmp_path / "old") == {"config.json": "1", "model.safetensors": "1"}
 
 
-def test_a_disk_that_refuses_weights(tmp_path):
-    """safetensors tells the disk's error in one of its own."""
+def test_a_disk_error_while_saving_weights(tmp_path):
+    """Report the disk error that safetensors wraps in an error type of the library."""
     before, weights = resource.getrlimit(resource.RLIMIT_FSIZE), {"a": torch.ones(1000)}
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Session folders in which other programs still write while they are removed."""
+"""Session folders to which other programs still write while they are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_core.storage.session_resources import (
 
 
 class Writer(threading.Thread):
-    """A program that keeps writing files into a folder, and makes the folders again that are missing."""
+    """Program that keeps writing files into a folder, and recreates missing folders."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Writer(threading.Thread):
                 continue
 
 
-def test_a_folder_goes_though_others_write_until_they_end(tmp_path: Path) -> None:
+def test_a_folder_is_removed_although_others_write_to_it(tmp_path: Path) -> None:
     session = SessionFolder(root=tmp_path)
     writer = Writer(session.path, 0.5)
     writer.start()
@@ -46,10 +46,10 @@ def test_a_folder_goes_though_others_write_until_they_end(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_removed_in_time_is_found_by_the_next_run(
+def test_the_next_run_removes_what_could_not_be_removed_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock stays until nothing else is left: a folder without one would be taken for one that is being made."""
+    """Keep the lock until nothing else is left: a folder without one looks like one that is being created."""
     monkeypatch.setattr(session_resources, "REMOVAL_TIMEOUT_S", 0.1)
     session = SessionFolder(root=tmp_path)
     writer = Writer(session.path, 0.6)

@@ -1,4 +1,4 @@
-"""Files that are replaced, made once, appended to or copied: whole for every reader, whoever else writes."""
+"""Single files that are replaced, created once, appended to or copied: readers always see complete content."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ from rl_core.storage.atomic_files import (
 
 
 def test_threads_that_write_one_file_leave_one_of_their_texts(tmp_path):
-    """They once shared a temporary, by the process number alone: one renamed what another had half written."""
+    """Check a former bug: threads shared a temporary, so one renamed the half-written file of another."""
     errors, path = [], tmp_path / "run.json"
 
     def write(letter):
@@ -46,43 +46,40 @@ def test_an_error_in_the_block_keeps_the_old_text(tmp_path):
         raise KeyError("mine")
     missing = tmp_path / "missing"
     with pytest.raises(FileNotFoundError, match="missing"), replace_file(path) as file:
-        file.write(missing.read_text())  # somebody else's error keeps its name
+        file.write(missing.read_text())  # errors about other files keep their names
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]
 
 
 def test_devices_and_pipes_are_not_replaced(tmp_path):
-    """`--out /dev/stdout` as root would otherwise put a file in its place."""
+    """Refuse them, because `--out /dev/stdout` as root would otherwise replace the device by a file."""
     os.mkfifo(tmp_path / "pipe")
     with (
-        pytest.raises(CheckpointError, match="pipe: is no regular file"),
+        pytest.raises(CheckpointError, match="pipe: is not a regular file"),
         replace_file(tmp_path / "pipe"),
     ):
         raise AssertionError("not opened")
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         write_text_atomic(os.devnull, "x")
 
 
-def test_text_is_written_as_it_is(tmp_path):
+def test_text_is_written_unchanged(tmp_path):
     with replace_file(tmp_path / "rows.csv", errors="replace") as file:
         file.write("é\r\n\ud800\n")
     assert (tmp_path / "rows.csv").read_bytes() == "é\r\n?\n".encode()
 
 
-def test_the_first_one_makes_it(tmp_path):
-    made = []
-    threads = [
-        threading.Thread(
-            target=lambda text=text: made.append(
-                create_file_once(tmp_path / "password", text, mode=0o600)
-            )
-        )
-        for text in ("one", "two", "six")
-    ]
+def test_only_the_first_caller_creates_the_file(tmp_path):
+    created = []
+
+    def create(text):
+        created.append(create_file_once(tmp_path / "password", text, mode=0o600))
+
+    threads = [threading.Thread(target=create, args=(text,)) for text in ("one", "two", "six")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(made) == [False, False, True] and os.listdir(tmp_path) == ["password"]
+    assert sorted(created) == [False, False, True] and os.listdir(tmp_path) == ["password"]
     assert (tmp_path / "password").read_text() in ("one", "two", "six")
     assert (tmp_path / "password").stat().st_mode & 0o777 == 0o600
 

@@ -1,4 +1,4 @@
-"""Round trip through a checkpoint's JSON, types included."""
+"""Round trip of states through a checkpoint's JSON, including types."""
 
 import json
 import math
@@ -20,17 +20,17 @@ def round_trip(value, shard_bytes=1 << 20):
     return StateDecoder(dict(encoder.iter_shards())).decode_value(json.loads(text))
 
 
-def same(left, right):
-    """Equal in value and in type, all the way down; nan equals nan, -0.0 differs from 0.0."""
+def assert_same(left, right):
+    """Check equal values and types, recursively; nan equals nan, -0.0 differs from 0.0."""
     assert type(left) is type(right), (left, right)
     if isinstance(left, dict):
         assert list(left) == list(right)
         for key in left:
-            same(left[key], right[key])
+            assert_same(left[key], right[key])
     elif isinstance(left, list | tuple):
         assert len(left) == len(right)
-        for one, two in zip(left, right, strict=True):
-            same(one, two)
+        for left_item, right_item in zip(left, right, strict=True):
+            assert_same(left_item, right_item)
     elif isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype and left.shape == right.shape
         assert torch.equal(left, right)
@@ -62,8 +62,8 @@ trees = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(trees)
-def test_any_nested_value_comes_back(tree):
-    same(round_trip(tree), tree)
+def test_any_nested_value_is_restored(tree):
+    assert_same(round_trip(tree), tree)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_any_nested_value_comes_back(tree):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_values_of_a_training_state_come_back(value):
-    same(round_trip(value), value)
+def test_values_of_a_training_state_are_restored(value):
+    assert_same(round_trip(value), value)
 
 
 def test_generators_continue_where_they_were():
@@ -134,7 +134,7 @@ def test_shards_hold_at_most_their_size_or_one_tensor():
     [{1, 2}, object(), lambda: 0, 1j, np.array([object()])],
     ids=["set", "object", "function", "complex", "array"],
 )
-def test_what_would_not_come_back_is_refused_with_its_place(value):
+def test_values_that_cannot_be_restored_are_refused_with_their_path(value):
     with pytest.raises(CheckpointError, match=r"x\.trainer\.history"):
         round_trip({"trainer": {"history": value}})
 

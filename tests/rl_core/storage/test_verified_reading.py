@@ -1,4 +1,4 @@
-"""Files that a library opens by itself: verified, and the same ones before and after."""
+"""Files that a library opens: verified, and unchanged during the block."""
 
 import os
 
@@ -18,7 +18,7 @@ def write_stage(folder):
 
 @pytest.fixture
 def model(tmp_path):
-    """The model folder of a finished stage: its files are listed in the stage's manifest."""
+    """Publish a finished stage and return its model folder, whose files are listed in the stage's manifest."""
     publish_folder(tmp_path / "stage", write_stage)
     return tmp_path / "stage" / "model"
 
@@ -31,11 +31,11 @@ def test_intact_files_are_read_and_links_to_them_change_nothing(model, tmp_path)
     with verify_while_reading(model):
         assert (model / "model.safetensors").read_bytes() == b"weights"
         os.link(model / "model.safetensors", tmp_path / "kept")  # an upload keeps the file
-    with verify_while_reading(tmp_path):  # no manifest: taken as it is
+    with verify_while_reading(tmp_path):  # without a manifest nothing is verified
         pass
 
 
-def test_damage_is_found_in_the_files_that_are_read(model):
+def test_damage_is_detected_in_the_files_that_are_read(model):
     (model / "model.safetensors").write_bytes(b"weightz")
     message = r"model\.safetensors: differs from the manifest .* remove manifest\.json"
     with pytest.raises(CorruptError, match=message), verify_while_reading(model):
@@ -51,7 +51,7 @@ def test_damage_is_found_in_the_files_that_are_read(model):
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_refused(model):
-    """A reader that hashes first and opens again would take the other bytes for the verified ones."""
+    """Detect it: a reader that hashes first and opens again would accept other bytes as verified."""
     other = model / "other"
     other.write_bytes(b"weightz")
     with (
@@ -61,7 +61,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(model):
         os.replace(other, model / "model.safetensors")
 
 
-def test_a_manifest_of_another_tool_is_no_manifest(tmp_path):
+def test_a_manifest_of_another_tool_is_ignored(tmp_path):
     (tmp_path / "manifest.json").write_text('{"files": ["a"]}')
     (tmp_path / "a").write_text("a")
     with verify_while_reading(tmp_path):

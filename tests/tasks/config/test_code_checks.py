@@ -90,14 +90,18 @@ CONDITION = "stages.policy.curriculum.0.exit_conditions.0.function"
             "it is called with (logprobs_BT",
         ),
         ({"options": {"tou": 1}}, "stages.policy.loss", "unexpected keyword argument 'tou'"),
-        ({"loss": "sapo"}, "stages.policy.loss", "is no import path; write package.module:name"),
+        (
+            {"loss": "sapo"},
+            "stages.policy.loss",
+            "is not an import path; write package.module:name",
+        ),
         (
             {"advantages": "parts/mine.py:loss"},
             "stages.policy.advantages",
             "it is called with (rewards_R",
         ),
         ({"settled": "parts/mine.py:advantages"}, CONDITION, "it is called with (history"),
-        ({"settled": "parts/mine.py:x y"}, CONDITION, "is no import path"),
+        ({"settled": "parts/mine.py:x y"}, CONDITION, "is not an import path"),
         (
             {"measure": "parts/mine.py:advantages"},
             "stages.analyze.measures.0",

@@ -305,7 +305,7 @@ def test_command_and_its_refusals(tmp_path, capsys):
     path.write_text('{"learning_rate": 0.1}')
     assert main(["convert", str(path)]) == 2 and "--trainer grpo|" in capsys.readouterr().err
     path.write_text('{"what": 0.1}')
-    assert main(["convert", str(path)]) == 2 and "no name of TRL's" in capsys.readouterr().err
+    assert main(["convert", str(path)]) == 2 and "no setting of TRL" in capsys.readouterr().err
     assert OFFERED == TRAINERS
 
 

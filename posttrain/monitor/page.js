@@ -1,17 +1,4 @@
-"""JavaScript of the page: charts, tables and trajectory viewer, updated in place.
-
-Python text, so that it is part of every installation. Elements are created once and found again by id, so that updates
-preserve zoom, scroll position and selection.
-
-JavaScript of the page: asks the server for what is chosen, shows the header, the tabs and the open panel.
-
-`posttrain.choose(values)` takes the values of the controls, in the order of `page.build_page`. The first question goes
-out while the page loads, with what the address names.
-"""
-
-from __future__ import annotations
-
-HELPER_SCRIPT = r"""
+(() => {
 const SVG = 'http://www.w3.org/2000/svg';
 const html = (tag, cls, text) => { const e = document.createElement(tag); if (cls) e.className = cls;
   if (text !== undefined) e.textContent = text; return e; };
@@ -52,9 +39,7 @@ const ticks = (lo, hi, n, whole) => {
   for (let v = Math.ceil(lo / step - 1e-9) * step; v <= hi + step * 1e-9; v += step) found.push(Math.abs(v) < step * 1e-9 ? 0 : v);
   return found;
 };
-"""
 
-CHART_SCRIPT = r"""
 const zoom = {}, hidden = {};   // per chart id: [x from, x to]; names of lines that are switched off
 const L = 52, R = 12, B = 34, H = 226;
 let T = 8;                      // room above the plot: more where marks have names
@@ -165,9 +150,7 @@ const hover = (e, tip, x, from) => {
   const right = d.X(at) > d.width / 2;
   tip.style.left = right ? '' : (d.X(at) + 12) + 'px'; tip.style.right = right ? (d.width - d.X(at) + 12) + 'px' : '';
 };
-"""
 
-BLOCK_SCRIPT = r"""
 const cell = value => {
   const v = (value !== null && typeof value === 'object') ? value : {t: value};
   const td = html('td', v.c || '');
@@ -243,10 +226,7 @@ const episode = (e, row) => {
   }
   e.replaceChildren(top, turns);
 };
-"""
 
-
-_HEADER_SCRIPT = r"""
 let clock = null;
 const duration = s => { if (s === null || s === undefined) return '\u2013'; s = Math.max(0, Math.round(s)); const h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60;
   return h ? `${h} h ${String(m).padStart(2, '0')} min` : m ? `${m} min ${String(s % 60).padStart(2, '0')} s` : `${s} s`; };
@@ -262,9 +242,7 @@ const header = (e, head) => {
   clearInterval(clock); tell();
   if (head.live) clock = setInterval(tell, 1000);
 };
-"""
 
-_UPDATE_SCRIPT = r"""
 const named = Object.fromEntries(new URLSearchParams(location.search));
 const tabs = [...document.querySelectorAll('.pt-tabs button')], panels = [...document.querySelectorAll('.pt-panel')];
 let tab = tabs.some(t => t.dataset.tab === named.tab) ? named.tab : 'overview';
@@ -338,14 +316,4 @@ window.posttrain = {
 };
 mark();
 ask();
-"""
-
-PAGE_SCRIPT = (
-    "<script>(() => {"
-    + HELPER_SCRIPT
-    + CHART_SCRIPT
-    + BLOCK_SCRIPT
-    + _HEADER_SCRIPT
-    + _UPDATE_SCRIPT
-    + "})();</script>"
-)
+})();

@@ -1,0 +1,250 @@
+"""Outputs of an earlier version open with this one: finished and killed runs, services, journals.
+
+`make_fixtures.py` made them. What rests on a stage's key may run once more, as keys hold digests of
+the source; then one line says so, and checkpoints are gone on with under `--allow-drift`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sqlite3
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import pytest
+from helpers.frozen_scenes import answer_proofs, run_command, run_stages
+from helpers.service import random_data
+from helpers.service_http import running_service
+from transformers import AutoModelForCausalLM
+
+import rl_core
+from posttrain.settings_files import load_online_settings
+from rl_core.errors import ResumeRefused
+from rl_core.online.build_worker import build_update_worker
+from rl_core.online.experience_log import ExperienceLogReader
+from rl_core.online.learning_folder import LearningFolder, read_events
+from rl_core.online.service_files import read_gate_state
+from rl_core.online.weight_snapshots import WeightSnapshots
+from rl_core.preferences.rating_journal import RatingJournal
+from rl_core.storage import faults
+from rl_core.storage.manifest import digest_folder
+from tasks.config import load_settings
+from tasks.lifecycle.retraining import read_retrainings
+from tasks.pipeline.pipeline_run import PipelineRun
+from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.stage_fingerprint import read_decisions
+from tasks.stage_registry import list_training_stages
+from tasks.tracking import Tracking
+
+FIXTURES = Path(__file__).parent / "fixtures"
+EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
+MADE_IN = "/tmp/posttrain-earlier-version"  # the folder whose path stands in the outputs
+KILLED = ("prepare_data", "sft", "distill", "preference", "reward_model", "policy", "thoughts")
+KILLED += ("evaluate", "analyze", "export", "promote")
+# Reasons for which a stage may run again: another source, a data file that moved, a new setting.
+REASONS = re.compile(
+    r"posttrain itself: code .*|stages\.prepare_data\.preferences: .*|.*: absent -> .*"
+)
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Unpack all outputs into a folder, and have them name it in place of their own."""
+    place = tmp_path_factory.mktemp("earlier")
+    for archive in FIXTURES.glob("*.tar.gz"):
+        with tarfile.open(archive) as packed:
+            packed.extractall(place, filter="data")
+    move_paths(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place / "pipelines")
+        patch.setattr(subprocess, "run", answer_proofs(subprocess.run))
+        patch.setattr(
+            matplotlib.figure.Figure, "savefig", lambda figure, file, **_: file.write(b"png")
+        )
+        yield place
+
+
+def move_paths(place: Path) -> None:
+    """Put the folder's path where the outputs name their own; lines with a checksum stay."""
+    for name in ("shipped.json", "conditions.json", "online.yaml", "adapter_config.json"):
+        for path in place.rglob(name):
+            path.write_text(path.read_text().replace(MADE_IN, str(place)))
+    with closing(sqlite3.connect(place / "pipelines/outputs/mlflow/mlflow.db")) as store, store:
+        for (table,) in store.execute(
+            "select name from sqlite_master where type = 'table'"
+        ).fetchall():
+            for _, column, kind, *_ in store.execute(f"pragma table_info({table})").fetchall():
+                if kind.startswith(("VARCHAR", "TEXT")):
+                    change = f"update {table} set {column} = replace({column}, ?, ?)"
+                    store.execute(
+                        f"{change} where {column} like '%' || ? || '%'",
+                        (MADE_IN, str(place), MADE_IN),
+                    )
+
+
+# ------------------------------------------------------------------------------------ pipelines
+
+
+def test_finished_runs_are_listed_and_compared(outputs: Path) -> None:
+    rows = json.loads(run_command(["runs", "--output", "outputs", "--limit", "99", "--json"]))
+    finished = [row for row in rows if row["run"].startswith("finished · ")]
+    assert len(finished) == EXPECTED["pipelines"]["runs"] == 2
+    assert {row["status"] for row in finished} == {"finished"}
+    compared = run_command(
+        ["compare", *[row["run_id"] for row in finished], "--output", "outputs", "--json"]
+    )
+    found = json.loads(compared)
+    assert [run["run"] for run in found["runs"]] == [row["run"] for row in finished]
+    assert {"sft", "policy", "evaluate"} <= found["stages"].keys() and found["curves"]
+    records = read_retrainings(outputs / "pipelines/outputs/finished")
+    assert [record.status for record in records] == EXPECTED["pipelines"]["retrainings"]
+
+
+def test_the_champion_stays_champion(outputs: Path, tmp_path: Path) -> None:
+    expected = EXPECTED["pipelines"]
+    tracking = Tracking(None, outputs / "pipelines/outputs", "finished")
+    champion = tracking.champion("finished")
+    assert champion is not None and champion.version == expected["champion"]
+    assert len(tracking.versions("finished")) == expected["versions"]
+    folder = tracking.download_version("finished", champion.version, tmp_path)
+    assert digest_folder(Path(folder)) == champion.tags["model_sha256"] == expected["model_sha256"]
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 10_000
+
+
+def test_records_of_finished_stages_are_read(outputs: Path) -> None:
+    stages = outputs / "pipelines/outputs/finished/stages"
+    policy = stages / "policy" / EXPECTED["pipelines"]["policy"]
+    assert len(rl_core.read_rewards(policy)) == EXPECTED["pipelines"]["rewards"]
+    assert "train/success_rate" in rl_core.read_metrics(policy).columns
+    assert "reward/mean" in rl_core.read_history(policy)["metrics"]
+    for evaluation in stages.glob("evaluate/*/evaluation.json"):
+        frame = rl_core.read_trajectories(evaluation.parent)
+        assert set(frame["level"]) == {"easy"} and len(frame) == 6 * frame["model"].nunique()
+    for analysis in stages.glob("analyze/*/analysis.csv"):
+        assert {"success_rate", "perplexity"} & set(
+            rl_core.read_analysis(analysis.parent)["metric"]
+        )
+
+
+def test_a_promotion_that_waited_is_approved(outputs: Path) -> None:
+    tracking = Tracking(None, outputs / "pipelines/outputs", "asked")
+    (asked,) = [
+        row for row in json.loads(run_command(["approve", "--output", "outputs", "--json"]))
+    ]
+    assert (asked["name"], asked["state"]) == ("asked", "waiting") and tracking.champion(
+        "asked"
+    ) is None
+    run_command(["approve", "asked", "--output", "outputs", "--yes", "--by", "ann"])
+    champion = tracking.champion("asked")
+    assert champion is not None and champion.version == asked["version"]
+    assert champion.tags["approval.by"] == "ann"
+
+
+@pytest.mark.parametrize("stage", KILLED)
+def test_a_killed_run_goes_on_or_says_why_it_begins_again(
+    stage: str, outputs: Path, tmp_path: Path
+) -> None:
+    settings = load_settings(outputs / "pipelines" / f"killed-{stage.replace('_', '-')}.yaml")
+    stages = outputs / "pipelines/outputs" / settings.name / "stages"
+    begun = list((stages / stage).glob("*.open"))
+    assert len(begun) == 1, "the kill left an open folder"
+    faults.log_reached_points(tmp_path / "reached")
+    try:
+        run, reasons = go_on(stage, lambda options: run_stages(settings, options))
+    finally:
+        faults.log_reached_points(None)
+    reached = {line.split()[2] for line in (tmp_path / "reached").read_text().splitlines()}
+    assert all(map(REASONS.fullmatch, reasons)), reasons
+    assert list(run.results) == [*settings.stages.active]
+    if stage in list_training_stages():
+        assert {"checkpoint.loaded", "loop.resumed"} <= reached, "it begins with its checkpoint"
+    for name, result in run.results.items():
+        assert result.cached or has_reason(stages / name), f"{name} ran again without a word"
+    assert run.resumed or run.crashed_runs, "it goes on with the killed run, or names it"
+
+
+def go_on(stage: str, start: Any) -> tuple[PipelineRun, list[str]]:
+    """Return a run of the stages, and the reasons for which it took `--allow-drift`."""
+    try:
+        return start(RunOptions()), []
+    except ResumeRefused as error:
+        lines = str(error).splitlines()
+        assert f"stage '{stage}'" in lines[0] and any("--allow-drift" in line for line in lines)
+        reasons = [line.strip() for line in lines if line.startswith("  ") and "--" not in line]
+        assert reasons, str(error)
+        return start(RunOptions(on_drift="resume")), reasons
+
+
+def has_reason(stage: Path) -> bool:
+    """Return True where the newest decision about a stage says why it ran, if it is news."""
+    decision = read_decisions(stage)[-1]
+    if decision.kind in ("first", "resumed"):
+        return True
+    return any(map(REASONS.fullmatch, decision.changes))
+
+
+def test_a_stage_of_the_user_s_runs_with_its_documented_imports(outputs: Path) -> None:
+    run = run_stages(load_settings(outputs / "pipelines/custom.yaml"))
+    assert list(run.results) == ["prepare_data", "sft", "rounding"]
+    assert run.results["rounding"].summary["note"] == "weights rounded to float16"
+
+
+# --------------------------------------------------------------------- service, online, ratings
+
+
+def test_a_training_service_has_its_runs_and_weights(outputs: Path) -> None:
+    expected, folder = EXPECTED["service"], outputs / "service/folder"
+    with running_service(folder, outputs / "service/base", key="reader") as service:
+        run = service.store.run(expected["run"])
+        assert (run.steps, run.next_seq) == (expected["steps"], expected["next_seq"])
+        saved = service.store.checkpoints(None, 100, 0, expected["run"]).items
+        assert {one.path for one in saved} == expected["saved"].keys()
+        for one in saved:
+            about = expected["saved"][one.path]
+            assert one.facts["data_digest"] == about["digest"]
+            for name, digest in about["files"].items():
+                content = (folder / one.folder / name).read_bytes()
+                assert hashlib.sha256(content).hexdigest() == digest, f"{one.path}: {name}"
+        check_training_goes_on(
+            service, expected, [one for one in saved if one.kind != "external_weights"]
+        )
+
+
+def check_training_goes_on(service: Any, expected: dict[str, Any], saved: list[Any]) -> None:
+    """Check that saved weights are loaded and trained on, by another key."""
+    session = service.session()
+    (weights,) = [one.path for one in saved if one.kind == "weights"]
+    for one in saved:
+        service.store.update_checkpoint(one.path, public=True)
+    body = {"session_id": session, "model_seq_id": 0, "path": weights, "optimizer": True}
+    run = service.result(service.post("load_weights", body))["model_id"]
+    service.result(service.forward_backward(run, 1, random_data(0)))
+    service.result(service.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {}}))
+    assert service.store.run(run).steps == expected["steps"] + 1
+
+
+def test_a_folder_of_online_learning_has_its_records_and_goes_on(outputs: Path) -> None:
+    expected, folder = EXPECTED["online"], outputs / "online/service"
+    settings = load_online_settings(folder / "online.yaml")
+    assert LearningFolder.open_or_create(folder, folder / "model", {}).facts["version"] == 3
+    assert [event["kind"] for event in read_events(folder)] == ["promoted"]
+    assert read_gate_state(folder)["decisions"]
+    snapshots = WeightSnapshots(folder / "snapshots")
+    assert (snapshots.live(), snapshots.versions()) == (expected["live"], expected["versions"])
+    assert len(list(ExperienceLogReader(folder / "buffer").read())) == expected["records"]
+    with build_update_worker(settings, folder) as worker:
+        assert worker.records == expected["records"]
+        assert worker.updates == expected["updates"] and not worker.step()
+
+
+def test_a_journal_of_ratings_has_its_counts(outputs: Path) -> None:
+    journal = RatingJournal(outputs / "ratings/ratings.jsonl")
+    assert len(journal) == EXPECTED["ratings"]["count"]
+    assert {name: journal.count(name) for name in journal.raters} == EXPECTED["ratings"]["raters"]
