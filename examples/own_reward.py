@@ -1,34 +1,33 @@
-"""A reward of your own on rows of data: columns, several parts with weights, validation, an early stop.
+"""A custom reward on rows of data: columns, several weighted components, validation, early stopping.
 
-Rows have a `prompt` and any other columns; a reward function reads them from `trajectory.row`. The same function works
-in a configuration file, as `rewards: {own_reward:wanted_letters: 1.0}`.
+Rows have a `prompt` and any other columns; a reward function reads them from `trajectory.row`. Use the same function in
+a configuration file as `rewards: {own_reward:wanted_letters: 1.0}`.
 """
 
 import rl_core
 
 
 def wanted_letters(trajectories):
-    """Share of the characters that the row asks for: a list of numbers, one for each trajectory."""
+    """Return the share of characters that the row asks for: one number per trajectory."""
     rewards = []
     for trajectory in trajectories:
-        text = trajectory.completion
-        rewards.append(
-            sum(letter in trajectory.row["letters"] for letter in text) / max(len(text), 1)
-        )
+        text, letters = trajectory.completion, trajectory.row["letters"]
+        rewards.append(sum(letter in letters for letter in text) / max(len(text), 1))
     return rewards
 
 
 class Report:
-    """A callback: says how validation goes, and stops when it is good enough."""
+    """Callback that prints the validation reward and stops training when it reaches the target."""
 
-    def __init__(self, enough):
-        self.enough, self.seen = enough, []
+    def __init__(self, target):
+        self.target, self.rewards = target, []
 
     def on_evaluation(self, event):
-        self.seen.append(event.metrics["eval/reward_mean"])
-        print(f"after iteration {event.iteration}: validation reward {self.seen[-1]:.2f}")
-        if self.seen[-1] >= self.enough:
-            event.stop("good enough")
+        reward = event.metrics["eval/reward_mean"]
+        self.rewards.append(reward)
+        print(f"after iteration {event.iteration}: validation reward {reward:.2f}")
+        if reward >= self.target:
+            event.stop("target reached")
 
 
 def main(output=None, iterations=80):
@@ -36,18 +35,14 @@ def main(output=None, iterations=80):
         {"prompt": "vowels please", "letters": "aeiou"},
         {"prompt": "digits please", "letters": "0123456789"},
     ]
-    model = rl_core.create_policy(
-        [row["prompt"] for row in rows], rl_core.ModelSettings(preset="nano", vocab_size=300)
-    )
-    report = Report(enough=0.7)
+    model_settings = rl_core.ModelSettings(preset="nano", vocab_size=300)
+    model = rl_core.create_policy([row["prompt"] for row in rows], model_settings)
+    report = Report(target=0.7)
     trainer = rl_core.grpo(
         model=model,
         prompts=rows,
         heldout_prompts=rows * 16,
-        reward={
-            wanted_letters: 1.0,
-            "length": 0.05,
-        },  # "length" ships with the library: it rewards brevity
+        reward={wanted_letters: 1.0, "length": 0.05},  # built-in "length" rewards brevity
         settings=rl_core.PolicySettings(
             iterations=iterations,
             prompts_per_iteration=4,
@@ -61,7 +56,7 @@ def main(output=None, iterations=80):
     )
     outcome = trainer.run()
     print(f"stopped: {outcome.stop_reason}, after {outcome.iterations} iterations")
-    return report.seen
+    return report.rewards
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A file of questions and a reward function: the shortest way from a data set to GRPO.
 
-Every column of a row reaches the reward function by its name. The same in a configuration file, without Python but for
-the reward:
+Every column of a row reaches the reward function by its name. The same in a configuration file, where only the reward
+is Python:
 
     environment: {name: prompts, options: {path: reviews.jsonl, heldout: 0.2}}
     stages: {policy: {rewards: {"prompts_file.py:sign": 1.0}}}
@@ -14,20 +14,23 @@ import rl_core
 
 
 def sign(trajectories, answer):
-    """Share of a completion's characters that are the right sign; `answer` is that column, a value a trajectory."""
+    """Return the share of each completion's characters that are the right sign; `answer` is the column of that name."""
     pairs = zip(trajectories, answer, strict=True)
     return [t.completion.count(right) / max(len(t.completion), 1) for t, right in pairs]
 
 
 def write_rows(path):
-    """Stands for your own file: {"prompt": ..., "answer": ...} and any other columns."""
-    words = {"+": ("great", "lovely", "fine", "superb"), "-": ("dull", "awful", "poor", "weak")}
+    """Write a file like yours: {"prompt": ..., "answer": ...} and any other columns."""
+    adjectives_by_sign = {
+        "+": ("great", "lovely", "fine", "superb"),
+        "-": ("dull", "awful", "poor", "weak"),
+    }
     things = ("film", "book", "song", "play", "dish")
     rows = [
-        {"prompt": f"{w} {t}", "answer": a}
-        for a, some in words.items()
-        for w in some
-        for t in things
+        {"prompt": f"{adjective} {thing}", "answer": answer}
+        for answer, adjectives in adjectives_by_sign.items()
+        for adjective in adjectives
+        for thing in things
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -38,10 +41,9 @@ def main(output="outputs/prompts_file", iterations=60):
     path = output / "reviews.jsonl"
     write_rows(path)
     environment = rl_core.make_environment("prompts", {"path": str(path), "heldout": 0.2})
-    model = rl_core.create_policy(
-        ["great film + dull book -"], rl_core.ModelSettings(preset="nano", vocab_size=300)
-    )
-    trainer = rl_core.grpo(  # `prompts=path` in place of an environment trains on all rows
+    model_settings = rl_core.ModelSettings(preset="nano", vocab_size=300)
+    model = rl_core.create_policy(["great film + dull book -"], model_settings)
+    trainer = rl_core.grpo(  # to train on all rows, pass `prompts=path` instead of an environment
         model=model,
         environment=environment,
         reward=sign,
@@ -56,11 +58,9 @@ def main(output="outputs/prompts_file", iterations=60):
     )
     trainer.run()
     trainer.save(output / "model")
-    evaluated = trainer.metrics()["eval/reward_mean"].dropna()
-    print(
-        f"reward on held-out questions: {evaluated.iloc[0]:.2f} at first, {evaluated.iloc[-1]:.2f} in the end"
-    )
-    return evaluated
+    rewards = trainer.metrics()["eval/reward_mean"].dropna()
+    print(f"reward on held-out questions: {rewards.iloc[0]:.2f} -> {rewards.iloc[-1]:.2f}")
+    return rewards
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Preference training against the training service, by the public tinker SDK: DPO with a loss of your own, or a reward
-model with the service's.
+"""Preference training with the training service and the public tinker SDK: DPO with a custom loss, or a reward model.
 
     python examples/service_grpo.py models/grid                 once: the base model (see there)
     posttrain service up service --set engine.bases.grid=models/grid
     TINKER_BASE_URL=http://127.0.0.1:8123 TINKER_API_KEY=... python examples/service_preferences.py [reward]
 
-Pairs: the same question and the same look, then the right answer (chosen) or another one (rejected).
+A pair has one question and one look, then the right answer (chosen) or another one (rejected). The reward model uses
+the service's loss.
 """
 
 import random
@@ -18,27 +18,27 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.environments.pixel_grid_questions import COLOURS
 
 LEVEL, HELDOUT, BATCH, BETA, LEARNING_RATE = "easy", 192, 32, 0.5, 1e-3
-PAIRS = {"dpo": 400, "reward": 2400}  # a score head begins with nothing
+PAIRS = {"dpo": 400, "reward": 2400}  # a score head starts from nothing
 
 
-def make_pairs(renderer, count, seed=0):
-    """(tokens, first token of the answer) of chosen and rejected, for each pair."""
+def build_pairs(renderer, count, seed=0):
+    """Return (tokens, first token of the answer) of chosen and rejected, for each pair."""
     environment = environments.make_environment("pixel_grid")
-    pairs, seeds = [], environment.seeds_of("train", LEVEL)
-    for number in (
-        seeds[place] for place in range(100_000, 200_000)
-    ):  # not those of the base model
-        shown = environment.demonstration(number, LEVEL)
-        if not shown.success:
+    seeds = environment.seeds_of("train", LEVEL)
+    pairs = []
+    for index in range(100_000, 200_000):  # seeds that the base model was not trained on
+        demonstration = environment.demonstration(seeds[index], LEVEL)
+        if not demonstration.success:
             continue
-        *before, last = shown.messages
+        *history, last = demonstration.messages
         right = last["content"].split()[-1]
-        others = "0123456789" if right.isdigit() else COLOURS
-        wrong = random.Random(f"{seed} {number}").choice([one for one in others if one != right])
+        answers = "0123456789" if right.isdigit() else COLOURS
+        rng = random.Random(f"{seed} {seeds[index]}")
+        wrong = rng.choice([answer for answer in answers if answer != right])
         pair = []
         for answer in (right, wrong):
-            said = {**last, "content": last["content"].removesuffix(right) + answer}
-            tokens, is_action = renderer.conversation([*before, said])
+            message = {**last, "content": last["content"].removesuffix(right) + answer}
+            tokens, is_action = renderer.encode_conversation([*history, message])
             pair.append((tokens, len(tokens) - is_action[::-1].index(False)))
         pairs.append(tuple(pair))
         if len(pairs) == count:
@@ -46,7 +46,7 @@ def make_pairs(renderer, count, seed=0):
     raise AssertionError("too few demonstrations")
 
 
-def datum(tokens, **inputs):
+def build_datum(tokens, **inputs):
     from tinker import types
 
     return types.Datum(
@@ -55,123 +55,109 @@ def datum(tokens, **inputs):
     )
 
 
-def dpo(training, reference, pairs, heldout):
-    """Direct preference optimisation (arXiv:2305.18290); its loss runs here, forward and backward there."""
+def train_dpo(training, reference, pairs, heldout):
+    """Run direct preference optimisation (arXiv:2305.18290): the loss here, forward and backward on the service."""
     import torch
     from tinker import types
 
-    def rows(some):
-        """Datums 2 i and 2 i + 1 are a pair; `weights` are 1 at the answer's tokens."""
-        found = []
-        for tokens, start in (one for pair in some for one in pair):
+    def build_rows(some_pairs):
+        """Build datums 2 i and 2 i + 1 for pair i; `weights` are 1 at the answer's tokens."""
+        rows = []
+        for tokens, start in (side for pair in some_pairs for side in pair):
             weights = np.zeros(len(tokens) - 1, np.float32)
             weights[start - 1 :] = 1.0
-            found.append(datum(tokens, target_tokens=np.array(tokens[1:]), weights=weights))
-        return found
+            rows.append(build_datum(tokens, target_tokens=np.array(tokens[1:]), weights=weights))
+        return rows
 
-    def reference_sums(some):
-        asked = [
-            reference.compute_logprobs(types.ModelInput.from_ints(tokens))
-            for pair in some
-            for tokens, _ in pair
+    def sum_reference_logprobs(pair):
+        inputs = [types.ModelInput.from_ints(tokens) for tokens, _ in pair]
+        futures = [reference.compute_logprobs(prompt) for prompt in inputs]
+        sums = [
+            sum(future.result()[start:]) for future, (_, start) in zip(futures, pair, strict=True)
         ]
-        starts = [start for pair in some for _, start in pair]
-        return torch.tensor(
-            [sum(one.result()[start:]) for one, start in zip(asked, starts, strict=True)]
+        return torch.tensor(sums)
+
+    def compute_margins(rows, logprobs, reference_N):
+        weights = [torch.tensor(np.asarray(row.loss_fn_inputs["weights"].data)) for row in rows]
+        sums_N = torch.stack([(p * w).sum() for p, w in zip(logprobs, weights, strict=True)])
+        rewards_N = BETA * (sums_N - reference_N)
+        return rewards_N[0::2] - rewards_N[1::2]
+
+    reference_sums = {id(pair): sum_reference_logprobs(pair) for pair in [*pairs, *heldout]}
+    results = []
+
+    def evaluate(num_pairs):
+        rows = build_rows(heldout)
+        outputs = training.forward(rows, "cross_entropy").result().loss_fn_outputs
+        logprobs = [torch.tensor(np.asarray(output["logprobs"].data)) for output in outputs]
+        reference_N = torch.cat([reference_sums[id(pair)] for pair in heldout])
+        margins = compute_margins(rows, logprobs, reference_N)
+        accuracy, margin = float((margins > 0).float().mean()), float(margins.mean())
+        print(
+            f"{num_pairs} pairs: held-out accuracy {accuracy:.1%}, margin {margin:.3f}", flush=True
         )
-
-    def margins(data, logprobs, reference_N):
-        sums_N = torch.stack(
-            [
-                (one * torch.tensor(np.asarray(row.loss_fn_inputs["weights"].data))).sum()
-                for row, one in zip(data, logprobs, strict=True)
-            ]
-        )
-        gains_N = BETA * (sums_N - reference_N)
-        return gains_N[0::2] - gains_N[1::2]
-
-    known = {id(pair): reference_sums([pair]) for pair in [*pairs, *heldout]}
-    figures = []
-
-    def accuracy():
-        data = rows(heldout)
-        outputs = training.forward(data, "cross_entropy").result().loss_fn_outputs
-        logprobs = [torch.tensor(np.asarray(one["logprobs"].data)) for one in outputs]
-        found = margins(data, logprobs, torch.cat([known[id(pair)] for pair in heldout]))
-        return float((found > 0).float().mean()), float(found.mean())
+        results.append((accuracy, margin))
 
     for start in range(0, len(pairs), BATCH):
         if start % (4 * BATCH) == 0:
-            figures.append(accuracy())
-            print(
-                f"{start} pairs: held-out accuracy {figures[-1][0]:.1%}, margin {figures[-1][1]:.3f}",
-                flush=True,
-            )
-        some = pairs[start : start + BATCH]
-        reference_N = torch.cat([known[id(pair)] for pair in some])
+            evaluate(start)
+        batch = pairs[start : start + BATCH]
+        reference_N = torch.cat([reference_sums[id(pair)] for pair in batch])
 
-        def loss(data, logprobs, reference_N=reference_N):
-            found = margins(data, logprobs, reference_N)
-            return -torch.nn.functional.logsigmoid(found).mean(), {
-                "accuracy": float((found > 0).float().mean())
-            }
+        def compute_loss(rows, logprobs, reference_N=reference_N):
+            margins = compute_margins(rows, logprobs, reference_N)
+            accuracy = float((margins > 0).float().mean())
+            return -torch.nn.functional.logsigmoid(margins).mean(), {"accuracy": accuracy}
 
-        training.forward_backward_custom(rows(some), loss).result()
+        training.forward_backward_custom(build_rows(batch), compute_loss).result()
         training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8)).result()
-    figures.append(accuracy())
-    print(
-        f"{len(pairs)} pairs: held-out accuracy {figures[-1][0]:.1%}, margin {figures[-1][1]:.3f}",
-        flush=True,
-    )
-    return figures
+    evaluate(len(pairs))
+    return results
 
 
-def reward_model(training, pairs, heldout):
-    """Bradley-Terry scores at the last token, by the service's loss `reward_modeling`."""
+def train_reward_model(training, pairs, heldout):
+    """Train Bradley-Terry scores at the last token, with the service's loss `reward_modeling`."""
     from tinker import types
 
-    def rows(some):
-        return [
-            datum(
-                [*tokens, tokens[-1]], preferred=np.array([preferred], np.float32)
-            )  # the last one is cut off
-            for pair in some
-            for (tokens, _), preferred in zip(pair, (1.0, 0.0), strict=True)
-        ]
+    def build_rows(some_pairs):
+        rows = []
+        for pair in some_pairs:
+            for (tokens, _), preferred in zip(pair, (1.0, 0.0), strict=True):
+                preference = np.array([preferred], np.float32)
+                # The last token is doubled because `build_datum` cuts it off.
+                rows.append(build_datum([*tokens, tokens[-1]], preferred=preference))
+        return rows
 
-    def accuracy():
-        outputs = training.forward(rows(heldout), "reward_modeling").result().loss_fn_outputs
-        scores = np.array([np.asarray(one["scores"].data)[0] for one in outputs])
-        return float((scores[0::2] > scores[1::2]).mean()), float(
-            (scores[0::2] - scores[1::2]).mean()
-        )
+    def evaluate():
+        outputs = training.forward(build_rows(heldout), "reward_modeling").result().loss_fn_outputs
+        scores = np.array([np.asarray(output["scores"].data)[0] for output in outputs])
+        differences = scores[0::2] - scores[1::2]
+        return float((differences > 0).mean()), float(differences.mean())
 
-    figures = [accuracy()]
+    results = [evaluate()]
     for start in range(0, len(pairs), BATCH):
-        passed = training.forward_backward(
-            rows(pairs[start : start + BATCH]), "reward_modeling", {"scale": 1 / BATCH}
-        )
-        stepped = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8))
-        passed.result()
-        stepped.result()
-    figures.append(accuracy())
-    print(f"held-out accuracy {figures[0][0]:.1%} -> {figures[-1][0]:.1%}", flush=True)
-    return figures
+        rows = build_rows(pairs[start : start + BATCH])
+        backward = training.forward_backward(rows, "reward_modeling", {"scale": 1 / BATCH})
+        update = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8))
+        backward.result()
+        update.result()
+    results.append(evaluate())
+    print(f"held-out accuracy {results[0][0]:.1%} -> {results[-1][0]:.1%}", flush=True)
+    return results
 
 
-def main(kind="dpo", base="grid", pairs=None, seed=0):
+def main(kind="dpo", base="grid", num_pairs=None, seed=0):
     import tinker
-
-    pairs = PAIRS[kind] if pairs is None else pairs
 
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(base_model=base, rank=16, seed=seed).result()
     renderer = ChatRenderer(training.get_tokenizer())
-    found = make_pairs(renderer, pairs + HELDOUT, seed)
-    heldout, found = found[:HELDOUT], found[HELDOUT:]
+    num_pairs = PAIRS[kind] if num_pairs is None else num_pairs
+    pairs = build_pairs(renderer, num_pairs + HELDOUT, seed)
+    heldout, pairs = pairs[:HELDOUT], pairs[HELDOUT:]
     if kind == "reward":
-        return reward_model(training, found, heldout)
-    return dpo(training, service.create_sampling_client(base_model=base), found, heldout)
+        return train_reward_model(training, pairs, heldout)
+    return train_dpo(training, service.create_sampling_client(base_model=base), pairs, heldout)
 
 
 if __name__ == "__main__":

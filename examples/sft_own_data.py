@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on a file of yours: one JSON object a line, {"prompt", "completion"} or {"messages"}."""
+"""Supervised fine-tuning on your file: one JSON object per line, {"prompt", "completion"} or {"messages"}."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import rl_core
 
 
 def write_rows(path):
-    """Stands for your own file."""
+    """Write a file like yours."""
     rows = [
         {"prompt": f"is {n} small ?", "completion": "yes" if n < 50 else "no"}
         for n in range(10, 100)
@@ -21,26 +21,24 @@ def main(output="outputs/sft_own_data"):
     data = output / "rows.jsonl"
     write_rows(data)
     texts = [f"{row['prompt']} {row['completion']}" for row in map(json.loads, data.open())]
-    model = rl_core.create_policy(
-        texts
-    )  # or "path-or-hub-name", or ModelSettings(path=..., lora=LoraSettings())
+    # Or pass "path-or-hub-name", or ModelSettings(path=..., lora=LoraSettings()), as the model.
+    model = rl_core.create_policy(texts)
     trainer = rl_core.sft(
         model,
         data,
-        heldout=0.1,  # of the prompts; the loss on them is evaluated
+        heldout=0.1,  # share of the prompts on which the loss is evaluated
         settings=rl_core.SFTSettings(epochs=15, batch_size=16, learning_rate=3e-3, eval_every=15),
         tracker=["terminal", f"csv:{output / 'metrics.csv'}"],
-        output=output,  # metrics and checkpoints; a run that was stopped resumes here
+        output=output,  # metrics and checkpoints; a stopped run resumes here
     )
     trainer.run()
     model_folder = trainer.save(output / "model")
-    metrics = rl_core.read_metrics(output)  # a pandas DataFrame, one row a step
+    metrics = rl_core.read_metrics(output)  # a pandas DataFrame, one row per step
     print(metrics[["train/loss", "eval/loss"]].dropna().round(3))
     greedy = rl_core.SamplingSettings(temperature=0.0, max_completion_tokens=8)
     prompts = ["is 17 small ?", "is 83 small ?"]
-    for prompt, texts in zip(
-        prompts, rl_core.generate(model_folder, prompts, sampling=greedy), strict=True
-    ):
+    completions = rl_core.generate(model_folder, prompts, sampling=greedy)
+    for prompt, texts in zip(prompts, completions, strict=True):
         print(f"{prompt} {texts[0]}")
     return metrics
 

@@ -36,7 +36,9 @@ def read_settings_file(
     problems = document.problems + apply_overrides(document.data, overrides, locations)
     settings, schema_problems = parse_settings(settings_type, document.data)
     reported_keys = {problem.key for problem in problems}
-    problems = problems + [problem for problem in schema_problems if problem.key not in reported_keys]
+    problems = problems + [
+        problem for problem in schema_problems if problem.key not in reported_keys
+    ]
     if problems or settings is None:
         raise ConfigError(problems, locations)
     return settings, path.parent

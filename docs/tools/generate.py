@@ -19,8 +19,7 @@ from typing import Any, Literal, Union
 DOCS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(DOCS.parent))  # called as a file, from a checkout
 
-from rl_core.analysis.metric_reference import METRIC_GROUPS  # noqa: E402
-from rl_core.analysis.training_metrics import MetricGroup  # noqa: E402
+from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricGroup  # noqa: E402
 from rl_core.settings import OnlineSettings, Settings  # noqa: E402
 from rl_core.settings.framework_aliases import (  # noqa: E402
     TRL_VERSION,

@@ -18,8 +18,7 @@ import orjson
 
 from posttrain.monitor.runs import RunView, StageView
 from posttrain.monitor.series import MetricSeries, compute_moving_average, downsample_curve
-from rl_core.analysis.metric_reference import METRIC_GROUPS
-from rl_core.analysis.training_metrics import MetricDescription
+from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricDescription
 
 MISSING_VALUE = "\u2013"
 NUM_COLOURS = 8  # of the style sheet; further lines reuse them, dashed

@@ -206,7 +206,7 @@ _PLAN_FUNCTIONS: Mapping[type, _PlanFunction] = {
     PreferenceSettings: AllStagesPlanner.plan_supervised,
     RewardModelSettings: AllStagesPlanner.plan_supervised,
     PolicySettings: AllStagesPlanner.plan_policy,
-    DistillationSettings: lambda stage, block: stage.plan_policy(block.build_policy_settings()),
+    DistillationSettings: lambda stage, block: stage.plan_policy(block.policy()),
     ThoughtsSettings: AllStagesPlanner.plan_thoughts,
     NetworkSettings: AllStagesPlanner.plan_network,
     EvaluationSettings: AllStagesPlanner.plan_evaluation,

@@ -308,7 +308,7 @@ class StagePlanner:
             )
         if "learned" in block.rewards:
             sizes["reward model"] = estimate_frozen_bytes(self.model.trunk, self.placement.item)
-        if block.needs_teacher:
+        if block.is_taught:
             self.notes.append("the teacher's memory and passes are not counted")
         return sizes
 

@@ -160,7 +160,7 @@ def _play_episodes(
 ) -> list[list[Trajectory | None]]:
     """Play the episodes of each request; None for an episode that failed."""
     policy = load_policy(model.path, dataclasses.replace(settings.model, path=None, lora=None))
-    sampling = resolve_defaults(sampling, policy.default_settings, policy.context)
+    sampling = resolve_defaults(sampling, policy.kind, policy.context)
     backend = policy.backend()
     trajectories: list[list[Trajectory | None]] = []
     for start in range(0, len(requests), EPISODE_BATCH_SIZE):

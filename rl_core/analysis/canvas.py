@@ -24,7 +24,7 @@ INK, MUTED, FAINT = "#222831", "#5A6570", "#D9DEE4"
 
 
 def select_model_color(index: int) -> str:
-    """Colour of the model with that index."""
+    """Return the colour of the model with that index."""
     return COLORS[index % len(COLORS)]
 
 
@@ -46,7 +46,7 @@ def build_shades(color: str, count: int) -> list[str]:
 
 @contextmanager
 def open_canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
-    """Figure saved on exit; created without pyplot, hence without global state or a display."""
+    """Yield a figure that is saved on exit; created without pyplot, hence without global state or a display."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -104,7 +104,7 @@ def add_headroom(axes: Axes, share: float = 0.1) -> None:
 
 
 def shorten_text(text: str, width: int = 24) -> str:
-    """Drawable text: lone surrogates and control characters replaced, length capped."""
+    """Return drawable text: replace lone surrogates and control characters, cap the length."""
     shown = "".join(
         c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode("utf-8")
     )

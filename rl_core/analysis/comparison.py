@@ -58,7 +58,7 @@ class ModelComparison:
     )  # of those that an episode has, by name
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict."""
+        """Return a JSON-serialisable dict."""
 
         def row(paired: PairedGroup) -> dict[str, Any]:
             return {**asdict(paired), "success": paired.success._asdict()}
@@ -92,7 +92,7 @@ def compare_models(
     seed: int,
     confidence: float = 0.95,
 ) -> ModelComparison:
-    """Paired comparison of two models of the index.
+    """Compare two models of the index on their common episodes.
 
     Args:
         names: model names by index. first, second: indices; differences are second minus first.
@@ -207,7 +207,7 @@ class ModelDiff:
     won: list[DivergentEpisode]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict."""
+        """Return a JSON-serialisable dict."""
         paired = self.paired.to_json()
         for name in ("regressions", "improvements"):
             del paired[name]  # `lost` and `won` say more
@@ -238,9 +238,9 @@ def diff_models(
     most 1; with one sample an episode it is McNemar's.
 
     Args:
-        examples: episodes that are told of those lost and of those won, the largest differences first.
+        examples: number of lost and of won episodes to list, largest differences first.
         samples, seed: of the bootstrap behind the intervals.
-    Raises: DataError without a common episode, or for a file that is none of trajectories.
+    Raises: DataError without a common episode, or for a file that does not hold trajectories.
     """
     with EpisodeIndex() as index:
         behaviour = [_index_trajectories(index, model, path) for model, path in enumerate(paths)]
@@ -294,14 +294,14 @@ def _count_behaviour(sums: Counter[str], tools: Counter[str], trajectory: Trajec
 
 
 def _read_divergent_episode(paths: Sequence[Path], episode: EpisodeReference) -> DivergentEpisode:
-    """An episode with the turn at which its first samples part."""
+    """Read an episode and the turn at which its first samples diverge."""
     one, other = (
         read_trajectory_at(path, offset)
         for path, offset in zip(paths, episode.offsets, strict=True)
     )
     turn = find_turning_point(one, other)
 
-    def said(trajectory: Trajectory, name: str) -> str:
+    def read_turn(trajectory: Trajectory, name: str) -> str:
         if turn is None or turn >= len(trajectory.turns):
             return ""
         return getattr(trajectory.turns[turn], name) or ""
@@ -316,7 +316,7 @@ def _read_divergent_episode(paths: Sequence[Path], episode: EpisodeReference) ->
         reward=(episode.reward[0], episode.reward[1]),
         turn=turn,
         before=tuple(each.action for each in one.turns[: turn or 0]),
-        actions=(said(one, "action"), said(other, "action")),
-        observations=(said(one, "observation"), said(other, "observation")),
+        actions=(read_turn(one, "action"), read_turn(other, "action")),
+        observations=(read_turn(one, "observation"), read_turn(other, "observation")),
         ends=(str(one.stop_reason), str(other.stop_reason)),
     )

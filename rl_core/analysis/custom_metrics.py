@@ -1,4 +1,4 @@
-"""Measures of the user's: functions of one trajectory, whose means the analysis reports beside its own."""
+"""User-defined measures: functions of one trajectory, whose means the analysis reports with its built-in metrics."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class CustomMetric:
 def load_custom_metrics(
     paths: Sequence[str], reserved_names: Collection[str] = ()
 ) -> list[CustomMetric]:
-    """The measures at import paths or in files.
+    """Load the measures at import paths or in files.
 
     Args:
-        taken: names of metrics that there are already.
-    Raises: SettingsError for what cannot be imported or called, or has a name that is taken.
+        reserved_names: metric names that are taken.
+    Raises: SettingsError for a function that cannot be imported or called, or whose name is taken.
     """
-    found: list[CustomMetric] = []
+    metrics: list[CustomMetric] = []
     for index, path in enumerate(paths):
         key = f"measures.{index}"
         function = import_function(path, key)
@@ -56,10 +56,10 @@ def load_custom_metrics(
         except ValueError:  # written in C: it shows no parameters
             pass
         name = path.partition(":")[2]
-        if name in reserved_names or any(measure.name == name for measure in found):
+        if name in reserved_names or any(measure.name == name for measure in metrics):
             raise SettingsError(
                 f"{key}: there is a measure named '{name}' already; give the function another name"
             )
         label = (inspect.getdoc(function) or "").partition("\n")[0].strip().rstrip(".")
-        found.append(CustomMetric(name, label or name, function))
-    return found
+        metrics.append(CustomMetric(name, label or name, function))
+    return metrics

@@ -158,14 +158,14 @@ class EpisodeIndex:
         self._pending.clear()
 
     def format_level(self, level_id: int) -> str:
-        """Level, with its environment if there are several."""
+        """Format a level, with its environment if there are several."""
         environment, level = list(self._level_ids)[level_id]
         return (
             level if len({name for name, _ in self._level_ids}) == 1 else f"{environment}/{level}"
         )
 
     def list_group_names(self, by: GroupBy) -> dict[int, str]:
-        """Id -> display name of the levels or kinds, in order of first appearance; {0: 'all'} for all."""
+        """Return id -> display name of the levels or kinds, in order of first appearance; {0: 'all'} for all."""
         if by == "all":
             return {0: "all"}
         if by == "level":
@@ -173,7 +173,7 @@ class EpisodeIndex:
         return {number: kind for kind, number in self._kind_ids.items()}
 
     def compute_rates(self, model: int, by: GroupBy = "all") -> dict[str, Rate]:
-        """Success rate of a model with its interval, overall or by level or kind."""
+        """Compute the success rate of a model with its interval, overall or by level or kind."""
         self.flush_pending_rows()
         rows = self._db.execute(
             f"""SELECT {_select_group_column(by)}, COUNT(*), SUM(samples), SUM(successes), SUM(successes * successes),
@@ -184,7 +184,7 @@ class EpisodeIndex:
         return {names[row[0]]: compute_rate_from_sums(*row[1:]) for row in rows}
 
     def compute_pass_at_ks(self, model: int) -> dict[int, float]:
-        """pass@k for k = 1, 2, 4, ... up to the fewest samples of an episode."""
+        """Compute pass@k for k = 1, 2, 4, ... up to the fewest samples of an episode."""
         self.flush_pending_rows()
         rows = self._db.execute(
             "SELECT samples, successes, COUNT(*) FROM episode WHERE model = ? GROUP BY 1, 2",
@@ -196,7 +196,7 @@ class EpisodeIndex:
         return {k: sum(pass_at_k(n, c, k) * count for n, c, count in rows) / total for k in ks}
 
     def count_episodes(self, model: int) -> int:
-        """Number of distinct episodes of a model."""
+        """Return the number of distinct episodes of a model."""
         self.flush_pending_rows()
         return int(
             self._db.execute("SELECT COUNT(*) FROM episode WHERE model = ?", (model,)).fetchone()[0]
@@ -205,44 +205,45 @@ class EpisodeIndex:
     def compute_paired_differences(
         self, a: int, b: int, by: GroupBy = "all"
     ) -> dict[str, PairedDifferences]:
-        """Differences b - a on common episodes, overall or by level or kind."""
+        """Compute the differences b - a on common episodes, overall or by level or kind."""
         self.flush_pending_rows()
         rows = self._db.execute(
-            f"""SELECT {_select_group_column(by, "a.")}, 1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples, COUNT(*),
+            f"""SELECT {_select_group_column(by, "a.")},
+            1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples, COUNT(*),
             SUM(b.reward / b.samples - a.reward / a.samples),
             SUM((b.reward / b.samples - a.reward / a.samples) * (b.reward / b.samples - a.reward / a.samples))
             {_JOIN} GROUP BY 1, 2 ORDER BY 1, 2""",
             (a, b),
         )
         names = self.list_group_names(by)
-        found: dict[str, PairedDifferences] = {}
+        differences: dict[str, PairedDifferences] = {}
         for number, value, count, reward, squares in rows:
-            old = found.get(names[number], PairedDifferences([], [], 0.0, 0.0))
-            found[names[number]] = PairedDifferences(
+            old = differences.get(names[number], PairedDifferences([], [], 0.0, 0.0))
+            differences[names[number]] = PairedDifferences(
                 [*old.values, value],
                 [*old.counts, count],
                 old.reward_sum + reward,
                 old.reward_squares + squares,
             )
-        return found
+        return differences
 
     def sum_paired_metrics(self, a: int, b: int) -> dict[str, PairedMetricSums]:
-        """Differences b - a of the measures on common episodes; those that no episode of both has are left out."""
+        """Sum the differences b - a of the measures on common episodes; omit measures that no common episode has."""
         self.flush_pending_rows()
         differences = [f"(b.{name} / b.samples - a.{name} / a.samples)" for name in _METRICS]
         sums = ", ".join(f"COUNT({d}), SUM({d}), SUM({d} * {d})" for d in differences)
         row = self._db.execute(f"SELECT {sums} {_JOIN}", (a, b)).fetchone()
-        found = zip(_METRICS, row[::3], row[1::3], row[2::3], strict=True)
+        columns = zip(_METRICS, row[::3], row[1::3], row[2::3], strict=True)
         return {
             name: PairedMetricSums(count, total, squares)
-            for name, count, total, squares in found
+            for name, count, total, squares in columns
             if count
         }
 
     def find_changed_episodes(
         self, models: Sequence[int], *, worse: bool, limit: int
     ) -> list[EpisodeReference]:
-        """Common episodes on which the last model is worse (or better) than the first.
+        """Find common episodes on which the last model is worse (or better) than the first.
 
         Sorted by the difference of success, then of reward, largest first.
         """
@@ -255,13 +256,13 @@ class EpisodeIndex:
         return self._find_episodes(models, f"AND {success} < 0", f"{success}, {reward}, ", limit)
 
     def find_common_episodes(self, models: Sequence[int], limit: int) -> list[EpisodeReference]:
-        """Common episodes in a fixed pseudo-random order."""
+        """Return common episodes in a fixed pseudo-random order."""
         return self._find_episodes(models, "", "", limit)
 
     def _find_episodes(
         self, models: Sequence[int], where: str, order: str, limit: int
     ) -> list[EpisodeReference]:
-        """Joined rows of several models' episodes; ties in a fixed pseudo-random order."""
+        """Query joined rows of several models' episodes; ties in a fixed pseudo-random order."""
         self.flush_pending_rows()
         names = _ALIASES[: len(models)]
         joins = " ".join(

@@ -1,8 +1,7 @@
-"""Figures of evaluation results as PNG files. Each function takes plain numbers, writes one file, returns its path.
+"""Figures of an analysis as PNG files, in order, with captions.
 
-Figures of teacher-forced measurements: reward model calibration, entropy and KL by turn.
-
-Figures of an analysis, in order, with captions.
+Each function takes plain numbers, writes one file and returns its path. Figures cover evaluation results, reward model
+calibration, and entropy and KL by turn.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def draw_success_rates(path: Path, rates: Mapping[str, Mapping[str, Rate]], title: str) -> Path:
-    """Success rates with 95% intervals: one cluster of bars per group (level or kind), one bar per model."""
+    """Draw success rates with 95% intervals: one cluster of bars per group (level or kind), one bar per model."""
     groups = list(dict.fromkeys(group for by_group in rates.values() for group in by_group))
     width = 0.8 / len(rates)
     with open_canvas(
@@ -93,7 +92,7 @@ def draw_success_rates(path: Path, rates: Mapping[str, Mapping[str, Rate]], titl
 def draw_differences(
     path: Path, rows: Sequence[tuple[str, Difference, int, str]], title: str
 ) -> Path:
-    """Paired differences of success in percentage points, with intervals and a zero line.
+    """Draw paired differences of success in percentage points, with intervals and a zero line.
 
     Filled dot: the interval excludes 0; hollow: not significant.
     rows: (label, difference of shares, episodes compared, colour of the model), top to bottom.
@@ -143,7 +142,7 @@ def draw_differences(
 
 
 def draw_distributions(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Path:
-    """Histograms, one panel per quantity (its name is the x label), one outline per model."""
+    """Draw histograms, one panel per quantity (its name is the x label), one outline per model."""
     with open_canvas(path, (4.1 * len(panels), 3.7)) as figure:
         for axes, (name, by_model) in zip(
             figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
@@ -189,7 +188,7 @@ def draw_tool_heat_map(
     label: str,
     digits: int = 1,
 ) -> Path:
-    """Heat map per model: tools as columns, levels as rows.
+    """Draw a heat map per model: tools as columns, levels as rows.
 
     models: model -> level -> tool -> value; label: of the colour bar.
     """
@@ -281,7 +280,7 @@ def draw_reward_components(path: Path, components: Mapping[str, Mapping[str, flo
 
 
 def draw_pass_at_k(path: Path, curves: Mapping[str, Mapping[int, float]]) -> Path:
-    """pass@k over k, one line per model."""
+    """Draw pass@k over k, one line per model."""
     with open_canvas(path, (5.6, 4.0)) as figure:
         axes = figure.add_subplot()
         for index, (model, by_k) in enumerate(curves.items()):
@@ -320,7 +319,7 @@ def draw_pass_at_k(path: Path, curves: Mapping[str, Mapping[int, float]]) -> Pat
 
 
 def _choose_bin_edges(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Bin edges: one bin per integer if they are few, else 30 equal-width bins up to the 99.5th percentile."""
+    """Choose bin edges: one bin per integer if they are few, else 30 equal-width bins up to the 99.5th percentile."""
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return np.array([0.0, 1.0])
@@ -333,12 +332,12 @@ def _choose_bin_edges(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.fl
 
 
 def _has_integer_bins(edges: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
-    """True if every bin is one integer."""
+    """Return whether every bin is one integer."""
     return bool(np.all(edges - np.floor(edges) == 0.5)) and bool(np.all(np.diff(edges) == 1))
 
 
 def draw_calibration(path: Path, calibration: RewardModelCalibration) -> Path:
-    """Reliability diagram of the reward model, and its score distributions for successes and failures."""
+    """Draw the reward model's reliability diagram and its score distributions for successes and failures."""
     with open_canvas(path, (10.4 if calibration.bins else 5.4, 4.2)) as figure:
         panels = figure.subplots(1, 2 if calibration.bins else 1, squeeze=False)[0]
         if calibration.bins:
@@ -373,7 +372,7 @@ def draw_calibration(path: Path, calibration: RewardModelCalibration) -> Path:
 
 
 def _draw_reliability(axes: Axes, calibration: RewardModelCalibration) -> None:
-    """Reliability diagram; on the diagonal, accuracy equals confidence."""
+    """Draw the reliability diagram; on the diagonal, accuracy equals confidence."""
     axes.plot([50, 100], [50, 100], color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, zorder=1)
     places = [100 * b.confidence for b in calibration.bins]
     values = [100 * b.right.rate for b in calibration.bins]
@@ -408,7 +407,7 @@ def _draw_reliability(axes: Axes, calibration: RewardModelCalibration) -> None:
 
 
 def draw_entropy_and_kl(path: Path, probes: Mapping[str, ModelProbeResult], first: str) -> Path:
-    """Entropy of each model and its KL from the first, by turn, over its own trajectories."""
+    """Draw each model's entropy and its KL from the first, by turn, over its trajectories."""
     has_kl = any(probe.kl_by_turn for probe in probes.values())
     with open_canvas(path, (9.2 if has_kl else 4.8, 3.8)) as figure:
         panels = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
@@ -537,7 +536,7 @@ def _draw_probe_figures(analysis: AnalysisData, out: Path) -> list[tuple[Path, s
         drawn.append(
             (
                 path,
-                "How far did each model move? Entropy and KL from the first, on its own episodes.",
+                "How far did each model move? Entropy and KL from the first, on its episodes.",
             )
         )
     if analysis.probes.reward_model is not None:

@@ -1,65 +1,62 @@
-"""Every metric that the code logs: name, unit, meaning, and the values that call for action.
+"""Metric reference: name, unit and meaning of every metric that the code logs, and the values that call for action.
 
-The metric reference of the documentation is generated from this table, and a test compares it with the names that
-training really logs. A name may hold fields: `{level}` stands for a level of the environment, `{model}` for a model of
-the run, `{component}` for a component of the reward (of an import path with `.` for `:`).
+The documentation's metric reference is generated from this table, and a test compares it with the names that training
+logs. A name may hold fields: `{level}` stands for a level of the environment, `{model}` for a model of the run,
+`{component}` for a component of the reward (in an import path with `.` instead of `:`).
 
-Names under which metrics leave for Prometheus and Datadog: base units, and labels in place of names within a name.
+Metrics exported to Prometheus and Datadog use base units, and labels instead of names within a name:
 
     train/success_rate_by_level/3       train/success_rate_by_level   level="3"
     system/gpu_0_memory_usage_megabytes system/gpu_memory_usage_bytes gpu="0"
     eval/sft/success_rate               eval/success_rate_by_model    model="sft"
 
-Which part of a name is a label follows from the metric reference; metrics that it does not list keep their name.
+The metric reference determines which part of a name is a label; metrics that it does not list keep their name.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from rl_core.analysis.run_metrics import (
-    ANALYSIS_METRICS,
-    DATA_METRICS,
-    EVALUATION_METRICS,
-    EXPORT_METRICS,
-    PERFORMANCE_METRICS,
-    PIPELINE_METRICS,
-    PROMOTION_METRICS,
-    RUN_METRICS,
-    SYSTEM_METRICS,
-)
-from rl_core.analysis.training_metrics import (
-    CURRICULUM_METRICS,
-    POLICY_METRICS,
-    REWARD_METRICS,
-    THOUGHT_METRICS,
-    TOOL_METRICS,
-    TRAINING_METRICS,
-    VALUE_METRICS,
-    MetricDescription,
-    MetricGroup,
-)
+METRICS_FILE = Path(__file__).with_name("metrics.json")
 
-METRIC_GROUPS: tuple[MetricGroup, ...] = (
-    TRAINING_METRICS,
-    EVALUATION_METRICS,
-    REWARD_METRICS,
-    POLICY_METRICS,
-    VALUE_METRICS,
-    CURRICULUM_METRICS,
-    TOOL_METRICS,
-    THOUGHT_METRICS,
-    PERFORMANCE_METRICS,
-    SYSTEM_METRICS,
-    RUN_METRICS,
-    DATA_METRICS,
-    EXPORT_METRICS,
-    PROMOTION_METRICS,
-    ANALYSIS_METRICS,
-    PIPELINE_METRICS,
-)
+
+@dataclass(frozen=True, slots=True)
+class MetricDescription:
+    """One metric. `worry` is empty if no value by itself is a bad sign."""
+
+    name: str
+    unit: str
+    meaning: str
+    worry: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricGroup:
+    """Metrics under one heading."""
+
+    title: str
+    about: str
+    metrics: tuple[MetricDescription, ...]
+
+
+def load_metric_groups(path: Path = METRICS_FILE) -> tuple[MetricGroup, ...]:
+    """Read the groups of the metric reference in the order of the documentation."""
+    groups = json.loads(path.read_text(encoding="utf-8"))
+    return tuple(
+        MetricGroup(
+            group["title"],
+            group["about"],
+            tuple(MetricDescription(**row) for row in group["metrics"]),
+        )
+        for group in groups
+    )
+
+
+METRIC_GROUPS = load_metric_groups()
 
 
 _BASE_UNITS = {"_megabytes": ("_bytes", 2.0**20), "_percentage": ("_ratio", 0.01)}
@@ -78,13 +75,14 @@ class ExportedMetric:
 
 @functools.lru_cache(maxsize=8192)
 def resolve_exported_metric(name: str) -> ExportedMetric:
-    """Name, labels and scale outside of a metric as it is logged."""
+    """Return name, labels and scale under which a logged metric is exported."""
     exact, patterns = _load_reference()
     if (row := exact.get(name)) is not None:
         return _build_exported_metric(name, (), row)
     for pattern, base, row in patterns:
-        if (found := pattern.fullmatch(name)) is not None:
-            return _build_exported_metric(base, tuple(found.groupdict().items()), row)
+        match = pattern.fullmatch(name)
+        if match is not None:
+            return _build_exported_metric(base, tuple(match.groupdict().items()), row)
     return _build_exported_metric(name, (), None)
 
 
@@ -99,7 +97,7 @@ def _build_exported_metric(
 
 
 def _format_help(row: MetricDescription) -> str:
-    """Meaning and unit, as of the base unit."""
+    """Return meaning and unit, in the base unit."""
     unit = {"MiB": "bytes", "%": "share, 1 = all (of one core for a process)"}.get(
         row.unit, row.unit
     )
@@ -110,7 +108,7 @@ def _format_help(row: MetricDescription) -> str:
 def _load_reference() -> tuple[
     dict[str, MetricDescription], list[tuple[re.Pattern[str], str, MetricDescription]]
 ]:
-    """Metrics of a fixed name; patterns of the others with the name that is left, the most specific first."""
+    """Load metrics with a fixed name, and patterns of the others with their exported name, most specific first."""
     rows = [metric for group in METRIC_GROUPS for metric in group.metrics]
     exact = {row.name: row for row in rows if "{" not in row.name}
     taken, patterns = set(exact), []
@@ -129,11 +127,11 @@ def _load_reference() -> tuple[
                 base += f"_by_{field}"
         taken.add(base)
         patterns.append((_compile_name_pattern(row.name), base, row))
-    return exact, sorted(patterns, key=lambda found: open_rows.index(found[2]))
+    return exact, sorted(patterns, key=lambda pattern: open_rows.index(pattern[2]))
 
 
 def _compile_name_pattern(name: str) -> re.Pattern[str]:
-    """Regular expression of a name with fields; the last one may hold slashes."""
+    """Compile a regular expression of a name with fields; the last field may hold slashes."""
     *parts, last = _NAME_FIELD.split(name)
     text, fields = "", parts[1::2]
     for literal, field in zip(parts[::2], fields, strict=True):

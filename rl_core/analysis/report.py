@@ -1,10 +1,7 @@
-"""Tables of the report: all models beside each other, with the last one's difference from the first.
+"""Analysis report: a self-contained HTML page with light and dark colour schemes, for screens, phones and paper.
 
-Episodes side by side: those that the last model lost to the first, filterable without a script, and others.
-
-Self-contained HTML report, with light and dark colour schemes, for screens, phones and paper.
-
-The verdict comes first, then what got worse, then the numbers, figures and further episodes.
+The verdict comes first, then regressions (episodes that the last model lost to the first, filterable without a
+script), then tables of all models with the last one's difference from the first, figures and further episodes.
 """
 
 from __future__ import annotations
@@ -32,11 +29,9 @@ from rl_core.analysis.statistics import Rate
 from rl_core.analysis.summary import NO_CALL
 from rl_core.types import Trajectory, Turn
 
-_text, _table = escape_text, render_table  # short names for the strings below
-
 
 def find_main_comparison(analysis: AnalysisData) -> ModelComparison | None:
-    """The last model against the first; None where there is one model."""
+    """Return the comparison of the last model with the first; None if there is one model."""
     first, last = analysis.models[0].name, analysis.models[-1].name
     return next(
         (pair for pair in analysis.comparisons if (pair.first, pair.second) == (first, last)), None
@@ -44,20 +39,24 @@ def find_main_comparison(analysis: AnalysisData) -> ModelComparison | None:
 
 
 def render_model_name(index: int, name: str) -> str:
-    """Model name with a dot in its colour."""
-    return f"<span class='dot' style='background:{select_model_color(index)}'></span>{_text(name)}"
+    """Render a model's name with a dot in its colour."""
+    return f"<span class='dot' style='background:{select_model_color(index)}'></span>{escape_text(name)}"
 
 
 def _render_difference_header(pair: ModelComparison | None) -> list[str]:
-    return [f"{_text(pair.second)} &minus; {_text(pair.first)}"] if pair is not None else []
+    return (
+        [f"{escape_text(pair.second)} &minus; {escape_text(pair.first)}"]
+        if pair is not None
+        else []
+    )
 
 
 def render_overview_table(analysis: AnalysisData) -> str:
-    """Every measure of every model."""
+    """Render every measure of every model."""
     models, pair = analysis.models, find_main_comparison(analysis)
     ks = sorted({k for model in models for k in model.pass_at_k if k > 1})
     metrics = [model.collect_metrics() for model in models]
-    told = _render_paired_differences(pair) if pair is not None else {}
+    paired = _render_paired_differences(pair) if pair is not None else {}
     rows: list[list[str]] = [
         [
             "Success (95% interval)",
@@ -82,8 +81,8 @@ def render_overview_table(analysis: AnalysisData) -> str:
                 label,
                 *(form.format(row[name]) if name in row else MISSING for row in metrics),
                 *(
-                    [told[name]]
-                    if name in told
+                    [paired[name]]
+                    if name in paired
                     else _render_unpaired_difference(pair, _select_metric(name), form, models)
                 ),
             ]
@@ -96,20 +95,20 @@ def render_overview_table(analysis: AnalysisData) -> str:
         *(render_model_name(n, m.name) for n, m in enumerate(models)),
         *_render_difference_header(pair),
     ]
-    return _table(head, rows)
+    return render_table(head, rows)
 
 
 def _render_paired_differences(pair: ModelComparison) -> dict[str, str]:
-    """Cells of the paired differences by measure; shares in points."""
-    told = {"reward_mean": format_difference(pair.reward, 1, 3)}
+    """Return cells of the paired differences by measure; shares in points."""
+    cells = {"reward_mean": format_difference(pair.reward, 1, 3)}
     for name, _, form in METRICS:
         if (difference := pair.measures.get(name)) is not None:
             is_share = form.endswith("%}")
             digits = int(form.partition(".")[2][0])
-            told[name] = format_difference(
+            cells[name] = format_difference(
                 difference, 100 if is_share else 1, digits, PAIRED_METRIC_DIRECTIONS[name]
             )
-    return told
+    return cells
 
 
 def _select_pass_at_k(k: int) -> Callable[[ModelResult], float | None]:
@@ -130,7 +129,7 @@ def _render_unpaired_difference(
     form: str,
     models: Sequence[ModelResult],
 ) -> list[str]:
-    """Cell of a difference that has no interval, in the measure's own format."""
+    """Render a difference that has no interval, in the measure's format."""
     if pair is None:
         return []
     first, last = value(models[0]), value(models[-1])
@@ -145,20 +144,20 @@ def _render_unpaired_difference(
 def _list_custom_metrics(model: ModelResult) -> list[tuple[str, str, str]]:
     """Measures of the user's, as those of the glossary."""
     return [
-        (name, _text(measure.label), "{:.3f}")
+        (name, escape_text(measure.label), "{:.3f}")
         for name, (measure, _) in model.summary.custom_metrics.items()
     ]
 
 
 def render_comparisons_table(comparisons: Sequence[ModelComparison]) -> str:
-    """Every pair of models on its common episodes."""
+    """Render every pair of models on its common episodes."""
     rows = []
     for pair in comparisons:
         total = pair.total
         p_value = "&lt; 0.001" if pair.p_value < 0.001 else f"{pair.p_value:.3f}"
         rows.append(
             [
-                f"{_text(pair.second)} &minus; {_text(pair.first)}",
+                f"{escape_text(pair.second)} &minus; {escape_text(pair.first)}",
                 format_difference(total.success),
                 format_difference(pair.reward, 1, 3),
                 f"{total.episodes:,}",
@@ -176,26 +175,26 @@ def render_comparisons_table(comparisons: Sequence[ModelComparison]) -> str:
         "Worse on",
         "Sign test p",
     ]
-    return _table(head, rows) if rows else ""
+    return render_table(head, rows) if rows else ""
 
 
 def render_reward_model_table(analysis: AnalysisData) -> str:
-    """Agreement of the reward model with true success."""
-    found = analysis.probes.reward_model
-    if found is None:
+    """Render the agreement of the reward model with true success."""
+    calibration = analysis.probes.reward_model
+    if calibration is None:
         return ""
-    accuracy = format_rate(found.accuracy) if found.accuracy else MISSING
+    accuracy = format_rate(calibration.accuracy) if calibration.accuracy else MISSING
 
     def number(value: float | None) -> str:
         return MISSING if value is None else f"{value:.3f}"
 
     row = [
-        f"{len(found.scores):,}",
-        f"{found.pairs:,}",
+        f"{len(calibration.scores):,}",
+        f"{calibration.pairs:,}",
         accuracy,
-        number(found.ece),
-        number(found.auc),
-        number(found.correlation),
+        number(calibration.ece),
+        number(calibration.auc),
+        number(calibration.correlation),
     ]
     head = [
         "Episodes scored",
@@ -205,11 +204,11 @@ def render_reward_model_table(analysis: AnalysisData) -> str:
         "AUC",
         "Correlation with success",
     ]
-    return _table(head, [row], text_columns=0)
+    return render_table(head, [row], text_columns=0)
 
 
 def render_rates_table(analysis: AnalysisData, group: str, head: str) -> str:
-    """Success by level or kind, with the paired difference of the last model from the first.
+    """Render success by level or kind, with the paired difference of the last model from the first.
 
     Args:
         group: by_level or by_kind. head: of the first column.
@@ -219,7 +218,7 @@ def render_rates_table(analysis: AnalysisData, group: str, head: str) -> str:
     paired = {row.name: row for row in getattr(pair, group)} if pair is not None else {}
     rows = [
         [
-            _text(name),
+            escape_text(name),
             *(format_rate(rate[name]) if name in rate else MISSING for rate in rates),
             *(
                 [format_difference(paired[name].success) if name in paired else MISSING]
@@ -230,8 +229,13 @@ def render_rates_table(analysis: AnalysisData, group: str, head: str) -> str:
         for name in dict.fromkeys(name for rate in rates for name in rate)
     ]
     return (
-        _table(
-            [head, *(_text(model.name) for model in models), *_render_difference_header(pair)], rows
+        render_table(
+            [
+                head,
+                *(escape_text(model.name) for model in models),
+                *_render_difference_header(pair),
+            ],
+            rows,
         )
         if rows
         else ""
@@ -250,8 +254,8 @@ def render_tools_table(models: Sequence[ModelResult]) -> str:
                 share = f"{100 * errors / calls:.1f}%" if calls else MISSING
                 rows.append(
                     [
-                        _text(model.name),
-                        _text(name),
+                        escape_text(model.name),
+                        escape_text(name),
                         f"{calls:,}",
                         f"{calls / total:.2f}",
                         f"{errors:,}",
@@ -259,25 +263,25 @@ def render_tools_table(models: Sequence[ModelResult]) -> str:
                     ]
                 )
     head = ["Model", "Tool", "Calls", "Per episode", "Misuse", "Share of calls"]
-    return _table(head, rows, text_columns=2) if rows else ""
+    return render_table(head, rows, text_columns=2) if rows else ""
 
 
 def render_loops_table(models: Sequence[ModelResult]) -> str:
-    """Sequences of actions that occur most, and repeated state-action cycles."""
+    """Render the most frequent sequences of actions, and repeated state-action cycles."""
     rows = []
     for model in models:
         total = max(1, model.summary.trajectories)
         for strategy, count in model.summary.strategies.most_common(5):
             rows.append(
                 [
-                    _text(model.name),
-                    _text(strategy, 120),
+                    escape_text(model.name),
+                    escape_text(strategy, 120),
                     f"{count:,}",
                     f"{100 * count / total:.1f}%",
                 ]
             )
     loops = [
-        f"{_text(model.name)}: {sum(model.summary.loop_periods.values()):,} ("
+        f"{escape_text(model.name)}: {sum(model.summary.loop_periods.values()):,} ("
         + ", ".join(
             f"{count:,} of period {period}"
             for period, count in sorted(model.summary.loop_periods.items())
@@ -286,13 +290,13 @@ def render_loops_table(models: Sequence[ModelResult]) -> str:
         for model in models
         if model.summary.loop_periods
     ]
-    said = (
+    sentence = (
         f"Episodes with loops: {'; '.join(loops)}."
         if loops
         else "No episode repeated a state-action cycle."
     )
     head = ["Model", "Sequence of actions", "Episodes", "Share"]
-    return f"<p>{said}</p>{_table(head, rows, text_columns=2)}"
+    return f"<p>{sentence}</p>{render_table(head, rows, text_columns=2)}"
 
 
 MAX_CASE_BYTES = (
@@ -301,39 +305,37 @@ MAX_CASE_BYTES = (
 MAX_FILTER_VALUES = 40  # levels or kinds that can be filtered by
 _MAX_QUESTION_CHARACTERS = 90  # characters of the question in an episode's headline
 
-_escape_case_text, _render_case_table = (
-    escape_text,
-    render_table,
-)  # short names for the strings below
-
 
 def is_regression(case: EpisodeCase) -> bool:
-    """True = the last model did worse than the first."""
+    """Return whether the last model did worse than the first."""
     return case.episode.success[-1] < case.episode.success[0]
 
 
 def render_regressions(
     comparisons: Sequence[ModelComparison], pair: ModelComparison | None, cases: str, filters: str
 ) -> str:
-    """Episodes that the last model lost, then the worst of every pair of models as tables."""
+    """Render the episodes that the last model lost, then the worst of every pair of models as tables."""
     parts = []
     if pair is not None:
-        lead = f"{_escape_case_text(pair.second)} does worse than {_escape_case_text(pair.first)} on {pair.total.losses:,} of"
-        told = f"{lead} {pair.total.episodes:,} common episodes, better on {pair.total.wins:,}."
-        parts.append(f"<p>{told}</p>{filters if cases else ''}{cases}")
+        lead = f"{escape_text(pair.second)} does worse than {escape_text(pair.first)} on {pair.total.losses:,} of"
+        summary = f"{lead} {pair.total.episodes:,} common episodes, better on {pair.total.wins:,}."
+        parts.append(f"<p>{summary}</p>{filters if cases else ''}{cases}")
     for one in comparisons:
         rows = [
             [
-                f"{_escape_case_text(e.level)} / {e.seed}",
-                _escape_case_text(e.kind),
+                f"{escape_text(e.level)} / {e.seed}",
+                escape_text(e.kind),
                 f"{100 * e.success[0]:.0f}% → {100 * e.success[1]:.0f}%",
                 f"{e.reward[0]:.3f} → {e.reward[1]:.3f}",
             ]
             for e in one.regressions
         ]
         if rows:
-            label = f"{_escape_case_text(one.second)} does worse than {_escape_case_text(one.first)} on {one.total.losses:,} episodes"
-            table = _render_case_table(
+            label = (
+                f"{escape_text(one.second)} does worse than {escape_text(one.first)} "
+                f"on {one.total.losses:,} episodes"
+            )
+            table = render_table(
                 ["Level / seed", "Kind", "Success", "Reward"], rows, "", text_columns=2
             )
             parts.append(
@@ -345,13 +347,13 @@ def render_regressions(
 def render_cases(
     cases: Sequence[EpisodeCase], names: Sequence[str], limit: int = MAX_CASE_BYTES
 ) -> tuple[str, str]:
-    """HTML of the episodes that were lost and of the others; what does not fit into `limit` bytes is counted instead.
+    """Render the lost episodes and the others; count those that do not fit into `limit` bytes.
 
     Args:
         names: of the models.
     """
     classes = [_assign_filter_classes(cases, attribute, prefix) for attribute, prefix in _FILTERS]
-    found: dict[bool, list[str]] = {True: [], False: []}
+    rendered: dict[bool, list[str]] = {True: [], False: []}
     left_out: dict[bool, int] = {True: 0, False: 0}
     for case in sorted(cases, key=lambda case: not is_regression(case)):
         kinds = [
@@ -359,12 +361,12 @@ def render_cases(
             for known, (attribute, _) in zip(classes, _FILTERS, strict=True)
         ]
         text = _render_case(
-            case, names, " ".join(filter(None, kinds)), is_open=not found[is_regression(case)]
+            case, names, " ".join(filter(None, kinds)), is_open=not rendered[is_regression(case)]
         )
         size = len(text.encode())
         if size <= limit:
             limit -= size
-            found[is_regression(case)].append(text)
+            rendered[is_regression(case)].append(text)
         else:
             left_out[is_regression(case)] += 1
     more = {
@@ -372,7 +374,7 @@ def render_cases(
         for key, count in left_out.items()
         if count
     }
-    return tuple("".join(found[key]) + more.get(key, "") for key in (True, False))  # type: ignore[return-value]
+    return tuple("".join(rendered[key]) + more.get(key, "") for key in (True, False))  # type: ignore[return-value]
 
 
 _FILTERS = (("level", "l"), ("kind", "k"))
@@ -381,7 +383,7 @@ _FILTERS = (("level", "l"), ("kind", "k"))
 def _assign_filter_classes(
     cases: Sequence[EpisodeCase], attribute: str, prefix: str
 ) -> Mapping[str, str]:
-    """Class of each level or kind of the episodes that were lost."""
+    """Return the CSS class of each level or kind of the lost episodes."""
     values = dict.fromkeys(
         getattr(case.episode, attribute) for case in cases if is_regression(case)
     )
@@ -391,7 +393,7 @@ def _assign_filter_classes(
 
 
 def render_filters(cases: Sequence[EpisodeCase]) -> tuple[str, str]:
-    """(controls, style) that hide lost episodes of other levels and kinds: radio buttons and `:has`, no script."""
+    """Return (controls, style) that filter lost episodes by level and kind: radio buttons and `:has`, no script."""
     controls, rules = "", ""
     for attribute, prefix in _FILTERS:
         known = _assign_filter_classes(cases, attribute, prefix)
@@ -402,7 +404,8 @@ def render_filters(cases: Sequence[EpisodeCase]) -> tuple[str, str]:
             count = sum(
                 is_regression(case) and getattr(case.episode, attribute) == value for case in cases
             )
-            buttons += f"<label><input type='radio' name='{prefix}' id='{name}'>{_escape_case_text(value, 60)} ({count})</label>"
+            label = f"{escape_text(value, 60)} ({count})"
+            buttons += f"<label><input type='radio' name='{prefix}' id='{name}'>{label}</label>"
             rules += f"#regressions:has(#{name}:checked) article:not(.{name}){{display:none}}"
         controls += f"<fieldset><legend>{attribute.capitalize()}</legend>{buttons}</fieldset>"
     return (f"<form class='filters'>{controls}</form>" if controls else ""), rules
@@ -418,18 +421,18 @@ def _render_case(case: EpisodeCase, names: Sequence[str], classes: str, *, is_op
     for index, (name, trajectory) in enumerate(zip(names, case.trajectories, strict=True)):
         turn = case.turning_points[index] if index else case.first_turning_point
         columns.append(_render_case_column(index, name, trajectory, turn))
-    target = f"<p><b>Right answer</b> {_escape_case_text(first.target)}</p>" if first.target else ""
+    target = f"<p><b>Right answer</b> {escape_text(first.target)}</p>" if first.target else ""
     marks = " ".join(
-        f"<span class='{'good' if t.success else 'bad'}' title='{_escape_case_text(name)}'>{'✓' if t.success else '✗'}</span>"
+        f"<span class='{'good' if t.success else 'bad'}' title='{escape_text(name)}'>{'✓' if t.success else '✗'}</span>"
         for name, t in zip(names, case.trajectories, strict=True)
     )
-    question = _escape_case_text(
+    question = escape_text(
         " ".join(first.prompt.split())[-_MAX_QUESTION_CHARACTERS:], _MAX_QUESTION_CHARACTERS
     )
     return (
-        f"<article class='{classes}'><details{' open' if is_open else ''}><summary><b>{_escape_case_text(episode.level)} · "
-        f"{_escape_case_text(episode.kind)} · seed {episode.seed}</b> {marks} <small>{question}</small></summary>"
-        f"<div class='question'>{image}<div><pre>{_escape_case_text(first.prompt)}</pre>{target}</div></div>"
+        f"<article class='{classes}'><details{' open' if is_open else ''}><summary><b>{escape_text(episode.level)} · "
+        f"{escape_text(episode.kind)} · seed {episode.seed}</b> {marks} <small>{question}</small></summary>"
+        f"<div class='question'>{image}<div><pre>{escape_text(first.prompt)}</pre>{target}</div></div>"
         f"<div class='columns'>{''.join(columns)}</div></details></article>"
     )
 
@@ -440,7 +443,7 @@ def _render_case_column(index: int, name: str, trajectory: Trajectory, turning: 
         if trajectory.success
         else "<span class='bad'>✗ failure</span>"
     )
-    answer = "none" if trajectory.answer is None else _escape_case_text(trajectory.answer, 200)
+    answer = "none" if trajectory.answer is None else escape_text(trajectory.answer, 200)
     turns = "".join(
         _render_turn(number, turn, number == turning)
         for number, turn in enumerate(trajectory.turns)
@@ -449,7 +452,8 @@ def _render_case_column(index: int, name: str, trajectory: Trajectory, turning: 
     end = "<p class='turning'>turning point: it ends here</p>" if ended_early else ""
     return (
         f"<div class='column'><h4><span>{render_model_name(index, name)}</span> {outcome}</h4><ol>{turns}</ol>{end}"
-        f"<p class='end'>answer: <b>{answer}</b> · reward {trajectory.reward:.3f} · {_escape_case_text(trajectory.stop_reason)}</p>"
+        f"<p class='end'>answer: <b>{answer}</b> · reward {trajectory.reward:.3f} · "
+        f"{escape_text(trajectory.stop_reason)}</p>"
         "</div>"
     )
 
@@ -459,18 +463,16 @@ def _render_turn(number: int, turn: Turn, turning: bool) -> str:
     error = " error" if turn.is_error else ""
     observation = ""
     if turn.observation is not None:
-        observation = f"<pre class='observation{error}'>{_escape_case_text(turn.observation)}</pre>"
+        observation = f"<pre class='observation{error}'>{escape_text(turn.observation)}</pre>"
     flag = "<span class='bad flag'>misuse</span>" if turn.is_error else ""
-    return f"<li value='{number + 1}'>{mark}<pre class='action'>{_escape_case_text(turn.action)}</pre>{flag}{observation}</li>"
-
-
-_escape_report_text = escape_text
+    action = f"<pre class='action'>{escape_text(turn.action)}</pre>"
+    return f"<li value='{number + 1}'>{mark}{action}{flag}{observation}</li>"
 
 
 def render_report(
     analysis: AnalysisData, figures: Sequence[tuple[Path, str]], title: str = "Trajectory analysis"
 ) -> str:
-    """HTML page.
+    """Render the HTML page.
 
     Args:
         figures: (PNG file, caption) in order; the images are embedded. A caption may begin with a question.
@@ -495,11 +497,11 @@ def render_report(
         "episodes": ("Episodes side by side", others),
         "terms": ("How to read this", _render_glossary()),
     }
-    shown = {identity: found for identity, found in sections.items() if found[1]}
+    shown = {identity: section for identity, section in sections.items() if section[1]}
     links = "".join(f"<a href='#{identity}'>{name}</a>" for identity, (name, _) in shown.items())
     parts = [
         _render_headline(analysis),
-        "".join(f"<p class='note'>{_escape_report_text(note)}</p>" for note in analysis.notes),
+        "".join(f"<p class='note'>{escape_text(note)}</p>" for note in analysis.notes),
         f"<nav>{links}</nav>",
         *(render_section(identity, name, body) for identity, (name, body) in shown.items()),
     ]
@@ -509,14 +511,16 @@ def render_report(
 def _render_headline(analysis: AnalysisData) -> str:
     last = analysis.models[-1]
     text = (
-        f"<b>{_escape_report_text(last.name)}</b> succeeds in <b>{100 * last.total.rate:.1f}%</b> of {last.total.n:,} attempts at "
+        f"<b>{escape_text(last.name)}</b> succeeds in <b>{100 * last.total.rate:.1f}%</b> "
+        f"of {last.total.n:,} attempts at "
         f"{last.episodes:,} episodes (95% interval {100 * last.total.low:.1f} to {100 * last.total.high:.1f}%)"
     )
     for pair in analysis.comparisons:
         if pair.second == last.name:
             d = pair.total.success
             text += (
-                f". It is <b>{_VERDICT_PHRASES[classify_difference(d)]} {_escape_report_text(pair.first)}</b>: {100 * d.difference:+.1f} points "
+                f". It is <b>{_VERDICT_PHRASES[classify_difference(d)]} {escape_text(pair.first)}</b>: "
+                f"{100 * d.difference:+.1f} points "
                 f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}] on the {pair.total.episodes:,} common episodes"
             )
     main = find_main_comparison(analysis)
@@ -539,11 +543,11 @@ def _render_figures(figures: Sequence[tuple[Path, str]]) -> str:
             int.from_bytes(data[16:20], "big") // 1.5
         )  # PNG header; one scale for all figures, hence one font size
         question = re.match(r"[^.?]*\?", caption)
-        head = f"<h3>{_escape_report_text(question[0])}</h3>" if question else ""
+        head = f"<h3>{escape_text(question[0])}</h3>" if question else ""
         rest = caption[question.end() :].strip() if question else caption
         shown += (
-            f"<figure>{head}<img alt='{_escape_report_text(caption)}' width='{width:.0f}' "
-            f"src='data:image/png;base64,{base64.b64encode(data).decode()}'><figcaption>{_escape_report_text(rest)}</figcaption></figure>"
+            f"<figure>{head}<img alt='{escape_text(caption)}' width='{width:.0f}' "
+            f"src='data:image/png;base64,{base64.b64encode(data).decode()}'><figcaption>{escape_text(rest)}</figcaption></figure>"
         )
     return shown
 

@@ -2,7 +2,8 @@
 
 HTML of reports: the page with its style, tables, and text made safe.
 
-Trajectories hold model output, so every text is escaped by `escape_text`, and the page's CSP forbids scripts and loading.
+Trajectories hold model output, so every text is escaped by `escape_text`, and the page's CSP forbids scripts and
+loading.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ _CONTENT_SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe
 
 
 def render_page(title: str, body: str, style: str = "") -> str:
-    """A page of its own in the report's style; `body` is HTML, `style` further rules."""
+    """Render an HTML page in the report's style; `body` is HTML, `style` further rules."""
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
@@ -108,7 +109,7 @@ def render_page(title: str, body: str, style: str = "") -> str:
 
 
 def escape_text(value: object, limit: int = MAX_TEXT_CHARACTERS) -> str:
-    """HTML-safe text: markup escaped, control characters and lone surrogates replaced, length capped."""
+    """Escape markup, replace control characters and lone surrogates, cap the length."""
     text = str(value)
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text) - limit:,} more characters)"
@@ -121,7 +122,7 @@ def escape_text(value: object, limit: int = MAX_TEXT_CHARACTERS) -> str:
 def render_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", text_columns: int = 1
 ) -> str:
-    """Table of HTML cells; the first `text_columns` columns are text, the others numbers."""
+    """Render a table of HTML cells; the first `text_columns` columns are text, the others numbers."""
 
     def cell(tag: str, column: int, content: str) -> str:
         return f"<{tag}{' class=text' if column < text_columns else ''}>{content}</{tag}>"
@@ -136,20 +137,20 @@ def render_table(
 
 
 def render_section(identity: str, title: str, body: str, kind: str = "") -> str:
-    """A section that the contents list links to; "" where there is nothing in it."""
+    """Render a section that the contents list links to; "" if it is empty."""
     extra = f" class='{kind}'" if kind else ""
     return f"<section id='{identity}'{extra}><h2>{title}</h2>{body}</section>" if body else ""
 
 
 def format_rate(rate: Rate) -> str:
-    """Cell of a success rate with its interval."""
+    """Format a success rate with its interval."""
     return f"{100 * rate.rate:.1f}% <small>[{100 * rate.low:.1f}, {100 * rate.high:.1f}]</small>"
 
 
 def classify_difference(difference: Difference, direction: int = 1) -> str:
-    """better or worse where the interval leaves out zero, else same.
+    """Return better or worse if the interval excludes zero, else same.
 
-    direction: 1 = more is better, -1 = less is; 0 = neither, which is always the same.
+    direction: 1 = more is better, -1 = less is better; 0 = neither, always same.
     """
     up, down = difference.low > 0, difference.high < 0
     if not direction or not (up or down):
@@ -160,7 +161,7 @@ def classify_difference(difference: Difference, direction: int = 1) -> str:
 def format_difference(
     difference: Difference, scale: float = 100, digits: int = 1, direction: int = 1
 ) -> str:
-    """Cell of a difference with its interval and, where it leaves out zero, the verdict."""
+    """Format a difference with its interval and, if that excludes zero, the verdict."""
     d, low, high = (scale * value + 0.0 for value in difference)
     kind = classify_difference(difference, direction)
     word = f" <span class='{kind}'>{kind}</span>" if kind != "same" else ""

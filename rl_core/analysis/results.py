@@ -1,10 +1,8 @@
-"""Reward model calibration: reliability, ranking, correlation with true success.
+"""Results of an analysis as plain data: the source of the report, analysis.json and analysis.csv.
 
+Includes the reward model's calibration (reliability, ranking, correlation with true success) and teacher-forced
+measurements, which `rl_core.probe` makes.
 Suffixes: N scored trajectories, B pairs of them.
-
-Results of teacher-forced measurements, written by `rl_core.probe`, read by results and figures.
-
-Results of an analysis as plain data, the source of the report, analysis.json and analysis.csv.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class RewardModelCalibration:
     pairs: int
 
     def collect_metrics(self) -> dict[str, float]:
-        """Scalars for tracking, without undefined ones."""
+        """Return scalars for tracking, without undefined ones."""
         values = {
             "ece": self.ece,
             "accuracy": self.accuracy.rate if self.accuracy else None,
@@ -73,7 +71,7 @@ class RewardModelCalibration:
         return {name: value for name, value in values.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict, without the individual scores."""
+        """Return a JSON-serialisable dict, without the individual scores."""
         row = {
             name: value
             for name, value in asdict(self).items()
@@ -87,7 +85,7 @@ class RewardModelCalibration:
 def calibrate_reward_model(
     scores: Sequence[float], successes: Sequence[bool], episodes: Sequence[Hashable]
 ) -> RewardModelCalibration:
-    """Calibration of one reward model.
+    """Compute the calibration of one reward model.
 
     Args:
         scores: [N], raw. successes: [N], true. episodes: [N], within which pairs are formed.
@@ -123,7 +121,7 @@ def calibrate_reward_model(
 
 
 def compute_reliability(margins_B: ArrayLike, num_bins: int) -> tuple[list[ReliabilityBin], float]:
-    """Reliability bins and expected calibration error, from margins (score of the success - of the failure).
+    """Compute reliability bins and expected calibration error from margins (score of the success - of the failure).
 
     Confidence in the predicted order is c = sigmoid(|margin|); equal-width bins over [0.5, 1], empty ones omitted.
     ECE = sum over bins of n_b / B |mean c - accuracy|. A tie counts half.
@@ -153,7 +151,7 @@ def compute_reliability(margins_B: ArrayLike, num_bins: int) -> tuple[list[Relia
 
 
 def compute_correlation(values_N: ArrayLike, flags_N: ArrayLike) -> float | None:
-    """Point-biserial correlation (Pearson's with a binary variable); None if either is constant."""
+    """Compute the point-biserial correlation (Pearson's with a binary variable); None if either is constant."""
     values, flags = np.asarray(values_N, dtype=np.float64), np.asarray(flags_N, dtype=np.float64)
     a, b = values - values.mean(), flags - flags.mean()
     scale = float(np.sqrt((a @ a) * (b @ b)))
@@ -161,7 +159,7 @@ def compute_correlation(values_N: ArrayLike, flags_N: ArrayLike) -> float | None
 
 
 def compute_auc(successes_N: ArrayLike, failures_N: ArrayLike) -> float | None:
-    """P(score of a random success > that of a random failure), ties half: the area under the ROC curve.
+    """Compute P(score of a random success > that of a random failure), ties half: the area under the ROC curve.
 
     Returns: None without a success or without a failure.
     Source: Mann and Whitney 1947, doi:10.1214/aoms/1177730491.
@@ -195,24 +193,24 @@ class ModelProbeResult:
 
     perplexity: float | None = None  # exp of the mean nats per token of held-out demonstrations
     demonstrations: int = 0  # number of these
-    entropy: float | None = None  # nats per sampled token, over the model's own trajectories
+    entropy: float | None = None  # nats per sampled token, over the model's trajectories
     kl_to_first: float | None = (
         None  # KL(model || first model), nats per sampled token, over the same trajectories
     )
     coherence: float | None = (
         None  # mean score of the reward component `coherence`, on the first model's hidden states
     )
-    trajectories: int = 0  # number of own trajectories read
+    trajectories: int = 0  # number of the model's trajectories read
     entropy_by_turn: list[float] = field(default_factory=list)
     kl_by_turn: list[float] = field(default_factory=list)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Scalars for tracking and tables."""
+        """Return scalars for tracking and tables."""
         names = ("perplexity", "entropy", "kl_to_first", "coherence")
         return {name: float(value) for name in names if (value := getattr(self, name)) is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict."""
+        """Return a JSON-serialisable dict."""
         return asdict(self)
 
 
@@ -239,7 +237,7 @@ class ModelResult:
     probe: ModelProbeResult | None = None  # None = model not available
 
     def collect_metrics(self) -> dict[str, float]:
-        """Scalars over all trajectories, and those of the probe."""
+        """Return scalars over all trajectories, and those of the probe."""
         return self.summary.compute_metrics() | (self.probe.collect_metrics() if self.probe else {})
 
 
@@ -257,8 +255,8 @@ class EpisodeCase:
     @property
     def first_turning_point(self) -> int | None:
         """Earliest turning point of any other model."""
-        found = [turn for turn in self.turning_points if turn is not None]
-        return min(found) if found else None
+        turns = [turn for turn in self.turning_points if turn is not None]
+        return min(turns) if turns else None
 
 
 @dataclass
@@ -273,46 +271,48 @@ class AnalysisData:
 
 
 def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -> dict[str, float]:
-    """Scalars for tracking, named `analysis/MODEL/...` and `analysis/SECOND_minus_FIRST/...`."""
+    """Return scalars for tracking, named `analysis/MODEL/...` and `analysis/SECOND_minus_FIRST/...`."""
     metrics: dict[str, float] = {}
     for model in analysis.models:
-        place = f"{prefix}/{_convert_to_metric_name(model.name)}"
+        prefix_of_model = f"{prefix}/{_convert_to_metric_name(model.name)}"
         metrics |= {
-            f"{place}/success_rate": model.total.rate,
-            f"{place}/success_rate_low": model.total.low,
-            f"{place}/success_rate_high": model.total.high,
-            f"{place}/episodes": float(model.episodes),
+            f"{prefix_of_model}/success_rate": model.total.rate,
+            f"{prefix_of_model}/success_rate_low": model.total.low,
+            f"{prefix_of_model}/success_rate_high": model.total.high,
+            f"{prefix_of_model}/episodes": float(model.episodes),
         }
-        metrics |= {f"{place}/{name}": value for name, value in model.collect_metrics().items()}
-        metrics |= {f"{place}/pass_at_{k}": value for k, value in model.pass_at_k.items()}
         metrics |= {
-            f"{place}/success_rate_by_level/{_convert_to_metric_name(name)}": rate.rate
+            f"{prefix_of_model}/{name}": value for name, value in model.collect_metrics().items()
+        }
+        metrics |= {f"{prefix_of_model}/pass_at_{k}": value for k, value in model.pass_at_k.items()}
+        metrics |= {
+            f"{prefix_of_model}/success_rate_by_level/{_convert_to_metric_name(name)}": rate.rate
             for name, rate in model.by_level.items()
         }
         metrics |= {
-            f"{place}/success_rate_by_kind/{_convert_to_metric_name(name)}": rate.rate
+            f"{prefix_of_model}/success_rate_by_kind/{_convert_to_metric_name(name)}": rate.rate
             for name, rate in model.by_kind.items()
         }
     for pair in analysis.comparisons:
-        place = f"{prefix}/{_convert_to_metric_name(pair.second)}_minus_{_convert_to_metric_name(pair.first)}"
+        prefix_of_model = f"{prefix}/{_convert_to_metric_name(pair.second)}_minus_{_convert_to_metric_name(pair.first)}"
         metrics |= {
-            f"{place}/success": pair.total.success.difference,
-            f"{place}/success_low": pair.total.success.low,
-            f"{place}/success_high": pair.total.success.high,
-            f"{place}/reward": pair.reward.difference,
-            f"{place}/p_value": pair.p_value,
-            f"{place}/episodes": float(pair.total.episodes),
-            f"{place}/wins": float(pair.total.wins),
-            f"{place}/losses": float(pair.total.losses),
+            f"{prefix_of_model}/success": pair.total.success.difference,
+            f"{prefix_of_model}/success_low": pair.total.success.low,
+            f"{prefix_of_model}/success_high": pair.total.success.high,
+            f"{prefix_of_model}/reward": pair.reward.difference,
+            f"{prefix_of_model}/p_value": pair.p_value,
+            f"{prefix_of_model}/episodes": float(pair.total.episodes),
+            f"{prefix_of_model}/wins": float(pair.total.wins),
+            f"{prefix_of_model}/losses": float(pair.total.losses),
         }
     if analysis.probes.reward_model is not None:
-        found = analysis.probes.reward_model.collect_metrics()
-        metrics |= {f"{prefix}/reward_model/{name}": value for name, value in found.items()}
+        calibration = analysis.probes.reward_model.collect_metrics()
+        metrics |= {f"{prefix}/reward_model/{name}": value for name, value in calibration.items()}
     return metrics
 
 
 def build_summary_rows(analysis: AnalysisData) -> list[dict[str, Any]]:
-    """One row per model, for tables."""
+    """Return one row per model, for tables."""
     return [
         {
             "model": model.name,
@@ -435,19 +435,20 @@ def write_analysis_csv(path: Path, analysis: AnalysisData) -> Path:
                     ]
                 )
             writer.writerow([*place, "all", "reward_difference", *pair.reward, pair.total.episodes])
-        if (found := analysis.probes.reward_model) is not None:
-            for metric, value in found.collect_metrics().items():
+        calibration = analysis.probes.reward_model
+        if calibration is not None:
+            for metric, value in calibration.collect_metrics().items():
                 writer.writerow(
-                    ["reward_model", "all", "all", metric, value, "", "", len(found.scores)]
+                    ["reward_model", "all", "all", metric, value, "", "", len(calibration.scores)]
                 )
     return path
 
 
 def _escape_formula(text: str) -> str:
-    """Text protected against formula injection in spreadsheets, as tool names are model output."""
+    """Protect text against formula injection in spreadsheets, as tool names are model output."""
     return "'" + text if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _convert_to_metric_name(name: str) -> str:
-    """Name converted to a valid part of a metric name."""
+    """Convert a name to a valid part of a metric name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_") or "unnamed"

@@ -72,15 +72,15 @@ class AnalysisResult:
         """Path of the HTML page."""
         return self.files[0]
 
-    def to_frame(self) -> pd.DataFrame:
-        """The summary as a table indexed by model; the whole analysis: `rl_core.read_analysis(out)`."""
+    def frame(self) -> pd.DataFrame:
+        """Return the summary as a table indexed by model; `rl_core.read_analysis(out)` returns everything."""
         import pandas as pd
 
         return pd.DataFrame.from_records(self.summary).set_index("model")
 
 
 def list_reserved_metric_names() -> set[str]:
-    """Names that a measure of the user's cannot have."""
+    """Return names that a user-defined measure cannot have."""
     return {
         "success_rate",
         "episodes",
@@ -102,11 +102,11 @@ def analyze(
     title: str = "Trajectory analysis",
     seed: int = 0,
 ) -> AnalysisResult:
-    """Analyse the trajectories of one or more models; writes report.html, analysis.json, analysis.csv and PNGs.
+    """Analyse the trajectories of one or more models; write report.html, analysis.json, analysis.csv and PNGs.
 
     Args:
         models: name -> trajectories.jsonl, oldest model first: differences are later minus earlier.
-        out: output folder, created after all input was read, so that bad input leaves nothing behind.
+        out: output folder, created after all input was read, so that bad input leaves no files.
         training: name -> metrics.jsonl of a training stage, for the curves.
         probes: measurements made with the models; see `rl_core.probe`.
         curriculum: names of the stages of the policy's curriculum.
@@ -117,14 +117,14 @@ def analyze(
     if not models or len(models) > MAX_MODELS:
         raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
     names, paths = list(models), [Path(path) for path in models.values()]
-    own = load_custom_metrics(settings.measures, list_reserved_metric_names())
+    custom_metrics = load_custom_metrics(settings.measures, list_reserved_metric_names())
     curves = {
         name: read_training_curves(path, DRAWN_METRICS, DRAWN_PREFIXES)
         for name, path in (training or {}).items()
     }
     with EpisodeIndex() as index:
         results = [
-            _summarize_model(index, number, name, path, image_tools, seed, own)
+            _summarize_model(index, number, name, path, image_tools, seed, custom_metrics)
             for number, (name, path) in enumerate(zip(names, paths, strict=True))
         ]
         comparisons = [
@@ -172,7 +172,7 @@ def _summarize_model(
     seed: int,
     custom_metrics: Sequence[CustomMetric] = (),
 ) -> ModelResult:
-    """Summary of one model's file, which is also added to the index."""
+    """Summarise one model's file and add it to the index."""
     summary = TrajectorySummary(image_tools, seed, custom_metrics)
     for offset, trajectory in read_trajectories_with_offsets(path):
         index.add_trajectory(number, trajectory, offset, summary.add_trajectory(trajectory))
@@ -188,7 +188,7 @@ def _summarize_model(
 
 
 def _choose_episodes(index: EpisodeIndex, models: int, limit: int) -> list[EpisodeReference]:
-    """Episodes for the report: half of them lost by the last model to the first, a quarter won, a quarter any."""
+    """Choose episodes for the report: half lost by the last model to the first, a quarter won, a quarter any."""
     if not limit:
         return []
     everyone = range(models)
@@ -237,7 +237,7 @@ def _build_notes(
     notes = [
         f"'{pair.first}' and '{pair.second}' did not play the same episodes: they are compared on the "
         f"{pair.total.episodes:,} common ones ({pair.only_first:,} only '{pair.first}', {pair.only_second:,} only "
-        f"'{pair.second}'); the other tables count each model's own episodes."
+        f"'{pair.second}'); the other tables count all episodes of each model."
         for pair in comparisons
         if pair.only_first or pair.only_second
     ]

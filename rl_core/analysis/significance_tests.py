@@ -1,10 +1,7 @@
-"""Exact one-sided tests of a paired gain, and the spending of their error over repeated attempts. Pure functions.
+"""Exact one-sided tests of a paired gain, alpha spending over repeated attempts, and statistics over seeds.
 
-Suffixes on arrays: U distinct values of the difference of an episode, with their counts.
-
-Statistics of several training runs of several configurations: intervals over seeds, adjusted p-values.
-
-Suffixes on arrays: S seeds of one configuration, M comparisons.
+Pure functions. Suffixes on arrays: U distinct values of the difference of an episode, with their counts; S seeds of one
+configuration, M comparisons.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from rl_core.errors import DataError
 
 _MAX_DENOMINATOR = 360  # differences that are multiples of 1/k, k up to this, are counted exactly
 _MAX_EXACT_CELLS = 40_000  # cells of the exact distribution; beyond it signs are drawn
-_DRAWN_CELLS = 2_000_000  # drawn at once
+_DRAWN_CELLS = 2_000_000  # drawn per batch
 _MAX_DRAWS = 1_000_000
 _NUM_STAKES = 64
 
@@ -77,7 +74,7 @@ def run_gain_test(
 def sign_flip_test(
     values_U: ArrayLike, counts_U: ArrayLike, *, draws: int = 10_000, seed: int = 0
 ) -> float:
-    """One-sided p-value of a sum of paired differences under independent random signs.
+    """Compute the one-sided p-value of a sum of paired differences under independent random signs.
 
     p = P(sum_i s_i |d_i| >= sum_i d_i), s_i = -1 or +1 with probability 1/2 each; zeros drop out. Valid at every sample
     size if the two models are exchangeable on an episode under the hypothesis (differences symmetric around 0); with
@@ -98,8 +95,8 @@ def sign_flip_test(
         raise DataError(
             f"sign_flip_test: values {values.shape} and counts {counts.shape} must be finite and alike"
         )
-    kept = (values != 0) & (counts > 0)
-    values, counts = values[kept], counts[kept]
+    nonzero = (values != 0) & (counts > 0)
+    values, counts = values[nonzero], counts[nonzero]
     if not len(values):
         return 1.0
     sizes = _scale_to_integers(values)
@@ -109,7 +106,7 @@ def sign_flip_test(
 
 
 def _scale_to_integers(values_U: NDArray[np.float64]) -> NDArray[np.int64] | None:
-    """The values as whole multiples of 1/k for the least k up to `_GRID`; None where there is none."""
+    """Return the values as integer multiples of 1/k for the least k up to `_GRID`; None if there is none."""
     for k in range(1, _MAX_DENOMINATOR + 1):
         scaled = values_U * k
         nearest = np.rint(scaled)
@@ -119,7 +116,9 @@ def _scale_to_integers(values_U: NDArray[np.float64]) -> NDArray[np.int64] | Non
 
 
 def _compute_exact_tail(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64]) -> float:
-    """P(sum of the sizes whose sign is + >= the observed one): all terms are positive, so tails keep their digits."""
+    """Compute P(sum of the sizes whose sign is + >= the observed one): all terms are positive, so tails keep their
+    digits.
+    """
     reached = int(np.maximum(sizes_U, 0) @ counts_U)
     pmf = np.ones(1)
     for size in np.unique(np.abs(sizes_U)):
@@ -149,7 +148,7 @@ def _estimate_tail(
 
 
 def betting_test(values_U: ArrayLike, counts_U: ArrayLike, margin: float) -> float:
-    """P-value of H0: mean difference <= margin, for differences within [-1, 1], at every sample size.
+    """Compute the p-value of H0: mean difference <= margin, for differences within [-1, 1], at every sample size.
 
     p = min(1, 1 / mean_l prod_i (1 + l (d_i - margin))) over 64 stakes l in (0, 1 / (1 + margin)): each product is the
     wealth of a gambler who cannot gain under H0, so its mean exceeds 1/p with probability p at most (Markov). It asks
@@ -167,7 +166,7 @@ def betting_test(values_U: ArrayLike, counts_U: ArrayLike, margin: float) -> flo
 
 
 def compute_spent_alpha(alpha: float, attempt: int) -> float:
-    """Level of the k-th attempt on the same episodes: alpha / (k (k + 1)).
+    """Return the level of the k-th attempt on the same episodes: alpha / (k (k + 1)).
 
     The levels of all attempts add up to alpha, so by the union bound the chance that any of them promotes a model
     without the gain is at most alpha, however many there are and however they depend on each other.
@@ -180,14 +179,15 @@ def compute_spent_alpha(alpha: float, attempt: int) -> float:
 
 
 def compute_remaining_alpha(alpha: float, attempt: int) -> float:
-    """The sum of the levels of all attempts after the k-th: alpha / (k + 1)."""
+    """Return the sum of the levels of all attempts after the k-th: alpha / (k + 1)."""
     return alpha / (attempt + 1)
 
 
 def estimate_episodes_needed(
     differences_E: ArrayLike, margin: float, level: float, power: float = 0.8
 ) -> int | None:
-    """Episodes on which a gain as large as the observed one would be found with probability `power`; None without gain.
+    """Estimate the episodes on which a gain of the observed size has probability `power` of detection; None without
+    gain.
 
     n = (z_(1-level) + z_power)^2 Var(d) / (mean(d) - margin)^2, rounded up to two digits; a normal approximation.
     """
@@ -225,7 +225,7 @@ def compute_seed_interval(values_S: Sequence[float], confidence: float = 0.95) -
 
 
 def compute_student_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution.
+    """Compute a quantile of Student's t distribution.
 
     P(T <= sqrt(v) tan a) = 1/2 + c integral_0^a cos^(v-1), c = Gamma((v+1)/2) / (sqrt(pi) Gamma(v/2)); solved for a by
     bisection. Raises: DataError outside of 0 < probability < 1 and degrees >= 1.
@@ -248,7 +248,7 @@ def compute_student_quantile(probability: float, degrees: int) -> float:
 
 
 def _integrate_cosine_power(end: float, power: int) -> float:
-    """Integral of cos^power from 0 to `end`, by Simpson's rule."""
+    """Integrate cos^power from 0 to `end`, by Simpson's rule."""
     step = end / _SIMPSON_PIECES
     weights = [1, *([4, 2] * (_SIMPSON_PIECES // 2))[: _SIMPSON_PIECES - 1], 1]
     return (
@@ -259,7 +259,7 @@ def _integrate_cosine_power(end: float, power: int) -> float:
 
 
 def adjust_p_values_holm(p_values_M: Sequence[float]) -> list[float]:
-    """P-values adjusted for their number: the k-th smallest times M - k + 1, none below a smaller one's, at most 1.
+    """Adjust p-values for their number: the k-th smallest times M - k + 1, none below a smaller one's, at most 1.
 
     Rejecting where the adjusted value is at most alpha makes any wrong rejection with probability alpha at most,
     however the tests depend on each other.

@@ -23,7 +23,7 @@ Ngram = tuple[Hashable, ...]
 
 
 def compute_distinct_ngrams(sequences: Iterable[Sequence[Hashable]], n: int) -> float:
-    """Distinct n-grams over all n-grams of the sequences (none crosses two of them); 0 without any.
+    """Compute distinct n-grams over all n-grams of the sequences (none crosses two of them); 0 without any.
 
     It decreases with the amount of text: compare samples of equal size.
     Source: Li et al. 2016, arXiv:1510.03055, section 5.1 (distinct-1, distinct-2).
@@ -38,7 +38,8 @@ def compute_distinct_ngrams(sequences: Iterable[Sequence[Hashable]], n: int) -> 
 
 
 def compute_self_bleu(sequences: Sequence[Sequence[Hashable]], max_n: int = 4) -> float:
-    """Mean BLEU of each sequence against all others as its references: 1 = all equal, near 0 = nothing in common.
+    """Compute the mean BLEU of each sequence against all others as its references: 1 = all equal, near 0 = nothing in
+    common.
 
     BLEU = min(1, exp(1 - r / c)) exp(mean_n log p_n), c the length of the sequence, r that of the reference nearest to
     it (ties: the shorter), p_n its n-grams that occur in references, each at most as often as in the one that has it
@@ -85,23 +86,25 @@ def _list_ngrams(sequence: Sequence[Hashable], n: int) -> list[Ngram]:
 
 
 def _find_two_largest_counts(counts: Sequence[Counter[Ngram]]) -> dict[Ngram, tuple[int, int]]:
-    """Of each n-gram the two largest counts in a sequence."""
-    found: dict[Ngram, tuple[int, int]] = {}
+    """Find, for each n-gram, the two largest counts in a sequence."""
+    largest: dict[Ngram, tuple[int, int]] = {}
     for one in counts:
         for gram, count in one.items():
-            first, second = found.get(gram, (0, 0))
-            found[gram] = (count, first) if count > first else (first, max(second, count))
-    return found
+            first, second = largest.get(gram, (0, 0))
+            largest[gram] = (count, first) if count > first else (first, max(second, count))
+    return largest
 
 
 def _find_largest_other_count(largest: tuple[int, int], count: int) -> int:
-    """The largest count in another sequence."""
+    """Return the largest count in another sequence."""
     first, second = largest
     return second if count == first else first
 
 
 def _compute_brevity_penalty(size: int, lengths: Sequence[int]) -> float:
-    """Brevity penalty of a sequence of `size`; `lengths`: of all sequences, it included, in rising order."""
+    """Compute the brevity penalty of a sequence of `size`; `lengths`: of all sequences, itself included, in rising
+    order.
+    """
     place = bisect_left(lengths, size)
     others = [*lengths[max(0, place - 1) : place], *lengths[place + 1 : place + 2]]
     nearest = min(others, key=lambda length: (abs(length - size), length))
@@ -137,7 +140,7 @@ class StepLoop(NamedTuple):
 
 
 def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson score interval of a binomial proportion.
+    """Compute the Wilson score interval of a binomial proportion.
 
     (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes/n, z the normal quantile.
     Args:
@@ -169,7 +172,7 @@ def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tup
 def compute_rate_from_sums(
     episodes: int, n: int, c: int, cc: float, nn: float, cn: float, confidence: float = 0.95
 ) -> Rate:
-    """Success rate over episodes with several samples each, from sums over the episodes.
+    """Compute the success rate over episodes with several samples each, from sums over the episodes.
 
     Samples of one episode are correlated, so the interval is Wilson's at the effective sample size
     n_eff = p(1-p) / Var(p), Var(p) = sum_i (c_i - p n_i)^2 / n^2 (ratio estimator over clusters). With one sample per
@@ -196,7 +199,7 @@ def compute_rate_from_sums(
 def compute_clustered_rate(
     successes_E: ArrayLike, samples_E: ArrayLike, confidence: float = 0.95
 ) -> Rate:
-    """`compute_rate_from_sums` of arrays.
+    """Compute `compute_rate_from_sums` from arrays.
 
     Args:
         successes_E: int [E], successes of each episode. samples_E: int [E], its samples.
@@ -221,7 +224,7 @@ def compute_clustered_rate(
 
 
 def compute_rate_difference(after: Rate, before: Rate) -> Difference:
-    """Difference `after` - `before` of two independent proportions, with Newcombe's hybrid score interval.
+    """Compute `after` - `before` of two independent proportions, with Newcombe's hybrid score interval.
 
     d - sqrt((p1 - l1)^2 + (u2 - p2)^2), d + sqrt((u1 - p1)^2 + (p2 - l2)^2), p and (l, u) the proportions and their
     Wilson intervals; keeps its coverage for few episodes and proportions near 0 or 1.
@@ -236,7 +239,7 @@ def compute_rate_difference(after: Rate, before: Rate) -> Difference:
 def bootstrap_mean(
     values_U: ArrayLike, counts_U: ArrayLike, *, samples: int, seed: int, confidence: float = 0.95
 ) -> Difference:
-    """Percentile bootstrap interval of a mean, from distinct values and their counts.
+    """Compute the percentile bootstrap interval of a mean, from distinct values and their counts.
 
     Resampling N items with U distinct values is one multinomial draw of N over the U values, so this is the ordinary
     bootstrap in memory independent of N.
@@ -273,7 +276,7 @@ def bootstrap_mean(
 def bootstrap_ratio(
     sums_E: ArrayLike, sizes_E: ArrayLike, *, samples: int, seed: int, confidence: float = 0.95
 ) -> Difference:
-    """Percentile bootstrap interval of sum(sums) / sum(sizes): a mean per token, resampled by texts.
+    """Compute the percentile bootstrap interval of sum(sums) / sum(sizes): a mean per token, resampled by texts.
 
     Tokens of a text depend on each other, so whole texts are drawn. For two models the differences of their sums as
     `sums_E` give the paired interval.
@@ -307,7 +310,7 @@ def bootstrap_ratio(
 def bootstrap_paired_difference(
     a: ArrayLike, b: ArrayLike, samples: int = 2000, seed: int = 0, confidence: float = 0.95
 ) -> Difference:
-    """Paired difference mean(a) - mean(b) on the same episodes, with a bootstrap interval over episodes.
+    """Compute the paired difference mean(a) - mean(b) on the same episodes, with a bootstrap interval over episodes.
 
     Args:
         a, b: float [E] or [E, K]: outcome of each episode (or of its K samples) under each model, in the same order.
@@ -327,7 +330,7 @@ def bootstrap_paired_difference(
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided exact sign test of `wins` against `losses` (ties excluded): the p-value.
+    """Compute the p-value of the two-sided exact sign test of `wins` against `losses` (ties excluded).
 
     2 P(X <= min(wins, losses)), X ~ Binomial(wins + losses, 1/2), at most 1; for binary outcomes McNemar's exact test.
     Raises: DataError for negative counts.
@@ -350,7 +353,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples succeeds, from c successes of n samples.
+    """Estimate, without bias, the probability that at least one of k samples succeeds, from c successes of n samples.
 
     1 - C(n-c, k) / C(n, k)
     Raises: DataError unless 1 <= k <= n and 0 <= c <= n.
@@ -375,16 +378,18 @@ def compute_mean_pass_at_k(
 
 
 def compute_entropy(counts: Iterable[float]) -> float:
-    """Shannon entropy in nats of the distribution proportional to `counts`: -sum p log p; 0 for an empty one."""
-    kept = [count for count in counts if count > 0]
-    total = sum(kept)
+    """Compute the Shannon entropy in nats of the distribution proportional to `counts`: -sum p log p; 0 if empty."""
+    positive = [count for count in counts if count > 0]
+    total = sum(positive)
     return (
-        max(0.0, -sum(count / total * math.log(count / total) for count in kept)) if kept else 0.0
+        max(0.0, -sum(count / total * math.log(count / total) for count in positive))
+        if positive
+        else 0.0
     )
 
 
 def compute_distinct_words(texts: Iterable[str], n: int) -> float:
-    """Distinct word n-grams over all word n-grams of the texts (n-grams do not cross texts); 0 without any.
+    """Compute distinct word n-grams over all word n-grams of the texts (n-grams do not cross texts); 0 without any.
 
     It decreases with the amount of text: compare samples of equal size.
     Source: Li et al. 2016, arXiv:1510.03055, section 5.1 (distinct-1, distinct-2).
@@ -393,7 +398,7 @@ def compute_distinct_words(texts: Iterable[str], n: int) -> float:
 
 
 def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> StepLoop | None:
-    """Cycle covering the most steps: a block occurring at least `min_repeats` times in a row.
+    """Find the cycle that covers the most steps: a block occurring at least `min_repeats` times in a row.
 
     A step is a state-action pair, e.g. (canonical action, resulting state): oscillation between two states is a cycle
     of period 2. Ties go to the shorter period, then the earlier start.
@@ -422,7 +427,7 @@ def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> StepLoop | Non
 
 
 def compute_moving_average(values_T: ArrayLike, window: int) -> NDArray[np.float64]:
-    """Trailing mean over the last `window` values (fewer at the start). Returns: float [T]."""
+    """Compute the trailing mean over the last `window` values (fewer at the start). Returns: float [T]."""
     values = np.asarray(values_T, dtype=np.float64)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)

@@ -33,7 +33,7 @@ def score_similarity_band(cosine: float, low: float, high: float) -> float:
 
 
 def count_repetitions(trajectory: Trajectory) -> int:
-    """Number of turns that repeat an action (ignoring case and white space) within the same part of the episode."""
+    """Count turns that repeat an action (ignoring case and white space) within the same part of the episode."""
     count = 0
     for part in _split_turns_by_question(trajectory):
         actions = [" ".join(turn.action.lower().split()) for turn in part]
@@ -42,7 +42,7 @@ def count_repetitions(trajectory: Trajectory) -> int:
 
 
 def count_contradictions(trajectory: Trajectory) -> int:
-    """Number of answers that differ from the previous one in the same part of the episode.
+    """Count answers that differ from the previous one in the same part of the episode.
 
     Any line 'answer X' or '#### X' of an action counts as an answer, drafts before its last line included.
     """
@@ -65,7 +65,7 @@ def _iter_answers(action: str) -> Iterator[str]:
 
 
 def _split_turns_by_question(trajectory: Trajectory) -> list[list[Turn]]:
-    """Turns split after each answer accepted by the environment, since the next question may have another answer."""
+    """Split turns after each answer accepted by the environment, since the next question may have another answer."""
     parts: list[list[Turn]] = [[]]
     for turn in trajectory.turns:
         parts[-1].append(turn)
@@ -79,7 +79,7 @@ class ToolSteps:
     """Steps other than answers: calls and misuse. Answers end an episode and explore nothing."""
 
     steps: list[tuple[Hashable, str]]  # (action, state after it)
-    useful: set[tuple[Hashable, str]]  # those that worked and told something, each once
+    useful: set[tuple[Hashable, str]]  # those that worked and returned new information, each once
 
     @property
     def efficiency(self) -> float | None:
@@ -94,7 +94,7 @@ class ToolSteps:
 
 
 def extract_tool_steps(trajectory: Trajectory) -> ToolSteps:
-    """Tool steps of an episode."""
+    """Extract the tool steps of an episode."""
     steps, useful = [], set()
     for turn in trajectory.turns:
         if turn.tool_call is not None or turn.is_error:
@@ -108,19 +108,20 @@ def extract_tool_steps(trajectory: Trajectory) -> ToolSteps:
 def compute_right_action_rate(
     trajectory: Trajectory, steps: ToolSteps | None = None
 ) -> float | None:
-    """Right actions in the right place (RaPR): useful tool steps and a right answer, over all turns; None = no turn.
+    """Compute the share of right actions (RaPR): useful tool steps and a right answer, over all turns; None = no turn.
 
-    A call is right where it worked and told something that no earlier step of the episode had; an answer where the
+    A call is right if it worked and returned information that no earlier step of the episode had. An answer is right if
+    the
     environment calls it a success and does not call it a guess (`is_grounded` false). Text that is neither, a repeated
     step, misuse and a wrong answer are not.
     """
     if not trajectory.turns:
         return None
-    found = steps if steps is not None else extract_tool_steps(trajectory)
+    tool_steps = steps if steps is not None else extract_tool_steps(trajectory)
     last = trajectory.turns[-1]
     is_answer = last.tool_call is None and not last.is_error
     right = is_answer and trajectory.success and trajectory.is_grounded is not False
-    return (len(found.useful) + right) / len(trajectory.turns)
+    return (len(tool_steps.useful) + right) / len(trajectory.turns)
 
 
 MAX_NAMES = 256  # distinct tools or strategies counted by name; further ones count as OTHER, which bounds memory
@@ -225,7 +226,7 @@ class TrajectorySummary:
         seed: int = 0,
         custom_metrics: Sequence[CustomMetric] = (),
     ) -> None:
-        """`list_image_tools`: tools that reveal the hidden image; None = all. own: measures of the user's."""
+        """Start with no trajectories; `image_tools`: tools that reveal the hidden image; None = all."""
         self.custom_metrics = {
             measure.name: (measure, StreamMoments()) for measure in custom_metrics
         }
@@ -321,7 +322,7 @@ class TrajectorySummary:
         }
 
     def compute_metrics(self) -> dict[str, float]:
-        """Scalars over all trajectories; shares are in [0, 1]."""
+        """Compute scalars over all trajectories; shares are in [0, 1]."""
         counts, total = self._counts, max(1, self.trajectories)
         turns, tokens = max(1, counts["turns"]), max(1, counts["action_tokens"])
         parts = self.distributions
@@ -350,7 +351,7 @@ class TrajectorySummary:
         } | {name: moments.mean for name, (_, moments) in self.custom_metrics.items() if moments.n}
 
     def to_json(self) -> dict[str, Any]:
-        """All counts, for analysis.json."""
+        """Return all counts, for analysis.json."""
         return {
             "metrics": self.compute_metrics(),
             "distributions": {
@@ -378,12 +379,12 @@ class TrajectorySummary:
         }
 
     def list_tool_names(self) -> list[str]:
-        """Tools called at any level, most frequent first."""
+        """List tools called at any level, most frequent first."""
         total: Counter[str] = sum((tools.calls for tools in self.tools.values()), Counter())
         return [name for name, _ in total.most_common()]
 
     def _has_looked(self, trajectory: Trajectory) -> bool:
-        """True if a tool revealed a part of the image before the answer."""
+        """Return whether a tool revealed a part of the image before the answer."""
         return trajectory.answer is not None and any(
             turn.tool_call is not None
             and not turn.is_error
@@ -410,5 +411,5 @@ class TrajectorySummary:
 
 
 def _limit_names(known: Collection[str], name: str) -> str:
-    """The name, or OTHER once MAX_NAMES distinct names are known."""
+    """Return the name, or OTHER once MAX_NAMES distinct names are known."""
     return name if name in known or len(known) < MAX_NAMES else OTHER_NAME

@@ -77,14 +77,14 @@ class TrainingCurves:
     rollbacks: list[float] = field(default_factory=list)  # steps of curriculum rollbacks
 
     def find_first_curve(self, *names: str) -> TrainingCurve | None:
-        """Curve of the first of `names` that the run logged."""
+        """Return the curve of the first of `names` that the run logged."""
         return next((self.curves[name] for name in names if name in self.curves), None)
 
 
 def read_training_curves(
     path: Path | str, wanted: frozenset[str], prefixes: tuple[str, ...] = ()
 ) -> TrainingCurves:
-    """Curves of the metrics `names`, and of those that start with one of `prefixes`, from a metrics.jsonl.
+    """Read the curves of metrics `names`, and of those that start with one of `prefixes`, from a metrics.jsonl.
 
     A row is {"step": 3, "metrics": {"train/loss": 0.5}}. Truncated rows of a live or killed run are skipped and
     counted; steps logged again by a resumed run are dropped.
@@ -135,12 +135,12 @@ def _parse_metrics_row(line: bytes) -> tuple[float, dict[str, float]] | None:
         if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
             return None
         # NaN of a diverging run leaves a gap.
-        kept = {
+        metrics = {
             name: float(value)
             for name, value in metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        return float(step), kept
+        return float(step), metrics
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
@@ -175,7 +175,7 @@ def draw_training_run(
     color: str = COLORS[6],
     curriculum: Sequence[str] = (),
 ) -> Path | None:
-    """Curves of one training run, with bands for curriculum stages and dashed lines at rollbacks.
+    """Draw the curves of one training run, with bands for curriculum stages and dashed lines at rollbacks.
 
     color: of the trained model, as in the other figures. curriculum: names of its stages.
     Returns: None if none of the metrics was logged.
@@ -318,7 +318,7 @@ class SweptConfiguration:
 
     label: str
     settings: Mapping[str, str]  # by key, as text
-    value: float | None  # mean over seeds; None = it failed, or was given up
+    value: float | None  # mean over seeds; None = failed or abandoned
     curves: Sequence[TrainingCurve]  # one a seed
 
 
@@ -398,7 +398,7 @@ def _draw_configuration_curves(
 def _draw_parallel_coordinates(
     axes: Axes, configurations: Sequence[SweptConfiguration], metric: str
 ) -> None:
-    """One vertical axis for each setting, the result at the right; a line is a configuration."""
+    """Draw one vertical axis per setting, the result at the right; a line is a configuration."""
     keys = list(
         dict.fromkeys(key for configuration in configurations for key in configuration.settings)
     )
@@ -408,8 +408,8 @@ def _draw_parallel_coordinates(
         )
         for key in keys
     }
-    found = [one.value for one in configurations if one.value is not None]
-    low, high = (min(found), max(found)) if found else (0.0, 1.0)
+    values = [one.value for one in configurations if one.value is not None]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
     for index, one in reversed(list(enumerate(configurations))):
         points = [
             (x, places[key][one.settings[key]]) for x, key in enumerate(keys) if key in one.settings
@@ -457,7 +457,9 @@ def _draw_parallel_coordinates(
 
 
 def _compute_axis_heights(texts: Sequence[str]) -> dict[str, float]:
-    """Height of each value on its axis, 0 to 1: in order of numbers, else of first appearance, evenly spaced."""
+    """Compute the height of each value on its axis, 0 to 1: in order of numbers, else of first appearance, evenly
+    spaced.
+    """
     distinct = list(dict.fromkeys(texts))
     with contextlib.suppress(ValueError):
         distinct.sort(key=float)

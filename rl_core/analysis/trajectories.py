@@ -36,7 +36,7 @@ _encode_json = json.JSONEncoder(
 
 
 def _build_field_table(kind: type) -> dict[str, tuple[set[type], str]]:
-    """Field -> (types accepted without further checks, kind)."""
+    """Build a table: field -> (types accepted without further checks, kind)."""
     table = {}
     for field in dataclasses.fields(kind):
         name = str(field.type).removesuffix(" | None")
@@ -74,7 +74,7 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
 
 
 def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
-    """Trajectories of a file, one at a time.
+    """Read the trajectories of a file, one at a time.
 
     Raises: DataError with file, line and reason, when the line is reached: the file is missing, a folder, empty,
         compressed or not JSONL; the line is truncated, not a JSON object, or has missing, unknown or mistyped fields.
@@ -86,7 +86,7 @@ def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
 def read_trajectories_with_offsets(path: Path | str) -> Iterator[tuple[int, Trajectory]]:
     """As `read_trajectories`, with the byte offset of each line."""
     path = Path(path)
-    found = 0
+    num_trajectories = 0
     with _open_trajectory_file(path) as file:
         offset = 0
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
@@ -99,21 +99,21 @@ def read_trajectories_with_offsets(path: Path | str) -> Iterator[tuple[int, Traj
             body = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if body.strip():
                 yield offset, _parse_line(body, path, number)
-                found += 1
+                num_trajectories += 1
             offset += len(line)
-    if not found:
+    if not num_trajectories:
         raise DataError(f"{path}: the file holds no trajectories")
 
 
 def read_trajectory_at(path: Path | str, offset: int) -> Trajectory:
-    """Trajectory at a byte offset from `read_trajectories_with_offsets`."""
+    """Read the trajectory at a byte offset from `read_trajectories_with_offsets`."""
     with _open_trajectory_file(Path(path)) as file:
         file.seek(offset)
         return _parse_line(file.readline(MAX_LINE).removeprefix(b"\xef\xbb\xbf"), Path(path), None)
 
 
 def build_action_key(turn: Turn) -> Hashable:
-    """Canonical form of an action, equal for equivalent actions.
+    """Return the canonical form of an action, equal for equivalent actions.
 
     A tool call is compared by name and arguments; other text ignoring case and extra white space.
     """
@@ -129,14 +129,15 @@ def build_action_key(turn: Turn) -> Hashable:
 
 
 def build_state_key(turn: Turn) -> str:
-    """State after an action as seen by the policy: its observation."""
+    """Return the state after an action as seen by the policy: its observation."""
     return "" if turn.observation is None else " ".join(turn.observation.split()).casefold()
 
 
 def find_turning_point(a: Trajectory, b: Trajectory) -> int | None:
-    """Index of the first turn in which two trajectories of one episode differ; None if they do not.
+    """Return the index of the first turn in which two trajectories of one episode differ; None if they do not.
 
-    Turns are compared by their actions (`build_action_key`); if one trajectory is a prefix of the other, the turning point is
+    Turns are compared by their actions (`build_action_key`); if one trajectory is a prefix of the other, the turning
+    point is
     the first turn of the longer one after it.
     """
     for index, (turn_a, turn_b) in enumerate(zip(a.turns, b.turns, strict=False)):

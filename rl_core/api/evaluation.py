@@ -55,7 +55,7 @@ def evaluate(
     reward_spec = parse_reward(reward) if reward is not None else None
     policy = load_policy(model)
     check_prompt_lengths(environment, policy.renderer, policy.context, ["heldout"])
-    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     if isinstance(environment, Prompts):
         requests = [
             EpisodeRequest(level, row) for level, row in environment.list_heldout_episodes()
@@ -185,9 +185,7 @@ def generate(
     rows = [{**row, "level": "all"} for row in read_prompts(prompts).rows]
     environment = Prompts(rows, system=system)
     requests = [EpisodeRequest("all", index) for index in environment.seeds("train")]
-    sampling = resolve_defaults(
-        sampling or SamplingSettings(), policy.default_settings, policy.context
-    )
+    sampling = resolve_defaults(sampling or SamplingSettings(), policy.kind, policy.context)
     groups = collect_rollouts(
         environment,
         policy.backend(),

@@ -204,7 +204,7 @@ def policy_gradient(
     functions = reward_spec.functions if reward_spec is not None else {}
     policy = load_policy(model, seed=seed)
     check_prompt_lengths(environment, policy.renderer, policy.context)
-    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
     reference = None
     if settings.kl_coef > 0:
@@ -269,7 +269,7 @@ def distill(
         )
     policy = load_policy(model, seed=seed)
     check_prompt_lengths(environment, policy.renderer, policy.context)
-    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
     recipe = build_distillation_recipe(
         policy,
@@ -277,7 +277,7 @@ def distill(
         environment,
         settings,
         seed,
-        evaluator=_build_validator(policy, environment, settings.build_policy_settings(), seed, {}),
+        evaluator=_build_validator(policy, environment, settings.policy(), seed, {}),
         record=_build_rollout_record(folder),
     )
     return build_training(

@@ -38,7 +38,7 @@ class Policy:
     origin: ModelSettings | None = None  # settings of loading or creation; None = loaded by caller
 
     @property
-    def default_settings(self) -> ModelSettings:
+    def kind(self) -> ModelSettings:
         """Model settings that select the defaults of training: preset, full fine-tuning, or LoRA."""
         if self.origin is not None:
             return self.origin

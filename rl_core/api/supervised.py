@@ -66,7 +66,7 @@ def sft(
     settings = resolve_settings(settings, SFTSettings)
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
-    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     rows = load_conversations(
         data,
         heldout,
@@ -118,7 +118,7 @@ def dpo(
         settings = dataclasses.replace(settings, loss=loss)
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
-    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = load_preference_pairs(
         data,
         heldout,
@@ -167,7 +167,7 @@ def reward_model(
     _check_heldout(heldout, settings)
     shape = heads.HeadShape(settings.head_layers, settings.head_width)
     classifier, policy = _load_classifier(model, seed, shape)
-    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = load_preference_pairs(
         data,
         heldout,

@@ -124,7 +124,7 @@ class ResumableTraining(Generic[TrainerT]):
                 history=self.output / HISTORY_FILE if self.output is not None else None,
                 callbacks=self.callbacks,
                 memory=self.memory,
-                after_iteration=self.build_iteration_hook(),
+                after_iteration=self.after_iteration(),
             )
             status = "FINISHED"
         except Stopped as stopped:
@@ -143,7 +143,7 @@ class ResumableTraining(Generic[TrainerT]):
             end_run(self._tracker, status)
         return self.outcome
 
-    def build_iteration_hook(self) -> Callable[[int], None] | None:
+    def after_iteration(self) -> Callable[[int], None] | None:
         """Return a function to call after each iteration with the number of iterations done; None = no hook."""
         return None
 
@@ -227,7 +227,7 @@ class Training(ResumableTraining[T]):
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer | None = None  # None = the tokenizer's, with the default settings
 
-    def build_iteration_hook(self) -> EpochModelWriter | None:
+    def after_iteration(self) -> EpochModelWriter | None:
         """Return the writer of epoch models, if the settings ask for one. Raises: SettingsError without an output
         folder.
         """

@@ -43,7 +43,7 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int
 
 
 def pack_sequences(lengths: Sequence[int], width: int | None = None) -> list[list[int]]:
-    """Best-fit-decreasing bin packing of sequences into bins of at most `width` tokens.
+    """Pack sequences into bins of at most `width` tokens, best fit decreasing.
 
     Longest first, each into the fullest bin with room (ties: the first). Deterministic.
     Args:
@@ -70,7 +70,7 @@ def pack_sequences(lengths: Sequence[int], width: int | None = None) -> list[lis
 
 
 def attention_mask(lengths: Sequence[int], width: int | None = None) -> torch.Tensor:
-    """Bool [B, S], True = real token; S = `width`, by default the longest row."""
+    """Build a bool mask [B, S], True = real token; S = `width`, by default the longest row."""
     lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
     longest = int(lengths_B.max()) if len(lengths_B) else 0
     if width is not None and width < longest:
@@ -85,7 +85,7 @@ def pad_rows(
     dtype: torch.dtype = torch.int64,
     width: int | None = None,
 ) -> torch.Tensor:
-    """Rows as one tensor [B, S], right-padded with `pad_value`.
+    """Return rows as one tensor [B, S], right-padded with `pad_value`.
 
     Args:
         rows: B sequences of token ids, mask values or floats.
@@ -99,25 +99,25 @@ def pad_rows(
 
 
 def resolve_padding_id(renderer: object, explicit_id: int | None = None) -> int:
-    """Padding token id: the given one, else the renderer's `pad_id`.
+    """Return the padding token id: `explicit_id`, else the renderer's `pad_id`.
 
     A `ChatRenderer` always has one: its tokenizer's padding token, else the token that ends an action. Padding is
     masked in attention and loss, but must be a valid token id of the model.
     Raises: DataError if there is none, or it is negative.
     """
-    found = explicit_id if explicit_id is not None else getattr(renderer, "pad_id", None)
-    if found is None:
+    pad_id = explicit_id if explicit_id is not None else getattr(renderer, "pad_id", None)
+    if pad_id is None:
         raise DataError(
             f"pad_id: the renderer ({type(renderer).__name__}) has no padding token; give it a pad_id, for instance "
             "its end-of-sequence token, or pass pad_id to the trainer"
         )
-    if found < 0:
-        raise DataError(f"pad_id: {found} is not a token id; it must be at least 0")
-    return int(found)
+    if pad_id < 0:
+        raise DataError(f"pad_id: {pad_id} is not a token id; it must be at least 0")
+    return int(pad_id)
 
 
 def build_unscored_batch(rows: Sequence[Sequence[int]], pad_id: int) -> TrainBatch:
-    """Right-padded batch without loss tokens, for reading hidden states."""
+    """Build a right-padded batch without loss tokens, for reading hidden states."""
     ids_BS = pad_rows(rows, pad_id)
     return TrainBatch(
         ids_BS,
@@ -151,7 +151,7 @@ class DataOrder:
         return -(-self.num_rows // self.batch_size)
 
     def next_batch(self) -> list[int]:
-        """Row indices of the next batch."""
+        """Return the row indices of the next batch."""
         if self.position >= self.num_rows:
             self.epoch += 1
             self.position = 0
@@ -161,7 +161,7 @@ class DataOrder:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Position in the order, and the arguments it was created with."""
+        """Return the position in the order and the arguments it was created with."""
         names = ("num_rows", "batch_size", "seed", "epoch", "position")
         return {name: getattr(self, name) for name in names}
 

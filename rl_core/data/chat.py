@@ -1,6 +1,4 @@
-"""Token ids of texts, as `tokenizer(text)` gives them without what it makes around them, of many texts at once.
-
-Tokenisation of chat messages, shared by demonstrations and rollouts.
+"""Tokenisation of chat messages, shared by demonstrations and rollouts, and of many texts in one batch.
 
 A multi-turn sequence is always a concatenation of the same pieces:
 
@@ -8,9 +6,9 @@ A multi-turn sequence is always a concatenation of the same pieces:
     |-- no loss ------|  |-- loss, EOS --|  |-- no loss ----------------|
 
 so a demonstration and a rollout with the same texts have the same token ids, and nothing is ever re-tokenised.
-Works with any tokenizer: its own chat template if it has one (with or without system and tool roles, with or without
-strict alternation), else a plain-text template. A thought that the template opens in its header (`<think>`) belongs to
-the prompt: it is no part of the action's ids, and part of its text.
+Any tokenizer works: with its chat template if it has one (with or without system and tool roles, with or without strict
+alternation), else with a plain-text template. A thought that the template opens in its header (`<think>`) belongs to
+the prompt: it is part of the action's text, but not of its ids.
 """
 
 from __future__ import annotations
@@ -58,37 +56,37 @@ class TextEncoder:
         self._is_fast = find_fast_backend(tokenizer) is not None
         self._collected_requests: list[_EncodingRequest] | None = None  # while texts are collected
         self._encoded_requests: Iterator[tuple[_EncodingRequest, list[int]]] | None = (
-            None  # while they are given out
+            None  # while they are handed out
         )
         self._computed_values: list[Any] = []
 
     def encode_text(
         self, text: str, *, add_special_tokens: bool = False, split_special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            special: with the tokens that the tokenizer puts around a sequence (BOS, EOS).
-            spelled: special tokens in the text are plain characters.
+            add_special_tokens: include the tokens that the tokenizer puts around a sequence (BOS, EOS).
+            split_special_tokens: treat special tokens in the text as plain characters.
         """
-        asked = text, add_special_tokens, split_special_tokens
+        request = text, add_special_tokens, split_special_tokens
         if self._collected_requests is not None:
-            self._collected_requests.append(asked)
+            self._collected_requests.append(request)
             return []
         if self._encoded_requests is not None:
-            found = next(self._encoded_requests, None)
-            if found is not None and found[0] == asked:
-                return found[1]
+            encoded = next(self._encoded_requests, None)
+            if encoded is not None and encoded[0] == request:
+                return encoded[1]
             self._encoded_requests = None  # not as it was collected: from here on one by one
         return self._encode_batch([text], add_special_tokens, split_special_tokens)[0]
 
     @property
     def is_batching(self) -> bool:
-        """True = within `together`, where ids must not be kept for later."""
+        """True = within `run_together`, where ids must not be cached."""
         return self._collected_requests is not None or self._encoded_requests is not None
 
     def compute_once(self, compute: Callable[[], T]) -> T:
-        """Result of `make`, which `together` calls in its first pass alone."""
+        """Return the result of `compute`, which `run_together` calls in its first pass only."""
         if self._collected_requests is not None:
             self._computed_values.append(compute())
             return cast(T, self._computed_values[-1])
@@ -97,10 +95,11 @@ class TextEncoder:
         return compute()
 
     def run_together(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T | Exception]:
-        """Result, or error, of each of these, whose texts are encoded together: in a third less time.
+        """Return the result, or error, of each job; their texts are encoded in one batch, a third faster.
 
-        Each is called twice: first all, to collect their texts, whose ids are empty then; then one after the other.
-        Which texts it asks for must not depend on ids.
+        Each job is called twice: first all of them, to collect their texts, whose ids are empty then; then one after
+        the other.
+        The texts that a job encodes must not depend on ids.
         """
         self._collected_requests, self._computed_values = [], []
         per_work: list[list[Any]] = []
@@ -109,8 +108,8 @@ class TextEncoder:
                 start = len(self._computed_values)
                 _capture_outcome(work)
                 per_work.append(self._computed_values[start:])
-            asked, self._collected_requests = self._collected_requests, None
-            self._encoded_requests = zip(asked, self._encode_requests(asked), strict=True)
+            requests, self._collected_requests = self._collected_requests, None
+            self._encoded_requests = zip(requests, self._encode_requests(requests), strict=True)
             for work, made in zip(jobs, per_work, strict=True):
                 self._computed_values = made
                 yield _capture_outcome(work)
@@ -122,17 +121,17 @@ class TextEncoder:
         finally:
             self._collected_requests, self._encoded_requests, self._computed_values = None, None, []
 
-    def _encode_requests(self, asked: Sequence[_EncodingRequest]) -> list[list[int]]:
+    def _encode_requests(self, requests: Sequence[_EncodingRequest]) -> list[list[int]]:
         kinds: dict[tuple[bool, bool], list[int]] = defaultdict(list)
-        for place, (_, special, spelled) in enumerate(asked):
-            kinds[special, spelled].append(place)
-        found: list[list[int]] = [[]] * len(asked)
+        for position, (_, special, spelled) in enumerate(requests):
+            kinds[special, spelled].append(position)
+        encoded: list[list[int]] = [[]] * len(requests)
         for kind, places in kinds.items():
-            for place, ids in zip(
-                places, self._encode_batch([asked[n][0] for n in places], *kind), strict=True
+            for position, ids in zip(
+                places, self._encode_batch([requests[n][0] for n in places], *kind), strict=True
             ):
-                found[place] = ids
-        return found
+                encoded[position] = ids
+        return encoded
 
     def _encode_batch(self, texts: list[str], special: bool, spelled: bool) -> list[list[int]]:
         if not self._is_fast:
@@ -145,7 +144,7 @@ class TextEncoder:
                 for text in texts
             ]
         backend: Any = cast(Any, self._tokenizer).backend_tokenizer
-        # As each call of the tokenizer sets them: others may have asked it for padding, or cut with it.
+        # As each call of the tokenizer sets them: other callers may have enabled padding or truncation.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -169,7 +168,7 @@ def _capture_outcome(work: Callable[[], T]) -> T | Exception:
 
 
 def find_fast_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The `tokenizers.Tokenizer` that alone decides a tokenizer's ids; None where its class adds something."""
+    """Return the `tokenizers.Tokenizer` that alone decides a tokenizer's ids; None if its class adds something."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -225,7 +224,8 @@ class ChatRenderer:
             )
         except CallTimeout as error:
             raise DataError(
-                f"the tokenizer's chat template takes longer than {EXAMINATION_TIME_LIMIT_S:g} s for a few short messages; give "
+                f"the tokenizer's chat template takes longer than "
+                f"{EXAMINATION_TIME_LIMIT_S:g} s for a few short messages; give "
                 "another one with model.chat_template"
             ) from error
         self.encoder = encoder or TextEncoder(tokenizer)
@@ -251,7 +251,7 @@ class ChatRenderer:
         self._with_tools: dict[str, ChatRenderer] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process makes it anew: its caches and the template's environment do not travel."""
+        """Rebuild in another process: caches and the template's environment are not sent."""
         return ChatRenderer, (self.tokenizer, self.settings, self.template.tools)
 
     @property
@@ -281,7 +281,7 @@ class ChatRenderer:
         return self.facts.prefill if self.facts.opens_thought else ""
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatRenderer:
-        """The renderer whose template is handed these tools; this one for none.
+        """Return a renderer whose template gets these tools; this renderer if there are none.
 
         Raises: SettingsError if the template takes no tools.
         """
@@ -293,7 +293,7 @@ class ChatRenderer:
         return self._with_tools[key]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the opening messages and the header of the first action.
+        """Return the token ids of the opening messages and the header of the first action.
 
         Raises: DataError if the template refuses the messages.
         """
@@ -304,7 +304,7 @@ class ChatRenderer:
         )
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids to append after the policy's EOS: the messages and the header of the next action."""
+        """Return the token ids to append after the policy's EOS: the messages and the header of the next action."""
         return list(
             (self._render_observation if self.encoder.is_batching else self._cached_observation)(
                 _build_cache_key(messages)
@@ -312,7 +312,7 @@ class ChatRenderer:
         )
 
     def needs_history_rewrite(self, messages: Sequence[Message]) -> bool:
-        """True = `history_thoughts: template`, and after these messages the template writes earlier turns anew."""
+        """Return whether the template rewrites earlier turns after these messages (`history_thoughts: template`)."""
         if self.settings.history_thoughts == "keep":
             return False
         shown = {
@@ -322,13 +322,13 @@ class ChatRenderer:
         return bool(shown & set(self.facts.rewrites))
 
     def encode_history_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """As `prompt_ids`, for an episode that has begun: one of its kind, so not kept for the next."""
+        """Return `prompt_ids` for an episode in progress; not cached, as no other episode has the same prompt."""
         return list(self._render_prompt(_build_cache_key(messages)))
 
     def action_ids(self, text: str) -> list[int]:
-        """Token ids of one action and its end of turn, after a header.
+        """Return the token ids of one action and its end of turn, after a header.
 
-        Markers of thoughts and calls are the tokens that they are; tokens that could forge a role or an end stay text.
+        Markers of thoughts and calls are encoded as their tokens; tokens that could forge a role or an end remain text.
         A thought that the header opens is not opened again; an action without one closes it.
         Raises: DataError for a thought after a header that closes it (`enable_thinking: false`).
         """
@@ -346,19 +346,24 @@ class ChatRenderer:
         return [*ids, *self._encode_spelled_text(text[place:]), self.eos_id]
 
     def action_text(self, ids: Sequence[int]) -> str:
-        """Text of a sampled action with its thought's opening, without control tokens; lone surrogates as '?'."""
-        kept = [token for token in ids if token not in self._control_ids]
+        """Return the text of a sampled action with its thought's opening, without control tokens; lone surrogates as
+        '?'.
+        """
+        text_ids = [token for token in ids if token not in self._control_ids]
         text = self.tokenizer.decode(
-            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return f"{self.opened_thought}{replace_surrogates(str(text))}"
 
     def render_assistant_text(self, message: Message) -> str:
-        """Text of an assistant message: its thought, content and calls. Errors: `assistant_message.render_assistant_text`."""
+        """Render an assistant message: its thought, content and calls.
+
+        Errors: `chat_template.render_assistant_text`.
+        """
         return render_assistant_text(self.template, self.facts, message)
 
     def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation and its loss mask; True = assistant token, EOS included.
+        """Return the token ids of a conversation and its loss mask; True = assistant token, EOS included.
 
         An assistant message with `weight` 0 carries no loss.
         Raises: DataError if there is no assistant message or the last message is not one.
@@ -387,7 +392,8 @@ class ChatRenderer:
         return ids, mask
 
     def encode_plain_text(self, text: str) -> tuple[list[int], list[bool]]:
-        """Token ids of text without turns, as the tokenizer writes it, its EOS at the end; all but the first have loss.
+        """Return the token ids of text without turns, as the tokenizer writes it, plus EOS; all but the first have
+        loss.
 
         Raises: DataError if fewer than two tokens are left.
         """
@@ -412,7 +418,7 @@ class ChatRenderer:
         )
 
     def _render_observation(self, key: _CacheKey) -> tuple[int, ...]:
-        """Text after a stand-in assistant message and its end-of-turn token."""
+        """Render the text after a placeholder assistant message and its end-of-turn token."""
         opening: _CacheKey = (("user", "U", ""), ("assistant", PLACEHOLDER, ""))
         after = self.encoder.compute_once(
             lambda: self.template.render_messages(self._fit_messages(opening + key))
@@ -424,7 +430,7 @@ class ChatRenderer:
         return tuple(self._encode_text(bare.removeprefix(end) if bare.startswith(end) else after))
 
     def _strip_header_thought(self, text: str) -> str:
-        """Text of an action as it goes on after its header, which may have opened or closed a thought."""
+        """Return an action's text as it continues after its header, which may have opened or closed a thought."""
         prefill, pair = self.facts.prefill, self.facts.thought_markers
         if not prefill or pair is None:
             return text
@@ -447,7 +453,7 @@ class ChatRenderer:
         return self.encoder.encode_text(text)
 
     def _encode_spelled_text(self, text: str) -> list[int]:
-        """Token ids of text in which control tokens are plain characters."""
+        """Return the token ids of text in which control tokens are plain characters."""
         cuts = [0, *(match.start() + 1 for match in self._unmarked.finditer(text)), len(text)]
         pieces = [text[start:stop] for start, stop in pairwise(cuts)]
         return [
@@ -457,19 +463,19 @@ class ChatRenderer:
         ]
 
     def _find_token_id(self, token: str) -> int:
-        found = self.tokenizer.convert_tokens_to_ids(token)
-        assert isinstance(found, int)
-        return found
+        token_id = self.tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(token_id, int)
+        return token_id
 
     def _find_bos_ids(self) -> tuple[int, ...]:
-        """BOS if the tokenizer adds one and there is no chat template."""
+        """Return BOS if the tokenizer adds one and there is no chat template."""
         if not self.template.is_plain:
             return ()
         start = self.tokenizer("")["input_ids"][:1]
         return tuple(start) if start and start[0] == self.tokenizer.bos_token_id else ()
 
     def _fit_messages(self, key: _CacheKey) -> list[dict[str, Any]]:
-        """Messages converted to roles and an order that the template renders."""
+        """Convert messages to roles and an order that the template renders."""
         facts = self.facts
         fitted: list[dict[str, Any]] = []
         for role, content, others in key:
@@ -489,7 +495,7 @@ class ChatRenderer:
         return fitted
 
     def _break_control_tokens(self, content: str) -> str:
-        """Text with spelled-out control tokens broken by a space, so that no message can forge a role."""
+        """Break spelled-out control tokens by a space, so that no message can forge a role."""
         return self._control.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", content)
 
 

@@ -1,11 +1,8 @@
-"""Rendering of messages by a tokenizer's chat template, with the template's variables, tools and date held fixed.
+"""Chat templates: rendering with fixed variables, tools and date; examination; text of assistant messages with calls.
 
-Examination of a chat template by rendering small conversations: roles, end of turn, thoughts, calls, tools, date.
-
-Placeholders are rendered and looked for in the text, so nothing is assumed about a family of models. What cannot be
-trained on exactly is refused, with the way out.
-
-Text of an assistant message with a thought and calls of tools, as the chat template writes it.
+Examination renders small conversations with placeholders and finds roles, end of turn, thoughts, calls, tools and date
+in the text, so nothing is assumed about a model family. A template that cannot be trained on exactly is refused, with
+the way out.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ _DIRECTIVES = [
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer (its own, or a plain one where it has none) as a function of messages.
+    """Chat template of a tokenizer (a plain one if it has none) as a function of messages.
 
     The same messages always give the same text: `strftime_now` of a template prints `settings.chat_template_date`.
     """
@@ -78,11 +75,11 @@ class ChatTemplate:
         return "strftime_now" in self.source
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """The same template with other tools."""
+        """Return the same template with other tools."""
         return ChatTemplate(self.tokenizer, self.settings, tools)
 
     def with_date(self, day: str) -> ChatTemplate:
-        """The same template on another day (YYYY-MM-DD)."""
+        """Return the same template on another day (YYYY-MM-DD)."""
         other = copy.copy(self)
         other._frozen = _freeze_date(self.source, datetime.date.fromisoformat(day))
         return other
@@ -90,7 +87,7 @@ class ChatTemplate:
     def render_messages(
         self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True
     ) -> str:
-        """Rendered messages, and the header of the next assistant message.
+        """Render messages, and the header of the next assistant message.
 
         Raises: DataError where the template refuses them.
         """
@@ -113,10 +110,11 @@ class ChatTemplate:
 
 
 def _freeze_date(source: str, day: datetime.date) -> str:
-    """The template with a `strftime_now` of its own, which prints that day.
+    """Return the template with its own `strftime_now`, which prints that day.
 
     transformers offers the real clock under this name, and lets no argument of the rendering be a function. The line
-    break after the macro is removed by the rendering (trim_blocks), and keeps the template at the start of a line.
+    break
+    after the macro is removed by the rendering (trim_blocks), so the template still starts at the start of a line.
     """
     if "strftime_now" not in source:
         return source
@@ -144,7 +142,7 @@ _SCHEMA = {
     },
 }
 _BAR, _BLOCK = "\uff5c", "\u2581"  # of DeepSeek's tokens
-# Texts that a policy may write as tokens of their own, where its tokenizer has them, beside those that the template
+# Texts that a policy may write as single tokens, if its tokenizer has them, in addition to those that the template
 # itself writes into an assistant message.
 _MARKERS = (
     *(marker for pair in THOUGHT_MARKERS for marker in pair),
@@ -170,7 +168,7 @@ _Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """Properties of a chat template, found by rendering."""
+    """Properties of a chat template, detected by rendering."""
 
     end_of_turn: str  # token after an assistant message
     writes_end: bool  # the template puts it there itself; False = the tokenizer's EOS stands in
@@ -209,14 +207,14 @@ class TemplateFacts:
 
 
 def compile_token_pattern(tokens: Sequence[str]) -> re.Pattern[str]:
-    """Pattern of any of these texts, the longest first; of nothing where there is none."""
+    """Compile a pattern of any of these texts, longest first; it matches nothing if there are none."""
     return re.compile(
         "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True)) or r"(?!)"
     )
 
 
 def examine_template(template: ChatTemplate) -> TemplateFacts:
-    """The facts of a template.
+    """Examine the template.
 
     Raises: DataError, SettingsError where nothing exact can be trained with it, or with these variables or tools.
     """
@@ -276,7 +274,7 @@ def examine_template(template: ChatTemplate) -> TemplateFacts:
 
 
 def renders_tools(template: ChatTemplate) -> bool:
-    """The template describes the tools that it is handed."""
+    """Return whether the template describes the tools that it gets."""
     return _TOOL in _render_or_empty(template.with_tools([_SCHEMA]), [_build_user_message()])
 
 
@@ -284,7 +282,7 @@ def renders_tools(template: ChatTemplate) -> bool:
 
 
 def _refuse_unknown_settings(template: ChatTemplate) -> None:
-    """Variables that the template does not know, and tools that it does not take, would be dropped without a word."""
+    """Refuse variables that the template does not know and tools that it does not take: it would drop them silently."""
     unknown = [
         name
         for name in template.settings.chat_template_kwargs
@@ -349,7 +347,7 @@ def _build_call_message(arguments: object) -> dict[str, Any]:
 def _render_or_empty(
     template: ChatTemplate, messages: _Messages, generation_prompt: bool = True
 ) -> str:
-    """The rendered text; "" where the template refuses."""
+    """Render the messages; return "" if the template refuses them."""
     try:
         return template.render_messages(messages, generation_prompt)
     except DataError:
@@ -357,7 +355,7 @@ def _render_or_empty(
 
 
 def _renders_roles(template: ChatTemplate, *roles: str) -> bool:
-    """True if these roles in this order are rendered; some templates raise, others omit a message without a word."""
+    """Return whether these roles in this order are rendered; some templates raise, others drop a message silently."""
     texts = [PLACEHOLDER + str(place) for place in range(len(roles))]
     shown = _render_or_empty(
         template, [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
@@ -366,7 +364,7 @@ def _renders_roles(template: ChatTemplate, *roles: str) -> bool:
 
 
 def _has_tool_role(template: ChatTemplate, prefill: str) -> bool:
-    """True if results of tools are rendered, and followed by the same header as other messages.
+    """Return whether tool results are rendered and followed by the same header as other messages.
 
     DeepSeek-R1's template opens no thought after them, so one kind of turn would begin differently from the others.
     """
@@ -379,7 +377,7 @@ def _has_tool_role(template: ChatTemplate, prefill: str) -> bool:
 
 
 def _find_prefill(generation: str) -> tuple[str, tuple[str, str] | None]:
-    """The thought that a generation prompt opens, and its markers."""
+    """Find the thought that a generation prompt opens, and its markers."""
     for pair in THOUGHT_MARKERS:
         place = generation.rfind(pair[0])
         if place >= 0:
@@ -388,7 +386,7 @@ def _find_prefill(generation: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _find_thought_markers(template: ChatTemplate, added: Sequence[str]) -> tuple[str, str] | None:
-    """Markers of thoughts that the template writes for reasoning_content, reads in content, or has as tokens."""
+    """Find markers of thoughts that the template writes for reasoning_content, reads in content, or has as tokens."""
     rendered = _render_or_empty(
         template, [_build_user_message(), _build_reasoning_message()], False
     )
@@ -416,7 +414,7 @@ def _find_thought_closing(
 def _find_call_argument_form(
     template: ChatTemplate, end_of_turn: str, num_ends: int
 ) -> Literal["", "object", "text"]:
-    """Form of a call's arguments that the template renders; some want an object, others the JSON text of one.
+    """Find the form of call arguments that the template renders; some want an object, others its JSON text.
 
     None if the call has more than the `num_ends` ends of turn of an answer: it is then no turn that could be sampled.
     """
@@ -441,7 +439,7 @@ def _find_control_and_marker_tokens(
     skeleton: str,
     arguments: str,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(control tokens, marker tokens) among the added ones."""
+    """Return (control tokens, marker tokens) among the added ones."""
     tokenizer = template.tokenizer
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     never = {str(token) for token in named if token is not None} | {end_of_turn}
@@ -458,14 +456,14 @@ def _find_control_and_marker_tokens(
     written = {text for text in special if text in inside and text not in skeleton}
     written -= {
         text for text in written if inside.rstrip().endswith(text)
-    }  # an end of turn of its own
+    }  # a separate end of turn
     markers = ((set(_MARKERS) & set(added)) | written) - never
     control = (special | headers | never) - markers
     return tuple(sorted(control)), tuple(sorted(markers))
 
 
 def _build_thought_turn(prefill: str, pair: tuple[str, str] | None) -> tuple[str, str]:
-    """(content of an assistant message with a thought where there can be one, its text as sampled after a prompt)."""
+    """Return (content of an assistant message with a thought if possible, its text as sampled after a prompt)."""
     if pair is None or pair[1] in prefill:
         return PLACEHOLDER, PLACEHOLDER
     content = f"{pair[0]}\n{_THOUGHT}\n{pair[1]}\n\n{PLACEHOLDER}"
@@ -475,7 +473,7 @@ def _build_thought_turn(prefill: str, pair: tuple[str, str] | None) -> tuple[str
 def _find_rewritten_turns(
     template: ChatTemplate, turn: tuple[str, str], has_system: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Roles of a next message after which an earlier turn has lost its thought, or is not the text that was sampled."""
+    """Find roles of a next message after which an earlier turn loses its thought, or differs from the sampled text."""
     content, sampled = turn
     opening = (
         [{"role": "system", "content": "S"}, _build_user_message()]
@@ -498,11 +496,13 @@ def _find_rewritten_turns(
 
 
 def render_assistant_text(template: ChatTemplate, facts: TemplateFacts, message: Message) -> str:
-    """Text of the last message of a conversation, between its header (without an opened thought) and its end of turn.
+    """Render the last message of a conversation, between its header (without an opened thought) and its end of turn.
 
-    A template that leaves out reasoning_content gets it between its thought markers; one that leaves out tool_calls
-    gets them as `format_hermes_call`, which every environment reads.
-    Raises: DataError for a thought where the tokenizer knows no markers for one, or a header or an end of its own.
+    If the template drops reasoning_content, it goes between the thought markers; if it drops tool_calls, they are
+    written
+    by `format_hermes_call`, which every environment reads.
+    Raises: DataError for a thought if the tokenizer has no thought markers, or for text with a header or an end of
+        turn.
     """
     content, thought, calls = (
         message.get("content") or "",
@@ -539,7 +539,7 @@ def render_assistant_text(template: ChatTemplate, facts: TemplateFacts, message:
 def render_history_message(
     template: ChatTemplate, facts: TemplateFacts, content: str, fields: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Content and other fields of an earlier assistant message, in the form that the template renders."""
+    """Render content and other fields of an earlier assistant message, in the form that the template renders."""
     if (fields.get("tool_calls") and not facts.renders_calls) or (
         fields.get("reasoning_content") and not facts.renders_reasoning
     ):
@@ -554,7 +554,7 @@ def render_history_message(
 
 
 def format_hermes_call(call: Mapping[str, Any]) -> str:
-    """Text of an OpenAI-style call, as Hermes models write it and `Toolset.parse` reads it."""
+    """Format an OpenAI-style call, as Hermes models write it and `Toolset.parse` reads it."""
     function = call["function"]
     return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': function['arguments']})}</tool_call>"
 
@@ -562,18 +562,18 @@ def format_hermes_call(call: Mapping[str, Any]) -> str:
 def _render_message_body(
     template: ChatTemplate, facts: TemplateFacts, message: Mapping[str, Any]
 ) -> str:
-    """Rendered message between its header and its end of turn."""
+    """Render a message without its header and its end of turn."""
     opening = [{"role": "user", "content": "U"}]
     header = template.render_messages(opening).removesuffix(facts.prefill)
-    whole = template.render_messages([*opening, message], generation_prompt=False)
+    rendered = template.render_messages([*opening, message], generation_prompt=False)
     advice = "write it into content, or name another template in model.chat_template"
     fields = ", ".join(name for name in message if name not in ("role", "content"))
-    if not whole.startswith(header):
+    if not rendered.startswith(header):
         raise DataError(
             f"the chat template writes another header before a message with {fields} than before the policy's turn; "
             + advice
         )
-    body = whole[len(header) :].rstrip("\n")
+    body = rendered[len(header) :].rstrip("\n")
     if not facts.writes_end:
         return body
     if not body.rstrip().endswith(facts.end_of_turn):

@@ -48,17 +48,19 @@ class BadRow(Exception):
 
 
 def list_data_files(path: Path, suffixes: tuple[str, ...] = DATA_SUFFIXES) -> list[Path]:
-    """The file itself, or all data files under a folder, sorted by name, without hidden ones."""
+    """List the file itself, or all data files under a folder, sorted by name, without hidden ones."""
     if not path.is_dir():
         return [path]
-    found = (item for item in path.rglob("*") if item.suffix in suffixes and item.is_file())
+    candidates = (item for item in path.rglob("*") if item.suffix in suffixes and item.is_file())
     return sorted(
-        item for item in found if not any(p.startswith(".") for p in item.relative_to(path).parts)
+        item
+        for item in candidates
+        if not any(p.startswith(".") for p in item.relative_to(path).parts)
     )
 
 
 def describe_value(value: object) -> str:
-    """JSON type and value for an error message, truncated."""
+    """Return JSON type and value for an error message, truncated."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -78,7 +80,7 @@ def describe_value(value: object) -> str:
 
 
 def read_number(row: Mapping[str, Any], name: str, lowest: float = -sys.float_info.max) -> float:
-    """A finite number of a row, at least `lowest`. Raises: BadRow."""
+    """Return a finite number of a row, at least `lowest`. Raises: BadRow."""
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow(name, f"must be a number, found {describe_value(value)}")
@@ -89,7 +91,7 @@ def read_number(row: Mapping[str, Any], name: str, lowest: float = -sys.float_in
 
 
 def read_text(row: Mapping[str, Any], name: str, path: str = "", may_be_empty: bool = False) -> str:
-    """Text of one field. Raises: BadRow naming the field."""
+    """Return the text of one field. Raises: BadRow naming the field."""
     path = path or name
     if name not in row:
         raise BadRow(path, "is missing")
@@ -103,14 +105,14 @@ def read_text(row: Mapping[str, Any], name: str, path: str = "", may_be_empty: b
 
 
 def compute_file_digest(path: Path) -> str:
-    """SHA-256 of the file, as hex."""
+    """Compute the SHA-256 of the file, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def refuse_concurrent_change(path: Path) -> Iterator[None]:
-    """Block that reads a file: one that is written to or replaced meanwhile is refused, whatever was read of it.
+    """Guard a block that reads a file: refuse the file if it is written or replaced meanwhile.
 
     Raises: DataError naming the file.
     """
@@ -126,12 +128,12 @@ def refuse_concurrent_change(path: Path) -> Iterator[None]:
 
 
 def _read_file_stamp(path: Path) -> tuple[int, int, int] | None:
-    """Identity, size and time of change; None where there is nothing to read."""
+    """Return identity, size and time of change; None if there is nothing to read."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except (OSError, ValueError):
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _build_changed_error(path: Path) -> DataError:
@@ -143,7 +145,7 @@ def _build_changed_error(path: Path) -> DataError:
 def read_rows(
     path: Path, columns: Collection[str] | None, *, plain_cells: bool = False
 ) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """Rows of a file with their line number (JSON Lines) or row number (Parquet), from 1.
+    """Yield rows of a file with their line number (JSON Lines) or row number (Parquet), from 1.
 
     Lines are split at line feeds only; blank lines are skipped.
     Args:
@@ -165,7 +167,10 @@ def read_rows(
 
 
 def _read_file_head(path: Path) -> bytes:
-    """First bytes of a readable file. Raises: DataError, also for a known file type with a wrong extension."""
+    """Return the first bytes of a readable file.
+
+    Raises: DataError, also for a known file type with a wrong extension.
+    """
     try:
         if path.is_dir():
             raise DataError(f"{path}: is a folder; name one JSONL, CSV or Parquet file in it")
@@ -247,7 +252,7 @@ _LONGEST_CELL = 2**27  # characters
 
 
 def _read_csv_rows(path: Path, plain_cells: bool) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """Rows of a CSV file with a header, numbered by the line on which each begins."""
+    """Yield rows of a CSV file with a header, numbered by the line on which each begins."""
     line, before = 1, csv.field_size_limit(_LONGEST_CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -279,7 +284,7 @@ def _read_csv_rows(path: Path, plain_cells: bool) -> Iterator[tuple[int, dict[st
 
 
 def _parse_cells(cells: Mapping[str, str]) -> dict[str, Any] | BadRow:
-    """Cells of our columns as what they stand for; empty ones are left out."""
+    """Parse the cells of our columns; omit empty ones."""
     row: dict[str, Any] = {}
     for name, cell in cells.items():
         if not cell:
@@ -299,7 +304,7 @@ def _parse_cells(cells: Mapping[str, str]) -> dict[str, Any] | BadRow:
 
 
 def _parse_json_line(line: bytes) -> dict[str, Any]:
-    """One line parsed as an object. Raises: BadRow."""
+    """Parse one line as an object. Raises: BadRow."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -313,7 +318,7 @@ def _parse_json_line(line: bytes) -> dict[str, Any]:
 
 
 def read_json(text: str, path: str = "") -> Any:
-    """The JSON value of a text, of `place` in a row, fit to be stored again. Raises: BadRow."""
+    """Parse the JSON value of a text, at `place` of a row, fit to be stored again. Raises: BadRow."""
     try:
         value = json.loads(text, object_pairs_hook=_build_unique_object)
         refuse_unstorable(value, path, surrogates="\\u" in text)

@@ -1,13 +1,9 @@
-"""Line of jq that renames the columns of a row of no known format.
+"""Row formats of common data sets, recognised by their columns and converted to the rows of `rl_core.data.records`.
 
-Row formats of common data sets, by their columns, converted to the rows of `rl_core.data.records`.
-
-A format is recognised row by row, by columns that are not null. What none of them fits is refused with the columns
-found and a line that renames them.
-
-Uses of preference rows, and what each of them takes.
-
-Rows of data sets, checked one by one: a schema gives the columns that are kept, or raises BadRow.
+A format is recognised row by row, by columns that are not null. A row that fits none is refused with its columns and a
+line of jq that renames them. `validate_...` check rows one by one: they return the columns that are used, or raise
+BadRow.
+`explain_misfit` says which losses can use a preference row.
 """
 
 from __future__ import annotations
@@ -58,13 +54,13 @@ _ANSWER_COLUMNS = (
 
 
 def advise_column_renames(row: Mapping[str, Any], kind: str, names: Sequence[str]) -> str:
-    """Columns found, and a line that makes rows of them.
+    """Return the columns of a row, and a line of jq that converts such rows.
 
     Args:
         kind: demonstrations or preferences.
         names: formats of that kind.
     """
-    found = ", ".join(str(name) for name in row) or "none"
+    columns = ", ".join(str(name) for name in row) or "none"
     if isinstance(row.get("completions"), list) and "instruction" in row:
         fix = (
             "'{prompt: .instruction} + (.completions | sort_by(.overall_score) | {chosen: .[-1].response, rejected: "
@@ -73,7 +69,7 @@ def advise_column_renames(row: Mapping[str, Any], kind: str, names: Sequence[str
     elif kind == "demonstrations":
         fix = _advise_demonstration(row)
     else:
-        asked = _guess_column(row, _QUESTION_COLUMNS, "QUESTION")
+        question = _guess_column(row, _QUESTION_COLUMNS, "QUESTION")
         good = _guess_column(
             row,
             ("chosen", "chosen_response", "preferred", "better", "response_0", "accepted"),
@@ -82,28 +78,28 @@ def advise_column_renames(row: Mapping[str, Any], kind: str, names: Sequence[str
         bad = _guess_column(
             row, ("rejected", "rejected_response", "dispreferred", "worse", "response_1"), "WORSE"
         )
-        fix = f"'{{prompt: .{asked}, chosen: .{good}, rejected: .{bad}}}'"
+        fix = f"'{{prompt: .{question}, chosen: .{good}, rejected: .{bad}}}'"
     read = "; ".join(names)
-    return f"columns found: {found}; name them: jq -c {fix} FILE > NEW.jsonl (formats that are read: {read})"
+    return f"columns found: {columns}; name them: jq -c {fix} FILE > NEW.jsonl (formats that are read: {read})"
 
 
 def _advise_demonstration(row: Mapping[str, Any]) -> str:
-    """Question and answer as prompt and completion, or with a system message as messages."""
+    """Return a jq filter that makes prompt and completion, or messages if there is a system column."""
     system = next((name for name in _SYSTEM_COLUMNS if isinstance(row.get(name), str)), "")
     left = {name: value for name, value in row.items() if name != system}
-    asked, answered = (
+    question, answered = (
         _guess_column(left, _QUESTION_COLUMNS, "QUESTION"),
         _guess_column(left, _ANSWER_COLUMNS, "ANSWER"),
     )
     if not system:
-        return f"'{{prompt: .{asked}, completion: .{answered}}}'"
-    said = [("system", system), ("user", asked), ("assistant", answered)]
-    turns = ", ".join(f'{{role: "{role}", content: .{name}}}' for role, name in said)
+        return f"'{{prompt: .{question}, completion: .{answered}}}'"
+    turns_by_role = [("system", system), ("user", question), ("assistant", answered)]
+    turns = ", ".join(f'{{role: "{role}", content: .{name}}}' for role, name in turns_by_role)
     return f"'{{messages: [{turns}]}}'"
 
 
 def _guess_column(row: Mapping[str, Any], words: Sequence[str], default: str) -> str:
-    """The column with one of these names, or that holds one of these words."""
+    """Return the column with one of these names, or whose name contains one of these words."""
     names = [str(name) for name in row]
     tests: tuple[Callable[[str, str], bool], ...] = (
         lambda n, w: n.lower() == w,
@@ -191,7 +187,7 @@ _FORMATS: dict[str, tuple[RowFormat, ...]] = {
 }
 _NAMES = {kind: [form.name for form in formats] for kind, formats in _FORMATS.items()}
 _SHARED_COLUMNS = ("level", "kind", "seed")
-# `judgement`: who compared, when and how, as `posttrain prefer` writes it; kept in the file, not read
+# `judgement`: who compared, when and how, as `posttrain prefer` writes it; stays in the file, not read
 _COLUMNS_BY_KIND = {
     "demonstrations": _SHARED_COLUMNS,
     "preferences": ("margin", "tie", "judgement", *_SHARED_COLUMNS),
@@ -223,18 +219,18 @@ def detect_format(row: Mapping[str, Any], kind: RowKind) -> RowFormat | None:
 
 
 def list_format_columns(kind: RowKind) -> tuple[str, ...]:
-    """Columns of all formats of a kind, for a reader of Parquet."""
+    """Return the columns of all formats of a kind, for a reader of Parquet."""
     return COLUMNS[kind]
 
 
 def find_unknown_columns(row: Mapping[str, Any], form: RowFormat, kind: RowKind) -> set[str]:
-    """Columns of a row that its format does not use."""
+    """Return columns of a row that its format does not use."""
     used = {*form.needs, *form.also, *_COLUMNS_BY_KIND[kind]}
     return {name for name, value in row.items() if value is not None and name not in used}
 
 
 def convert_demonstration(row: RawRow) -> RawRow:
-    """The row with `messages` (not checked yet), and `tools` where it has some. Raises: BadRow."""
+    """Return the row with `messages` (not checked yet), and `tools` if it has some. Raises: BadRow."""
     if row.get("label") is False:
         raise BadRow(
             "label",
@@ -274,12 +270,13 @@ def convert_demonstration(row: RawRow) -> RawRow:
         read_text(row, "completion")
     raise BadRow(
         "messages",
-        f"is missing, and so are prompt and completion; {advise_column_renames(row, 'demonstrations', _NAMES['demonstrations'])}",
+        "is missing, and so are prompt and completion; "
+        f"{advise_column_renames(row, 'demonstrations', _NAMES['demonstrations'])}",
     )
 
 
 def convert_preference(row: RawRow) -> RawRow:
-    """The row as {prompt, chosen, rejected} or {prompt, completion, label or score}, sides text or messages.
+    """Return the row as {prompt, chosen, rejected} or {prompt, completion, label or score}, sides text or messages.
 
     Raises: BadRow.
 
@@ -294,7 +291,7 @@ def convert_preference(row: RawRow) -> RawRow:
 
 
 def _refuse_unknown_preference(row: RawRow) -> None:
-    """Raise for a row of no format, unless a column of ours is missing or empty, which is said by its name."""
+    """Raise for a row of no format; if one of our columns is missing or empty, name it."""
     if {"chosen", "rejected"} <= set(row) and "prompt" not in row:
         raise BadRow(
             "prompt",
@@ -322,7 +319,7 @@ def _read_messages(row: RawRow, name: str) -> list[RawRow]:
 
 
 def _split_implicit_prompt(row: RawRow, chosen: list[RawRow], rejected: list[RawRow]) -> RawRow:
-    """The messages that both sides begin with are the prompt, up to the last one of another role than assistant."""
+    """Split off the prompt: the messages that both sides share, up to the last one of a role other than assistant."""
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
@@ -343,7 +340,7 @@ def _split_implicit_prompt(row: RawRow, chosen: list[RawRow], rejected: list[Raw
 
 
 def _convert_prompt(messages: list[RawRow], path: str) -> str | list[RawRow]:
-    """A prompt: text where it is one message of the user."""
+    """Return a prompt: text if it is one message of the user."""
     if not messages or messages[-1]["role"] == "assistant":
         raise BadRow(path, "ends with the assistant's message, but a prompt is what it answers")
     text: str = messages[0]["content"]
@@ -351,7 +348,7 @@ def _convert_prompt(messages: list[RawRow], path: str) -> str | list[RawRow]:
 
 
 def _convert_answer(messages: Sequence[RawRow], path: str) -> str | list[RawRow]:
-    """An answer: text where it is one assistant message of plain content."""
+    """Return an answer: text if it is one assistant message of plain content."""
     if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] != "assistant":
         raise BadRow(path, "must begin and end with the assistant's message after the prompt")
     text: str = messages[0]["content"]
@@ -361,13 +358,13 @@ def _convert_answer(messages: Sequence[RawRow], path: str) -> str | list[RawRow]
 
 
 def _convert_binarized_pair(row: RawRow) -> RawRow:
-    """UltraFeedback's pairs, whose prompt is there twice."""
-    found = _split_implicit_prompt(
+    """Convert UltraFeedback's pairs, which hold the prompt twice."""
+    pair = _split_implicit_prompt(
         row, _read_messages(row, "chosen"), _read_messages(row, "rejected")
     )
-    if isinstance(found["prompt"], str) and found["prompt"].strip() != row["prompt"].strip():
+    if isinstance(pair["prompt"], str) and pair["prompt"].strip() != row["prompt"].strip():
         raise BadRow("prompt", "is not the text that chosen and rejected begin with")
-    return found
+    return pair
 
 
 def _convert_conversational(row: RawRow) -> RawRow:
@@ -377,8 +374,8 @@ def _convert_conversational(row: RawRow) -> RawRow:
 
 
 def _convert_sharegpt_pair(row: RawRow) -> RawRow:
-    """A conversation that waits for an answer, and two of them: a turn or several each."""
-    asked = validate_messages(convert_sharegpt_turns(row, "conversations"), "conversations")
+    """Convert a conversation that waits for an answer, and two answers: one turn or several each."""
+    conversation = validate_messages(convert_sharegpt_turns(row, "conversations"), "conversations")
     sides = {
         side: convert_sharegpt_turns({side: wrap_in_list(row[side])}, side)
         for side in ("chosen", "rejected")
@@ -386,7 +383,7 @@ def _convert_sharegpt_pair(row: RawRow) -> RawRow:
     changed = {
         side: _convert_answer(validate_messages(turns, side), side) for side, turns in sides.items()
     }
-    return {**row, "prompt": _convert_prompt(asked, "conversations"), **changed}
+    return {**row, "prompt": _convert_prompt(conversation, "conversations"), **changed}
 
 
 def _convert_alpaca_pair(row: RawRow) -> RawRow:
@@ -399,17 +396,17 @@ def _convert_alpaca_pair(row: RawRow) -> RawRow:
 
 
 def _convert_labelled_messages(row: RawRow) -> RawRow:
-    """A conversation of which the last answer is labelled."""
-    said = _read_messages(row, "messages")
+    """Convert a conversation whose last answer is labelled."""
+    messages = _read_messages(row, "messages")
     return {
         **row,
-        "prompt": _convert_prompt(said[:-1], "messages"),
-        "completion": _convert_answer(said[-1:], "messages"),
+        "prompt": _convert_prompt(messages[:-1], "messages"),
+        "completion": _convert_answer(messages[-1:], "messages"),
     }
 
 
 def _build_question_converter(name: str) -> Callable[[RawRow], RawRow]:
-    """Conversion of rows with the question in that column and a system message of their own."""
+    """Build a conversion of rows with the question in that column and a system message."""
 
     def convert(row: RawRow) -> RawRow:
         system = (
@@ -454,15 +451,17 @@ _ROWS_NEEDED = {
 
 
 def explain_misfit(row: Mapping[str, Any], use: str) -> str:
-    """Reason why a preference row cannot be used by a loss ("dpo", ..., "reward_model"); "" = it can."""
+    """Return why a loss ("dpo", ..., "reward_model") cannot use a preference row; "" = it can."""
     if use != "kto" and "label" in row:
         return f"has a label, which only the loss kto takes; {use} needs {_ROWS_NEEDED.get(use, 'pairs')}"
     if ("score" in row) != (use == "reward_regression"):
         if "score" in row:
-            return f"has a score, which only a reward model with `loss: mse` takes; {use} needs {_ROWS_NEEDED.get(use, 'pairs')}"
+            needed = _ROWS_NEEDED.get(use, "pairs")
+            return f"has a score, which only a reward model with `loss: mse` takes; {use} needs {needed}"
         return "has no score; a reward model with `loss: mse` needs prompt, completion and score"
     if row.get("tie") and use not in USES_WITH_TIES:
-        return f"is a tie, which only {', '.join(USES_WITH_TIES)} learn from, not {use}; leave out rows with `tie: true`"
+        uses = ", ".join(USES_WITH_TIES)
+        return f"is a tie, which only {uses} learn from, not {use}; leave out rows with `tie: true`"
     if use != "reward_model" and "margin" in row:
         return f"margin: only a reward model takes margins, not the loss {use}"
     return ""
@@ -474,8 +473,8 @@ OPTIONAL_COLUMNS = ("level", "kind", "seed")
 
 
 def read_optional_columns(row: Row) -> Row:
-    """Optional columns that describe the episode of a row."""
-    kept: Row = {
+    """Return optional columns that describe the episode of a row."""
+    columns: Row = {
         name: read_text(row, name) for name in ("level", "kind") if row.get(name) is not None
     }
     seed = row.get("seed")
@@ -484,12 +483,12 @@ def read_optional_columns(row: Row) -> Row:
             raise BadRow("seed", f"must be an integer, found {describe_value(seed)}")
         if not -(2**63) <= seed < 2**63:
             raise BadRow("seed", "does not fit into 64 bits")
-        kept["seed"] = seed
-    return kept
+        columns["seed"] = seed
+    return columns
 
 
 def validate_demonstration(row: Row) -> Row:
-    """A demonstration of any format as messages, the last one the assistant's."""
+    """Return a demonstration of any format as messages, the last one the assistant's."""
     row = convert_demonstration(row)
     messages = _validate_demonstration_messages(row)
     tools = validate_tools(row["tools"]) if row.get("tools") else []
@@ -501,14 +500,14 @@ def validate_demonstration(row: Row) -> Row:
 
 
 def _validate_demonstration_messages(row: Row) -> list[dict[str, Any]]:
-    found = row["messages"]
+    raw_messages = row["messages"]
     if (
-        isinstance(found, list)
-        and len(found) == 1
-        and isinstance(found[0], Mapping)
-        and found[0].get("role") == "text"
+        isinstance(raw_messages, list)
+        and len(raw_messages) == 1
+        and isinstance(raw_messages[0], Mapping)
+        and raw_messages[0].get("role") == "text"
     ):
-        return [{"role": "text", "content": read_text(found[0], "content", "text")}]
+        return [{"role": "text", "content": read_text(raw_messages[0], "content", "text")}]
     messages = validate_messages(row["messages"], "messages")
     if messages[-1]["role"] != "assistant":
         raise BadRow(
@@ -521,7 +520,7 @@ def _validate_demonstration_messages(row: Row) -> list[dict[str, Any]]:
 
 
 def validate_prompt(row: Row) -> Row:
-    """A prompt, text or messages, with every other column."""
+    """Return a prompt, text or messages, with every other column."""
     if not isinstance(row.get("prompt"), list):
         return {**row, "prompt": read_text(row, "prompt")}
     messages = validate_messages(row["prompt"], "prompt")
@@ -534,10 +533,10 @@ def validate_prompt(row: Row) -> Row:
 
 
 def _validate_labelled_completion(row: Row) -> Row:
-    kept: Row = {name: _read_text_or_messages(row, name) for name in ("prompt", "completion")}
+    columns: Row = {name: _read_text_or_messages(row, name) for name in ("prompt", "completion")}
     if row.get("score") is not None and row.get("label") is None:
         return {
-            **kept,
+            **columns,
             "score": read_number(row, "score"),
             **_read_tools(row),
             **read_optional_columns(row),
@@ -550,11 +549,11 @@ def _validate_labelled_completion(row: Row) -> Row:
             if label is None
             else f"must be true or false, found {describe_value(label)}",
         )
-    return {**kept, "label": label, **_read_tools(row), **read_optional_columns(row)}
+    return {**columns, "label": label, **_read_tools(row), **read_optional_columns(row)}
 
 
 def _read_text_or_messages(row: Row, name: str) -> str | list[dict[str, Any]]:
-    """Text, or messages that `convert_preference` has checked."""
+    """Return text, or messages that `convert_preference` has checked."""
     return row[name] if isinstance(row.get(name), list) and row[name] else read_text(row, name)
 
 
@@ -573,7 +572,7 @@ def _read_tie(row: Row) -> Row:
 
 
 def validate_preference(row: Row) -> Row:
-    """A pair, or a labelled or scored completion, of any format."""
+    """Return a pair, or a labelled or scored completion, of any format."""
     row = convert_preference(row)
     if (
         row.get("chosen") is None
@@ -581,12 +580,14 @@ def validate_preference(row: Row) -> Row:
         and ("completion" in row or "label" in row)
     ):
         return _validate_labelled_completion(row)
-    kept: Row = {
+    sides: Row = {
         name: _read_text_or_messages(row, name) for name in ("prompt", "chosen", "rejected")
     }
-    if _strip_text(kept["chosen"]) == _strip_text(kept["rejected"]):
+    if _strip_text(sides["chosen"]) == _strip_text(sides["rejected"]):
         raise BadRow("chosen", "is equal to rejected, so there is no preference")
-    return kept | _read_margin(row) | _read_tie(row) | _read_tools(row) | read_optional_columns(row)
+    return (
+        sides | _read_margin(row) | _read_tie(row) | _read_tools(row) | read_optional_columns(row)
+    )
 
 
 def _strip_text(side: str | list[dict[str, Any]]) -> Any:

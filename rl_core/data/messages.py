@@ -27,11 +27,12 @@ _HINTS = {
 
 
 def validate_messages(value: object, name: str) -> list[dict[str, Any]]:
-    """Messages with role and content, and OpenAI's other fields where they say something.
+    """Return messages with role and content, and OpenAI's other fields if they hold something.
 
-    Content parts of type text are joined, arguments of calls become objects, the role developer is system, `train` is a
-    weight, and fields that are null are left out, except within JSON text. Every other field is refused: nothing of a
-    message is dropped.
+    Content parts of type text are joined, arguments of calls become objects, the role developer becomes system, `train`
+    becomes a weight, and null fields are dropped, except within JSON text. Every other field is refused: nothing of a
+    message
+    is lost.
     Raises: BadRow naming the field.
     """
     if not isinstance(value, list):
@@ -41,15 +42,15 @@ def validate_messages(value: object, name: str) -> list[dict[str, Any]]:
     return [_validate_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
 
 
-def validate_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
-    """Tool schemas of a row: a list of {"type": "function", "function": {...}}, or its JSON text.
+def validate_tools(raw: object, name: str = "tools") -> list[dict[str, Any]]:
+    """Return a row's tool schemas: a list of {"type": "function", "function": {...}}, or its JSON text.
 
     Bare functions {"name", "parameters", ...}, as in Glaive's data, are taken as such schemas.
     Raises: BadRow naming the field.
     """
-    value = read_json(found, name) if isinstance(found, str) else found
+    value = read_json(raw, name) if isinstance(raw, str) else raw
     if not isinstance(value, list):
-        raise BadRow(name, f"must be a list of tool schemas, found {describe_value(found)}")
+        raise BadRow(name, f"must be a list of tool schemas, found {describe_value(raw)}")
     tools = []
     for index, tool in enumerate(value):
         if isinstance(tool, Mapping) and "name" in tool and "function" not in tool:
@@ -60,9 +61,7 @@ def validate_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
                 f"{name}[{index}]", "must be {'type': 'function', 'function': {'name': ..., ...}}"
             )
         refuse_unstorable(tool, f"{name}[{index}]")
-        tools.append(
-            {"type": "function", **(tool if isinstance(found, str) else _drop_nulls(tool))}
-        )
+        tools.append({"type": "function", **(tool if isinstance(raw, str) else _drop_nulls(tool))})
     return tools
 
 
@@ -102,7 +101,7 @@ def _validate_message(message: object, place: str) -> dict[str, Any]:
 
 
 def _read_content(fields: Mapping[str, Any], place: str, may_be_empty: bool) -> str:
-    """Text of a message; parts of type text joined."""
+    """Return the text of a message; parts of type text joined."""
     content = fields.get("content")
     if may_be_empty and content is None:
         return ""
@@ -116,16 +115,18 @@ def _read_content(fields: Mapping[str, Any], place: str, may_be_empty: bool) -> 
             or not isinstance(part.get("text"), str)
         ):
             kind = part.get("type") if isinstance(part, Mapping) else None
-            found = f"a part of type {kind!r}" if isinstance(kind, str) else describe_value(part)
+            description = (
+                f"a part of type {kind!r}" if isinstance(kind, str) else describe_value(part)
+            )
             raise BadRow(
-                f"{place}[{index}]", f"must be {{'type': 'text', 'text': ...}}, found {found}"
+                f"{place}[{index}]", f"must be {{'type': 'text', 'text': ...}}, found {description}"
             )
         texts.append(part["text"])
     return read_text({"content": "".join(texts)}, "content", place, may_be_empty=may_be_empty)
 
 
 def _read_assistant_fields(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     thoughts = {
         name: read_text(fields, name, f"{place}.{name}", may_be_empty=True)
         for name in _REASONING_FIELDS
@@ -137,17 +138,17 @@ def _read_assistant_fields(fields: Mapping[str, Any], place: str) -> dict[str, A
         )
     thought = next(iter(thoughts.values()), "").strip()
     if thought:
-        kept["reasoning_content"] = thought
+        known["reasoning_content"] = thought
     if "tool_calls" in fields:
-        kept["tool_calls"] = _validate_calls(fields["tool_calls"], f"{place}.tool_calls")
-        if not kept["tool_calls"]:
-            del kept["tool_calls"]
+        known["tool_calls"] = _validate_calls(fields["tool_calls"], f"{place}.tool_calls")
+        if not known["tool_calls"]:
+            del known["tool_calls"]
     weight = _read_loss_weight(fields, place)
-    return kept if weight == 1 else {**kept, "weight": 0}
+    return known if weight == 1 else {**known, "weight": 0}
 
 
 def _read_loss_weight(fields: Mapping[str, Any], place: str) -> int:
-    """1 = the message carries loss, 0 = it does not."""
+    """Return 1 = the message carries loss, 0 = it does not."""
     weights = {name: fields[name] for name in ("weight", "train") if name in fields}
     for name, value in weights.items():
         if value not in (0, 1):  # True and False equal 1 and 0
@@ -157,13 +158,13 @@ def _read_loss_weight(fields: Mapping[str, Any], place: str) -> int:
     return int(next(iter(weights.values()), 1))
 
 
-def _validate_calls(found: object, place: str) -> list[dict[str, Any]]:
-    value = read_json(found, place) if isinstance(found, str) else found
+def _validate_calls(raw: object, place: str) -> list[dict[str, Any]]:
+    value = read_json(raw, place) if isinstance(raw, str) else raw
     if not isinstance(value, list):
-        raise BadRow(place, f"must be a list of calls, found {describe_value(found)}")
+        raise BadRow(place, f"must be a list of calls, found {describe_value(raw)}")
     calls = []
     for index, call in enumerate(value):
-        where, is_text = f"{place}[{index}]", isinstance(found, str)
+        where, is_text = f"{place}[{index}]", isinstance(raw, str)
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise BadRow(
@@ -192,13 +193,16 @@ def _validate_calls(found: object, place: str) -> list[dict[str, Any]]:
             )
         refuse_unstorable(arguments, f"{where}.function.arguments")
         arguments = arguments if is_text else _drop_nulls(arguments)  # JSON text says what it means
-        kept = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        calls.append(kept | ({"id": str(call["id"])} if call.get("id") is not None else {}))
+        call_fields = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        calls.append(call_fields | ({"id": str(call["id"])} if call.get("id") is not None else {}))
     return calls
 
 
 def _drop_nulls(value: Any) -> Any:
-    """A plain copy. Objects of a Parquet column share their fields, so those of other rows stand in it as nulls."""
+    """Return a plain copy without nulls.
+
+    Objects of a Parquet column share fields, so other rows' fields appear as nulls.
+    """
     if isinstance(value, Mapping):
         return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -227,17 +231,17 @@ HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def build_user_message(text: str) -> Row:
-    """Message of the user."""
+    """Build a message of the user."""
     return {"role": "user", "content": text}
 
 
 def build_assistant_message(text: str) -> Row:
-    """Message of the assistant."""
+    """Build a message of the assistant."""
     return {"role": "assistant", "content": text}
 
 
 def drop_message_loss(message: Any) -> Any:
-    """An assistant message of a prompt, which carries no loss."""
+    """Return an assistant message of a prompt, which carries no loss."""
     return (
         {**message, "weight": 0}
         if isinstance(message, Mapping) and message.get("role") == "assistant"
@@ -246,12 +250,12 @@ def drop_message_loss(message: Any) -> Any:
 
 
 def wrap_in_list(value: Any) -> list[Any]:
-    """One message as a list of one."""
+    """Return one message as a list of one."""
     return [value] if isinstance(value, Mapping) else list(value)
 
 
 def convert_sharegpt(row: Row, name: str) -> list[Row]:
-    """Messages of a conversation that ends with an answer."""
+    """Convert a conversation that ends with an answer to messages."""
     messages = convert_sharegpt_turns(row, name)
     if messages[-1].get("role") == "user":
         raise BadRow(
@@ -262,7 +266,7 @@ def convert_sharegpt(row: Row, name: str) -> list[Row]:
 
 
 def convert_sharegpt_turns(row: Row, name: str) -> list[Row]:
-    """Messages of turns {"from", "value"}, the row's system message before them."""
+    """Convert turns {"from", "value"} to messages, the row's system message first."""
     turns = row[name]
     if not isinstance(turns, list) or not turns:
         raise BadRow(name, f"must be a list of turns, found {describe_value(turns)}")
@@ -283,7 +287,7 @@ def convert_sharegpt_turns(row: Row, name: str) -> list[Row]:
 
 
 def _convert_sharegpt_turn(turn: Mapping[str, Any], place: str) -> Row:
-    """The message of a turn {"from", "value"}, with whatever else the turn has."""
+    """Convert a turn {"from", "value"} to a message, with whatever else the turn has."""
     fields = {name: value for name, value in turn.items() if value is not None}
     word = read_text(fields, "from", f"{place}.from")
     role = _SHAREGPT_ROLES.get(word.lower())
@@ -300,7 +304,7 @@ def _convert_sharegpt_turn(turn: Mapping[str, Any], place: str) -> Row:
 
 
 def _parse_call_turn(text: str, place: str) -> Row:
-    """A turn that calls tools: JSON {"name", "arguments"}, or a list of them."""
+    """Parse a turn that calls tools: JSON {"name", "arguments"}, or a list of them."""
     try:
         calls = json.loads(text)
     except ValueError as error:
@@ -316,7 +320,7 @@ def _parse_call_turn(text: str, place: str) -> Row:
 
 
 def convert_alpaca(row: Row, context: str) -> list[Row]:
-    """Instruction, a blank line and the input as the user's message; system and history before it."""
+    """Convert a row: instruction, a blank line and the input are the user's message; system and history come first."""
     messages: list[Row] = []
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages.append({"role": "system", "content": row["system"]})
@@ -334,15 +338,15 @@ def convert_alpaca(row: Row, context: str) -> list[Row]:
 
 
 def parse_hh_turns(row: Row, name: str) -> list[Row]:
-    """Turns of a text "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
+    r"""Parse the turns of a text "\n\nHuman: ... \n\nAssistant: ..."."""
     text = read_text(row, name)
     parts = HH_TURN.split(text)
     if len(parts) < 5 or parts[0].strip():
         raise BadRow(name, "is no dialogue of the human and the assistant")
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = [
-        {"role": roles[who], "content": said.strip()}
-        for who, said in zip(parts[1::2], parts[2::2], strict=True)
+        {"role": roles[who], "content": content.strip()}
+        for who, content in zip(parts[1::2], parts[2::2], strict=True)
     ]
     if turns[-1]["role"] != "assistant":
         raise BadRow(name, "ends with the human's turn")

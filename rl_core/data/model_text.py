@@ -1,12 +1,8 @@
-"""Thoughts of reasoning models in plain text: the markers around them, and what lies outside.
-
-Model-written text and values, made safe to tokenise, store and show.
+"""Model-written text made safe to tokenise, store and show; thoughts in plain text; patterns with a time limit.
 
 A policy may write anything, and JSON escapes give it what its tokens cannot spell: half of a surrogate pair, NUL,
 numbers of thousands of digits, brackets nested a thousand deep. Tokenizers, UTF-8 files, databases and recursive
-encoders refuse some of these; `plain_json` and `printable` replace exactly those.
-
-A regular expression whose matching is stopped after a limit of processor time.
+encoders refuse some of these; `convert_to_plain_json` and `replace_unprintable` replace exactly those.
 """
 
 from __future__ import annotations
@@ -27,19 +23,20 @@ THOUGHT_MARKERS = (
 
 
 def split_thought(text: str, markers: tuple[str, str]) -> tuple[str | None, str]:
-    """(thought, rest) of a text that begins with a thought, or closes one that its prompt opened; else (None, text).
+    """Return (thought, rest) of a text that begins with a thought, or closes one that its prompt opened; else (None,
+    text).
 
     White space around the thought and before the rest is dropped.
     """
     opening, closing = markers
-    thought, found, rest = text.partition(closing)
-    if not found:
+    thought, separator, rest = text.partition(closing)
+    if not separator:
         return None, text
     return thought.strip().removeprefix(opening).strip(), rest.lstrip()
 
 
 def strip_thought(text: str) -> str:
-    """Text of an action after its thought, where alone calls and answers count; "" for a thought that is not closed."""
+    """Return an action's text after its thought, where calls and answers count; "" if the thought is not closed."""
     for opening, closing in THOUGHT_MARKERS:
         if closing in text:
             return text.rpartition(closing)[2]
@@ -48,26 +45,27 @@ def strip_thought(text: str) -> str:
     return text
 
 
-MAX_DEPTH = 32  # levels of lists and objects that are kept
+MAX_DEPTH = 32  # levels of lists and objects
 MAX_BITS = 1024  # of an integer; Python refuses to write one of more than 4300 digits
 OMITTED = "…"
 
 
 def replace_unprintable(text: str) -> str:
-    """Text with lone surrogates as '?' (no UTF-8 encodes them) and NUL as U+FFFD (PostgreSQL does not store it)."""
+    """Replace lone surrogates by '?' (UTF-8 cannot encode them) and NUL by U+FFFD (PostgreSQL cannot store it)."""
     return replace_surrogates(text).replace("\0", "\ufffd")
 
 
 def replace_surrogates(text: str) -> str:
-    """Text with lone surrogates as '?'; a tokenizer written in Python may decode to them."""
+    """Replace lone surrogates by '?'; a tokenizer written in Python may decode to them."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def convert_to_plain_json(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """A copy that every JSON writer and reader takes.
+    """Return a copy that every JSON writer and reader accepts.
 
-    Texts are `printable`; numbers that JSON does not have, and integers above MAX_BITS bits, become texts; what lies
-    deeper than `depth` levels is left out; anything else becomes its str().
+    Texts pass `replace_unprintable`; numbers that JSON does not have, and integers above MAX_BITS bits, become texts;
+    values
+    deeper than `depth` levels are dropped; anything else becomes its str().
     """
     if value is None or isinstance(value, bool):
         return value
@@ -114,7 +112,7 @@ class TimeLimitedPattern:
         self.pattern, self.timed_out, self._match_s = pattern, 0, match_s
 
     def matches_text(self, text: str, *, match_entire_text: bool) -> bool:
-        """True if the whole text matches, or any part of it."""
+        """Return whether the entire text matches, or any part of it."""
         # Texts that keep running out of time get less for each: ten limits in all, then a tenth of one.
         limit = self._match_s if self.timed_out < MAX_TIMED_OUT else self._match_s / 10
         match = self._compiled.fullmatch if match_entire_text else self._compiled.search

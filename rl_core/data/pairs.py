@@ -1,8 +1,6 @@
-"""Preference pairs from scored rollouts: a success is preferred to a failure on the same prompt.
+"""Preference pairs: from scored rollouts (a success is preferred to a failure), and as token ids of preference rows.
 
-Token ids of preference rows and labelled completions, as `data.records.read_preferences` gives them.
-
-Preference pairs over token rows, made where they are asked for: a million of them fit into memory.
+Pairs over token rows are built on access: a million of them fit into memory.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class PreferencePair:
     # None = a preference. Otherwise `chosen` is a completion with this label, and `rejected` the same prompt with the
     # completion of another prompt, for KTO's reference point.
     desirable: bool | None = None
-    score: float | None = None  # given to `chosen`; `rejected` is the same. None = a pair
+    score: float | None = None  # of `chosen`; `rejected` is the same. None = a pair
 
     @property
     def chosen_ids(self) -> list[int]:
@@ -64,7 +62,7 @@ class PreferencePair:
 def build_pairs_from_groups(
     groups: Sequence[RolloutGroup], per_group: int, seed: int
 ) -> list[PreferencePair]:
-    """Pairs (success, failure) of the same prompt, at most `per_group` per group, without duplicates.
+    """Build pairs (success, failure) of the same prompt, at most `per_group` per group, without duplicates.
 
     Lucky successes (not grounded in the observations) are excluded, as no token tells them from a failure. Groups that
     only succeed or only fail yield no pairs. Truncated rollouts count as failures, as the environment says.
@@ -95,18 +93,18 @@ def build_pairs_from_groups(
 
 
 def list_labelled_sides(pairs: Sequence[PreferencePair]) -> list[tuple[PairSide, bool]]:
-    """Both sides of preference pairs as labelled completions, each once: chosen = desirable."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...], bool], PairSide] = {}
+    """Return both sides of preference pairs as labelled completions, each once: chosen = desirable."""
+    sides: dict[tuple[tuple[int, ...], tuple[int, ...], bool], PairSide] = {}
     for pair in pairs:
         for side, label in ((pair.chosen, True), (pair.rejected, False)):
-            found.setdefault((tuple(side.prompt_ids), tuple(side.completion_ids), label), side)
-    return [(side, key[2]) for key, side in found.items()]
+            sides.setdefault((tuple(side.prompt_ids), tuple(side.completion_ids), label), side)
+    return [(side, key[2]) for key, side in sides.items()]
 
 
 def build_mismatched_pairs(
     rows: Sequence[tuple[PairSide, bool]], seed: int, others: Sequence[tuple[PairSide, bool]] = ()
 ) -> list[PreferencePair]:
-    """Labelled completions, each beside its prompt with the completion of another prompt, for KTO.
+    """Return labelled completions, each with its prompt and the completion of another prompt, for KTO.
 
     The partner is the next row with another prompt in a seeded order of the rows, the same in every epoch.
     Args:
@@ -128,7 +126,8 @@ def build_mismatched_pairs(
 def choose_mismatched_partners(
     prompts: Sequence[Hashable], seed: int, others: Sequence[Hashable] = ()
 ) -> list[int]:
-    """Place, in `prompts` and then `others`, of the completion that stands after each prompt. See `build_mismatched_pairs`.
+    """Return, for each prompt, the index in `prompts` and then `others` of its mismatched completion, see
+    `build_mismatched_pairs`.
 
     Raises: DataError if there is no other prompt.
     """
@@ -158,13 +157,13 @@ Row = dict[str, Any]
 
 
 def build_pair(row: Row, renderer: ChatRenderer) -> PreferencePair:
-    """A preference row as token ids. Errors: `build_row_sides`."""
+    """Return a preference row as token ids. Errors: `build_row_sides`."""
     (chosen, _), (rejected, _) = build_row_sides(row, renderer)
     return PreferencePair(chosen, rejected, row.get("margin", 0.0), bool(row.get("tie")))
 
 
 def build_row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
-    """Token ids of each completion of a row, with its label; chosen = True.
+    """Return the token ids of each completion of a row, with its label; chosen = True.
 
     Raises: DataError where the template refuses the messages, or as `truncate_sides`.
     """
@@ -190,16 +189,16 @@ def build_row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bo
 
 
 def truncate_sides(sides: Sequence[PairSide], max_tokens: int | None) -> list[PairSide]:
-    """The first tokens of each side, prompt and completion together; None = all.
+    """Return the first tokens of each side, prompt and completion together; None = all.
 
     Raises: DataError if none that carries loss is among them, or two sides do not differ.
     """
-    kept = [_truncate_side(side, max_tokens) for side in sides]
-    if len(kept) == 2 and kept[0].completion_ids == kept[1].completion_ids:
+    truncated = [_truncate_side(side, max_tokens) for side in sides]
+    if len(truncated) == 2 and truncated[0].completion_ids == truncated[1].completion_ids:
         raise DataError(
-            f"chosen and rejected are the same in the tokens that are read ({len(kept[0].ids)})"
+            f"chosen and rejected are the same in the tokens that are read ({len(truncated[0].ids)})"
         )
-    return kept
+    return truncated
 
 
 def _truncate_side(side: PairSide, max_tokens: int | None) -> PairSide:
@@ -265,7 +264,7 @@ class PreferencePairRows(Sequence[PreferencePair]):
 
 
 def read_side(sides: TokenRows, index: int) -> PairSide:
-    """The side of a preference row, or the labelled completion, at a place."""
+    """Return the side of a preference row, or the labelled completion, at an index."""
     ids, mask = sides[int(index)]
     count = int(sides.prompts[index])
     return PairSide(ids[:count], ids[count:], mask[count:])
@@ -273,7 +272,7 @@ def read_side(sides: TokenRows, index: int) -> PairSide:
 
 @dataclass(slots=True)
 class PreferenceSplit:
-    """Preference rows or labelled completions: their token ids, and what they say beside their texts."""
+    """Preference rows or labelled completions: their token ids, and the columns other than their texts."""
 
     sides: TokenRows
     margins: array[float] = field(default_factory=lambda: array("d"))  # of each row
@@ -285,7 +284,7 @@ class PreferenceSplit:
     def from_rows(
         cls, sides: TokenRows, rows: Iterable[Mapping[str, Any]], use: PreferenceUse, name: str
     ) -> PreferenceSplit:
-        """The part that these rows are; `name`: training, held-out. Raises: DataError for a row not for that use."""
+        """Return the split of these rows; `name`: training, held-out. Raises: DataError for a row not for that use."""
         part = cls(sides)
         for place, row in enumerate(rows):
             if reason := explain_misfit(row, use):
@@ -307,7 +306,7 @@ class PreferenceSplit:
 def build_pair_rows(
     train: PreferenceSplit, heldout: PreferenceSplit, use: PreferenceUse, seed: int
 ) -> tuple[PreferencePairRows, PreferencePairRows]:
-    """The pairs of a loss: `kto` takes each completion with its label, regression with its score, others pairs alone.
+    """Return a loss's pairs: `kto` takes each completion with its label, regression with its score, others pairs.
 
     Raises: DataError for `kto` where all rows have the same prompt.
     """
@@ -350,9 +349,9 @@ def _list_side_indices(sides: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def _compute_prompt_digests(sides: TokenRows) -> list[bytes]:
-    """16 bytes that stand for the prompt of each side."""
-    found = []
+    """Compute a 16-byte digest of each side's prompt."""
+    digests = []
     for place, count in enumerate(sides.prompts.tolist()):
         ids, _ = sides.read_arrays(place)
-        found.append(hashlib.blake2b(ids[:count].tobytes(), digest_size=16).digest())
-    return found
+        digests.append(hashlib.blake2b(ids[:count].tobytes(), digest_size=16).digest())
+    return digests

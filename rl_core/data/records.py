@@ -64,7 +64,7 @@ class RowProblem:
 
     file: str
     line: int  # line of a JSONL file, row of a Parquet file; both from 1. 0 = `file` already names the row
-    field: str  # "" = the row as a whole
+    field: str  # "" = the entire row
     reason: str
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Records:
     num_rows: int  # rows read, usable or not
     num_skipped: int  # rows dropped, one per problem
     problems: list[RowProblem]
-    digest: str  # SHA-256 of the whole file, regardless of max_rows
+    digest: str  # SHA-256 of the file, regardless of max_rows
     lines: list[int] = field(default_factory=list)  # line or row number of each usable row
     formats: Counter[str] = field(default_factory=Counter)  # rows by format; "" = not recognised
     unread_columns: set[str] = field(default_factory=set)  # columns that the formats do not use
@@ -95,7 +95,7 @@ def read_demonstrations(
     max_rows: int | None = None,
     check_rows: CheckRows | None = None,
 ) -> Records:
-    """Rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all converted to "messages".
+    """Read rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all converted to "messages".
 
     Other formats are recognised by their columns (`data.formats`); plain `text` is one message of the role "text".
     Messages may have OpenAI's further fields (`data.messages.validate_messages`); any other one is refused. Optional
@@ -103,7 +103,7 @@ def read_demonstrations(
     Args:
         on_bad_row: "stop" raises after the whole file was checked; "skip" drops, counts and logs bad rows.
         max_rows: rows read at most.
-        check_rows: called with all usable rows; gives why each is a bad row all the same, "" where it is none.
+        check_rows: called with all usable rows; returns why each is a bad row nevertheless, "" if it is usable.
     Raises: DataError if the file as a whole is unusable; RecordsError (listing the first ten bad rows) on "stop".
     """
     return _read_records(
@@ -118,7 +118,7 @@ def read_preferences(
     max_rows: int | None = None,
     check_rows: CheckRows | None = None,
 ) -> Records:
-    """Rows {"prompt", "chosen", "rejected"}, text or messages; chosen and rejected differ. Or labelled completions.
+    """Read rows {"prompt", "chosen", "rejected"}, text or messages, whose sides differ; or labelled completions.
 
     Other formats are recognised by their columns (`data.formats`).
     A pair may have a `margin` (a number, at least 0) by which a reward model is to tell its sides apart, or be a `tie`
@@ -134,7 +134,7 @@ def read_preferences(
 def read_prompts(
     path: RowSource, *, on_bad_row: str = "stop", max_rows: int | None = None
 ) -> Records:
-    """Rows {"prompt": text or a list of messages, ...}, every other column kept; in memory also plain texts.
+    """Read rows {"prompt": text or a list of messages, ...} with every other column; in memory also plain texts.
 
     Arguments and errors are those of `read_demonstrations`.
     """
@@ -148,7 +148,7 @@ def read_questions(
     max_rows: int | None = None,
     check: Callable[[Row], Row] | None = None,
 ) -> Records:
-    """Rows {"question", "answer", "final"}, all text.
+    """Read rows {"question", "answer", "final"}, all text.
 
     Other arguments, optional columns and errors are those of `read_demonstrations`.
     Args:
@@ -218,14 +218,14 @@ def _read_checked_rows(
     max_rows: int | None,
     check_rows: CheckRows | None = None,
 ) -> Records:
-    """Rows and problems, reported; without the digest."""
+    """Read rows and problems, reported; without the digest."""
     if on_bad_row not in ("stop", "skip"):
         raise SettingsError(f"on_bad_row: '{on_bad_row}' must be 'stop' or 'skip'")
     name = str(source) if isinstance(source, str | Path) else "data"
     kind = _KINDS_BY_VALIDATOR.get(schema)
     rows: CompressedRows | list[Row] = CompressedRows() if kind else []
     records = Records(rows, num_rows=0, num_skipped=0, problems=[], digest="")
-    found: list[tuple[int, RowProblem]] = []  # with the number of the row
+    problems: list[tuple[int, RowProblem]] = []  # with the number of the row
     numbers, in_memory = array("q"), not isinstance(source, str | Path)
     for file, line, raw in _iter_raw_rows(source, columns):
         if max_rows is not None and records.num_rows >= max_rows:
@@ -238,7 +238,7 @@ def _read_checked_rows(
                 raise raw
             row = schema(raw)
         except BadRow as bad:
-            found.append((records.num_rows, RowProblem(file, line, bad.field, bad.reason)))
+            problems.append((records.num_rows, RowProblem(file, line, bad.field, bad.reason)))
             continue
         numbers.append(records.num_rows)
         rows.append(row)
@@ -249,10 +249,10 @@ def _read_checked_rows(
         say = _warn_about_unread_columns.__wrapped__ if in_memory else _warn_about_unread_columns
         say(name, ", ".join(sorted(records.unread_columns)))
     if check_rows is not None and records.rows:
-        found += _drop_refused_rows(
+        problems += _drop_refused_rows(
             records, list(check_rows(records.rows)), numbers, "" if in_memory else name
         )
-    records.problems = [problem for _, problem in sorted(found, key=lambda each: each[0])]
+    records.problems = [problem for _, problem in sorted(problems, key=lambda each: each[0])]
     records.num_skipped = len(records.problems)
     report_row_problems(name, records.problems, records.num_rows, on_bad_row)
     return records
@@ -273,7 +273,7 @@ def _count_format(records: Records, raw: Row | BadRow, kind: RowKind) -> None:
 def _iter_raw_rows(
     source: RowSource, columns: tuple[str, ...] | None
 ) -> Iterator[tuple[str, int, Row | BadRow]]:
-    """(file, line, row) of every row; rows in memory are named data[0], data[1], ..., with line 0."""
+    """Yield (file, line, row) of every row; rows in memory are named data[0], data[1], ..., with line 0."""
     if isinstance(source, str | Path):
         for line, raw in read_rows(Path(source), columns):
             yield str(source), line, raw
@@ -290,7 +290,7 @@ def _iter_raw_rows(
 
 
 def _compute_source_digest(source: RowSource, rows: Sequence[Row]) -> str:
-    """SHA-256 of a file's bytes, or of rows in memory as JSON."""
+    """Compute the SHA-256 of a file's bytes, or of rows in memory as JSON."""
     if isinstance(source, str | Path):
         return compute_file_digest(Path(source))
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
@@ -319,15 +319,15 @@ def report_row_problems(
 def _drop_refused_rows(
     records: Records, reasons: Sequence[str], numbers: Sequence[int], file: str
 ) -> Iterator[tuple[int, RowProblem]]:
-    """Leave out the rows that have a reason; gives the number and problem of each. `file`: "" = rows in memory."""
+    """Drop rows that have a reason; return number and problem of each. `file`: "" = rows in memory."""
     for number, line, reason in zip(numbers, records.lines, reasons, strict=True):
         if reason:
             yield number, RowProblem(file or f"data[{number - 1}]", line, "", reason)
     if not any(reasons):
         return
-    kept = [place for place, reason in enumerate(reasons) if not reason]
-    records.rows = select_rows(records.rows, kept)
-    records.lines = [records.lines[place] for place in kept]
+    usable = [place for place, reason in enumerate(reasons) if not reason]
+    records.rows = select_rows(records.rows, usable)
+    records.lines = [records.lines[place] for place in usable]
 
 
 _KINDS_BY_VALIDATOR: dict[Callable[[Row], Row], RowKind] = {
@@ -361,7 +361,7 @@ def read_prompt_rows(
     on_bad_row: str = "stop",
     max_rows: int | None = None,
 ) -> PromptRows:
-    """Rows of all data files at a path, each with a `prompt`; every other column is kept.
+    """Read rows of all data files at a path, each with a `prompt` and every other column.
 
     Args:
         path: a file, a folder of files with the same columns, or with `revision` a hub data set 'owner/name'.
@@ -378,27 +378,27 @@ def read_prompt_rows(
         if _HUB_NAME.fullmatch(str(path)):
             hint = "; a data set of the hub needs options.revision, the 40 hex digits of a commit"
         raise SettingsError(f"options.path: no such file or folder: {place}{hint}")
-    found, digests = PromptRows(), []
+    prompt_rows, digests = PromptRows(), []
     for file in list_table_files(place, files):
-        left = None if max_rows is None else max_rows - found.num_rows
+        left = None if max_rows is None else max_rows - prompt_rows.num_rows
         if left == 0:
             break
         records = read_prompts(
             _load_prompt_column(file, prompt), on_bad_row=on_bad_row, max_rows=left
         )
-        found.rows += records.rows
-        found.num_rows += records.num_rows
-        found.num_skipped += records.num_skipped
-        found.files.append(str(file))
+        prompt_rows.rows += records.rows
+        prompt_rows.num_rows += records.num_rows
+        prompt_rows.num_skipped += records.num_skipped
+        prompt_rows.files.append(str(file))
         digests.append(compute_file_digest(file))
-    found.digest = (
+    prompt_rows.digest = (
         digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
     )
-    return found
+    return prompt_rows
 
 
 def list_table_files(place: Path, pattern: str | None = None) -> list[Path]:
-    """The file itself, or the data files of a folder, sorted by name, without hidden ones. Raises: SettingsError."""
+    """List the file itself, or the data files of a folder, sorted, without hidden ones. Raises: SettingsError."""
     if not place.is_dir():
         return [place]
     shown = list_data_files(place, TABLE_SUFFIXES)
@@ -424,12 +424,12 @@ def list_table_files(place: Path, pattern: str | None = None) -> list[Path]:
 
 
 def _strip_shard_suffix(name: Path) -> str:
-    """Name of a file without its shard: train-00000-of-00002.parquet -> train."""
+    """Return a file's name without its shard: train-00000-of-00002.parquet -> train."""
     return str(name.with_name(re.split(r"[-_.]?\d|\.", name.name)[0]))
 
 
 def _load_prompt_column(file: Path, prompt: str) -> Path | list[Row]:
-    """The file, or its rows where they have to be changed before they are checked."""
+    """Return the file, or its rows if they have to be changed before they are checked."""
     if file.suffix == ".json":
         rows = list(_read_array_rows(file))
     elif prompt == "prompt" and file.suffix.lower() not in CSV_SUFFIXES:
@@ -469,7 +469,7 @@ def _check_prompt_column(file: Path, row: Row | None, prompt: str) -> None:
 
 
 def _read_array_rows(file: Path) -> Sequence[Row]:
-    """Rows of one JSON array. Raises: DataError."""
+    """Read the rows of one JSON array. Raises: DataError."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -484,7 +484,7 @@ def _read_array_rows(file: Path) -> Sequence[Row]:
 
 
 def _download_hub_data_set(name: str, revision: str, files: str | None) -> Path:
-    """Folder of a hub data set at a commit, from the local cache where it is. Raises: SettingsError, DataError."""
+    """Return the folder of a hub data set at a commit, cached if possible. Raises: SettingsError, DataError."""
     if not _REVISION.fullmatch(revision):
         raise SettingsError(
             f"options.revision: '{revision}' is no commit (40 hex digits); a branch may change between two runs"

@@ -1,6 +1,6 @@
-"""A sequence whose items are made where they are asked for.
+"""Sequences whose items are built on access, and rows of a data file as compressed bytes.
 
-Rows of a data file as compressed bytes, in about half the memory of their text; dictionaries take twice as much.
+Compressed rows take about half the memory of their text; dictionaries take twice as much.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 class CompressedRows(Sequence[Row]):
-    """Rows that are made anew where they are asked for: a change of one that was given out changes nothing here."""
+    """Rows that are decoded on each access: changing a returned row does not change the stored one."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._packed = [_compress_row(row) for row in rows]
@@ -56,10 +56,10 @@ class CompressedRows(Sequence[Row]):
         self._packed[index] = _compress_row(row)
 
     def select_rows(self, indices: Iterable[int]) -> CompressedRows:
-        """The rows at these places, in this order; both share their bytes."""
-        found = CompressedRows()
-        found._packed = [self._packed[place] for place in indices]
-        return found
+        """Return the rows at these indices, in this order; both share their bytes."""
+        selected = CompressedRows()
+        selected._packed = [self._packed[index] for index in indices]
+        return selected
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +93,7 @@ class CompressedRows(Sequence[Row]):
 
 
 def select_rows(rows: Sequence[Row], indices: Iterable[int]) -> Sequence[Row]:
-    """The rows at these places, in this order, kept as they are."""
+    """Return the rows at these indices, in this order, stored in the same way."""
     return (
         rows.select_rows(indices)
         if isinstance(rows, CompressedRows)

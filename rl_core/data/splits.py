@@ -1,11 +1,9 @@
-"""Rows that repeat or contradict earlier rows of the same data: counted and said, and trained on all the same.
+"""Splits by prompt, and repeated rows: copies, contradictions and near duplicates.
 
-Texts that nearly repeat others: MinHash candidates (datasketch), confirmed by their exact Jaccard similarity.
-
+Copies and contradictions are counted and reported, and trained on nevertheless. Near duplicates are MinHash candidates
+(datasketch), confirmed by their exact Jaccard similarity.
 Source: Broder 1997, "On the resemblance and containment of documents"; shingles of words as in Lee et al. 2021,
 arXiv:2107.06499.
-
-Train/held-out splits by prompt, with duplicate and overlap reports.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class RepeatedRows:
 
 
 def find_repeats(rows: Sequence[Mapping[str, Any]]) -> RepeatedRows:
-    """Copies among the rows, and contradictions among preferences (chosen, rejected) or labelled completions."""
+    """Find copies among the rows, and contradictions among preferences (chosen, rejected) or labelled completions."""
     found = RepeatedRows()
     whole: dict[bytes, int] = {}
     judged: dict[bytes, int] = {}
@@ -92,7 +90,7 @@ def find_repeats(rows: Sequence[Mapping[str, Any]]) -> RepeatedRows:
 
 
 def compute_short_digest(value: object) -> bytes:
-    """16 bytes that stand for a value: the texts of a million rows are not held twice."""
+    """Compute a 16-byte digest of a value: the texts of a million rows are not held twice."""
     return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -106,12 +104,12 @@ _MAX_CACHED_SHINGLES = 4096  # sets of shingles
 
 
 def is_datasketch_available() -> bool:
-    """True if datasketch is installed (the extra `data`)."""
+    """Return whether datasketch is installed (the extra `data`)."""
     return importlib.util.find_spec("datasketch") is not None
 
 
 def build_shingles(text: str) -> set[str]:
-    """Runs of five words, in lower case; the whole text where it has fewer."""
+    """Return runs of five words, in lower case; the entire text if it has fewer."""
     words = text.casefold().split()
     return {
         " ".join(words[i : i + _SHINGLE_WORDS])
@@ -120,18 +118,18 @@ def build_shingles(text: str) -> set[str]:
 
 
 def compute_jaccard(one: set[str], other: set[str]) -> float:
-    """Share of common shingles, |A and B| / |A or B|."""
+    """Compute the share of common shingles, |A and B| / |A or B|."""
     return len(one & other) / max(1, len(one | other))
 
 
 def find_near_duplicates(
     texts: Sequence[str], others: Sequence[str] | None, min_similarity: float
 ) -> list[tuple[int, int, float]]:
-    """(index of a text, index of the earlier or other text that it is nearest to, their Jaccard similarity), from 0.
+    """Find (index of a text, index of its nearest earlier or other text, their Jaccard similarity), from 0.
 
     Args:
-        texts: looked up in order; each is compared with those before it, or with all `others` where those are given.
-        similarity: least Jaccard similarity of the shingles, above 0 and at most 1; equal texts are left out.
+        texts: looked up in order; each is compared with those before it, or with all `others` if there are any.
+        min_similarity: least Jaccard similarity of the shingles, above 0 and at most 1; equal texts are skipped.
     Raises: SettingsError for a similarity out of range, or without datasketch.
     """
     if not 0 < min_similarity <= 1:
@@ -144,9 +142,9 @@ def find_near_duplicates(
 
     index = MinHashLSH(threshold=min_similarity, num_perm=_PERMUTATIONS)
     pool = texts if others is None else others
-    # Most texts are never looked at again: shingles take ten times the text, and are made anew where needed.
+    # Most texts are never compared again; shingles take ten times the text, so they are rebuilt on demand.
     parts_of = lru_cache(maxsize=_MAX_CACHED_SHINGLES)(lambda place: build_shingles(pool[place]))
-    found = []
+    duplicates = []
     # Its permutations are drawn once, and words are hashed by a checksum: both took most of the time. Candidates are
     # confirmed, so that a poorer hash costs a look at most.
     empty = MinHash(num_perm=_PERMUTATIONS, seed=1, hashfunc=zlib.crc32)
@@ -167,28 +165,28 @@ def find_near_duplicates(
             default=(0.0, 0),
         )
         if best[0] >= min_similarity:
-            found.append((place, -best[1], best[0]))
+            duplicates.append((place, -best[1], best[0]))
         if others is None:
             index.insert(place, made)
-    return found
+    return duplicates
 
 
 T = TypeVar("T")
 
 
 def normalize_prompt(prompt: str) -> str:
-    """Normalised prompt for duplicate detection: case, white space and Unicode composition are ignored."""
+    """Normalise a prompt for duplicate detection: ignore case, white space and Unicode composition."""
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 
 def extract_opening_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """Prompt of a conversation: its text before the first assistant message."""
+    """Return the prompt of a conversation: its text before the first assistant message."""
     opening = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
     return "\n".join(message["content"] for message in opening)
 
 
 def extract_prompt_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """Text that tells prompts apart: of a conversation its text before the first assistant message."""
+    """Return the text that identifies a prompt: of a conversation its text before the first assistant message."""
     return prompt if isinstance(prompt, str) else extract_opening_text(prompt)
 
 
@@ -207,10 +205,10 @@ def split_by_prompt(
 def split_indices(
     rows: Sequence[T], prompt_of: Callable[[T], str], heldout_fraction: float, seed: int
 ) -> tuple[list[int], list[int], dict[str, int]]:
-    """Places of the training and of the held-out rows, ascending, and the report of `split_by_prompt`.
+    """Return indices of the training and of the held-out rows, ascending, and the report of `split_by_prompt`.
 
     Prompts are ranked by a seeded hash of their key and the lowest are held out, so the split is independent of row
-    order and changes little when rows are added. Of each prompt a digest is kept, not its text.
+    order and changes little when rows are added. Only a digest of each prompt is stored, not its text.
     Args:
         prompt_of: returns a row's prompt text.
         heldout_fraction: share of distinct prompts held out, rounded; at least one prompt stays on each side.

@@ -20,7 +20,7 @@ _CALL = {
 
 
 def describe_template(renderer: ChatRenderer) -> list[str]:
-    """Lines on what the template does, then an example with the tokens that carry loss."""
+    """Return lines on what the template does, then an example with the tokens that carry loss."""
     rows = list(_list_properties(renderer))
     width = max(len(name) for name, _ in rows)
     lines = []
@@ -34,7 +34,7 @@ def describe_template(renderer: ChatRenderer) -> list[str]:
 
 
 def build_example_conversation(facts: TemplateFacts) -> list[Message]:
-    """A conversation of two turns with a call of a tool, and a thought where the template has a place for one."""
+    """Build a conversation of two turns with a tool call, and a thought if the template has a place for one."""
     first = Message(role="assistant", content="", tool_calls=[_CALL])
     last = Message(role="assistant", content="7")
     if facts.thought_markers is not None and (facts.opens_thought or not facts.prefill):
@@ -50,7 +50,7 @@ def build_example_conversation(facts: TemplateFacts) -> list[Message]:
 
 
 def format_loss_runs(renderer: ChatRenderer, ids: list[int], mask: list[bool]) -> list[str]:
-    """One line per run of tokens and line break: `loss` or `context`, number of tokens, text."""
+    """Return one line per run of tokens and line break: `loss` or `context`, number of tokens, text."""
     lines = []
     for learns, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
         tokens = [token for token, _ in run]
@@ -143,7 +143,7 @@ def _describe_thoughts(facts: TemplateFacts) -> str:
 
 
 def _describe_history(facts: TemplateFacts, history_thoughts: str) -> str:
-    """Stability of earlier turns, under the setting `history_thoughts`."""
+    """Describe the stability of earlier turns, under the setting `history_thoughts`."""
     if not facts.rewrites:
         return "prefix-stable: earlier turns stay the tokens that were sampled"
     after = " or ".join(facts.rewrites)

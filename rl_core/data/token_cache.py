@@ -1,12 +1,12 @@
-"""Token ids of rows kept on disk by their content, so that a text is tokenised once.
+"""Token ids of rows cached on disk by their content, so that a text is tokenised once.
 
     <folder>/<name>/   tokens.arrow and refused.json: sequences of all rows of some data, and the rows without any
                        places.arrow: a part of such a table, as its train and held-out rows are
                        manifest.json with the SHA-256 of each
 
 A name is a digest of everything that decides the content: rows, tokenizer, template, settings, versions and the code of
-this room. An entry is verified before it is used; a damaged one is removed, with a warning, and made anew. Of two
-processes that make the same one, the first to finish keeps it.
+this package. An entry is verified before it is used; a damaged one is removed, with a warning, and rebuilt. If two
+processes build the same entry, the first to finish stores it.
 """
 
 from __future__ import annotations
@@ -56,17 +56,19 @@ class TokenizedRows:
 
     rows: TokenRows
     refused: RefusedRows = field(default_factory=list)
-    name: str = ""  # of the table in its folder; "" = kept nowhere
+    name: str = ""  # of the table in its folder; "" = not stored
 
     def compute_longest(self, num_rows: int) -> NDArray[np.int64]:
-        """Tokens of the longest sequence of each row; 0 for one that was refused."""
-        found, starts = np.zeros(num_rows, np.int64), self.rows.row_starts
+        """Compute the tokens of each row's longest sequence; 0 for a refused row."""
+        longest, starts = np.zeros(num_rows, np.int64), self.rows.row_starts
         if len(starts):
-            found[self.rows.rows[starts]] = np.maximum.reduceat(self.rows.lengths, starts)
-        return found
+            longest[self.rows.rows[starts]] = np.maximum.reduceat(self.rows.lengths, starts)
+        return longest
 
     def list_refusal_reasons(self, num_rows: int, limit: int, limit_description: str) -> list[str]:
-        """Why each row cannot be used, "" where it can: refused, or longer than `limit`, as `holds` says."""
+        """Return why each row cannot be used, "" if it can: refused, or longer than `limit`, which `limit_description`
+        names.
+        """
         reasons = [""] * num_rows
         for row, reason in self.refused:
             reasons[row] = reason
@@ -77,7 +79,7 @@ class TokenizedRows:
 
 
 def compute_rows_digest(rows: Iterable[Row]) -> str:
-    """SHA-256 of rows as JSON."""
+    """Compute the SHA-256 of rows as JSON."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -85,7 +87,7 @@ def compute_rows_digest(rows: Iterable[Row]) -> str:
 
 
 def estimate_text_bytes(rows: Sequence[Row]) -> int:
-    """About how many bytes of text rows are, by the first thousand."""
+    """Estimate the bytes of text in rows, from the first thousand."""
     some = rows[:1000]
     return sum(len(str(row)) for row in some) * len(rows) // max(1, len(some))
 
@@ -111,31 +113,33 @@ class TokenCache:
         job: TokenisationJob,
         num_bytes: int,
     ) -> TokenizedRows:
-        """Token ids of rows, from the folder or made.
+        """Return the token ids of rows, from the folder or tokenised now.
 
         Args:
             source: digest of the rows.
-            rows: gives them, in order; called if they are not there, again if the disk refuses.
-            num_bytes: about how much text they are; decides the number of processes.
+            rows: yields them in order; called if they are not cached, again if they cannot be stored.
+            num_bytes: approximate size of the text; decides the number of processes.
         Raises: SettingsError for tools that the template does not take.
         """
         name = self._compute_entry_name(source, renderer, job)
-        if (found := self._read_entry(name)) is not None:
-            logger.info("tokens: read from %s", found.name)
-            return found
+        cached = self._read_entry(name)
+        if cached is not None:
+            logger.info("tokens: read from %s", cached.name)
+            return cached
 
-        def made() -> Iterator[tuple[TokenChunk, RefusedRows]]:
+        def tokenize() -> Iterator[tuple[TokenChunk, RefusedRows]]:
             return tokenize_rows(rows(), renderer, job, choose_num_processes(num_bytes))
 
         if name and self.folder is not None:
             try:
-                return self._publish_tokens(self.folder / name, source, made)
+                return self._publish_tokens(self.folder / name, source, tokenize)
             except (CheckpointError, FolderBusy) as error:
-                if (found := self._read_entry(name)) is not None:  # another process was faster
-                    return found
-                logger.warning("token ids are not kept: %s", error)
+                cached = self._read_entry(name)
+                if cached is not None:  # another process was faster
+                    return cached
+                logger.warning("token ids are not cached: %s", error)
         chunks, refused = [], []
-        for chunk, some in made():
+        for chunk, some in tokenize():
             chunks.append(chunk)
             refused += some
         return TokenizedRows(TokenRows(chunks), refused)
@@ -149,7 +153,7 @@ class TokenCache:
         indices: NDArray[np.int64],
         max_tokens: int | None,
     ) -> None:
-        """Note that the rows with the digest `source` are those sequences of a table, each cut at `max_tokens`."""
+        """Record that the rows with the digest `source` are those sequences of a table, each cut at `max_tokens`."""
         name = self._compute_entry_name(source, renderer, job)
         if not (name and table.name and self.folder is not None) or (self.folder / name).exists():
             return
@@ -167,7 +171,7 @@ class TokenCache:
             }
             publish_folder(self.folder / name, write, about)
         except (CheckpointError, FolderBusy) as error:
-            logger.warning("token ids of a part are not kept: %s", error)
+            logger.warning("token ids of a part are not cached: %s", error)
 
     def _publish_tokens(
         self, entry: Path, source: str, made: Callable[[], Iterator[tuple[TokenChunk, RefusedRows]]]
@@ -198,7 +202,7 @@ class TokenCache:
         return tokens
 
     def _read_entry(self, name: str) -> TokenizedRows | None:
-        """Content of an entry; None if there is none, or if it was damaged and has been removed."""
+        """Return the content of an entry; None if there is none, or if it was damaged and has been removed."""
         if not name or self.folder is None or not (self.folder / name).is_dir():
             return None
         if name in self._open_tables:
@@ -207,12 +211,12 @@ class TokenCache:
         try:
             manifest = verify_folder(entry)
             if manifest.get("kind") == "part":
-                whole = self._read_entry(str(manifest["table"]))
-                if whole is None:
-                    raise CorruptError(f"{entry}: its table is gone")
+                table = self._read_entry(str(manifest["table"]))
+                if table is None:
+                    raise CorruptError(f"{entry}: its table is missing")
                 places = training_sequences.read_integer_column(entry / INDICES_FILE)
                 return TokenizedRows(
-                    whole.rows.select_sequences(places, manifest["max_tokens"]), [], name
+                    table.rows.select_sequences(places, manifest["max_tokens"]), [], name
                 )
             refused = [
                 (int(row), str(reason))
@@ -232,7 +236,7 @@ class TokenCache:
         return None
 
     def _compute_entry_name(self, source: str, renderer: ChatRenderer, job: TokenisationJob) -> str:
-        """32 hex digits; "" = nothing is kept."""
+        """Compute a name of 32 hex digits; "" = do not cache."""
         if self.folder is None or (tokenizer := _compute_tokenizer_digest(renderer)) is None:
             return ""
         decisive = [
@@ -249,7 +253,7 @@ class TokenCache:
 
 
 def find_orphaned_entries(folder: Path, sources: Collection[str]) -> list[Path]:
-    """Entries that are of none of these digests, nor the table of one that is; damaged ones too."""
+    """Find entries that belong to none of these digests, nor to a table of one; damaged ones too."""
     manifests: dict[Path, dict[str, Any]] = {}
     for entry in sorted(folder.glob("*")):
         if entry.is_dir() and not entry.is_symlink():
@@ -257,13 +261,13 @@ def find_orphaned_entries(folder: Path, sources: Collection[str]) -> list[Path]:
                 manifests[entry] = read_manifest(entry)
             except CorruptError:
                 manifests[entry] = {}
-    kept = {entry for entry, manifest in manifests.items() if manifest.get("source") in sources}
-    tables = {str(manifests[entry].get("table", "")) for entry in kept}
-    return [entry for entry in manifests if entry not in kept and entry.name not in tables]
+    used = {entry for entry, manifest in manifests.items() if manifest.get("source") in sources}
+    tables = {str(manifests[entry].get("table", "")) for entry in used}
+    return [entry for entry in manifests if entry not in used and entry.name not in tables]
 
 
 def _compute_tokenizer_digest(renderer: ChatRenderer) -> str | None:
-    """SHA-256 of what decides a tokenizer's ids; None where that is more than its backend."""
+    """Compute the SHA-256 of what decides a tokenizer's ids; None if that is more than its backend."""
     tokenizer: Any = renderer.tokenizer
     backend = find_fast_backend(tokenizer)
     if backend is None:
@@ -278,7 +282,7 @@ def _compute_tokenizer_digest(renderer: ChatRenderer) -> str | None:
 
 @functools.cache
 def _compute_code_digest() -> str:
-    """SHA-256 of this room's files."""
+    """Compute the SHA-256 of this package's files."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

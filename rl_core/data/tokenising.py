@@ -44,7 +44,7 @@ class TokenisationJob:
 def tokenize_chunk(
     renderer: ChatRenderer, job: TokenisationJob, rows: Sequence[Row], first: int
 ) -> tuple[TokenChunk, RefusedRows]:
-    """Sequences of consecutive rows, and the rows that the template refuses.
+    """Return the sequences of consecutive rows, and the rows that the template refuses.
 
     Of a demonstration those of `build_training_sequences`; of a preference row its sides, chosen first; of a labelled
     completion itself. A row's `max_tokens` cuts each.
@@ -60,15 +60,15 @@ def tokenize_chunk(
                 functools.partial(_tokenize_row, renderer, job, row)
                 for row in rows[start : start + ROWS_PER_ENCODING]
             ]
-            for number, found in enumerate(
+            for number, result in enumerate(
                 renderer.encoder.run_together(works), start=first + start
             ):
-                if isinstance(found, DataError):
-                    refused.append((number, str(found)))
-                elif isinstance(found, Exception):
-                    raise found
+                if isinstance(result, DataError):
+                    refused.append((number, str(result)))
+                elif isinstance(result, Exception):
+                    raise result
                 else:
-                    for prompt, ids, mask in found:
+                    for prompt, ids, mask in result:
                         yield number, prompt, ids, mask
 
     return build_token_chunk(sequences()), refused
@@ -77,13 +77,13 @@ def tokenize_chunk(
 def _tokenize_row(
     renderer: ChatRenderer, job: TokenisationJob, row: Row
 ) -> list[tuple[int, list[int], list[bool]]]:
-    """Tokens of the prompt, ids and mask of each sequence of a row."""
+    """Return tokens of the prompt, ids and mask of each sequence of a row."""
     if job.kind == "demonstrations":
         limit = row.get("max_tokens")
-        found = build_training_sequences(
+        sequences = build_training_sequences(
             renderer, row["messages"], row.get("tools"), job.loss_on, limit
         )
-        return [(0, ids, mask) for ids, mask in found]
+        return [(0, ids, mask) for ids, mask in sequences]
     sides = [side for side, _ in build_row_sides(row, renderer)]
     return [(len(s.prompt_ids), s.ids, [False] * len(s.prompt_ids) + s.loss_mask) for s in sides]
 
@@ -107,10 +107,10 @@ def choose_num_processes(num_bytes: int) -> int:
 def tokenize_rows(
     rows: Iterable[Row], renderer: ChatRenderer, job: TokenisationJob, num_processes: int = 1
 ) -> Iterator[ChunkTokens]:
-    """Chunks of CHUNK rows as token ids, in order, and the rows that were refused.
+    """Yield chunks of CHUNK rows as token ids, in order, and the rows that were refused.
 
     Args:
-        processes: 1 = in this process; else so many others. One that fails is left out, and its chunk done here.
+        num_processes: 1 = in this process; else so many others. If one fails, its chunk is tokenised here.
     Raises: SettingsError for tools that the template does not take.
     """
     chunks = _split_chunks(rows)
@@ -124,7 +124,7 @@ def tokenize_rows(
 
 
 def _split_chunks(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
-    """(number of the first row, rows)."""
+    """Yield (number of the first row, rows)."""
     rest, first = iter(rows), 0
     while some := list(islice(rest, CHUNK_ROWS)):
         yield first, some
@@ -132,7 +132,7 @@ def _split_chunks(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
 
 
 class _TokenisingProcesses:
-    """Processes that tokenise chunks, each asked by a thread of this one."""
+    """Processes that tokenise chunks, each driven by one thread of this process."""
 
     def __init__(self, renderer: ChatRenderer, job: TokenisationJob, count: int) -> None:
         self._setup, self._digest, self._count = (
@@ -171,7 +171,7 @@ class _TokenisingProcesses:
     def iter_results(
         self, chunks: Iterable[tuple[int, list[Row]]]
     ) -> Iterator[tuple[ChunkTokens | None, int, list[Row]]]:
-        """Findings of the children, in the order of the chunks; None = the chunk is to be done here."""
+        """Yield the children's results, in the order of the chunks; None = tokenise the chunk in this process."""
         waiting: deque[tuple[Future[ChunkTokens | None], int, list[Row]]] = deque()
         for first, some in chunks:
             waiting.append(
@@ -193,16 +193,14 @@ class _TokenisingProcesses:
                 self._set_up_child(child)
             return _exchange_messages(child, (first, rows))
         except Exception as error:
-            logger.warning(
-                "a process that tokenised rows is gone: %s %s", type(error).__name__, error
-            )
+            logger.warning("a process that tokenised rows died: %s %s", type(error).__name__, error)
             child = None
             return None
         finally:
             self._return_child(child)
 
     def _return_child(self, child: subprocess.Popen[bytes] | None) -> None:
-        """Make a child free for the next chunk; None is one that is gone, and waits for none while another is left."""
+        """Mark a child free for the next chunk; None = it died, which ends the waiting only when no child is left."""
         if child is None:
             with self._lock:
                 self._num_lost += 1
@@ -211,7 +209,7 @@ class _TokenisingProcesses:
         self._idle_children.put(child)
 
     def _set_up_child(self, child: subprocess.Popen[bytes]) -> None:
-        """Tell a child what to do, and wait until it has started."""
+        """Send a child its job, and wait until it has started."""
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write(self._setup_message)
         child.stdin.flush()
@@ -221,7 +219,7 @@ class _TokenisingProcesses:
 
 
 def _start_child() -> subprocess.Popen[bytes] | None:
-    # One thread each, without a GPU; where this process found its modules, the child does too.
+    # One thread each, without a GPU, with this process's module path.
     variables = {
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
@@ -244,5 +242,5 @@ def _exchange_messages(child: subprocess.Popen[bytes], request: Any) -> ChunkTok
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
     child.stdin.flush()
-    found: ChunkTokens | None = pickle.load(child.stdout)
-    return found
+    tokens: ChunkTokens | None = pickle.load(child.stdout)
+    return tokens

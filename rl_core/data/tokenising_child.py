@@ -32,10 +32,10 @@ def main() -> None:
         except EOFError:
             return
         try:
-            found = tokenize_chunk(renderer, job, rows, first)
+            result = tokenize_chunk(renderer, job, rows, first)
         except Exception:
-            found = None
-        _send_pickle(answers, found)
+            result = None
+        _send_pickle(answers, result)
 
 
 def _send_pickle(answers: io.FileIO, value: object) -> None:

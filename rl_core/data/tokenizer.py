@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on `texts`; lossless for any text.
+    """Train a byte-level BPE tokenizer on `texts`; lossless for any text.
 
     Digits are never merged, so that a number is tokenised independently of its context (as in Llama, arXiv:2302.13971).
     Deterministic in the texts.

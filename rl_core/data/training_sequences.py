@@ -38,17 +38,19 @@ def build_training_sequences(
     loss_on: Literal["all", "last"] = "all",
     max_tokens: int | None = None,
 ) -> list[TrainingSequence]:
-    """Sequences of one conversation, each turn with loss in exactly one of them.
+    """Build the sequences of one conversation; each turn has loss in exactly one of them.
 
-    One sequence that keeps every turn as it was written (`history_thoughts: keep`), as a rollout does. With `template`,
-    each turn stands after the history as the template renders it for that turn; consecutive turns share a sequence for
-    as long as that history begins with the tokens before it; a template that drops thoughts starts a new one.
+    With `history_thoughts: keep`, one sequence holds every turn as it was written, as a rollout does. With `template`,
+    each
+    turn follows the history as the template renders it for that turn; consecutive turns share a sequence as long as
+    that
+    history begins with the tokens before it; a template that drops thoughts starts a new one.
     A message of the role "text" alone is plain text: every token after the first carries loss.
     Args:
-        tools: JSON schemas handed to the template.
+        tools: JSON schemas passed to the template.
         loss_on: assistant turns with loss, all or the last one; a message with `weight` 0 has none either way.
-        max_tokens: tokens of a sequence that are kept, from its start; a sequence without loss among them is left out.
-    Raises: DataError where no turn carries loss, none of it is left, or the template refuses the messages;
+        max_tokens: tokens of a sequence that are used, from its start; a sequence without loss among them is dropped.
+    Raises: DataError if no turn carries loss, none of it is left, or the template refuses the messages;
         SettingsError for tools that it does not take.
     """
     return truncate_sequences(
@@ -59,7 +61,7 @@ def build_training_sequences(
 def truncate_sequences(
     sequences: list[TrainingSequence], max_tokens: int | None
 ) -> list[TrainingSequence]:
-    """The first tokens of each sequence, without those that have no loss left; None = all.
+    """Return the first tokens of each sequence, without sequences that have no loss left; None = all.
 
     Raises: DataError if none is left.
     """
@@ -92,7 +94,7 @@ def _drop_message_loss(message: Message) -> Message:
 def _render_sequences(
     renderer: ChatRenderer, messages: Sequence[Message]
 ) -> Iterator[TrainingSequence]:
-    """Sequences in which every turn follows the prompt that the template renders for it."""
+    """Return sequences in which every turn follows the prompt that the template renders for it."""
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError("a training conversation must end with an assistant message")
     ids: list[int] = []
@@ -129,7 +131,7 @@ class TokenChunk:
 def build_token_chunk(
     sequences: Iterable[tuple[int, int, Sequence[int], Sequence[bool]]],
 ) -> TokenChunk:
-    """Sequences (row, tokens of the prompt, token ids, loss mask) in compact form.
+    """Pack sequences (row, tokens of the prompt, token ids, loss mask) in compact form.
 
     Raises: ValueError if ids and mask differ in length.
     """
@@ -158,7 +160,7 @@ def build_token_chunk(
 
 
 class TokenRows(Sequence[TrainingSequence]):
-    """Sequences (token ids, loss mask) of chunks; each is made anew as lists where it is asked for."""
+    """Sequences (token ids, loss mask) of chunks; lists are built on each access."""
 
     def __init__(
         self,
@@ -167,12 +169,12 @@ class TokenRows(Sequence[TrainingSequence]):
         limits: Sequence[int | None] | None = None,
         recipe: tuple[Any, ...] | None = None,
     ) -> None:
-        """Rows of chunks, in their order.
+        """Combine the rows of chunks, in their order.
 
         Args:
-            places: of the sequences that are taken, in this order; None = all.
-            limits: tokens of a sequence that are kept, for each chunk; None = all.
-            recipe: a function and its arguments that make the same rows in another process, where chunks are mapped.
+            places: indices of the sequences that are used, in this order; None = all.
+            limits: tokens of a sequence that are used, for each chunk; None = all.
+            recipe: a function and its arguments that rebuild the rows in another process, where chunks are mapped.
         """
         self._chunks, self._indices, self._rebuild = list(chunks), places, recipe
         self._limits = [None] * len(self._chunks) if limits is None else list(limits)
@@ -180,7 +182,7 @@ class TokenRows(Sequence[TrainingSequence]):
 
     @classmethod
     def from_sequences(cls, sequences: Iterable[TrainingSequence]) -> TokenRows:
-        """Rows of one sequence each."""
+        """Build rows of one sequence each."""
         return cls(
             [build_token_chunk((row, 0, ids, mask) for row, (ids, mask) in enumerate(sequences))]
         )
@@ -189,7 +191,7 @@ class TokenRows(Sequence[TrainingSequence]):
         return self._rebuild or (TokenRows, (self._chunks, self._indices, self._limits))
 
     def select_sequences(self, indices: Ints, max_tokens: int | None = None) -> TokenRows:
-        """The sequences at these places, in this order; of each at most the first `max_tokens` tokens. Copies none."""
+        """Return the sequences at these indices, in this order, each cut at `max_tokens` tokens. Copies none."""
         indices = np.asarray(indices, np.int64)
         limits = [
             min((n for n in (limit, max_tokens) if n is not None), default=None)
@@ -201,7 +203,7 @@ class TokenRows(Sequence[TrainingSequence]):
         )
 
     def join_rows(self, other: TokenRows) -> TokenRows:
-        """These sequences and then the others."""
+        """Return these sequences and then the others."""
         mine, theirs = (
             np.arange(len(some)) if some._indices is None else some._indices
             for some in (self, other)
@@ -261,7 +263,7 @@ class TokenRows(Sequence[TrainingSequence]):
         )
 
     def find_sequence_indices(self, rows: Sequence[int]) -> Ints:
-        """Places of the sequences of these rows of the data, which ascend as rows do here."""
+        """Return the indices of the sequences of these rows of the data, which ascend as rows do here."""
         wanted = np.asarray(rows, np.int64)
         starts, ends = (np.searchsorted(self.rows, wanted, side) for side in ("left", "right"))
         counts = ends - starts
@@ -273,7 +275,7 @@ class TokenRows(Sequence[TrainingSequence]):
         return first + within
 
     def select_rows(self, rows: Sequence[int], max_tokens: int | None = None) -> TokenRows:
-        """The sequences of these rows of the data. See `select`."""
+        """Return the sequences of these rows of the data, see `select_sequences`."""
         return self.select_sequences(self.find_sequence_indices(rows), max_tokens)
 
     def __len__(self) -> int:
@@ -292,7 +294,7 @@ class TokenRows(Sequence[TrainingSequence]):
         return ids.tolist(), mask.view(np.bool_).tolist()
 
     def read_arrays(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Token ids and loss mask of a sequence, from 0, as views."""
+        """Return token ids and loss mask of a sequence, from 0, as views."""
         place = index if self._indices is None else int(self._indices[index])
         number = bisect.bisect_right(self._firsts, place) - 1
         chunk, inner, limit = (
@@ -305,25 +307,25 @@ class TokenRows(Sequence[TrainingSequence]):
         return chunk.ids[start:end], chunk.mask[start:end]
 
     def _iter_chunk_ends(self) -> Iterator[tuple[TokenChunk, Ints]]:
-        """Chunks, with the place behind each sequence's last token that is kept."""
+        """Yield chunks with the index after each sequence's last used token."""
         for chunk, limit in zip(self._chunks, self._limits, strict=True):
             ends = chunk.starts[1:]
             yield chunk, ends if limit is None else np.minimum(ends, chunk.starts[:-1] + limit)
 
     def _pick_sequences(self, parts: Iterable[NDArray[Any]]) -> Ints:
-        whole = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False)
-        return whole if self._indices is None else whole[self._indices]
+        indices = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False)
+        return indices if self._indices is None else indices[self._indices]
 
 
 def _count_loss_tokens(chunk: TokenChunk, ends: Ints) -> Ints:
-    """Tokens with loss of each sequence up to its end."""
+    """Count the tokens with loss of each sequence up to its end."""
     before = np.concatenate([[0], np.cumsum(chunk.mask, dtype=np.int64)])
-    found: Ints = before[ends] - before[chunk.starts[:-1]]
-    return found
+    counts: Ints = before[ends] - before[chunk.starts[:-1]]
+    return counts
 
 
 def is_pyarrow_available() -> bool:
-    """True if pyarrow is installed."""
+    """Return whether pyarrow is installed."""
     return importlib.util.find_spec("pyarrow") is not None
 
 
@@ -344,7 +346,7 @@ def write_token_table(file: IO[bytes], chunks: Iterable[TokenChunk]) -> None:
 
 
 def read_token_table(path: Path) -> TokenRows:
-    """The rows of a file that `write_token_table` wrote; nothing is copied. Raises: CorruptError."""
+    """Map the rows of a file written by `write_token_table`; copy nothing. Raises: CorruptError."""
     chunks = []
     for batch in _open_record_batches(path, _build_table_schema()):
         ids, mask = batch.column(2), batch.column(3)
@@ -370,7 +372,7 @@ def write_integer_column(file: IO[bytes], values: NDArray[np.int64]) -> None:
 
 
 def read_integer_column(path: Path) -> NDArray[np.int64]:
-    """The integers of a file that `write_integer_column` wrote. Raises: CorruptError."""
+    """Read the integers of a file written by `write_integer_column`. Raises: CorruptError."""
     parts: list[NDArray[np.int64]] = [
         batch.column(0).to_numpy() for batch in _open_record_batches(path, None)
     ]

@@ -55,7 +55,8 @@ HeldOutMethod = Literal["content", "seeds", "unchecked"]
 class HeldOutSeparation:
     """Separation of a level's held-out episodes from its training episodes."""
 
-    by: HeldOutMethod  # content: no question is on both sides; seeds: only the seeds differ; unchecked: too many rows to compare
+    # content: no question is on both sides; seeds: only the seeds differ; unchecked: too many rows to compare
+    by: HeldOutMethod
     note: str = ""  # for people; "" where there is nothing to say
     shared: frozenset[int] = field(
         default=frozenset(), repr=False
@@ -151,7 +152,10 @@ class ContentSeeds(Sequence[int]):
 def probe_separation(
     candidates: Sequence[int], key_of: Callable[[int], str], share: float
 ) -> HeldOutSeparation:
-    """`HeldOutSeparation` of a generated level, from its first episodes. Raises: SettingsError for a share out of range."""
+    """`HeldOutSeparation` of a generated level, from its first episodes.
+
+    Raises: SettingsError for a share out of range.
+    """
     if not 0 <= share <= 0.5:
         raise SettingsError(f"heldout_share: {share} must be between 0 and 0.5")
     if not share:

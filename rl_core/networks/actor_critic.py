@@ -225,8 +225,7 @@ def _build_layers(
 
 
 class PolicyNetwork(nn.Module):
-    """Distribution over actions for an observation: categorical, or a Gaussian with one learned deviation per number.
-    """
+    """Distribution over actions for an observation: categorical, or a Gaussian with one learned deviation per number."""
 
     def __init__(self, shape: NetworkShape, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -241,7 +240,7 @@ class PolicyNetwork(nn.Module):
         outputs_BA: torch.Tensor = self.layers(observations_BD)
         return outputs_BA
 
-    def compute_logprobs_and_entropy(
+    def logprobs_and_entropy(
         self, observations_BD: torch.Tensor, actions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the log-probability (density) of the actions and the entropy of their distribution, nats; float [B]
@@ -252,17 +251,15 @@ class PolicyNetwork(nn.Module):
         Raises: DataError on shapes.
         """
         outputs_BA = self(observations_BD)
-        return self.compute_logprobs(outputs_BA, actions), self.compute_entropy(outputs_BA)
+        return self.logprobs_of(outputs_BA, actions), self.entropy_of(outputs_BA)
 
-    def compute_logprobs(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    def logprobs_of(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Compute log-probabilities of the actions from the outputs of `forward`, float [B]. Raises: DataError on
         shapes.
         """
-        return self.compute_logprob_column(outputs_BA, actions).squeeze(1)
+        return self.logprob_column(outputs_BA, actions).squeeze(1)
 
-    def compute_logprob_column(
-        self, outputs_BA: torch.Tensor, actions: torch.Tensor
-    ) -> torch.Tensor:
+    def logprob_column(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Compute the same log-probabilities as a column [B, 1], the shape that losses take."""
         expected = outputs_BA.shape[:1] if self.actions.is_discrete else outputs_BA.shape
         if actions.shape != expected:
@@ -271,7 +268,7 @@ class PolicyNetwork(nn.Module):
             return outputs_BA.log_softmax(-1).gather(1, actions[:, None])
         return compute_gaussian_logprobs(actions, outputs_BA, self.log_std_A)[:, None]
 
-    def compute_entropy(self, outputs_BA: torch.Tensor) -> torch.Tensor:
+    def entropy_of(self, outputs_BA: torch.Tensor) -> torch.Tensor:
         """Compute entropies of the distributions from the outputs of `forward`, float [B]."""
         if self.actions.is_discrete:
             return token_entropy(outputs_BA.log_softmax(-1))
@@ -287,11 +284,9 @@ class PolicyNetwork(nn.Module):
             noise_BA: standard Gumbel noise for alternatives (the largest of logit + noise is a sample of the softmax:
                 Gumbel 1954), standard normal noise for numbers; None = the mode.
         """
-        return self.sample_actions(self(observations_BD), noise_BA)
+        return self.drawn(self(observations_BD), noise_BA)
 
-    def sample_actions(
-        self, outputs_BA: torch.Tensor, noise_BA: torch.Tensor | None
-    ) -> torch.Tensor:
+    def drawn(self, outputs_BA: torch.Tensor, noise_BA: torch.Tensor | None) -> torch.Tensor:
         """Sample actions from the outputs of `forward`; see `act`."""
         if self.actions.is_discrete:
             return (outputs_BA if noise_BA is None else outputs_BA + noise_BA).argmax(-1)
@@ -335,28 +330,28 @@ class ActorCritic(nn.Module):
             tuple(self.value.layers.parameters()),
         )
 
-    def normalise_observations(self, observations_BD: torch.Tensor) -> torch.Tensor:
+    def normalised(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Normalise observations for the networks."""
         return observations_BD if self.statistics is None else self.statistics(observations_BD)
 
     def forward(self, observations_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute outputs of the policy, float [B, A], and values, float [B], from raw observations."""
-        outputs_BA, values_B1 = self.compute_outputs_and_values(observations_BD)
+        outputs_BA, values_B1 = self.outputs_and_values(observations_BD)
         return outputs_BA, values_B1.squeeze(1)
 
-    def compute_outputs_and_values(
+    def outputs_and_values(
         self, observations_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the same outputs with the values as a column [B, 1], the shape that losses take."""
         return compute_paired_layers(
-            self.normalise_observations(observations_BD), *self._weights, self.shape.activation
+            self.normalised(observations_BD), *self._weights, self.shape.activation
         )
 
     @torch.no_grad()
-    def compute_values(self, observations_BD: torch.Tensor) -> torch.Tensor:
+    def values(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Compute values of raw observations, float [B], without gradient."""
         values_B1 = compute_single_layers(
-            self.normalise_observations(observations_BD), self._weights[1], self.shape.activation
+            self.normalised(observations_BD), self._weights[1], self.shape.activation
         )
         return values_B1.squeeze(1)
 
@@ -366,9 +361,9 @@ class ActorCritic(nn.Module):
     ) -> torch.Tensor:
         """Return actions for raw observations; see `PolicyNetwork.act`."""
         outputs_BA = compute_single_layers(
-            self.normalise_observations(observations_BD), self._weights[0], self.shape.activation
+            self.normalised(observations_BD), self._weights[0], self.shape.activation
         )
-        return self.policy.sample_actions(outputs_BA, noise_BA)
+        return self.policy.drawn(outputs_BA, noise_BA)
 
 
 def compute_gaussian_logprobs(

@@ -267,8 +267,8 @@ class NetworkUpdate:
         settings = self.settings
         observations_MD = buffer.read_real_steps("observations")
         actions = buffer.read_real_steps("actions")
-        inputs_MD = self.model.normalise_observations(observations_MD)
-        logprobs_M, entropy_M = self.model.policy.compute_logprobs_and_entropy(inputs_MD, actions)
+        inputs_MD = self.model.normalised(observations_MD)
+        logprobs_M, entropy_M = self.model.policy.logprobs_and_entropy(inputs_MD, actions)
         self._entropies.append(entropy_M)
         ratios_M = None
         if settings.advantages == "vtrace":
@@ -276,7 +276,7 @@ class NetworkUpdate:
             mask_M1 = torch.ones_like(behaviour_M1, dtype=torch.bool)
             ratios_M = importance_ratios(logprobs_M[:, None], behaviour_M1, mask_M1)[:, 0]
         advantages_M, targets_M, values_M = buffer.estimate_advantages(
-            self.model.compute_values,
+            self.model.values,
             gamma=settings.gamma,
             trace_lambda=settings.gae_lambda,
             reward_scale=settings.reward_scale,
@@ -338,8 +338,8 @@ class NetworkUpdate:
     def compute_loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the loss of one micro-batch over the rows of the optimizer step; metrics are per row."""
         settings, count = self.settings, self.num_rows
-        outputs_MA, values_M1 = self.model.compute_outputs_and_values(batch.observations_MD)
-        logprobs_M1 = self.model.policy.compute_logprob_column(outputs_MA, batch.actions)
+        outputs_MA, values_M1 = self.model.outputs_and_values(batch.observations_MD)
+        logprobs_M1 = self.model.policy.logprob_column(outputs_MA, batch.actions)
         if self._mask_M1 is None or len(self._mask_M1) != len(logprobs_M1):
             self._mask_M1 = build_full_mask(len(logprobs_M1), 1)
         mask_M1 = self._mask_M1
@@ -361,7 +361,7 @@ class NetworkUpdate:
         )
         loss = policy + (value if settings.value_coef == 1 else settings.value_coef * value)
         if settings.entropy_coef > 0:
-            entropy_M = self.model.policy.compute_entropy(outputs_MA)
+            entropy_M = self.model.policy.entropy_of(outputs_MA)
             bonus, entropy_metrics = entropy_bonus(
                 entropy_M[:, None], mask_M1, num_loss_tokens=count
             )
@@ -412,8 +412,8 @@ def compute_policy_logprobs(
 ) -> torch.Tensor:
     """Compute log-probabilities of the actions under the current policy, nats, [M], without gradient."""
     with torch.no_grad():
-        inputs_MD = model.normalise_observations(observations_MD)
-        return model.policy.compute_logprobs_and_entropy(inputs_MD, actions)[0]
+        inputs_MD = model.normalised(observations_MD)
+        return model.policy.logprobs_and_entropy(inputs_MD, actions)[0]
 
 
 def whiten_advantages(advantages_M1: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from rl_core.storage.manifest import digest_bytes
 from rl_core.types import Rollout
 from rl_core.user_code import digest_user_code
 
-# Of a trajectory, what a pure function does not look at: another policy may play the same episode, beside others.
+# Fields of a trajectory that a pure function does not read: another policy may play the same episode in another group.
 VARYING_FIELDS = ("policy_version", "sample", "mean_logprob", "reward", "rewards", "temperature")
 _IMPURE_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # arguments of TRL's functions
 _KEY_BYTES = 16  # of a key
@@ -34,10 +34,13 @@ MISSING = object()
 
 
 class ValueCache:
-    """Values of one function; at most `entries`, the oldest go first. In the checkpoint, so it survives a resume."""
+    """Values of one function, at most `entries`, oldest dropped first.
+
+    Part of the checkpoint, so it survives a resume.
+    """
 
     def __init__(self, signature: RewardSignature, entries: int) -> None:
-        """Raises: SettingsError for a function that asks for what changes from call to call."""
+        """Digest the function's code. Raises: SettingsError for a function whose arguments vary between calls."""
         self._signature, self.entries = signature, entries
         for name in _IMPURE_ARGUMENTS:
             if name in signature.passed:
@@ -48,7 +51,7 @@ class ValueCache:
         self._values: dict[bytes, float | None] = {}
 
     def compute_keys(self, rollouts: Sequence[Rollout]) -> list[bytes]:
-        """Key of each rollout; the columns of all rows, which decide how a function is called, are in each."""
+        """Return one key per rollout; it covers the columns of all rows, which decide how a function is called."""
         call = json.dumps([self._code, *self._signature.resolve_call_form(rollouts)]).encode()
         return [
             hashlib.blake2b(call + self._encode_inputs(rollout), digest_size=_KEY_BYTES).digest()
@@ -56,19 +59,19 @@ class ValueCache:
         ]
 
     def _encode_inputs(self, rollout: Rollout) -> bytes:
-        plain = rollout.trajectory.to_json()
+        inputs = rollout.trajectory.to_json()
         for name in VARYING_FIELDS:
-            plain.pop(name, None)
+            inputs.pop(name, None)
         if self._signature.takes_ids:
-            plain["completion_ids"] = list(rollout.completion_ids)
-        return json.dumps(plain, sort_keys=True, default=repr).encode()
+            inputs["completion_ids"] = list(rollout.completion_ids)
+        return json.dumps(inputs, sort_keys=True, default=repr).encode()
 
     def find_value(self, key: bytes) -> Any:
-        """The value: a number, None where the function gave None; MISSING where there is none."""
+        """Return the value: a number, None where the function returned None; MISSING if there is no entry."""
         return self._values.get(key, MISSING)
 
     def store_value(self, key: bytes, value: float | None) -> None:
-        """Keep a value."""
+        """Store a value; drop the oldest beyond `entries`."""
         self._values[key] = value
         while len(self._values) > self.entries:
             del self._values[next(iter(self._values))]
@@ -77,7 +80,7 @@ class ValueCache:
         return len(self._values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Keys (uint8 [N, 16]) and values (float64 [N], NaN = None), the oldest first."""
+        """Return keys (uint8 [N, 16]) and values (float64 [N], NaN = None), oldest first."""
         values = [float("nan") if value is None else value for value in self._values.values()]
         keys = (
             torch.frombuffer(bytearray(b"".join(self._values)), dtype=torch.uint8)
@@ -90,18 +93,18 @@ class ValueCache:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; values of another code stay unused, as their keys are others."""
+        """Restore `state_dict`; values of other code are never hit, as their keys differ."""
         flat = bytes(state["keys"].reshape(-1).tolist())
-        keys = [flat[place : place + _KEY_BYTES] for place in range(0, len(flat), _KEY_BYTES)]
+        keys = [flat[start : start + _KEY_BYTES] for start in range(0, len(flat), _KEY_BYTES)]
         values = [None if value != value else value for value in state["values"].tolist()]
         self._values = dict(zip(keys, values, strict=True))
 
 
 def _digest_code(name: str, function: Callable[..., Any]) -> str:
-    """Digest of the user's modules behind an import path; of a function that was handed in its source."""
+    """Return a digest of the user modules behind an import path, or of a passed function's source."""
     if ":" in name:
-        found = digest_user_code([name])
-        return digest_bytes(json.dumps([name, sorted(found.items())]).encode())
+        digests = digest_user_code([name])
+        return digest_bytes(json.dumps([name, sorted(digests.items())]).encode())
     try:
         return digest_bytes(inspect.getsource(function).encode())
     except (OSError, TypeError):  # written in C, a callable object, or typed at a prompt
@@ -114,17 +117,18 @@ FailureLimit = Callable[[int, int], bool]
 def build_user_reward(
     name: str, options: RewardSettings, function: RewardFunction | None, has_too_many: FailureLimit
 ) -> UserReward:
-    """The component of a function; with a cache where the settings name it. Arguments: `UserReward`."""
+    """Build the component of a function, with a cache if the settings name it. Arguments: `UserReward`."""
     return (CachedReward if name in options.cache else UserReward)(
         name, options, function, has_too_many
     )
 
 
 class CachedReward(UserReward):
-    """As `UserReward`, with `ValueCache`: gives the same bits, and calls the function for new samples alone.
+    """`UserReward` with a `ValueCache`: returns the same bits and calls the function for new samples only.
 
-    One kept value in each call is computed again; another result is an error. Metric: cached, the share of the rollouts
-    for which the function was not called.
+    One cached value per call is recomputed; a different result is an error. Metric: cached, the share of the rollouts
+    for
+    which the function was not called.
     """
 
     def __init__(
@@ -134,60 +138,66 @@ class CachedReward(UserReward):
         function: RewardFunction | None,
         has_too_many: FailureLimit,
     ) -> None:
-        """As `UserReward`. Raises: SettingsError for a function that cannot be pure."""
+        """Build `UserReward` with a cache. Raises: SettingsError for a function that cannot be pure."""
         super().__init__(name, options, function, has_too_many)
         self.cache = ValueCache(self.signature, options.cache_entries)
 
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float | None]:
-        """See `UserReward`."""
+        """Return one value per rollout, see `UserReward`."""
         self._batch = rollouts
         keys = self.cache.compute_keys(rollouts)
-        kept = {key: value for key in keys if (value := self.cache.find_value(key)) is not MISSING}
-        checked = next((key for key in keys if key in kept), None)
-        places: dict[bytes, int] = {}  # of the rollouts that the function is called with, by key
+        cached = {key: self.cache.find_value(key) for key in keys}
+        cached = {key: value for key, value in cached.items() if value is not MISSING}
+        rechecked_key = next((key for key in keys if key in cached), None)
+        call_indices: dict[
+            bytes, int
+        ] = {}  # key -> index of the rollout that the function is called with
         for index, key in enumerate(keys):
-            if key not in kept or key == checked:
-                places.setdefault(key, index)
-        values = super().__call__([rollouts[index] for index in places.values()])
+            if key not in cached or key == rechecked_key:
+                call_indices.setdefault(key, index)
+        values = super().__call__([rollouts[index] for index in call_indices.values()])
         if self.signature.logged:
             raise RewardError(
                 f"reward '{self.name}' logs metrics, so it is not pure; take it out of reward_options.cache"
             )
         failed = {
-            key: self.failed[place] for place, key in enumerate(places) if place in self.failed
+            key: self.failed[position]
+            for position, key in enumerate(call_indices)
+            if position in self.failed
         }
-        found: dict[
-            bytes, float | None
-        ] = {}  # None = failed, or left untried; the function's own None is in `nones`
-        nones = {key for key, value in kept.items() if value is None}
-        for place, (key, value) in enumerate(zip(places, values, strict=True)):
-            found[key] = value
-            if value is not None:
-                own = None if place in self.skipped else value
-                if key == checked and own != kept[key]:
-                    raise RewardError(
-                        _describe_impurity(self.name, rollouts[places[key]], kept[key], own)
-                    )
-                self.cache.store_value(key, own)
-                nones |= {key} if own is None else set()
+        # None = failed or not tried; keys for which the function returned None are in `none_keys`.
+        computed: dict[bytes, float | None] = {}
+        none_keys = {key for key, value in cached.items() if value is None}
+        for position, (key, value) in enumerate(zip(call_indices, values, strict=True)):
+            computed[key] = value
+            if value is None:
+                continue
+            result = None if position in self.skipped else value
+            if key == rechecked_key and result != cached[key]:
+                rollout = rollouts[call_indices[key]]
+                raise RewardError(_describe_impurity(self.name, rollout, cached[key], result))
+            self.cache.store_value(key, result)
+            if result is None:
+                none_keys.add(key)
         self.failed = {index: failed[key] for index, key in enumerate(keys) if key in failed}
         self.skipped = {
-            index for index, key in enumerate(keys) if key in nones and key not in failed
+            index for index, key in enumerate(keys) if key in none_keys and key not in failed
         }
         if "skipped" in self.metrics:
             self.metrics["skipped"] = len(self.skipped) / max(1, len(keys))
-        self.metrics["cached"] = 1 - len(places) / max(1, len(keys))
-        known = {key: 0.0 if value is None else value for key, value in kept.items()} | found
-        return [known[key] for key in keys]
+        self.metrics["cached"] = 1 - len(call_indices) / max(1, len(keys))
+        values_by_key = {key: 0.0 if value is None else value for key, value in cached.items()}
+        values_by_key |= computed
+        return [values_by_key[key] for key in keys]
 
     def state_dict(self) -> dict[str, Any]:
-        """Values that are kept."""
+        """Return the cached values."""
         return {"cache": self.cache.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; a checkpoint from before the function was declared pure has nothing to load."""
+        """Restore `state_dict`; a checkpoint made before the function was declared pure has no cache."""
         if "cache" in state:
             self.cache.load_state_dict(state["cache"])
 
@@ -196,6 +206,6 @@ def _describe_impurity(
     name: str, rollout: Rollout, cached: float | None, recomputed: float | None
 ) -> str:
     return (
-        f"reward '{name}' gave {recomputed!r} for {describe_rollout(rollout)}, and {cached!r} before, so it is not pure; take it out "
-        "of reward_options.cache"
+        f"reward '{name}' gave {recomputed!r} for {describe_rollout(rollout)}, and {cached!r} before, "
+        "so it is not pure; take it out of reward_options.cache"
     )

@@ -1,17 +1,4 @@
-"""Base class of reward components.
-
-Reward component: the environment's own reward.
-
-Reward component: cost of sampled tokens beyond a free length.
-
-Overlong penalty: DAPO's soft penalty on completions close to the length limit.
-
-Reward component: costs of tool misuse and excess calls, and a small bonus for calls that worked.
-
-Reward component: share of well-formed turns.
-
-Reward components: ready-made verifiers of the last action, see `environments.answer_checks`.
-"""
+"""Reward components without a model: base class, task, length, overlong penalty, tool use, format, verifiers."""
 
 from __future__ import annotations
 
@@ -34,6 +21,8 @@ from rl_core.models.hidden_states import TurnEmbeddings
 from rl_core.settings import FormatSettings, LengthSettings, ToolUseSettings
 from rl_core.types import Rollout, StopReason, Trajectory
 
+logger = logging.getLogger(__name__)
+
 
 class SampleFailure(NamedTuple):
     """Failure of a component on one sample."""
@@ -43,14 +32,12 @@ class SampleFailure(NamedTuple):
 
 
 class RewardComponent(ABC):
-    """Scores the rollouts of an iteration: one number for each; None = it could not score that one.
+    """Scores the rollouts of an iteration: one number each; None = it could not score that rollout.
 
     `metrics` holds further scalars of the last call, logged as `reward/<component>/<name>`.
     """
 
-    needs_states: ClassVar[bool] = (
-        False  # True = it is called with the policy's states, one entry per rollout
-    )
+    needs_states: ClassVar[bool] = False  # True = called with the policy's states, one per rollout
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
@@ -60,21 +47,21 @@ class RewardComponent(ABC):
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> Sequence[float | None]:
-        """Score them. Raises: RewardError."""
+        """Score the rollouts. Raises: RewardError."""
 
-    def check_columns(self, columns: Sequence[str] | None) -> None:  # noqa: B027 most look at no column
-        """Raise SettingsError for a column that it reads and the environment's rows do not have; None = not known."""
+    def check_columns(self, columns: Sequence[str] | None) -> None:  # noqa: B027 most read no column
+        """Raise SettingsError for a column that the component reads and no row has; None = unknown."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs; empty for most components."""
+        """Return the state that a resumed run needs; empty for most components."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 most have nothing to load
-        """Inverse of `state_dict`."""
+        """Restore `state_dict`."""
 
 
 def describe_rollout(rollout: Rollout) -> str:
-    """Environment, level, seed and sample of a rollout, for messages."""
+    """Return environment, level, seed and sample of a rollout, for messages."""
     trajectory = rollout.trajectory
     return (
         f"environment '{trajectory.environment}', level '{trajectory.level}', seed {trajectory.seed}, "
@@ -88,7 +75,7 @@ class TaskReward(RewardComponent):
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float]:
-        """One number for each rollout."""
+        """Return one number per rollout."""
         self.metrics = {
             "answered": sum(r.trajectory.answer is not None for r in rollouts)
             / max(1, len(rollouts))
@@ -109,7 +96,7 @@ class LengthReward(RewardComponent):
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float]:
-        """One number for each rollout."""
+        """Return one number per rollout."""
         free, limit = self.settings.free, self.settings.limit
         lengths = [sum(rollout.loss_mask) for rollout in rollouts]
         if lengths:
@@ -121,9 +108,9 @@ class LengthReward(RewardComponent):
 
 
 class OverlongPenalty(RewardComponent):
-    """0 up to `max_tokens - buffer` completion tokens, then linearly down to -1 at `max_tokens`.
+    """DAPO's soft penalty: 0 up to `max_tokens - buffer` completion tokens, then linearly down to -1 at `max_tokens`.
 
-    Part of the algorithm rather than of the task: it is added to the total without weight, normalisation or clipping.
+    Part of the algorithm, not of the task: it is added to the total without weight, normalisation or clipping.
     """
 
     def __init__(self, max_tokens: int, buffer: int) -> None:
@@ -134,7 +121,7 @@ class OverlongPenalty(RewardComponent):
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float]:
-        """One penalty per rollout, -1 to 0; observations count towards its length."""
+        """Return one penalty per rollout, -1 to 0; observations count towards its length."""
         lengths_B = torch.tensor([rollout.num_episode_tokens for rollout in rollouts])
         penalties_B = overlong_penalty(lengths_B, max_tokens=self.max_tokens, buffer=self.buffer)
         return [float(penalty) for penalty in penalties_B.tolist()]
@@ -155,7 +142,7 @@ class ToolUseReward(RewardComponent):
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float]:
-        """One number for each rollout."""
+        """Return one number per rollout."""
         counts = [self._count_calls(rollout.trajectory) for rollout in rollouts]
         names = ("misused_turns", "excess_calls", "bonus")
         self.metrics = {
@@ -166,7 +153,7 @@ class ToolUseReward(RewardComponent):
         return [-misuse * misused - excess * extra + bonus for misused, extra, bonus in counts]
 
     def _count_calls(self, trajectory: Trajectory) -> tuple[int, int, float]:
-        """Misused turns, calls beyond the free ones, bonus."""
+        """Count misused turns and calls beyond the free ones; compute the bonus."""
         settings = self.settings
         called = [call for turn in trajectory.turns for call in turn.calls]
         worked = {
@@ -180,15 +167,14 @@ class ToolUseReward(RewardComponent):
         return sum(turn.is_error for turn in trajectory.turns), extra, bonus
 
 
-logger = logging.getLogger(__name__)
-
-
 class FormatReward(RewardComponent):
     """Share of well-formed turns, 0 to 1; 0 for an episode without a turn.
 
-    Malformed is a turn that is neither a call nor an answer (a call whose tool failed was well-formed), the last one of
-    an episode that ran out of tokens, and with `pattern` one whose whole text does not match it, or not within MATCH_S
-    seconds of processor time (counted in timed_out).
+    A turn is malformed if it is neither a call nor an answer (a call whose tool failed is well-formed), if it is the
+    last
+    turn of an episode that ran out of tokens, or, with `pattern`, if its text does not match the pattern entirely
+    within
+    MATCH_TIME_LIMIT_S seconds of processor time (counted in timed_out).
     Metrics: malformed_turns (mean per rollout), perfect (share of rollouts without one), with `pattern` timed_out
     (turns of the batch).
     """
@@ -204,7 +190,7 @@ class FormatReward(RewardComponent):
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float]:
-        """One number for each rollout."""
+        """Return one number per rollout."""
         if self._pattern is not None:
             self._pattern.timed_out = 0
         malformed = [self._count_malformed_turns(rollout.trajectory) for rollout in rollouts]
@@ -241,7 +227,7 @@ class FormatReward(RewardComponent):
         return fits
 
 
-@functools.lru_cache(maxsize=64)  # each pattern is named once
+@functools.lru_cache(maxsize=64)  # warn once per pattern
 def _warn_timed_out(pattern: str) -> None:
     logger.warning(
         "reward 'format': a turn was not matched against pattern %r within %g s and counts as malformed (counted in "
@@ -253,21 +239,22 @@ def _warn_timed_out(pattern: str) -> None:
 
 
 class VerifierReward(RewardComponent):
-    """Score of one verifier, 0 to 1.
+    """Score of one verifier on the last action, 0 to 1, see `environments.answer_checks`.
 
-    Metrics: right (share of rollouts with score 1), and of verifiers with limits timed_out and failed (rollouts, which
+    Metrics: right (share of rollouts with score 1); for verifiers with limits also timed_out and failed (rollouts,
+        which
     earn 0).
     """
 
     def __init__(self, check: AnswerCheck, workers: int = 1) -> None:
-        """`workers`: answers that are verified at once, by a verifier that waits for child processes."""
+        """Use `workers` threads for a verifier that waits for child processes."""
         super().__init__()
         self.check, self._workers = check, workers
 
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float]:
-        """One number for each rollout. Raises: RewardError for a target that the verifier cannot use."""
+        """Return one number per rollout. Raises: RewardError for a target that the verifier cannot use."""
         self.check.counts.clear()
         if self.check.blocking:
             with ThreadPoolExecutor(self._workers) as pool:
@@ -280,7 +267,7 @@ class VerifierReward(RewardComponent):
         return values
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
-        """See `Component`."""
+        """Refuse missing columns, see `RewardComponent`."""
         self.check.check_columns(None if columns is None else tuple(columns))
 
     def _score_rollout(self, rollout: Rollout) -> float:

@@ -16,15 +16,15 @@ from rl_core.rewards.orchestrator import WEIGHTED_PREFIX
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.storage.line_logs import read_checked_lines, report_damaged_line
 
-RewardRow = Mapping[str, Any]  # a line of the reward record, see `rewards.record`
+RewardRow = Mapping[str, Any]  # a line of the reward record, see `RewardRecord`
 
 
 @dataclass(frozen=True, slots=True)
 class RewardContribution:
-    """One component's part in a run's reward. Rollouts are compared within groups: those of one prompt, as a rule.
+    """One component's part in a run's reward. Rollouts are compared within groups, usually those of one prompt.
 
-    share: of the differences in reward within groups that differ, mean over these groups; all components and the
-        length penalty together make 1. None while no group differed.
+    share: of the differences in reward within groups that differ, mean over these groups; all components and the length
+        penalty add up to 1. None if no group differed.
     alone: share of all groups in which the reward differs, but would not without this component.
     ranked: share of the pairs of one group, a success and a failure, in which it scored the success higher; ties count
         half. None without such a pair.
@@ -37,7 +37,7 @@ class RewardContribution:
     correlation: float | None
 
     def to_metrics(self) -> dict[str, float]:
-        """The numbers that are defined, by name."""
+        """Return the defined numbers by name."""
         values = {
             "share": self.share,
             "alone": self.alone,
@@ -61,11 +61,13 @@ class _ComponentSums:
 def compute_contributions(
     groups: Iterable[Sequence[RewardRow]], names: Sequence[str]
 ) -> dict[str, RewardContribution]:
-    """Contribution of each named component to the rewards of `groups`; {} without a group.
+    """Compute the contribution of each named component to the rewards of `groups`; {} without a group.
 
     A group's share of a component w is cov(w, r) / var(r): the differences of the reward r = sum of the weighted w
-    split without remainder, as in a decomposition of variance. Every group that differs counts alike, because
-    algorithms that divide by the group's deviation learn as much from small differences as from large ones.
+    split
+    without remainder, as in a decomposition of variance. Every group that differs has the same weight, because
+    algorithms
+    that divide by the group's deviation learn as much from small differences as from large ones.
     Differences below a deviation of STD_FLOOR count as none, as in `losses.advantages`.
     """
     sums = {name: _ComponentSums() for name in names}
@@ -95,23 +97,23 @@ def compute_contributions(
         return {}
     return {
         name: RewardContribution(
-            share=found.shares / differing if differing else None,
-            alone=found.alone / played,
-            ranked=found.ranked / pairs if pairs else None,
-            correlation=compute_point_biserial(found.failed, found.won),
+            share=component.shares / differing if differing else None,
+            alone=component.alone / played,
+            ranked=component.ranked / pairs if pairs else None,
+            correlation=compute_point_biserial(component.failed, component.won),
         )
-        for name, found in sums.items()
+        for name, component in sums.items()
     }
 
 
 def iter_compared_groups(
     record: Path, *, by_iteration: bool = False
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rollouts of a reward record that were compared with each other, group by group, in order.
+    """Yield the rollouts of a reward record that were compared with each other, group by group, in order.
 
     Args:
-        record: a file of `rewards.record.RewardRecord`, read line by line; damaged lines are named and left out.
-        by_iteration: one group an iteration, for algorithms that do not compare the rollouts of one prompt.
+        record: file written by `RewardRecord`, read line by line; damaged lines are reported and skipped.
+        by_iteration: one group per iteration, for algorithms that do not compare the rollouts of one prompt.
     """
     group: list[dict[str, Any]] = []
     for line in read_checked_lines(record):
@@ -127,7 +129,9 @@ def iter_compared_groups(
 
 
 def _is_new_group(last: RewardRow, row: RewardRow, by_iteration: bool) -> bool:
-    """An episode that is drawn twice in one iteration makes two groups: samples are numbered anew."""
+    """Return whether `row` starts a group; an episode drawn twice in one iteration makes two, as sample numbers
+    restart.
+    """
     if by_iteration:
         return bool(row["iteration"] != last["iteration"])
     keys = ("iteration", "level", "seed")
@@ -135,7 +139,7 @@ def _is_new_group(last: RewardRow, row: RewardRow, by_iteration: bool) -> bool:
 
 
 def _has_spread(values: Sequence[float]) -> bool:
-    """The unbiased deviation reaches the floor below which advantages are 0."""
+    """Return whether the unbiased deviation reaches the floor below which advantages are 0."""
     if len(values) < 2:
         return False
     mean = fmean(values)
@@ -146,7 +150,7 @@ def _has_spread(values: Sequence[float]) -> bool:
 
 
 def _count_won_pairs(right: Sequence[float], wrong: Sequence[float]) -> float:
-    """Pairs of one of each in which `right` is higher; ties count half (the Mann-Whitney statistic)."""
+    """Count pairs of one of each in which `right` is higher; ties count half (the Mann-Whitney statistic)."""
     ordered = sorted(wrong)
     return (
         sum(

@@ -23,9 +23,8 @@ class _IterationStats:
     reward: float  # mean of the total
     success: float  # rate
     total: RunningNorm  # of the total, for its deviation
-    split: dict[str, tuple[RunningNorm, RunningNorm]] = field(
-        default_factory=dict
-    )  # component -> of failures, of successes
+    # component -> statistics over failures and over successes
+    split: dict[str, tuple[RunningNorm, RunningNorm]] = field(default_factory=dict)
 
 
 class HackingMonitor:
@@ -63,7 +62,7 @@ class HackingMonitor:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Phase, alarm and window."""
+        """Return phase, alarm and window."""
         return {
             "phase": self.phase,
             "alarmed": self.alarmed,
@@ -82,7 +81,7 @@ class HackingMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore `state_dict`."""
         self.phase, self.alarmed = str(state["phase"]), bool(state["alarmed"])
         self._past.clear()
         for row in state["past"]:
@@ -128,9 +127,10 @@ class HackingMonitor:
 
 
 def compute_point_biserial(failed: RunningNorm, won: RunningNorm) -> float | None:
-    """Correlation of a number with success: (mean won - mean failed) / s sqrt(n_w n_f / n^2), s over all, biased.
+    """Compute the correlation of a number with success: (mean won - mean failed) / s sqrt(n_w n_f / n^2), s over all,
+    biased.
 
-    None where it is undefined: nothing won, nothing failed, or nothing differs.
+    Return None where it is undefined: nothing won, nothing failed, or nothing differs.
     """
     if not failed.count or not won.count:
         return None
@@ -145,7 +145,7 @@ def compute_point_biserial(failed: RunningNorm, won: RunningNorm) -> float | Non
 
 
 def compute_rise(values: Sequence[float]) -> float:
-    """Rise of the least-squares line through the values, from the first to the last; 0 for fewer than two."""
+    """Compute the rise of the least-squares line from the first to the last value; 0 for fewer than two."""
     last = len(values) - 1
     if last < 1:
         return 0.0

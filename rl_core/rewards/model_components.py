@@ -1,7 +1,4 @@
-"""Reward component: score of a reward model, normalised over the run.
-
-Reward component: score of a judge, a model behind an OpenAI-compatible URL.
-"""
+"""Reward components of a model: the reward model's score, and a judge behind an OpenAI-compatible URL."""
 
 from __future__ import annotations
 
@@ -29,9 +26,10 @@ from rl_core.settings import JudgeSettings
 from rl_core.storage.atomic_files import make_folder, resolve_cache_folder, write_json_atomic
 from rl_core.types import Rollout
 
-Scorer = Callable[
-    [Sequence[Sequence[int]]], Sequence[float]
-]  # token ids of whole sequences -> one score each
+# Token ids of complete sequences -> one score each.
+Scorer = Callable[[Sequence[Sequence[int]]], Sequence[float]]
+
+logger = logging.getLogger(__name__)
 
 
 class LearnedReward(RewardComponent):
@@ -49,17 +47,15 @@ class LearnedReward(RewardComponent):
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float]:
-        """Raises RewardError when the model gives another number of scores, or one that is not finite."""
+        """Return one number per rollout. Raises: RewardError for a wrong number of scores or a non-finite one."""
         rows = [tuple(r.last_context) for r in rollouts]
-        different = list(
-            dict.fromkeys(rows)
-        )  # a policy that is sure of itself plays the same again and again
-        found = [float(s) for s in self.scorer([list(row) for row in different])]
-        if len(found) != len(different):
+        different = list(dict.fromkeys(rows))  # a confident policy repeats the same rollouts
+        different_scores = [float(s) for s in self.scorer([list(row) for row in different])]
+        if len(different_scores) != len(different):
             raise RewardError(
-                f"the reward model gave {len(found)} scores for {len(different)} different rollouts"
+                f"the reward model gave {len(different_scores)} scores for {len(different)} different rollouts"
             )
-        score_of = dict(zip(different, found, strict=True))
+        score_of = dict(zip(different, different_scores, strict=True))
         scores = [score_of[row] for row in rows]
         for index, score in enumerate(scores):
             if not math.isfinite(score):  # before it spoils the running mean
@@ -74,15 +70,13 @@ class LearnedReward(RewardComponent):
         return self.norm.normalise_values(scores)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running normalisation."""
+        """Return the running normalisation."""
         return {"norm": self.norm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore `state_dict`."""
         self.norm.load_state_dict(state["norm"])
 
-
-logger = logging.getLogger(__name__)
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 _BUILTIN_NAMES = ("prompt", "completion", "target")
@@ -90,11 +84,12 @@ MATCH_TIMEOUT_S = 1.0
 
 
 class JudgeReward(RewardComponent):
-    """(score - lowest) / (highest - lowest) of what the judge says of each rollout.
+    """Judge's score of each rollout, scaled to (score - lowest) / (highest - lowest).
 
-    A judgement that could not be had, or holds no score within the scale, is asked for again a bounded number of times;
-    after that the rollout is in `failed` and has no reward. As soon as `has_too_many` have failed, the rest is not asked
-    for. Judgements are kept in a folder by the digest of what was asked, and asked for once.
+    A request that fails, or whose reply has no score within the scale, is repeated a bounded number of times; after
+    that
+    the rollout is in `failed` and has no reward. Once `has_too_many` have failed, no further requests are sent. Replies
+    are cached in a folder by the digest of the request, so each request is sent once.
     Metrics: asked, cached (judgements), failed (rollouts).
     """
 
@@ -103,16 +98,16 @@ class JudgeReward(RewardComponent):
         settings: JudgeSettings,
         has_too_many: Callable[[int, int], bool] = lambda failed, played: failed > 0,
     ) -> None:
-        """`has_too_many`: as in `UserReward`. Raises: SettingsError without url or model."""
+        """Check the settings; `has_too_many` as in `UserReward`. Raises: SettingsError without url or model."""
         super().__init__()
         self.settings, self._has_too_many = settings, has_too_many
         if settings.url is None or settings.model is None:
             raise SettingsError(
-                "rewards.judge: needs reward_options.judge.url and model, the name that the server knows it by"
+                "rewards.judge: needs reward_options.judge.url and model, the model's name on the server"
             )
         if not settings.url.startswith(("http://", "https://")):
             raise SettingsError(
-                f"rewards.judge: reward_options.judge.url '{settings.url}' is no address of a server"
+                f"rewards.judge: reward_options.judge.url '{settings.url}' is not an http:// or https:// address"
             )
         self._url = build_v1_address(settings.url, "chat/completions")
         self._pattern = regex.compile(settings.pattern)
@@ -123,7 +118,7 @@ class JudgeReward(RewardComponent):
         )
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
-        """See `Component`."""
+        """Refuse placeholders that no column fills, see `RewardComponent`."""
         if columns is None:
             return
         known = [*_BUILTIN_NAMES, *columns]
@@ -131,53 +126,52 @@ class JudgeReward(RewardComponent):
             if match[1] and match[1] not in known:
                 raise SettingsError(
                     f"reward_options.judge.prompt: '{{{match[1]}}}' is none of {', '.join(known)}; "
-                    f"{suggest_name(match[1], known)} Braces that stand for themselves are doubled"
+                    f"{suggest_name(match[1], known)} Double literal braces"
                 )
 
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float | None]:
-        """One number for each rollout; None = not judged."""
+        """Return one number per rollout; None = not judged."""
         questions = [self._build_question(rollout) for rollout in rollouts]
         keys = [_digest_question(question) for question in questions]
-        found = {
-            key: score
-            for key in dict.fromkeys(keys)
-            if (score := self._read_cached_score(key)) is not None
+        cached = {key: self._read_cached_score(key) for key in dict.fromkeys(keys)}
+        scores = {key: score for key, score in cached.items() if score is not None}
+        requests = {
+            key: question
+            for key, question in zip(keys, questions, strict=True)
+            if key not in scores
         }
-        wanted = {
-            key: question for key, question in zip(keys, questions, strict=True) if key not in found
-        }
-        reasons = self._request_judgements(wanted, found, keys)
+        reasons = self._request_judgements(requests, scores, keys)
         self.failed = {
             index: SampleFailure(f"could not judge it: {reasons[key]}")
             for index, key in enumerate(keys)
             if key in reasons
         }
         self.metrics = {
-            "asked": float(len(wanted)),
-            "cached": float(len(set(keys)) - len(wanted)),
+            "asked": float(len(requests)),
+            "cached": float(len(set(keys)) - len(requests)),
             "failed": float(len(self.failed)),
         }
-        return [found.get(key) for key in keys]
+        return [scores.get(key) for key in keys]
 
     def _request_judgements(
-        self, wanted: Mapping[str, dict[str, Any]], scores: dict[str, float], keys: Sequence[str]
+        self, requests: Mapping[str, dict[str, Any]], scores: dict[str, float], keys: Sequence[str]
     ) -> dict[str, str]:
-        """Ask for all judgements, into `found`; returns the reasons of those that failed."""
+        """Request all judgements, store them in `scores`, and return the reasons of those that failed."""
         failed: dict[str, str] = {}
         stop = threading.Event()
         pool = ThreadPoolExecutor(self.settings.concurrency)
         try:
-            asked: dict[Future[float], str] = {
+            pending: dict[Future[float], str] = {
                 pool.submit(self._request_judgement, key, question, stop): key
-                for key, question in wanted.items()
+                for key, question in requests.items()
             }
-            for future in as_completed(asked):
+            for future in as_completed(pending):
                 try:
-                    scores[asked[future]] = future.result()
+                    scores[pending[future]] = future.result()
                 except BackendError as error:
-                    failed[asked[future]] = str(error)
+                    failed[pending[future]] = str(error)
                     if self._has_too_many(sum(key in failed for key in keys), len(keys)):
                         break
         finally:
@@ -188,7 +182,7 @@ class JudgeReward(RewardComponent):
     def _request_judgement(
         self, key: str, question: dict[str, Any], stop: threading.Event
     ) -> float:
-        """Score of one judgement, which is then kept. Raises: BackendError."""
+        """Request one judgement and cache its reply. Raises: BackendError."""
         settings = self.settings
         limits = RequestLimits(settings.timeout_s, settings.retries, settings.retry_delay_s)
 
@@ -233,7 +227,7 @@ class JudgeReward(RewardComponent):
         }
 
     def _parse_score(self, reply: Any) -> float:
-        """Score within a judge's reply, scaled. Raises: ValueError."""
+        """Return the scaled score in a judge's reply. Raises: ValueError."""
         if not isinstance(reply, str):
             raise ValueError("the reply holds no text")
         try:
@@ -249,7 +243,7 @@ class JudgeReward(RewardComponent):
         return (score - lowest) / (highest - lowest)
 
     def _read_cached_score(self, key: str) -> float | None:
-        """Score of a judgement in the folder; None = there is none."""
+        """Return the score of a cached reply; None if there is none."""
         try:
             return self._parse_score(
                 json.loads(self._resolve_cache_path(key).read_text(encoding="utf-8"))["reply"]
@@ -258,12 +252,12 @@ class JudgeReward(RewardComponent):
             return None
 
     def _write_cached_reply(self, key: str, reply: str) -> None:
-        place = self._resolve_cache_path(key)
+        path = self._resolve_cache_path(key)
         try:
-            make_folder(place.parent)
-            write_json_atomic(place, {"reply": reply})
+            make_folder(path.parent)
+            write_json_atomic(path, {"reply": reply})
         except CheckpointError as error:
-            logger.warning("judgements cannot be kept in %s: %s", self._folder, error)
+            logger.warning("judgements cannot be cached in %s: %s", self._folder, error)
 
     def _resolve_cache_path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}.json"

@@ -33,7 +33,8 @@ from rl_core.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-WEIGHTED_PREFIX = "weighted/"  # prefix of a component's name in `trajectory.rewards`, for its contribution to the total
+# Prefix of a component's name in `trajectory.rewards` for its contribution to the total.
+WEIGHTED_PREFIX = "weighted/"
 
 REWARD_COMPONENTS: dict[str, str] = {
     "task": "what the environment gave, for the final answer above all",
@@ -53,10 +54,10 @@ REWARD_COMPONENTS: dict[str, str] = {
 
 
 class RewardOrchestrator:
-    """Scores rollouts: the only place that sets `Trajectory.reward` once an episode has been played.
+    """Scores rollouts: the only code that sets `Trajectory.reward` after an episode has been played.
 
-    A component is a name from COMPONENTS, or the import path or file of a function ('package.module:function',
-    'file.py:function'): see `rewards.signature`.
+    A component is a name from REWARD_COMPONENTS, or the import path or file of a function ('package.module:function',
+    'file.py:function'), see `rewards.user_function`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class RewardOrchestrator:
         Args:
             scorer: the reward model behind the component `learned`.
             seed: of the components' random numbers.
-            functions: user-defined components by name, beside those named by import path.
+            functions: user-defined components by name, in addition to those named by import path.
         Raises: SettingsError for an unknown name, a function that cannot be imported, or `learned` without a scorer.
         """
         if not weights:
@@ -96,7 +97,7 @@ class RewardOrchestrator:
         for name in self.options.cache:
             if name in self.components and not isinstance(self.components[name], CachedReward):
                 raise SettingsError(
-                    f"reward_options.cache: '{name}' is no function of yours, whose values can be kept"
+                    f"reward_options.cache: '{name}' is not a user function; only their values can be cached"
                 )
         self.norms = {
             name: RunningNorm() for name in self.options.normalise if name in self.components
@@ -111,7 +112,8 @@ class RewardOrchestrator:
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """Raise SettingsError for a column that a component reads and the environment's rows do not have.
 
-        `columns`: those of the rows; () = its episodes are no rows, None = not known.
+        Args:
+            columns: of the rows; () = the episodes have no rows, None = unknown.
         """
         for component in self.components.values():
             component.check_columns(columns)
@@ -132,19 +134,20 @@ class RewardOrchestrator:
         embed: TurnEmbedder | None = None,
         penalties: Mapping[str, RewardComponent] | None = None,
     ) -> dict[str, float]:
-        """Write each rollout's components (raw and weighted) and total into its trajectory, and `is_masked`.
+        """Write each rollout's components (raw and weighted), total and `is_masked` into its trajectory.
 
-        A rollout on which a function of the user failed is masked: it carries no loss, and its reward is the mean of
-        its group's others, so that none of their differences changes. Too many of them are an error (`failures`).
+        A rollout on which a user function failed is masked: it carries no loss, and its reward is the mean of the other
+        rollouts of its group, so that their differences do not change. Too many failures are an error (`failures`).
 
         Args:
-            embed: gives the policy's states; called once, and only when a component needs them.
-            penalties: by name, components of the algorithm's own, added to the total as they are (see `overlong`).
+            embed: returns the policy's states; called once, and only if a component needs them.
+            penalties: components of the algorithm by name, added to the total unscaled (see `OverlongPenalty`).
         Returns: reward/mean, reward/std (of the total, over unmasked rollouts), reward/<component> (mean raw value),
             reward/weighted/<component> (mean contribution), reward/<component>/..., reward/<penalty> (mean),
             reward/masked_rate.
-        Raises: RewardError naming the component and the sample when one gives another number of values than there
-            are rollouts, or raises, hangs, or gives a value that is no finite number on too many.
+        Raises: RewardError naming the component and the sample if a component returns a wrong number of values, or if
+            it
+            raises, times out or returns a non-finite value on too many samples.
         """
         groups = list(groups)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -166,19 +169,26 @@ class RewardOrchestrator:
         penalised = self._score_penalties(penalties or {}, rollouts, masked)
         totals: list[float | None] = []
         for index, rollout in enumerate(rollouts):
-            found = {
-                name: value for name, values in raw.items() if (value := values[index]) is not None
+            scores: dict[str, float] = {}
+            for name, values in raw.items():
+                value = values[index]
+                if value is not None:
+                    scores[name] = value
+            contributions: dict[str, float] = {}
+            if not masked[index]:
+                for name, parts in weighted.items():
+                    contributions[WEIGHTED_PREFIX + name] = parts[index]
+            costs = {name: values[index] for name, values in penalised.items() if index in values}
+            # The environment's reward stays in the record even if training does not use it.
+            rollout.trajectory.rewards = {
+                **rollout.trajectory.rewards,
+                **scores,
+                **contributions,
+                **costs,
             }
-            adds = (
-                {}
-                if masked[index]
-                else {WEIGHTED_PREFIX + name: values[index] for name, values in weighted.items()}
-            )
-            taken = {name: values[index] for name, values in penalised.items() if index in values}
-            # The environment's own reward stays in the record also where training does not use it.
-            rollout.trajectory.rewards = {**rollout.trajectory.rewards, **found, **adds, **taken}
             rollout.is_masked = masked[index]
-            totals.append(None if masked[index] else sum(taken.values(), math.fsum(adds.values())))
+            total = sum(costs.values(), math.fsum(contributions.values()))
+            totals.append(None if masked[index] else total)
         for rollout, total in zip(rollouts, _fill_masked_rewards(groups, totals), strict=True):
             rollout.trajectory.reward = total
         inject_fault("rewards.scored")
@@ -189,12 +199,14 @@ class RewardOrchestrator:
         }
 
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
-        """Metrics of the hacking monitor after an iteration's scored rollouts: reward/correlation/..., reward/alarm."""
+        """Return metrics of the hacking monitor for an iteration's scored rollouts: reward/correlation/...,
+        reward/alarm.
+        """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return self.hacking_monitor.record_iteration(rollouts, list(self.components), phase)
 
     def state_dict(self) -> dict[str, Any]:
-        """Components, running statistics, and hacking monitor. Weights follow from settings and curriculum."""
+        """Return components, running statistics and hacking monitor. Weights follow from settings and curriculum."""
         return {
             "components": {
                 name: component.state_dict() for name, component in self.components.items()
@@ -204,7 +216,7 @@ class RewardOrchestrator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore `state_dict`."""
         for name, component in self.components.items():
             component.load_state_dict(state["components"][name])
         for name, norm in self.norms.items():
@@ -217,7 +229,7 @@ class RewardOrchestrator:
             return build_user_reward(
                 name, options, self._functions[name], self.failures.has_too_many
             )
-        made: dict[str, Any] = {
+        builders: dict[str, Any] = {
             "task": TaskReward,
             "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),
             "coherence": lambda: CoherenceReward(options.coherence),
@@ -226,8 +238,8 @@ class RewardOrchestrator:
             "length": lambda: LengthReward(options.length),
             "judge": lambda: JudgeReward(options.judge, self.failures.has_too_many),
         }
-        if name in made:
-            component: RewardComponent = made[name]()
+        if name in builders:
+            component: RewardComponent = builders[name]()
             return component
         if name in ANSWER_CHECKS:
             settings = getattr(options, name)
@@ -243,7 +255,7 @@ class RewardOrchestrator:
         if ":" not in name:
             raise SettingsError(
                 f"rewards.{name}: no such component; {suggest_name(name, REWARD_COMPONENTS)} "
-                "A function of yours is named by its place, 'package.module:function' or 'file.py:function'"
+                "Name your function by its import path or file: 'package.module:function' or 'file.py:function'"
             )
         return build_user_reward(name, options, None, self.failures.has_too_many)
 
@@ -255,7 +267,7 @@ class RewardOrchestrator:
         if embed is None:
             names = [name for name, component in self.components.items() if component.needs_states]
             raise RewardError(
-                f"reward '{names[0]}' needs the policy's states, but score() was given no `embed`"
+                f"reward '{names[0]}' needs the policy's states, but score() got no `embed`"
             )
         return embed(rollouts)
 
@@ -266,7 +278,7 @@ class RewardOrchestrator:
         rollouts: Sequence[Rollout],
         states: Sequence[TurnEmbeddings],
     ) -> list[float | None]:
-        """Values of one component, checked."""
+        """Return the checked values of one component."""
         if isinstance(component, UserReward):
             return component(rollouts)
         try:
@@ -278,7 +290,7 @@ class RewardOrchestrator:
         for value, rollout in zip(values, rollouts, strict=True):
             if (
                 value is None and component.failed
-            ):  # those that were left untried after too many failures too
+            ):  # includes samples not tried after too many failures
                 continue
             if value is None or not math.isfinite(value):
                 raise RewardError(
@@ -292,15 +304,19 @@ class RewardOrchestrator:
         rollouts: Sequence[Rollout],
         masked: Sequence[bool],
     ) -> dict[str, dict[int, float]]:
-        """Penalties of the unmasked rollouts: name -> index of the rollout -> value."""
-        kept = [index for index, is_masked in enumerate(masked) if not is_masked]
-        found: dict[str, dict[int, float]] = {}
+        """Return penalties of the unmasked rollouts: name -> index of the rollout -> value."""
+        unmasked = [index for index, is_masked in enumerate(masked) if not is_masked]
+        scores: dict[str, dict[int, float]] = {}
         for name, penalty in penalties.items():
-            values = self._score_component(name, penalty, [rollouts[index] for index in kept], [])
-            found[name] = {
-                index: value for index, value in zip(kept, values, strict=True) if value is not None
+            values = self._score_component(
+                name, penalty, [rollouts[index] for index in unmasked], []
+            )
+            scores[name] = {
+                index: value
+                for index, value in zip(unmasked, values, strict=True)
+                if value is not None
             }
-        return found
+        return scores
 
     def _compute_metrics(
         self,
@@ -308,7 +324,7 @@ class RewardOrchestrator:
         weighted: Mapping[str, Sequence[float]],
         totals: Sequence[float | None],
     ) -> dict[str, float]:
-        """Means of totals, raw values and contributions; see `score`. `totals`: None = masked."""
+        """Return means of totals, raw values and contributions, see `score`. `totals`: None = masked."""
         known = [total for total in totals if total is not None]
         metrics = {"reward/mean": statistics.fmean(known), "reward/std": statistics.pstdev(known)}
         for name, values in raw.items():
@@ -373,12 +389,15 @@ class RewardOrchestrator:
 def _fill_masked_rewards(
     groups: Iterable[RolloutGroup], totals: Sequence[float | None]
 ) -> list[float]:
-    """Totals in which a masked rollout (None) has the mean of its group's others; of all others where it has none."""
+    """Replace the total of a masked rollout (None) by the mean of its group's other rollouts.
+
+    If the whole group is masked, use the mean over all unmasked rollouts.
+    """
     overall = statistics.fmean(total for total in totals if total is not None)
     filled: list[float] = []
     for group in groups:
-        own = totals[len(filled) : len(filled) + len(group.rollouts)]
-        known = [total for total in own if total is not None]
+        group_totals = totals[len(filled) : len(filled) + len(group.rollouts)]
+        known = [total for total in group_totals if total is not None]
         mean = statistics.fmean(known) if known else overall
-        filled += [mean if total is None else total for total in own]
+        filled += [mean if total is None else total for total in group_totals]
     return filled

@@ -18,7 +18,7 @@ from rl_core.types import Rollout
 class RewardRecord:
     """Appends to one file: iteration, episode, success, total, components (raw and 'weighted/<name>'), turn digests.
 
-    A resumed run repeats the iterations since its checkpoint, so lines of those iterations are cut first.
+    A resumed run repeats the iterations since its checkpoint, so the lines of those iterations are cut first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,26 +34,24 @@ class RewardRecord:
             encode_checked_line(_build_row(iteration, rollout), allow_nan=True)
             for rollout in rollouts
         )
-        append_bytes(
-            self.path, lines, synced=True
-        )  # a checkpoint that follows says that they were written
+        append_bytes(self.path, lines, synced=True)  # the next checkpoint relies on these lines
         inject_fault("rewards.recorded")
 
     def _truncate_from_iteration(self, iteration: int) -> None:
         """Cut the file before the first line of that iteration, or before a last line torn by a crash.
 
-        A damaged line in the middle is named and stays: readers leave it out, and the lines behind it are kept.
+        A damaged line in the middle is reported and stays: readers skip it, and the lines after it are preserved.
         """
         if not self.path.is_file():
             return
-        place = 0
+        end = 0
         for line in read_checked_lines(self.path):
             if line.record is None:
                 report_damaged_line(self.path, line, "the reward of one rollout is lost")
             elif _parse_iteration(line.record.get("iteration")) >= iteration:
                 break
-            place = line.end
-        truncate_file(self.path, place)
+            end = line.end
+        truncate_file(self.path, end)
         inject_fault("rewards.cut")
 
 
@@ -77,7 +75,9 @@ def _build_row(iteration: int, rollout: Rollout) -> dict[str, object]:
 
 
 def _digest_turns(rollout: Rollout) -> list[str]:
-    """Short digests of opening, action, observation, action, ...: where two plays of an episode part, and by whom."""
+    """Return short digests of opening, action, observation, action, ...: they show where two plays of an episode
+    diverge.
+    """
     texts = [repr(rollout.prompt_ids)]
     for turn in rollout.trajectory.turns:
         texts += [turn.action, repr((turn.observation, turn.tool_call, turn.is_error))]
@@ -88,13 +88,13 @@ def _digest_turns(rollout: Rollout) -> list[str]:
 
 
 class RecentRollouts:
-    """Keeps one file with the trajectories of the newest iterations, each line with its 'iteration', oldest first.
+    """One file with the trajectories of the newest iterations, each line with its 'iteration', oldest first.
 
-    The file is replaced every iteration, unsynced: it serves inspection during training, and its loss does no harm.
+    The file is replaced every iteration without fsync: it serves inspection during training, and its loss does no harm.
     """
 
     def __init__(self, path: Path, iterations: int = 4, per_iteration: int = 16) -> None:
-        """`per_iteration` rollouts of each iteration are kept, spread evenly over its prompts."""
+        """Record `per_iteration` rollouts of each iteration, spread evenly over its prompts."""
         self.path, self.per_iteration = path, per_iteration
         self._blocks: deque[str] = deque(maxlen=iterations)
 
@@ -102,8 +102,8 @@ class RecentRollouts:
         """Add the rollouts of one iteration."""
         played = list(rollouts)
         count = min(self.per_iteration, len(played))
-        kept = [played[index * len(played) // count] for index in range(count)]
-        rows = [{"iteration": iteration, **rollout.trajectory.to_json()} for rollout in kept]
+        selected = [played[index * len(played) // count] for index in range(count)]
+        rows = [{"iteration": iteration, **rollout.trajectory.to_json()} for rollout in selected]
         self._blocks.append("".join(json.dumps(row, default=str) + "\n" for row in rows))
         write_text_unsynced(self.path, "".join(self._blocks))
 
@@ -111,7 +111,7 @@ class RecentRollouts:
 def build_combined_record(
     *records: Callable[[int, list[Rollout]], None],
 ) -> Callable[[int, Iterable[Rollout]], None]:
-    """A record that passes every iteration on to each of `records`."""
+    """Build a record that passes every iteration on to each of `records`."""
 
     def record(iteration: int, rollouts: Iterable[Rollout]) -> None:
         played = list(rollouts)

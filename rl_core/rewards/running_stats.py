@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RunningNorm:
-    """Mean and standard deviation of everything seen, merged batch by batch.
+    """Mean and standard deviation of all values so far, merged batch by batch.
 
     Source: Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
     """
@@ -37,20 +37,20 @@ class RunningNorm:
         self._merge_sums(count, mean, math.fsum((value - mean) ** 2 for value in values))
 
     def merge_stats(self, other: RunningNorm) -> None:
-        """Add everything that another one has seen."""
+        """Add all values of another instance."""
         if other.count:
             self._merge_sums(other.count, other.mean, other.squares)
 
     def normalise_values(self, values: Sequence[float], eps: float = 1e-8) -> list[float]:
-        """(x - mean) / std; 0 while the deviation is 0."""
+        """Return (x - mean) / std; 0 while the deviation is at most `eps`."""
         return [(value - self.mean) / self.std if self.std > eps else 0.0 for value in values]
 
     def state_dict(self) -> dict[str, float]:
-        """The three sums."""
+        """Return the three sums."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore `state_dict`."""
         self.count, self.mean, self.squares = (
             int(state["count"]),
             float(state["mean"]),

@@ -1,10 +1,7 @@
-"""Reward component: coherence of consecutive turns, without repetition and contradiction.
+"""Reward components of the policy's hidden states: coherence of consecutive turns, and curiosity.
 
-H hidden, N states.
-
-Reward component: curiosity, the error of a small forward model that predicts the state after each action.
-
-H hidden size of the policy, N transitions.
+Curiosity is the error of a small forward model that predicts the state after each action.
+H hidden size of the policy, N states or transitions.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ class CoherenceReward(RewardComponent):
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float]:
-        """One number for each rollout."""
+        """Return one number per rollout."""
         settings, values, similar = self.settings, [], []
         repeated = [count_repetitions(rollout.trajectory) for rollout in rollouts]
         taken_back = [count_contradictions(rollout.trajectory) for rollout in rollouts]
@@ -115,7 +112,7 @@ class CuriosityReward(RewardComponent):
         return [mean / scale if scale > 1e-8 else 0.0 for mean in means]
 
     def state_dict(self) -> dict[str, Any]:
-        """Forward model, its Adam, and the scale."""
+        """Return the forward model, its Adam state and the scale."""
         made = self.model is not None and self.optimizer is not None
         return {
             "scale": self.scale.state_dict(),
@@ -127,7 +124,7 @@ class CuriosityReward(RewardComponent):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore `state_dict`."""
         self.scale.load_state_dict(state["scale"])
         self.model = self.optimizer = None
         if state["hidden_size"] is not None:
@@ -163,7 +160,7 @@ class CuriosityReward(RewardComponent):
 
 
 def _extract_transitions(walk: TurnEmbeddings) -> tuple[torch.Tensor, torch.Tensor]:
-    """State and action before each observed turn [N, 2H], and the state after it [N, H], layer-normed."""
+    """Return state and action before each observed turn [N, 2H] and the state after it [N, H], layer-normed."""
     size = walk.states_NH.shape[1]
     picked_N = torch.tensor(walk.is_observed, dtype=torch.bool)
     states_NH = functional.layer_norm(walk.states_NH, (size,))

@@ -1,12 +1,11 @@
-"""Calls of a user's reward function: by its own signature, or by TRL's.
+"""User reward functions: how they are called, and the component that runs them with a timeout and checks their values.
 
-    own     def correct(trajectories, answer, level):          columns of the rows by name, one list each
-    TRL     def correct(prompts, completions, answer, **kwargs):   everything by name, as GRPOTrainer calls it
+    this library    def correct(trajectories, answer, level):              columns of the rows by name, one list each
+    TRL             def correct(prompts, completions, answer, **kwargs):   everything by name, as GRPOTrainer calls it
 
-A function with a parameter `completions` is TRL's; any other takes the trajectories first. Both may be asynchronous.
+A function with a parameter `completions` has TRL's signature; any other takes the trajectories first. Both may be
+asynchronous.
 Source: TRL 1.16, trl/trainer/grpo_trainer.py, `_calculate_rewards`.
-
-Reward component: user-defined function, run in a thread with a timeout and output validation.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rl_core.types import Message, Rollout, Trajectory
 from rl_core.user_code import import_object
 
 _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-# What TRL hands over besides the columns of the data set.
+# Arguments that TRL passes besides the columns of the data set.
 _TRL_ARGUMENTS = (
     "prompts",
     "completions",
@@ -43,19 +42,22 @@ _UNKNOWN_TO_TRL = ("environments",)
 
 
 class RewardSignature:
-    """The way in which one reward function is called."""
+    """Call convention of one reward function."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
-        """`name`: for messages. Raises: SettingsError for a function that takes no trajectories."""
+        """Inspect the function; `name` appears in messages.
+
+        Raises: SettingsError if the function takes no trajectories.
+        """
         self.function, self.name = function, name
         self.logged: dict[
             str, list[float]
-        ] = {}  # what a function of TRL's logged in its last calls
+        ] = {}  # values that `log_metric` received in the last calls
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # written in C: it shows no parameters
             parameters = [inspect.Parameter("trajectories", inspect.Parameter.POSITIONAL_ONLY)]
-        self.passed: list[str] = []  # arguments of TRL's, besides columns, that it names
+        self.passed: list[str] = []  # TRL arguments other than columns that the function names
         self.is_trl = any(parameter.name == "completions" for parameter in parameters)
         self.takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -77,11 +79,11 @@ class RewardSignature:
         if not self.is_trl and self.needed and {"prompts", "completion"} & set(self.needed):
             raise SettingsError(
                 f"reward '{name}' takes {inspect.signature(function)}; TRL's signature has `completions`, this "
-                "library's own begins with the list of trajectories"
+                "library's begins with the list of trajectories"
             )
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
-        """Raise SettingsError where the function asks for a column that no row has; `columns`: None = not known."""
+        """Raise SettingsError if the function needs a column that no row has; `columns`: None = unknown."""
         if columns is None:
             return
         for wanted in self.needed:
@@ -89,11 +91,11 @@ class RewardSignature:
                 continue
             if self.is_trl and wanted in _UNKNOWN_TO_TRL:
                 raise SettingsError(
-                    f"reward '{self.name}' asks for `{wanted}`, which is of TRL's own environments"
+                    f"reward '{self.name}' asks for `{wanted}`, which only TRL's environments have"
                 )
             if not columns:
                 raise SettingsError(
-                    f"reward '{self.name}' asks for the column '{wanted}', but the environment's episodes are no rows "
+                    f"reward '{self.name}' asks for the column '{wanted}', but the environment's episodes have no rows "
                     "of data; environment: {name: prompts, options: {path: FILE}} has columns"
                 )
             raise SettingsError(
@@ -103,19 +105,20 @@ class RewardSignature:
 
     @property
     def takes_ids(self) -> bool:
-        """True = it gets the completions' token ids."""
+        """True = the function receives the completions' token ids."""
         return self.is_trl and (self.takes_all or "completion_ids" in self.passed)
 
     def resolve_call_form(self, rollouts: Sequence[Rollout]) -> tuple[list[str], bool]:
-        """The batch's part in the call: columns of its rows; True = prompts and completions are messages."""
+        """Return the columns of the batch's rows, and whether prompts and completions are messages."""
         rows = [rollout.trajectory.row for rollout in rollouts]
         columns = list(dict.fromkeys(name for row in rows for name in row))
         return columns, all(isinstance(row.get("prompt"), list) for row in rows)
 
     def call_function(self, rollouts: Sequence[Rollout], batch: Sequence[Rollout] = ()) -> Any:
-        """Return value of the function for these rollouts; a coroutine is run to its end.
+        """Return the function's value for these rollouts; a coroutine is run to completion.
 
-        batch: rollouts that decide the way of calling, of which these are some; () = these.
+        Args:
+            batch: rollouts that decide how the function is called, of which `rollouts` are a part; () = `rollouts`.
         """
         trajectories = [rollout.trajectory for rollout in rollouts]
         columns, conversational = self.resolve_call_form(batch or rollouts)
@@ -161,7 +164,7 @@ class RewardSignature:
 
 
 def _collect_column(trajectories: Sequence[Trajectory], name: str) -> list[Any]:
-    """Values of one column; None where a row has none."""
+    """Return one column's values; None where a row lacks it."""
     return [trajectory.row.get(name) for trajectory in trajectories]
 
 
@@ -174,7 +177,7 @@ def _format_prompt(trajectory: Trajectory, conversational: bool) -> Any:
 
 
 def _format_completion(trajectory: Trajectory, conversational: bool) -> Any:
-    """Text of a completion, or its messages: the policy's turns and what tools answered."""
+    """Return the text of a completion, or its messages: the policy's turns and the tools' answers."""
     if not conversational:
         return trajectory.completion
     messages: list[Message] = []
@@ -189,7 +192,7 @@ async def _await_value(value: Any) -> Any:
     return await value
 
 
-RewardFunction = Callable[..., Any]  # written by a user; see `signature` for its arguments
+RewardFunction = Callable[..., Any]  # written by a user; `RewardSignature` describes its arguments
 
 
 class _CallFailure(Exception):
@@ -197,16 +200,18 @@ class _CallFailure(Exception):
 
 
 class UserReward(RewardComponent):
-    """A function at 'package.module:function' or 'file.py:function' that gives one number for each trajectory.
+    """User function at 'package.module:function' or 'file.py:function' that returns one number per trajectory.
 
-    Its arguments: `rewards.signature`. A None that a function of TRL's gives means there that it does not apply: it
-    adds nothing, and is counted in the metric `skipped`.
+    `RewardSignature` describes its arguments. If a function with TRL's signature returns None for a sample, the reward
+    does not apply to it: it adds nothing and is counted in the metric `skipped`.
 
-    It runs in a thread of its own, which is made to end after `timeout_s` (`rl_core.time_limits`: one that waits in C
-    goes on until that returns; with MAX_HUNG of them the stage ends). Where a call fails, the samples are tried one at
-    a time; those that fail alone are in `failed`, and the others are scored together, so that a function may still
-    compare its samples. As soon as `has_too_many` failed, the rest is left untried and without a value.
-    A wrong number of values, or a failure of no sample in particular, is an error.
+    The function runs in its own thread, which is stopped after `timeout_s` (`rl_core.time_limits`: a call that blocks
+    in
+    C continues until it returns; after MAX_HUNG such calls the stage ends). If a call fails, each sample is tried
+    alone:
+    those that fail are listed in `failed`, the others are scored together, so that a function may still compare its
+    samples. Once `has_too_many` failed, the remaining samples are not tried and get no value.
+    A wrong number of values, or a failure that no single sample causes, is an error.
     """
 
     def __init__(
@@ -216,12 +221,12 @@ class UserReward(RewardComponent):
         function: RewardFunction | None = None,
         has_too_many: Callable[[int, int], bool] = lambda failed, played: failed > 0,
     ) -> None:
-        """Look the function up.
+        """Import the function if none is passed.
 
         Args:
-            function: None = the one at the import path `name`.
-            too_many: True = so many failures of so many samples end the stage.
-        Raises: SettingsError when the function cannot be imported.
+            function: None = the function at the import path `name`.
+            has_too_many: (failed, played) -> True if so many failures end the stage.
+        Raises: SettingsError if the function cannot be imported.
         """
         super().__init__()
         self.name = name
@@ -230,17 +235,15 @@ class UserReward(RewardComponent):
             import_reward_function(name) if function is None else function, name
         )
         self._has_too_many = has_too_many
-        self._batch: Sequence[
-            Rollout
-        ] = ()  # that decides the way of calling; () = the rollouts of each call
-        self.skipped: set[int] = (
-            set()
-        )  # of the last call, by index of the rollout: the function gave None
+        # Rollouts that decide how the function is called; () = the rollouts of each call.
+        self._batch: Sequence[Rollout] = ()
+        # Rollouts of the last call, by index, for which the function returned None.
+        self.skipped: set[int] = set()
 
     def __call__(
         self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
     ) -> list[float | None]:
-        """One number for each rollout; None = it failed. Raises: RewardError naming the function."""
+        """Return one number per rollout; None = it failed. Raises: RewardError naming the function."""
         self.failed, self.skipped = {}, set()
         self.signature.logged.clear()
         try:
@@ -253,11 +256,11 @@ class UserReward(RewardComponent):
         return self._check_values(values, range(len(rollouts)))
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
-        """See `Component`."""
+        """Refuse missing columns, see `RewardComponent`."""
         self.signature.check_columns(columns)
 
     def _call_function(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """Return value of the function. Raises: _Failure when it raises, hangs, or returns no list."""
+        """Return the function's list. Raises: _CallFailure if it raises, times out or returns no list."""
         seconds, name = self.options.timeout_s, f"reward {self.name}"
         try:
             if seconds is None:
@@ -277,7 +280,9 @@ class UserReward(RewardComponent):
             raise _CallFailure(f"raised {type(error).__name__}: {error}") from error
 
     def _check_values(self, values: Sequence[Any], indices: Sequence[int]) -> list[float | None]:
-        """The values of the samples `indices` as numbers; None for those that are none, which are noted."""
+        """Return the values of the samples `indices` as numbers; None where one is not a finite number (recorded in
+        `failed`).
+        """
         if len(values) != len(indices):
             raise RewardError(
                 f"reward '{self.name}' gave {len(values)} values for {len(indices)} trajectories"
@@ -295,13 +300,14 @@ class UserReward(RewardComponent):
     def _score_individually(
         self, rollouts: Sequence[Rollout], failure: _CallFailure
     ) -> list[float | None]:
-        """Values of the samples that pass, None for those that fail alone."""
+        """Return values of the samples that pass, None for those that fail alone."""
         for index, rollout in enumerate(rollouts):
             try:
                 self._call_function([rollout])
-            except _CallFailure as own:
-                trace = format_error_trace(own.__cause__) if own.__cause__ is not None else ""
-                self.failed[index] = SampleFailure(str(own), trace)
+            except _CallFailure as single_failure:
+                cause = single_failure.__cause__
+                trace = format_error_trace(cause) if cause is not None else ""
+                self.failed[index] = SampleFailure(str(single_failure), trace)
                 if self._has_too_many(len(self.failed), max(len(rollouts), len(self._batch))):
                     return [None] * len(rollouts)
         passing = [index for index in range(len(rollouts)) if index not in self.failed]

@@ -312,7 +312,7 @@ class SamplingSettings(Settings):
                 "stop: contains an empty text, which would end every action; remove it"
             )
 
-    def check_not_greedy(self) -> None:
+    def check_varied(self) -> None:
         """Raise SettingsError at temperature 0: greedy rollouts carry no learning signal."""
         if self.temperature == 0:
             raise SettingsError(
@@ -327,7 +327,7 @@ class SamplingSettings(Settings):
         whole vocabulary. They would have to be renormalised over each token's set of allowed tokens, or computed with
         each token's penalties; neither is stored.
         """
-        self.check_not_greedy()
+        self.check_varied()
         for name, neutral in (
             ("top_k", 0),
             ("top_p", 1.0),

@@ -72,7 +72,7 @@ class DistilledPolicySettings(PolicySettings):
         return False
 
     @property
-    def needs_teacher(self) -> bool:
+    def is_taught(self) -> bool:
         """True: the trainer needs a teacher."""
         return True
 
@@ -125,14 +125,14 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Check the settings of the policy's update, and that a served teacher is used at temperature 1."""
-        self.build_policy_settings()
+        self.policy()
         if self.teacher.url is not None and self.sampling.temperature != 1:
             raise SettingsError(
                 f"sampling.temperature: {self.sampling.temperature} with a served teacher, whose log-probs are "
                 "at temperature 1; set 1, or use a teacher that is loaded here"
             )
 
-    def build_policy_settings(self) -> DistilledPolicySettings:
+    def policy(self) -> DistilledPolicySettings:
         """Build the settings of the policy-gradient trainer that distils."""
         policy_names = {field.name for field in dataclasses.fields(PolicySettings)} - {"gamma"}
         shared = {

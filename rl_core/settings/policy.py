@@ -94,7 +94,7 @@ class KLBandSettings(Settings):
         if self.minimum > self.maximum:
             raise SettingsError(f"minimum: {self.minimum} is above maximum {self.maximum}")
 
-    def check_initial_coef(self, kl_coef: float) -> None:
+    def check_start(self, kl_coef: float) -> None:
         """Raise SettingsError if the initial coefficient lies outside the bounds."""
         if not self.minimum <= kl_coef <= self.maximum:
             raise SettingsError(
@@ -295,7 +295,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return self.algorithm in GROUP_ALGORITHMS
 
     @property
-    def needs_teacher(self) -> bool:
+    def is_taught(self) -> bool:
         """True if a teacher provides the advantages (`DistilledPolicySettings`)."""
         return False
 
@@ -342,7 +342,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             return self.overlong_buffer
         return max(1, self.sampling.max_completion_tokens // 5) if self.algorithm == "dapo" else 0
 
-    def apply_curriculum_stage(self, stage: CurriculumStage) -> PolicySettings:
+    def for_stage(self, stage: CurriculumStage) -> PolicySettings:
         """Apply a curriculum stage's overrides; return `self` if there are none."""
         changes: dict[str, Any] = {}
         if stage.group_size is not None:
@@ -405,7 +405,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         self._check_rewards()
         for stage in self.curriculum:
             try:
-                self.apply_curriculum_stage(stage)
+                self.for_stage(stage)
             except SettingsError as error:
                 raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
 
@@ -414,7 +414,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if self.kl_coef == 0 and self.kl_controller != "fixed":
             raise SettingsError("kl_controller: needs an initial kl_coef above 0")
         if self.kl_controller == "banded":
-            self.kl_band.check_initial_coef(self.kl_coef)
+            self.kl_band.check_start(self.kl_coef)
         elif self.kl_band != KLBandSettings():
             raise SettingsError(
                 f"kl_band: not used by kl_controller {self.kl_controller}; set banded, or remove it"
@@ -496,7 +496,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"{stale} has rollouts in flight that a rollback would not undo; set 0, or no rollback"
             )
-        if self.needs_teacher:
+        if self.is_taught:
             raise SettingsError(f"{stale}: a distillation alternates rollouts and updates; set 0")
 
     def _check_custom_functions(self) -> None:

@@ -126,7 +126,7 @@ class RatingSettings(Settings):
         ):
             raise SettingsError("reasons: each must be unique and have 1 to 60 characters")
         if len(self.models) < 2:
-            self.sampling.check_not_greedy()
+            self.sampling.check_varied()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,7 +223,7 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Check that rollouts for pairs can differ."""
-        self.sampling.check_not_greedy()
+        self.sampling.check_varied()
 
     @property
     def use(self) -> Literal["reward_model", "reward_regression"]:
@@ -286,7 +286,7 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Check that settings fit the loss, and that rollouts for pairs can differ."""
-        self.sampling.check_not_greedy()
+        self.sampling.check_varied()
         if self.loss != "dpo" and self.label_smoothing > 0:
             reason = ", which bounds the margin by itself" if self.loss == "ipo" else ""
             raise SettingsError(

@@ -29,7 +29,7 @@ from rl_core.thoughts.episodes import (
     compute_span_logprobs,
     compute_thought_gain,
 )
-from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
+from rl_core.thoughts.verdict import POLICY_THOUGHTS, ThoughtVerdict, judge_thoughts
 from rl_core.training.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def measure_gains(
 
     Args:
         seed: of the shuffling.
-    Returns: {"own", "shuffled", "filler", "truncated"}: for each episode with an answer its answered turns' gains.
+    Returns: by condition, POLICY_THOUGHTS and CONTROL_CONDITIONS: for each episode with an answer its answered turns'
+        gains.
     Raises: DataError if no turn was answered or no thought can be shuffled.
     """
     plan = build_answer_rows(episodes)
@@ -111,9 +112,9 @@ def measure_gains(
         )
     partners = choose_shuffle_partners(episodes, seed)
     rows = list(plan.rows)
-    spans = {"own": plan.with_thought, "none": plan.without}
+    spans = {POLICY_THOUGHTS: plan.with_thought, "none": plan.without}
     spans |= {name: [] for name in CONTROL_CONDITIONS}
-    for (index, turn), own_span in zip(plan.steps, plan.with_thought, strict=True):
+    for (index, turn), policy_span in zip(plan.steps, plan.with_thought, strict=True):
         episode, partner = episodes[index], episodes[partners[index]]
         step = episode.steps[turn]
         partner_steps = [candidate for candidate in partner.steps if candidate.answered]
@@ -127,7 +128,7 @@ def measure_gains(
         )
         for name, ids in controls.items():
             if ids == thought:
-                spans[name].append(own_span)
+                spans[name].append(policy_span)
                 continue
             history = episode.ids[: step.start] + ids
             row = history + step.target_ids
@@ -137,7 +138,7 @@ def measure_gains(
     logprobs_N = compute_span_logprobs(model, rows, all_spans, pad_id=pad_id, max_tokens=max_tokens)
     logprobs = dict(zip(spans, logprobs_N.chunk(len(spans)), strict=True))
     gains: GainsByCondition = {}
-    for name in ("own", *CONTROL_CONDITIONS):
+    for name in (POLICY_THOUGHTS, *CONTROL_CONDITIONS):
         gains_N = compute_thought_gain(logprobs[name], logprobs["none"], kind=kind, clip=clip)
         by_episode: dict[int, list[float]] = defaultdict(list)
         for (index, _), gain in zip(plan.steps, gains_N.tolist(), strict=True):

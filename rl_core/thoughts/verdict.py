@@ -15,6 +15,7 @@ from rl_core.analysis.significance_tests import run_gain_test
 from rl_core.analysis.statistics import Difference, bootstrap_paired_difference
 from rl_core.errors import DataError
 
+POLICY_THOUGHTS = "own"  # the condition with the policy's thoughts, in results and metric names
 CONTENT_FREE_CONTROLS = ("shuffled", "filler")  # controls without any of the thought's content
 
 
@@ -22,12 +23,12 @@ CONTENT_FREE_CONTROLS = ("shuffled", "filler")  # controls without any of the th
 class ThoughtVerdict:
     """Mean gain over episodes, in each condition, with bootstrap intervals."""
 
-    gains: dict[str, Difference]  # "own", the policy's thoughts, and each control
-    drops: dict[str, Difference]  # own minus control, paired by episode
+    gains: dict[str, Difference]  # of the policy's thoughts and each control
+    drops: dict[str, Difference]  # policy's thoughts minus control, paired by episode
     lost: dict[str, float]  # share of the gain lost in each control; above 1 if it does harm
     failures: list[str]  # reasons against; [] = genuine
     episodes: int
-    # One-sided: own above 0, own above control.
+    # One-sided: gain above 0, gain above that of the control.
     p_values: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -73,25 +74,25 @@ def judge_thoughts(
 ) -> ThoughtVerdict:
     """Judge thoughts as genuine if they help, and help by their content.
 
-    That is: the lower bound of the gain ("own") is above 0; the lower bound of (own - control), paired by episode, is
-    above 0 for every control; the exact test of each of them (`run_gain_test`, as at the promotion gate) has a p-value
-    of at most (1 - confidence) / 2; and the shuffled and the filler thoughts lose at least `min_dependence` of the
-    gain. A truncated thought may lose less: its first half has content. As all conditions must hold, the level needs
-    no correction for their number (intersection-union, Berger 1982).
+    That is: the lower bound of the gain is above 0; the lower bound of (gain - gain of the control), paired by
+    episode, is above 0 for every control; the exact test of each of them (`run_gain_test`, as at the promotion gate)
+    has a p-value of at most (1 - confidence) / 2; and the shuffled and the filler thoughts lose at least
+    `min_dependence` of the gain. A truncated thought may lose less: its first half has content. As all conditions must
+    hold, the level needs no correction for their number (intersection-union, Berger 1982).
 
     Args:
-        gains: "own" and each control -> episode -> turns, in one order. Turns of an episode are averaged first, because
-            episodes are the units drawn independently.
-    Raises: DataError if conditions do not match or "own" is missing.
+        gains: POLICY_THOUGHTS and each control -> episode -> turns, in one order. Turns of an episode are averaged
+            first, because episodes are the units drawn independently.
+    Raises: DataError if conditions do not match or POLICY_THOUGHTS is missing.
     """
-    if "own" not in gains or len(gains) < 2:
+    if POLICY_THOUGHTS not in gains or len(gains) < 2:
         raise DataError(
-            f"gains: needs 'own' and at least one control, found {', '.join(gains) or 'nothing'}"
+            f"gains: needs '{POLICY_THOUGHTS}' and at least one control, found {', '.join(gains) or 'nothing'}"
         )
     shapes = {name: [len(turns) for turns in episodes] for name, episodes in gains.items()}
-    own_shape = shapes["own"]
-    is_matching = all(shape == own_shape for shape in shapes.values())
-    if not is_matching or not own_shape or 0 in own_shape:
+    num_turns = shapes[POLICY_THOUGHTS]
+    is_matching = all(shape == num_turns for shape in shapes.values())
+    if not is_matching or not num_turns or 0 in num_turns:
         raise DataError(
             "gains: every condition needs the same episodes, each with the same turns, at least one"
         )
@@ -99,17 +100,17 @@ def judge_thoughts(
         name: np.array([np.mean(turns) for turns in episodes]) for name, episodes in gains.items()
     }
     options: dict[str, Any] = {"samples": bootstrap_samples, "seed": seed, "confidence": confidence}
-    zeros_E = np.zeros_like(means_E["own"])
+    zeros_E = np.zeros_like(means_E[POLICY_THOUGHTS])
     mean_gains = {
         name: bootstrap_paired_difference(values_E, zeros_E, **options)
         for name, values_E in means_E.items()
     }
-    controls = [name for name in gains if name != "own"]
+    controls = [name for name in gains if name != POLICY_THOUGHTS]
     drops = {
-        name: bootstrap_paired_difference(means_E["own"], means_E[name], **options)
+        name: bootstrap_paired_difference(means_E[POLICY_THOUGHTS], means_E[name], **options)
         for name in controls
     }
-    gain = mean_gains["own"]
+    gain = mean_gains[POLICY_THOUGHTS]
     lost = {
         name: drop.difference / gain.difference if gain.difference > 0 else 0.0
         for name, drop in drops.items()
@@ -117,14 +118,16 @@ def judge_thoughts(
     level = (1 - confidence) / 2
     p_values = {}
     for name in gains:
-        differences_E = means_E["own"] - (0.0 if name == "own" else means_E[name])
+        differences_E = means_E[POLICY_THOUGHTS] - (
+            0.0 if name == POLICY_THOUGHTS else means_E[name]
+        )
         test = run_gain_test(differences_E, bounded=False, level=level, seed=seed)
         p_values[name] = test.p_value
     failures = []
-    if gain.low <= 0 or p_values["own"] > level:
+    if gain.low <= 0 or p_values[POLICY_THOUGHTS] > level:
         failures.append(
             f"the gain {gain.difference:.3f} is not significantly above 0 (lower bound {gain.low:.3f}, "
-            f"p = {p_values['own']:.2g})"
+            f"p = {p_values[POLICY_THOUGHTS]:.2g})"
         )
     for name in controls:
         if drops[name].low <= 0 or p_values[name] > level:

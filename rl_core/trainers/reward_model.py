@@ -160,7 +160,7 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         super().__init__(model, pad_id, examples[0], examples[1], settings, seed, process_group)
 
     def _evaluate_examples(self, examples: Sequence[ScoredPair]) -> dict[str, float]:
-        """Return loss, accuracy and margin of the ordered pairs (equal scores count half), and the calibration error."""
+        """Return loss, accuracy and margin of the ordered pairs (equal scores count half), and calibration error."""
 
         def select_side(index: int) -> Sequence[int]:
             pair = examples[index // 2]

@@ -203,8 +203,8 @@ class LoopMetrics:
 
     def take_overheads(self) -> dict[str, float]:
         """Return the seconds by name since the last call."""
-        taken, self._overheads = self._overheads, {}
-        return taken
+        overheads, self._overheads = self._overheads, {}
+        return overheads
 
     def export_history(self, after: float = 0.0, *, is_last: bool = False) -> None:
         """Export the history for dashboards, at most once in `after` seconds; `is_last`: training has ended."""

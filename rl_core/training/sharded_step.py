@@ -176,7 +176,7 @@ def unwrap_dummy(batch: Batch | DummyBatch[Batch]) -> Batch:
 
 
 def _is_sharded_path(names: set[str], path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether the tensor at this path of a checkpoint is sharded: weights, and optimizer state of their shape."""
+    """Return whether the tensor at this path of a checkpoint is sharded: weights, and optimizer state shaped alike."""
     if path[:2] == ("trainer", "critic_optimizer_step"):
         path = path[1:]
     elif path[:2] == ("trainer", "entries"):  # of a stage: its model, or one of its optimizer steps

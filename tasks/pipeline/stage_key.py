@@ -51,7 +51,7 @@ LAZY_PACKAGES = ("rl_core",)  # its strings name the whole public API, for lazy 
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("rl_core", "tasks")
-_SOURCES = (".py", ".c", ".h")
+_SOURCES = (".py", ".c", ".h", ".csv")
 _IMPORT_STATEMENT = re.compile(
     r"^[ \t]*(?:from[ \t]+[\w.]+[ \t]+import[ \t]*(?:\([^)]*\)|[^\n(]*)|import[ \t]+[\w., \t]+)",
     re.M,

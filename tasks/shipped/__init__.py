@@ -60,7 +60,3 @@ def find_config(path: Path | str) -> Path:
         return shipped_path if shipped_path.is_file() else user_path
     except OSError:  # the name is too long
         return user_path
-        shipped_path = shipped("configs") / f"{user_path.name}.yaml"
-        return shipped_path if shipped_path.is_file() else user_path
-    except OSError:  # a name that is too long
-        return user_path

@@ -54,9 +54,7 @@ def _run_distillation(context: StageContext) -> dict[str, Any]:
     failed = open_failed_episode_file(context)
     evaluator = None
     if settings.eval_every:
-        evaluator = build_validation_evaluator(
-            context, settings.build_policy_settings(), policy, environment
-        )
+        evaluator = build_validation_evaluator(context, settings.policy(), policy, environment)
     recipe = build_distillation_recipe(
         policy,
         load_teacher(teacher, policy),

@@ -256,7 +256,7 @@ def dpo(output, folder, rows, runs):
         settings = rl_core.PreferenceSettings(
             learning_rate=3e-4, epochs=1, batch_size=16, warmup_steps=5, eval_every=0, patience=None
         )
-        settings = resolve_defaults(settings, policy.default_settings, policy.context)
+        settings = resolve_defaults(settings, policy.kind, policy.context)
         pairs = load_preference_pairs(rows, 0.2, policy.renderer, policy.context, 0, "dpo", None)
         reference, _ = load(folder, precision)
         found = tuple(

@@ -67,7 +67,7 @@ def dpo(folder, precision, seed):
         patience=None,
         beta=BETA,
     )
-    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = load_preference_pairs(
         pairs_of(seed, 800), 0.25, policy.renderer, policy.context, seed, "dpo", None
     )

@@ -1,4 +1,4 @@
-"""One Prefect server for all files of a worker, as its start takes many seconds."""
+"""One Prefect server for all files of a worker, because starting it takes many seconds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl_core.storage import faults
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _proofs_of_export_in_this_process() -> Iterator[None]:
-    """A fresh process takes seconds to start; the crash test and `test_export_proof.py` have it."""
+def _verify_exports_in_this_process() -> Iterator[None]:
+    """Verify exports in this process: a fresh one takes seconds. The crash test and `test_export_proof.py` use one."""
     from helpers.exports import in_this_process
 
     with pytest.MonkeyPatch.context() as patch:
@@ -24,7 +24,10 @@ def _proofs_of_export_in_this_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prefect_address() -> Iterator[str]:
-    """Address of the server's API. The client's threads outlive the tests that asked for it: they draw no numbers."""
+    """Start a server and yield the address of its API.
+
+    Threads of the client outlive the tests that used it, so they must not draw from the global random generator.
+    """
     isolate_random_generator()
     with prefect_server() as api:
         yield api
@@ -32,7 +35,7 @@ def prefect_address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def prefect_api(prefect_address: str) -> Iterator[str]:
-    """The address; flow runs in this process use the server, and those of children that are told of it."""
+    """Yield the address; flow runs of this process use the server, and so do children that receive it."""
     from prefect.settings import (
         PREFECT_API_URL,
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -47,7 +50,7 @@ def prefect_api(prefect_address: str) -> Iterator[str]:
 
 @pytest.fixture
 def reached(tmp_path: Path) -> Iterator[Callable[[], set[str]]]:
-    """Names of the fault points that were reached so far."""
+    """Yield a function that returns the names of the fault points reached so far."""
     log = tmp_path / "reached"
     faults.log_reached_points(log)
     yield lambda: {line.split()[2] for line in log.read_text().splitlines()}

@@ -30,7 +30,7 @@ def test_hadolint_finds_nothing():
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_what_is_copied_exists_passes_dockerignore_and_is_all_that_the_packages_need():
+def test_copied_files_exist_pass_dockerignore_and_suffice_for_the_packages():
     lines = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
     copied = [name for line in lines for name in line.split()]
     assert all((ROOT / name).exists() for name in copied)
@@ -66,7 +66,7 @@ def test_the_schema_of_kubernetes_holds(document):
         )
 
 
-def test_the_job_runs_a_command_of_ours_with_settings_that_exist():
+def test_the_job_runs_a_posttrain_command_with_existing_settings():
     from tasks.config import load_settings
 
     arguments = build_parser().parse_args(CONTAINER["args"])
@@ -74,13 +74,13 @@ def test_the_job_runs_a_command_of_ours_with_settings_that_exist():
     assert load_settings(arguments.config, arguments.set).run.wait_seconds == 14400
 
 
-def test_the_job_waits_for_a_checkpoint_and_gives_up_on_wrong_settings_alone():
+def test_the_job_waits_for_a_checkpoint_and_fails_only_on_wrong_settings():
     spec = JOB["spec"]
     pod = spec["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] >= 30
     (rule,) = spec["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]
-    assert pod["restartPolicy"] == "Never"  # what a podFailurePolicy needs
+    assert pod["restartPolicy"] == "Never"  # required by podFailurePolicy
     mounted = {mount["name"] for mount in CONTAINER["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     claims = [
@@ -95,8 +95,8 @@ def test_the_job_waits_for_a_checkpoint_and_gives_up_on_wrong_settings_alone():
     )
 
 
-def program(folder, name, code):
-    """Executable of a name that prints its arguments and ends with a code."""
+def write_program(folder, name, code):
+    """Write an executable that prints its arguments and ends with this exit code."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit {code}\n")
     (folder / name).chmod(0o755)
@@ -104,10 +104,13 @@ def program(folder, name, code):
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="util-linux is not installed")
-def test_the_container_is_unhealthy_while_servers_of_up_are_down_and_not_after_an_earlier_one_was_killed(
+def test_the_container_is_unhealthy_while_servers_of_up_are_down_but_not_after_a_kill(
     tmp_path,
 ):
-    """A killed container leaves state.json in the volume, and the next one, of `run`, counted as unhealthy."""
+    """Check with an old state file: a killed container leaves state.json in the volume.
+
+    The next container, which executes `run`, was counted as unhealthy.
+    """
     (check,) = re.findall(r'^    CMD (\["sh", .+\])$', DOCKERFILE, re.MULTILINE)
     command = json.loads(check)
     assert (
@@ -115,27 +118,27 @@ def test_the_container_is_unhealthy_while_servers_of_up_are_down_and_not_after_a
         and build_parser().parse_args(["status"]).output == "outputs"
     )
     assert command[2].endswith("|| posttrain status")
-    environment = program(tmp_path / "bin", "posttrain", 1)
+    environment = write_program(tmp_path / "bin", "posttrain", 1)
 
-    def health():
+    def check_health():
         return subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True
         ).returncode
 
-    places = StatePaths(tmp_path / "outputs")
-    assert health() == 0
-    places.folder.mkdir(parents=True)
-    places.state_file.write_text("{}")
-    with FolderLock(places.lock_file):
-        assert health() == 1
-        program(tmp_path / "bin", "posttrain", 0)
-        assert health() == 0
-        program(tmp_path / "bin", "posttrain", 1)
-    assert health() == 0
+    paths = StatePaths(tmp_path / "outputs")
+    assert check_health() == 0
+    paths.folder.mkdir(parents=True)
+    paths.state_file.write_text("{}")
+    with FolderLock(paths.lock_file):
+        assert check_health() == 1
+        write_program(tmp_path / "bin", "posttrain", 0)
+        assert check_health() == 0
+        write_program(tmp_path / "bin", "posttrain", 1)
+    assert check_health() == 0
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "told"),
+    ("variables", "code", "arguments"),
     [
         (
             {"VARIANT": "cpu"},
@@ -151,17 +154,17 @@ def test_the_container_is_unhealthy_while_servers_of_up_are_down_and_not_after_a
         ({"VARIANT": "gpu"}, 2, []),
     ],
 )
-def test_torch_s_index_stands_beside_the_usual_one_which_has_what_torch_needs(
-    given, code, told, tmp_path
-):
+def test_the_index_of_torch_is_added_to_the_default_one(variables, code, arguments, tmp_path):
     (script,) = re.findall(r"&& (case .+? torch) \\$", DOCKERFILE, re.DOTALL | re.MULTILINE)
-    environment = program(tmp_path / "bin", "pip", 0)
-    done = subprocess.run(
-        ["sh", "-c", script], env={**environment, **given}, capture_output=True, text=True
+    environment = write_program(tmp_path / "bin", "pip", 0)
+    process = subprocess.run(
+        ["sh", "-c", script], env={**environment, **variables}, capture_output=True, text=True
     )
-    assert done.returncode == code
-    given_to_pip = done.stdout.split()
+    assert process.returncode == code
+    passed = process.stdout.split()
     assert (
-        given_to_pip[4:] == told if told else "VARIANT must be cpu or cuda, not gpu" in done.stdout
+        passed[4:] == arguments
+        if arguments
+        else "VARIANT must be cpu or cuda, not gpu" in process.stdout
     )
-    assert not told or given_to_pip[:4] == ["install", "--no-cache-dir", "-c", "constraints.txt"]
+    assert not arguments or passed[:4] == ["install", "--no-cache-dir", "-c", "constraints.txt"]

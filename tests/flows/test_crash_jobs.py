@@ -1,4 +1,4 @@
-"""Crash test in several processes: every job is taken once; what another one has in use is not left over."""
+"""Crash test in several processes: every job is taken once, and files in use by another process are no leftovers."""
 
 import json
 import mmap
@@ -34,7 +34,7 @@ def test_a_process_without_others_takes_every_job(tmp_path):
     assert all(jobs.claim(tmp_path / "job-0", "one") for _ in range(2))
 
 
-def test_what_was_kept_is_that_of_all_processes(tmp_path):
+def test_stored_trials_are_those_of_all_processes(tmp_path):
     for number, kind in enumerate(("gc", "training")):
         folder = tmp_path / f"job-{number}"
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""deployments/ against the code: entry points exist, parameters fit, automations are what Prefect takes."""
+"""deployments/ against the code: entry points exist, parameters fit, and Prefect accepts the automations."""
 
 import importlib
 import json
@@ -19,17 +19,19 @@ AUTOMATIONS = {
 }
 
 
-def flow_of(entrypoint):
+def import_flow(entrypoint):
     module, _, name = entrypoint.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
-def check(entrypoint, parameters):
-    """As the server does when a run is made."""
+def validate_parameters(entrypoint, parameters):
+    """Validate parameters as the server does when it creates a run."""
     from prefect.utilities.callables import parameter_schema
     from prefect.utilities.schema_tools.validation import validate
 
-    validate(parameters, parameter_schema(flow_of(entrypoint)).model_dump(), raise_on_error=True)
+    validate(
+        parameters, parameter_schema(import_flow(entrypoint)).model_dump(), raise_on_error=True
+    )
 
 
 def test_the_deployments_are_the_ones_that_the_readme_describes():
@@ -52,7 +54,7 @@ def test_entry_point_and_parameters_fit(name):
     from flows.parameters import read_settings
 
     deployment = DEPLOYMENTS[name]
-    check(deployment["entrypoint"], deployment["parameters"])
+    validate_parameters(deployment["entrypoint"], deployment["parameters"])
     typed = read_settings(
         deployment["parameters"]["settings"], deployment["parameters"]["overrides"]
     )
@@ -68,17 +70,17 @@ def test_entry_point_and_parameters_fit(name):
         for name in DEPLOYMENTS
     ],
 )
-def test_a_whole_config_fits_the_form_and_bad_settings_do_not(name):
+def test_a_complete_config_fits_the_form_but_bad_settings_do_not(name):
     from prefect.utilities.schema_tools.validation import ValidationError
 
     deployment = DEPLOYMENTS[name]
-    whole = json.loads(
+    config = json.loads(
         json.dumps(dump_settings(load_settings(ROOT / "configs/test.yaml", check_files=False)))
     )
     for threads in (None, 3, "auto"):
-        check(
+        validate_parameters(
             deployment["entrypoint"],
-            {**deployment["parameters"], "settings": {**whole, "threads": threads}},
+            {**deployment["parameters"], "settings": {**config, "threads": threads}},
         )
     for change in (
         {"seed": -1},
@@ -89,13 +91,13 @@ def test_a_whole_config_fits_the_form_and_bad_settings_do_not(name):
         {"seed": "7"},
     ):
         with pytest.raises(ValidationError):
-            check(
+            validate_parameters(
                 deployment["entrypoint"],
-                {**deployment["parameters"], "settings": {**whole, **change}},
+                {**deployment["parameters"], "settings": {**config, **change}},
             )
 
 
-def test_schedules_are_cron_lines_that_prefect_takes():
+def test_prefect_accepts_the_cron_lines_of_schedules():
     from prefect.client.schemas.schedules import CronSchedule
 
     crons = {name: d["schedules"][0] for name, d in DEPLOYMENTS.items() if "schedules" in d}
@@ -104,8 +106,8 @@ def test_schedules_are_cron_lines_that_prefect_takes():
         CronSchedule(cron=cron["cron"], timezone=cron["timezone"])
 
 
-def with_ids(item):
-    """Names of deployments and blocks are looked up when the file is applied; any id will do here."""
+def replace_ids(item):
+    """Replace names of deployments and blocks, which are resolved when the file is applied, by any id."""
     text = json.dumps(item)
     text = re.sub(
         r'("(?:deployment_id|block_document_id)": )"[^"]+"',
@@ -116,10 +118,10 @@ def with_ids(item):
 
 
 @pytest.mark.parametrize("name", AUTOMATIONS)
-def test_automations_are_what_prefect_takes(name):
+def test_prefect_accepts_the_automations(name):
     from prefect.events.schemas.automations import AutomationCore
 
-    automation = AutomationCore.model_validate(with_ids(AUTOMATIONS[name]))
+    automation = AutomationCore.model_validate(replace_ids(AUTOMATIONS[name]))
     assert automation.name == name and len(automation.actions) == 1
 
 
@@ -129,11 +131,11 @@ def test_the_event_runs_a_deployment_that_exists():
     automation = AUTOMATIONS["posttrain-retrain-on-regression"]
     assert automation["trigger"]["expect"] == [REGRESSION_EVENT]
     flow, _, deployment = automation["actions"][0]["deployment_id"].partition("/")
-    assert flow_of(DEPLOYMENTS[deployment]["entrypoint"]).name == flow
+    assert import_flow(DEPLOYMENTS[deployment]["entrypoint"]).name == flow
     assert DEPLOYMENTS[deployment]["parameters"]["force"] is True
 
 
-def test_zombies_are_told_from_runs_that_wait_by_heartbeats_that_every_run_sends():
+def test_heartbeats_distinguish_zombies_from_waiting_runs():
     from flows.runtime.approval_wait import WAITING_EVENT
     from flows.runtime.prefect_home import HEARTBEAT_SECONDS, build_prefect_environment
 
@@ -144,13 +146,13 @@ def test_zombies_are_told_from_runs_that_wait_by_heartbeats_that_every_run_sends
         ]
     )
     assert zombies["within"] == 3 * beat and beat == HEARTBEAT_SECONDS
-    # of a run from a shell, which joins the server of `posttrain up`, and of the worker
+    # A run from a shell joins the server of `posttrain up`; the worker has the same frequency.
     assert build_prefect_environment()["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(beat)
     orderly = {f"prefect.flow-run.{state}" for state in ("Suspended", "Paused", "Completed")}
     assert {*orderly, WAITING_EVENT} <= set(zombies["expect"])
 
 
-def test_the_webhook_gets_json_whatever_a_message_holds():
+def test_the_webhook_gets_json_for_any_message():
     from jinja2.sandbox import SandboxedEnvironment
 
     environment = SandboxedEnvironment()

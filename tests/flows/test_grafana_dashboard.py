@@ -1,4 +1,4 @@
-"""deployments/grafana-dashboard.json asks for metrics that are exported, by labels that they have."""
+"""deployments/grafana-dashboard.json queries exported metrics by labels that they have."""
 
 import json
 import re
@@ -13,8 +13,8 @@ DASHBOARD = json.loads(
 LABELS = {"pipeline", "stage", "kind", "state", "quantile", "gpu"}
 
 
-def expressions():
-    """Queries of panels and variables."""
+def list_queries():
+    """Return the queries of panels and variables."""
     panels = [
         target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())
     ]
@@ -23,7 +23,7 @@ def expressions():
     ]
 
 
-def exported_names():
+def list_exported_names():
     names = [
         re.sub(r"\{(\w+)\}", "x", row.name) for group in METRIC_GROUPS for row in group.metrics
     ]
@@ -31,16 +31,16 @@ def exported_names():
 
 
 def test_every_query_asks_for_a_metric_that_is_exported():
-    """Those of the service's /metrics are compared in tests/posttrain/training_service/test_http_access.py."""
-    asked = {
-        name for text in expressions() for name in re.findall(r"posttrain_(?!service_)\w+", text)
+    """Compare all but the service's /metrics, which tests/posttrain/training_service/test_http_access.py compares."""
+    queried = {
+        name for text in list_queries() for name in re.findall(r"posttrain_(?!service_)\w+", text)
     }
-    assert len(asked) >= 25
-    assert sorted(asked - exported_names()) == []
+    assert len(queried) >= 25
+    assert sorted(queried - list_exported_names()) == []
 
 
-def test_what_the_field_watches_is_there():
-    text = " ".join(expressions())
+def test_commonly_watched_metrics_are_shown():
+    text = " ".join(list_queries())
     for name in (
         "train_loss",
         "train_grad_norm",
@@ -64,8 +64,8 @@ def test_what_the_field_watches_is_there():
         assert f"posttrain_{name}" in text, name
 
 
-def test_labels_are_those_that_are_set():
-    used = {label for text in expressions() for label in re.findall(r"(\w+)=~", text)}
+def test_only_existing_labels_are_used():
+    used = {label for text in list_queries() for label in re.findall(r"(\w+)=~", text)}
     legends = [
         target["legendFormat"]
         for panel in DASHBOARD["panels"]
@@ -75,13 +75,13 @@ def test_labels_are_those_that_are_set():
     assert {"pipeline", "stage", "kind", "quantile"} <= used and used <= LABELS
 
 
-def test_panels_do_not_overlap_and_have_numbers_of_their_own():
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+def test_panels_do_not_overlap_and_have_unique_ids():
+    positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     cells = [
         (x, y)
-        for p in places
+        for p in positions
         for x in range(p["x"], p["x"] + p["w"])
         for y in range(p["y"], p["y"] + p["h"])
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(positions)

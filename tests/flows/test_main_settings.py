@@ -1,4 +1,4 @@
-"""The form of ten settings of a deployment: what it opens with, and what a run's changes of it do."""
+"""Form of ten settings of a deployment: its initial values, and the effect of changes in a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_form_opens_with_the_values_of_the_config():
     assert set(DECLARED) == set(MAIN_SETTINGS) and len(MAIN_SETTINGS) == 10
 
 
-def test_what_is_as_declared_changes_nothing_and_the_rest_is_an_override():
+def test_declared_values_change_nothing_and_others_are_overrides():
     assert (
         build_main_overrides(DECLARED, DECLARED) == []
         and build_main_overrides(None, DECLARED) == []
@@ -49,8 +49,8 @@ def test_values_that_settings_refuse_the_form_refuses(wrong):
         build_main_overrides({**DECLARED, **wrong}, DECLARED)
 
 
-def test_another_config_keeps_its_own_values(monkeypatch):
-    """A run that names another config sends the demo's values along, as the form opened with them."""
+def test_another_config_keeps_its_values(monkeypatch):
+    """Ignore the demo's values in a run of another config: the form opened with them."""
     monkeypatch.setattr(
         parameters, "read_declared_parameters", lambda: {"settings": "demo", "main": DECLARED}
     )

@@ -1,4 +1,4 @@
-"""A `tasks.py`, `flows.py` or `rl_core.py` of the user's in the current folder, beside an editable installation."""
+"""A user's `tasks.py`, `flows.py` or `rl_core.py` in the current folder, next to an editable installation."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT
 
 NAMES = ("tasks", "flows", "rl_core", "posttrain")
-# As setuptools' editable installation finds the packages: by a hook behind all folders of the path.
+# The editable installation of setuptools finds the packages by a hook after all folders of the path.
 EDITABLE = f"""
 import sys
 from importlib.util import spec_from_file_location
@@ -21,16 +21,17 @@ class Finder:
             return spec_from_file_location(name, f"{ROOT}/{{name}}/__init__.py")
 
 sys.path[:] = [folder for folder in sys.path if folder != "{ROOT}"]
-own = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
-sys.meta_path[:] = [*own, Finder]
+finders = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
+sys.meta_path[:] = [*finders, Finder]
 """
 PARENT = """
 from posttrain.cli.main import append_working_directory
 append_working_directory()
 from rl_core.user_code import build_child_import_path
 import os, subprocess
+code = "import tasks.shipped, posttrain.cli.main, rl_core.errors, mine; print(tasks.__file__)"
 done = subprocess.run(
-    [sys.executable, "-P", "-c", "import tasks.shipped, posttrain.cli.main, rl_core.errors, mine; print(tasks.__file__)"],
+    [sys.executable, "-P", "-c", code],
     env={**os.environ, "PYTHONPATH": build_child_import_path()},
 )
 sys.exit(done.returncode)
@@ -45,7 +46,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_children_find_this_posttrain_and_the_users_own_modules(folder):
+def test_children_find_this_posttrain_and_modules_of_the_user(folder):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", EDITABLE + PARENT],
@@ -59,7 +60,7 @@ def test_children_find_this_posttrain_and_the_users_own_modules(folder):
     assert done.stdout.strip() == str(ROOT / "tasks/__init__.py")
 
 
-def test_servers_of_up_find_it_too(folder, monkeypatch):
+def test_servers_of_up_find_it(folder, monkeypatch):
     from posttrain.operations.services import build_base_environment, build_client_environment
     from posttrain.operations.state import ServerOptions
 
@@ -77,19 +78,19 @@ def test_servers_of_up_find_it_too(folder, monkeypatch):
     assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
 
 
-def test_no_child_takes_the_current_folder_first():
-    """`python -m` does; `-P` or PYTHONSAFEPATH keeps it from that."""
-    in_safe_environments = {
+def test_no_child_searches_the_current_folder_first():
+    """Find calls of `python -m`, which searches that folder first unless `-P` or PYTHONSAFEPATH is set."""
+    with_safe_environment = {
         "posttrain/operations/services.py",
         "posttrain/operations/supervisor.py",
         "posttrain/operations/registration.py",
         "tasks/processes/launch.py",
         "posttrain/monitor/server.py",
     }
-    found = {
+    paths = {
         str(path.relative_to(ROOT))
         for room in NAMES
         for path in (ROOT / room).rglob("*.py")
         if re.search(r'sys\.executable,\s+"-m"', path.read_text())
     }
-    assert found <= in_safe_environments
+    assert paths <= with_safe_environment

@@ -1,4 +1,4 @@
-"""Retraining and the champion's check as flows: skipped, promoted, rejected, overlapping, announced."""
+"""Retraining and the champion's check as flows: skipped, promoted, rejected, overlapping, reported."""
 
 import json
 import subprocess
@@ -18,24 +18,25 @@ from tasks.tracking import ModelVersion, Tracking
 CONFIG = ROOT / "configs/test.yaml"
 
 
-def write(path, start, end):
+def append_rows(path, start, end):
     with path.open("a") as file:
-        for n in range(start, end):
+        for number in range(start, end):
             file.write(
-                json.dumps({"prompt": f"{n} plus 1 ?", "completion": f"answer {n + 1}"}) + "\n"
+                json.dumps({"prompt": f"{number} plus 1 ?", "completion": f"answer {number + 1}"})
+                + "\n"
             )
 
 
-def overrides(tmp_path, *more):
-    null = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")]
+def build_overrides(tmp_path, *extra):
+    disabled = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")]
     data = tmp_path / "data"
     return [
         f"output={tmp_path / 'out'}",
-        *null,
+        *disabled,
         f"stages.prepare_data={{demonstrations: {data}}}",
         "stages.sft.max_steps=2",
         "stages.promote.min_gain=-1",
-        *more,
+        *extra,
     ]
 
 
@@ -44,47 +45,49 @@ def overrides(tmp_path, *more):
 def test_from_nothing_to_a_rejected_retraining_and_a_champion_that_got_worse(
     prefect_api, tmp_path, monkeypatch
 ):
-    import flows.evaluate_champion
-    from flows.evaluate_champion import evaluate_champion
     from flows.retrain import run_retraining
 
     (tmp_path / "data").mkdir()
     data, home = tmp_path / "data/mine.jsonl", tmp_path / "out/test"
-    write(data, 0, 30)
+    append_rows(data, 0, 30)
 
-    def once(*more, **named):
+    def retrain_once(*extra, **options):
         return run_retraining(
-            load_settings(CONFIG, overrides(tmp_path, *more)), quiet=True, **named
+            load_settings(CONFIG, build_overrides(tmp_path, *extra)), quiet=True, **options
         )
 
-    def champion():
+    def find_champion():
         return Tracking(None, tmp_path / "out", "test").find_champion("test")
 
-    # The first champion: from the base model, with the pipeline as it is.
-    assert once().status == "promoted"
-    assert champion().version == 1 and champion().tags["retrain.start"] == "base"
+    # The first champion: from the base model, with the unchanged pipeline.
+    assert retrain_once().status == "promoted"
+    assert find_champion().version == 1 and find_champion().tags["retrain.start"] == "base"
 
-    assert "nothing is new since champion version 1" in once().message
-    # One run name a retraining; none for what was skipped.
+    assert "nothing is new since champion version 1" in retrain_once().message
+    # One run for each retraining, none for a skipped one.
     assert (
         len(Tracking(None, tmp_path / "out", "test").list_runs()) == 5
     )  # the pipeline and its four stages
 
-    write(data, 30, 36)
-    result = once(reason="more rows")
+    append_rows(data, 30, 36)
+    result = retrain_once(reason="more rows")
     assert result.status == "promoted"
-    assert champion().version == 2
-    assert champion().tags["base_model"] == "models:/test/1"
-    assert champion().tags["retrain.reason"].startswith("more rows: new since champion version 1")
-    assert json.loads(champion().tags["data.demonstrations"])["files"]["mine.jsonl"]["rows"] == 36
-    assert "nothing is new since champion version 2" in once().message
+    assert find_champion().version == 2
+    assert find_champion().tags["base_model"] == "models:/test/1"
+    assert (
+        find_champion().tags["retrain.reason"].startswith("more rows: new since champion version 1")
+    )
+    assert (
+        json.loads(find_champion().tags["data.demonstrations"])["files"]["mine.jsonl"]["rows"] == 36
+    )
+    assert "nothing is new since champion version 2" in retrain_once().message
 
-    write(tmp_path / "data/more.jsonl", 36, 40)  # a new file this time
-    assert once("stages.promote.min_gain=1").status == "rejected"
-    assert champion().version == 2
+    append_rows(tmp_path / "data/more.jsonl", 36, 40)  # a new file this time
+    assert retrain_once("stages.promote.min_gain=1").status == "rejected"
+    assert find_champion().version == 2
     assert (
         "nothing is new since retraining 3, which made version 3 (rejected"
-        in once("stages.promote.min_gain=1").message
+        in retrain_once("stages.promote.min_gain=1").message
     )
     assert [record.status for record in read_retrainings(home)] == [
         "promoted",
@@ -92,16 +95,23 @@ def test_from_nothing_to_a_rejected_retraining_and_a_champion_that_got_worse(
         "rejected",
     ]
 
-    # Two at once: the second one is refused, or waits.
+    # Two retrainings together: the second one is refused, or waits.
     with FolderLock(home / ".lock"), pytest.raises(FolderBusy):
-        once(force=True)
+        retrain_once(force=True)
 
-    # The champion's figure is raised by hand, so that it has to look worse.
+    check_that_a_regression_is_reported(tmp_path, monkeypatch)
+
+
+def check_that_a_regression_is_reported(tmp_path, monkeypatch):
+    """Check the champion before and after its registered success is raised by hand."""
+    import flows.evaluate_champion
+    from flows.evaluate_champion import evaluate_champion
+
     events = []
     monkeypatch.setattr(flows.evaluate_champion, "emit_event", lambda **event: events.append(event))
-    check = overrides(tmp_path, "stages.evaluate.episodes=20")
-    calm = evaluate_champion(str(CONFIG), check)
-    assert not calm.regressed and events == []
+    check = build_overrides(tmp_path, "stages.evaluate.episodes=20")
+    unchanged = evaluate_champion(str(CONFIG), check)
+    assert not unchanged.regressed and events == []
     Tracking(None, tmp_path / "out", "test").tag_version(
         "test",
         2,
@@ -120,15 +130,13 @@ def test_from_nothing_to_a_rejected_retraining_and_a_champion_that_got_worse(
     assert event["payload"]["version"] == 2 and event["payload"]["registered"] == 0.9
     seeds = [
         json.loads((path / "manifest.json").read_text())["settings"]["episodes_seed"]
-        for path in (home / "stages/evaluate").glob("*")
+        for path in (tmp_path / "out/test/stages/evaluate").glob("*")
         if (path / "manifest.json").is_file()
     ]
-    assert (
-        len({seed for seed in seeds if seed is not None}) == 2
-    )  # each check drew its own episodes
+    assert len({seed for seed in seeds if seed is not None}) == 2  # each check drew other episodes
 
 
-def test_the_event_says_what_was_found(monkeypatch):
+def test_the_event_describes_the_regression(monkeypatch):
     import flows.evaluate_champion
 
     events = []
@@ -150,16 +158,16 @@ def test_the_event_says_what_was_found(monkeypatch):
     json.dumps(payload)
 
 
-def test_the_command_refuses_what_it_cannot_do(tmp_path):
-    def command(*arguments):
-        done = subprocess.run(
+def test_the_command_refuses_wrong_arguments(tmp_path):
+    def run_command(*arguments):
+        process = subprocess.run(
             [sys.executable, "-m", "posttrain.cli.main", "retrain", *arguments],
             cwd=ROOT,
             capture_output=True,
             text=True,
         )
-        assert "Traceback" not in done.stderr
-        return done.returncode, done.stderr
+        assert "Traceback" not in process.stderr
+        return process.returncode, process.stderr
 
-    assert command(str(tmp_path / "none.yaml"))[0] == 2
-    assert command(str(CONFIG), "--start", "somewhere")[0] == 2
+    assert run_command(str(tmp_path / "none.yaml"))[0] == 2
+    assert run_command(str(CONFIG), "--start", "somewhere")[0] == 2

@@ -1,4 +1,4 @@
-"""Output while a run starts: Prefect's embedded server, and what there is to read until it answers."""
+"""Output while a run starts: Prefect's embedded server, and the display until it answers."""
 
 import io
 import os
@@ -18,52 +18,52 @@ from rl_core.errors import BackendError
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "raised"),
     [
         (RuntimeError("Timed out while attempting to connect."), BackendError),
         (OSError("read timeout"), BackendError),
         (
             TerminatedBySignal("SIGTERM"),
             TerminatedBySignal,
-        ),  # which is nothing that a longer time would mend
+        ),  # a longer time would not help
     ],
 )
-def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said):
+def test_a_server_that_does_not_start_is_ended_and_reported(monkeypatch, error, raised):
     from prefect.settings import (
         PREFECT_API_URL,
         PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
         temporary_settings,
     )
 
-    done = []
+    calls = []
 
     class Stuck:
-        def __init__(self, given, home):
+        def __init__(self, extra_environment, home):
             pass
 
-        def wait(self, limit):
-            done.append("wait")
+        def wait_until_healthy(self, limit):
+            calls.append("wait")
             raise error
 
-        def stop(self):
-            done.append("stop")
+        def stop_process(self):
+            calls.append("stop")
 
     monkeypatch.setattr(embedded_server, "_EmbeddedServer", Stuck)
     with (
         temporary_settings(
             {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}
         ),
-        pytest.raises(said) as caught,
+        pytest.raises(raised) as caught,
     ):
         embedded_server.start_embedded_server()
-    assert done == ["wait", "stop"] and embedded_server._server is None
-    if said is BackendError:
+    assert calls == ["wait", "stop"] and embedded_server._server is None
+    if raised is BackendError:
         assert str(caught.value).startswith("Prefect's embedded server did not start")
         assert str(error) in str(caught.value) and "PREFECT_API_URL=" in str(caught.value)
 
 
-def test_a_server_that_ends_by_itself_is_not_started_again_and_again(monkeypatch, tmp_path):
-    """uvicorn's exit code of a taken port is that of a database that it cannot open, too."""
+def test_a_server_that_exits_is_not_restarted_endlessly(monkeypatch, tmp_path):
+    """Limit the restarts: uvicorn's exit code for a taken port is also that for a database it cannot open."""
     from prefect.settings import (
         PREFECT_API_URL,
         PREFECT_HOME,
@@ -73,7 +73,7 @@ def test_a_server_that_ends_by_itself_is_not_started_again_and_again(monkeypatch
 
     started = []
 
-    def ends():
+    def build_failing_popen():
         def popen(command, **options):
             started.append(command)
             return subprocess.Popen(
@@ -82,7 +82,7 @@ def test_a_server_that_ends_by_itself_is_not_started_again_and_again(monkeypatch
 
         return popen
 
-    monkeypatch.setattr(embedded_server, "build_session_popen", ends)
+    monkeypatch.setattr(embedded_server, "build_session_popen", build_failing_popen)
     ephemeral = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True, PREFECT_HOME: tmp_path}
     with (
         temporary_settings(ephemeral, restore_defaults={PREFECT_API_URL}),
@@ -99,8 +99,8 @@ def test_a_server_that_ends_by_itself_is_not_started_again_and_again(monkeypatch
     assert "busy" not in str(caught.value)
 
 
-def test_no_server_of_ones_own_and_no_other_one_is_said():
-    """It ended in Prefect's traceback, "No Prefect API URL provided"."""
+def test_a_missing_server_is_reported():
+    """Report a missing server: it ended in Prefect's traceback, "No Prefect API URL provided"."""
     from prefect.settings import (
         PREFECT_API_URL,
         PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
@@ -118,10 +118,10 @@ def test_no_server_of_ones_own_and_no_other_one_is_said():
         embedded_server.start_embedded_server()
 
 
-def test_the_tables_of_a_home_are_not_kept_where_a_profile_names_another_database(
+def test_the_tables_of_a_home_are_not_cached_if_a_profile_names_another_database(
     monkeypatch, tmp_path
 ):
-    """An old database in that home was taken for the newest tables, and new folders began with it, unmigrated."""
+    """Cache no unused database: an old one was taken for the newest tables, and new folders began with it."""
     from prefect.settings import (
         PREFECT_API_URL,
         PREFECT_HOME,
@@ -130,29 +130,29 @@ def test_the_tables_of_a_home_are_not_kept_where_a_profile_names_another_databas
         temporary_settings,
     )
 
-    class Starting:
-        def __init__(self, given, home):
+    class FakeServer:
+        def __init__(self, extra_environment, home):
             pass
 
-        def wait(self, limit):
+        def wait_until_healthy(self, limit):
             pass
 
-        def stop(self):
+        def stop_process(self):
             pass
 
-    monkeypatch.setattr(embedded_server, "_EmbeddedServer", Starting)
+    monkeypatch.setattr(embedded_server, "_EmbeddedServer", FakeServer)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     migrated(tmp_path / "home")
     of_home = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True, PREFECT_HOME: tmp_path / "home"}
     elsewhere = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{tmp_path}/other.db"}
-    for settings, kept in (({**of_home, **elsewhere}, False), (of_home, True)):
+    for settings, is_cached in (({**of_home, **elsewhere}, False), (of_home, True)):
         with temporary_settings(settings, restore_defaults={PREFECT_API_URL}):
             embedded_server.start_embedded_server()
             embedded_server.stop_embedded_server()
-        assert (tmp_path / "cache").exists() == kept
+        assert (tmp_path / "cache").exists() == is_cached
 
 
-def test_libraries_are_imported_while_the_server_starts_and_not_where_nothing_is_waited_for(
+def test_libraries_are_imported_while_the_server_starts_but_not_without_a_wait(
     monkeypatch,
 ):
     from prefect.settings import (
@@ -161,38 +161,38 @@ def test_libraries_are_imported_while_the_server_starts_and_not_where_nothing_is
         temporary_settings,
     )
 
-    done = []
+    calls = []
 
-    class Starting:
-        def __init__(self, given, home):
-            done.append("begun")
+    class FakeServer:
+        def __init__(self, extra_environment, home):
+            calls.append("start")
 
-        def wait(self, limit):
-            done.append("wait")
+        def wait_until_healthy(self, limit):
+            calls.append("wait")
 
-        def stop(self):
-            done.append("stop")
+        def stop_process(self):
+            calls.append("stop")
 
-    def interrupted():
+    def interrupt():
         raise TerminatedBySignal("SIGTERM")
 
-    monkeypatch.setattr(embedded_server, "_EmbeddedServer", Starting)
+    monkeypatch.setattr(embedded_server, "_EmbeddedServer", FakeServer)
     with temporary_settings(
         {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}
     ):
         with pytest.raises(TerminatedBySignal):
-            embedded_server.start_embedded_server(interrupted)
-        assert done == ["begun", "stop"] and embedded_server._server is None
-        embedded_server.start_embedded_server(lambda: done.append("imports"))
+            embedded_server.start_embedded_server(interrupt)
+        assert calls == ["start", "stop"] and embedded_server._server is None
+        embedded_server.start_embedded_server(lambda: calls.append("imports"))
         embedded_server.stop_embedded_server()
-        assert done[2:] == ["begun", "imports", "wait", "stop"]
+        assert calls[2:] == ["start", "imports", "wait", "stop"]
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4200/api"}):
-        embedded_server.start_embedded_server(lambda: done.append("imports"))
-    assert done[6:] == []
+        embedded_server.start_embedded_server(lambda: calls.append("imports"))
+    assert calls[6:] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_what_a_run_started_ends_with_it_even_after_kill_9():
+def test_processes_of_a_run_end_with_it_even_after_kill_9():
     script = (
         "import subprocess, time\n"
         "from flows.runtime.embedded_server import build_session_popen\n"
@@ -203,7 +203,7 @@ def test_what_a_run_started_ends_with_it_even_after_kill_9():
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
-        assert os.getsid(child.pid) == child.pid, "out of reach of the terminal's Ctrl-C"
+        assert os.getsid(child.pid) == child.pid, "Ctrl-C of the terminal does not reach it"
         parent.kill()
         try:
             child.wait(20)  # seconds; else psutil raises
@@ -212,17 +212,17 @@ def test_what_a_run_started_ends_with_it_even_after_kill_9():
                 child.kill()
 
 
-def test_what_is_waited_for_is_seen_and_goes():
+def test_a_wait_is_shown_and_removed():
     text = io.StringIO()
     with ProgressDisplay(console=Console(file=text, force_terminal=True, width=100)) as display:
         with display.show_wait("the server starts"):
             display._progress.refresh()
             assert "the server starts" in text.getvalue() and "/?" not in text.getvalue()
         assert not display._progress.tasks
-    plain = io.StringIO()
+    pipe = io.StringIO()
     with (
-        ProgressDisplay(console=Console(file=plain, force_terminal=False)) as display,
+        ProgressDisplay(console=Console(file=pipe, force_terminal=False)) as display,
         display.show_wait("the server starts"),
     ):
         pass
-    assert plain.getvalue() == ""
+    assert pipe.getvalue() == ""

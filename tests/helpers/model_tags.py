@@ -9,7 +9,7 @@ class ModelTags:
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
 
-    def model_tags(self, name: str) -> dict[str, str]:
+    def read_model_tags(self, name: str) -> dict[str, str]:
         return dict(self.found)
 
     def tag_model(self, name: str, key: str, value: str) -> None:

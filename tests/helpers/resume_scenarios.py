@@ -134,7 +134,7 @@ def run(scenario, store=None, *, cut=None, best_metric="eval/chosen"):
         dataclasses.replace(outcome, seconds=0.0, resumed_iteration=0, history=None)
     )
     if hasattr(trainer, "curriculum"):
-        facts["curriculum"] = trainer.curriculum.history_json()
+        facts["curriculum"] = trainer.curriculum.export_history()
     history = {
         name: outcome.history.list_points(name)
         for name in outcome.history.names
@@ -401,7 +401,7 @@ def distilled():
         sampling=SamplingSettings(max_completion_tokens=3, temperature=0.8),
         micro_batch_tokens=30,
         **LOOP,
-    ).build_policy_settings()
+    ).policy()
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     del values["rewards"]
     trainer = make_trainer(

@@ -126,7 +126,7 @@ class LocalCluster:
             if isinstance(worker, AsyncRolloutWorker):
                 worker.end()
 
-    def add_new_run(self, method):
+    def list_calls(self, method):
         """Arguments of all calls of a method."""
         return [sent for _, name, sent in self.calls if name == method]
 

@@ -505,7 +505,7 @@ def _examined(
 
 
 _NAMED = [
-    _named("m", "holds no config.json", "folder without a config", **{"m/x": b""}),
+    _named("m", "contains no config.json", "folder without a config", **{"m/x": b""}),
     _named("m", "is a file", "a file", m=b""),
     _named("m", "is a file", "a pipe", m=fifo),
     _named("./m", "no model folder", "a link to itself", m=link("m")),

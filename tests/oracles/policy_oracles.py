@@ -1,4 +1,4 @@
-"""Policy-gradient objectives written out token by token in numpy float64, from the papers alone.
+"""Policy-gradient objectives written out token by token in numpy float64, from the papers.
 
 Nothing here imports the code that it judges. Arrays are [B, T]; a mask is True where a token counts.
 """
@@ -25,7 +25,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """A random case; every fifth has log-ratios beyond the clamps."""
+    """Draw a random case; every fifth has log-ratios beyond the clamps."""
     rng = np.random.default_rng([20261122, seed])
     rows, width = int(rng.integers(1, 7)), int(rng.integers(1, 14))
     lengths = rng.integers(0, width + 1, size=rows)
@@ -52,22 +52,22 @@ def draw(seed: int) -> Case:
 
 
 def weights(case: Case, aggregation: str) -> np.ndarray:
-    """Weight of each token in the loss of the step."""
-    found = np.zeros(case.mask.shape)
+    """Compute the weight of each token in the loss of the step."""
+    actual = np.zeros(case.mask.shape)
     sequences = sum(1 for row in case.mask if row.any())
     for b, row in enumerate(case.mask):
         for t in np.flatnonzero(row):
-            found[b, t] = {
+            actual[b, t] = {
                 "token_mean": 1 / case.mask.sum(),
                 "sequence_mean": 1 / sequences / row.sum(),
                 "constant": 1 / (len(case.mask) * case.max_tokens),
             }[aggregation]
-    return found
+    return actual
 
 
 def ratios(logprobs: np.ndarray, behavior: np.ndarray, mask: np.ndarray, level: str) -> np.ndarray:
-    """pi / mu of each token, of its sequence, or the geometric mean over its sequence."""
-    found = np.zeros(mask.shape)
+    """Compute pi / mu of each token, of its sequence, or the geometric mean over its sequence."""
+    actual = np.zeros(mask.shape)
     for b, row in enumerate(mask):
         where = np.flatnonzero(row)
         for t in where:
@@ -77,8 +77,8 @@ def ratios(logprobs: np.ndarray, behavior: np.ndarray, mask: np.ndarray, level: 
                 "sequence": logs.sum(),
                 "geometric": logs.mean() if len(logs) else 0.0,
             }[level]
-            found[b, t] = np.exp(min(max(log, -20.0), 20.0))
-    return found
+            actual[b, t] = np.exp(min(max(log, -20.0), 20.0))
+    return actual
 
 
 def importance(
@@ -90,24 +90,24 @@ def importance(
     high: float,
     target: np.ndarray,
 ):
-    """Importance weight of each token, 0 where it is dropped."""
-    found = np.where(case.mask, 1.0, 0.0)
+    """Compute the importance weight of each token, 0 if it is dropped."""
+    actual = np.where(case.mask, 1.0, 0.0)
     if weighting != "none":
-        found = np.minimum(ratios(target, case.sampler, case.mask, weighting), cap)
+        actual = np.minimum(ratios(target, case.sampler, case.mask, weighting), cap)
     if masking != "none":
         measured = ratios(target, case.sampler, case.mask, masking)
-        found = np.where((measured >= low) & (measured <= high), found, 0.0)
-    return found
+        actual = np.where((measured >= low) & (measured <= high), actual, 0.0)
+    return actual
 
 
 def policy_loss(case: Case, name: str, weight: np.ndarray, advantages: np.ndarray, **option: float):
-    """Loss of the step, and its derivative by each token's log-prob."""
+    """Compute the loss of the step, and its derivative by each token's log-prob."""
     loss, slope = 0.0, np.zeros(case.mask.shape)
     for b, row in enumerate(case.mask):
         where = np.flatnonzero(row)
         if not len(where):
             continue
-        whole = float(advantages[b, where].mean())
+        full = float(advantages[b, where].mean())
         for t in where:
             log = case.new[b, t] - case.old[b, t]
             a, inside = advantages[b, t], abs(log) <= 20
@@ -132,7 +132,7 @@ def policy_loss(case: Case, name: str, weight: np.ndarray, advantages: np.ndarra
             logs = case.new[b, where] - case.old[b, where]
             mean = logs.mean()
             s = np.exp(min(max(mean, -20.0), 20.0))
-            value, d = clipped(s, whole, option["low"], option["high"], None)
+            value, d = clipped(s, full, option["low"], option["high"], None)
             share = weight[b, where].sum()
             loss += share * value
             slope[b, where] += share * d * s * (abs(mean) <= 20) / len(where)
@@ -140,11 +140,11 @@ def policy_loss(case: Case, name: str, weight: np.ndarray, advantages: np.ndarra
 
 
 def clipped(ratio: float, advantage: float, low: float, high: float, dual: float | None):
-    """PPO's clipped term and its derivative by the ratio; with dual clip at most -dual A where A < 0."""
+    """Compute PPO's clipped term and its derivative by the ratio; with dual clip at most -dual A if A < 0."""
     bounded = min(max(ratio, 1 - low), 1 + high)
-    plain, held = -ratio * advantage, -bounded * advantage
-    value, d = (plain, -advantage) if plain >= held else (held, 0.0)
-    if plain == held:
+    baseline, held = -ratio * advantage, -bounded * advantage
+    value, d = (baseline, -advantage) if baseline >= held else (held, 0.0)
+    if baseline == held:
         d = -advantage
     if dual is not None and advantage < 0 and value > -dual * advantage:
         value, d = -dual * advantage, 0.0
@@ -152,7 +152,7 @@ def clipped(ratio: float, advantage: float, low: float, high: float, dual: float
 
 
 def kl(case: Case, estimator: str, weight: np.ndarray) -> float:
-    """KL(policy || reference) of the step, k1, k2 or k3."""
+    """Compute KL(policy || reference) of the step, k1, k2 or k3."""
     total = 0.0
     for b, t in zip(*np.nonzero(case.mask), strict=True):
         d = case.new[b, t] - case.reference[b, t]
@@ -164,20 +164,20 @@ def kl(case: Case, estimator: str, weight: np.ndarray) -> float:
 
 
 def entropy(logits: np.ndarray) -> float:
-    """Of one position."""
+    """Compute the entropy of one position."""
     p = np.exp(logits - logits.max())
     p /= p.sum()
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
 
 def gae(case: Case, gamma: float, lam: float):
-    """Advantages and returns, from the last loss token to the first."""
+    """Compute advantages and returns, from the last loss token to the first."""
     ones = np.ones(case.mask.shape)
     return vtrace(case, ones, gamma, lam, 1.0, 1.0)
 
 
 def vtrace(case: Case, ratio: np.ndarray, gamma: float, lam: float, rho_cap: float, c_cap: float):
-    """Advantages and targets by the definition: a sum over all later loss tokens of a row (Espeholt et al., eq. 1)."""
+    """Compute advantages and targets by the definition: a sum over all later loss tokens (Espeholt et al., eq. 1)."""
     advantages, targets = np.zeros(case.mask.shape), np.zeros(case.mask.shape)
     for b, row in enumerate(case.mask):
         where = np.flatnonzero(row)
@@ -200,7 +200,7 @@ def vtrace(case: Case, ratio: np.ndarray, gamma: float, lam: float, rho_cap: flo
 
 
 def distillation(case: Case, gamma: float) -> np.ndarray:
-    """Advantages of a distillation from the reference as teacher: log p_teacher - log p_student, and the later ones."""
+    """Compute advantages with the reference as teacher: log p_teacher - log p_student, and the later ones."""
     rewards = np.zeros(case.mask.shape)
     for b, t in zip(*np.nonzero(case.mask), strict=True):
         rewards[b, t] = case.reference[b, t] - case.old[b, t]
@@ -209,11 +209,11 @@ def distillation(case: Case, gamma: float) -> np.ndarray:
 
 def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarray:
     """Sum of a token's reward and the later ones of its row, each gamma^distance in loss tokens."""
-    found = np.zeros(mask.shape)
+    actual = np.zeros(mask.shape)
     for b, row in enumerate(mask):
         where = np.flatnonzero(row)
         for i, t in enumerate(where):
-            found[b, t] = sum(
+            actual[b, t] = sum(
                 rewards[b, u] * (gamma**k if k else 1.0) for k, u in enumerate(where[i:])
             )
-    return found
+    return actual

@@ -23,7 +23,7 @@ __all__ = [
 
 
 def sigmoid(x):
-    """1 / (1 + e^-x), whichever sign x has."""
+    """Compute 1 / (1 + e^-x) for either sign of x."""
     return 1 / (1 + np.exp(-x)) if x >= 0 else np.exp(x) / (1 + np.exp(x))
 
 
@@ -38,19 +38,19 @@ def _ratio(pair):
 
 
 def dpo(pairs, beta):
-    """arXiv:2305.18290, eq. 7: mean of -log sigmoid(beta h), h from sums over the tokens."""
+    """Compute arXiv:2305.18290, eq. 7: mean of -log sigmoid(beta h), h from sums over the tokens."""
     return np.mean([minus_log_sigmoid(beta * _ratio(pair)) for pair in pairs])
 
 
 def cdpo(pairs, beta, share):
-    """Mitchell 2023: a share of the labels is taken to be swapped."""
+    """Compute conservative DPO (Mitchell 2023): a share of the labels is assumed to be swapped."""
     right = [minus_log_sigmoid(beta * _ratio(pair)) for pair in pairs]
     swapped = [minus_log_sigmoid(-beta * _ratio(pair)) for pair in pairs]
     return (1 - share) * np.mean(right) + share * np.mean(swapped)
 
 
 def ipo(pairs, beta):
-    """arXiv:2310.12036, eq. 17, on means over the tokens."""
+    """Compute arXiv:2310.12036, eq. 17, on means over the tokens."""
     losses = []
     for (chosen, ref_chosen), (rejected, ref_rejected) in pairs:
         h = (np.mean(chosen) - np.mean(ref_chosen)) - (np.mean(rejected) - np.mean(ref_rejected))
@@ -59,7 +59,7 @@ def ipo(pairs, beta):
 
 
 def simpo(pairs, beta, gamma):
-    """arXiv:2405.14734, eq. 6: -log sigmoid(beta/|c| log pi(c) - beta/|r| log pi(r) - gamma)."""
+    """Compute arXiv:2405.14734, eq. 6: -log sigmoid(beta/|c| log pi(c) - beta/|r| log pi(r) - gamma)."""
     losses = []
     for (chosen, _), (rejected, _) in pairs:
         reward_c, reward_r = (
@@ -71,13 +71,13 @@ def simpo(pairs, beta, gamma):
 
 
 def odds(tokens):
-    """arXiv:2403.07691, eq. 4, of the geometric mean of the tokens' probabilities."""
+    """Compute arXiv:2403.07691, eq. 4, of the geometric mean of the tokens' probabilities."""
     p = np.exp(np.mean(tokens))
     return p / (1 - p)
 
 
 def orpo(pairs, weight):
-    """arXiv:2403.07691, eqs. 6 and 7: cross-entropy of the chosen side, plus the odds-ratio term."""
+    """Compute arXiv:2403.07691, eqs. 6 and 7: cross-entropy of the chosen side, plus the odds-ratio term."""
     losses = []
     for (chosen, _), (rejected, _) in pairs:
         ratio = odds(chosen) / odds(rejected)
@@ -88,7 +88,7 @@ def orpo(pairs, weight):
 
 
 def kto_point(mismatched):
-    """arXiv:2402.01306, sec. 4.1: max(0, mean of the log-ratios of mismatched completions)."""
+    """Compute arXiv:2402.01306, sec. 4.1: max(0, mean of the log-ratios of mismatched completions)."""
     return max(
         0.0,
         float(np.mean([np.sum(policy) - np.sum(reference) for policy, reference in mismatched])),
@@ -96,7 +96,7 @@ def kto_point(mismatched):
 
 
 def kto(rows, labels, point, beta, desirable_weight, undesirable_weight):
-    """arXiv:2402.01306, eqs. 7 and 8: mean of weight - value."""
+    """Compute arXiv:2402.01306, eqs. 7 and 8: mean of weight - value."""
     losses = []
     for (policy, reference), label in zip(rows, labels, strict=True):
         reward = np.sum(policy) - np.sum(reference)
@@ -110,7 +110,7 @@ def kto(rows, labels, point, beta, desirable_weight, undesirable_weight):
 
 
 def bradley_terry(chosen, rejected, margins, center):
-    """arXiv:2307.09288, eq. 2 (margin), and arXiv:2312.09244 (centring)."""
+    """Compute arXiv:2307.09288, eq. 2 (margin), and arXiv:2312.09244 (centring)."""
     losses = [
         minus_log_sigmoid(c - r - m) + center * (c + r) ** 2
         for c, r, m in zip(chosen, rejected, margins, strict=True)

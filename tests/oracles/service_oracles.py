@@ -73,7 +73,7 @@ def gspo(p: Rows, fixed: Rows, rows: list[dict], options: dict) -> float:
 
 
 def generalised_advantages(rewards, values, mask, gamma: float, lam: float):
-    """Advantages and returns over the masked tokens of one row, from the last to the first."""
+    """Compute advantages and returns over the masked tokens of one row, from the last to the first."""
     advantages, after, value_after = np.zeros(len(rewards)), 0.0, 0.0
     for t in reversed(range(len(rewards))):
         if mask[t]:

@@ -53,23 +53,23 @@ LOSSES = {
 }
 
 
-def tensor(array):
+def to_tensor(array):
     return torch.tensor(array, dtype=torch.bool if array.dtype == bool else torch.float64)
 
 
-def counts_of(case):
+def count_denominators(case):
     sequences = int(case.mask.any(1).sum())
     tokens = int(case.mask.sum())
     return LossDenominators(tokens, tokens, sequences, sequences, num_rollouts=len(case.mask))
 
 
-def settings_of(case, aggregation, **more):
+def build_settings(case, aggregation, **more):
     sampling = SamplingSettings(max_completion_tokens=case.max_tokens)
     return PolicySettings(loss_aggregation=aggregation, sampling=sampling, **more)
 
 
-def micro_batches(case, seed):
-    """Row numbers of one to three micro-batches, in any order."""
+def split_micro_batches(case, seed):
+    """Split row numbers into one to three micro-batches, in any order."""
     rng = np.random.default_rng(seed)
     return [
         part
@@ -82,13 +82,13 @@ def micro_batches(case, seed):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_losses(name, aggregation, cases):
-    """Loss and gradient of a step that is cut into micro-batches, with every importance weight and mask in turn."""
+    """Compare loss and gradient of a step in micro-batches, with every importance weight and mask."""
     kind, options, chosen = LOSSES[name]
     weightings = list(itertools.product(LEVELS, LEVELS))
     for seed in cases:
         case = oracle.draw(seed)
         weighting, masking = weightings[seed % len(weightings)]
-        settings = settings_of(
+        settings = build_settings(
             case,
             aggregation,
             importance=weighting,
@@ -105,19 +105,19 @@ def test_policy_losses(name, aggregation, cases):
         expected, slope = oracle.policy_loss(
             case, kind, oracle.weights(case, aggregation), multiplied, **options
         )
-        new = tensor(case.new).requires_grad_()
+        new = to_tensor(case.new).requires_grad_()
         total, reported = 0.0, 0.0
-        for rows in micro_batches(case, seed):
+        for rows in split_micro_batches(case, seed):
             part = (
                 new[rows],
-                tensor(case.old)[rows],
-                tensor(case.sampler)[rows],
-                tensor(case.mask)[rows],
+                to_tensor(case.old)[rows],
+                to_tensor(case.sampler)[rows],
+                to_tensor(case.mask)[rows],
             )
-            found = compute_importance_weights(settings, *part)
-            advantages = tensor(case.advantages)[rows] * (found if found is not None else 1.0)
+            actual = compute_importance_weights(settings, *part)
+            advantages = to_tensor(case.advantages)[rows] * (actual if actual is not None else 1.0)
             loss, metrics = compute_policy_loss(
-                settings, part[0], part[1], advantages, part[3], counts_of(case)
+                settings, part[0], part[1], advantages, part[3], count_denominators(case)
             )
             loss.backward()
             total += float(loss)
@@ -140,21 +140,21 @@ def test_kl_and_entropy_terms_have_the_weights_of_the_policy_loss(cases):
             ]
         )
         weight, each = oracle.weights(case, aggregation), oracle.weights(case, "token_mean")
-        settings, counts = settings_of(case, aggregation), counts_of(case)
+        settings, counts = build_settings(case, aggregation), count_denominators(case)
         kl, bonus, kl_mean, entropy_mean = 0.0, 0.0, 0.0, 0.0
-        for rows in micro_batches(case, seed):
-            mask = tensor(case.mask)[rows]
-            found = compute_token_weights(settings, mask, counts, torch.float64)
-            arguments = {"num_loss_tokens": counts.num_loss_tokens, "loss_weights_BT": found}
+        for rows in split_micro_batches(case, seed):
+            mask = to_tensor(case.mask)[rows]
+            actual = compute_token_weights(settings, mask, counts, torch.float64)
+            arguments = {"num_loss_tokens": counts.num_loss_tokens, "loss_weights_BT": actual}
             part, metrics = kl_penalty(
-                tensor(case.new)[rows],
-                tensor(case.reference)[rows],
+                to_tensor(case.new)[rows],
+                to_tensor(case.reference)[rows],
                 mask,
                 estimator=estimator,
                 **arguments,
             )
             kl, kl_mean = kl + float(part), kl_mean + float(metrics["ref_kl"])
-            entropy = token_entropy(torch.log_softmax(tensor(logits)[rows], dim=-1))
+            entropy = token_entropy(torch.log_softmax(to_tensor(logits)[rows], dim=-1))
             part, metrics = entropy_bonus(entropy, mask, **arguments)
             bonus, entropy_mean = bonus + float(part), entropy_mean + float(metrics["entropy"])
         assert kl == pytest.approx(oracle.kl(case, estimator, weight), rel=1e-9, abs=1e-9)
@@ -172,12 +172,12 @@ def test_gae_vtrace_and_returns(cases):
         rng = np.random.default_rng(seed)
         gamma, lam = (float(rng.choice([0.0, 0.5, 0.97, 1.0])) for _ in range(2))
         rho_cap, c_cap = float(rng.uniform(1.0, 2.5)), float(rng.uniform(0.3, 1.0))
-        mask, bootstrap = tensor(case.mask), tensor(case.bootstrap)
-        arguments = (tensor(case.rewards), tensor(case.values))
-        found = gae(*arguments, mask, gamma=gamma, gae_lambda=lam, bootstrap_B=bootstrap)
-        for ours, theirs in zip(found, oracle.gae(case, gamma, lam), strict=True):
+        mask, bootstrap = to_tensor(case.mask), to_tensor(case.bootstrap)
+        arguments = (to_tensor(case.rewards), to_tensor(case.values))
+        actual = gae(*arguments, mask, gamma=gamma, gae_lambda=lam, bootstrap_B=bootstrap)
+        for ours, theirs in zip(actual, oracle.gae(case, gamma, lam), strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs, **EXACT)
-        ratio = importance_ratios(tensor(case.old), tensor(case.sampler), mask)
+        ratio = importance_ratios(to_tensor(case.old), to_tensor(case.sampler), mask)
         np.testing.assert_allclose(
             ratio, oracle.ratios(case.old, case.sampler, case.mask, "token"), **EXACT
         )
@@ -197,9 +197,9 @@ def test_gae_vtrace_and_returns(cases):
         on_policy = vtrace(
             *arguments, mask.double(), mask, gamma=gamma, trace_lambda=lam, bootstrap_B=bootstrap
         )
-        for ours, theirs in zip(on_policy, found, strict=True):
+        for ours, theirs in zip(on_policy, actual, strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs.numpy(), **EXACT)
-        sums = returns(tensor(case.rewards), mask, gamma=gamma)
+        sums = returns(to_tensor(case.rewards), mask, gamma=gamma)
         np.testing.assert_allclose(
             sums.numpy(), oracle.discounted(case.rewards, case.mask, gamma), **EXACT
         )
@@ -209,14 +209,14 @@ def test_gae_vtrace_and_returns(cases):
 def test_distillation_advantages(cases):
     for seed, gamma in itertools.product(cases, (0.0, 0.9, 1.0)):
         case = oracle.draw(seed)
-        found = distillation_advantages(
-            tensor(case.old), tensor(case.reference), tensor(case.mask), gamma=gamma
+        actual = distillation_advantages(
+            to_tensor(case.old), to_tensor(case.reference), to_tensor(case.mask), gamma=gamma
         )
-        np.testing.assert_allclose(found.numpy(), oracle.distillation(case, gamma), **EXACT)
+        np.testing.assert_allclose(actual.numpy(), oracle.distillation(case, gamma), **EXACT)
 
 
 def test_vtrace_over_hundreds_of_tokens():
-    """The doubling windows agree with the plain recurrence, also where traces vanish."""
+    """Check that the doubling windows agree with the plain recurrence, also where traces vanish."""
     rng = np.random.default_rng(0)
     width, gamma, lam = 700, 0.999, 0.97
     ratio = np.exp(0.3 * rng.standard_normal(width))
@@ -228,7 +228,7 @@ def test_vtrace_over_hundreds_of_tokens():
         error = delta + gamma * lam * min(1.0, ratio[t]) * error
         expected[t] = values[t] + error
     mask = torch.ones(1, width, dtype=torch.bool)
-    arguments = [tensor(part[None]) for part in (rewards, values, ratio)]
+    arguments = [to_tensor(part[None]) for part in (rewards, values, ratio)]
     np.testing.assert_allclose(
         vtrace(*arguments, mask, gamma=gamma, trace_lambda=lam)[1][0], expected, **EXACT
     )

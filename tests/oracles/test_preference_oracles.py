@@ -16,21 +16,24 @@ EXACT = {"rel": 1e-9, "abs": 1e-9}
 STEP = 1e-5  # of the central difference
 
 
-def tokens(rng, count):
-    """Log-probabilities of sampled tokens: from almost sure to very unlikely."""
+def draw_tokens(rng, count):
+    """Draw log-probabilities of sampled tokens: from almost sure to very unlikely."""
     return -np.exp(rng.uniform(-6, 2, size=count))
 
 
-def ragged(rng, count):
-    """Pairs of (policy, reference) tokens, 1 to 40 tokens a side."""
+def draw_ragged(rng, count):
+    """Draw pairs of (policy, reference) tokens, 1 to 40 tokens per side."""
     return [
-        tuple((tokens(rng, length), tokens(rng, length)) for length in rng.integers(1, 41, size=2))
+        tuple(
+            (draw_tokens(rng, length), draw_tokens(rng, length))
+            for length in rng.integers(1, 41, size=2)
+        )
         for _ in range(count)
     ]
 
 
-def columns(pairs, reduce):
-    """(chosen, rejected, reference of both) as float64 tensors."""
+def build_columns(pairs, reduce):
+    """Build (chosen, rejected, reference of both) as float64 tensors."""
     order = ((0, 0), (1, 0), (0, 1), (1, 1))
     return [
         torch.tensor([reduce(pair[side][model]) for pair in pairs], dtype=torch.float64)
@@ -38,8 +41,8 @@ def columns(pairs, reduce):
     ]
 
 
-def in_parts(rng, loss_fn, arrays, total):
-    """Loss of a step whose rows come in several micro-batches, and its gradient for the first two arrays."""
+def compute_in_parts(rng, loss_fn, arrays, total):
+    """Compute the loss of a step in several micro-batches, and its gradient for the first two arrays."""
     leaves = [array.clone().requires_grad_(array.is_floating_point()) for array in arrays]
     cut = int(rng.integers(0, total + 1))
     parts = [slice(0, cut), slice(cut, total)] if 0 < cut < total else [slice(0, total)]
@@ -48,8 +51,8 @@ def in_parts(rng, loss_fn, arrays, total):
     return loss.item(), leaves
 
 
-def slope(oracle_loss, pairs, index, side):
-    """Derivative of the oracle by one token of the policy, by central differences."""
+def compute_slope(oracle_loss, pairs, index, side):
+    """Compute the derivative of the oracle by one token of the policy, by central differences."""
     row = pairs[index][side][0]
     values = []
     for sign in (1, -1):
@@ -60,8 +63,8 @@ def slope(oracle_loss, pairs, index, side):
     return (values[0] - values[1]) / (2 * STEP)
 
 
-def losses(rng):
-    """(name, function of tensors, reduction over the tokens, oracle) with random settings."""
+def draw_losses(rng):
+    """Draw (name, function of tensors, reduction over the tokens, oracle) with random settings."""
     beta, share, gamma = rng.uniform(0.05, 3), rng.uniform(0, 0.49), rng.uniform(0, 2)
     return [
         (
@@ -101,24 +104,28 @@ def losses(rng):
 def test_pair_losses(place):
     for case in CASES:
         rng = np.random.default_rng([place, case])
-        pairs = ragged(rng, int(rng.integers(1, 9)))
-        _, loss_fn, reduce, expected = losses(rng)[place]
-        found, leaves = in_parts(rng, loss_fn(len(pairs)), columns(pairs, reduce), len(pairs))
-        assert found == pytest.approx(expected(pairs), **EXACT)
+        pairs = draw_ragged(rng, int(rng.integers(1, 9)))
+        _, loss_fn, reduce, expected = draw_losses(rng)[place]
+        actual, leaves = compute_in_parts(
+            rng, loss_fn(len(pairs)), build_columns(pairs, reduce), len(pairs)
+        )
+        assert actual == pytest.approx(expected(pairs), **EXACT)
         if case % 20 == 0:  # derivative by one token of each side
             for side in (0, 1):
                 length = len(pairs[0][side][0]) if reduce is np.mean else 1
                 mine = float(leaves[side].grad[0]) / length
-                assert mine == pytest.approx(slope(expected, pairs, 0, side), rel=1e-4, abs=1e-7)
+                assert mine == pytest.approx(
+                    compute_slope(expected, pairs, 0, side), rel=1e-4, abs=1e-7
+                )
 
 
 def test_kto():
-    seen = set()
+    observed = set()
     for case in CASES:
         rng = np.random.default_rng([9, case])
         count = int(rng.integers(2, 12))
-        rows = [pair[0] for pair in ragged(rng, count)]
-        mismatched = [pair[0] for pair in ragged(rng, count)]
+        rows = [pair[0] for pair in draw_ragged(rng, count)]
+        mismatched = [pair[0] for pair in draw_ragged(rng, count)]
         labels = rng.uniform(size=count) < rng.uniform()
         beta, good, bad = rng.uniform(0.05, 2), rng.uniform(0, 2), rng.uniform(0, 2)
         sums = [
@@ -127,7 +134,7 @@ def test_kto():
         ]
         point = kto_reference_point(sum(sums), num_rows=count)
         assert point == pytest.approx(oracle.kto_point(mismatched), **EXACT)
-        seen.add(point > 0)
+        observed.add(point > 0)
         arrays = [
             torch.tensor([np.sum(row[k]) for row in rows], dtype=torch.float64) for k in (0, 1)
         ]
@@ -140,16 +147,16 @@ def test_kto():
             "num_undesirable": int((~labels).sum()),
         }
         loss_fn = functools.partial(kto_loss, **options)
-        found, leaves = in_parts(rng, loss_fn, [*arrays, torch.tensor(labels)], count)
-        assert found == pytest.approx(oracle.kto(rows, labels, point, beta, good, bad), **EXACT)
+        actual, leaves = compute_in_parts(rng, loss_fn, [*arrays, torch.tensor(labels)], count)
+        assert actual == pytest.approx(oracle.kto(rows, labels, point, beta, good, bad), **EXACT)
         if case % 20 == 0:
             pairs = [(row,) for row in rows]
             rest = (labels, point, beta, good, bad)
-            by_hand = slope(
+            by_hand = compute_slope(
                 lambda p, rest=rest: oracle.kto([row for (row,) in p], *rest), pairs, 0, 0
             )
             assert float(leaves[0].grad[0]) == pytest.approx(by_hand, rel=1e-4, abs=1e-8)
-    assert seen == {True, False}  # the clamp at 0 was at work, and was not
+    assert observed == {True, False}  # the clamp at 0 was at work, and was not
 
 
 def with_margins(chosen, rejected, margins, **options):
@@ -165,7 +172,7 @@ def test_bradley_terry_with_margins():
         center = rng.uniform(0, 0.1)
         arrays = [torch.tensor(values) for values in (chosen, rejected, margins)]
         loss_fn = functools.partial(with_margins, num_pairs=count, center_coef=center)
-        found, _ = in_parts(rng, loss_fn, arrays, count)
-        assert found == pytest.approx(
+        actual, _ = compute_in_parts(rng, loss_fn, arrays, count)
+        assert actual == pytest.approx(
             oracle.bradley_terry(chosen, rejected, margins, center), **EXACT
         )

@@ -26,7 +26,7 @@ SAMPLING = SamplingSettings(max_completion_tokens=100, max_turns=4)
 
 
 class SumEpisode(Episode):
-    """'look' shows the number, 'answer N' ends it; even and odd seeds are different kinds of question."""
+    """Episode in which 'look' shows the number and 'answer N' ends it; even and odd seeds are different kinds."""
 
     def reset(self):
         self.kind = "odd" if self.seed % 2 else "even"
@@ -60,7 +60,7 @@ class SumEnvironment(Environment):
 
 
 class Letters:
-    """A renderer whose tokens are characters; 0 ends a turn."""
+    """Renderer whose tokens are characters; 0 ends a turn."""
 
     def prompt_ids(self, messages):
         return [ord(c) for m in messages for c in m["content"]]
@@ -72,7 +72,7 @@ class Letters:
 
 
 class Scripted:
-    """A backend that plays what a function of (prompt, text seen so far, sample number) says."""
+    """Backend that plays what a function of (prompt, text seen so far, sample number) returns."""
 
     max_length = 200
 
@@ -83,10 +83,10 @@ class Scripted:
         """It has no weights."""
 
     def run_sequences(self, sequences, sampling):
-        seen = {}
+        observed = {}
         for sequence in sequences:
             prompt = "".join(map(chr, sequence.prompt_ids))
-            sample = seen[prompt] = seen.get(prompt, -1) + 1
+            sample = observed[prompt] = observed.get(prompt, -1) + 1
             observation = ""
             while observation is not None:
                 ids = [*map(ord, self.policy(prompt, observation, sample)), 0]
@@ -121,7 +121,7 @@ def test_failed_episodes_count_nowhere_but_by_themselves():
         return (
             "answer 0"
             if sample or prompt.startswith("hard")
-            else looks_first(prompt, observation, sample)
+            else look_first(prompt, observation, sample)
         )
 
     result = evaluate(
@@ -151,12 +151,12 @@ def test_failed_episodes_count_nowhere_but_by_themselves():
         )
 
 
-def looks_first(prompt, observation, sample):
+def look_first(prompt, observation, sample):
     return f"answer {observation}" if observation else "look"
 
 
-def fails_hard(prompt, observation, sample):
-    return "answer 0" if prompt.startswith("hard") else looks_first(prompt, observation, sample)
+def fail_on_hard(prompt, observation, sample):
+    return "answer 0" if prompt.startswith("hard") else look_first(prompt, observation, sample)
 
 
 REQUESTS = [EpisodeRequest(level, seed) for seed in range(1, 6) for level in ("easy", "hard")]
@@ -219,16 +219,16 @@ def test_draws_share_no_episode_and_end_with_the_pool(caplog):
     excluded = [
         EpisodeRequest("easy", seed) for seed in pool if EpisodeRequest("easy", seed) not in first
     ][:20]
-    seen = {request.seed for request in first + excluded}
+    observed = {request.seed for request in first + excluded}
     for draw in (1, 2, 3):
         requests = draw_heldout_requests(
             environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded
         )
-        assert len(requests) == 20 and not seen & {request.seed for request in requests}
+        assert len(requests) == 20 and not observed & {request.seed for request in requests}
         assert requests == draw_heldout_requests(
             environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded
         )
-        seen |= {request.seed for request in requests}
+        observed |= {request.seed for request in requests}
     with pytest.raises(
         DataError,
         match=r"level 'easy' has 100 held-out episodes, too few for draw 4 of 20 .*: 0 whose question is new",
@@ -249,10 +249,10 @@ def test_differences_are_those_of_the_common_episodes():
 def test_validation_episodes_are_held_out_and_not_reported_on():
     environment, levels = SumEnvironment(), ("easy", "hard")
     reported = draw_heldout_requests(environment, EvaluationSettings(episodes=6), 3)
-    found = draw_validation_requests(environment, len(levels) * 2, levels, 3, reported)
-    assert len(found) == len(set(found)) == len(levels) * 2 and not set(found) & set(reported)
-    assert all(request.seed in environment.seeds_of("heldout", request.level) for request in found)
-    assert found == draw_validation_requests(environment, len(levels) * 2, levels, 3, reported)
+    actual = draw_validation_requests(environment, len(levels) * 2, levels, 3, reported)
+    assert len(actual) == len(set(actual)) == len(levels) * 2 and not set(actual) & set(reported)
+    assert all(request.seed in environment.seeds_of("heldout", request.level) for request in actual)
+    assert actual == draw_validation_requests(environment, len(levels) * 2, levels, 3, reported)
 
 
 def test_validation_needs_episodes_that_are_left():
@@ -271,7 +271,7 @@ def test_validation_needs_episodes_that_are_left():
 
 
 def test_evaluate_by_hand():
-    result = play(fails_hard, REQUESTS)
+    result = play(fail_on_hard, REQUESTS)
     assert result.success_rate == 0.5 and result.reward_mean == 0.5
     assert_allclose(result.interval, wilson_interval(5, 10))
     assert result.by_level["easy"].rate == 1.0 and result.by_level["hard"].rate == 0.0
@@ -295,33 +295,33 @@ def test_misuse_and_truncation_are_counted():
 
 def test_several_samples_give_pass_at_k_and_a_wider_interval():
     def lucky_once(prompt, observation, sample):
-        return looks_first(prompt, observation, sample) if sample == 2 else "answer 0"
+        return look_first(prompt, observation, sample) if sample == 2 else "answer 0"
 
     result = play(lucky_once, REQUESTS, samples=4)
     assert result.success_rate == 0.25 and result.samples == 40 and len(result.episodes) == 10
     assert result.pass_at_k == {1: 0.25, 2: 0.5, 4: 1.0}
     # here whole episodes succeed or fail: 40 samples are worth 10 looks
-    agreeing = play(fails_hard, REQUESTS, samples=4)
+    agreeing = play(fail_on_hard, REQUESTS, samples=4)
     assert_allclose(agreeing.interval, wilson_interval(5, 10))
 
 
 def test_metrics_are_flat_and_named():
-    metrics = play(fails_hard, REQUESTS).metrics()
+    metrics = play(fail_on_hard, REQUESTS).metrics()
     assert metrics["eval/success_rate"] == 0.5 and metrics["eval/success_rate_by_level/hard"] == 0.0
     assert metrics["eval/pass_at_1"] == 0.5 and metrics["eval/episodes"] == 10
     assert all(
         name.startswith("eval/") and isinstance(value, float) for name, value in metrics.items()
     )
-    assert "greedy/success_rate" in play(fails_hard, REQUESTS).metrics("greedy")
+    assert "greedy/success_rate" in play(fail_on_hard, REQUESTS).metrics("greedy")
 
 
 def test_its_text_is_its_numbers_alone():
-    text = repr(play(fails_hard, REQUESTS))
+    text = repr(play(fail_on_hard, REQUESTS))
     assert "success_rate=0.5" in text and "EpisodeResult" not in text and "Trajectory" not in text
 
 
 def test_json_round_trip():
-    result = play(fails_hard, REQUESTS, samples=2)
+    result = play(fail_on_hard, REQUESTS, samples=2)
     back = Evaluation.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False)))
     timed = {"eval/seconds": 0.0, "eval/tokens_per_second": 0.0}  # not kept
     assert (
@@ -338,17 +338,17 @@ def test_json_round_trip():
 
 
 def test_played_again_its_json_is_the_same():
-    first, again = (play(fails_hard, REQUESTS) for _ in range(2))
+    first, again = (play(fail_on_hard, REQUESTS) for _ in range(2))
     again.seconds, again.tokens_per_second = (
         2 * first.seconds,
         first.tokens_per_second / 2,
     )  # on a busier machine
     assert first.to_json() == again.to_json()
-    kept = first.to_json() | {
+    stored = first.to_json() | {
         "seconds": 3.0,
         "tokens_per_second": 7.0,
     }  # as earlier versions wrote it
-    assert Evaluation.from_json(kept).seconds == 3.0
+    assert Evaluation.from_json(stored).seconds == 3.0
 
 
 @pytest.mark.parametrize("row", [{}, {"interval": 3}, {"episodes": []}])
@@ -358,7 +358,7 @@ def test_from_json_refuses(row):
 
 
 def test_compare_is_challenger_minus_champion():
-    better, worse = play(looks_first, REQUESTS), play(fails_hard, REQUESTS)
+    better, worse = play(look_first, REQUESTS), play(fail_on_hard, REQUESTS)
     gain = compare(better, worse, bootstrap_samples=500)
     assert gain.success.difference == 0.5 and gain.success.low > 0 and gain.reward.difference == 0.5
     assert (gain.wins, gain.losses, gain.episodes, gain.unpaired) == (5, 0, 10, 0)
@@ -370,16 +370,16 @@ def test_compare_is_challenger_minus_champion():
 
 
 def test_compare_pairs_by_episode_not_by_position():
-    one, other = play(fails_hard, REQUESTS), play(fails_hard, REQUESTS[::-1])
+    one, other = play(fail_on_hard, REQUESTS), play(fail_on_hard, REQUESTS[::-1])
     result = compare(one, other)
     assert result.success == (0.0, 0.0, 0.0) and result.wins == result.losses == 0
 
 
 def test_compare_on_the_common_episodes():
-    one, other = play(fails_hard, REQUESTS[:6]), play(looks_first, REQUESTS[4:])
+    one, other = play(fail_on_hard, REQUESTS[:6]), play(look_first, REQUESTS[4:])
     assert (compare(one, other).episodes, compare(one, other).unpaired) == (2, 8)
     with pytest.raises(DataError, match="no episode in common"):
-        compare(play(fails_hard, REQUESTS[:2]), play(fails_hard, REQUESTS[2:]))
+        compare(play(fail_on_hard, REQUESTS[:2]), play(fail_on_hard, REQUESTS[2:]))
 
 
 def test_summarize_needs_no_engine():
@@ -407,8 +407,8 @@ def test_summarize_needs_no_engine():
 
 def test_nothing_to_play_is_refused():
     with pytest.raises(DataError):
-        play(looks_first, [])
+        play(look_first, [])
     with pytest.raises(SettingsError):
-        play(looks_first, REQUESTS, samples=0)
+        play(look_first, REQUESTS, samples=0)
     with pytest.raises(DataError):
         summarize_trajectories([])

@@ -21,30 +21,30 @@ from rl_core.types import Rollout, Trajectory, Turn
 MASKS = ([True, True, False, True], [True, False, False, True, True, False, True], [True])
 
 
-def rollouts():
+def build_rollouts():
     draw = torch.Generator().manual_seed(3)
-    made = []
+    created = []
     for number, mask in enumerate(MASKS):
         ids = torch.randint(1, VOCABULARY, (2 + len(mask),), generator=draw).tolist()
         trajectory = Trajectory("fake", "easy", "k", number, "p", "t")
-        made.append(Rollout(ids[:2], ids[2:], list(mask), [0.0] * len(mask), trajectory))
-    return made
+        created.append(Rollout(ids[:2], ids[2:], list(mask), [0.0] * len(mask), trajectory))
+    return created
 
 
-def brute_force(model, reference):
-    """(entropy, KL, turn) at every sampled token, one sequence at a time."""
+def compute_by_brute_force(model, reference):
+    """Compute (entropy, KL, turn) at every sampled token, one sequence at a time."""
     model.eval()
     rows = []
-    for rollout in rollouts():
+    for rollout in build_rollouts():
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
         with torch.no_grad():
             p, q = (torch.log_softmax(m(ids).logits[0].double(), -1) for m in (model, reference))
         turn, before = -1, False
-        for place, sampled in enumerate(rollout.loss_mask):
+        for index, sampled in enumerate(rollout.loss_mask):
             turn += sampled and not before
             before = sampled
             if sampled:
-                here = len(rollout.prompt_ids) + place - 1
+                here = len(rollout.prompt_ids) + index - 1
                 weights = p[here].exp()
                 rows.append(
                     (-(weights * p[here]).sum(), (weights * (p[here] - q[here])).sum(), turn)
@@ -54,27 +54,29 @@ def brute_force(model, reference):
 
 def test_entropy_and_kl_agree_with_brute_force():
     model, other = nano(0), nano(1)
-    found = measure_divergence(model, other, rollouts(), PAD)
-    rows = brute_force(model, other)
+    actual = measure_divergence(model, other, build_rollouts(), PAD)
+    rows = compute_by_brute_force(model, other)
     assert len(rows) == 8
-    assert found.entropy == pytest.approx(sum(h for h, _, _ in rows) / 8, abs=1e-5)
-    assert found.kl == pytest.approx(sum(kl for _, kl, _ in rows) / 8, abs=1e-6) and found.kl > 0
+    assert actual.entropy == pytest.approx(sum(h for h, _, _ in rows) / 8, abs=1e-5)
+    assert actual.kl == pytest.approx(sum(kl for _, kl, _ in rows) / 8, abs=1e-6) and actual.kl > 0
     for turn in range(3):
         chosen = [(h, kl) for h, kl, t in rows if t == turn]
-        assert found.entropy_by_turn[turn] == pytest.approx(
+        assert actual.entropy_by_turn[turn] == pytest.approx(
             sum(h for h, _ in chosen) / len(chosen), abs=1e-5
         )
-        assert found.kl_by_turn[turn] == pytest.approx(
+        assert actual.kl_by_turn[turn] == pytest.approx(
             sum(kl for _, kl in chosen) / len(chosen), abs=1e-6
         )
-    assert len(found.kl_by_turn) == 3
+    assert len(actual.kl_by_turn) == 3
 
 
 def test_kl_from_itself_is_zero_and_of_a_flat_model_entropy_is_log_v():
     model = nano(0)
-    assert measure_divergence(model, nano(0), rollouts(), PAD).kl == pytest.approx(0, abs=1e-7)
+    assert measure_divergence(model, nano(0), build_rollouts(), PAD).kl == pytest.approx(
+        0, abs=1e-7
+    )
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    assert measure_divergence(model, None, rollouts(), PAD).entropy == pytest.approx(
+    assert measure_divergence(model, None, build_rollouts(), PAD).entropy == pytest.approx(
         math.log(VOCABULARY), rel=1e-6
     )
     assert measure_divergence(model, None, [], PAD) is None
@@ -82,21 +84,21 @@ def test_kl_from_itself_is_zero_and_of_a_flat_model_entropy_is_log_v():
 
 def test_distributions_do_not_depend_on_the_chunk_and_hold_the_training_log_probabilities():
     model = nano(0).eval()
-    [batch] = build_batches(rollouts(), 1000, PAD)
-    whole = torch.cat(list(iter_next_token_logprobs(model, batch)))
+    [batch] = build_batches(build_rollouts(), 1000, PAD)
+    full = torch.cat(list(iter_next_token_logprobs(model, batch)))
     assert [len(part) for part in iter_next_token_logprobs(model, batch, chunk_tokens=3)] == [
         3,
         3,
         2,
     ]
     torch.testing.assert_close(
-        torch.cat(list(iter_next_token_logprobs(model, batch, chunk_tokens=3))), whole
+        torch.cat(list(iter_next_token_logprobs(model, batch, chunk_tokens=3))), full
     )
-    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(8))
+    torch.testing.assert_close(full.exp().sum(-1), torch.ones(8))
     targets = batch.input_ids_BS[batch.loss_mask_BS]
     logprobs, _ = completion_logprobs(model, batch)
     torch.testing.assert_close(
-        whole.gather(1, targets[:, None]).squeeze(1), logprobs[batch.loss_mask_BS].detach()
+        full.gather(1, targets[:, None]).squeeze(1), logprobs[batch.loss_mask_BS].detach()
     )
 
 
@@ -109,7 +111,7 @@ def subject():
     return ProbedModel(model, ChatRenderer(tokenizer))
 
 
-def conversation(answer):
+def build_conversation(answer):
     return {
         "messages": [
             {"role": "user", "content": "colour?"},
@@ -119,24 +121,26 @@ def conversation(answer):
 
 
 def test_perplexity_is_that_of_the_sft_trainer(subject):
-    talks = [conversation("answer red"), conversation("zoom 1 2")]
+    talks = [build_conversation("answer red"), build_conversation("zoom 1 2")]
     rows = [subject.renderer.encode_conversation(talk["messages"]) for talk in talks]
     trainer = SFTTrainer(
         subject.model, subject.renderer.pad_id, rows, rows, SFTSettings(packing=False), 0
     )
-    found = probe_model(subject, None, [], talks)
-    assert found.perplexity == pytest.approx(trainer.evaluate()["eval/perplexity"], rel=1e-5)
-    assert found.demonstrations == 2 and found.collect_metrics().keys() == {"perplexity"}
+    actual = probe_model(subject, None, [], talks)
+    assert actual.perplexity == pytest.approx(trainer.evaluate()["eval/perplexity"], rel=1e-5)
+    assert actual.demonstrations == 2 and actual.collect_metrics().keys() == {"perplexity"}
 
 
 def test_what_does_not_fit_the_context_is_passed_over(subject):
-    assert compute_mean_nll(subject, [conversation("x" * 500)]) == (None, 0)
-    nll, count = compute_mean_nll(subject, [conversation("x" * 500), conversation("answer red")])
+    assert compute_mean_nll(subject, [build_conversation("x" * 500)]) == (None, 0)
+    nll, count = compute_mean_nll(
+        subject, [build_conversation("x" * 500), build_conversation("answer red")]
+    )
     assert count == 1 and nll > 0
 
 
 def test_states_and_kl_are_the_first_models(subject):
-    """Coherence is measured with one yardstick for all models; entropy is the model's own."""
+    """Check that coherence is measured with the same model for all; entropy is each model's."""
     other = causal_lm.create_model(
         ModelSettings(preset="nano", context=64, device="cpu"), subject.renderer.tokenizer, 1
     )
@@ -163,9 +167,9 @@ def test_states_and_kl_are_the_first_models(subject):
         for which, model in (("first", first.model), ("own", subject.model))
     }
     assert expected["first"] != pytest.approx(expected["own"], abs=1e-4)
-    found = probe_model(subject, first, played, coherence=narrow)
-    assert found.coherence == pytest.approx(expected["first"], abs=1e-6)
+    actual = probe_model(subject, first, played, coherence=narrow)
+    assert actual.coherence == pytest.approx(expected["first"], abs=1e-6)
     alone = probe_model(subject, None, played, coherence=narrow)
     assert alone.coherence == pytest.approx(expected["own"], abs=1e-6) and alone.kl_to_first == 0.0
     spread = measure_divergence(subject.model, first.model, played, subject.renderer.pad_id)
-    assert (found.entropy, found.kl_to_first) == (spread.entropy, spread.kl) and spread.kl > 0
+    assert (actual.entropy, actual.kl_to_first) == (spread.entropy, spread.kl) and spread.kl > 0

@@ -9,13 +9,13 @@ import rl_core
 from rl_core.analysis import write_trajectories
 
 
-def lines(path, rows):
+def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_metrics_are_one_row_a_step(tmp_path):
-    lines(
+    write_lines(
         tmp_path / "metrics.jsonl",
         [
             {"step": 2, "time": 1, "metrics": {"train/loss": 0.5}},
@@ -42,12 +42,14 @@ def test_rewards_are_one_row_a_rollout(tmp_path):
         "reward": 0.5,
         "masked": False,
     }
-    lines(tmp_path / "rewards.jsonl", [{**row, "rewards": {"task": 1.0, "weighted/task": 0.5}}])
+    write_lines(
+        tmp_path / "rewards.jsonl", [{**row, "rewards": {"task": 1.0, "weighted/task": 0.5}}]
+    )
     frame = rl_core.read_rewards(tmp_path)
     assert frame.iloc[0].to_dict() == {**row, "reward/task": 1.0, "weighted/task": 0.5}
 
 
-def trajectory(seed, action, **options):
+def build_trajectory(seed, action, **options):
     call = rl_core.ToolCall("look", {"x": 1})
     turns = [
         rl_core.Turn("look 1", call, "it is red", num_tokens=3),
@@ -61,8 +63,8 @@ def test_trajectories_are_one_row_an_episode_or_a_turn(tmp_path):
         write_trajectories(
             tmp_path / f"trajectories_{name}.jsonl",
             [
-                trajectory(1, "answer red", row={"n": 7}, rewards={"task": 1.0}),
-                trajectory(2, "answer blue"),
+                build_trajectory(1, "answer red", row={"n": 7}, rewards={"task": 1.0}),
+                build_trajectory(2, "answer blue"),
             ],
         )
     frame = rl_core.read_trajectories(tmp_path)
@@ -91,17 +93,19 @@ def test_trajectories_are_one_row_an_episode_or_a_turn(tmp_path):
 
 def test_an_analysis_is_a_tidy_table(tmp_path):
     path = write_trajectories(
-        tmp_path / "a.jsonl", [trajectory(n, "answer red", success=n < 2) for n in range(4)]
+        tmp_path / "a.jsonl", [build_trajectory(n, "answer red", success=n < 2) for n in range(4)]
     )
     assert path == 4
     settings = rl_core.AnalysisSettings(bootstrap_samples=100)
     result = rl_core.analyze({"a": tmp_path / "a.jsonl"}, tmp_path / "out", settings)
-    assert result.to_frame().loc["a", "success_rate"] == 0.5
+    assert result.frame().loc["a", "success_rate"] == 0.5
     frame = rl_core.read_analysis(tmp_path / "out")
-    found = frame.query(
+    actual = frame.query(
         "model == 'a' and group == 'level' and name == 'easy' and metric == 'success_rate'"
     ).iloc[0]
-    assert (found["value"], found["n"]) == (0.5, 4) and 0 < found["low"] < 0.5 < found["high"] < 1
+    assert (actual["value"], actual["n"]) == (0.5, 4) and 0 < actual["low"] < 0.5 < actual[
+        "high"
+    ] < 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
     def result(stage, key, age, name, rows):
         folder = tmp_path / "stages" / stage / key
         folder.mkdir(parents=True)
-        lines(folder / name, rows)
+        write_lines(folder / name, rows)
         manifest = folder / "manifest.json"
         manifest.write_text("{}")
         os.utime(manifest, (1000 - age, 1000 - age))
@@ -148,10 +152,10 @@ def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
     assert rl_core.read_metrics(tmp_path)["train/loss"].tolist() == [0.25]
     row = {"iteration": 0, "rewards": {"task": 1.0}}
     policy = result("policy", "cc", 0, "metrics.jsonl", loss(0.125))
-    lines(policy / "rewards.jsonl", [row])
-    lines(
+    write_lines(policy / "rewards.jsonl", [row])
+    write_lines(
         policy / "recent_rollouts.jsonl",
-        [{**trajectory(1, "answer red").to_json(), "iteration": 3}],
+        [{**build_trajectory(1, "answer red").to_json(), "iteration": 3}],
     )
     (policy / "metrics_history.json").write_text('{"window": 10}')
     assert rl_core.read_metrics(tmp_path, stage="policy")["train/loss"].tolist() == [0.125]
@@ -160,7 +164,7 @@ def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
     assert rl_core.read_history(tmp_path) == {"window": 10}
     assert rl_core.read_trajectories(tmp_path)["iteration"].tolist() == [3]
     evaluated = result("evaluate", "dd", 0, "summary.json", [])
-    write_trajectories(evaluated / "trajectories_policy.jsonl", [trajectory(1, "answer red")])
+    write_trajectories(evaluated / "trajectories_policy.jsonl", [build_trajectory(1, "answer red")])
     assert rl_core.read_trajectories(tmp_path)["model"].tolist() == [
         "policy"
     ]  # the evaluation's come first

@@ -8,7 +8,7 @@ from tasks.command_hints import format_output_option, format_posttrain_command
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "command"),
     [
         ("outputs", "posttrain sync"),
         ("./outputs/", "posttrain sync"),
@@ -17,9 +17,9 @@ from tasks.command_hints import format_output_option, format_posttrain_command
         ("outputs/demo", "posttrain sync --output outputs/demo"),
     ],
 )
-def test_the_folder_is_named_unless_it_is_the_default(tmp_path, monkeypatch, output, told):
+def test_the_folder_is_named_unless_it_is_the_default(tmp_path, monkeypatch, output, command):
     monkeypatch.chdir(tmp_path)
-    assert format_posttrain_command("sync", Path(output)) == told
+    assert format_posttrain_command("sync", Path(output)) == command
 
 
 def test_the_default_folder_of_another_place_is_named(tmp_path, monkeypatch):

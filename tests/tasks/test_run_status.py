@@ -16,7 +16,7 @@ from tasks.run_status import describe_run_status
         ("RUNNING", {"postponed": "the store did not answer"}, "running"),
         ("FAILED", {"error": "x"}, "failed"),
         ("KILLED", {}, "stopped"),
-        ("KILLED", {"interrupted": "process 3 is gone"}, "killed"),
+        ("KILLED", {"interrupted": "process 3 no longer exists"}, "killed"),
         ("KILLED", {"interrupted": ""}, "stopped"),
         ("odd", {}, "failed"),
     ],

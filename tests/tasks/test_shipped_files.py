@@ -1,4 +1,4 @@
-"""Shipped configs by their bare names, and a user's own files, which come first."""
+"""Shipped configs by their bare names, and a user's files, which take precedence."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def test_a_bare_name_is_the_shipped_config_unless_there_is_a_file_of_that_name(
     assert "demo" in list_config_names()
     assert find_config("demo") == shipped("configs") / "demo.yaml" and find_config("demo").is_file()
     Path("demo").write_text("name: mine\n")
-    assert find_config("demo") == Path("demo")  # the user's own
+    assert find_config("demo") == Path("demo")  # the user's file
 
 
 def test_other_names_stay_as_they_are(tmp_path, monkeypatch):

@@ -16,12 +16,12 @@ from tasks.stage_registry import PipelineStage, register_stage
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Registry that is restored after each test."""
+    """Restore the registry after each test."""
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
     return stage_registry
 
 
-def extra(**changed):
+def build_stage(**changed):
     return PipelineStage(
         **{
             "name": "polish",
@@ -78,8 +78,8 @@ def test_every_task_exists_and_takes_what_it_is_handed(stage):
 
 
 def test_a_stage_takes_its_place_everywhere(registry):
-    register_stage(extra(), before="reward_model")
-    assert registry.policy_stages() == (
+    register_stage(build_stage(), before="reward_model")
+    assert registry.list_policy_stages() == (
         "sft",
         "distill",
         "preference",
@@ -87,30 +87,33 @@ def test_a_stage_takes_its_place_everywhere(registry):
         "policy",
         "thoughts",
     )
-    assert registry.names().index("polish") == registry.names().index("reward_model") - 1
+    assert (
+        registry.list_stage_names().index("polish")
+        == registry.list_stage_names().index("reward_model") - 1
+    )
     assert build_parser().parse_args(["stage", "polish", "x.yaml"]).name == "polish"
     assert build_parser().parse_args(["profile", "x.yaml", "--stage", "polish"]).stage == "polish"
     arrows = {">".join(pair) for pair in _list_arrows(["sft", "polish", "reward_model", "policy"])}
     assert arrows == {"sft>polish", "polish>reward_model", "polish>policy", "reward_model>policy"}
-    register_stage(extra(name="report", gives=None))
-    assert registry.names()[-1] == "report" and "report" in registry.result_stages()
+    register_stage(build_stage(name="report", gives=None))
+    assert registry.list_stage_names()[-1] == "report" and "report" in registry.list_result_stages()
     assert _compute_box_positions(["sft", "report"]) == {"sft": (0.0, 1.0), "report": (2.0, 0.5)}
 
 
 def test_a_wrong_entry_is_refused(registry):
     with pytest.raises(ValueError, match="'sft' is registered already"):
-        register_stage(extra(name="sft"))
+        register_stage(build_stage(name="sft"))
     with pytest.raises(ValueError, match="needs data, which it does not take"):
-        register_stage(extra(needs=("data",)))
+        register_stage(build_stage(needs=("data",)))
     with pytest.raises(
         ValueError, match="no stage 'nowhere' is registered; known: prepare_data, sft"
     ):
-        register_stage(extra(), before="nowhere")
-    assert "polish" not in registry.names()
+        register_stage(build_stage(), before="nowhere")
+    assert "polish" not in registry.list_stage_names()
 
 
-def lists_of_policies(path):
-    """Lines of literals in which two or more stages that train a policy are named side by side."""
+def list_policy_literals(path):
+    """List lines of literals that name two or more policy stages side by side."""
     for node in ast.walk(ast.parse(path.read_text())):
         parts = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
         named = {part.value for part in parts if isinstance(part, ast.Constant)} & set(
@@ -127,4 +130,4 @@ def test_no_other_module_keeps_a_list_of_stages():
         for path in (ROOT / package).rglob("*.py")
     ]
     assert len(modules) > 50
-    assert [f"{path}:{line}" for path in modules for line in lists_of_policies(path)] == []
+    assert [f"{path}:{line}" for path in modules for line in list_policy_literals(path)] == []

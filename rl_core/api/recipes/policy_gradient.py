@@ -191,7 +191,7 @@ def build_distillation_recipe(
         policy,
         None,
         environment,
-        settings.build_policy_settings(),
+        settings.policy(),
         seed,
         evaluator=evaluator,
         record=record,

@@ -83,7 +83,7 @@ def check_models(
     Raises: SettingsError for a KL term without a reference, an unusable reference, a router's loss for a model without
         a router, or a distillation without a teacher.
     """
-    if settings.needs_teacher != (teacher is not None):
+    if settings.is_taught != (teacher is not None):
         raise SettingsError("teacher: a distillation needs one, and no other algorithm takes one")
     if settings.kl_coef > 0 and reference is None:
         raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")

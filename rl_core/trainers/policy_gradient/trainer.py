@@ -179,9 +179,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         check_watched_tools(settings, self._tools)
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # those of the last update, for inspection
-        self._stage_settings = [
-            settings.apply_curriculum_stage(stage) for stage in self.curriculum.stages
-        ]
+        self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]
         self._seeds = TrainingSeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         self._signal_monitor = LearningSignalMonitor()

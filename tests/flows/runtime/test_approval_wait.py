@@ -1,4 +1,4 @@
-"""A run that waits for a person: in its process, suspended as a deployment, and when the champion moved meanwhile."""
+"""A run that waits for a person: in its process, suspended as a deployment, and if the champion changes meanwhile."""
 
 import dataclasses
 import time
@@ -12,7 +12,7 @@ from flows.runtime.run_summary import PipelineResult, format_approval_instructio
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.pipeline.stage_result import StageResult
 
-QUESTION = ApprovalRequest(
+REQUEST = ApprovalRequest(
     name="demo",
     version=2,
     state="waiting",
@@ -27,34 +27,34 @@ QUESTION = ApprovalRequest(
 
 def test_the_terminal_names_the_page_of_the_form_where_a_server_has_one():
     settings = SimpleNamespace(output="outputs", name="demo", tracking=SimpleNamespace(uri=None))
-    served = dataclasses.replace(QUESTION, prefect_api="http://127.0.0.1:4310/api")
+    served = dataclasses.replace(REQUEST, prefect_api="http://127.0.0.1:4310/api")
     lines = format_approval_instructions(settings, served).splitlines()
     assert lines[1] == "form      http://127.0.0.1:4310/runs/flow-run/here" and lines[2].startswith(
         "approve   "
     )
     for api in ("", "https://elsewhere/api/accounts/1/workspaces/2"):
         assert "form" not in format_approval_instructions(
-            settings, dataclasses.replace(QUESTION, prefect_api=api)
+            settings, dataclasses.replace(REQUEST, prefect_api=api)
         )
 
 
 class World:
-    """The tracking store and Prefect, as far as waiting knows them."""
+    """Tracking store and Prefect as far as waiting uses them."""
 
     def __init__(self, monkeypatch, tmp_path):
-        self.request = dataclasses.replace(QUESTION, deadline=time.time() + 60)
+        self.request = dataclasses.replace(REQUEST, deadline=time.time() + 60)
         self.settings = SimpleNamespace(
             output=str(tmp_path), name="demo", experiment="demo", tracking=SimpleNamespace(uri=None)
         )
-        self.outcomes = []  # of answers, in order; [] = what was answered
-        self.forms = []  # what pausing or suspending gives; an exception is raised
-        self.keys, self.said, self.runs = [], [], 0
+        self.outcomes = []  # states of the next answers; [] = as answered
+        self.forms = []  # returned by pausing or suspending; an exception is raised
+        self.keys, self.lines, self.runs = [], [], 0
         self.events = []
         monkeypatch.setattr(waiting, "emit_event", lambda **event: self.events.append(event))
-        for name in ("asked", "answer", "expire"):
+        for name in ("reload_request", "answer_request", "expire_requests"):
             monkeypatch.setattr(waiting, name, getattr(self, name))
         store = SimpleNamespace(
-            run_url=lambda run, tab="": f"http://mlflow/{run}/{tab}" if run else ""
+            build_run_url=lambda run, tab="": f"http://mlflow/{run}/{tab}" if run else ""
         )
         monkeypatch.setattr(waiting, "Tracking", lambda *_: store)
         monkeypatch.setattr(waiting, "pause_flow_run", self.wait_for_signal)
@@ -69,28 +69,30 @@ class World:
             waiting, "flow_run", SimpleNamespace(id=flow_run, parent_flow_run_id=None)
         )
 
-    def asked(self, tracking, request):
+    def reload_request(self, tracking, request):
         return self.request
 
-    def answer(self, tracking, request, *, approve, by, note, in_time=False):
+    def answer_request(self, tracking, request, *, approve, answered_by, note, in_time=False):
         state = self.outcomes.pop(0) if self.outcomes else "approved" if approve else "rejected"
-        self.request = dataclasses.replace(self.request, state=state, by=by, when="then", note=note)
+        self.request = dataclasses.replace(
+            self.request, state=state, by=answered_by, when="then", note=note
+        )
 
-    def expire_results(self, tracking, name):
+    def expire_requests(self, tracking, name):
         self.request = dataclasses.replace(self.request, state="timed out")
         return [self.request]
 
     def wait_for_signal(self, *, wait_for_input, timeout, key, poll_interval=0):
         self.keys.append(key)
-        self.asked_for = wait_for_input
-        form = self.forms.pop(0)
-        if isinstance(form, BaseException):
-            raise form
-        return form
+        self.form_class = wait_for_input
+        make_form = self.forms.pop(0)
+        if isinstance(make_form, BaseException):
+            raise make_form
+        return make_form
 
     def run_once(self):
         self.runs += 1
-        if self.runs > 1:  # compared anew, asked again
+        if self.runs > 1:  # compared again, and requested again
             self.request = dataclasses.replace(
                 self.request, state="waiting", asked=f"run {self.runs}", champion=5
             )
@@ -103,7 +105,7 @@ class World:
         return PipelineResult({"promote": stage}, rows, "url", 1.0, waiting=self.request)
 
     def decide_candidate(self):
-        return waiting.run_with_approval(self.settings, self.run_once, self.said.append)
+        return waiting.run_with_approval(self.settings, self.run_once, self.lines.append)
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def world(monkeypatch, tmp_path):
     return World(monkeypatch, tmp_path)
 
 
-def form(decision="approve"):
+def make_form(decision="approve"):
     return waiting.Approval(decision=decision, reviewer="ada", note="fine")
 
 
@@ -120,7 +122,7 @@ def form(decision="approve"):
     [("approve", "approved", "promoted"), ("reject", "rejected", "rejected")],
 )
 def test_the_form_decides_and_the_result_says_it(world, decision, state, became):
-    world.forms = [form(decision)]
+    world.forms = [make_form(decision)]
     result = world.decide_candidate()
     assert (
         world.request.state == state
@@ -128,10 +130,10 @@ def test_the_form_decides_and_the_result_says_it(world, decision, state, became)
         and world.runs == 1
     )
     assert result.waiting is None and result.results["promote"].summary["decision"] == became
-    assert [row["note"] for row in result.rows] == ["trained", world.request.outcome]
+    assert [row["note"] for row in result.rows] == ["trained", world.request.summary]
     assert (
-        "posttrain approve 'demo · 1' --yes" in world.said[0]
-        and world.said[-1] == f"promote: {world.request.outcome}"
+        "posttrain approve 'demo · 1' --yes" in world.lines[0]
+        and world.lines[-1] == f"promote: {world.request.summary}"
     )
 
 
@@ -141,33 +143,33 @@ def test_the_form_decides_and_the_result_says_it(world, decision, state, became)
 )
 def test_the_form_links_its_evidence(world, run, evidence):
     world.request = dataclasses.replace(world.request, stage_run_id=run)
-    world.forms = [form()]
+    world.forms = [make_form()]
     world.decide_candidate()
-    assert evidence in world.asked_for._description
+    assert evidence in world.form_class._description
 
 
 def test_nothing_to_decide(world):
     world.run_once = lambda: PipelineResult({}, [], "", 1.0)
-    assert world.decide_candidate().waiting is None and world.keys == [] and world.said == []
+    assert world.decide_candidate().waiting is None and world.keys == [] and world.lines == []
 
 
 def test_a_new_champion_runs_it_again_under_another_key(world):
-    world.forms, world.outcomes = [form(), form()], ["superseded"]
+    world.forms, world.outcomes = [make_form(), make_form()], ["superseded"]
     result = world.decide_candidate()
     assert world.runs == 2 and world.request.state == "approved"
     assert len(set(world.keys)) == 2  # Prefect pauses once for each
     assert result.results["promote"].summary["decision"] == "promoted"
 
 
-def test_an_answer_from_elsewhere_ends_the_pause_that_prefect_refuses(world):
-    class Away(Exception):
+def test_an_answer_from_elsewhere_ends_the_pause_if_prefect_fails(world):
+    class Unreachable(Exception):
         pass
 
     def answered_meanwhile(*, key, **_):
         world.request = dataclasses.replace(world.request, state="rejected", by="bob")
-        raise Away("no API")
+        raise Unreachable("no API")
 
-    waiting.pause_flow_run = answered_meanwhile  # the fixture's monkeypatch puts it back
+    waiting.pause_flow_run = answered_meanwhile  # restored by the fixture's monkeypatch
     assert world.decide_candidate().results["promote"].summary["decision"] == "rejected"
     assert world.request.by == "bob"
 
@@ -175,15 +177,15 @@ def test_an_answer_from_elsewhere_ends_the_pause_that_prefect_refuses(world):
 def test_the_deadline_ends_the_wait(world):
     world.request = dataclasses.replace(world.request, deadline=time.time() - 1)
     assert world.decide_candidate().results["promote"].summary["decision"] == "rejected"
-    assert world.keys == [] and "nobody approved it" in world.said[-1]
+    assert world.keys == [] and "nobody approved it" in world.lines[-1]
 
 
 def test_a_deployment_is_suspended_and_comes_back_without_running_again(world, monkeypatch):
     world.deploy(monkeypatch, "deployment")
-    world.forms = [Pause(), form()]
+    world.forms = [Pause(), make_form()]
     with pytest.raises(Pause):
         world.decide_candidate()
-    # behind the last heartbeat, so that nobody takes the run for one whose process is gone
+    # After the last heartbeat, so that the run is not taken for one whose process has died.
     assert world.events == [
         {
             "event": waiting.WAITING_EVENT,
@@ -192,10 +194,10 @@ def test_a_deployment_is_suspended_and_comes_back_without_running_again(world, m
     ]
     world.request = dataclasses.replace(
         world.request, deadline=time.time() - 1
-    )  # a worker was free late
+    )  # a worker was free only later
     result = world.decide_candidate()
     assert world.runs == 1 and world.request.state == "approved" and result.waiting is None
-    assert result.rows[1]["note"] == world.request.outcome and world.keys[0] == world.keys[1]
+    assert result.rows[1]["note"] == world.request.summary and world.keys[0] == world.keys[1]
     assert list(waiting.Path(world.settings.output).rglob("*.json")) == []
 
 

@@ -50,21 +50,24 @@ def test_the_reward_model_points_at_who_asks_it(uses, end):
 
 
 def test_columns_follow_from_the_stages_that_ran():
-    places = _compute_box_positions(
+    positions = _compute_box_positions(
         ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"]
     )
-    assert places["sft"] == (1.0, 1.0) and places["reward_model"] == (pytest.approx(1.55), 0.0)
-    assert places["policy"] == (pytest.approx(2.3), 1.0) and places["promote"] == (
+    assert positions["sft"] == (1.0, 1.0) and positions["reward_model"] == (
+        pytest.approx(1.55),
+        0.0,
+    )
+    assert positions["policy"] == (pytest.approx(2.3), 1.0) and positions["promote"] == (
         pytest.approx(4.3),
         0.0,
     )
     assert _compute_box_positions(["prepare_data", "sft", "policy"])["policy"] == (2.0, 1.0)
     assert _compute_box_positions(["sft", "preference", "thoughts"])["thoughts"] == (2.0, 1.0)
-    assert len(set(places.values())) == len(places)
+    assert len(set(positions.values())) == len(positions)
 
 
 def test_no_box_covers_another_whatever_ran():
-    """The reward model's covered that of the data without SFT, and the evaluation's without a policy."""
+    """Check all sets of stages: the reward model once covered the data without SFT, and the evaluation."""
     names = [
         "prepare_data",
         "sft",
@@ -79,27 +82,27 @@ def test_no_box_covers_another_whatever_ran():
         itertools.combinations(names, count) for count in range(2, 9)
     ):
         _, centres = _compute_pixel_layout(_compute_box_positions(present))
-        for one, other in itertools.combinations(present, 2):
-            apart = [abs(a - b) for a, b in zip(centres[one], centres[other], strict=True)]
-            assert apart[0] >= _BOX_PIXELS[0] or apart[1] >= _BOX_PIXELS[1], (present, one, other)
+        for first, other in itertools.combinations(present, 2):
+            apart = [abs(a - b) for a, b in zip(centres[first], centres[other], strict=True)]
+            assert apart[0] >= _BOX_PIXELS[0] or apart[1] >= _BOX_PIXELS[1], (present, first, other)
 
 
-def row(stage, *, cached=False, **numbers):
+def make_row(stage, *, cached=False, **numbers):
     return {"stage": stage, "cached": cached, "seconds": 3.0, **numbers}
 
 
 def test_the_figure_has_a_box_for_each_stage_in_the_colour_of_how_it_came_about(tmp_path):
     rows = [
-        row("prepare_data", cached=True),
-        row("sft", success=0.5),
-        row("policy", success=1.0),
+        make_row("prepare_data", cached=True),
+        make_row("sft", success=0.5),
+        make_row("policy", success=1.0),
         {"stage": "other"},
     ]
     pixels = np.asarray(
         Image.open(draw_pipeline_figure(rows, tmp_path / "run.png", "demo: 12 s")).convert("RGB")
     )
     size, centres = _compute_pixel_layout(
-        _compute_box_positions([one["stage"] for one in rows[:3]])
+        _compute_box_positions([row["stage"] for row in rows[:3]])
     )
     assert pixels.shape == (size[1], size[0], 3) and size == (
         810,
@@ -108,7 +111,7 @@ def test_the_figure_has_a_box_for_each_stage_in_the_colour_of_how_it_came_about(
 
     def colour(name):
         x, y = centres[name]
-        return tuple(pixels[round(y) - 10, round(x) - 95])  # within the box, beside its texts
+        return tuple(pixels[round(y) - 10, round(x) - 95])  # within the box, next to its text
 
     assert colour("prepare_data") == (0xEE, 0xEE, 0xEE)
     assert colour("sft") == colour("policy") == (0xD7, 0xE8, 0xF7)
@@ -125,15 +128,15 @@ def test_the_figure_has_a_box_for_each_stage_in_the_colour_of_how_it_came_about(
         ].any()  # its numbers
 
 
-@pytest.mark.parametrize("own", ["judge_answers_by_their_rubric", "s" * 60, "评估_" * 15])
-def test_the_name_of_a_stage_of_ones_own_stays_in_its_box(tmp_path, monkeypatch, own):
+@pytest.mark.parametrize("name", ["judge_answers_by_their_rubric", "s" * 60, "评估_" * 15])
+def test_the_name_of_a_custom_stage_stays_in_its_box(tmp_path, monkeypatch, name):
     monkeypatch.setattr(
-        pipeline_figure, "list_stage_names", lambda: ("prepare_data", "reward_model", own)
+        pipeline_figure, "list_stage_names", lambda: ("prepare_data", "reward_model", name)
     )
-    path = draw_pipeline_figure([row("prepare_data"), row(own)], tmp_path / "run.png")
+    path = draw_pipeline_figure([make_row("prepare_data"), make_row(name)], tmp_path / "run.png")
     dark = np.asarray(Image.open(path).convert("RGB")).max(axis=2) < 60
-    _, centres = _compute_pixel_layout(_compute_box_positions(["prepare_data", own]))
-    x, y = (round(value) for value in centres[own])
+    _, centres = _compute_pixel_layout(_compute_box_positions(["prepare_data", name]))
+    x, y = (round(value) for value in centres[name])
     (columns,) = dark[y - 46 : y - 26].any(axis=0).nonzero()
     columns = columns[columns > x - _BOX_PIXELS[0]]  # of this box's name
     assert x - 100 <= columns.min() < x - 60 and x + 60 < columns.max() <= x + 100

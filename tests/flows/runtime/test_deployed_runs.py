@@ -19,7 +19,7 @@ DECLARED = {
 
 @pytest.fixture
 def declares(monkeypatch):
-    """Stands for a deployment that declares these parameters, and runs one with others."""
+    """Return a function that runs a deployment which declares these parameters, with other parameters."""
     monkeypatch.delenv("POSTTRAIN_RUNS_MAY_CHANGE", raising=False)
 
     def run(settings, overrides=None, declared=DECLARED, declared_overrides=None):

@@ -32,7 +32,7 @@ def nothing_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_password_is_made_once_and_kept_for_its_owner_alone(tmp_path, monkeypatch):
+def test_the_password_is_created_once_and_readable_by_its_owner_only(tmp_path, monkeypatch):
     first = load_or_create_password(tmp_path)
     user, _, secret = first.partition(":")
     assert user == "posttrain" and len(secret) == 32 and load_or_create_password(tmp_path) == first
@@ -41,7 +41,7 @@ def test_the_password_is_made_once_and_kept_for_its_owner_alone(tmp_path, monkey
     assert load_or_create_password(tmp_path / "other") != first
     (tmp_path / "prefect" / "password").write_text(
         ""
-    )  # a power cut: an empty password would let everybody in
+    )  # after a power cut: an empty password would admit everybody
     assert (
         len(load_or_create_password(tmp_path)) > 40 and load_or_create_password(tmp_path) != first
     )
@@ -50,8 +50,8 @@ def test_the_password_is_made_once_and_kept_for_its_owner_alone(tmp_path, monkey
     assert load_or_create_password(tmp_path) == "me:mine"
 
 
-def status_of(headers: list[tuple[str, str]], kind: str = "http") -> int:
-    """Answer to one request: what the application behind the check says (200), or the refusal."""
+def request_status(headers: list[tuple[str, str]], kind: str = "http") -> int:
+    """Return the answer to one request: 200 from the application behind the check, or the refusal."""
     sent = []
 
     async def app(scope, receive, send):
@@ -96,33 +96,37 @@ def status_of(headers: list[tuple[str, str]], kind: str = "http") -> int:
         ("", None, 403),
     ],
 )
-def test_only_own_hosts_and_origins_are_answered(host, origin, status):
+def test_only_local_hosts_and_origins_are_answered(host, origin, status):
     headers = [("host", host), *([("origin", origin)] if origin is not None else [])]
-    assert status_of(headers) == status
-    assert status_of(headers, "websocket") == (200 if status == 200 else 1008)
+    assert request_status(headers) == status
+    assert request_status(headers, "websocket") == (200 if status == 200 else 1008)
 
 
 def test_two_hosts_or_none_are_refused():
-    assert status_of([]) == 403
-    assert status_of([("host", "127.0.0.1:4200"), ("host", "evil.example")]) == 403
+    assert request_status([]) == 403
+    assert request_status([("host", "127.0.0.1:4200"), ("host", "evil.example")]) == 403
     twice = [("origin", "http://localhost:1"), ("origin", "http://evil.example")]
-    assert status_of([("host", "localhost:1"), *twice]) == 403
+    assert request_status([("host", "localhost:1"), *twice]) == 403
 
 
 def test_the_servers_of_up_get_a_password_and_no_command_shows_it(tmp_path):
     options = ServerOptions(prefect_port=4567, mlflow_port=5678)
     mlflow, prefect, worker = build_service_specs(tmp_path, options, DatabaseAddresses("", ""))
-    word = load_or_create_password(tmp_path)
-    assert prefect.environment["PREFECT_SERVER_API_AUTH_STRING"] == word
+    password = load_or_create_password(tmp_path)
+    assert prefect.environment["PREFECT_SERVER_API_AUTH_STRING"] == password
     origins = "http://127.0.0.1:4567,http://localhost:4567,http://[::1]:4567"
     assert prefect.environment["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == origins
     assert prefect.command[1:5] == ("-m", "flows.runtime.prefect_access", "server", "start")
-    place = mlflow.command.index("--cors-allowed-origins")
-    assert mlflow.command[place + 1] == origins.replace("4567", "5678")
-    assert worker.environment["PREFECT_API_AUTH_STRING"] == word
-    assert build_client_environment(tmp_path, "x", options, "")["PREFECT_API_AUTH_STRING"] == word
+    index = mlflow.command.index("--cors-allowed-origins")
+    assert mlflow.command[index + 1] == origins.replace("4567", "5678")
+    assert worker.environment["PREFECT_API_AUTH_STRING"] == password
+    assert (
+        build_client_environment(tmp_path, "x", options, "")["PREFECT_API_AUTH_STRING"] == password
+    )
     assert not [name for name in mlflow.environment if name.endswith("AUTH_STRING")]
-    assert not [part for spec in (mlflow, prefect, worker) for part in spec.command if word in part]
+    assert not [
+        part for spec in (mlflow, prefect, worker) for part in spec.command if password in part
+    ]
 
 
 def test_the_pages_of_ui_are_started_with_it(tmp_path, monkeypatch):
@@ -164,21 +168,21 @@ def answer(path, **headers):
 
 with apply_prefect_defaults():
     embedded_server.start_embedded_server()
-    embedded_server.start_embedded_server()  # it runs already
+    embedded_server.start_embedded_server()  # it is running
     from prefect.client.orchestration import get_client
     from prefect.settings import get_current_settings
-    with embedded_server.embedded_address(), get_client(sync_client=True) as client:
+    with embedded_server.use_embedded_address(), get_client(sync_client=True) as client:
         mine = len(client.read_flows())
-        assert embedded_server.other_address() == ""
+        assert embedded_server.read_external_address() == ""
         beats = [get_current_settings().flows.heartbeat_frequency]
-    assert [*beats, get_current_settings().flows.heartbeat_frequency] == [None, 30], "nobody waits for them here"
-    assert "prefect.server.api.server" not in sys.modules, "seconds of every start"
-    found = [answer("/health"), answer("/admin/version"), answer("/health", Origin="http://evil.example"),
-             answer("/health", Host="evil.example")]
+    assert [*beats, get_current_settings().flows.heartbeat_frequency] == [None, 30], "no heartbeats here"
+    assert "prefect.server.api.server" not in sys.modules, "it would take seconds of every start"
+    statuses = [answer("/health"), answer("/admin/version"), answer("/health", Origin="http://evil.example"),
+                answer("/health", Host="evil.example")]
     process = embedded_server._server.process
     embedded_server.stop_embedded_server()
     assert process.poll() is not None and embedded_server._server is None
-print(json.dumps([mine, *found]))
+print(json.dumps([mine, *statuses]))
 """
 
 

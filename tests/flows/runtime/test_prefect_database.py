@@ -1,4 +1,4 @@
-"""Tables of Prefect's database, kept and copied: no rows of anybody, never over a database that is there."""
+"""Tables of Prefect's database, cached and copied: without rows, and never over an existing database."""
 
 import errno
 import os
@@ -26,15 +26,15 @@ def cache(tmp_path, monkeypatch):
 def test_a_new_home_starts_from_the_tables_without_the_rows(tmp_path, cache):
     migrated(tmp_path / "one", "secret")
     assert cache_tables(tmp_path / "one", {}) and copy_cached_tables(tmp_path / "two", {})
-    (kept,) = cache.iterdir()
-    for path in (kept, tmp_path / "two/prefect.db"):
+    (cached,) = cache.iterdir()
+    for path in (cached, tmp_path / "two/prefect.db"):
         assert rows(path, "flow") == [] and rows(path, "alembic_version") == ["abc"]
         assert b"secret" not in path.read_bytes()
     assert rows(tmp_path / "one/prefect.db", "flow") == ["secret"]
     assert os.listdir(tmp_path / "two") == ["prefect.db"]
 
 
-def test_nothing_is_done_twice_or_over_what_is_there(tmp_path, cache):
+def test_nothing_is_repeated_or_overwritten(tmp_path, cache):
     migrated(tmp_path / "one")
     assert cache_tables(tmp_path / "one", {}) and not cache_tables(tmp_path / "one", {})
     migrated(tmp_path / "two", "mine")
@@ -43,19 +43,19 @@ def test_nothing_is_done_twice_or_over_what_is_there(tmp_path, cache):
     ) == ["mine"]
 
 
-def test_a_server_looks_for_migrations_unless_its_database_has_the_number_of_the_kept_tables(
+def test_a_server_looks_for_migrations_unless_its_database_matches_the_cached_tables(
     tmp_path,
 ):
-    opened_as_it_is = {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
+    no_migration = {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
     path = migrated(tmp_path / "one")
     assert (
         build_migration_environment(tmp_path / "one", {}) == {}
-    )  # nothing is kept that would tell the newest number
+    )  # no cached tables tell the newest number
     cache_tables(tmp_path / "one", {})
-    assert build_migration_environment(tmp_path / "one", {}) == opened_as_it_is
+    assert build_migration_environment(tmp_path / "one", {}) == no_migration
     assert build_migration_environment(tmp_path / "two", {}) == {}  # no database
     copy_cached_tables(tmp_path / "two", {})
-    assert build_migration_environment(tmp_path / "two", {}) == opened_as_it_is
+    assert build_migration_environment(tmp_path / "two", {}) == no_migration
     elsewhere = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql://me@db/x"}
     assert build_migration_environment(tmp_path / "one", elsewhere) == {}
     with closing(sqlite3.connect(path)) as database:
@@ -82,12 +82,12 @@ def test_a_database_that_another_run_makes_meanwhile_stays(tmp_path, monkeypatch
     assert cache_tables(tmp_path / "one", {})
     theirs, sync = migrated(tmp_path / "theirs", "theirs"), atomic_files.fsync_path
 
-    def made_meanwhile(path):
+    def create_meanwhile(path):
         if path.parent == tmp_path / "two":
             theirs.replace(tmp_path / "two/prefect.db")
         sync(path)
 
-    monkeypatch.setattr(atomic_files, "fsync_path", made_meanwhile)
+    monkeypatch.setattr(atomic_files, "fsync_path", create_meanwhile)
     assert not copy_cached_tables(tmp_path / "two", {})
     assert rows(tmp_path / "two/prefect.db", "flow") == ["theirs"] and os.listdir(
         tmp_path / "two"
@@ -95,11 +95,11 @@ def test_a_database_that_another_run_makes_meanwhile_stays(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("content", [b"", b"no database at all", b"SQLite format 3\0" + b"x" * 500])
-def test_kept_tables_that_are_damaged_are_passed_over(tmp_path, cache, content):
+def test_damaged_cached_tables_are_ignored(tmp_path, cache, content):
     migrated(tmp_path / "one")
     cache_tables(tmp_path / "one", {})
-    (kept,) = cache.iterdir()
-    kept.write_bytes(content)
+    (cached,) = cache.iterdir()
+    cached.write_bytes(content)
     assert (
         not copy_cached_tables(tmp_path / "two", {}) and not (tmp_path / "two/prefect.db").exists()
     )
@@ -113,16 +113,15 @@ def test_a_user_without_a_cache_does_without(tmp_path, monkeypatch):
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):
-    """A file size limit left a temporary in each output folder."""
-
+    """Remove a partial copy: a file size limit once left a temporary file in each output folder."""
     migrated(tmp_path / "one")
     assert cache_tables(tmp_path / "one", {})
 
-    def part(source, target):
+    def copy_partly(source, target):
         target.write_bytes(source.read_bytes()[:100])
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr(shutil, "copyfile", part)
+    monkeypatch.setattr(shutil, "copyfile", copy_partly)
     home = tmp_path / "home"
     assert not copy_cached_tables(home, {})
     assert list(home.iterdir()) == []

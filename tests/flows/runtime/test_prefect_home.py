@@ -24,7 +24,7 @@ print(sorted(extra), levels, before == dict(os.environ))
 """
 
 
-def run(**environment):
+def run_script(**environment):
     variables = {
         "PATH": "/usr/bin:/bin",
         "HOME": environment.pop("home"),
@@ -40,19 +40,19 @@ def run(**environment):
 
 def test_the_console_is_quiet_and_the_environment_stays(tmp_path):
     assert (
-        run(home=str(tmp_path))
+        run_script(home=str(tmp_path))
         == "['flows', 'posttrain', 'rl_core', 'tasks'] {'PrefectConsoleHandler': 50} True"
     )
 
 
 def test_a_level_that_the_user_has_set_stays(tmp_path):
-    assert "'PrefectConsoleHandler': 10" in run(
+    assert "'PrefectConsoleHandler': 10" in run_script(
         home=str(tmp_path), PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="DEBUG"
     )
 
 
-def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
-    """The server's database could not be made, and the run waited 120 s for it."""
+def test_a_full_disk_is_reported_immediately(tmp_path, monkeypatch):
+    """Refuse at the start: the server's database could not be created, and the run waited 120 s for it."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2_000_000))
     with pytest.raises(
@@ -63,8 +63,8 @@ def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
     assert embedded_server._refuse_full_disk(tmp_path) is None
 
 
-def test_a_file_size_limit_is_said_at_once(tmp_path, monkeypatch):
-    """As above: with `ulimit -f 300` the server did not come up, and did not end either."""
+def test_a_file_size_limit_is_reported_immediately(tmp_path, monkeypatch):
+    """Refuse at the start: with `ulimit -f 300` the server neither started nor ended."""
     limits = {"soft": 300 * 1024}
     monkeypatch.setattr(
         resource, "getrlimit", lambda kind: (limits["soft"], resource.RLIM_INFINITY)
@@ -80,16 +80,16 @@ def test_a_file_size_limit_is_said_at_once(tmp_path, monkeypatch):
     assert embedded_server._refuse_full_disk(tmp_path) is None
 
 
-def test_the_client_s_waits_and_pings_are_not_drawn_from_the_generator_of_the_user_s_code(
+def test_waits_and_pings_of_the_client_do_not_use_the_global_generator(
     monkeypatch,
 ):
-    """A reward that draws from `random` gave other numbers after each ping of the client's connection."""
+    """Keep `random` for user code: a reward drew other numbers after each ping of the client's connection."""
     modules = [importlib.import_module(name) for name in prefect_home._RANDOM_CONSUMERS]
     for module in modules:
         monkeypatch.setattr(module, "random", random)
     math, client, connection = modules
 
-    def drawn():
+    def draw_after_client():
         random.seed(0)
         math.poisson_interval(1.0)
         next(client.backoff())
@@ -98,6 +98,6 @@ def test_the_client_s_waits_and_pings_are_not_drawn_from_the_generator_of_the_us
 
     random.seed(0)
     first = random.random()
-    assert drawn() != first
+    assert draw_after_client() != first
     prefect_home.isolate_random_generator()
-    assert drawn() == first
+    assert draw_after_client() == first

@@ -1,4 +1,4 @@
-"""Time left of a stage and of a run, and the lines and bars that tell it."""
+"""Remaining time of a stage and of a run, and the lines and bars that show it."""
 
 import io
 import json
@@ -18,37 +18,39 @@ class Clock:
         return self.now
 
 
-def test_time_left_is_that_of_the_speed_since_the_stage_went_on():
+def test_remaining_time_uses_the_speed_since_the_stage_resumed():
     clock = Clock()
-    left = RemainingTimeEstimator(["sft", "policy", "evaluate"], {"evaluate": 30.0}, clock)
-    left.observe_progress("policy", 40, 100)  # resumed in the middle
+    estimator = RemainingTimeEstimator(["sft", "policy", "evaluate"], {"evaluate": 30.0}, clock)
+    estimator.observe_progress("policy", 40, 100)  # resumed in the middle
     clock.now = 10.0
-    assert left.estimate_stage_seconds("policy", 60, 100) == 20.0  # 20 in 10 s, 40 are left
-    assert left.estimate_run_seconds("policy", 60, 100) == 50.0
-    assert left.estimate_stage_seconds("policy", 100, 100) == 0.0
-    assert left.estimate_stage_seconds("policy", 41, 100) is None  # one in a hundred says little
-    left.observe_progress("sft", 0, 100)
+    assert estimator.estimate_stage_seconds("policy", 60, 100) == 20.0  # 20 in 10 s, 40 are left
+    assert estimator.estimate_run_seconds("policy", 60, 100) == 50.0
+    assert estimator.estimate_stage_seconds("policy", 100, 100) == 0.0
+    assert (
+        estimator.estimate_stage_seconds("policy", 41, 100) is None
+    )  # one in a hundred is too few
+    estimator.observe_progress("sft", 0, 100)
     clock.now = 20.0
-    assert left.estimate_stage_seconds("sft", 50, 100) == 10.0
+    assert estimator.estimate_stage_seconds("sft", 50, 100) == 10.0
     assert (
-        left.estimate_run_seconds("sft", 50, 100) is None
-    )  # nobody knows how long the policy takes
+        estimator.estimate_run_seconds("sft", 50, 100) is None
+    )  # the duration of the policy stage is unknown
     assert (
-        left.format_stage_position("policy"),
-        left.format_stage_position("own"),
-        left.estimate_stage_seconds("own", 1, 2),
+        estimator.format_stage_position("policy"),
+        estimator.format_stage_position("custom"),
+        estimator.estimate_stage_seconds("custom", 1, 2),
     ) == ("2/3", "", None)
 
 
 def test_a_stage_that_counts_something_else_has_a_new_speed():
     clock = Clock()
-    left = RemainingTimeEstimator(["reward_model"], clock=clock)
-    left.observe_progress("reward_model", 0, 6000)  # pairs
+    estimator = RemainingTimeEstimator(["reward_model"], clock=clock)
+    estimator.observe_progress("reward_model", 0, 6000)  # pairs
     clock.now = 100.0
-    left.observe_progress("reward_model", 0, 300)  # steps
+    estimator.observe_progress("reward_model", 0, 300)  # steps
     clock.now = 110.0
-    left.observe_progress("reward_model", 100, 300)
-    assert left.estimate_stage_seconds("reward_model", 100, 300) == 20.0
+    estimator.observe_progress("reward_model", 100, 300)
+    assert estimator.estimate_stage_seconds("reward_model", 100, 300) == 20.0
 
 
 def test_seconds_of_earlier_runs_are_those_of_the_newest_folder(tmp_path):
@@ -62,11 +64,11 @@ def test_seconds_of_earlier_runs_are_those_of_the_newest_folder(tmp_path):
     assert read_earlier_seconds(tmp_path, ["sft", "policy", "promote"]) == {"sft": 7.0}
 
 
-def printed(*, terminal: bool, width: int = 80) -> str:
+def print_progress(*, terminal: bool, width: int = 80) -> str:
     text, clock = io.StringIO(), Clock()
-    left = RemainingTimeEstimator(["sft", "policy"], {"policy": 90.0}, clock)
+    estimator = RemainingTimeEstimator(["sft", "policy"], {"policy": 90.0}, clock)
     console = Console(file=text, force_terminal=terminal, width=width, no_color=True)
-    with ProgressDisplay(console=console, time_left=left) as display:
+    with ProgressDisplay(console=console, time_left=estimator) as display:
         display("sft", 0, 100, "loss 2")
         clock.now = 20.0
         display._last_line_at.clear()
@@ -77,7 +79,7 @@ def printed(*, terminal: bool, width: int = 80) -> str:
 
 
 def test_lines_without_a_terminal_name_place_progress_time_and_numbers():
-    assert printed(terminal=False).splitlines() == [
+    assert print_progress(terminal=False).splitlines() == [
         "stage 1/2 sft: 0/100 · loss 2",
         "stage 1/2 sft: 50/100 · 20 s left, run 2 min · loss 1",
     ]
@@ -87,14 +89,14 @@ def test_lines_without_a_terminal_name_place_progress_time_and_numbers():
 def test_a_bar_stays_on_one_line_of_the_terminal(width):
     lines = [
         line
-        for line in printed(terminal=True, width=width).replace("\r", "\n").split("\n")
+        for line in print_progress(terminal=True, width=width).replace("\r", "\n").split("\n")
         if "stage 1/2" in line
     ]
     assert lines and all(len(line.partition("stage")[2]) <= width + 20 for line in lines)
     assert ("run 2 min" in lines[-1]) == (width > 60)
 
 
-def test_the_numbers_that_matter_are_told_in_their_order():
+def test_the_important_numbers_are_shown_in_order():
     from rl_core.training.loop import format_headline
 
     metrics = {
@@ -116,19 +118,21 @@ def test_the_numbers_that_matter_are_told_in_their_order():
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_what_is_said_in_a_quiet_run_does_not_stand_in_what_a_program_reads(capsys, quiet):
-    """`profile --json` began with "policy runs anew ..."."""
+def test_announcements_of_a_quiet_run_go_to_stderr(capsys, quiet):
+    """Keep stdout for programs: `profile --json` once began with an announcement."""
     with ProgressDisplay(quiet=quiet) as display:
-        logging.getLogger("tasks.x").info("policy runs anew", extra={"for_people": True})
+        logging.getLogger("tasks.x").info("policy runs again", extra={"for_people": True})
         logging.getLogger("rl_core.x").warning("slow")
         display.print_announcement("approve it")
-    told = capsys.readouterr()
-    said, silent = (told.err, told.out) if quiet else (told.out, told.err)
-    assert said.splitlines() == ["policy runs anew", "warning: slow", "approve it"] and silent == ""
+    streams = capsys.readouterr()
+    output, empty = (streams.err, streams.out) if quiet else (streams.out, streams.err)
+    assert (
+        output.splitlines() == ["policy runs again", "warning: slow", "approve it"] and empty == ""
+    )
 
 
 @pytest.mark.parametrize(("terminal", "lines"), [(False, 1), (True, 3)])
-def test_a_warning_is_whole_in_a_pipe_and_breaks_no_path_of_a_terminal(terminal, lines):
+def test_a_warning_is_unwrapped_in_a_pipe_and_breaks_no_path_in_a_terminal(terminal, lines):
     out = io.StringIO()
     path = "/data/" + "long/" * 18 + "d977d5e8ca8fda5f.tracking"
     with ProgressDisplay(console=Console(file=out, width=80, force_terminal=terminal), quiet=True):
@@ -144,8 +148,8 @@ def test_texts_of_environments_and_models_cannot_move_the_cursor():
         logging.getLogger("rl_core").warning("the environment said \x1b[2J")
         logging.getLogger("tasks").info("for people \x1b]0;x\x07", extra={"for_people": True})
         display.print_announcement("asked \x1b[1A")
-    said = out.getvalue()
-    assert "\x1b" not in said and "\x07" not in said
+    text = out.getvalue()
+    assert "\x1b" not in text and "\x07" not in text
     assert all(
-        text in said for text in ("said \\x1b[2J", "people \\x1b]0;x\\x07", "asked \\x1b[1A")
+        part in text for part in ("said \\x1b[2J", "people \\x1b]0;x\\x07", "asked \\x1b[1A")
     )

@@ -1,4 +1,4 @@
-"""Imports of a command without garbage collection, and what is left out of later ones: of commands alone, once."""
+"""Imports of a command without garbage collection, frozen once and only for commands."""
 
 import gc
 import subprocess
@@ -11,7 +11,7 @@ from flows.runtime.import_setup import freeze_imported_objects, pause_garbage_co
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_collection_is_as_before_afterwards_also_after_an_error(collects):
+def test_collection_is_restored_even_after_an_error(collects):
     before = gc.isenabled()
     (gc.enable if collects else gc.disable)()
     try:
@@ -23,18 +23,18 @@ def test_collection_is_as_before_afterwards_also_after_an_error(collects):
         (gc.enable if before else gc.disable)()
 
 
-def test_what_a_command_imports_is_frozen_once_and_nothing_of_other_processes():
+def test_imports_of_a_command_are_frozen_once_and_those_of_other_processes_never():
     script = """
 import gc
 from flows.runtime.import_setup import freeze_imported_objects, pause_garbage_collection
-def frozen(of_command):
-    with pause_garbage_collection(of_command=of_command):
-        kept = [[number] for number in range(1000)]
+def count_frozen(is_command):
+    with pause_garbage_collection(is_command=is_command):
+        objects = [[number] for number in range(1000)]
         freeze_imported_objects()
     return gc.get_freeze_count()
-own = frozen(False)
-first = frozen(True)
-print(own, first > 1000, frozen(True) <= first)
+library = count_frozen(False)
+first = count_frozen(True)
+print(library, first > 1000, count_frozen(True) <= first)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
@@ -42,7 +42,7 @@ print(own, first > 1000, frozen(True) <= first)
     assert done.stdout.split() == ["0", "True", "True"]
 
 
-def test_nothing_is_frozen_where_no_command_began():
+def test_nothing_is_frozen_without_a_command():
     before = gc.get_freeze_count()
     with pause_garbage_collection():
         freeze_imported_objects()

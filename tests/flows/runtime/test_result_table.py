@@ -1,4 +1,4 @@
-"""The table at the end of a run: names of the user's are text, not rich's markup."""
+"""Table at the end of a run: names of the user are text, not rich's markup."""
 
 from types import SimpleNamespace
 
@@ -30,54 +30,58 @@ def test_the_command_for_the_pages_names_the_output_folder(monkeypatch, tmp_path
     assert f"Pages       posttrain ui --output '{tmp_path}/my runs'    starts" in text
 
 
-@pytest.mark.parametrize(("knows", "rate"), [(True, "25.0% [10.0%, 50.0%]"), (False, "")])
-def test_a_success_that_nobody_knows_is_not_shown(knows, rate):
-    found = {
+@pytest.mark.parametrize(("knows_success", "rate"), [(True, "25.0% [10.0%, 50.0%]"), (False, "")])
+def test_an_unknown_success_is_not_shown(knows_success, rate):
+    evaluation = {
         "success": 0.25,
         "success_low": 0.1,
         "success_high": 0.5,
         "reward": 0.75,
-        "knows_success": knows,
+        "knows_success": knows_success,
         "tokens_per_second": 9.0,
     }
     stages = {
         name: SimpleNamespace(summary={"note": name}, seconds=1.0, cached=False, run_id="")
         for name in ("sft", "evaluate")
     }
-    stages["evaluate"].summary["models"] = {"sft": found}
+    stages["evaluate"].summary["models"] = {"sft": evaluation}
     run = SimpleNamespace(
-        results=stages, postponed="", settings=SimpleNamespace(stages=SimpleNamespace(policy=None))
+        results=stages,
+        postponed_reason="",
+        settings=SimpleNamespace(stages=SimpleNamespace(policy=None)),
     )
     rows = build_result_rows(run)
-    assert rows[0]["reward"] == 0.75 and ("success" in rows[0]) == knows
+    assert rows[0]["reward"] == 0.75 and ("success" in rows[0]) == knows_success
     (line,) = [
         line
         for line in format_result_table(rows, "", {}, 90).splitlines()
         if line.startswith("│sft")
     ]
-    assert "0.750" in line and (rate in line) and ("%" in line) == knows
-    assert format_headline(rows) == (f"sft {rate}" if knows else "evaluate")
+    assert "0.750" in line and (rate in line) and ("%" in line) == knows_success
+    assert format_headline(rows) == (f"sft {rate}" if knows_success else "evaluate")
 
 
-def evaluated(*names):
-    """A run of an evaluation of models that no stage of it made, one of them by an alias."""
-    found = {
+def make_evaluation_run(*names):
+    """Return a run of an evaluation of models that no stage of it trained, one of them by an alias."""
+    evaluation = {
         "success": 0.5,
         "success_low": 0.25,
         "success_high": 0.75,
         "reward": 0.4,
         "tokens_per_second": 9.0,
     }
-    summary = {"note": "played", "models": dict.fromkeys(names, found)}
+    summary = {"note": "played", "models": dict.fromkeys(names, evaluation)}
     result = SimpleNamespace(summary=summary, seconds=2.0, cached=False, run_id="r")
     return SimpleNamespace(
         results={"evaluate": result},
-        postponed="",
+        postponed_reason="",
         settings=SimpleNamespace(stages=SimpleNamespace(policy=None)),
-        options=SimpleNamespace(given={"demo@champion": "models:/demo@champion", "mine": "folder"}),
-        models=SimpleNamespace(version_of={"models:/demo@champion": "2"}.get),
+        options=SimpleNamespace(
+            evaluated_models={"demo@champion": "models:/demo@champion", "mine": "folder"}
+        ),
+        models=SimpleNamespace(find_resolved_version={"models:/demo@champion": "2"}.get),
         tracking=SimpleNamespace(
-            run_url=lambda run: f"page/{run}",
+            build_run_url=lambda run: f"page/{run}",
             cost=SimpleNamespace(foreground_seconds=0, background_seconds=0),
         ),
         seconds=3.0,
@@ -85,7 +89,7 @@ def evaluated(*names):
 
 
 def test_a_model_that_was_evaluated_is_named_with_its_version_and_its_success():
-    run = evaluated("demo@champion")
+    run = make_evaluation_run("demo@champion")
     rows = build_result_rows(run)
     (line,) = [
         line
@@ -99,7 +103,7 @@ def test_a_model_that_was_evaluated_is_named_with_its_version_and_its_success():
 
 
 def test_of_several_models_each_has_a_line():
-    run = evaluated("demo@champion", "mine")
+    run = make_evaluation_run("demo@champion", "mine")
     rows = build_result_rows(run)
     assert [row["stage"] for row in rows] == ["evaluate", "demo@champion (version 2)", "mine"]
     assert (
@@ -111,7 +115,7 @@ def test_of_several_models_each_has_a_line():
     assert {"success_rate/demo@champion", "success_rate/mine"} <= set(collect_parent_metrics(run))
 
 
-def test_a_long_headline_keeps_the_decision_whole():
+def test_a_long_headline_keeps_the_decision():
     rates = [
         {"stage": f"model_{n}", "success": 0.5, "low": 0.25, "high": 0.75, "note": ""}
         for n in range(30)
@@ -124,9 +128,9 @@ def test_a_long_headline_keeps_the_decision_whole():
     assert len(text) <= MAX_RESULT_LENGTH
 
 
-def test_notes_are_wrapped_between_words_in_a_terminal_and_whole_in_a_pipe(monkeypatch):
+def test_notes_are_wrapped_between_words_in_a_terminal_and_unwrapped_in_a_pipe(monkeypatch):
     note = (
-        "ranks 94.9% of 903 held-out pairs rightly; " * 3
+        "ranks 94.9% of 903 held-out pairs correctly; " * 3
         + "/a/path/that/is/longer/than/what/is/left/of/a/line/model"
     )
     row = {"stage": "sft", "note": note, "cached": False, "seconds": 1.0}
@@ -137,6 +141,6 @@ def test_notes_are_wrapped_between_words_in_a_terminal_and_whole_in_a_pipe(monke
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
     lines = format_result_table([row], "", {}, None).splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith("sft: "))
-    told = lines[first : lines.index("", first)]
-    assert len(told) > 2 and all(len(line) <= 60 for line in told)
-    assert " ".join(line.strip() for line in told) == f"sft: {note}"
+    wrapped = lines[first : lines.index("", first)]
+    assert len(wrapped) > 2 and all(len(line) <= 60 for line in wrapped)
+    assert " ".join(line.strip() for line in wrapped) == f"sft: {note}"

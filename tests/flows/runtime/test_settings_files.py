@@ -1,4 +1,4 @@
-"""Folders of models that a settings file names."""
+"""Model folders that a settings file names."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from rl_core.errors import SettingsError
 
 
 def test_the_current_folder_comes_first_then_the_files(tmp_path, monkeypatch):
-    here, beside = tmp_path / "here", tmp_path / "beside"
-    (beside / "base").mkdir(parents=True)
-    here.mkdir()
-    monkeypatch.chdir(here)
-    assert resolve_model_path("model", "base", beside) == str(beside / "base")
-    (here / "base").mkdir()
-    assert resolve_model_path("model", "base", beside) == str(here / "base")
+    current_folder, config_folder = tmp_path / "here", tmp_path / "config"
+    (config_folder / "base").mkdir(parents=True)
+    current_folder.mkdir()
+    monkeypatch.chdir(current_folder)
+    assert resolve_model_path("model", "base", config_folder) == str(config_folder / "base")
+    (current_folder / "base").mkdir()
+    assert resolve_model_path("model", "base", config_folder) == str(current_folder / "base")
 
 
 def test_a_file_that_is_not_there_names_the_shipped_one_of_its_kind(tmp_path, monkeypatch):
@@ -29,9 +29,9 @@ def test_a_file_that_is_not_there_names_the_shipped_one_of_its_kind(tmp_path, mo
         load_service_settings("empty.yaml")
 
 
-def test_a_name_of_the_hub_stays_and_a_path_must_be_there(tmp_path, monkeypatch):
+def test_a_hub_name_stays_and_a_path_must_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve_model_path("model", "owner/name", tmp_path) == "owner/name"
-    for place in ("./base", "/nowhere/base", "~/base", "a/b/c"):
-        with pytest.raises(SettingsError, match=rf"model: {place} is no folder"):
-            resolve_model_path("model", place, tmp_path)
+    for path in ("./base", "/nowhere/base", "~/base", "a/b/c"):
+        with pytest.raises(SettingsError, match=rf"model: {path} is no folder"):
+            resolve_model_path("model", path, tmp_path)

@@ -1,4 +1,4 @@
-"""Progress in one line on a terminal, and a line now and then elsewhere."""
+"""Progress in one line of a terminal, and in occasional lines elsewhere."""
 
 import io
 
@@ -11,7 +11,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_has_one_line_that_is_written_over_and_removed():
+def test_a_terminal_has_one_line_that_is_overwritten_and_removed():
     stream = Terminal()
     line = StatusLine(stream)
     line("a")
@@ -22,7 +22,7 @@ def test_a_terminal_has_one_line_that_is_written_over_and_removed():
     assert stream.getvalue() == "\r\033[Ka\r\033[Kb\r\033[Kstays\n\r\033[Kc\r\033[K"
 
 
-def test_elsewhere_a_line_is_printed_now_and_then(monkeypatch):
+def test_elsewhere_a_line_is_printed_occasionally(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     stream = io.StringIO()

@@ -1,4 +1,4 @@
-"""Prefect's word for a run that was stopped, in all flows; what failed stays failed."""
+"""Prefect's state of a stopped run in all flows; a failed run stays failed."""
 
 import pytest
 from prefect import flow
@@ -10,7 +10,7 @@ from rl_core.errors import DataError, Stopped
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
-def final_state(error: BaseException):
+def run_and_read_state(error: BaseException):
     seen = []
 
     @flow(
@@ -32,22 +32,29 @@ def final_state(error: BaseException):
 
 
 @pytest.mark.parametrize("error", [Stopped("stopped by SIGTERM", 15), KeyboardInterrupt()])
-def test_a_stop_is_called_so(error):
-    state = final_state(error)
+def test_a_stop_is_stored_as_stopped(error):
+    state = run_and_read_state(error)
     assert (state.name, state.type.value) == ("Stopped", "CANCELLED")
     assert "stopped" in state.message
 
 
-def test_a_failure_is_called_so():
-    assert final_state(DataError("row 3")).name == "Failed"
+def test_a_failure_is_stored_as_failed():
+    assert run_and_read_state(DataError("row 3")).name == "Failed"
 
 
-def test_every_flow_of_ours_says_it():
+def test_every_flow_has_the_hooks():
     from flows.evaluate_champion import evaluate_champion
     from flows.post_training import post_training
     from flows.retrain import retrain
     from flows.single_stage import compare_models, single_stage
     from flows.sweep.sweep_flow import sweep
 
-    for one in (post_training, retrain, evaluate_champion, single_stage, compare_models, sweep):
-        assert one.on_failure_hooks == [mark_flow_run_stopped] == one.on_crashed_hooks
+    for any_flow in (
+        post_training,
+        retrain,
+        evaluate_champion,
+        single_stage,
+        compare_models,
+        sweep,
+    ):
+        assert any_flow.on_failure_hooks == [mark_flow_run_stopped] == any_flow.on_crashed_hooks

@@ -1,4 +1,4 @@
-"""Text in a terminal is wrapped between words; elsewhere it is whole."""
+"""Text in a terminal is wrapped between words; elsewhere it is not wrapped."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
 
 
-def test_long_lines_are_wrapped_below_their_own_indent(terminal):
+def test_long_lines_are_wrapped_below_their_indent(terminal):
     text = "short\n    posttrain itself: code 684844bd953e -> 4182712bb9a1\n\nend"
     assert (
         wrap_to_terminal(text)
@@ -21,7 +21,7 @@ def test_long_lines_are_wrapped_below_their_own_indent(terminal):
     )
 
 
-def test_what_has_no_spaces_stays_whole(terminal):
+def test_text_without_spaces_is_not_wrapped(terminal):
     link = "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef"
     assert wrap_to_terminal(f"page of the newest: {link}").splitlines() == [
         "page of the newest:",
@@ -29,7 +29,7 @@ def test_what_has_no_spaces_stays_whole(terminal):
     ]
 
 
-def test_a_pipe_gets_the_lines_as_they_are(monkeypatch):
+def test_a_pipe_gets_the_lines_unwrapped(monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "40")
     assert wrap_to_terminal("a " * 60) == "a " * 60

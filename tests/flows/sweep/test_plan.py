@@ -1,4 +1,4 @@
-"""The metric that a sweep chooses by, where it is not named."""
+"""Metric by which a sweep chooses if none is named."""
 
 import json
 
@@ -9,7 +9,7 @@ from rl_core.errors import SettingsError
 from tasks.config import build_settings
 
 
-def pipeline(tmp_path, **options):
+def build_pipeline(tmp_path, **options):
     rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(60)]
     (tmp_path / "questions.jsonl").write_text("\n".join(rows))
     options = {"path": str(tmp_path / "questions.jsonl"), **options}
@@ -23,11 +23,12 @@ def pipeline(tmp_path, **options):
     )
 
 
-def test_where_nothing_tells_success_the_reward_decides(tmp_path):
-    assert resolve_metric(None, pipeline(tmp_path)) == "reward"
-    assert resolve_metric(None, pipeline(tmp_path, verifier="exact")) == "success"
-    assert resolve_metric("eval/loss", pipeline(tmp_path)) == "eval/loss"
+def test_the_reward_decides_without_a_verifier(tmp_path):
+    assert resolve_metric(None, build_pipeline(tmp_path)) == "reward"
+    assert resolve_metric(None, build_pipeline(tmp_path, verifier="exact")) == "success"
+    assert resolve_metric("eval/loss", build_pipeline(tmp_path)) == "eval/loss"
     with pytest.raises(
-        SettingsError, match=r"--metric success: nothing tells it.*or choose by --metric reward"
+        SettingsError,
+        match=r"--metric success: environment .* has no verifier.*or use --metric reward",
     ):
-        resolve_metric("success", pipeline(tmp_path))
+        resolve_metric("success", build_pipeline(tmp_path))

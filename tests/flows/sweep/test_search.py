@@ -1,4 +1,4 @@
-"""Configurations drawn by Optuna: the same again after a kill, and successive halving by hand."""
+"""Configurations drawn by Optuna: repeated exactly after a kill; successive halving checked by hand."""
 
 import pytest
 
@@ -12,7 +12,7 @@ RATES = [
 OPTIONS = {"trials": 6, "seed": 3, "minimize": False}
 
 
-def test_a_grid_goes_on_behind_what_was_asked_for():
+def test_a_grid_continues_after_the_earlier_configurations():
     varied = [Dimension("a", ("1", "2", "3"))]
     search = create_search("grid", varied, [PriorConfiguration({"a": "1"})], OPTIONS)
     assert [search.suggest(), search.suggest(), search.suggest()] == [{"a": "2"}, {"a": "3"}, None]
@@ -33,39 +33,42 @@ def test_a_search_that_was_killed_draws_the_same_configurations(method):
     def draw(search, count, first):
         drawn = []
         for number in range(first, first + count):
-            drawn.append(search.ask())
-            search.tell(number, -abs(float(drawn[-1]["rate"]) - 1e-3))
+            drawn.append(search.suggest())
+            search.observe(number, -abs(float(drawn[-1]["rate"]) - 1e-3))
         return drawn
 
-    whole = draw(create_search(method, RATES, [], OPTIONS), 6, 0)
-    assert len({one["rate"] for one in whole}) == 6
-    assert all(1e-5 <= float(one["rate"]) <= 1e-2 and 2 <= int(one["size"]) <= 16 for one in whole)
+    uninterrupted = draw(create_search(method, RATES, [], OPTIONS), 6, 0)
+    assert len({params["rate"] for params in uninterrupted}) == 6
+    assert all(
+        1e-5 <= float(params["rate"]) <= 1e-2 and 2 <= int(params["size"]) <= 16
+        for params in uninterrupted
+    )
     for cut in (1, 4):
-        asked = [
-            PriorConfiguration(one, [-abs(float(one["rate"]) - 1e-3)], is_finished=True)
-            for one in whole[:cut]
+        earlier = [
+            PriorConfiguration(params, [-abs(float(params["rate"]) - 1e-3)], is_finished=True)
+            for params in uninterrupted[:cut]
         ]
-        again = create_search(method, RATES, asked, OPTIONS)
-        assert draw(again, 6 - cut, cut) == whole[cut:]
-        assert again.suggest() is None
+        resumed = create_search(method, RATES, earlier, OPTIONS)
+        assert draw(resumed, 6 - cut, cut) == uninterrupted[cut:]
+        assert resumed.suggest() is None
 
 
-def test_a_configuration_that_was_not_finished_is_taken_up_with_its_values():
+def test_an_unfinished_configuration_is_resumed_with_its_values():
     pytest.importorskip("optuna")
     first = create_search("random", RATES, [], OPTIONS)
     params = first.suggest()
-    again = create_search("random", RATES, [PriorConfiguration(params)], OPTIONS)
-    again.observe(0, 0.5)
-    assert again.suggest() == first.suggest(), "the second one is drawn as it would have been"
+    resumed = create_search("random", RATES, [PriorConfiguration(params)], OPTIONS)
+    resumed.observe(0, 0.5)
+    assert resumed.suggest() == first.suggest(), "the second one is drawn as it would have been"
 
 
 def test_successive_halving_keeps_one_of_three():
     pytest.importorskip("optuna")
     search = create_search("halving", RATES, [], OPTIONS)
-    going_on = []
+    continued = []
     for number, value in enumerate([0.1, 0.9, 0.2, 0.5, 0.95]):
         search.suggest()
-        going_on.append(search.should_continue(number, 0, value))
-        search.observe(number, value, pruned=not going_on[-1])
-    # Of n values so far the best n // 3 go on, at least one: the first always, 0.9 as the best of two; 0.2 and 0.5 not.
-    assert going_on == [True, True, False, False, True]
+        continued.append(search.should_continue(number, 0, value))
+        search.observe(number, value, pruned=not continued[-1])
+    # Of n values so far the best n // 3 continue, at least one: the first, and 0.9 as the best of two; not 0.2 and 0.5.
+    assert continued == [True, True, False, False, True]

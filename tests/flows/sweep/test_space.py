@@ -1,4 +1,4 @@
-"""Settings that vary, as `--set` gives them."""
+"""Settings that vary, as given by `--set`."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from rl_core.errors import SettingsError
 
 
 def test_lists_and_ranges_vary_and_the_rest_is_an_override():
-    plain, varied = parse_set_options(
+    overrides, varied = parse_set_options(
         [
             "a.b=1e-4,3e-4",
             "c=[easy, hard]",
@@ -19,8 +19,8 @@ def test_lists_and_ranges_vary_and_the_rest_is_an_override():
             "h=0.1..0.5",
         ]
     )
-    assert plain == ["c=[easy, hard]", "f='x,y'", "g={a: 1, b: 2}"]
-    assert [one.key for one in varied] == ["a.b", "d", "e", "h"]
+    assert overrides == ["c=[easy, hard]", "f='x,y'", "g={a: 1, b: 2}"]
+    assert [dimension.key for dimension in varied] == ["a.b", "d", "e", "h"]
     assert varied[0] == Dimension("a.b", ("1e-4", "3e-4"))
     assert varied[1].is_whole and varied[1].list_grid_values() == ("1", "2", "3")
     assert varied[2].is_log and [
@@ -31,7 +31,7 @@ def test_lists_and_ranges_vary_and_the_rest_is_an_override():
 
 def test_the_grid_changes_the_last_setting_fastest():
     varied = [Dimension("a", ("1", "2")), Dimension("b", (), 0.0, 1.0, points=3)]
-    assert [tuple(one.values()) for one in build_grid(varied)] == [
+    assert [tuple(params.values()) for params in build_grid(varied)] == [
         ("1", "0.0"),
         ("1", "0.5"),
         ("1", "1.0"),
@@ -42,7 +42,7 @@ def test_the_grid_changes_the_last_setting_fastest():
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ("a=3..1", "the first number must be below"),
         ("a=0..1:3:log", "needs numbers above 0"),
@@ -52,12 +52,12 @@ def test_the_grid_changes_the_last_setting_fastest():
         ("a=0.5..1:1", "at least 2 points"),
     ],
 )
-def test_what_cannot_vary_is_refused_with_a_remedy(text, said):
-    with pytest.raises(SettingsError, match=said):
+def test_invalid_dimensions_are_refused_with_a_remedy(text, message):
+    with pytest.raises(SettingsError, match=message):
         parse_set_options([text])
 
 
-def test_a_grid_of_a_range_asks_for_points_and_has_a_limit():
+def test_a_grid_of_a_range_needs_points_and_has_a_limit():
     with pytest.raises(
         SettingsError, match=r"as in 0.1..0.5:5; or draw from it with --method random"
     ):
@@ -70,7 +70,7 @@ def test_a_grid_of_a_range_asks_for_points_and_has_a_limit():
         parse_set_options(["a=1,2", "a=3,4"])
 
 
-def test_a_label_has_drawn_numbers_in_three_digits_and_written_ones_as_they_are():
+def test_a_label_rounds_drawn_numbers_to_three_digits_but_not_written_ones():
     drawn = {
         "stages.policy.learning_rate": "7.994574862476338e-05",
         "stages.policy.clip_eps": "0.2",

@@ -1,4 +1,4 @@
-"""Trials of a sweep in this process: shared stages, seeds, checkpoints of others, the list of runs and a comparison."""
+"""Trials of a sweep in this process: shared stages, seeds, foreign checkpoints, the list of runs and a comparison."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.small_sweep import CONFIG
-from helpers.stage_doubles import PipelineRun as Double
+from helpers.stage_doubles import PipelineRun as FakePipelineRun
 
 from flows.sweep.plan import SweepPlan, format_configuration
 from flows.sweep.report import build_report_rows, format_report_table, write_report_files
@@ -44,46 +44,46 @@ def plan(tmp_path_factory):
     )
 
 
-def job_of(plan, record, number, seed, **more):
+def make_job(plan, record, number, seed, **changes):
     params = [{"stages.policy.learning_rate": rate} for rate in plan.dimensions[0].choices][number]
     job = TrialJob(
-        home=str(record.folder(number, seed)),
+        home=str(record.locate_trial_folder(number, seed)),
         name=f"small · trial {number}, seed {seed}",
-        settings=dump_settings(plan.settings_of(params, seed)),
+        settings=dump_settings(plan.load_trial_settings(params, seed)),
         metric=plan.metric,
         rungs=None,
         parent_folder=str(record.home),
         tags={"sweep": "s"},
         models={},
     )
-    return params, dataclasses.replace(job, **more)
+    return params, dataclasses.replace(job, **changes)
 
 
-def quiet(*_):
+def ignore_progress(*_):
     pass
 
 
 @pytest.fixture(scope="module")
-def swept(plan):
-    """Three trials of the four, one after the other."""
-    record = SweepRecord(plan.home(plan.base()))
+def swept_record(plan):
+    """Run three of the four trials, one after the other."""
+    record = SweepRecord(plan.locate_folder(plan.load_base_settings()))
     assert record.open_folder({"started": "now"}) is False
-    base = plan.base()
+    base = plan.load_base_settings()
     run = Tracking(None, Path(base.output), "small").start_run(
         "small · sweep", record.home, tags={"kind": "sweep"}
     )
     for number, seed in TRIALS:
-        params, job = job_of(plan, record, number, seed)
+        params, job = make_job(plan, record, number, seed)
         if seed == 0:
             record.add_configuration(params)
-        fields = run_trial(job, threading.Event(), lambda value: True, quiet)
+        fields = run_trial(job, threading.Event(), lambda value: True, ignore_progress)
         record.record_outcome(TrialOutcome(number=number, seed=seed, params=params, **fields))
     run.close()
     return record
 
 
-def test_trials_share_every_stage_that_does_not_change(plan, swept):
-    outcomes = swept.outcomes
+def test_trials_share_every_stage_that_does_not_change(plan, swept_record):
+    outcomes = swept_record.outcomes
     assert {key: outcome.status for key, outcome in outcomes.items()} == dict.fromkeys(
         TRIALS, "finished"
     )
@@ -104,62 +104,66 @@ def test_trials_share_every_stage_that_does_not_change(plan, swept):
     )
 
 
-def test_a_sweep_that_goes_on_repeats_no_trial_with_an_outcome(plan, swept):
-    again = SweepRecord(swept.home)
-    assert again.open_folder({"started": "later"}) is True and again.values["started"] == "now"
-    assert again.outcomes == swept.outcomes and [
-        asked.is_finished for asked in again.list_configurations(2)
+def test_a_resumed_sweep_repeats_no_trial_with_an_outcome(plan, swept_record):
+    resumed = SweepRecord(swept_record.home)
+    assert resumed.open_folder({"started": "later"}) is True and resumed.values["started"] == "now"
+    assert resumed.outcomes == swept_record.outcomes and [
+        configuration.is_finished for configuration in resumed.list_configurations(2)
     ] == [True, False]
-    search = create_search("grid", plan.dimensions, again.list_configurations(2), {})
-    left = TrialSchedule(plan, again, search, threading.Event(), quiet).take_next_trial()
-    assert (left.number, left.seed) == (1, 1)
-    third = dataclasses.replace(plan, seeds=3)
-    more = TrialSchedule(
-        third,
-        again,
-        create_search("grid", plan.dimensions, again.list_configurations(3), {}),
+    search = create_search("grid", plan.dimensions, resumed.list_configurations(2), {})
+    next_trial = TrialSchedule(
+        plan, resumed, search, threading.Event(), ignore_progress
+    ).take_next_trial()
+    assert (next_trial.number, next_trial.seed) == (1, 1)
+    three_seeds = dataclasses.replace(plan, seeds=3)
+    schedule = TrialSchedule(
+        three_seeds,
+        resumed,
+        create_search("grid", plan.dimensions, resumed.list_configurations(3), {}),
         threading.Event(),
-        quiet,
+        ignore_progress,
     )
-    unit = more.take_next_trial()
-    assert (unit.number, unit.seed, unit.settings.seeds) == (0, 2, {"policy": 2})
-    assert again.home == third.home(third.base()), "more seeds go on with the same sweep"
+    trial = schedule.take_next_trial()
+    assert (trial.number, trial.seed, trial.settings.seeds) == (0, 2, {"policy": 2})
+    assert resumed.home == three_seeds.locate_folder(three_seeds.load_base_settings()), (
+        "it extends the sweep"
+    )
 
 
-def test_fresh_episodes_are_none_that_a_trial_was_evaluated_on(plan, swept):
-    base = plan.base()
+def test_no_trial_was_evaluated_on_the_fresh_episodes(plan, swept_record):
+    base = plan.load_base_settings()
     fresh = dataclasses.replace(base.stages.evaluate, episodes_draw=1)
     settings = dataclasses.replace(base, stages=dataclasses.replace(base.stages, evaluate=fresh))
-    models = {"a": swept.outcomes[0, 0].model, "b": swept.outcomes[1, 0].model}
-    _, job = job_of(
+    models = {"a": swept_record.outcomes[0, 0].model, "b": swept_record.outcomes[1, 0].model}
+    _, job = make_job(
         plan,
-        swept,
+        swept_record,
         0,
         0,
-        home=str(swept.locate_trial_folder(9999, 0)),
+        home=str(swept_record.locate_trial_folder(9999, 0)),
         settings=dump_settings(settings),
         models=models,
         skip=tuple(name for name in list_stage_names() if name not in ("prepare_data", "evaluate")),
     )
-    found = evaluate_on_fresh_episodes(job, threading.Event())
+    evaluation = evaluate_on_fresh_episodes(job, threading.Event())
 
-    def keys(folder, name):
+    def list_episodes(folder, name):
         table = json.loads((Path(folder) / "evaluation.json").read_text())
         return {(episode["level"], episode["seed"]) for episode in table[name]["episodes"]}
 
-    played = keys(found["folder"], "a")
-    assert played == keys(found["folder"], "b") and len(played) == 6
+    played = list_episodes(evaluation["folder"], "a")
+    assert played == list_episodes(evaluation["folder"], "b") and len(played) == 6
     chosen_by = {
         key
-        for outcome in swept.outcomes.values()
-        for key in keys(outcome.stages["evaluate"]["folder"], "policy")
+        for outcome in swept_record.outcomes.values()
+        for key in list_episodes(outcome.stages["evaluate"]["folder"], "policy")
     }
     assert len(chosen_by) == 6, "all trials played the same episodes"
     assert played & chosen_by == set()
 
 
-def test_report_and_figure(plan, swept):
-    rows = build_report_rows(swept, plan, None)
+def test_report_and_figure(plan, swept_record):
+    rows = build_report_rows(swept_record, plan, None)
     assert sorted(row["seeds"] for row in rows) == [1, 2] and rows[0]["mean"] >= rows[1]["mean"]
     assert "finished 1, waiting 1" in format_report_table(
         rows, plan, width=160
@@ -168,78 +172,80 @@ def test_report_and_figure(plan, swept):
         format_configuration(row["settings"]) in format_report_table(rows, plan, width=80)
         for row in rows
     ), "unbroken in 80 columns"
-    write_report_files(swept, plan, rows, None)
-    lines = (swept.home / "sweep.csv").read_text().splitlines()
+    write_report_files(swept_record, plan, rows, None)
+    lines = (swept_record.home / "sweep.csv").read_text().splitlines()
     assert lines[0].startswith("number,stages.policy.learning_rate,seeds,mean") and len(lines) == 3
-    assert (swept.home / "sweep.png").read_bytes()[:4] == b"\x89PNG"
-    assert json.loads((swept.home / "results.json").read_text())["configurations"] == rows
+    assert (swept_record.home / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((swept_record.home / "results.json").read_text())["configurations"] == rows
 
 
-def test_runs_are_listed_with_what_differs_and_filtered(plan, swept):
-    output = plan.base().output
+def test_runs_are_listed_with_differing_settings_and_filtered(plan, swept_record):
+    output = plan.load_base_settings().output
     lines = list_runs(output, limit=50, settings=True)
-    told = {line["run"].strip(): line["settings"] for line in lines}
-    assert told["small · trial 0, seed 1"] == "learning_rate=0.0001, policy=1"
-    assert told["policy"] == "", "stages have none of their own"
+    settings_of_run = {line["run"].strip(): line["settings"] for line in lines}
+    assert settings_of_run["small · trial 0, seed 1"] == "learning_rate=0.0001, policy=1"
+    assert settings_of_run["policy"] == "", "stages have no settings of their trial"
 
-    def names_of(*where):
+    def find_trials(*where):
         return {
             row["run"]
             for row in list_run_records(output, where=where)
             if row["tags"].get("kind") == "trial"
         }
 
-    other = {"small · trial 1, seed 0"}
+    expected = {"small · trial 1, seed 0"}
     assert (
-        names_of("stages.policy.learning_rate>1e-3")
-        == other
-        == names_of("run~TRIAL 1", "status=finished")
+        find_trials("stages.policy.learning_rate>1e-3")
+        == expected
+        == find_trials("run~TRIAL 1", "status=finished")
     )
-    assert names_of("seeds.policy=1", "stages.policy.learning_rate<=1e-4") == {
+    assert find_trials("seeds.policy=1", "stages.policy.learning_rate<=1e-4") == {
         "small · trial 0, seed 1"
     }
-    assert names_of("sweep/value<0") == set()
+    assert find_trials("sweep/value<0") == set()
     with pytest.raises(SettingsError, match=r"no run has 'learning_rat'; did you mean"):
         list_run_records(output, where=["learning_rat=1"])
     with pytest.raises(SettingsError, match="must be KEY OPERATOR VALUE"):
         list_run_records(output, where=["learning_rate"])
 
 
-def test_runs_are_compared(plan, swept, tmp_path):
+def test_runs_are_compared(plan, swept_record, tmp_path):
     runs = ["small · trial 0, seed 0", "small · trial 1, seed 0", "small · trial 0, seed 1"]
-    told = compare_tracked_runs(Path(plan.base().output), None, runs, tmp_path / "out")
-    assert told["settings"]["stages.policy.learning_rate"] == dict(
+    comparison = compare_tracked_runs(
+        Path(plan.load_base_settings().output), None, runs, tmp_path / "out"
+    )
+    assert comparison["settings"]["stages.policy.learning_rate"] == dict(
         zip(runs, ["0.0001", "0.01", "0.0001"], strict=True)
     )
     assert (
-        len(set(told["stages"]["sft"].values())) == 1
-        and len(set(told["stages"]["policy"].values())) == 3
+        len(set(comparison["stages"]["sft"].values())) == 1
+        and len(set(comparison["stages"]["policy"].values())) == 3
     )
-    assert [pair["episodes"] for pair in told["episodes"]] == [6, 6]
-    first = told["episodes"][0]
-    values = {key: outcome.value for key, outcome in swept.outcomes.items()}
+    assert [pair["episodes"] for pair in comparison["episodes"]] == [6, 6]
+    first = comparison["episodes"][0]
+    values = {key: outcome.value for key, outcome in swept_record.outcomes.items()}
     assert first["gain"]["difference"] == pytest.approx(values[1, 0] - values[0, 0])
     assert first["wins"] - first["losses"] == pytest.approx(6 * (values[1, 0] - values[0, 0]))
-    assert told["curves"]["reward/mean"]["last"].keys() == set(runs)
-    text = format_comparison(told)
+    assert comparison["curves"]["reward/mean"]["last"].keys() == set(runs)
+    text = format_comparison(comparison)
     assert "sft           shared by all" in text and "B against A on 6 shared episodes" in text
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.json", "curves.png"}
     with pytest.raises(SettingsError, match="at least two different runs"):
-        compare_tracked_runs(Path(plan.base().output), None, [runs[0], runs[0]])
+        compare_tracked_runs(Path(plan.load_base_settings().output), None, [runs[0], runs[0]])
 
 
-def test_runs_without_success_are_compared_by_reward(plan, swept, monkeypatch):
+def test_runs_without_success_are_compared_by_reward(plan, swept_record, monkeypatch):
     runs = ["small · trial 0, seed 0", "small · trial 1, seed 0"]
-    place = Path(plan.base().output)
-    success = compare_tracked_runs(place, None, runs)["episodes"][0]
+    output = Path(plan.load_base_settings().output)
+    success = compare_tracked_runs(output, None, runs)["episodes"][0]
     assert success["metric"] == "success"
     monkeypatch.setattr(run_comparison._ComparedRun, "knows_success", False)
-    told = compare_tracked_runs(place, None, runs)
-    (pair,) = told["episodes"]
+    comparison = compare_tracked_runs(output, None, runs)
+    (pair,) = comparison["episodes"]
     before, after = pair["reward"]
     assert pair["metric"] == "reward" and "success" not in pair
     assert pair["gain"]["difference"] == pytest.approx(after - before)
-    text = format_comparison(told)
+    text = format_comparison(comparison)
     assert (
         f"6 shared episodes: reward {after:.4g} against {before:.4g}, {after - before:+.4g} ["
         in text
@@ -247,122 +253,138 @@ def test_runs_without_success_are_compared_by_reward(plan, swept, monkeypatch):
     assert "points" not in text
 
 
-def test_a_trial_that_the_search_gives_up_saves_and_ends(plan, swept):
-    _, job = job_of(plan, swept, 0, 0, home=str(swept.locate_trial_folder(7, 0)), rungs=0)
+def test_a_pruned_trial_saves_and_ends(plan, swept_record):
+    _, job = make_job(
+        plan, swept_record, 0, 0, home=str(swept_record.locate_trial_folder(7, 0)), rungs=0
+    )
     settings = plan.load_trial_settings({"stages.policy.learning_rate": "3e-3"}, 0)
-    seen = []
+    values = []
     with pytest.raises(TrialPruned):
         run_trial(
             dataclasses.replace(job, settings=dump_settings(settings)),
             threading.Event(),
-            lambda value: seen.append(value) or len(seen) < 2,
-            quiet,
+            lambda value: values.append(value) or len(values) < 2,
+            ignore_progress,
         )
-    assert len(seen) == 2 and all(0 <= value <= 1 for value in seen)
-    kept = list((swept.home.parent.parent / "stages" / "policy").glob("*.open"))
-    (open_one,) = kept
-    assert CheckpointStore(open_one / "checkpoints").describe_newest().iteration == 2, (
+    assert len(values) == 2 and all(0 <= value <= 1 for value in values)
+    folders = list((swept_record.home.parent.parent / "stages" / "policy").glob("*.open"))
+    (open_folder,) = folders
+    assert CheckpointStore(open_folder / "checkpoints").describe_newest().iteration == 2, (
         "a third of 4 iterations, rounded up"
     )
 
 
-# ---------------------------------------------------------------------------------------- stages beside each other
-
-
-def body(context):
+def finish(context):
     return {"note": "done"}
 
 
-def stopped(context):
+def save_and_stop(context):
     CheckpointStore(context.checkpoints).save_version({"loop": {"iteration": 4}})
     raise Stopped("asked", 15)
 
 
-def as_trial(tmp_path, name="a"):
+def make_trial_options(tmp_path, name="a"):
     return RunOptions(on_drift="beside", trial=TrialLocation(home=tmp_path / name, name=name))
 
 
-def play(run, what):
+def run_sft(run, body):
     return run_stage(
-        run, "sft", what, settings=run.settings.stages.sft, inputs={"model": "org/name"}
+        run, "sft", body, settings=run.settings.stages.sft, inputs={"model": "org/name"}
     )
 
 
-def test_checkpoints_of_a_trial_are_no_drift_for_others_and_resumed_by_their_own(tmp_path):
+def test_checkpoints_of_a_trial_are_ignored_by_others_and_resumed_by_it(tmp_path):
     trials = [
-        Double(
-            tmp_path / "stages", as_trial(tmp_path, name), stages={"sft": {"learning_rate": rate}}
+        FakePipelineRun(
+            tmp_path / "stages",
+            make_trial_options(tmp_path, name),
+            stages={"sft": {"learning_rate": rate}},
         )
         for name, rate in (("a", 1e-3), ("b", 2e-3))
     ]
     for trial in trials:
         with pytest.raises(Stopped):
-            play(trial, stopped)
-    own = Double(tmp_path / "stages", RunOptions(), stages={"sft": {"learning_rate": 3e-3}})
-    assert play(own, body).cached is False, "an ordinary run passes them over without a question"
+            run_sft(trial, save_and_stop)
+    ordinary = FakePipelineRun(
+        tmp_path / "stages", RunOptions(), stages={"sft": {"learning_rate": 3e-3}}
+    )
+    assert run_sft(ordinary, finish).cached is False, "an ordinary run ignores them"
     for trial in trials:
-        found = []
-        done = play(
+        checkpoints = []
+        done = run_sft(
             trial,
-            lambda context, found=found: (
-                found.append(CheckpointStore(context.checkpoints).describe_newest()) or {}
+            lambda context, checkpoints=checkpoints: (
+                checkpoints.append(CheckpointStore(context.checkpoints).describe_newest()) or {}
             ),
         )
-        assert found[0].iteration == 4 and not (done.path / "aside.json").exists()
+        assert checkpoints[0].iteration == 4 and not (done.path / "aside.json").exists()
     with pytest.raises(Stopped):
-        play(
-            Double(tmp_path / "stages", RunOptions(), stages={"sft": {"learning_rate": 4e-3}}),
-            stopped,
+        run_sft(
+            FakePipelineRun(
+                tmp_path / "stages", RunOptions(), stages={"sft": {"learning_rate": 4e-3}}
+            ),
+            save_and_stop,
         )
     with pytest.raises(ResumeRefused):
-        play(
-            Double(tmp_path / "stages", RunOptions(), stages={"sft": {"learning_rate": 5e-3}}), body
+        run_sft(
+            FakePipelineRun(
+                tmp_path / "stages", RunOptions(), stages={"sft": {"learning_rate": 5e-3}}
+            ),
+            finish,
         )
-    fifth = Double(tmp_path / "stages", as_trial(tmp_path), stages={"sft": {"learning_rate": 5e-3}})
-    assert play(fifth, body).cached is False, "a trial leaves an ordinary run's checkpoints alone"
+    fifth = FakePipelineRun(
+        tmp_path / "stages", make_trial_options(tmp_path), stages={"sft": {"learning_rate": 5e-3}}
+    )
+    assert run_sft(fifth, finish).cached is False, "a trial ignores an ordinary run's checkpoints"
 
 
-def test_a_trial_waits_for_another_one_that_runs_the_same_stage(tmp_path):
-    first, second = (Double(tmp_path / "stages", as_trial(tmp_path, name)) for name in "ab")
-    begun, go_on, results = threading.Event(), threading.Event(), []
+def test_a_trial_waits_for_another_that_runs_the_same_stage(tmp_path):
+    first, second = (
+        FakePipelineRun(tmp_path / "stages", make_trial_options(tmp_path, name)) for name in "ab"
+    )
+    has_started, may_finish, results = threading.Event(), threading.Event(), []
 
     def slow(context):
-        begun.set()
-        assert go_on.wait(30)
+        has_started.set()
+        assert may_finish.wait(30)
         return {}
 
-    threads = [threading.Thread(target=lambda: results.append(play(first, slow)))]
+    threads = [threading.Thread(target=lambda: results.append(run_sft(first, slow)))]
     threads[0].start()
-    assert begun.wait(30)
-    threads.append(threading.Thread(target=lambda: results.append(play(second, body))))
+    assert has_started.wait(30)
+    threads.append(threading.Thread(target=lambda: results.append(run_sft(second, finish))))
     threads[1].start()
     assert results == []
-    go_on.set()
+    may_finish.set()
     for thread in threads:
         thread.join(30)
     assert sorted(result.cached for result in results) == [False, True]
 
 
-def test_a_trial_that_waits_is_stopped(tmp_path):
-    trial = Double(tmp_path / "stages", as_trial(tmp_path))
-    key = play(trial, body).key
+def test_a_waiting_trial_is_stopped(tmp_path):
+    trial = FakePipelineRun(tmp_path / "stages", make_trial_options(tmp_path))
+    key = run_sft(trial, finish).key
     trial.stop.set()
     with FolderLock(tmp_path / "stages" / "sft" / f"{key}.lock"), pytest.raises(Stopped):
-        play(trial, body)
+        run_sft(trial, finish)
 
 
 def test_a_configuration_with_wrong_settings_fails_alone(plan, tmp_path, reached):
     record = SweepRecord(tmp_path / "s")
     record.open_folder({})
     varied = parse_set_options(["stages.policy.learning_rate=1e-4,-1,1e-3"])[1]
-    wrong = dataclasses.replace(plan, dimensions=tuple(varied), seeds=1)
-    told = []
+    plan_with_error = dataclasses.replace(plan, dimensions=tuple(varied), seeds=1)
+    outcomes = []
     schedule = TrialSchedule(
-        wrong, record, create_search("grid", varied, [], {}), threading.Event(), told.append
+        plan_with_error,
+        record,
+        create_search("grid", varied, [], {}),
+        threading.Event(),
+        outcomes.append,
     )
-    units = [schedule.take_next_trial(), schedule.take_next_trial()]
-    assert [unit.number for unit in units] == [0, 2]
-    assert [(outcome.number, outcome.status) for outcome in told] == [(1, "failed")]
-    assert "learning_rate" in told[0].why
-    assert schedule.should_continue(units[0], 0.5) and record.read_rungs(0, 0) == [0.5]
+    trials = [schedule.take_next_trial(), schedule.take_next_trial()]
+    assert [trial.number for trial in trials] == [0, 2]
+    assert [(outcome.number, outcome.status) for outcome in outcomes] == [(1, "failed")]
+    assert "learning_rate" in outcomes[0].why
+    assert schedule.should_continue(trials[0], 0.5) and record.read_rungs(0, 0) == [0.5]
     assert {"sweep.begun", "sweep.asked", "sweep.told", "sweep.rung"} <= reached()

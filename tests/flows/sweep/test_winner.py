@@ -12,7 +12,7 @@ PLAN = SweepPlan(
 )
 
 
-def outcome(number, seed, value, status="finished"):
+def make_outcome(number, seed, value, status="finished"):
     return TrialOutcome(
         number=number,
         seed=seed,
@@ -32,31 +32,38 @@ VALUES = {
     (2, 1): 0.4,
     (3, 0): 0.99,
 }
-OUTCOMES = {key: outcome(*key, value) for key, value in VALUES.items()}
+OUTCOMES = {key: make_outcome(*key, value) for key, value in VALUES.items()}
 
 
 def test_the_best_mean_of_complete_configurations_comes_first_and_ties_keep_their_order():
-    assert [one.number for one in rank_configurations(OUTCOMES, PLAN)] == [1, 0, 2], (
+    assert [candidate.number for candidate in rank_configurations(OUTCOMES, PLAN)] == [1, 0, 2], (
         "the fourth has one seed of two"
     )
     assert rank_configurations(OUTCOMES, PLAN)[0].interval.rate == pytest.approx(0.55)
     assert rank_configurations(OUTCOMES, PLAN)[0].best_seed == 1
-    lost = {**OUTCOMES, (1, 0): outcome(1, 0, None, "failed")}
-    assert [one.number for one in rank_configurations(lost, PLAN)] == [0, 2]
-    least = SweepPlan(
+    outcomes = {**OUTCOMES, (1, 0): make_outcome(1, 0, None, "failed")}
+    assert [candidate.number for candidate in rank_configurations(outcomes, PLAN)] == [0, 2]
+    loss_plan = SweepPlan(
         config="test", dimensions=PLAN.dimensions, seeds=2, metric="eval/loss", minimize=True
     )
-    assert [one.number for one in rank_configurations(OUTCOMES, least)] == [0, 2, 1]
+    assert [candidate.number for candidate in rank_configurations(OUTCOMES, loss_plan)] == [0, 2, 1]
 
 
-def test_the_configurations_own_settings_are_a_finalist_too():
+def test_the_unvaried_settings_are_also_a_finalist():
     ranked = rank_configurations(OUTCOMES, PLAN)
-    assert [one.number for one in select_finalists(ranked, PLAN, {"a": "3"})] == [1, 0, 2]
-    assert [one.number for one in select_finalists(ranked, PLAN, {"a": "1"})] == [1, 0]
+    assert [candidate.number for candidate in select_finalists(ranked, PLAN, {"a": "3"})] == [
+        1,
+        0,
+        2,
+    ]
+    assert [candidate.number for candidate in select_finalists(ranked, PLAN, {"a": "1"})] == [1, 0]
 
 
 def test_fresh_episodes_give_the_figure_and_the_adjusted_p_values():
-    """Ten episodes: the winner is right on all with both seeds, one finalist on none, the other on all but two."""
+    """Compare on ten episodes: the winner is right on all with both seeds.
+
+    One finalist is right on none, the other one on all but two.
+    """
     finalists = rank_configurations(OUTCOMES, PLAN)
     right = dict.fromkeys(range(10), 1.0)
     played = {
@@ -69,27 +76,27 @@ def test_fresh_episodes_give_the_figure_and_the_adjusted_p_values():
     }
     fresh, comparisons = compare_finalists(1, finalists, played, metric="success", seed=0)
     assert fresh == {1: [1.0, 1.0], 0: [0.0, 0.0], 2: [0.8, 0.8]}
-    # sign tests: 2^-10 and 2^-2; Holm doubles the smaller one
-    assert [(one.number, one.difference) for one in comparisons] == [
+    # Sign tests: 2^-10 and 2^-2; Holm doubles the smaller one.
+    assert [(comparison.number, comparison.difference) for comparison in comparisons] == [
         (0, 1.0),
         (2, pytest.approx(0.2)),
     ]
-    assert [one.p_value for one in comparisons] == pytest.approx([2**-10, 0.25])
-    assert [one.adjusted for one in comparisons] == pytest.approx([2**-9, 0.25])
+    assert [comparison.p_value for comparison in comparisons] == pytest.approx([2**-10, 0.25])
+    assert [comparison.adjusted for comparison in comparisons] == pytest.approx([2**-9, 0.25])
     choice = SweepChoice(
         1, {"a": "2"}, "success", 0.55, "", draw=1, fresh=fresh, comparisons=comparisons
     )
-    said = choice.describe_choice("a=2")
+    text = choice.describe_choice("a=2")
     assert (
-        "success 0.55 where it was chosen, 1 [1, 1] over 2 seeds on fresh held-out episodes" in said
+        "success 0.55 where it was chosen, 1 [1, 1] over 2 seeds on fresh held-out episodes" in text
     )
-    assert "not better for sure than 1 of 2 other finalists" in said
+    assert "not significantly better than 1 of 2 other finalists" in text
 
 
-def test_without_fresh_episodes_the_figure_is_called_too_good():
-    said = SweepChoice(1, {"a": "2"}, "success", 0.5, "", equal=2).describe_choice("a=2")
-    assert said.startswith("a=2 is the first of 3 equally good: success 0.5 where it was chosen")
-    said = SweepChoice(
+def test_without_fresh_episodes_the_figure_is_called_too_optimistic():
+    text = SweepChoice(1, {"a": "2"}, "success", 0.5, "", equal=2).describe_choice("a=2")
+    assert text.startswith("a=2 is the first of 3 equally good: success 0.5 where it was chosen")
+    text = SweepChoice(
         1, {"a": "2"}, "success", 0.55, "", why="no fresh episodes (too few)"
     ).describe_choice("a=2")
-    assert said.endswith("no fresh episodes (too few), so that figure is too good to be true")
+    assert text.endswith("no fresh episodes (too few), so that figure is too optimistic")

@@ -1,4 +1,4 @@
-"""The command line: exit codes, messages, help, and what is imported when."""
+"""The command line: exit codes, messages, and options that reach the flows."""
 
 import contextlib
 import csv
@@ -12,12 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
-from helpers.adapters import fakes
 
 from posttrain.cli import main as cli
 from posttrain.cli import run_setup
-from posttrain.cli.parser import COMMAND_ORDER, build_parser
-from posttrain.cli.tables import format_runs_table
 from rl_core.errors import (
     BackendError,
     CheckpointError,
@@ -31,88 +28,6 @@ from tasks.config import build_settings
 from tasks.tracking import Tracking
 
 DEFAULT_OPTIONS = {"allow_drift": False, "fresh": False}
-GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "good.yaml"
-    path.write_text(GOOD)
-    return str(path)
-
-
-@pytest.fixture
-def flow(monkeypatch):
-    """Replace flows.post_training by a double that records its calls."""
-    calls = []
-
-    def run_pipeline(settings, *, fresh, quiet, allow_drift, changed=()):
-        calls.append((settings, fresh, quiet, allow_drift))
-        return SimpleNamespace(ok=True, format_table=lambda: "the table")
-
-    module = SimpleNamespace(run_pipeline=run_pipeline, calls=calls)
-    monkeypatch.setitem(sys.modules, "flows.post_training", module)
-    monkeypatch.setattr(run_setup, "configure_prefect", lambda settings: None)
-    monkeypatch.setattr(
-        run_setup, "print_banner_and_start_prefect", lambda settings, **_: contextlib.nullcontext()
-    )
-    return module
-
-
-def run_python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        **options,
-    )
-
-
-def test_help_imports_nothing_heavy():
-    code = (
-        "import sys\n"
-        "from posttrain.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'pydantic', 'yaml', 'numpy', 'rich', 'tasks.config'}\n"
-        "print('HEAVY', sorted(heavy & set(sys.modules)))"
-    )
-    for arguments in (["--help"], ["run", "--help"], ["--version"]):
-        done = run_python(code, *arguments)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == "HEAVY []"
-
-
-def test_every_command_has_help_with_examples(capsys):
-    names = list(cli.COMMANDS)
-    assert names == list(COMMAND_ORDER)
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    overview = capsys.readouterr().out
-    for name in names:
-        assert f"\n  {name} " in overview
-        with pytest.raises(SystemExit) as end:
-            cli.main([name, "--help"])
-        text = capsys.readouterr().out
-        assert end.value.code == 0 and f"examples:\n  posttrain {name}" in text
-
-
-def test_examples_in_help_parse():
-    import shlex
-
-    parser = build_parser()
-    (commands,) = [
-        action for action in parser._actions if hasattr(action, "choices") and action.choices
-    ]
-    for name, command in commands.choices.items():
-        for line in command.epilog.splitlines()[1:]:
-            line = line.split("    (")[0]
-            arguments = parser.parse_args(shlex.split(line)[1:])
-            assert arguments.command == name
 
 
 def test_a_model_folder_that_is_none_is_a_user_error(tmp_path, capsys):
@@ -141,211 +56,6 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
     assert "usage: posttrain" in capsys.readouterr().err
 
 
-def test_the_bare_command_shows_five_commands_that_parse(capsys):
-    assert cli.main([]) == 0
-    shown = [
-        line.split()[:3]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("  posttrain ")
-    ]
-    commands = [words for words in shown if words[1] in COMMAND_ORDER]
-    assert [words[1] for words in commands] == ["run", "init", "runs", "monitor", "doctor"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (["rnu", "demo"], "did you mean 'run'?"),
-        (["run", "demo", "--quite"], "did you mean '--quiet'?"),
-        (["run", "demo", "--fersh=1"], "did you mean '--fresh'?"),
-        (["service", "qeue"], "did you mean 'queue'?"),
-        (["runs", "--format", "jsn"], "did you mean 'json'?"),
-        (["--verison"], "did you mean '--version'?"),
-        (["xyzzy"], "choose from init, convert"),
-    ],
-)
-def test_a_mistyped_word_is_answered_with_the_nearest(arguments, hint, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and hint in error.splitlines()[-1]
-
-
-def test_a_mistyped_config_is_answered_with_the_nearest(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["validate", "dmeo"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "posttrain: dmeo: no such file, and no shipped config; did you mean 'demo'?\n"
-    )
-
-
-def test_help_and_the_table_of_runs_fit_into_80_columns(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-    page = "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef0123456789abcdef"
-    row = {
-        "run": "demo · 2026-11-21 14:00:00",
-        "status": "finished",
-        "started": "2026-11-21 14:00:00",
-        "took": "311 s",
-        "settings": "learning_rate=0.001, seed=1",
-        "result": "sft 56.8% [52.4%, 61.1%]; policy 97.2%",
-        "page": page,
-    }
-    lines = format_runs_table([row, {**row, "run": "  sft", "started": ""}]).splitlines()
-    assert lines[-1] == f"page of the newest: {page}"
-    assert [len(line) <= 80 for line in lines[:-2]] == [True] * 3
-    assert lines[0].split() == ["run", "status", "took", "result"]
-    assert (
-        lines[1].startswith("demo · 2026-11-21 14:00:00  finished  311 s  sft 56.8%")
-        and lines[1].count("…") == 1
-    )
-    wider = format_runs_table([row], 100).splitlines()
-    assert (
-        wider[0].split() == ["run", "status", "took", "settings", "result"]
-        and wider[1].count("…") == 1
-    )
-    unlimited = format_runs_table([row], 1000).splitlines()
-    assert page in unlimited[1] and "…" not in unlimited[1]
-    long = {**row, "run": "a pipeline with a name of words · 2026-11-21 14:00:00"}
-    lines = format_runs_table([long], 80).splitlines()
-    assert lines[0].split() == ["run", "status", "result"] and len(lines[1]) <= 80
-    assert lines[1].startswith(f"{long['run']}  finished  ")
-
-
-def test_validate(config, capsys):
-    assert cli.main(["validate", config]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{config}: fine\n") and "sft -> policy" in out
-
-
-def test_the_summary_of_validate_fits_into_80_columns(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    assert (
-        cli.main(["init", "first_task"]) == 0
-        and cli.main(["validate", "first_task/config.yaml"]) == 0
-    )
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    assert all(
-        len(line) <= 80 for line in lines if " " in line.strip().removeprefix("writes to ")
-    ), out
-    assert "first_task.reward:brevity (found, not imported: --import-code)" in " ".join(out.split())
-    monkeypatch.delenv("COLUMNS")
-    assert cli.main(["validate", "first_task/config.yaml"]) == 0
-    assert any(
-        len(line) > 80 for line in capsys.readouterr().out.splitlines()
-    )  # unwrapped in a pipe
-
-
-def test_validate_warns_of_a_reward_model_that_no_reward_uses(config, capsys):
-    with open(config, "a") as file:
-        file.write("  reward_model: {}\n")
-    assert cli.main(["validate", config]) == 0
-    captured = capsys.readouterr()
-    assert captured.err.startswith(
-        f"posttrain: warning: {config}:5: stages.reward_model: is trained, but no reward"
-    )
-    assert (
-        "set stages.policy.rewards.learned to a weight" in captured.err
-        and captured.out.startswith(config)
-    )
-    assert (
-        cli.main(["validate", config, "-s", "stages.policy.rewards={task: 1.0, learned: 0.1}"]) == 0
-    )
-    assert capsys.readouterr().err == ""
-
-
-CUSTOM_DATA = """
-name: custom
-model: {path: no_such_folder}
-stages:
-  prepare_data: {demonstrations: rows.jsonl}
-  sft: {}
-"""
-
-
-def test_validate_reads_rows_and_says_what_it_did_not_check(tmp_path, monkeypatch, capsys):
-    """Check data files without an environment: rows are read, and the model is taken for a hub name."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "custom.yaml").write_text(CUSTOM_DATA)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
-    assert cli.main(["validate", "custom.yaml"]) == 0
-    out = capsys.readouterr().out
-    assert f"data      {tmp_path / 'rows.jsonl'} (demonstrations, all 2 rows checked)" in out
-    assert (
-        "model     no_such_folder (no folder here, so a Hugging Face name; looked up when it runs)"
-        in out
-    )
-    assert "acts in" not in out
-    assert cli.main(["validate", "custom.yaml", "-s", "stages.evaluate={}"]) == 0
-    assert "acts in   pixel_grid" in capsys.readouterr().out
-
-
-CUSTOM_CODE = """
-import pathlib
-pathlib.Path("ran").touch()
-from rl_core.environments.arithmetic import Arithmetic
-def brief(trajectories): return [0.0] * len(trajectories)
-"""
-
-
-@pytest.mark.parametrize(
-    ("environment", "rewards", "path"),
-    [
-        ("{name: 'custom_code:Arithmetic'}", "{task: 1.0}", "custom_code:Arithmetic"),
-        ("{name: arithmetic}", "{'custom_code:brief': 1.0}", "custom_code:brief"),
-    ],
-)
-def test_validate_imports_code_only_on_request(
-    tmp_path, monkeypatch, capsys, environment, rewards, path
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "custom_code", raising=False)
-    (tmp_path / "custom_code.py").write_text(CUSTOM_CODE)
-    text = f"name: custom\nenvironment: {environment}\nstages: {{sft: {{}}, policy: {{rewards: {rewards}}}}}\n"
-    (tmp_path / "custom.yaml").write_text(text)
-    assert cli.main(["validate", "custom.yaml"]) == 0
-    out = capsys.readouterr().out
-    assert (
-        out.startswith("custom.yaml: fine, but for code that was not imported\n")
-        and f"code      {path} (" in out
-    )
-    assert not (tmp_path / "ran").exists()
-    missing = text.replace("custom_code:", "no_code:")
-    (tmp_path / "custom.yaml").write_text(missing)
-    assert cli.main(["validate", "custom.yaml"]) == 2
-    assert "needs the module 'no_code', which cannot be found" in capsys.readouterr().err
-    (tmp_path / "custom.yaml").write_text(text)
-    assert cli.main(["validate", "custom.yaml", "--import-code"]) == 0
-    assert f"code      {path} (imported)" in capsys.readouterr().out and (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("command", [[], ["--import-code"]])
-def test_validate_runs_no_command_that_stands_for_an_environment(
-    tmp_path, monkeypatch, capsys, command
-):
-    monkeypatch.chdir(tmp_path)
-    with fakes("gymnasium"):
-        options = {"id": "os:system", "options": {"command": "touch ran"}}
-        values = {
-            "name": "x",
-            "environment": {"name": "gymnasium", "options": options},
-            "stages": {"sft": {}},
-        }
-        (tmp_path / "x.yaml").write_text(json.dumps(values))
-        assert cli.main(["validate", "x.yaml", *command]) == (2 if command else 0)
-    assert not (tmp_path / "ran").exists()
-    assert (
-        not command or "'os:system' is not a subclass of gymnasium.Env" in capsys.readouterr().err
-    )
-
-
 def test_a_bad_model_folder_exits_with_2(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken").mkdir()
@@ -353,30 +63,6 @@ def test_a_bad_model_folder_exits_with_2(tmp_path, monkeypatch, capsys):
     assert cli.main(["doctor", "--model", str(tmp_path / "broken")]) == 2
     assert "broken" in capsys.readouterr().err
     assert issubclass(ModelError, CheckpointError)  # older handlers still catch it
-
-
-def test_validate_refuses_a_bad_row(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "custom.yaml").write_text(CUSTOM_DATA)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
-    assert cli.main(["validate", "custom.yaml"]) == 2
-    captured = capsys.readouterr()
-    assert (
-        f"{tmp_path / 'rows.jsonl'}:2: completion: is missing" in captured.err
-        and captured.out == ""
-    )
-    monkeypatch.setattr("tasks.config.machine_checks.NUM_CHECKED_ROWS", 1)
-    assert cli.main(["validate", "custom.yaml"]) == 0
-    assert "first 1 rows checked" in capsys.readouterr().out
-
-
-def test_validate_show_prints_a_config_that_loads(config, capsys, tmp_path):
-    assert cli.main(["validate", config, "--show", "-s", "seed=5"]) == 0
-    shown = tmp_path / "shcustom.yaml"
-    shown.write_text(capsys.readouterr().out)
-    from tasks.config import load_settings
-
-    assert load_settings(shown) == load_settings(config, ["seed=5"])
 
 
 @pytest.mark.parametrize(
@@ -396,7 +82,7 @@ def test_every_entry_checks_the_config_first(command, tmp_path, monkeypatch, cap
     assert set(tmp_path.iterdir()) == before  # nothing was written
 
 
-def test_bad_config_in_a_separate_process(tmp_path):
+def test_bad_config_in_a_separate_process(tmp_path, run_python):
     (tmp_path / "bad.yaml").write_text("name: a/b\nstages: {policy: {group_size: 1}}\n")
     code = "import sys; from posttrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = run_python(code, "run", "bad.yaml", cwd=tmp_path)
@@ -631,7 +317,7 @@ def test_only_os_errors_with_advice_become_messages(config, flow, monkeypatch, e
         cli.main(["run", config])
 
 
-def test_sigterm_unwinds_and_exits_with_143(tmp_path):
+def test_sigterm_unwinds_and_exits_with_143(config, run_python):
     """Unwind even through code that catches every Exception, as imports and start-ups of large packages do."""
     code = (
         "import os, signal, sys, types\n"
@@ -643,8 +329,7 @@ def test_sigterm_unwinds_and_exits_with_143(tmp_path):
         "sys.modules['flows.post_training'] = types.SimpleNamespace(run_pipeline=run_pipeline)\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
-    (tmp_path / "good.yaml").write_text(GOOD)
-    done = run_python(code, "run", "good.yaml", cwd=tmp_path)
+    done = run_python(code, "run", config)
     assert done.returncode == 143 and done.stdout.endswith("\nclosed\n")
     assert (
         done.stderr.startswith("posttrain: stopped by SIGTERM") and "Traceback" not in done.stderr
@@ -696,11 +381,6 @@ def test_a_reader_that_closes_the_pipe(tmp_path):
         ["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120
     )
     assert done.stdout == "x\n" and done.stderr == ""
-
-
-def test_table_is_aligned():
-    rows = [{"run": "demo 1", "status": "finished"}, {"run": "x", "status": "failed"}]
-    assert format_runs_table(rows) == "run     status\ndemo 1  finished\nx       failed"
 
 
 def test_approve_passes_its_options(config, tmp_path, monkeypatch, capsys):

@@ -246,7 +246,8 @@ def test_a_config_alone_leaves_trials_open_and_names_fallbacks(tmp_path, capsys)
     out = capsys.readouterr().out
     assert "(its config alone was read)" in out
     assert (
-        "training forward   no     GPT2Model is not of a known family (Llama, Qwen2, Qwen3)\n" in out
+        "training forward   no     GPT2Model is not of a known family (Llama, Qwen2, Qwen3)\n"
+        in out
     )
     assert "                          -> transformers' own forward pass over padded rows\n" in out
     assert "sequence packing   trial  found by a trial run when training starts" in out

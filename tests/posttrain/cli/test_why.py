@@ -58,9 +58,9 @@ def test_runs_and_changes_are_explained(tmp_path):
     assert [line.partition("  ")[2] or line for line in lines[:7]] == [
         "resumed from its checkpoint although this changed",
         f"{changed}0.002 -> 0.003"[2:],
-        f"run, since this changed against {first.key}",
+        f"run because this changed since {first.key}",
         f"{changed}0.001 -> 0.002"[2:],
-        "not run again: finished before with the same settings, inputs and code",
+        "not run again: already finished with the same settings, inputs and code",
         "run for the first time",
         "",
     ]
@@ -108,7 +108,7 @@ def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
     assert (stage.stage, len(stage.decisions)) == ("sft", 1) and first.key != second.key
     lines = explanation.format_text().splitlines()
     assert lines[0].startswith("sft: ") and lines[0].endswith(
-        f"run, since this changed against {first.key}"
+        f"run because this changed since {first.key}"
     )
     assert lines[1:] == [
         "    stages.sft.learning_rate: 0.001 -> 0.002",

@@ -1,4 +1,4 @@
-"""Hostile callers and a bad disk beside a server that learns: nothing of theirs is learned, and it goes on."""
+"""Hostile clients and a failing disk at a server that learns: their input is not learned from, and it keeps serving."""
 
 import contextlib
 import resource
@@ -33,21 +33,21 @@ def model(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def learning_server(folder, model, **settings):
-    """A server whose answers and labels go into a log; the log's folder."""
+def run_learning_server(folder, model, **settings):
+    """Run a server that writes answers and labels into a buffer."""
     with (
         ExperienceWriter(folder / "buffer", CHAT) as answers,
-        running_server(folder / "out", model, answers=answers, **settings) as running,
+        running_server(folder / "out", model, answers=answers, **settings) as server,
     ):
-        running.server.feedback = LearningFeedback(
+        server.server.feedback = LearningFeedback(
             answers, FeedbackJournal(folder / "feedback.jsonl")
         )
-        yield running
+        yield server
 
 
 @contextlib.contextmanager
-def full_disk(size):
-    """No file of this process may grow beyond so many bytes."""
+def limit_file_size(size):
+    """Limit the files of this process to so many bytes, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -58,25 +58,25 @@ def full_disk(size):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_bodies_and_labels_that_are_none_reach_no_buffer(tmp_path, model):
-    with learning_server(tmp_path, model, max_body_bytes=2**20) as server:
-        own = server.chat(max_tokens=3, seed=1)["id"]
-        made_up = f"chatcmpl-{'0' * 40}"
-        huge = b'{"id": "' + own.encode() + b'", "answer": "' + b"x" * 10 * 2**20 + b'"}'
+def test_invalid_bodies_and_labels_do_not_reach_the_buffer(tmp_path, model):
+    with run_learning_server(tmp_path, model, max_body_bytes=2**20) as server:
+        answer_id = server.chat(max_tokens=3, seed=1)["id"]
+        unknown_id = f"chatcmpl-{'0' * 40}"
+        huge = b'{"id": "' + answer_id.encode() + b'", "answer": "' + b"x" * 10 * 2**20 + b'"}'
         for body, status, part in (
             (huge, 413, "bytes"),
             (b'{"id": "\xff\xfe"}', 422, "UTF-8"),
             (b'{"id": ', 422, "JSON"),
-            (b'{"id": "%s", "answer": "\\ud800"}' % own.encode(), 422, "hex escape"),
-            (b'{"id": "%s", "score": 1e999}' % own.encode(), 422, "finite"),
-            (b'{"id": "%s", "answer": "  "}' % own.encode(), 422, "needs a text"),
-            (b'{"id": "%s", "score": 7}' % own.encode(), 422, "from -1 to 1"),
-            (b'{"id": "%s", "thumb": "up"}' % made_up.encode(), 404, "gave no answer"),
-            (b'{"id": "%s", "thumb": "up", "choice": 7}' % own.encode(), 422, "1 choices"),
+            (b'{"id": "%s", "answer": "\\ud800"}' % answer_id.encode(), 422, "hex escape"),
+            (b'{"id": "%s", "score": 1e999}' % answer_id.encode(), 422, "finite"),
+            (b'{"id": "%s", "answer": "  "}' % answer_id.encode(), 422, "needs a text"),
+            (b'{"id": "%s", "score": 7}' % answer_id.encode(), 422, "from -1 to 1"),
+            (b'{"id": "%s", "thumb": "up"}' % unknown_id.encode(), 404, "gave no answer"),
+            (b'{"id": "%s", "thumb": "up", "choice": 7}' % answer_id.encode(), 422, "1 choices"),
         ):
-            found = server.client.post("/v1/feedback", content=body)
-            error = found.json()["error"]
-            assert (found.status_code, set(error)) == (
+            response = server.client.post("/v1/feedback", content=body)
+            error = response.json()["error"]
+            assert (response.status_code, set(error)) == (
                 status,
                 {"message", "type", "param", "code"},
             ), body[:60]
@@ -86,7 +86,8 @@ def test_bodies_and_labels_that_are_none_reach_no_buffer(tmp_path, model):
         )
         assert chat.status_code == 413
         assert (
-            server.client.post("/v1/feedback", json={"id": own, "answer": "red"}).status_code == 200
+            server.client.post("/v1/feedback", json={"id": answer_id, "answer": "red"}).status_code
+            == 200
         )
     assert [record.kind for record in ExperienceLogReader(tmp_path / "buffer").read_records()] == [
         "experience",
@@ -94,45 +95,47 @@ def test_bodies_and_labels_that_are_none_reach_no_buffer(tmp_path, model):
     ]
 
 
-def test_a_full_disk_costs_what_is_learned_and_no_answer(tmp_path, model):
-    with learning_server(tmp_path, model) as server:
-        before = server.chat(max_tokens=3, seed=1)["id"]
+def test_full_disk_loses_records_but_no_answer(tmp_path, model):
+    with run_learning_server(tmp_path, model) as server:
+        recorded_id = server.chat(max_tokens=3, seed=1)["id"]
         server.server.wait_until_recorded()
         ((_, segment),) = list_segments(tmp_path / "buffer")
-        with full_disk(segment.stat().st_size + 10):
-            unkept = server.chat(max_tokens=3, seed=2)["id"]
-            refused = server.client.post("/v1/feedback", json={"id": before, "answer": "red"})
-            assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+        with limit_file_size(segment.stat().st_size + 10):
+            unrecorded_id = server.chat(max_tokens=3, seed=2)["id"]
+            response = server.client.post("/v1/feedback", json={"id": recorded_id, "answer": "red"})
+            assert response.status_code == 503 and response.headers["retry-after"] == "5"
             assert (
-                refused.headers["x-should-retry"] == "true"
-                and "segment-" in refused.json()["error"]["message"]
+                response.headers["x-should-retry"] == "true"
+                and "segment-" in response.json()["error"]["message"]
             )
         assert server.server.answers.counts == {"kept": 1, "disk": 1}
-        for answer in (
-            before,
-            unkept,
-        ):  # of one that is not learned from, the label is in the journal
+        for answer_id in (
+            recorded_id,
+            unrecorded_id,
+        ):  # the label of an unrecorded answer is in the journal only
             assert (
-                server.client.post("/v1/feedback", json={"id": answer, "answer": "red"}).status_code
+                server.client.post(
+                    "/v1/feedback", json={"id": answer_id, "answer": "red"}
+                ).status_code
                 == 200
             )
     records = list(ExperienceLogReader(tmp_path / "buffer").read_records())
     assert [(r.kind, r.value["request_id"]) for r in records] == [
-        ("experience", before),
-        ("label", before),
+        ("experience", recorded_id),
+        ("label", recorded_id),
     ]
     assert len((tmp_path / "feedback.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_damaged_live_snapshot_leaves_the_model_that_it_began_with(tmp_path, model, monkeypatch):
+def test_damaged_live_snapshot_falls_back_to_the_initial_model(tmp_path, model, monkeypatch):
     monkeypatch.setattr(
         OnlineLearningService, "start_processes", lambda self, server: None
-    )  # no processes beside it
+    )  # starts no processes
     root = tmp_path / "online"
     plan = OnlineLearningPlan(CHAT, root, EnvironmentSettings(name="pixel_grid"), "tiny", {})
     serving = ServingSettings(context=200, threads=1)
 
-    def begin():
+    def start_learning():
         server = ChatServer(serving, "tiny", tmp_path / "out", "token")
         learner = OnlineLearner(
             plan,
@@ -148,7 +151,7 @@ def test_a_damaged_live_snapshot_leaves_the_model_that_it_began_with(tmp_path, m
             learner.stop_learning()
             server.close()
 
-    version, source = begin()
+    version, source = start_learning()
     assert version == 0
     weights = {
         name: tensor * 0.5
@@ -156,14 +159,12 @@ def test_a_damaged_live_snapshot_leaves_the_model_that_it_began_with(tmp_path, m
     }
     source.snapshots.publish_snapshot(8, weights, {"updates": 8})
     source.snapshots.set_live_version(8)
-    assert begin()[0] == 8
+    assert start_learning()[0] == 8
     (source.snapshots.build_path(8) / "weights.safetensors").write_bytes(b"torn")
-    assert begin()[0] == 0
+    assert start_learning()[0] == 0
 
 
-def test_a_model_that_cannot_be_read_for_a_moment_is_learned_from_later(
-    tmp_path, model, monkeypatch
-):
+def test_learning_starts_once_the_model_can_be_read(tmp_path, model, monkeypatch):
     monkeypatch.setattr(OnlineLearningService, "start_processes", lambda self, server: None)
     plan = OnlineLearningPlan(
         CHAT, tmp_path / "online", EnvironmentSettings(name="pixel_grid"), "tiny", {}
@@ -177,28 +178,28 @@ def test_a_model_that_cannot_be_read_for_a_moment_is_learned_from_later(
         ModelSettings(device="cpu"),
         "tiny",
     )
-    load, failures = SnapshotSource.load_snapshot, [CheckpointError("the disk is away")]
+    load_snapshot, failures = SnapshotSource.load_snapshot, [CheckpointError("the disk is away")]
 
-    def fails_once(source, version):
+    def fail_once(source, version):
         if failures:
             raise failures.pop()
-        return load(source, version)
+        return load_snapshot(source, version)
 
-    monkeypatch.setattr(SnapshotSource, "load_snapshot", fails_once)
+    monkeypatch.setattr(SnapshotSource, "load_snapshot", fail_once)
     try:
         with pytest.raises(CheckpointError, match="disk is away"):
             learner.start_learning(server)
         assert learner.service is None and server.model is None
-        learner.start_learning(server)  # the folder is free
+        learner.start_learning(server)  # the folder was released
         assert learner.service is not None and server.model.version == 0
     finally:
         learner.stop_learning()
         server.close()
 
 
-def test_a_port_that_is_taken_is_one_line_with_the_next_step(tmp_path, model, capsys):
+def test_taken_port_is_one_line_with_the_next_step(tmp_path, model, capsys):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         assert main(["serve", str(model), "--port", str(port), "--output", str(tmp_path)]) == 2
-    said = capsys.readouterr().err.strip()
-    assert len(said.splitlines()) == 1 and f"port {port}" in said and "--port N" in said
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and f"port {port}" in error and "--port N" in error

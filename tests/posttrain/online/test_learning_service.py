@@ -1,4 +1,4 @@
-"""The learning service beside a server: its folder, orders, alarms, the snapshot that is live, and the report."""
+"""Learning service of a server: its folder, orders, alarms, the live snapshot, and the report."""
 
 import dataclasses
 import json
@@ -55,14 +55,14 @@ def folder(tmp_path, model):
     return LearningFolder.open_or_create(tmp_path / "demo" / "online" / "version 3 ü", model, facts)
 
 
-def made(folder, online=CHAT, **model):
-    chosen = ModelSettings(**{"device": "cpu", **model})
-    settings = build_pipeline_settings(online, GRID, chosen, folder.path)
+def build_source(folder, online=CHAT, **model):
+    model_settings = ModelSettings(**{"device": "cpu", **model})
+    settings = build_pipeline_settings(online, GRID, model_settings, folder.path)
     return settings, SnapshotSource(settings, ServingSettings(context=200, threads=1), 3)
 
 
-def publish(source, version, scale):
-    """A snapshot whose weights are those of the model times `scale`."""
+def publish_snapshot(source, version, scale):
+    """Publish a snapshot whose weights are those of the model times `scale`."""
     from rl_core.api.policy import load_policy
 
     policy = load_policy(source.settings.model)
@@ -70,21 +70,19 @@ def publish(source, version, scale):
         name: tensor * scale
         for name, tensor in collect_trainable_weights(policy.model, copy=True).items()
     }
-    source.snapshots.publish(
+    source.snapshots.publish_snapshot(
         version, weights, {"updates": version, "last_record": 7 * version, "last_digest": "ab"}
     )
 
 
-def test_a_folder_is_that_of_one_model_and_its_settings_are_read_by_the_worker(
-    folder, tmp_path, model
-):
-    settings, _ = made(folder)
+def test_folder_belongs_to_one_model_and_worker_reads_its_settings(folder, tmp_path, model):
+    settings, _ = build_source(folder)
     path = folder.write_settings(settings)
     assert load_online_settings(path) == settings and settings.model.path == str(
         folder.path / "model"
     )
-    again = LearningFolder.open_or_create(folder.path, model, {})
-    assert again.facts == folder.facts and again.facts["version"] == 3
+    reopened = LearningFolder.open_or_create(folder.path, model, {})
+    assert reopened.facts == folder.facts and reopened.facts["version"] == 3
     with pytest.raises(DataError, match="another model"):
         LearningFolder.open_or_create(folder.path, make_folder_of_model(tmp_path / "other", 1), {})
     with pytest.raises(SettingsError, match=r"online\.model\.path"):
@@ -95,11 +93,11 @@ def test_a_folder_is_that_of_one_model_and_its_settings_are_read_by_the_worker(
         build_pipeline_settings(OnlineSettings(folder="elsewhere"), GRID, ModelSettings(), tmp_path)
 
 
-def test_orders_are_handed_over_once_and_alarms_are_told(folder):
-    settings, source = made(folder)
+def test_orders_are_forwarded_once_and_alarms_recorded(folder):
+    settings, source = build_source(folder)
     orders = [{"number": n, "order": {"order": "hold", "version": n}} for n in (1, 2)]
     decision = {"number": 1, "version": 9, "verdict": "promoted", "reason": "no worse"}
-    for attempt in range(2):  # started anew it hands nothing over again
+    for attempt in range(2):  # after a restart nothing is forwarded again
         with OnlineLearningService(folder, settings, source, lambda: None) as service:
             service._forward_orders()
             (folder.path / GATE_FILE).write_text(
@@ -110,18 +108,18 @@ def test_orders_are_handed_over_once_and_alarms_are_told(folder):
             service._check_alarms(), service._check_alarms()
             service._check_log_capacity()
             assert folder.forwarded_orders == {"gate.json": 2, "operator.json": 0}, attempt
-    written = [
+    forwarded = [
         record.value for record in ExperienceLogReader(folder.path / "buffer").read_records()
     ]
-    assert written == [entry["order"] for entry in orders]
-    told = [(event["kind"], event["text"]) for event in read_events(folder.path)]
+    assert forwarded == [entry["order"] for entry in orders]
+    events = [(event["kind"], event["text"]) for event in read_events(folder.path)]
     text = f"drift: length rises; `posttrain online resume {folder.path}` resumes learning"
-    alarm = ("alarm", text)  # told again after the restart: it still stands
-    assert told == [("promoted", "snapshot 9: no worse"), alarm, alarm]
+    alarm = ("alarm", text)  # recorded again after the restart: still active
+    assert events == [("promoted", "snapshot 9: no worse"), alarm, alarm]
 
 
-def test_a_person_has_learning_go_on_after_an_alarm(folder, capsys, tmp_path):
-    settings, source = made(folder)
+def test_operator_resumes_learning_after_an_alarm(folder, capsys, tmp_path):
+    settings, source = build_source(folder)
     resume = ["online", "resume", str(folder.path)]
     assert main(resume) == 0 and "not paused" in capsys.readouterr().out
     with OnlineLearningService(folder, settings, source, lambda: None) as service:
@@ -139,28 +137,28 @@ def test_a_person_has_learning_go_on_after_an_alarm(folder, capsys, tmp_path):
     )
 
 
-def test_orders_of_a_file_that_begins_anew_are_handed_over(folder):
-    settings, source = made(folder)
+def test_orders_of_a_recreated_file_are_forwarded(folder):
+    settings, source = build_source(folder)
     with OnlineLearningService(folder, settings, source, lambda: None) as service:
         for numbers in (
             (1, 2, 3),
             (1,),
             (1, 2),
-        ):  # the gate's file was removed after the third order
+        ):  # the gate's file is removed after the third order
             orders = [{"number": n, "order": {"order": "hold", "version": 10 * n}} for n in numbers]
             (folder.path / GATE_FILE).write_text(json.dumps({"orders": orders}))
             service._forward_orders()
             assert folder.forwarded_orders["gate.json"] == numbers[-1]
-    given = [
+    forwarded = [
         record.value["version"]
         for record in ExperienceLogReader(folder.path / "buffer").read_records()
     ]
-    assert given == [10, 20, 30, 10, 20]
+    assert forwarded == [10, 20, 30, 10, 20]
 
 
-def test_a_full_record_is_said_once(folder):
+def test_full_log_is_reported_once(folder):
     small = dataclasses.replace(CHAT, buffer=OnlineBufferSettings(max_bytes=4096))
-    settings, source = made(folder, small)
+    settings, source = build_source(folder, small)
     with OnlineLearningService(folder, settings, source, lambda: None) as service:
         service._check_log_capacity()
         assert read_events(folder.path) == []
@@ -175,68 +173,68 @@ def test_a_full_record_is_said_once(folder):
 
 
 @pytest.mark.parametrize("kind", [{}, {"dtype": "bfloat16"}])
-def test_the_live_snapshot_is_taken_over_and_a_damaged_one_is_not(folder, tmp_path, kind):
-    _, source = made(folder, **kind)
+def test_live_snapshot_is_published_and_a_damaged_one_rejected(folder, tmp_path, kind):
+    _, source = build_source(folder, **kind)
     for version, scale in ((0, 1.0), (10, 0.7), (20, 0.5)):
-        publish(source, version, scale)
+        publish_snapshot(source, version, scale)
     source.snapshots.set_live_version(0)
-    told = []
-    with running_server(tmp_path / "out", folder.path / "model", begins=False) as running:
-        running.server.start_serving(source.load(0))
-        watch = SnapshotWatcher(
-            source, running.server.publish_model, 0, lambda *event: told.append(event)
+    events = []
+    with running_server(tmp_path / "out", folder.path / "model", begins=False) as server:
+        server.server.start_serving(source.load_snapshot(0))
+        watcher = SnapshotWatcher(
+            source, server.server.publish_model, 0, lambda *event: events.append(event)
         )
-        before = running.chat(max_tokens=12, temperature=0)
-        assert (before["policy_version"], before["model_version"]) == (
+        first_answer = server.chat(max_tokens=12, temperature=0)
+        assert (first_answer["policy_version"], first_answer["model_version"]) == (
             0,
             "3+0",
-        ) and not watch.check_live_snapshot()
+        ) and not watcher.check_live_snapshot()
         source.snapshots.set_live_version(10)
-        assert watch.check_live_snapshot() and not watch.check_live_snapshot()
-        after = running.chat(max_tokens=12, temperature=0)
-        assert (after["policy_version"], after["model_version"]) == (10, "3+10")
-        assert after["system_fingerprint"] == "version-3+10"
+        assert watcher.check_live_snapshot() and not watcher.check_live_snapshot()
+        second_answer = server.chat(max_tokens=12, temperature=0)
+        assert (second_answer["policy_version"], second_answer["model_version"]) == (10, "3+10")
+        assert second_answer["system_fingerprint"] == "version-3+10"
         source.snapshots.set_live_version(20)
-        (source.snapshots.path(20) / "weights.safetensors").write_bytes(b"torn")
-        assert not watch.check_live_snapshot() and not watch.check_live_snapshot()
-        assert running.chat(max_tokens=2)["model_version"] == "3+10"
-    assert [kind for kind, _ in told] == ["live", "refused"]
+        (source.snapshots.build_path(20) / "weights.safetensors").write_bytes(b"torn")
+        assert not watcher.check_live_snapshot() and not watcher.check_live_snapshot()
+        assert server.chat(max_tokens=2)["model_version"] == "3+10"
+    assert [kind for kind, _ in events] == ["live", "refused"]
 
 
 def test_a_service_that_learns_adapters_serves_them(folder, tmp_path):
-    _, source = made(
+    _, source = build_source(
         folder, dataclasses.replace(CHAT, model=ModelSettings(lora=LoraSettings(rank=2)))
     )
-    publish(source, 5, 2.0)
-    with running_server(tmp_path / "out", folder.path / "model", begins=False) as running:
-        running.server.start_serving(source.load_snapshot(5))
-        assert running.chat(max_tokens=4, temperature=0)["model_version"] == "3+5"
+    publish_snapshot(source, 5, 2.0)
+    with running_server(tmp_path / "out", folder.path / "model", begins=False) as server:
+        server.server.start_serving(source.load_snapshot(5))
+        assert server.chat(max_tokens=4, temperature=0)["model_version"] == "3+5"
 
 
 def test_votes_and_labels_reach_the_log(folder, tmp_path):
-    settings, source = made(folder)
+    settings, source = build_source(folder)
     with OnlineLearningService(folder, settings, source, lambda: None) as service:
         with running_server(
             tmp_path / "out", folder.path / "model", answers=service.answers
-        ) as running:
+        ) as server:
             journal = FeedbackJournal(tmp_path / "feedback.jsonl")
-            running.server.feedback = LearningFeedback(service.answers, journal)
-            found = running.chat(vote=True, max_tokens=3, seed=1, user="anna")
-            vote = found["vote"]
-            assert 3 <= vote["num_ballots"] <= 5 and len(found["choices"]) == 1
-            label = {"id": found["id"], "answer": "red"}
+            server.server.feedback = LearningFeedback(service.answers, journal)
+            answer = server.chat(vote=True, max_tokens=3, seed=1, user="anna")
+            vote = answer["vote"]
+            assert 3 <= vote["num_ballots"] <= 5 and len(answer["choices"]) == 1
+            label = {"id": answer["id"], "answer": "red"}
             assert (
-                running.client.post("/v1/feedback", json=label).status_code == 200
-            )  # at once after the answer
-            greedy = running.chat(max_tokens=3, temperature=0)
+                server.client.post("/v1/feedback", json=label).status_code == 200
+            )  # immediately after the answer
+            greedy = server.chat(max_tokens=3, temperature=0)
             assert (
-                running.client.post(
+                server.client.post(
                     "/v1/feedback", json={"id": greedy["id"], "thumb": "up"}
                 ).status_code
                 == 200
             )
             for refused in ({"stream": True}, {"n": 2}, {"temperature": 0}, {"logprobs": True}):
-                running.chat(status=422, vote=True, **refused)
+                server.chat(status=422, vote=True, **refused)
         records = list(ExperienceLogReader(folder.path / "buffer").read_records())
     assert [record.kind for record in records] == ["experience", "label"]
     experience = records[0].parse_experience()
@@ -250,10 +248,10 @@ def test_votes_and_labels_reach_the_log(folder, tmp_path):
     assert service.answers.counts == {"kept": 1, "labels": 1, "greedy": 1}
 
 
-def test_a_conversation_that_was_served_is_exported_as_it_was_read(folder, tmp_path, capsys):
-    settings, source = made(folder)
+def test_served_conversation_is_exported_as_the_model_read_it(folder, tmp_path, capsys):
+    settings, source = build_source(folder)
     parts = [{"type": "text", "text": "ü"}]
-    asked = [
+    messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": "red"},
@@ -261,45 +259,45 @@ def test_a_conversation_that_was_served_is_exported_as_it_was_read(folder, tmp_p
     ]
     with (
         OnlineLearningService(folder, settings, source, lambda: None) as service,
-        running_server(tmp_path / "out", folder.path / "model", answers=service.answers) as running,
+        running_server(tmp_path / "out", folder.path / "model", answers=service.answers) as server,
     ):
-        running.server.feedback = LearningFeedback(
+        server.server.feedback = LearningFeedback(
             service.answers, FeedbackJournal(tmp_path / "feedback.jsonl")
         )
         for seed in range(4):
-            found = running.chat(messages=asked, max_tokens=40, stop=list("aeiorn"), seed=seed)
-            label = {"id": found["id"], "thumb": "up"}
-            assert running.client.post("/v1/feedback", json=label).status_code == 200
-        renderer = running.server.model.renderer
+            answer = server.chat(messages=messages, max_tokens=40, stop=list("aeiorn"), seed=seed)
+            label = {"id": answer["id"], "thumb": "up"}
+            assert server.client.post("/v1/feedback", json=label).status_code == 200
+        renderer = server.server.model.renderer
     path = folder.write_settings(settings)
     assert main(["online", "export", str(path), "--output", str(tmp_path / "right.jsonl")]) == 0
     rows = read_demonstrations(tmp_path / "right.jsonl").rows
     assert rows and f"{len(rows)} conversations" in capsys.readouterr().out
-    logged = {
+    experiences = {
         r.value["request_id"]: r.parse_experience()
         for r in ExperienceLogReader(folder.path / "buffer").read_records()
         if r.kind == "experience"
     }
-    for row, plain in zip(
+    for row, exported in zip(
         rows, map(json.loads, (tmp_path / "right.jsonl").read_text().splitlines()), strict=True
     ):
-        rollout = logged[plain["request_id"]].rollouts[0]
+        rollout = experiences[exported["request_id"]].rollouts[0]
         assert renderer.encode_history_prompt(row["messages"][:-1]) == rollout.prompt_ids
         assert row["messages"][-1]["content"] == rollout.trajectory.answer
 
 
 def test_votes_with_an_environment_play_the_same_episode(tmp_path, model):
-    with running_server(tmp_path, model) as running:
-        asked = {
+    with running_server(tmp_path, model) as server:
+        request = {
             "messages": [],
             "environment": {"name": "pixel_grid", "seed": 3},
             "max_tokens": 20,
             "seed": 1,
         }
-        found = running.chat(vote=True, **asked)
-        assert found["vote"]["num_ballots"] >= 3 and found["choices"][0]["session"]["seed"] == 3
-        single = running.chat(**asked)
-        assert found["usage"]["completion_tokens"] >= single["usage"]["completion_tokens"]
+        voted = server.chat(vote=True, **request)
+        assert voted["vote"]["num_ballots"] >= 3 and voted["choices"][0]["session"]["seed"] == 3
+        single = server.chat(**request)
+        assert voted["usage"]["completion_tokens"] >= single["usage"]["completion_tokens"]
 
 
 def write_updates(path):
@@ -340,13 +338,13 @@ def write_updates(path):
     (path / CONTRIBUTION_FILE).write_text("\n".join(text.splitlines()[1:]) + '\n{"numb')
 
 
-def test_the_report_and_the_live_page_say_what_was_learned(folder, tmp_path):
+def test_report_and_live_page(folder, tmp_path):
     write_updates(folder.path)
-    folder.note("alarm", "drift: <script>")
+    folder.append_event("alarm", "drift: <script>")
     record = read_service_record(folder.path)
     assert record.extract_series("kl_control", "mean_kl") == [(1.0, 0.01), (2.0, 0.02), (3.0, 0.03)]
     text = write_service_report(folder.path).read_text()
-    # squared differences within the request: task 2 (0.5)^2, tool_use 2 (0.25)^2, of 0.625
+    # Squared differences within the request: task 2 (0.5)^2, tool_use 2 (0.25)^2, of 0.625
     assert (
         ">80.0%<" in text
         and ">20.0%<" in text
@@ -365,35 +363,39 @@ def test_the_report_and_the_live_page_say_what_was_learned(folder, tmp_path):
     assert (tiles["mean KL"]["value"], tiles["mean KL"]["sub"]) == (
         "0.030",
         "target 0.050",
-    )  # of the last that has it
+    )  # of the last update that has it
     assert build_online_tab(tmp_path / "nothing")[0]["kind"] == "note"
     with pytest.raises(DataError, match="contains no record"):
         read_service_record(tmp_path)
 
 
-def test_the_live_snapshot_is_what_is_consolidated(folder, tmp_path):
-    _, source = made(folder)
+def test_live_snapshot_is_consolidated(folder, tmp_path):
+    _, source = build_source(folder)
     root = folder.path.parent
     assert "no service" in find_live_snapshot(root / "nothing", [])
-    publish(source, 0, 1.0), publish(source, 10, 0.5)
+    publish_snapshot(source, 0, 1.0), publish_snapshot(source, 10, 0.5)
     source.snapshots.set_live_version(0)
     assert "nothing that it learned is live" in find_live_snapshot(root, [])
     source.snapshots.set_live_version(10)
-    found = find_live_snapshot(root, [])
-    assert (found.version, found.tags["online.records"], found.tags["online.parent_version"]) == (
+    snapshot = find_live_snapshot(root, [])
+    assert (
+        snapshot.version,
+        snapshot.tags["online.records"],
+        snapshot.tags["online.parent_version"],
+    ) == (
         10,
         "0-70",
         "3",
     )
     registered = ModelVersion(
-        "demo", 4, None, None, tags={"online.weights_sha256": found.weights_sha256}
+        "demo", 4, None, None, tags={"online.weights_sha256": snapshot.weights_sha256}
     )
     assert "registered already" in find_live_snapshot(root, [registered])
     superseded = dataclasses.replace(
         registered, tags={**registered.tags, "approval.state": "superseded"}
     )
-    assert find_live_snapshot(root, [superseded]) == found  # nobody decided about it
-    settings = build_consolidation_settings(load_settings("demo", import_code=False), found)
+    assert find_live_snapshot(root, [superseded]) == snapshot  # it was never decided on
+    settings = build_consolidation_settings(load_settings("demo", import_code=False), snapshot)
     assert settings.model.path == "models:/demo/3" and settings.stages.active[-2:] == (
         "promote",
         "online_snapshot",
@@ -405,11 +407,11 @@ def test_the_live_snapshot_is_what_is_consolidated(folder, tmp_path):
 
 def test_learning_needs_a_pipeline(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = build_parser().parse_args(["serve", "demo", "--learn", "--output", str(tmp_path)])
-    found = resolve_serving(given)
+    arguments = build_parser().parse_args(["serve", "demo", "--learn", "--output", str(tmp_path)])
+    config = resolve_serving(arguments)
     assert (
-        found.learning.root == tmp_path / "demo" / "online"
-        and found.learning.environment.name == "pixel_grid"
+        config.learning.root == tmp_path / "demo" / "online"
+        and config.learning.environment.name == "pixel_grid"
     )
     with pytest.raises(SettingsError, match="CONFIG"):
         resolve_serving(build_parser().parse_args(["serve", str(model), "--learn"]))
@@ -419,13 +421,15 @@ def test_learning_needs_a_pipeline(tmp_path, model, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_killed_at_random_moments_under_load_it_loses_nothing(tmp_path):
-    """The real processes, kill -9 of server, worker and spare: tests/benchmarks/online_faults.py does it 200 times."""
+    """Kill server, worker and standby at random moments; tests/benchmarks/online_faults.py does it 200 times."""
     service = KilledService(tmp_path, seed=1)
     service.run(8)
-    found = service.verdict()
+    verdict = service.verdict()
     assert (
-        sum(found["kills"].values()) >= 8 and found["acknowledged"] > 30 and found["versions"] > 1
-    ), found
+        sum(verdict["kills"].values()) >= 8
+        and verdict["acknowledged"] > 30
+        and verdict["versions"] > 1
+    ), verdict
     zeros = (
         "lost",
         "kept_twice",
@@ -435,4 +439,4 @@ def test_killed_at_random_moments_under_load_it_loses_nothing(tmp_path):
         "left_processes",
         "left_segments",
     )
-    assert [found[name] for name in zeros] == [0] * len(zeros), found
+    assert [verdict[name] for name in zeros] == [0] * len(zeros), verdict

@@ -1,4 +1,4 @@
-"""`posttrain online`: a replay has the live worker's numbers; wrong settings and folders are told in one line."""
+"""`posttrain online`: a replay has the live worker's numbers; wrong settings and folders are reported in one line."""
 
 import json
 import os
@@ -38,8 +38,8 @@ update:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a model, a config and recorded traffic."""
+def recorded_folder(tmp_path_factory):
+    """Create a folder with a model, a config and recorded traffic."""
     folder = tmp_path_factory.mktemp("my online ü")
     rl_core.create_policy(
         ["abc xyz"], ModelSettings(preset="nano", vocab_size=300, context=32)
@@ -49,25 +49,25 @@ def place(tmp_path_factory):
     return folder
 
 
-def replay(place, output, *more):
+def run_replay(recorded_folder, output, *arguments):
     return main(
         [
             "online",
             "replay",
-            str(place / "mine.yaml"),
+            str(recorded_folder / "mine.yaml"),
             "--buffer",
-            str(place / "live"),
+            str(recorded_folder / "live"),
             "--output",
             str(output),
-            *more,
+            *arguments,
         ]
     )
 
 
-def test_a_replay_has_the_numbers_of_the_live_worker(place, tmp_path, capsys):
-    path = place / "live" / METRICS_FILE
+def test_a_replay_has_the_numbers_of_the_live_worker(recorded_folder, tmp_path, capsys):
+    path = recorded_folder / "live" / METRICS_FILE
 
-    def stop():
+    def stop_after_four_updates():
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             if path.is_file() and json.loads(path.read_text())["online/updates"] == 4:
@@ -75,36 +75,40 @@ def test_a_replay_has_the_numbers_of_the_live_worker(place, tmp_path, capsys):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=stop)
+    thread = threading.Thread(target=stop_after_four_updates)
     thread.start()
-    said = []
+    messages = []
     assert (
-        learn_from_buffer(load_online_settings(place / "mine.yaml"), said.append) == signal.SIGTERM
+        learn_from_buffer(load_online_settings(recorded_folder / "mine.yaml"), messages.append)
+        == signal.SIGTERM
     )
     thread.join()
-    assert "learning from" in said[0] and "stopped after update 4; everything is saved" in said[1]
-    assert replay(place, tmp_path / "again") == 0
-    found = json.loads((tmp_path / "again" / REPLAY_FILE).read_text())
-    assert f"weights {found['weights']}" in capsys.readouterr().out
-    shown = json.loads((place / "live" / METRICS_FILE).read_text())
-    assert {name: found[name] for name in shown if name != "paused"} == {
-        n: v for n, v in shown.items() if n != "paused"
+    assert (
+        "learning from" in messages[0]
+        and "stopped after update 4; everything is saved" in messages[1]
+    )
+    assert run_replay(recorded_folder, tmp_path / "replayed") == 0
+    replayed = json.loads((tmp_path / "replayed" / REPLAY_FILE).read_text())
+    assert f"weights {replayed['weights']}" in capsys.readouterr().out
+    live = json.loads((recorded_folder / "live" / METRICS_FILE).read_text())
+    assert {name: replayed[name] for name in live if name != "paused"} == {
+        n: v for n, v in live.items() if n != "paused"
     }
     for name in ("snapshot-00000002", "snapshot-00000004"):
         manifests = [
-            json.loads((one / "snapshots" / name / "manifest.json").read_text())
-            for one in (place / "live", tmp_path / "again")
+            json.loads((folder / "snapshots" / name / "manifest.json").read_text())
+            for folder in (recorded_folder / "live", tmp_path / "replayed")
         ]
         assert manifests[0]["files"] == manifests[1]["files"]
     records = [
         [
             {**json.loads(line), "time": 0}
-            for line in (one / CONTRIBUTION_FILE).read_text().splitlines()
+            for line in (folder / CONTRIBUTION_FILE).read_text().splitlines()
         ]
-        for one in (place / "live", tmp_path / "again")
+        for folder in (recorded_folder / "live", tmp_path / "replayed")
     ]
     assert records[0] == records[1] and len(records[0]) == 4
-    assert len((tmp_path / "again" / AUDIT_FILE).read_text().splitlines()) == 4
+    assert len((tmp_path / "replayed" / AUDIT_FILE).read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(
@@ -119,18 +123,18 @@ def test_a_replay_has_the_numbers_of_the_live_worker(place, tmp_path, capsys):
         (["--buffer", "/tmp"], "contains no segments of a buffer"),
     ],
 )
-def test_what_cannot_work_is_told_in_one_line(place, tmp_path, capsys, arguments, message):
-    assert replay(place, tmp_path / "out", *arguments) == 2
+def test_errors_are_one_line(recorded_folder, tmp_path, capsys, arguments, message):
+    assert run_replay(recorded_folder, tmp_path / "out", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert not (tmp_path / "out" / "snapshots").exists()
 
 
-def test_the_live_folder_is_not_written_by_a_replay(place, capsys):
-    before = list_segments(place / "live" / "buffer")
-    assert replay(place, place / "live") == 2
+def test_replay_does_not_write_the_live_folder(recorded_folder, capsys):
+    before = list_segments(recorded_folder / "live" / "buffer")
+    assert run_replay(recorded_folder, recorded_folder / "live") == 2
     assert "is the folder of the live worker" in capsys.readouterr().err
-    assert list_segments(place / "live" / "buffer") == before
+    assert list_segments(recorded_folder / "live" / "buffer") == before
 
 
 def test_the_shipped_config_loads():

@@ -1,4 +1,4 @@
-"""From a service into the registry: consolidation of its live snapshot with approval, retraining on its buffer."""
+"""From a learning service into the registry: consolidation of its snapshot with approval, retraining on its buffer."""
 
 import json
 import threading
@@ -28,8 +28,8 @@ GRID = EnvironmentSettings(name="pixel_grid")
 TRUSTING = OnlineSettings(labels=OnlineLabelSettings(use_consensus=False, trust_environment=True))
 
 
-def service(tmp_path, online=TRUSTING):
-    """The folder of a service that began with a model of random weights, and its settings."""
+def create_service(tmp_path, online=TRUSTING):
+    """Create the folder of a service that began with a model of random weights; return it and its settings."""
     model = make_folder_of_model(tmp_path / "model")
     folder = LearningFolder.open_or_create(
         tmp_path / "out/test/online/model-a", model, {"name": "test"}
@@ -39,7 +39,7 @@ def service(tmp_path, online=TRUSTING):
     return folder, settings
 
 
-def publish(folder, settings, version, scale):
+def publish_snapshot(folder, settings, version, scale):
     from rl_core.api.policy import load_policy
 
     snapshots = WeightSnapshots(folder.path / SNAPSHOTS_FOLDER)
@@ -51,26 +51,26 @@ def publish(folder, settings, version, scale):
     snapshots.set_live_version(version)
 
 
-def right_episodes(folder, settings, seeds):
-    """Episodes into the buffer that were answered right at once."""
-    place = make_environment("pixel_grid", None)
-    with ExperienceWriter(folder.path / BUFFER_FOLDER, settings, place) as log:
+def record_right_episodes(folder, settings, seeds):
+    """Record episodes in the buffer that were answered correctly in one turn."""
+    environment = make_environment("pixel_grid", None)
+    with ExperienceWriter(folder.path / BUFFER_FOLDER, settings, environment) as writer:
         for seed in seeds:
-            said = place.episode(seed=seed, level="easy").target
+            answer = environment.episode(seed=seed, level="easy").target
             trajectory = Trajectory(
                 "pixel_grid",
                 "easy",
                 "colour",
                 seed,
                 "p",
-                said,
-                [Turn(f"answer {said}", num_tokens=2)],
-                answer=said,
+                answer,
+                [Turn(f"answer {answer}", num_tokens=2)],
+                answer=answer,
                 success=True,
                 reward=1.0,
                 rewards={"task": 1.0},
             )
-            log.record_answers(
+            writer.record_answers(
                 [
                     ServedAnswer(
                         answer_id=f"r{seed}",
@@ -78,7 +78,7 @@ def right_episodes(folder, settings, seeds):
                         policy_version=0,
                         prompt_ids=[1, 2],
                         completion_ids=[4, 5],
-                        text=said,
+                        text=answer,
                         temperature=1.0,
                         sampler_logprobs=[-0.5, -0.5],
                         finish_reason="stop",
@@ -88,50 +88,46 @@ def right_episodes(folder, settings, seeds):
             )
 
 
-def overrides(tmp_path, *more):
-    null = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")]
-    return [f"output={tmp_path / 'out'}", *null, *more]
+def list_overrides(tmp_path, *overrides):
+    unused_stages = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")]
+    return [f"output={tmp_path / 'out'}", *unused_stages, *overrides]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_went_live_waits_for_a_person_and_is_registered_with_its_lineage(
-    prefect_api, tmp_path
-):
+def test_consolidation_waits_for_approval_and_registers_lineage(prefect_api, tmp_path):
     from flows.consolidate import run_consolidation
 
-    folder, settings = service(tmp_path)
-    publish(folder, settings, 0, 1.0), publish(folder, settings, 10, 0.9)
+    folder, settings = create_service(tmp_path)
+    publish_snapshot(folder, settings, 0, 1.0), publish_snapshot(folder, settings, 10, 0.9)
     tracking = Tracking(None, tmp_path / "out", "test")
-    decided = []
+    states = []
 
-    def person(says_yes):
+    def answer_approval(approve):
         (request,) = wait_for(
             lambda: [r for r in list_approval_requests(tracking) if r.is_waiting],
             "a question",
             300,
             every=0.5,
         )
-        decided.append(
-            answer_request(
-                tracking, request, approve=says_yes, answered_by="ada", note="read"
-            ).state
+        states.append(
+            answer_request(tracking, request, approve=approve, answered_by="ada", note="read").state
         )
 
-    def consolidate(says_yes=None):
-        asked = overrides(
+    def consolidate(approve=None):
+        overrides = list_overrides(
             tmp_path,
             "stages.promote.approve=manual",
             "stages.promote.min_gain=-1",
             "stages.prepare_data.num_demonstrations=40",
         )
-        thread = threading.Thread(target=person, args=(says_yes,), daemon=True)
-        if says_yes is not None:
+        thread = threading.Thread(target=answer_approval, args=(approve,), daemon=True)
+        if approve is not None:
             thread.start()
-        found = run_consolidation(load_settings(CONFIG, asked), quiet=True)
-        if says_yes is not None:
+        result = run_consolidation(load_settings(CONFIG, overrides), quiet=True)
+        if approve is not None:
             thread.join(30)
-        return found
+        return result
 
     assert consolidate(says_yes=True).status == "promoted"
     champion = tracking.find_champion("test")
@@ -139,44 +135,46 @@ def test_what_went_live_waits_for_a_person_and_is_registered_with_its_lineage(
     assert champion.tags["online.records"] == "3-7" and champion.tags["online.service"] == str(
         folder.path
     )
-    skipped = consolidate()  # nobody is asked twice about the same weights
+    skipped = consolidate()  # approval is not requested twice for the same weights
     assert skipped.status == "skipped" and "registered already" in skipped.message
-    publish(folder, settings, 20, 0.8)
+    publish_snapshot(folder, settings, 20, 0.8)
     refused = consolidate(says_yes=False)
-    assert (refused.status, decided) == ("rejected", ["approved", "rejected"])
+    assert (refused.status, states) == ("rejected", ["approved", "rejected"])
     assert tracking.find_champion("test").version == champion.version
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_retraining_takes_the_buffer_as_its_new_data(prefect_api, tmp_path):
+def test_retraining_uses_the_buffer_as_new_data(prefect_api, tmp_path):
     from flows.retrain import run_retraining
 
-    folder, settings = service(tmp_path)
-    place = make_environment("pixel_grid", None)
-    seeds = [seed for seed in range(400) if not is_canary(place, "easy", seed)]
+    folder, settings = create_service(tmp_path)
+    environment = make_environment("pixel_grid", None)
+    seeds = [seed for seed in range(400) if not is_canary(environment, "easy", seed)]
     (tmp_path / "data").mkdir()
     file = tmp_path / "data" / "served ü.jsonl"
 
-    def export():
+    def export_rows():
         assert (
             main(["online", "export", str(folder.path / "online.yaml"), "--output", str(file)]) == 0
         )
         return [json.loads(line) for line in file.read_text().splitlines()]
 
-    def retrain(**named):
+    def retrain(**options):
         data = f"stages.prepare_data={{demonstrations: {tmp_path / 'data'}}}"
-        asked = overrides(tmp_path, data, "stages.sft.max_steps=2", "stages.promote.min_gain=-1")
-        return run_retraining(load_settings(CONFIG, asked), quiet=True, **named)
+        overrides = list_overrides(
+            tmp_path, data, "stages.sft.max_steps=2", "stages.promote.min_gain=-1"
+        )
+        return run_retraining(load_settings(CONFIG, overrides), quiet=True, **options)
 
-    right_episodes(folder, settings, seeds[:30])
-    assert len(export()) == 30
+    record_right_episodes(folder, settings, seeds[:30])
+    assert len(export_rows()) == 30
     assert retrain().status == "promoted"
     assert "nothing is new since champion version 1" in retrain().message
-    right_episodes(
+    record_right_episodes(
         folder, settings, seeds[30:40]
-    )  # the service went on, and its buffer is exported again
-    rows = export()
+    )  # the service learned more, and its buffer is exported again
+    rows = export_rows()
     assert len(rows) == 40 and rows[-1]["messages"][-1]["role"] == "assistant"
     assert retrain(reason="served").status == "promoted"
     champion = Tracking(None, tmp_path / "out", "test").find_champion("test")

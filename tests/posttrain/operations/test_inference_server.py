@@ -1,4 +1,4 @@
-"""vLLM among the servers of `posttrain up`: what is started, and what is refused before anything is."""
+"""vLLM as one of the servers of `posttrain up`: the command that is started, and settings that are refused before."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tasks.config.machine_checks import compute_adapter_rank
 
 CONFIG = """
 name: served
-model: {{path: {model}{more}}}
+model: {{path: {model}{model_options}}}
 stages:
   prepare_data: {{}}
   policy:
@@ -41,7 +41,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def python(tmp_path):
-    """A program in the place of vLLM's Python: writes down what it was started with."""
+    """Create a program that stands in for vLLM's Python: it writes down its arguments."""
     program = tmp_path / "python"
     program.write_text(
         f'#!/bin/sh\necho "$VLLM_SERVER_DEV_MODE $POSTTRAIN_INSTANCE $@" > {tmp_path}/started\n'
@@ -50,36 +50,38 @@ def python(tmp_path):
     return program
 
 
-def config(tmp_path, model, python, *, address="127.0.0.1:8123", more="", server=""):
+def write_config(tmp_path, model, python, *, address="127.0.0.1:8123", model_options="", server=""):
     path = tmp_path / "served.yaml"
     server = ", ".join(filter(None, [f"python: {python}" if python else "", server]))
-    path.write_text(CONFIG.format(model=model, address=address, more=more, server=server))
+    path.write_text(
+        CONFIG.format(model=model, address=address, model_options=model_options, server=server)
+    )
     return path
 
 
-def test_what_is_started(tmp_path, model, python):
-    path = config(
+def test_started_command(tmp_path, model, python):
+    path = write_config(
         tmp_path,
         model,
         python,
-        more=", lora: {rank: 12}, dtype: bfloat16, trust_remote_code: true",
+        model_options=", lora: {rank: 12}, dtype: bfloat16, trust_remote_code: true",
         server="sleeps: true",
     )
-    more = []
+    builders = []
     arguments = build_parser().parse_args(
         ["up", "--rollouts", str(path), "--output", str(tmp_path / "out")]
     )
-    assert _add_rollout_server(arguments, more) == str(path)
-    (spec,) = more[0](tmp_path / "out", "http://mlflow")
+    assert _add_rollout_server(arguments, builders) == str(path)
+    (spec,) = builders[0](tmp_path / "out", "http://mlflow")
     assert (spec.name, spec.port, spec.url) == (
         "rollouts",
         8123,
         "http://127.0.0.1:8123",
     ) and not spec.check_health()
-    done = subprocess.run(
+    process = subprocess.run(
         spec.command, env={**os.environ, **spec.environment}, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     mode, instance, *command = (tmp_path / "started").read_text().split()
     assert mode == "1" and instance.startswith("vllm-")
     text = " ".join(command)
@@ -96,16 +98,16 @@ def test_what_is_started(tmp_path, model, python):
 
 
 @pytest.mark.parametrize("lora", ["{rank: 8, dora: true}", "{rank: 8, modules_to_save: [lm_head]}"])
-def test_an_adapter_that_cannot_be_served_alone_needs_no_room(tmp_path, model, python, lora):
+def test_adapter_that_is_sent_merged_reserves_no_rank(tmp_path, model, python, lora):
     settings = load_settings(
-        config(tmp_path, model, python, more=f", lora: {lora}"), check_servers=False
+        write_config(tmp_path, model, python, model_options=f", lora: {lora}"), check_servers=False
     )
     (spec,) = build_inference_specs(settings, tmp_path / "out", "http://mlflow")
     assert "--lora-rank" not in spec.command
 
 
-def test_a_configuration_with_a_server_asks_for_it(tmp_path, model, python):
-    path = config(tmp_path, model, python, address="127.0.0.1:9")
+def test_settings_check_that_the_server_answers(tmp_path, model, python):
+    path = write_config(tmp_path, model, python, address="127.0.0.1:9")
     load_settings(path, check_servers=False)
     with pytest.raises(
         ConfigError,
@@ -114,14 +116,14 @@ def test_a_configuration_with_a_server_asks_for_it(tmp_path, model, python):
         load_settings(path)
 
 
-def test_commands_that_sample_nothing_do_without_the_server(tmp_path, model, python, capsys):
-    """As `runs` while vLLM is away, and `up --serve` beside the `--rollouts` that starts it."""
-    path = config(tmp_path, model, python, address="127.0.0.1:9")
+def test_commands_without_sampling_do_not_need_the_server(tmp_path, model, python, capsys):
+    """Commands such as `runs` work while vLLM is down, and so does `up --serve` with `--rollouts`."""
+    path = write_config(tmp_path, model, python, address="127.0.0.1:9")
     path.write_text(path.read_text() + "serving: {}\n")
-    here = ["--set", f"output={tmp_path / 'out'}"]
+    options = ["--set", f"output={tmp_path / 'out'}"]
     assert (
-        main(["why", "policy", str(path), *here]) == 0
-        and main(["runs", "--config", str(path), *here]) == 0
+        main(["why", "policy", str(path), *options]) == 0
+        and main(["runs", "--config", str(path), *options]) == 0
     )
     arguments = build_parser().parse_args(["up", "--rollouts", str(path), "--serve", str(path)])
     assert (
@@ -133,16 +135,16 @@ def test_commands_that_sample_nothing_do_without_the_server(tmp_path, model, pyt
     capsys.readouterr()
     for command in ("run", "validate", "retrain"):
         assert (
-            main([command, str(path), *here]) == 2
+            main([command, str(path), *options]) == 2
             and "no inference server answers" in capsys.readouterr().err
         )
 
 
-def test_a_quantised_base_is_another_model(tmp_path, model, python):
-    path = config(tmp_path, model, python, more=", lora: {rank: 4, quantize: nf4}")
+def test_quantised_base_is_refused(tmp_path, model, python):
+    path = write_config(tmp_path, model, python, model_options=", lora: {rank: 4, quantize: nf4}")
     with pytest.raises(
         ConfigError,
-        match=r"stages.policy.rollouts.workers: a server samples from the base model as it is",
+        match=r"stages.policy.rollouts.workers: a server samples from the unquantized base model",
     ):
         load_settings(path)
 
@@ -156,8 +158,8 @@ def test_a_quantised_base_is_another_model(tmp_path, model, python):
         ({"address": "gpu.example:8000"}, "address is on gpu.example"),
     ],
 )
-def test_what_cannot_be_started(tmp_path, model, python, change, message):
-    path = config(tmp_path, model, **{"python": python, **change})
+def test_settings_that_cannot_be_started(tmp_path, model, python, change, message):
+    path = write_config(tmp_path, model, **{"python": python, **change})
     with pytest.raises(SettingsError, match=message):
         check_inference_settings(load_settings(path, check_servers=False))
 
@@ -167,19 +169,18 @@ def test_an_adapter_beyond_the_highest_rank_is_refused_before_the_start(tmp_path
     assert ranks[-1] == MAX_ADAPTER_RANK
     check_inference_settings(
         load_settings(
-            config(tmp_path, model, python, more=", lora: {rank: 512}"), check_servers=False
+            write_config(tmp_path, model, python, model_options=", lora: {rank: 512}"),
+            check_servers=False,
         )
     )
-    path = config(tmp_path, model, python, more=", lora: {rank: 513}")
+    path = write_config(tmp_path, model, python, model_options=", lora: {rank: 513}")
     with pytest.raises(
         SettingsError, match=r"model.lora.rank is 513, but vLLM supports adapters up to 512"
     ):
         check_inference_settings(load_settings(path, check_servers=False))
 
 
-def test_weights_that_are_the_other_way_round_are_merged_and_need_no_room_for_an_adapter(
-    tmp_path, python
-):
+def test_transposed_weights_are_sent_merged_and_reserve_no_rank(tmp_path, python):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text(
         json.dumps({"model_type": "gpt2", "n_positions": 64})

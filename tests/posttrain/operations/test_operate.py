@@ -1,4 +1,4 @@
-"""A team's week in one test: a schedule retrains and promotes, an event does, a kill is survived, a person approves."""
+"""A team's week in one test: a schedule retrains and promotes, so does an event; a kill, a resume, an approval."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AUTOMATION = {
 }
 
 
-class Week(Team):
+class TeamWeek(Team):
     """The servers, and deployments of the real retraining flow with a tiny configuration."""
 
     def __init__(self, folder: Path):
@@ -48,19 +48,19 @@ class Week(Team):
         (self.project / "flows").symlink_to(ROOT / "flows")
         (self.project / "posttrain").symlink_to(ROOT / "posttrain")
         self.data, self.home = folder / "mine.jsonl", self.output / "test"
-        self.write(0, 40)
+        self.append_rows(0, 40)
         settings = str(ROOT / "configs/test.yaml")
-        dropped = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")]
+        unused_stages = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")]
         overrides = [
             f"output={self.output}",
             f"stages.prepare_data={{demonstrations: {self.data}}}",
-            *dropped,
+            *unused_stages,
             "stages.sft.max_steps=4",
             "stages.promote.min_gain=-1",
             "stages.promote.min_success=0",
         ]
-        # Long enough to be killed in the middle, with checkpoints to go on from.
-        slow = [
+        # Long enough to be killed in the middle, with checkpoints to resume from.
+        slow_overrides = [
             *overrides,
             "stages.sft.max_steps=2000",
             "stages.sft.epochs=100000",
@@ -85,7 +85,7 @@ class Week(Team):
                                 "settings": settings,
                                 "force": True,
                                 "overrides": [
-                                    *slow,
+                                    *slow_overrides,
                                     "stages.promote.approve=manual",
                                     "run.wait_seconds=600",
                                 ],
@@ -99,7 +99,7 @@ class Week(Team):
             yaml.safe_dump({"automations": [AUTOMATION]})
         )
 
-    def write(self, start: int, end: int) -> None:
+    def append_rows(self, start: int, end: int) -> None:
         with self.data.open("a") as file:
             for number in range(start, end):
                 file.write(
@@ -109,28 +109,28 @@ class Week(Team):
                     + "\n"
                 )
 
-    def champion(self) -> ModelVersion | None:
+    def find_champion(self) -> ModelVersion | None:
         return Tracking(f"http://127.0.0.1:{self.mlflow}", self.output, "test").find_champion(
             "test"
         )
 
-    def runs(self, deployment: str) -> list[dict]:
-        """Flow runs that have begun, the oldest first."""
-        wanted = self.api(f"/deployments/name/retrain/{deployment}")["id"]
-        found = self.api(
+    def list_runs(self, deployment: str) -> list[dict]:
+        """List the flow runs that have begun, oldest first."""
+        deployment_id = self.api(f"/deployments/name/retrain/{deployment}")["id"]
+        runs = self.api(
             "/flow_runs/filter",
-            {"deployments": {"id": {"any_": [wanted]}}, "sort": "START_TIME_ASC"},
+            {"deployments": {"id": {"any_": [deployment_id]}}, "sort": "START_TIME_ASC"},
         )
-        return [run for run in found if run["start_time"]]
+        return [run for run in runs if run["start_time"]]
 
-    def tell(self, number: int) -> None:
-        """Emit the event that the check of the champion emits."""
+    def emit_regression(self, number: int) -> None:
+        """Emit the event of the champion check."""
         self.emit("posttrain.champion.regressed", "posttrain.model.test", number)
 
 
 @pytest.fixture
 def week(tmp_path):
-    week = Week(tmp_path)
+    week = TeamWeek(tmp_path)
     yield week
     week.call("down")
 
@@ -141,60 +141,61 @@ def test_schedule_event_kill_approval_and_nothing_left(week):
     text = week.up("--detach")
     assert "deployed retrain/nightly" in text and "automation retrain on regression: made" in text
 
-    # The schedule fires by itself; there is no champion yet, so it trains and promotes.
+    # The schedule fires; there is no champion yet, so the run trains and promotes.
     wait_for(
-        lambda: any(run["state"]["type"] == "COMPLETED" for run in week.runs("nightly")),
+        lambda: any(run["state"]["type"] == "COMPLETED" for run in week.list_runs("nightly")),
         "the nightly run",
     )
-    first = week.champion()
+    first = week.find_champion()
     assert first is not None and first.version == 1 and first.tags["retrain.start"] == "base"
     nightly = week.api("/deployments/name/retrain/nightly")["id"]
     week.api(f"/deployments/{nightly}/pause_deployment", {})
     wait_for(
-        lambda: all(run["state"]["type"] == "COMPLETED" for run in week.runs("nightly")),
+        lambda: all(run["state"]["type"] == "COMPLETED" for run in week.list_runs("nightly")),
         "the nightly runs' end",
     )
-    assert all("nothing is new" in run["state"]["message"] for run in week.runs("nightly")[1:])
+    assert all("nothing is new" in run["state"]["message"] for run in week.list_runs("nightly")[1:])
 
     # New rows, and the event: the automation starts a retraining, whose process is killed in the middle.
-    week.write(40, 50)
-    week.tell(1)
+    week.append_rows(40, 50)
+    week.emit_regression(1)
     wait_for(
         lambda: list(week.home.glob("stages/sft/*.open/checkpoints/checkpoint-*")), "a checkpoint"
     )
     os.kill(json.loads((week.home / "run.json").read_text())["pid"], signal.SIGKILL)
     wait_for(
-        lambda: week.runs("on-regression")[0]["state"]["type"] == "CRASHED",
+        lambda: week.list_runs("on-regression")[0]["state"]["type"] == "CRASHED",
         "Prefect's notice of the kill",
     )
-    assert week.champion().version == 1 and read_retrainings(week.home)[-1].status == "open"
+    assert week.find_champion().version == 1 and read_retrainings(week.home)[-1].status == "open"
     text = week.call("doctor", "--repair", code=0)
     assert "marked as killed" in text and "posttrain resume" in text
 
-    # The next event goes on with it, from its checkpoint, to the gate; there it waits for a person.
-    week.tell(2)
-    wait_for(lambda: len(week.runs("on-regression")) == 2, "the second run")
+    # The next event resumes it from its checkpoint, up to the gate, where it waits for approval.
+    week.emit_regression(2)
+    wait_for(lambda: len(week.list_runs("on-regression")) == 2, "the second run")
     wait_for(lambda: "waits for approval" in week.call("approve", code=0), "the question")
-    assert week.champion().version == 1
+    assert week.find_champion().version == 1
     assert [record.number for record in read_retrainings(week.home)] == [1, 2]
     wait_for(lambda: read_retrainings(week.home)[-1].status == "waiting", "the record of it")
     (stage,) = [
         path for path in week.home.glob("stages/sft/*") if (path / "manifest.json").is_file()
     ][1:]
-    logged = [
+    logged_steps = [
         json.loads(line)["step"] for line in (stage / "metrics.jsonl").read_text().splitlines()
     ]
-    assert sorted(set(logged)) == list(
-        range(1, max(logged) + 1)
-    )  # no step is missing, although it was killed
+    assert sorted(set(logged_steps)) == list(
+        range(1, max(logged_steps) + 1)
+    )  # no step is missing although it was killed
     assert "promoted" in week.call(
         "approve", "test", "--yes", "--note", "looks right", "--by", "ada", code=0
     )
-    second = week.champion()
+    second = week.find_champion()
     assert second.version == 2 and second.tags["base_model"] == "models:/test/1"
     assert (second.tags["approval.by"], second.tags["approval.note"]) == ("ada", "looks right")
     wait_for(
-        lambda: week.runs("on-regression")[1]["state"]["type"] == "COMPLETED", "the end of the run"
+        lambda: week.list_runs("on-regression")[1]["state"]["type"] == "COMPLETED",
+        "the end of the run",
     )
     assert read_retrainings(week.home)[-1].status == "promoted"
 

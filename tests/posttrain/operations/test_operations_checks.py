@@ -1,4 +1,4 @@
-"""User errors about Prefect's address, availability, version and profile, and explanations of server errors."""
+"""Errors about Prefect's address, availability, version and profile, and explanations of server errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rl_core.errors import BackendError, SettingsError
 
 
 @contextmanager
-def serving(answers: dict[str, tuple[int, str]]):
-    """A server on loopback with these answers; gives its address."""
+def run_server(answers: dict[str, tuple[int, str]]):
+    """Run a server on loopback with these responses; yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -41,19 +41,19 @@ def serving(answers: dict[str, tuple[int, str]]):
         server.shutdown()
 
 
-def version(text: str) -> dict[str, tuple[int, str]]:
+def answer_version(text: str) -> dict[str, tuple[int, str]]:
     return {"/api/admin/version": (200, json.dumps(text)), "/version": (200, text)}
 
 
-def test_a_server_of_our_version_is_fine():
-    with serving(version(metadata.version("prefect"))) as url:
+def test_same_version_is_accepted():
+    with run_server(answer_version(metadata.version("prefect"))) as url:
         assert check_prefect_api(f"{url}/api", "PREFECT_API_URL") == ""
-    with serving(version(metadata.version("mlflow"))) as url:
+    with run_server(answer_version(metadata.version("mlflow"))) as url:
         check_mlflow_server(url, "MLFLOW_TRACKING_URI")
 
 
 def test_another_major_version_is_refused():
-    with serving(version("2.20.1")) as url:
+    with run_server(answer_version("2.20.1")) as url:
         with pytest.raises(
             SettingsError,
             match=r"has version 2\.20\.1, this client 3\.\d.*pip install 'prefect==2\.20\.1'",
@@ -63,17 +63,17 @@ def test_another_major_version_is_refused():
             check_mlflow_server(url, "MLFLOW_TRACKING_URI")
 
 
-def test_an_older_server_is_warned_of_and_a_newer_one_is_not(monkeypatch):
+def test_warning_about_an_older_server_only(monkeypatch):
     monkeypatch.setattr(connection.metadata, "version", lambda name: "3.8.8")
-    with serving(version("3.8.7")) as url:
+    with run_server(answer_version("3.8.7")) as url:
         assert "3.8.7, older than this client (3.8.8); upgrade" in check_prefect_api(
             f"{url}/api", "PREFECT_API_URL"
         )
-    with serving(version("3.9.0")) as url:
+    with run_server(answer_version("3.9.0")) as url:
         assert check_prefect_api(f"{url}/api", "PREFECT_API_URL") == ""
 
 
-def test_nobody_there():
+def test_unreachable_servers():
     with pytest.raises(
         BackendError,
         match=r"no Prefect server answers at http://127\.0\.0\.1:9/api \(from PREFECT_API_URL",
@@ -87,14 +87,14 @@ def test_nobody_there():
         check_mlflow_server("http://127.0.0.1:9", "MLFLOW_TRACKING_URI")
 
 
-def test_not_an_api_and_a_password_is_not_shown():
-    with serving({"/admin/version": (200, "<html>")}) as url:
+def test_other_servers_are_refused_without_showing_a_password():
+    with run_server({"/admin/version": (200, "<html>")}) as url:
         with pytest.raises(SettingsError, match="it answered 404; the address ends in /api"):
             check_prefect_api(f"{url}/somewhere", "PREFECT_API_URL")
         secret = url.replace("//", "//me:secret@")
-        with pytest.raises((SettingsError, BackendError)) as caught:
+        with pytest.raises((SettingsError, BackendError)) as raised:
             check_prefect_api(secret, "PREFECT_API_URL")
-        assert "secret" not in str(caught.value)
+        assert "secret" not in str(raised.value)
     with pytest.raises(
         SettingsError,
         match=r"'garbage' \(from PREFECT_API_URL\) is no address of a server; one is http",
@@ -103,23 +103,23 @@ def test_not_an_api_and_a_password_is_not_shown():
     assert (
         check_prefect_api("https://api.prefect.cloud/api/accounts/a/workspaces/b", "x") == ""
     )  # left to Prefect's client
-    with serving(
+    with run_server(
         {"/api/admin/version": (401, "")}
-    ) as url:  # it wants a token, which the client has
+    ) as url:  # needs a token, which the client has
         assert check_prefect_api(f"{url}/api", "x") == ""
 
 
-def test_where_prefect_is(tmp_path):
+def test_configured_address_and_origin(tmp_path):
     home = {"PREFECT_HOME": str(tmp_path)}
     assert read_configured_api(home) == ("", "")
     (tmp_path / "profiles.toml").write_text(
-        'active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://team:4200/api"\n[profiles.plain]\n'
+        'active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://team:4200/api"\n[profiles.empty]\n'
     )
     assert read_configured_api(home) == (
         "http://team:4200/api",
         f"profile 'team' of {tmp_path / 'profiles.toml'}",
     )
-    assert read_configured_api({**home, "PREFECT_PROFILE": "plain"})[0] == ""
+    assert read_configured_api({**home, "PREFECT_PROFILE": "empty"})[0] == ""
     assert read_configured_api({**home, "PREFECT_PROFILE": "ephemeral"})[0] == ""
     assert read_configured_api({**home, "PREFECT_API_URL": "http://x/api"}) == (
         "http://x/api",
@@ -171,17 +171,19 @@ def test_where_prefect_is(tmp_path):
         ),
     ],
 )
-def test_what_servers_print_has_a_next_step(printed, advice):
+def test_known_errors_have_a_next_step(printed, advice):
     assert advice in explain_known_error(f"Traceback ...\n{printed}\nAn exception occurred.")
 
 
-def test_what_nobody_knows_has_none():
+def test_unknown_error_has_no_next_step():
     assert explain_known_error("Segmentation fault") == ""
 
 
-def test_a_slow_server_is_used_all_the_same(monkeypatch):
+def test_slow_server_is_used(monkeypatch):
     monkeypatch.setattr(connection, "VERSION_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as silent:  # accepts connections but does not answer
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
         assert check_prefect_api(url, "PREFECT_API_URL").endswith(
             "took longer than 0.1 s for its version"

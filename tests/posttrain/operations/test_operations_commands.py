@@ -1,4 +1,4 @@
-"""`up`, `down`, `status` without servers, and how runs find those that are up."""
+"""`up`, `down`, `status` without servers; discovery of running servers by other commands; database addresses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rl_core.storage.locks import FolderLock
 
 
 @pytest.fixture(autouse=True)
-def local(monkeypatch, tmp_path):
+def clean_environment(monkeypatch, tmp_path):
     for name in (
         "MLFLOW_TRACKING_URI",
         "PREFECT_API_URL",
@@ -38,24 +38,24 @@ def local(monkeypatch, tmp_path):
         "POSTTRAIN_DATABASE",
         "POSTTRAIN_GPU_LIMIT",
     ):
-        monkeypatch.setenv(name, "x")  # so that what a test sets is undone
+        monkeypatch.setenv(name, "x")  # so that changes of a test are undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture
 def running(tmp_path):
-    """A state file and a held lock, as of a supervisor that is up on other ports."""
-    own = ProcessId.from_pid(os.getpid())
-    assert own is not None
+    """Write a state file and hold the lock, as a supervisor on other ports does."""
+    process = ProcessId.from_pid(os.getpid())
+    assert process is not None
     options = ServerOptions(prefect_port=4301, mlflow_port=5101)
-    found = [
+    services = [
         ServiceState("mlflow", "http://127.0.0.1:5101", "up"),
         ServiceState("prefect", "p", "up"),
     ]
     write_state(
         StatePaths(tmp_path),
-        SupervisorState(own, options, "up", found, registration={"problem": ""}),
+        SupervisorState(process, options, "up", services, registration={"problem": ""}),
     )
     with FolderLock(StatePaths(tmp_path).lock_file):
         yield tmp_path
@@ -71,24 +71,24 @@ def test_nothing_is_running(tmp_path, capsys):
     assert main(["down", "--output", str(tmp_path)]) == 0
 
 
-def test_a_stale_state_file_with_a_reused_process_id_harms_nobody(tmp_path):
-    own = ProcessId.from_pid(os.getpid())
-    assert own is not None
+def test_stale_state_file_with_a_reused_process_id_is_ignored(tmp_path):
+    process = ProcessId.from_pid(os.getpid())
+    assert process is not None
     write_state(
-        StatePaths(tmp_path), SupervisorState(own, ServerOptions(), "up")
-    )  # without the lock: that supervisor is dead
+        StatePaths(tmp_path), SupervisorState(process, ServerOptions(), "up")
+    )  # the lock is not held: that supervisor is dead
     assert "not running" in describe_status(tmp_path)[0]
     assert "nothing was running" in stop_servers(tmp_path)  # and this process lives
     assert not StatePaths(tmp_path).state_file.exists()
 
 
-def test_what_a_dead_supervisor_left_is_named_and_ended(tmp_path):
+def test_leftovers_of_a_crashed_supervisor_are_listed_and_ended(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(100)"],
         env={**os.environ, MARK_VARIABLE: format_mark(tmp_path)},
     )
     try:
-        # A new program's environment can be read a moment after the program has begun.
+        # A new program's environment becomes readable shortly after its start.
         wait_for(
             lambda: f"1 of its processes are (first: {child.pid})" in describe_status(tmp_path)[0]
         )
@@ -98,7 +98,7 @@ def test_what_a_dead_supervisor_left_is_named_and_ended(tmp_path):
         child.kill()
 
 
-def test_a_further_up_with_other_options_is_refused(running):
+def test_second_up_with_other_options_is_refused(running):
     with pytest.raises(
         SettingsError,
         match=r"--prefect-port: .* run with 4301, not 4200; `posttrain down --output .*` first",
@@ -106,7 +106,7 @@ def test_a_further_up_with_other_options_is_refused(running):
         start_servers(running, {"prefect_port": 4200})
 
 
-def test_a_further_up_for_more_servers_or_another_way_to_serve_is_refused_in_words(running):
+def test_second_up_with_more_servers_is_refused(running):
     with pytest.raises(
         SettingsError, match=r"--monitor-port: the servers of \S+ run without it; `posttrain down"
     ):
@@ -118,8 +118,8 @@ def test_a_further_up_for_more_servers_or_another_way_to_serve_is_refused_in_wor
         start_servers(running, {"learn": 1})
 
 
-def test_a_further_up_reports_what_was_not_registered(running, monkeypatch):
-    def repaired(self, number):
+def test_second_up_reports_a_failed_registration(running, monkeypatch):
+    def write_repaired_state(self, number):
         state = commands.read_state(StatePaths(running))
         state.repairs, state.registration = (
             1,
@@ -128,7 +128,7 @@ def test_a_further_up_reports_what_was_not_registered(running, monkeypatch):
         write_state(StatePaths(running), state)
         return True
 
-    monkeypatch.setattr(ProcessId, "send_signal", repaired)
+    monkeypatch.setattr(ProcessId, "send_signal", write_repaired_state)
     with pytest.raises(DataError, match="parameter 'fresh': not a boolean"):
         start_servers(running, {})
 
@@ -138,14 +138,12 @@ def test_another_database_than_last_time_is_refused(tmp_path):
     write_json_atomic(
         StatePaths(tmp_path).last_options_file, {"database": "postgresql://me@db/team"}
     )
-    with pytest.raises(
-        SettingsError, match=r"were last on postgresql://me@db/team, not sqlite"
-    ):
+    with pytest.raises(SettingsError, match=r"were last on postgresql://me@db/team, not sqlite"):
         start_servers(tmp_path, {})
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("options", "message"),
     [
         (
             {"prefect_port": 4300, "mlflow_port": 4300},
@@ -154,24 +152,24 @@ def test_another_database_than_last_time_is_refused(tmp_path):
         ({"serve": "x.yaml", "serve_port": 4200}, "--prefect-port and --serve-port are both 4200"),
     ],
 )
-def test_two_servers_on_one_port_are_refused_before_anything_starts(given, named, tmp_path):
-    with pytest.raises(SettingsError, match=named):
-        start_servers(tmp_path / "outputs", given)
+def test_two_servers_on_one_port_are_refused(options, message, tmp_path):
+    with pytest.raises(SettingsError, match=message):
+        start_servers(tmp_path / "outputs", options)
     assert not (tmp_path / "outputs" / "logs").exists()
 
 
-def test_a_server_beside_them_needs_a_port_of_its_own_too(tmp_path):
-    """As vLLM of `--rollouts`, whose address the config names."""
+def test_extra_server_needs_its_own_port(tmp_path):
+    """Such as vLLM of `--rollouts`, whose address the config names."""
     address = "the config's stages.policy.rollouts.address"
-    beside = ServiceSpec(
+    extra_server = ServiceSpec(
         "rollouts", ("true",), {}, tmp_path, "http://x", lambda: True, address, 4200
     )
     with pytest.raises(SettingsError, match=f"--prefect-port and {address} are both 4200"):
-        start_servers(tmp_path / "outputs", {}, extra_servers=lambda output, mlflow: [beside])
+        start_servers(tmp_path / "outputs", {}, extra_servers=lambda output, mlflow: [extra_server])
     assert not (tmp_path / "outputs" / "logs").exists()
 
 
-def test_an_environment_that_points_elsewhere_is_refused(tmp_path, monkeypatch):
+def test_environment_of_another_server_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", "http://team:4200/api")
     with pytest.raises(
         SettingsError,
@@ -187,17 +185,17 @@ def test_an_environment_that_points_elsewhere_is_refused(tmp_path, monkeypatch):
         start_servers(tmp_path, {})
 
 
-def test_commands_point_at_the_servers_that_are_up(running, monkeypatch):
-    asked = []
+def test_commands_use_running_servers(running, monkeypatch):
+    checked = []
     monkeypatch.setattr(
-        connection, "check_prefect_api", lambda url, origin: asked.append((url, origin)) or ""
+        connection, "check_prefect_api", lambda url, origin: checked.append((url, origin)) or ""
     )
     connection.connect_to_servers(running)
-    assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:4301/api" == asked[0][0]
+    assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:4301/api" == checked[0][0]
     assert os.environ["MLFLOW_TRACKING_URI"] == "http://127.0.0.1:5101"
 
 
-def test_what_the_user_set_stays_and_is_warned_of(running, monkeypatch, capsys):
+def test_user_settings_take_precedence_with_a_warning(running, monkeypatch, capsys):
     monkeypatch.setattr(connection, "check_prefect_api", lambda url, origin: "")
     monkeypatch.setenv("PREFECT_API_URL", "http://team:4200/api")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team:5000")
@@ -215,11 +213,11 @@ def test_without_servers_nothing_is_set(tmp_path):
     assert "PREFECT_API_URL" not in os.environ and "MLFLOW_TRACKING_URI" not in os.environ
 
 
-def test_a_server_that_is_up_but_does_not_answer_is_an_error_with_a_next_step(running, monkeypatch):
-    def silent(url, origin):
+def test_running_server_that_does_not_answer_is_an_error(running, monkeypatch):
+    def refuse_connection(url, origin):
         raise BackendError("connection refused")
 
-    monkeypatch.setattr(connection, "check_prefect_api", silent)
+    monkeypatch.setattr(connection, "check_prefect_api", refuse_connection)
     with pytest.raises(
         BackendError,
         match=r"of `posttrain up` does not answer \(up\).*`posttrain status --output .*` says why",
@@ -227,16 +225,16 @@ def test_a_server_that_is_up_but_does_not_answer_is_an_error_with_a_next_step(ru
         connection.connect_to_servers(running)
     connection.connect_to_servers(
         running, needs_prefect=False
-    )  # MLflow alone: the tracker keeps what it cannot deliver
+    )  # MLflow only: the tracker stores what it cannot deliver
 
 
-def test_a_shell_that_points_at_nobody_stops_a_run_at_once(tmp_path, monkeypatch):
+def test_unreachable_configured_server_stops_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     with pytest.raises(BackendError, match="no Prefect server answers at"):
         connection.connect_to_servers(tmp_path)
 
 
-def test_servers_see_neither_the_users_profile_nor_the_worker_the_database(tmp_path, monkeypatch):
+def test_environments_hide_the_profile_and_the_database(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_PROFILE", "cloud")
     monkeypatch.setenv("PREFECT_API_KEY", "secret")
     monkeypatch.setenv("POSTTRAIN_DATABASE", "postgresql://me:secret@db/team")
@@ -253,7 +251,7 @@ def test_servers_see_neither_the_users_profile_nor_the_worker_the_database(tmp_p
         assert service.environment[MARK_VARIABLE] == format_mark(tmp_path, service.name)
         assert not any(
             "postgresql" in part for part in service.command
-        )  # commands can be read by everybody
+        )  # every user can read commands
     assert mlflow.environment["MLFLOW_BACKEND_STORE_URI"] == "postgresql://b"
     assert "127.0.0.1:5000,localhost:5000" in mlflow.command
     assert prefect.environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == "postgresql+asyncpg://a"
@@ -263,7 +261,7 @@ def test_servers_see_neither_the_users_profile_nor_the_worker_the_database(tmp_p
     assert worker.command[-2:] == ("--limit", "2") and worker.folder == ROOT
 
 
-def test_an_mlflow_that_runs_elsewhere_is_used_and_not_started(tmp_path):
+def test_external_mlflow_is_used_and_not_started(tmp_path):
     prefect, worker = build_service_specs(
         tmp_path, ServerOptions(), database.DatabaseAddresses(), "http://team:5000"
     )
@@ -272,7 +270,7 @@ def test_an_mlflow_that_runs_elsewhere_is_used_and_not_started(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("elsewhere", "known", "told"),
+    ("external_mlflow", "expected", "parts"),
     [
         (
             "http://team:5000",
@@ -286,18 +284,18 @@ def test_an_mlflow_that_runs_elsewhere_is_used_and_not_started(tmp_path):
         ),
     ],
 )
-def test_commands_use_the_mlflow_elsewhere_that_the_worker_uses(
-    elsewhere, known, told, tmp_path, monkeypatch
+def test_commands_use_the_workers_external_mlflow(
+    external_mlflow, expected, parts, tmp_path, monkeypatch
 ):
-    supervisor = Supervisor(tmp_path, ServerOptions(), "sqlite", external_mlflow=elsewhere)
+    supervisor = Supervisor(tmp_path, ServerOptions(), "sqlite", external_mlflow=external_mlflow)
     supervisor.state.services = [ServiceState("prefect", "p", "up")]
     write_state(StatePaths(tmp_path), supervisor.state)
     assert "secret" not in StatePaths(tmp_path).state_file.read_text()
     text = format_links(supervisor.state, tmp_path)
-    assert all(part in text for part in told) and "127.0.0.1:5000" not in text
+    assert all(part in text for part in parts) and "127.0.0.1:5000" not in text
     with FolderLock(StatePaths(tmp_path).lock_file):
         connection.connect_to_servers(tmp_path, needs_prefect=False)
-    assert os.environ.get("MLFLOW_TRACKING_URI", "") == known
+    assert os.environ.get("MLFLOW_TRACKING_URI", "") == expected
 
 
 def test_the_deployments_of_the_checkout_are_read(tmp_path):
@@ -308,9 +306,6 @@ def test_the_deployments_of_the_checkout_are_read(tmp_path):
         == []
         == read_declared_names(tmp_path / "absent.yaml")
     )
-
-
-# ------------------------------------------------------------------------------------------------------------- database
 
 
 @pytest.mark.parametrize(
@@ -342,9 +337,9 @@ def test_a_database_is_shown_without_its_password(address, expected):
     ],
 )
 def test_other_databases_are_refused_without_showing_the_password(address):
-    with pytest.raises(SettingsError, match="--database: ") as caught:
+    with pytest.raises(SettingsError, match="--database: ") as raised:
         database.strip_password(address)
-    assert "secret" not in str(caught.value)
+    assert "secret" not in str(raised.value)
 
 
 def test_a_missing_driver_names_the_extra(monkeypatch):
@@ -355,7 +350,7 @@ def test_a_missing_driver_names_the_extra(monkeypatch):
         database.prepare_databases("postgresql://me@db/team")
 
 
-def test_asyncpg_has_its_own_word_for_ssl():
+def test_asyncpg_address():
     url = database._convert_for_asyncpg(
         database._parse_address("postgresql://me@db/team?sslmode=require&connect_timeout=3")
     )

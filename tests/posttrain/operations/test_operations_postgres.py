@@ -17,23 +17,23 @@ def server():
         yield address
 
 
-def names(server: str) -> set[str]:
+def list_databases(server: str) -> set[str]:
     import psycopg2
 
     connection = psycopg2.connect(f"postgresql://{server}/postgres")
     with connection, connection.cursor() as cursor:
         cursor.execute("select datname from pg_database")
-        found = {row[0] for row in cursor.fetchall()}
+        names = {row[0] for row in cursor.fetchall()}
     connection.close()
-    return found
+    return names
 
 
-def test_both_databases_are_made_once(server):
-    found = prepare_databases(f"postgresql://{server}/team")
-    assert found.prefect == f"postgresql+asyncpg://{server}/team_prefect"
-    assert found.mlflow == f"postgresql+psycopg2://{server}/team_mlflow"
-    assert {"team_prefect", "team_mlflow"} <= names(server)
-    assert prepare_databases(f"postgresql://{server}/team") == found  # they are there already
+def test_both_databases_are_created_once(server):
+    addresses = prepare_databases(f"postgresql://{server}/team")
+    assert addresses.prefect == f"postgresql+asyncpg://{server}/team_prefect"
+    assert addresses.mlflow == f"postgresql+psycopg2://{server}/team_mlflow"
+    assert {"team_prefect", "team_mlflow"} <= list_databases(server)
+    assert prepare_databases(f"postgresql://{server}/team") == addresses  # they exist already
 
 
 def test_the_addresses_work_with_the_servers_drivers(server):
@@ -42,32 +42,32 @@ def test_the_addresses_work_with_the_servers_drivers(server):
     import sqlalchemy
     from sqlalchemy.ext.asyncio import create_async_engine
 
-    found = prepare_databases(f"postgresql://{server}/team?sslmode=disable")
-    with sqlalchemy.create_engine(found.mlflow).connect() as connection:
+    addresses = prepare_databases(f"postgresql://{server}/team?sslmode=disable")
+    with sqlalchemy.create_engine(addresses.mlflow).connect() as connection:
         assert (
             connection.execute(sqlalchemy.text("select current_database()")).scalar()
             == "team_mlflow"
         )
 
-    async def ask():
-        engine = create_async_engine(found.prefect)
+    async def query_database():
+        engine = create_async_engine(addresses.prefect)
         async with engine.connect() as connection:
             name = (await connection.execute(sqlalchemy.text("select current_database()"))).scalar()
         await engine.dispose()
         return name
 
-    assert asyncio.run(ask()) == "team_prefect"
+    assert asyncio.run(query_database()) == "team_prefect"
 
 
-def test_a_wrong_password_says_so_and_is_not_repeated(server):
-    with pytest.raises(SettingsError, match="refuses the login") as caught:
+def test_wrong_password_is_reported_but_not_shown(server):
+    with pytest.raises(SettingsError, match="refuses the login") as raised:
         prepare_databases(f"postgresql://team:wrong-secret@{server.rpartition('@')[2]}/team")
-    assert "wrong-secret" not in str(caught.value) and "check user and password" in str(
-        caught.value
+    assert "wrong-secret" not in str(raised.value) and "check user and password" in str(
+        raised.value
     )
 
 
-def test_a_user_who_may_not_create_gets_the_command_for_one_who_may(server):
+def test_missing_privilege_names_the_command(server):
     import psycopg2
 
     connection = psycopg2.connect(f"postgresql://{server}/postgres")
@@ -80,7 +80,7 @@ def test_a_user_who_may_not_create_gets_the_command_for_one_who_may(server):
         prepare_databases(f"postgresql://guest:guest@{server.rpartition('@')[2]}/other")
 
 
-def test_nobody_at_the_port():
+def test_unreachable_database():
     with pytest.raises(
         BackendError,
         match=r"PostgreSQL at 127\.0\.0\.1:9 does not answer.*pg_isready -h 127\.0\.0\.1 -p 9",

@@ -1,4 +1,4 @@
-"""Process identity; a keeper leaves nothing of its server behind."""
+"""Process identity and ports; a keeper ends its server's whole process tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.operations.processes import (
 from posttrain.operations.subreaper import list_descendants
 from rl_core.errors import SettingsError
 
-# A server with a child in a session of its own, as a worker has: prints both ids.
+# A server with a child in another session, as a worker has: prints both ids.
 SERVER = """
 import os, subprocess, sys, time
 code = "import signal, sys, time\\n" + sys.argv[1] + "\\nprint('ready', flush=True)\\ntime.sleep(100)"
@@ -37,43 +37,45 @@ print(os.getpid(), child.pid, flush=True)
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
-def ids_in(log: Path) -> list[ProcessId]:
-    """The process ids that a SERVER printed."""
+def read_process_ids(log: Path) -> list[ProcessId]:
+    """Read the process ids that a SERVER printed."""
 
-    def read():
+    def read_last_line():
         lines = log.read_text().splitlines()
         return len(lines) > 1 and lines[-1].split()
 
-    return [process for pid in wait_for(read) if (process := ProcessId.from_pid(int(pid)))]
+    return [
+        process for pid in wait_for(read_last_line) if (process := ProcessId.from_pid(int(pid)))
+    ]
 
 
-def keep(
+def start_keeper(
     tmp_path: Path, then: str, child: str = "pass", **seconds
 ) -> tuple[subprocess.Popen, list[ProcessId]]:
     command = [sys.executable, "-c", SERVER + then, child]
     keeper = spawn_server(command, dict(os.environ), tmp_path, tmp_path / "log", **seconds)
-    ids = ids_in(tmp_path / "log")
+    ids = read_process_ids(tmp_path / "log")
     assert len(ids) == 2 and all(process.is_alive for process in ids)
     return keeper, ids
 
 
-def test_a_process_is_its_number_and_its_start():
-    own = ProcessId.from_pid(os.getpid())
-    assert own is not None and own.pid == os.getpid() and own.is_alive
-    reused = dataclasses.replace(own, started=own.started - 1)
+def test_process_identity_is_pid_and_start_time():
+    process = ProcessId.from_pid(os.getpid())
+    assert process is not None and process.pid == os.getpid() and process.is_alive
+    reused = dataclasses.replace(process, started=process.started - 1)
     assert not reused.is_alive
-    assert not reused.send_signal(signal.SIGKILL)  # or this test would not go on
-    assert not dataclasses.replace(own, boot="another").is_alive
+    assert not reused.send_signal(signal.SIGKILL)  # otherwise this test would end here
+    assert not dataclasses.replace(process, boot="another").is_alive
 
 
-def test_a_process_that_waits_to_be_reaped_is_gone():
+def test_zombie_counts_as_ended():
     child = subprocess.Popen([sys.executable, "-c", ""])
     wait_for(lambda: ProcessId.from_pid(child.pid) is None)
     child.wait()
 
 
 def test_sigterm_to_the_keeper_ends_a_child_in_another_session(tmp_path):
-    keeper, ids = keep(tmp_path, "time.sleep(100)", soft=0.1)
+    keeper, ids = start_keeper(tmp_path, "time.sleep(100)", soft=0.1)
     assert {process.pid for process in ids} <= set(list_descendants(keeper.pid))
     keeper.terminate()
     assert keeper.wait(30) == 128 + signal.SIGTERM
@@ -81,28 +83,28 @@ def test_sigterm_to_the_keeper_ends_a_child_in_another_session(tmp_path):
 
 
 def test_what_ignores_sigterm_is_killed(tmp_path):
-    keeper, ids = keep(tmp_path, "time.sleep(100)", STUBBORN, soft=0.1, grace=0.5)
+    keeper, ids = start_keeper(tmp_path, "time.sleep(100)", STUBBORN, soft=0.1, grace=0.5)
     keeper.terminate()
     keeper.wait(30)
     assert not any(process.is_alive for process in ids)
 
 
-def test_children_first_while_the_server_lives(tmp_path):
-    """The server writes down when it is told; its child, told first, takes half a second to save."""
+def test_children_end_before_the_server(tmp_path):
+    """The server records when it gets SIGTERM; its child gets it first and takes half a second to save."""
     then = (
-        "import signal\ndef told(*a): print('told', child.poll(), flush=True); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, told)\n"
+        "import signal\ndef stop(*a): print('stopped', child.poll(), flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
         "while True: time.sleep(0.1); child.poll()"
     )
     saving = "signal.signal(signal.SIGTERM, lambda *a: (time.sleep(0.5), sys.exit(5)))"
-    keeper, _ = keep(tmp_path, then, saving, lead=60.0, soft=60.0, grace=60.0)
+    keeper, _ = start_keeper(tmp_path, then, saving, lead=60.0, soft=60.0, grace=60.0)
     keeper.terminate()
     assert keeper.wait(60) == 0
-    assert (tmp_path / "log").read_text().splitlines()[-1] == "told 5"
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "stopped 5"
 
 
-def test_a_second_sigterm_does_not_wait(tmp_path):
-    keeper, ids = keep(tmp_path, "time.sleep(100)", STUBBORN, soft=1000.0, grace=1000.0)
+def test_second_sigterm_kills_immediately(tmp_path):
+    keeper, ids = start_keeper(tmp_path, "time.sleep(100)", STUBBORN, soft=1000.0, grace=1000.0)
     keeper.terminate()
     wait_for(lambda: not ids[0].is_alive)
     keeper.terminate()
@@ -110,8 +112,8 @@ def test_a_second_sigterm_does_not_wait(tmp_path):
     assert not any(process.is_alive for process in ids)
 
 
-def test_a_server_that_ends_takes_what_it_started_along(tmp_path):
-    keeper, ids = keep(tmp_path, "sys.stdout.flush(); time.sleep(0.5); sys.exit(7)")
+def test_children_end_with_their_server(tmp_path):
+    keeper, ids = start_keeper(tmp_path, "sys.stdout.flush(); time.sleep(0.5); sys.exit(7)")
     assert keeper.wait(30) == 7
     assert not any(process.is_alive for process in ids)
 
@@ -126,13 +128,13 @@ def test_sigkill_of_the_supervisor_ends_everything(tmp_path):
         [sys.executable, "-c", code, SERVER + "time.sleep(100)", str(tmp_path)]
     )
     wait_for((tmp_path / "log").exists)
-    ids = ids_in(tmp_path / "log")
+    ids = read_process_ids(tmp_path / "log")
     supervisor.kill()
     supervisor.wait()
     wait_for(lambda: not any(process.is_alive for process in ids))
 
 
-def test_leftovers_are_found_by_their_mark_and_ended(tmp_path):
+def test_leftovers_are_identified_by_their_mark_and_ended(tmp_path):
     mark, other = format_mark(tmp_path / "one"), format_mark(tmp_path / "two")
     assert mark != other
     server = format_mark(tmp_path / "one", "worker")

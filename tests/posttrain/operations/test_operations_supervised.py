@@ -1,4 +1,4 @@
-"""One server over time, with a clock and a process of the test's own; and what is written down of it."""
+"""One managed server over time, with a fake clock and process; the state file and the status table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_core.storage.locks import FolderLock
 
 
 class FakeProcess:
-    """Runs until the test says otherwise."""
+    """A process that runs until the test sets its return code."""
 
     def __init__(self):
         self.pid, self.returncode = os.getpid(), None
@@ -38,7 +38,7 @@ class FakeProcess:
 
 @pytest.fixture
 def world(tmp_path):
-    """A server under supervision, its processes, and whether it answers."""
+    """Create a managed server with its processes, and whether it answers."""
 
     class World:
         def __init__(self):
@@ -58,7 +58,7 @@ def world(tmp_path):
     return world
 
 
-def test_waits_double_up_to_a_minute():
+def test_restart_delays_double_up_to_a_minute():
     assert [compute_restart_delay(failures) for failures in (1, 2, 3, 6, 7, 8, 10_000)] == [
         1,
         2,
@@ -85,7 +85,7 @@ def test_from_start_to_up(world):
     assert server.is_up and len(world.processes) == 1
 
 
-def test_a_crash_is_followed_by_starts_with_growing_waits(world):
+def test_crashes_are_restarted_with_growing_delays(world):
     server, state = world.server, world.server.state
     world.answers = True
     server.step(100.0)
@@ -112,7 +112,7 @@ def test_a_crash_is_followed_by_starts_with_growing_waits(world):
     assert len(world.processes) == 3
 
 
-def test_after_steady_work_a_crash_counts_as_the_first(world):
+def test_failures_are_forgotten_after_steady_work(world):
     server, state = world.server, world.server.state
     world.answers = True
     server.failures = 5
@@ -126,7 +126,7 @@ def test_after_steady_work_a_crash_counts_as_the_first(world):
     assert state.retry_at == 202.0
 
 
-def test_a_server_that_hangs_is_ended_and_started_again(world):
+def test_hanging_server_is_restarted(world):
     server, state = world.server, world.server.state
     world.answers = True
     server.step(0.0)
@@ -141,7 +141,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(world):
     assert state.phase == "waiting" and state.message == "did not answer for 120 s"
 
 
-def test_a_server_that_never_answers_is_ended(world):
+def test_server_that_never_answers_is_ended(world):
     server = world.server
     server.step(0.0)
     server.step(600.0)
@@ -150,7 +150,7 @@ def test_a_server_that_never_answers_is_ended(world):
     assert world.signals == [signal.SIGTERM]
 
 
-def test_a_taken_port_is_waited_for(world, tmp_path):
+def test_taken_port_is_awaited(world, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         service = ServiceSpec("prefect", ("x",), {}, tmp_path, "", lambda: True, port=port)
@@ -161,11 +161,11 @@ def test_a_taken_port_is_waited_for(world, tmp_path):
     assert server.state.phase == "starting"
 
 
-def example() -> SupervisorState:
-    own = ProcessId.from_pid(os.getpid())
-    assert own is not None
+def build_state() -> SupervisorState:
+    process = ProcessId.from_pid(os.getpid())
+    assert process is not None
     services = [
-        ServiceState("mlflow", "http://127.0.0.1:5000", "up", own, since=1000.0),
+        ServiceState("mlflow", "http://127.0.0.1:5000", "up", process, since=1000.0),
         ServiceState(
             "worker",
             "w",
@@ -184,39 +184,41 @@ def example() -> SupervisorState:
         "deployments": ["post-training/demo"],
     }
     registration["automations"] = [{"name": "crash zombies", "what": "made", "note": ""}]
-    return SupervisorState(own, ServerOptions(mlflow_port=5001), "up", services, 3, registration)
+    return SupervisorState(
+        process, ServerOptions(mlflow_port=5001), "up", services, 3, registration
+    )
 
 
-def test_the_state_comes_back_as_it_was_written(tmp_path):
-    places = StatePaths(tmp_path)
-    write_state(places, example())
-    assert read_state(places) == example()
+def test_state_round_trip(tmp_path):
+    paths = StatePaths(tmp_path)
+    write_state(paths, build_state())
+    assert read_state(paths) == build_state()
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"version": 1}', '{"version": 99, "services": []}']
 )
-def test_a_state_that_cannot_be_read_is_none(tmp_path, text):
-    places = StatePaths(tmp_path)
-    assert read_state(places) is None
-    places.folder.mkdir()
-    places.state_file.write_text(text)
-    assert read_state(places) is None
+def test_unreadable_state_is_none(tmp_path, text):
+    paths = StatePaths(tmp_path)
+    assert read_state(paths) is None
+    paths.folder.mkdir()
+    paths.state_file.write_text(text)
+    assert read_state(paths) is None
 
 
-def test_the_lock_says_who_runs_not_the_file(tmp_path):
-    places = StatePaths(tmp_path)
-    write_state(places, example())
-    assert not is_running(places)
-    with FolderLock(places.lock_file):
-        assert is_running(places)
-        with pytest.raises(FolderBusy), FolderLock(places.lock_file):
+def test_lock_decides_whether_a_supervisor_runs(tmp_path):
+    paths = StatePaths(tmp_path)
+    write_state(paths, build_state())
+    assert not is_running(paths)
+    with FolderLock(paths.lock_file):
+        assert is_running(paths)
+        with pytest.raises(FolderBusy), FolderLock(paths.lock_file):
             pass
-    assert not is_running(places)
+    assert not is_running(paths)
 
 
-def test_status_says_what_is_up_and_what_waits():
-    text = format_status_table(example(), Path("outputs"), now=1125.0)
+def test_status_table():
+    text = format_status_table(build_state(), Path("outputs"), now=1125.0)
     lines = text.splitlines()
     assert lines[0] == f"up; supervisor: process {os.getpid()}; database: sqlite"
     assert lines[2].split() == [
@@ -237,7 +239,7 @@ def test_status_says_what_is_up_and_what_waits():
     assert "deployed post-training/demo" in text and "automation crash zombies: made" in text
 
 
-def test_logs_do_not_grow_for_ever(tmp_path, monkeypatch):
+def test_logs_are_rotated(tmp_path, monkeypatch):
     from posttrain.operations import processes
 
     monkeypatch.setattr(processes, "MAX_LOG_BYTES", 100)

@@ -1,4 +1,4 @@
-"""`posttrain up`, `status`, `down` over servers of the test: starts, crashes, signals, and nothing left behind."""
+"""`posttrain up`, `status`, `down` with fake servers: starts, crashes, signals, and no leftover processes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from posttrain.operations.services import fetch_json
 SCRIPT = ROOT / "tests/helpers/fake_servers.py"
 
 
-class World:
+class ServerWorld:
     def __init__(self, output: Path):
         self.output = output
         self.prefect, self.mlflow = free_ports(2)
-        elsewhere = (
+        external_variables = (
             "PREFECT_API_URL",
             "MLFLOW_TRACKING_URI",
             "POSTTRAIN_DATABASE",
             "PREFECT_PROFILE",
         )
         self.environment = {
-            name: value for name, value in os.environ.items() if name not in elsewhere
+            name: value for name, value in os.environ.items() if name not in external_variables
         }
         self.environment["PYTHONPATH"] = str(ROOT)
 
@@ -42,7 +42,7 @@ class World:
             stderr=subprocess.STDOUT,
             text=True,
             env=self.environment,
-            preexec_fn=_heed_signals,
+            preexec_fn=_reset_signal_handlers,
         )
 
     def up(self, *options: str) -> subprocess.Popen:
@@ -59,19 +59,19 @@ class World:
         code, text = self.call("status", "--json")
         return {"code": code, **json.loads(text)}
 
-    def left(self) -> list[int]:
+    def list_leftovers(self) -> list[int]:
         return [process.pid for process in find_marked_processes(format_mark(self.output))]
 
 
 @pytest.fixture
 def world(tmp_path):
-    world = World(tmp_path)
+    world = ServerWorld(tmp_path)
     yield world
     world.call("down")
 
 
-def _heed_signals() -> None:
-    """Default handlers of signals that nohup or a background shell may have set to ignored."""
+def _reset_signal_handlers() -> None:
+    """Reset signals that nohup or a background shell may have set to ignored."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -86,12 +86,12 @@ def read_until(child: subprocess.Popen, start: str) -> str:
     raise AssertionError("".join(lines))
 
 
-def test_in_the_background_again_crashes_and_down(world):
+def test_detached_up_repair_crashes_and_down(world):
     code, text = world.call("up", "--detach")
     assert (
         code == 0 and f"http://127.0.0.1:{world.prefect}" in text and "pool     posttrain" in text
     )
-    assert len(world.left()) == 6  # two keepers, two servers, a child of each
+    assert len(world.list_leftovers()) == 6  # two keepers, two servers, a child of each
     state = world.status()
     assert state["code"] == 0 and state["phase"] == "up"
     assert [(service["name"], service["phase"]) for service in state["services"]] == [
@@ -113,79 +113,80 @@ def test_in_the_background_again_crashes_and_down(world):
     assert service["message"] == "was ended by SIGKILL"
     os.kill(
         service["process"]["pid"], signal.SIGKILL
-    )  # the keeper: what it kept goes too, and all starts anew
+    )  # the keeper: its server ends too, and both are restarted
     wait_for(lambda: world.status()["services"][0]["restarts"] == 2 and world.status()["code"] == 0)
-    assert len(world.left()) == 6
+    assert len(world.list_leftovers()) == 6
 
     code, text = world.call("down")
     assert (code, text.splitlines()[-1]) == (0, "stopped")
-    assert world.left() == [] and not (world.output / "operations/state.json").exists()
+    assert world.list_leftovers() == [] and not (world.output / "operations/state.json").exists()
     assert world.call("status")[0] == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_and_a_closed_terminal_stop_everything(world, number):
+def test_ctrl_c_and_closed_terminal_stop_everything(world, number):
     child = world.up()
     read_until(child, "Ctrl-C")
-    assert len(world.left()) == 6
+    assert len(world.list_leftovers()) == 6
     child.send_signal(number)
     text, _ = child.communicate(timeout=60)
     assert child.returncode == 0 and "stopped; nothing is left running" in text
-    assert world.left() == []
+    assert world.list_leftovers() == []
 
 
-def test_a_server_that_saves_is_waited_for(world):
-    """Longer than a command has after SIGTERM."""
+def test_saving_server_is_awaited(world):
+    """Saving takes longer than other commands may after SIGTERM."""
     (world.output / "mlflow.breaks.slow").touch()
     child = world.up()
     read_until(child, "Ctrl-C")
     child.send_signal(signal.SIGTERM)
     text, _ = child.communicate(timeout=60)
     assert child.returncode == 0 and "stopped; nothing is left running" in text
-    assert (world.output / "mlflow.breaks.saved").exists() and world.left() == []
+    assert (world.output / "mlflow.breaks.saved").exists() and world.list_leftovers() == []
 
 
-def test_sigkill_of_the_supervisor_leaves_nothing_and_up_starts_anew(world):
+def test_sigkill_of_the_supervisor_leaves_nothing(world):
     child = world.up()
     read_until(child, "Ctrl-C")
     child.kill()
     child.wait()
-    wait_for(lambda: world.left() == [])
+    wait_for(lambda: world.list_leftovers() == [])
     code, text = world.call("status")
     assert code == 1 and "not running" in text
     code, text = world.call("up", "--detach")
     assert code == 0 and world.status()["code"] == 0
 
 
-def test_what_survives_supervisor_and_keepers_is_cleared_by_the_next_up(world):
+def test_next_up_ends_leftovers(world):
     child = world.up()
     read_until(child, "Ctrl-C")
     keepers = [service["process"]["pid"] for service in world.status()["services"]]
     for number in (
         signal.SIGSTOP,
         signal.SIGKILL,
-    ):  # stopped first, as a keeper cleans up once its supervisor is gone
+    ):  # stopped first, because a keeper cleans up once its supervisor ends
         for pid in [child.pid, *keepers]:
             os.kill(pid, number)
     child.wait()
-    left = wait_for(world.left)  # the servers' children, at least
+    leftovers = wait_for(world.list_leftovers)  # at least the servers' children
     code, text = world.call("up", "--detach")
     assert code == 0, text
-    assert not set(left) & set(world.left()) and world.status()["code"] == 0
+    assert not set(leftovers) & set(world.list_leftovers()) and world.status()["code"] == 0
 
 
-def test_a_server_that_does_not_start_says_why_and_the_others_are_stopped(world):
+def test_failed_start_is_explained_and_stops_the_others(world):
     (world.output / "prefect.breaks").touch()
     for options in ((), ("--detach",)):
         code, text = world.call("up", *options)
         assert (
             code == 1
-            and "the prefect server ended with exit code 4; another process has taken the port" in text
+            and "the prefect server ended with exit code 4; another process has taken the port"
+            in text
         )
-        assert world.left() == []
+        assert world.list_leftovers() == []
 
 
-def test_a_repair_that_does_not_succeed_says_so(world):
+def test_failed_repair_is_reported(world):
     assert world.call("up", "--detach")[0] == 0
     (world.output / "prefect.breaks").touch()
     os.kill(fetch_json(f"http://127.0.0.1:{world.prefect}"), signal.SIGKILL)
@@ -198,7 +199,7 @@ def test_a_repair_that_does_not_succeed_says_so(world):
     assert world.call("up")[0] == 0 and world.status()["code"] == 0
 
 
-def test_a_taken_port_is_an_error_before_anything_starts(world):
+def test_taken_port_is_an_early_error(world):
     with socket.create_server(("127.0.0.1", world.prefect)):
         code, text = world.call("up")
     assert (
@@ -206,11 +207,11 @@ def test_a_taken_port_is_an_error_before_anything_starts(world):
         and f"port {world.prefect}, meant for the prefect server, is taken by process {os.getpid()}"
         in text
     )
-    assert world.left() == []
+    assert world.list_leftovers() == []
 
 
-def test_two_at_once_are_one(world):
+def test_concurrent_ups_start_once(world):
     children = [world.up("--detach") for _ in range(2)]
     texts = [child.communicate(timeout=120)[0] for child in children]
     assert sorted(child.returncode for child in children) in ([0, 0], [0, 1]), texts
-    assert world.status()["code"] == 0 and len(world.left()) == 6
+    assert world.status()["code"] == 0 and len(world.list_leftovers()) == 6

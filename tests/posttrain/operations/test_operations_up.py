@@ -1,4 +1,4 @@
-"""`posttrain up` with the real servers: started, used, crashed, registered again, stopped, nothing left behind."""
+"""`posttrain up` with the real servers: start, use, crashes, registration, stop, no leftover processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.operations.registration import count_gpus
 from posttrain.operations.services import fetch_json
 
 
-def page(url: str) -> str:
+def fetch_page(url: str) -> str:
     with urllib.request.urlopen(
         urllib.request.Request(url, headers={"Accept": "text/html"}), timeout=60
     ) as response:
@@ -42,15 +42,15 @@ def team(request, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_whole_life_of_the_servers(team, tmp_path):
+def test_life_of_the_servers(team, tmp_path):
     # Started, with everything registered.
     text = team.up("--detach")
     assert "deployed wait/quick" in text and "automation again on my event: made" in text
     assert "automation tell: skipped (there is no block 'webhook/absent'" in text
-    assert "Prefect" in page(f"http://127.0.0.1:{team.prefect}/") and "MLflow" in page(
+    assert "Prefect" in fetch_page(f"http://127.0.0.1:{team.prefect}/") and "MLflow" in fetch_page(
         f"http://127.0.0.1:{team.mlflow}/"
     )
-    assert "Prefect" in page(f"http://127.0.0.1:{team.prefect}/deployments")
+    assert "Prefect" in fetch_page(f"http://127.0.0.1:{team.prefect}/deployments")
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(
             urllib.request.Request(
@@ -81,7 +81,7 @@ def test_the_whole_life_of_the_servers(team, tmp_path):
         "its run",
     )
 
-    # Again: nothing is doubled, a mistake in a deployment is named, and mending it mends it.
+    # Again: nothing is duplicated, an error in a deployment is named, and correcting it works.
     text = team.up()
     assert "already running" in text and "automation again on my event: unchanged" in text
     team.declare(PREFECT_YAML.replace("seconds: 0.0", "seconds: soon"))
@@ -94,7 +94,7 @@ def test_the_whole_life_of_the_servers(team, tmp_path):
     team.call("status")
 
     # Crashes: MLflow's server; the worker, whose run ends with it.
-    os.kill(children_of(team.service("mlflow")["process"]["pid"])[0], signal.SIGKILL)
+    os.kill(list_children(team.service("mlflow")["process"]["pid"])[0], signal.SIGKILL)
     wait_for(
         lambda: team.service("mlflow")["restarts"] == 1 and team.service("mlflow")["phase"] == "up",
         "MLflow again",
@@ -104,7 +104,7 @@ def test_the_whole_life_of_the_servers(team, tmp_path):
         lambda: (tmp_path / "second").exists() and (tmp_path / "second").read_text(),
         "the second run",
     )
-    os.kill(children_of(team.service("worker")["process"]["pid"])[0], signal.SIGKILL)
+    os.kill(list_children(team.service("worker")["process"]["pid"])[0], signal.SIGKILL)
     wait_for(
         lambda: team.service("worker")["restarts"] == 1 and team.service("worker")["phase"] == "up",
         "a worker",
@@ -113,10 +113,10 @@ def test_the_whole_life_of_the_servers(team, tmp_path):
     assert "before: was ended by SIGKILL" in team.call("status")
     if (
         team.state_of(second) == "RUNNING"
-    ):  # nobody was left to report it, and it holds the only place
+    ):  # nothing was left to report it, and it occupies the only slot
         team.api(f"/flow_runs/{second}/set_state", {"state": {"type": "CRASHED"}, "force": True})
 
-    # Stopped while a run is under way: the run first, which is reported, then the servers.
+    # Stopped while a run is in progress: the run first, which is reported, then the servers.
     third = team.run(path=str(tmp_path / "third"), seconds=1000.0)
     wait_for(
         lambda: (tmp_path / "third").exists() and (tmp_path / "third").read_text(), "the third run"
@@ -132,5 +132,5 @@ def test_the_whole_life_of_the_servers(team, tmp_path):
     assert team.left() == []
 
 
-def children_of(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -1,11 +1,11 @@
-"""Supervision when the machine's clock is set: nothing is restarted early or late."""
+"""Clock of supervision when the system clock is set: nothing is restarted early or late."""
 
 import time
 
 from posttrain.operations.managed_service import MonotonicClock
 
 
-def test_the_clock_of_supervision_does_not_jump(monkeypatch):
+def test_clock_does_not_jump(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     monkeypatch.setattr(time, "monotonic", lambda: 50.0)
     clock = MonotonicClock()

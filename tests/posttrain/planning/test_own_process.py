@@ -1,4 +1,4 @@
-"""Memory of a process: measured once, kept, and measured again where what is kept is of no use."""
+"""Memory of a process: measured once, stored, and measured again if the stored value is useless."""
 
 import pytest
 
@@ -9,15 +9,15 @@ from rl_core.resources import machine_calibration
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """Calls of the measurement, which finds 300 MB and one more each time."""
+    """Count calls of the measurement, which returns 300 MB and one byte more each time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls = []
 
-    def process_bytes():
+    def fake_process_bytes():
         calls.append(1)
         return 300_000_000 + len(calls)
 
-    monkeypatch.setattr(machine_calibration, "measure_process_bytes", process_bytes)
+    monkeypatch.setattr(machine_calibration, "measure_process_bytes", fake_process_bytes)
     return calls
 
 
@@ -32,11 +32,11 @@ def test_a_process_is_measured_once_for_its_versions(measured, monkeypatch):
 
 
 @pytest.mark.parametrize("damaged", ["", "12", "many\n", "-5"])
-def test_what_is_damaged_is_measured_again(measured, tmp_path, damaged):
+def test_a_damaged_value_is_measured_again(measured, tmp_path, damaged):
     target.measure_process_bytes_once()
-    (kept,) = (tmp_path / "posttrain" / "plan").iterdir()
-    kept.write_text(damaged)
-    assert target.measure_process_bytes_once() == 300_000_002 == int(kept.read_text())
+    (stored,) = (tmp_path / "posttrain" / "plan").iterdir()
+    stored.write_text(damaged)
+    assert target.measure_process_bytes_once() == 300_000_002 == int(stored.read_text())
 
 
 def test_without_a_cache_it_is_measured_each_time(measured, tmp_path, monkeypatch):

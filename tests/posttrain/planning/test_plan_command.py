@@ -35,17 +35,22 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def planned(capsys, *arguments):
+def run_plan(capsys, *arguments):
     assert main(["plan", "mine.yaml", "--simulate", *arguments]) == 0
     return capsys.readouterr().out
 
 
 def test_workers_of_a_file_of_rates(folder, capsys):
-    """Rollouts 10 s (two workers: two tasks one after the other), updates 4 s; bound 1: two runs begin at once."""
-    shown = json.loads(
-        planned(capsys, "--rates", "rates.yaml", "--workers", "1,2", "--staleness", "0,1", "--json")
+    """Play rollouts of 10 s (with two workers: two tasks in sequence) and updates of 4 s.
+
+    At bound 1 two runs begin together.
+    """
+    document = json.loads(
+        run_plan(
+            capsys, "--rates", "rates.yaml", "--workers", "1,2", "--staleness", "0,1", "--json"
+        )
     )
-    rows = {(row["workers"], row["max_staleness"]): row for row in shown["layouts"]}
+    rows = {(row["workers"], row["max_staleness"]): row for row in document["layouts"]}
     assert {key: row["iteration_seconds"] for key, row in rows.items()} == {
         (1, 0): 14,
         (1, 1): 7,
@@ -55,7 +60,7 @@ def test_workers_of_a_file_of_rates(folder, capsys):
     assert rows[1, 1]["speed_up"] == pytest.approx(2) and rows[2, 0]["speed_up"] == pytest.approx(
         14 / 24
     )
-    text = planned(capsys, "--rates", "rates.yaml", "--workers", "1", "--staleness", "0,1")
+    text = run_plan(capsys, "--rates", "rates.yaml", "--workers", "1", "--staleness", "0,1")
     assert (
         "fastest: 1 worker, 1 trainer, max_staleness 1: 2.00 times" in text
         and "rates: rates.yaml" in text
@@ -63,9 +68,9 @@ def test_workers_of_a_file_of_rates(folder, capsys):
 
 
 def test_shares_of_gpus(folder, capsys):
-    text = planned(capsys, "--rates", "rates.yaml", "--gpus", "4", "--staleness", "1")
+    text = run_plan(capsys, "--rates", "rates.yaml", "--gpus", "4", "--staleness", "1")
     assert "4 GPUs, 4 x 2 rollouts" in text and "the same" in text
-    assert "fastest: 4 workers, which train, too, synchronous: 1.00 times" in planned(
+    assert "fastest: 4 workers, which also train, synchronous: 1.00 times" in run_plan(
         capsys, "--rates", "rates.yaml", "--gpus", "4", "--staleness", "0"
     )
 
@@ -81,7 +86,7 @@ def test_shares_of_gpus(folder, capsys):
         ),
         (
             ["--gpus", "1", "--rates", "rates.yaml"],
-            "--gpus: 1: rollouts beside updates need at least 2",
+            "--gpus: 1: rollouts next to updates need at least 2",
         ),
         (
             ["--gpus", "10001", "--rates", "rates.yaml"],
@@ -89,7 +94,7 @@ def test_shares_of_gpus(folder, capsys):
         ),
         (["--gpus", "4", "--workers", "2"], "--workers: --gpus compares shares of GPUs"),
         (["--gpus", "4", "--cores", "2"], "--cores: --gpus compares shares of GPUs"),
-        (["--row-tokens", "9"], "--row-tokens: --simulate takes the lengths from --rates FILE"),
+        (["--row-tokens", "9"], "--row-tokens: --simulate reads the lengths from --rates FILE"),
         (
             [],
             r"no finished policy stage of planned in .*outputs; run it once .* or name a file .* --rates",
@@ -100,20 +105,20 @@ def test_refusals_are_one_line(folder, capsys, arguments, message):
     (folder / "bad.yaml").write_text("{tokens: {mean: -3}}")
     (folder / "tools.yaml").write_text("{tools: {mean: 3}}")
     assert main(["plan", "mine.yaml", "--simulate", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and re.search(message, said), said
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(message, error), error
 
 
 def test_options_of_the_simulation_alone_are_refused_without_it(folder, capsys):
     for option in ("--rates", "--workers", "--staleness", "--cores", "--iterations"):
         assert main(["plan", "mine.yaml", option, "3"]) == 2
-        assert f"{option}: --simulate is needed, too" in capsys.readouterr().err
+        assert f"{option}: needs --simulate" in capsys.readouterr().err
 
 
-def test_less_staleness_is_named_where_it_is_nearly_as_fast(folder, capsys):
-    """Updates of 10 s hide the rollouts of 10 s: 20 s in turns, 10 s at any bound."""
+def test_less_staleness_is_named_if_it_is_nearly_as_fast(folder, capsys):
+    """Hide rollouts of 10 s behind updates of 10 s: 20 s in turns, 10 s at any bound."""
     (folder / "rates.yaml").write_text(RATES.replace("update_seconds: 4", "update_seconds: 10"))
-    text = planned(capsys, "--rates", "rates.yaml", "--workers", "1", "--staleness", "4,0,1")
+    text = run_plan(capsys, "--rates", "rates.yaml", "--workers", "1", "--staleness", "4,0,1")
     assert "fastest: 1 worker, 1 trainer, max_staleness 4: 2.00 times" in text
     assert (
         "nearly as fast with less staleness: 1 worker, 1 trainer, max_staleness 1: 2.00 times"
@@ -122,34 +127,38 @@ def test_less_staleness_is_named_where_it_is_nearly_as_fast(folder, capsys):
     assert "1 worker, 4 x 2 rollouts" in text and "the others wait" not in text
 
 
-def test_groups_that_are_played_again_are_told(folder, capsys):
-    """A bound of 1, updates of 1 s and rollouts of 1 to 1,000 s: the long ones are too old when they end."""
+def test_replayed_groups_are_reported(folder, capsys):
+    """Take a bound of 1, updates of 1 s and rollouts of 1 to 1,000 s: the long ones are stale when they end."""
     rates = RATES.replace("update_seconds: 4", "update_seconds: 1").replace(
         "{mean: 10}", "{mean: 50, sigma: 2, most: 1000}"
     )
     (folder / "rates.yaml").write_text(rates)
     arguments = ["--rates", "rates.yaml", "--workers", "2", "--staleness"]
-    text = " ".join(planned(capsys, *arguments, "1").split())
-    (again,) = json.loads(planned(capsys, *arguments, "1", "--json"))["layouts"]
+    text = " ".join(run_plan(capsys, *arguments, "1").split())
+    (layout,) = json.loads(run_plan(capsys, *arguments, "1", "--json"))["layouts"]
     assert (
-        f"of the fastest {again['stale_groups']} groups became too old" in text
-        and "beside 64 learned from" in text
+        f"of the fastest {layout['stale_groups']} groups became too old" in text
+        and "besides 64 learned from" in text
     )
-    assert "became too old" not in planned(capsys, *arguments, "0")
+    assert "became too old" not in run_plan(capsys, *arguments, "0")
 
 
-def test_workers_without_a_group_are_told(folder, capsys):
-    text = planned(capsys, "--rates", "rates.yaml", "--workers", "5,8", "--staleness", "0,1")
-    assert "4 groups of rollouts at once, at max_staleness 0, are all that 5 workers share" in text
-    one = ("--set", "stages.policy.prompts_per_iteration=1")
-    text = planned(capsys, "--rates", "rates.yaml", "--workers", "5", "--staleness", "0", *one)
-    assert "1 group of rollouts at once, at max_staleness 0, is all that 5 workers share" in text
+def test_idle_workers_are_reported(folder, capsys):
+    text = run_plan(capsys, "--rates", "rates.yaml", "--workers", "5,8", "--staleness", "0,1")
+    assert (
+        "4 groups of rollouts in flight, at max_staleness 0, are all that 5 workers share" in text
+    )
+    one_prompt = ("--set", "stages.policy.prompts_per_iteration=1")
+    text = run_plan(
+        capsys, "--rates", "rates.yaml", "--workers", "5", "--staleness", "0", *one_prompt
+    )
+    assert "1 group of rollouts in flight, at max_staleness 0, is all that 5 workers share" in text
 
 
 def test_a_plan_without_a_policy_or_a_kind_is_refused(folder, capsys):
     (folder / "mine.yaml").write_text("name: planned\nstages: {sft: {}}\n")
     assert main(["plan", "mine.yaml", "--simulate", "--set", "stages.prepare_data={}"]) == 2
-    assert "no stage policy" in capsys.readouterr().err
+    assert "no policy stage" in capsys.readouterr().err
     assert main(["plan", "mine.yaml", "--gpus", "4"]) == 2
 
 
@@ -165,7 +174,10 @@ def test_gpus_are_split_into_at_least_one_of_each():
 
 
 def test_the_baseline_of_shares_uses_every_gpu_for_both():
-    """4 groups on 4 GPUs: 10 s, then 80 tokens on 4 trainers: 20 s. On 2 + 2 in turns 10 + 40, asynchronous 40."""
+    """Play 4 groups on 4 GPUs in 10 s, then train 80 tokens on 4 trainers in 20 s.
+
+    On 2 + 2 GPUs: 10 + 40 s in turns, 40 s asynchronously.
+    """
     rates = ClusterRates(
         step_seconds=1,
         row_seconds=0,
@@ -175,19 +187,19 @@ def test_the_baseline_of_shares_uses_every_gpu_for_both():
         tokens=LogNormalSpread(mean=10),
     )
     layout = ClusterLayout(prompts=4, group_size=2)
-    found = compare_gpu_shares(layout, rates, 4, staleness=(0, 1), shares=(0.5,))
-    assert [one.run.iteration_s for one in found] == [30, 50, 40]
-    assert [one.speed_up for one in found] == pytest.approx([1, 0.6, 0.75])
+    comparisons = compare_gpu_shares(layout, rates, 4, staleness=(0, 1), shares=(0.5,))
+    assert [comparison.run.iteration_s for comparison in comparisons] == [30, 50, 40]
+    assert [comparison.speed_up for comparison in comparisons] == pytest.approx([1, 0.6, 0.75])
     (same,) = compare_worker_counts(layout, rates, (1,), staleness=(0,))
     assert same.speed_up == 1 and same.run is same.baseline
 
 
 def finish_stage(folder, key, workers=1, **row):
-    """A finished policy stage of four equal iterations of 4 x 2 rollouts."""
-    begun = folder / "outputs" / "planned" / "stages" / "policy" / f"{key}.open"
-    begun.mkdir(parents=True)
+    """Write a finished policy stage of four equal iterations of 4 x 2 rollouts."""
+    open_folder = folder / "outputs" / "planned" / "stages" / "policy" / f"{key}.open"
+    open_folder.mkdir(parents=True)
     lines = [json.dumps({"step": step, "time": 0, "metrics": row}) for step in range(4)]
-    (begun / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (open_folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     policy = {"prompts_per_iteration": 4, "group_size": 2}
     settings = dump_settings(
         build_settings(
@@ -195,11 +207,14 @@ def finish_stage(folder, key, workers=1, **row):
         ).stages.policy
     )
     settings["rollouts"]["count"] = workers
-    seal_folder(begun, begun.with_suffix(""), extra={"settings": settings})
+    seal_folder(open_folder, open_folder.with_suffix(""), extra={"settings": settings})
 
 
-def test_rates_are_of_the_batch_that_was_measured_whatever_is_planned(folder, capsys):
-    """8 rollouts of 50 tokens in 16 s: 8 s are 160 ms a step, and 8 s are 20 ms a row. Planned: 4 groups of 8."""
+def test_rates_are_those_of_the_measured_batch(folder, capsys):
+    """Measure 8 rollouts of 50 tokens in 16 s: 8 s are 160 ms a step, and 8 s are 20 ms a row.
+
+    The plan has 4 groups of 8.
+    """
     row = {
         "perf/rollout_seconds": 16.0,
         "perf/update_seconds": 8.0,
@@ -217,22 +232,25 @@ def test_rates_are_of_the_batch_that_was_measured_whatever_is_planned(folder, ca
         "stages.policy.group_size=8",
         "--json",
     ]
-    (found,) = json.loads(planned(capsys, *arguments))["layouts"]
-    assert found["iteration_seconds"] == pytest.approx(50 * (0.16 + 32 * 0.02) + 32 * 50 * 0.02)
+    (layout,) = json.loads(run_plan(capsys, *arguments))["layouts"]
+    assert layout["iteration_seconds"] == pytest.approx(50 * (0.16 + 32 * 0.02) + 32 * 50 * 0.02)
     finish_stage(folder, "b", workers=2, **row)
     assert (
-        "policy/a" in json.loads(planned(capsys, *arguments))["rates"]
-    )  # of one worker, though older
+        "policy/a" in json.loads(run_plan(capsys, *arguments))["rates"]
+    )  # the older stage, since it had one worker
     shutil.rmtree(folder / "outputs" / "planned" / "stages" / "policy" / "a")
     assert main(["plan", "mine.yaml", "--simulate"]) == 2
     assert (
-        "no finished policy stage of planned in outputs that one worker sampled"
+        "no finished policy stage of planned in outputs with one synchronous worker"
         in capsys.readouterr().err
     )
 
 
 def test_rates_of_a_finished_stage_by_hand():
-    """8 rollouts of 100 tokens each: 6 s of decoding, half by rows (800), half by steps (100); 1.6 s of update."""
+    """Measure 8 rollouts of 100 tokens each: 6 s of decoding and 1.6 s of update.
+
+    Half of the decoding is by rows (800), half by steps (100).
+    """
     row = {
         "perf/rollout_seconds": 9.0,
         "perf/environment_seconds": 2.0,
@@ -244,12 +262,12 @@ def test_rates_of_a_finished_stage_by_hand():
         "train/action_tokens_p90": 100.0,
     }
     slow = {**row, "perf/rollout_seconds": 60.0}
-    found = estimate_cluster_rates([(0, slow), (1, row), (2, row), (3, row)], 8, 512)
-    assert found.step_seconds == pytest.approx(3 / 100) and found.row_seconds == pytest.approx(
+    rates = estimate_cluster_rates([(0, slow), (1, row), (2, row), (3, row)], 8, 512)
+    assert rates.step_seconds == pytest.approx(3 / 100) and rates.row_seconds == pytest.approx(
         3 / 800
     )
-    assert found.token_seconds == pytest.approx(1.6 / 800) and found.load_seconds == 1.0
-    assert found.tokens == LogNormalSpread(mean=100, sigma=0, most=512)
+    assert rates.token_seconds == pytest.approx(1.6 / 800) and rates.load_seconds == 1.0
+    assert rates.tokens == LogNormalSpread(mean=100, sigma=0, most=512)
     wide = {**row, "train/action_tokens_p10": 50.0, "train/action_tokens_p90": 200.0}
     assert estimate_cluster_rates(
         [(0, row), (1, wide), (2, wide)], 8, 512
@@ -258,8 +276,8 @@ def test_rates_of_a_finished_stage_by_hand():
         estimate_cluster_rates([(0, row), (1, row)], 8, 512)
 
 
-def test_a_large_bound_is_simulated_beyond_the_batches_that_begin_at_once(folder, capsys):
-    """17 batches begin at 0 and end at 10; with updates of no time an iteration takes 10/17 s, not none."""
+def test_a_large_bound_is_simulated_beyond_the_batches_that_begin_together(folder, capsys):
+    """Begin 17 batches at 0 and end them at 10: if updates take no time, an iteration takes 10/17 s, not none."""
     rates = RATES.replace("update_seconds: 4", "update_seconds: 0")
     (folder / "rates.yaml").write_text(rates)
     arguments = [
@@ -272,17 +290,17 @@ def test_a_large_bound_is_simulated_beyond_the_batches_that_begin_at_once(folder
         "--set",
         "stages.policy.sampling.slots=512",
     ]
-    _, late = json.loads(planned(capsys, *arguments, "--json"))["layouts"]
-    assert late["iteration_seconds"] == pytest.approx(10 / 17)
+    _, asynchronous = json.loads(run_plan(capsys, *arguments, "--json"))["layouts"]
+    assert asynchronous["iteration_seconds"] == pytest.approx(10 / 17)
     assert main(["plan", "mine.yaml", "--simulate", *arguments, "--iterations", "18"]) == 2
     assert (
-        "17 batches begin at once" in (said := capsys.readouterr().err)
-        and "simulate at least 83" in said
+        "17 batches begin together" in (error := capsys.readouterr().err)
+        and "simulate at least 83" in error
     )
 
 
 @pytest.mark.parametrize("options", [("--workers", "1,2"), ("--gpus", "4")])
-def test_progress_is_told_beside_what_programs_read(folder, capsys, monkeypatch, options):
+def test_progress_is_printed_apart_from_the_json(folder, capsys, monkeypatch, options):
     monkeypatch.setattr(terminal, "_LINE_INTERVAL_SECONDS", -1.0)
     assert (
         main(

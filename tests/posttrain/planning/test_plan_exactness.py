@@ -1,4 +1,4 @@
-"""Plans of several processes, of adapters, of GPT-2's layers and of experts: by hand, as the library computes them."""
+"""Plans of several processes, adapters, GPT-2 layers and experts, compared with the formulas of the library."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ POLICY = {
     "iterations": 3,
     "sampling": {"max_completion_tokens": 16, "slots": 2},
 }
-TWO = {"launch": {"kind": "torchrun", "processes": 2}}
+TWO_PROCESSES = {"launch": {"kind": "torchrun", "processes": 2}}
 CPU = PlanTarget("a machine", "cpu", 2**30, 0)
 LLAMA = {
     "model_type": "llama",
@@ -52,7 +52,7 @@ EXPERTS = {
 
 
 @pytest.fixture
-def model_of(tmp_path):
+def write_model(tmp_path):
     def folder(config):
         (tmp_path / "config.json").write_text(json.dumps(config))
         return {"path": str(tmp_path)}
@@ -60,7 +60,7 @@ def model_of(tmp_path):
     return folder
 
 
-def planned(stage, block, target=CPU, lengths=None, **model):
+def make_plan(stage, block, target=CPU, lengths=None, **model):
     stages = {"prepare_data": {"preferences": "rows.jsonl"}, stage: block}
     values = {
         "name": "planned",
@@ -73,36 +73,39 @@ def planned(stage, block, target=CPU, lengths=None, **model):
     return plan_stage(stage, settings, target, lengths or PlanLengths(prompt=8))
 
 
-def parts_of(plan, name):
-    return next(dict(one.parts) for one in plan.memory.phases if one.name == name)
+def read_parts(plan, name):
+    return next(dict(phase.parts) for phase in plan.memory.phases if phase.name == name)
 
 
 @pytest.mark.parametrize("target", [CPU, parse_gpu_target("2xH100")])
 def test_rollouts_of_several_processes_hold_whole_weights(target):
-    """`Shards.run_independently_with_full_weights`: beside its share, each process has all of them."""
-    alone, shared = planned("policy", POLICY, target), planned("policy", {**POLICY, **TWO}, target)
-    whole = parts_of(alone, "rollouts")["weights"]
-    parts = parts_of(shared, "rollouts")
-    assert parts["weights"] == whole // 2 and parts["gathered weights"] == whole
-    assert "gathered weights" not in parts_of(alone, "rollouts")
+    """Compare with `Shards.run_independently_with_full_weights`: each process holds its share and all weights."""
+    alone, shared = (
+        make_plan("policy", POLICY, target),
+        make_plan("policy", {**POLICY, **TWO_PROCESSES}, target),
+    )
+    full_bytes = read_parts(alone, "rollouts")["weights"]
+    parts = read_parts(shared, "rollouts")
+    assert parts["weights"] == full_bytes // 2 and parts["gathered weights"] == full_bytes
+    assert "gathered weights" not in read_parts(alone, "rollouts")
 
 
 def test_each_process_reads_the_weights_in_every_step():
-    """8 rollouts of 16 tokens an iteration, on 2 slots of one process or of each of two."""
-    alone, shared = planned("policy", POLICY), planned("policy", {**POLICY, **TWO})
-    kept = 3 * 8 * 16 * (8 + 16 / 2) * 2 * 2 * 16 * 4  # keys and values that the tokens read
+    """Decode 8 rollouts of 16 tokens an iteration, on 2 slots of one process or of each of two."""
+    alone, shared = make_plan("policy", POLICY), make_plan("policy", {**POLICY, **TWO_PROCESSES})
+    cache_bytes = 3 * 8 * 16 * (8 + 16 / 2) * 2 * 2 * 16 * 4  # keys and values that the tokens read
     assert shared.work.decode_steps == alone.work.decode_steps / 2 == 3 * 32
-    assert shared.work.decode_bytes - kept == alone.work.decode_bytes - kept > 0
+    assert shared.work.decode_bytes - cache_bytes == alone.work.decode_bytes - cache_bytes > 0
     weights = 4 * alone.parameters  # the head is the embedding
-    assert alone.work.decode_bytes == pytest.approx(alone.work.decode_steps * weights + kept)
+    assert alone.work.decode_bytes == pytest.approx(alone.work.decode_steps * weights + cache_bytes)
 
 
-def test_a_layer_under_an_adapter_leaves_out_four_operations_a_token(model_of):
-    """Of frozen weights no gradient is taken: without loss a token leaves out 4, not 6, of the last MLP's."""
-    adapters = {"lora": {"rank": 2, "target_modules": ["q_proj"]}, **model_of(LLAMA)}
+def test_a_layer_under_an_adapter_leaves_out_four_operations_a_token(write_model):
+    """Skip gradients of frozen weights: a token without loss saves 4, not 6, operations of the last MLP."""
+    adapters = {"lora": {"rank": 2, "target_modules": ["q_proj"]}, **write_model(LLAMA)}
     block = {"batch_size": 4, "epochs": 1}
     plans = [
-        planned("sft", block, lengths=PlanLengths(row=32, prompt=prompt), **adapters)
+        make_plan("sft", block, lengths=PlanLengths(row=32, prompt=prompt), **adapters)
         for prompt in (None, 24)
     ]
     without, with_prompts = (plan.work.training_flops for plan in plans)
@@ -110,63 +113,71 @@ def test_a_layer_under_an_adapter_leaves_out_four_operations_a_token(model_of):
     assert without - with_prompts == pytest.approx(4 * (3 * 32 * 96) * rows * 24)
 
 
-def test_weights_of_gpt2_are_read_and_merged(model_of):
-    """Its layers are transposed ones of transformers, no `nn.Linear`."""
+def test_weights_of_gpt2_are_read_and_merged(write_model):
+    """Count layers of GPT-2, which are transposed ones of transformers and no `nn.Linear`."""
     block = 32 * 96 + 32 * 32 + 2 * 32 * 128  # qkv, projection, MLP: their weights
-    plan = planned(
-        "policy", POLICY, **model_of(GPT2), lora={"rank": 2, "target_modules": "all-linear"}
+    plan = make_plan(
+        "policy", POLICY, **write_model(GPT2), lora={"rank": 2, "target_modules": "all-linear"}
     )
-    assert parts_of(plan, "rollouts")["merged weights"] == 4 * block
-    alone = planned("policy", POLICY, **model_of(GPT2))
+    assert read_parts(plan, "rollouts")["merged weights"] == 4 * block
+    alone = make_plan("policy", POLICY, **write_model(GPT2))
     assert alone.work.decode_bytes > alone.work.decode_steps * 4 * (block + 512 * 32)
 
 
 def test_kto_learns_from_one_side_and_reads_another_without_gradient():
-    """Rows of 32 tokens, 2 of which (128 // 2 sides // 32) fit into a micro-batch; pairs would have 4 there."""
+    """Plan rows of 32 tokens: 2 of them (128 // 2 sides // 32) fit into a micro-batch, but 4 as pairs."""
     sampling = {"max_completion_tokens": 16}
     block = {"batch_size": 4, "micro_batch_tokens": 128, "epochs": 1, "sampling": sampling}
     data = PlanLengths(row=32, rows=40)
     kto, dpo = (
-        planned("preference", {**block, "loss": loss}, lengths=data) for loss in ("kto", "dpo")
+        make_plan("preference", {**block, "loss": loss}, lengths=data) for loss in ("kto", "dpo")
     )
     rows = kto.work.updates * 4
     assert rows == kto.work.trained_tokens / 32 == dpo.work.trained_tokens / 64
-    read = kto.work.scored_tokens - dpo.work.scored_tokens  # both read the reference's on two sides
-    assert read == 32 * rows
-    assert parts_of(kto, "backward")["activations"] < parts_of(dpo, "backward")["activations"]
+    extra_tokens = (
+        kto.work.scored_tokens - dpo.work.scored_tokens
+    )  # both score the reference on two sides
+    assert extra_tokens == 32 * rows
+    assert read_parts(kto, "backward")["activations"] < read_parts(dpo, "backward")["activations"]
 
 
-def test_experts_are_said_to_count_all(model_of):
-    """torch's grouped product takes no float32 on the meta device, where activations are recorded."""
-    plan = planned("sft", {"batch_size": 4}, **model_of(EXPERTS))
+def test_a_note_says_that_all_experts_count(write_model):
+    """Record activations on the meta device, where torch's grouped product does not support float32."""
+    plan = make_plan("sft", {"batch_size": 4}, **write_model(EXPERTS))
     (note,) = (note for note in plan.notes if "experts" in note)
-    assert note.startswith("a token meets 2 of 8 experts, but all count in operations and time")
-    more = planned("sft", {"batch_size": 4}, **model_of({**EXPERTS, "num_experts_per_tok": 4}))
-    kept = [parts_of(one, "backward")["activations"] for one in (plan, more)]
-    beside = (
+    assert note.startswith("a token uses 2 of 8 experts, but all count in operations and time")
+    larger = make_plan(
+        "sft", {"batch_size": 4}, **write_model({**EXPERTS, "num_experts_per_tok": 4})
+    )
+    activations = [
+        read_parts(expert_plan, "backward")["activations"] for expert_plan in (plan, larger)
+    ]
+    added = (
         4 * 4 * 64 * 2 * (32 + 48)
     )  # of two more rows for each of 4 x 64 tokens: inputs of both products
-    assert kept[1] - kept[0] > beside
-    assert not [note for note in planned("sft", {"batch_size": 4}).notes if "experts" in note]
+    assert activations[1] - activations[0] > added
+    assert not [note for note in make_plan("sft", {"batch_size": 4}).notes if "experts" in note]
 
 
-def test_fewer_gpus_than_processes_are_said():
-    notes = planned("sft", {"batch_size": 4, **TWO}, parse_gpu_target("H100")).notes
+def test_a_note_says_that_gpus_are_fewer_than_processes():
+    notes = make_plan("sft", {"batch_size": 4, **TWO_PROCESSES}, parse_gpu_target("H100")).notes
     assert "launch needs 2 GPUs, one a process, and there are 1; the time is theirs" in notes
     assert not [
         note
-        for note in planned("sft", {"batch_size": 4, **TWO}, parse_gpu_target("2xH100")).notes
+        for note in make_plan(
+            "sft", {"batch_size": 4, **TWO_PROCESSES}, parse_gpu_target("2xH100")
+        ).notes
         if "GPU" in note
     ]
 
 
-def test_rollouts_beside_the_process_are_said():
+def test_a_note_says_that_rollouts_use_other_processes():
     block = PolicySettings()
-    beside = dataclasses.replace(block, rollouts=RolloutSettings(workers="ray"))
-    (note,) = set(list_rollout_notes(beside, PlanLengths())) - set(
+    remote = dataclasses.replace(block, rollouts=RolloutSettings(workers="ray"))
+    (note,) = set(list_rollout_notes(remote, PlanLengths())) - set(
         list_rollout_notes(block, PlanLengths())
     )
-    assert "but are played beside it (workers: ray)" in note
+    assert "are played in other processes (workers: ray)" in note
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`posttrain plan CONFIG`: memory by part worked by hand, work, changes that fit, refusals."""
+"""`posttrain plan CONFIG`: memory by part compared with hand calculation, work, changes that fit, refusals."""
 
 import json
 import re
@@ -42,13 +42,15 @@ MACHINE = {
 }
 
 
-def planned(stages, target=None, lengths=None, **model):
-    """Plan of the last of these stages for the model nano."""
-    settings = settings_of(stages, **model)
-    return plan_stage(list(stages)[-1], settings, target or roomy(), lengths or PlanLengths())
+def make_plan(stages, target=None, lengths=None, **model):
+    """Plan the last of these stages for the model nano."""
+    settings = build_stage_settings(stages, **model)
+    return plan_stage(
+        list(stages)[-1], settings, target or make_roomy_target(), lengths or PlanLengths()
+    )
 
 
-def settings_of(stages, **model):
+def build_stage_settings(stages, **model):
     stages = {"prepare_data": {}, **stages}
     values = {
         "name": "planned",
@@ -58,14 +60,14 @@ def settings_of(stages, **model):
     return build_settings(values, check_files=False, import_code=False)
 
 
-def roomy(**changes):
-    """A CPU with a GiB and no runtime of its own."""
+def make_roomy_target(**changes):
+    """Return a CPU with 1 GiB whose runtime takes no memory."""
     return PlanTarget("a machine", "cpu", **{"memory_bytes": GIB, "runtime_bytes": 0, **changes})
 
 
 @pytest.fixture
-def folder_of_model(tmp_path):
-    """A model's folder with a config alone: the preset nano."""
+def model_folder(tmp_path):
+    """Write a model folder that holds only a config: the preset nano."""
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -82,45 +84,47 @@ def folder_of_model(tmp_path):
     return str(tmp_path)
 
 
-def machine(**changes):
+def make_machine(**changes):
     speeds = {name: tuple(MACHINE[name]) for name in ("training", "scoring", "decoding")}
     from rl_core.settings.planning import MeasuredSpeed
 
     points = {
-        name: tuple(MeasuredSpeed(**point) for point in found) for name, found in speeds.items()
+        name: tuple(MeasuredSpeed(**point) for point in rows) for name, rows in speeds.items()
     }
     return MachineSettings(**{**MACHINE, **points, **changes})
 
 
 def phase(plan, name):
-    return next(dict(one.parts) for one in plan.memory.phases if one.name == name)
+    return next(dict(row.parts) for row in plan.memory.phases if row.name == name)
 
 
 SFT = {"sft": {"batch_size": 4, "epochs": 1}}
 
 
 def test_parameters_and_what_training_holds():
-    plan = planned(SFT)
+    plan = make_plan(SFT)
     assert plan.parameters == plan.trainable_parameters == PARAMETERS
     held = phase(plan, "optimizer step")
     assert (
         held["weights"] == held["gradients"] == 4 * PARAMETERS
         and held["optimizer moments"] == 8 * PARAMETERS
     )
-    averaged = phase(planned({"sft": {"ema_decay": 0.9, "grokfast_lambda": 2.0}}), "optimizer step")
+    averaged = phase(
+        make_plan({"sft": {"ema_decay": 0.9, "grokfast_lambda": 2.0}}), "optimizer step"
+    )
     assert averaged["EMA"] == averaged["Grokfast"] == 4 * PARAMETERS
 
 
 def test_muon_keeps_one_moment_of_hidden_matrices():
-    """All of a layer but its norms is Muon's; the embedding, which is the head, and the norms are AdamW's."""
+    """Give Muon all of a layer but its norms; AdamW has the embedding, which is the head, and the norms."""
     muon = 2 * (LAYER - 2 * 32)
-    held = phase(planned({"sft": {"optimizer": "muon"}}), "optimizer step")
+    held = phase(make_plan({"sft": {"optimizer": "muon"}}), "optimizer step")
     assert held["optimizer moments"] == 4 * muon + 8 * (PARAMETERS - muon)
     assert held["optimizer temporaries"] == 10 * 32 * 96
 
 
 def test_bfloat16_weights_have_masters():
-    held = phase(planned(SFT, dtype="bfloat16"), "optimizer step")
+    held = phase(make_plan(SFT, dtype="bfloat16"), "optimizer step")
     assert (
         held["weights"] == 2 * PARAMETERS
         and held["master weights"] == held["gradients"] == 4 * PARAMETERS
@@ -128,42 +132,45 @@ def test_bfloat16_weights_have_masters():
 
 
 def test_activations_of_the_packed_forward_pass():
-    """4 rows of 64 tokens, all with loss. A token keeps in a layer 4 H + 2 E + 2 K + 3 I + 4 heads + 2 scales."""
+    """Pack 4 rows of 64 tokens, all with loss.
+
+    A token keeps in a layer 4 H + 2 E + 2 K + 3 I + 4 heads + 2 scales.
+    """
     layer = 4 * 32 + 2 * 32 + 2 * 16 + 3 * 96 + 4 + 2
-    kept = 256 * (2 * layer + (32 + 2 * 32) + 2 * 32 + 32)
-    parts = phase(planned(SFT), "backward")
+    saved = 256 * (2 * layer + (32 + 2 * 32) + 2 * 32 + 32)
+    parts = phase(make_plan(SFT), "backward")
     temporary, logits = 256 * (2 * 32 + 3 * 96), 256 * 512 * 2
-    assert logits > temporary  # so the peak is at the head, whose own gradient is there
-    assert parts["activations"] == 4 * kept and parts["logits"] == 4 * logits
+    assert logits > temporary  # so the peak is at the head, next to its gradient
+    assert parts["activations"] == 4 * saved and parts["logits"] == 4 * logits
     assert parts["gradients"] == 4 * EMBEDDING
 
 
 def test_small_micro_batches_take_less_and_hold_all_gradients():
     parts = phase(
-        planned({"sft": {**SFT["sft"], "micro_batch_tokens": 100}}), "backward"
+        make_plan({"sft": {**SFT["sft"], "micro_batch_tokens": 100}}), "backward"
     )  # one row of 64
-    whole = phase(planned(SFT), "backward")
-    assert parts["activations"] * 3 < whole["activations"] and parts["gradients"] == 4 * (
+    one_batch = phase(make_plan(SFT), "backward")
+    assert parts["activations"] * 3 < one_batch["activations"] and parts["gradients"] == 4 * (
         PARAMETERS + 32 * 96
     )
 
 
-def test_checkpointing_keeps_inputs_of_layers_alone():
-    plan = planned({"sft": {**SFT["sft"], "activation_checkpointing": True}}, dtype="float32")
-    without = planned({"sft": {**SFT["sft"], "autocast": "bfloat16"}})
+def test_checkpointing_keeps_only_inputs_of_layers():
+    plan = make_plan({"sft": {**SFT["sft"], "activation_checkpointing": True}}, dtype="float32")
+    without = make_plan({"sft": {**SFT["sft"], "autocast": "bfloat16"}})
     assert phase(plan, "backward")["activations"] < phase(without, "backward")["activations"]
-    assert plan.work.training_flops == pytest.approx(planned(SFT).work.training_flops * 4 / 3)
+    assert plan.work.training_flops == pytest.approx(make_plan(SFT).work.training_flops * 4 / 3)
 
 
-def test_adapters_train_little(folder_of_model):
-    plan = planned(
-        SFT, path=folder_of_model, lora={"rank": 4, "target_modules": ["q_proj", "down_proj"]}
+def test_adapters_train_little(model_folder):
+    plan = make_plan(
+        SFT, path=model_folder, lora={"rank": 4, "target_modules": ["q_proj", "down_proj"]}
     )
     adapters = 2 * 4 * (32 + 32 + 96 + 32)
     assert plan.trainable_parameters == adapters and plan.parameters == PARAMETERS + adapters
     assert phase(plan, "optimizer step")["optimizer moments"] == 8 * adapters
     played = phase(
-        planned(POLICY, path=folder_of_model, lora={}, lengths=PlanLengths(prompt=8)), "rollouts"
+        make_plan(POLICY, path=model_folder, lora={}, lengths=PlanLengths(prompt=8)), "rollouts"
     )
     assert played["merged weights"] == 4 * 2 * (LAYER - 64)  # the originals of all layers
 
@@ -178,42 +185,46 @@ POLICY = {
 }
 
 
-def test_holes_of_the_heap_are_those_that_were_calibrated_with_or_without_adapters(folder_of_model):
-    target = roomy(machine=machine(heap_share=0.25, heap_share_adapters=0.75))
+def test_holes_of_the_heap_are_calibrated_with_or_without_adapters(model_folder):
+    target = make_roomy_target(machine=make_machine(heap_share=0.25, heap_share_adapters=0.75))
     for adapters, share in ((None, 0.25), ({"rank": 2}, 0.75)):
-        options = {"path": folder_of_model, **({"lora": adapters} if adapters else {})}
-        without = planned(SFT, lengths=PlanLengths(row=64), **options)
-        found = phase(planned(SFT, target, PlanLengths(row=64), **options), "backward")
+        options = {"path": model_folder, **({"lora": adapters} if adapters else {})}
+        without = make_plan(SFT, lengths=PlanLengths(row=64), **options)
+        parts = phase(make_plan(SFT, target, PlanLengths(row=64), **options), "backward")
         live = sum(phase(without, "backward").values())
-        assert sum(found.values()) == live + found[
+        assert sum(parts.values()) == live + parts[
             "holes of the heap"
         ] and "holes of the heap" not in phase(without, "backward")
-        assert found["holes of the heap"] >= int(share * found["activations"])
+        assert parts["holes of the heap"] >= int(share * parts["activations"])
 
 
 def test_rollouts_reserve_keys_and_values_of_all_slots():
-    """6 slots of 24 tokens: 2 layers, keys and values of width 16, float32; the weights that are multiplied, packed."""
-    parts = phase(planned(POLICY, lengths=PlanLengths(prompt=8)), "rollouts")
+    """Reserve 6 slots of 24 tokens: 2 layers, keys and values of width 16, float32.
+
+    The multiplied weights are packed.
+    """
+    parts = phase(make_plan(POLICY, lengths=PlanLengths(prompt=8)), "rollouts")
     assert parts["KV cache"] == 6 * 24 * 2 * 2 * 16 * 4
     assert parts["packed weights"] == 4 * (2 * (LAYER - 64) + EMBEDDING)
     assert parts["weights"] == 4 * PARAMETERS and parts["optimizer moments"] == 8 * PARAMETERS
-    update = phase(planned(POLICY, lengths=PlanLengths(prompt=8)), "backward")
+    update = phase(make_plan(POLICY, lengths=PlanLengths(prompt=8)), "backward")
     assert (
         update["KV cache"] == parts["KV cache"]
         and update["packed weights"] == parts["packed weights"]
     )
 
 
-def test_references_critics_and_reward_models(folder_of_model):
+def test_references_critics_and_reward_models(model_folder):
     kl = {"policy": {**POLICY["policy"], "kl_coef": 0.1}}
-    assert phase(planned(kl), "rollouts")["reference model"] == 4 * PARAMETERS
-    assert "reference model" not in phase(planned(kl, path=folder_of_model, lora={}), "rollouts")
+    assert phase(make_plan(kl), "rollouts")["reference model"] == 4 * PARAMETERS
+    assert "reference model" not in phase(make_plan(kl, path=model_folder, lora={}), "rollouts")
     rounded = {"policy": {**kl["policy"], "reference_precision": "int8"}}
     linear = 2 * (LAYER - 64)
     assert (
-        phase(planned(rounded), "rollouts")["reference model"] == 4 * (PARAMETERS - linear) + linear
+        phase(make_plan(rounded), "rollouts")["reference model"]
+        == 4 * (PARAMETERS - linear) + linear
     )
-    ppo = planned({"policy": {**POLICY["policy"], "algorithm": "ppo"}})
+    ppo = make_plan({"policy": {**POLICY["policy"], "algorithm": "ppo"}})
     critic = PARAMETERS + 32  # its trunk has the embedding, and a head of width 32
     assert phase(ppo, "rollouts")["critic"] == 12 * critic
     assert phase(ppo, "critic's optimizer step")["gradients"] == 4 * critic
@@ -221,18 +232,18 @@ def test_references_critics_and_reward_models(folder_of_model):
 
 def test_processes_share_weights_and_gather_them():
     launch = {"launch": {"kind": "torchrun", "processes": 2}}
-    plan = planned({"sft": {**SFT["sft"], **launch}})
+    plan = make_plan({"sft": {**SFT["sft"], **launch}})
     step = phase(plan, "optimizer step")
     assert plan.processes == 2 and step["weights"] == step["gradients"] == 2 * PARAMETERS
-    assert phase(plan, "backward")["gathered weights"] == 4 * PARAMETERS  # all at once on a CPU
+    assert phase(plan, "backward")["gathered weights"] == 4 * PARAMETERS  # all together on a CPU
 
 
 def test_work_of_an_iteration_by_hand():
-    """8 rollouts of 8 + 16 tokens on 6 slots, 3 times; the model's operations are 6 for a weight and token.
+    """Play 8 rollouts of 8 + 16 tokens on 6 slots, 3 times; the model takes 6 operations a weight and token.
 
-    Of each group of 4 three prompts are not computed again, and at prompts the last layer leaves out its MLP.
+    Of each group of 4, three prompts are not computed again, and at prompts the last layer skips its MLP.
     """
-    work = planned(POLICY, lengths=PlanLengths(prompt=8)).work
+    work = make_plan(POLICY, lengths=PlanLengths(prompt=8)).work
     assert (
         work.decoded_tokens == 3 * 8 * 16 and work.scored_tokens == 3 * 2 * 8 and work.updates == 3
     )
@@ -248,7 +259,9 @@ def test_work_of_an_iteration_by_hand():
 
 
 def test_times_of_a_machine_are_an_interval_around_the_median():
-    plan = planned(POLICY, target=build_machine_target(machine()), lengths=PlanLengths(prompt=8))
+    plan = make_plan(
+        POLICY, target=build_machine_target(make_machine()), lengths=PlanLengths(prompt=8)
+    )
     work, time = plan.work, plan.time
     fixed = work.decode_steps * 0.5 + work.decode_rows * 0.25 + work.traffic_bytes / 1e9
     assert time.likely == pytest.approx(fixed + work.flops / 1e9)
@@ -259,14 +272,14 @@ def test_times_of_a_machine_are_an_interval_around_the_median():
 
 
 def test_gpus_have_published_intervals_or_lower_bounds():
-    known = planned(SFT, target=parse_gpu_target("2xH100"))
+    known = make_plan(SFT, target=parse_gpu_target("2xH100"))
     memory = known.work.traffic_bytes / 3.35e12
     assert known.time.low == pytest.approx(known.work.training_flops / (0.43 * 989e12) + memory)
     assert known.time.high == pytest.approx(known.work.training_flops / (0.38 * 989e12) + memory)
     assert "launch uses 1 of 2 GPUs: set launch.processes" in known.notes
-    assert planned(SFT, target=parse_gpu_target("B200")).time.high is None  # no MFU is published
+    assert make_plan(SFT, target=parse_gpu_target("B200")).time.high is None  # no MFU is published
     assert (
-        planned(POLICY, target=parse_gpu_target("h100")).time.high is None
+        make_plan(POLICY, target=parse_gpu_target("h100")).time.high is None
     )  # rollouts: the device's limit alone
     assert parse_gpu_target("4xA100-40GB").memory_bytes == 40 * 10**9
 
@@ -280,14 +293,14 @@ def test_rows_come_from_files_and_settings(tmp_path):
         and count_known_rows(None) is None
     )
     data = {"prepare_data": {"num_demonstrations": 100, "heldout_fraction": 0.2}}
-    assert planned({**data, **SFT}).work.updates == 20  # 80 rows in batches of 4
-    unknown = planned({"prepare_data": {"demonstrations": "rows.csv"}, **SFT})
+    assert make_plan({**data, **SFT}).work.updates == 20  # 80 rows in batches of 4
+    unknown = make_plan({"prepare_data": {"demonstrations": "rows.csv"}, **SFT})
     assert (
         unknown.work is unknown.time is None
         and "rows of the data are not known" in unknown.notes[-1]
     )
     assert (
-        planned(
+        make_plan(
             {"prepare_data": {"demonstrations": "rows.csv"}, **SFT}, lengths=PlanLengths(rows=5)
         ).work
         is not None
@@ -295,10 +308,10 @@ def test_rows_come_from_files_and_settings(tmp_path):
 
 
 def test_a_plan_says_that_rows_count_at_their_longest():
-    (note,) = (note for note in planned(SFT).notes if "rows count" in note)
+    (note,) = (note for note in make_plan(SFT).notes if "rows count" in note)
     assert note == "rows count at 64 tokens, the longest that fit: --row-tokens gives their mean"
     assert not [
-        note for note in planned(SFT, lengths=PlanLengths(row=16)).notes if "rows count" in note
+        note for note in make_plan(SFT, lengths=PlanLengths(row=16)).notes if "rows count" in note
     ]
 
 
@@ -312,8 +325,10 @@ def test_all_stages_of_a_pipeline_are_planned_or_named():
         "evaluate": {},
         "analyze": {},
     }
-    plan = plan_pipeline(settings_of(stages, context=128), roomy(), PlanLengths())
-    assert [one.name for one in plan.stages] == [
+    plan = plan_pipeline(
+        build_stage_settings(stages, context=128), make_roomy_target(), PlanLengths()
+    )
+    assert [stage_plan.name for stage_plan in plan.stages] == [
         "sft",
         "preference",
         "reward_model",
@@ -324,11 +339,11 @@ def test_all_stages_of_a_pipeline_are_planned_or_named():
     assert plan.unplanned_stages == ("prepare_data",)
     reward = plan.stages[2]
     assert reward.parameters == PARAMETERS + 32  # the head is the embedding; a vector is added
-    assert [one.trainable_parameters for one in plan.stages[-2:]] == [0, 0]
+    assert [stage_plan.trainable_parameters for stage_plan in plan.stages[-2:]] == [0, 0]
 
 
 def test_thoughts_by_hand():
-    """3 episodes of 8 + 20 tokens: each answer with and without its thought, 2 rows a turn."""
+    """Play 3 episodes of 8 + 20 tokens: each answer with and without its thought, 2 rows a turn."""
     thoughts = {
         "iterations": 5,
         "episodes_per_iteration": 3,
@@ -338,29 +353,31 @@ def test_thoughts_by_hand():
         "check_episodes": 2,
         "sampling": {"max_completion_tokens": 20},
     }
-    plan = planned({"sft": {}, "thoughts": thoughts}, lengths=PlanLengths(prompt=8, completion=20))
+    plan = make_plan(
+        {"sft": {}, "thoughts": thoughts}, lengths=PlanLengths(prompt=8, completion=20)
+    )
     work = plan.work
     assert work.updates == 5 and work.trained_tokens == 5 * 6 * 28
     assert (
         work.decoded_tokens == 5 * 3 * 20 + 2 * 20 + 2 * 20
     )  # a validation at the end, and the test
-    # rewards of 6 rows and the baseline's states of 3, prompts of 3; then 2 x 2 and 4 x 2 rows, prompts of 2 and 2
+    # Rewards of 6 rows, baseline states of 3 and prompts of 3; then 2 x 2 and 4 x 2 rows, prompts of 2 and 2.
     assert work.scored_tokens == 5 * (9 * 28 + 3 * 8) + (4 + 8) * 28 + 4 * 8
     backward = next(phase for phase in plan.memory.phases if phase.name == "backward")
     assert (
         backward.parts["optimizer moments"] == 8 * PARAMETERS
         and "reference model" not in backward.parts
     )
-    held = planned(
+    with_reference = make_plan(
         {"sft": {}, "thoughts": {**thoughts, "kl_coef": 0.1}},
         lengths=PlanLengths(prompt=8, completion=20),
     )
-    assert held.memory.peak.parts["reference model"] == 4 * PARAMETERS
-    assert held.work.scored_tokens == work.scored_tokens + 5 * 6 * 28
+    assert with_reference.memory.peak.parts["reference model"] == 4 * PARAMETERS
+    assert with_reference.work.scored_tokens == work.scored_tokens + 5 * 6 * 28
 
 
-def test_analysis_holds_two_models_and_export_one_in_a_process_of_its_own():
-    """Rows of 64 + 64 tokens: 32 of them in a pass of 4096 tokens."""
+def test_analysis_holds_two_models_and_export_one_in_a_separate_process():
+    """Score rows of 64 + 64 tokens, 32 of them in a pass of 4096 tokens."""
     stages = {
         "sft": {},
         "policy": {},
@@ -368,26 +385,28 @@ def test_analysis_holds_two_models_and_export_one_in_a_process_of_its_own():
         "analyze": {"probe_episodes": 10, "probe_demonstrations": 4},
         "export": {},
     }
-    settings = settings_of(stages, context=128)
-    of = {
-        one.name: one
-        for one in plan_pipeline(settings, roomy(runtime_bytes=1000), PlanLengths()).stages
+    settings = build_stage_settings(stages, context=128)
+    plans = {
+        plan.name: plan
+        for plan in plan_pipeline(
+            settings, make_roomy_target(runtime_bytes=1000), PlanLengths()
+        ).stages
     }
-    parts = of["analyze"].memory.peak.parts
+    parts = plans["analyze"].memory.peak.parts
     assert parts["weights"] == 2 * 4 * PARAMETERS and parts["runtime"] == 1000
     assert parts["activations"] == 4 * (4 * 32 + 32 + 2 * 16 + 3 * 96) * 4096
-    assert of["analyze"].work.scored_tokens == (2 * 3 * 10 + 2 * 4) * 128
-    parts = of["export"].memory.peak.parts
+    assert plans["analyze"].work.scored_tokens == (2 * 3 * 10 + 2 * 4) * 128
+    parts = plans["export"].memory.peak.parts
     assert parts["weights"] == 4 * PARAMETERS and parts["runtime"] == 2000
-    assert of["export"].work.scored_tokens == 2 * 2 * 16 * 16
-    alone = planned({"sft": {}, "evaluate": {}, "analyze": {"probe_episodes": 10}}, context=128)
+    assert plans["export"].work.scored_tokens == 2 * 2 * 16 * 16
+    alone = make_plan({"sft": {}, "evaluate": {}, "analyze": {"probe_episodes": 10}}, context=128)
     assert alone.memory.peak.parts["weights"] == 4 * PARAMETERS, (
         "one model is not compared with itself"
     )
 
 
 def test_networks_by_hand(monkeypatch):
-    """CartPole: 4 numbers, 2 actions. Policy 4-8-2 and value 4-8-1 with biases."""
+    """Plan CartPole (4 numbers, 2 actions): a policy of 4-8-2 and a value of 4-8-1, with biases."""
     pytest.importorskip("gymnasium")
     settings = {
         "environment_steps": 640,
@@ -396,37 +415,34 @@ def test_networks_by_hand(monkeypatch):
         "hidden": [8],
         "epochs": 3,
     }
-    plan = planned({"network": settings})
+    plan = make_plan({"network": settings})
     parameters = (4 * 8 + 8 + 8 * 2 + 2) + (4 * 8 + 8 + 8 + 1)
     assert plan.parameters == plan.trainable_parameters == parameters and plan.time is None
     parts = plan.memory.peak.parts
     assert parts["optimizer moments"] == 8 * parameters and parts["steps"] == 4 * (4 + 2 + 6) * 64
     assert plan.work.updates == 10 * 3 and plan.work.training_flops == 6 * parameters * 640 * 3
 
-    def cannot_be_made(settings):
+    def fail(settings):
         raise SettingsError("environment: cannot be made")
 
-    whole = settings_of({"network": settings})
-    monkeypatch.setattr("rl_core.networks.vector_environment.read_spaces", cannot_be_made)
-    left_out = plan_pipeline(whole, roomy(), PlanLengths()).unplanned_stages
+    pipeline = build_stage_settings({"network": settings})
+    monkeypatch.setattr("rl_core.networks.vector_environment.read_spaces", fail)
+    left_out = plan_pipeline(pipeline, make_roomy_target(), PlanLengths()).unplanned_stages
     assert left_out == ("prepare_data", "network (environment: cannot be made)")
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
-
-
-def lacking(stages, share, **model):
-    """(plan, changes) where a machine has this share of the peak."""
-    settings, name = settings_of(stages, **model), list(stages)[-1]
-    plan = plan_stage(name, settings, roomy(), PlanLengths())
-    target = roomy(memory_bytes=int(plan.memory.peak.total * share))
-    assert not fits_target(plan, target) and fits_target(plan, roomy())
+def plan_without_room(stages, share, **model):
+    """Return the plan and the changes for a machine whose memory is this share of the peak."""
+    settings, name = build_stage_settings(stages, **model), list(stages)[-1]
+    plan = plan_stage(name, settings, make_roomy_target(), PlanLengths())
+    target = make_roomy_target(memory_bytes=int(plan.memory.peak.total * share))
+    assert not fits_target(plan, target) and fits_target(plan, make_roomy_target())
     return plan, find_fitting_changes(plan, settings, target, PlanLengths())
 
 
 def test_the_mildest_value_that_fits_is_taken():
-    plan, changes = lacking({"sft": {"batch_size": 64}}, 0.9)
-    (micro,) = [one for one in changes if one.description == "smaller micro-batches"]
+    plan, changes = plan_without_room({"sft": {"batch_size": 64}}, 0.9)
+    (micro,) = [change for change in changes if change.description == "smaller micro-batches"]
     assert (
         micro.fits and micro.yaml == "stages.sft.micro_batch_tokens=2048"
     )  # 64 rows of 64 tokens are 4096
@@ -435,41 +451,42 @@ def test_the_mildest_value_that_fits_is_taken():
 
 def test_changes_that_fit_come_first():
     stages = {"policy": {**POLICY["policy"], "kl_coef": 0.1}}
-    _, changes = lacking(stages, 0.97)
-    assert changes and [one.fits for one in changes] == sorted(
-        (one.fits for one in changes), reverse=True
+    _, changes = plan_without_room(stages, 0.97)
+    assert changes and [change.fits for change in changes] == sorted(
+        (change.fits for change in changes), reverse=True
     )
     assert len(changes) <= 3
-    _, hopeless = lacking(stages, 0.01)
-    assert hopeless and not any(one.fits for one in hopeless)
-    assert [one.saved_bytes for one in hopeless] == sorted(
-        (one.saved_bytes for one in hopeless), reverse=True
+    _, hopeless = plan_without_room(stages, 0.01)
+    assert hopeless and not any(change.fits for change in hopeless)
+    assert [change.saved_bytes for change in hopeless] == sorted(
+        (change.saved_bytes for change in hopeless), reverse=True
     )
 
 
-def test_adapters_are_offered_for_models_with_a_path(folder_of_model):
-    _, changes = lacking(
-        {"sft": {"optimizer": "adamw", "micro_batch_tokens": 64}}, 0.99, path=folder_of_model
+def test_adapters_are_offered_for_models_with_a_path(model_folder):
+    _, changes = plan_without_room(
+        {"sft": {"optimizer": "adamw", "micro_batch_tokens": 64}}, 0.99, path=model_folder
     )
-    assert "LoRA" not in [one.description for one in lacking(SFT, 0.9)[1]]
-    (adapters,) = [one for one in changes if one.description == "LoRA"]
+    assert "LoRA" not in [change.description for change in plan_without_room(SFT, 0.9)[1]]
+    (adapters,) = [change for change in changes if change.description == "LoRA"]
     assert adapters.yaml == "model.lora={}" and adapters.plan.trainable_parameters < PARAMETERS
 
 
-def test_processes_are_offered_on_gpus_alone():
+def test_processes_are_offered_only_on_gpus():
     target = PlanTarget("4 GPUs", "cuda", 10, 0, gpu=parse_gpu_target("H100").gpu, gpus=4)
-    settings = settings_of(SFT)
+    settings = build_stage_settings(SFT)
     plan = plan_stage("sft", settings, target, PlanLengths())
     changes = find_fitting_changes(plan, settings, target, PlanLengths(), max_changes=9)
-    (processes,) = [one for one in changes if one.description == "more processes with FSDP"]
+    (processes,) = [
+        change for change in changes if change.description == "more processes with FSDP"
+    ]
     assert (
         processes.yaml == 'stages.sft.launch={"kind": "torchrun", "processes": 4}'
         and processes.plan.processes == 4
     )
-    assert "more processes with FSDP" not in [one.description for one in lacking(SFT, 0.9)[1]]
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
+    assert "more processes with FSDP" not in [
+        change.description for change in plan_without_room(SFT, 0.9)[1]
+    ]
 
 
 @pytest.fixture
@@ -502,12 +519,14 @@ def test_the_command_prints_parts_times_and_changes(folder, capsys):
 
 def test_the_command_for_programs(folder, capsys):
     assert main(["plan", "mine.yaml", "--gpus", "2xH200", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["target"]["name"] == "2 x H200" and [one["stage"] for one in found["stages"]] == [
+    document = json.loads(capsys.readouterr().out)
+    assert document["target"]["name"] == "2 x H200" and [
+        stage["stage"] for stage in document["stages"]
+    ] == [
         "sft",
         "policy",
     ]
-    sft = found["stages"][0]
+    sft = document["stages"][0]
     assert (
         sft["fits"] and sft["seconds"]["high"] is None and sft["phases"][0]["bytes"]["weights"] > 0
     )
@@ -529,7 +548,7 @@ def test_the_command_for_programs(folder, capsys):
         (["--machine", "damaged.yaml"], r"damaged.yaml:\d+: "),
         (["--machine", "short.yaml"], "short.yaml: .*training"),
         (["--gpus", "H100", "--set", "stages.sft.epochs=-1"], "stages.sft.epochs: found -1"),
-        (["--gpus", "H100", "--set", "model.path=empty"], "holds no config.json"),
+        (["--gpus", "H100", "--set", "model.path=empty"], "contains no config.json"),
         (
             ["--gpus", "H100", "--set", "model.path=models:/mine@champion"],
             "model.path: .* is in the registry",
@@ -544,5 +563,5 @@ def test_refusals_are_one_line(folder, capsys, arguments, message):
         yaml.safe_dump({key: MACHINE[key] for key in MACHINE if key != "training"})
     )
     assert main(["plan", "mine.yaml", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and re.search(message, said), said
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(message, error), error

@@ -1,4 +1,4 @@
-"""Requests of the page: who may ask, what is refused, ratings that are kept once, undo, scores, the data file."""
+"""Requests of the rating page: access, refused input, ratings recorded once, undo, scores, the data file."""
 
 import json
 import threading
@@ -14,8 +14,8 @@ from rl_core.errors import CheckpointError
 from rl_core.settings import RatingSettings
 
 
-class Page:
-    """A person with the page open."""
+class RaterPage:
+    """A rater with the page open."""
 
     def __init__(self, room, rater="ann"):
         self.room, self.rater = room, rater
@@ -24,52 +24,52 @@ class Page:
     def ask(self, path, expected=200, token=TOKEN, **body):
         headers = {"authorization": f"Bearer {token}"}
         if path in ("page", "agreement"):
-            answer = self.client.get(f"/api/{path}", headers=headers)
+            response = self.client.get(f"/api/{path}", headers=headers)
         else:
-            answer = self.client.post(
+            response = self.client.post(
                 f"/api/{path}", headers=headers, json={"rater": self.rater, **body}
             )
-        assert answer.status_code == expected, answer.text
-        return answer.json()
+        assert response.status_code == expected, response.text
+        return response.json()
 
-    def rate(self, shown, expected=200, **given):
+    def rate(self, state, expected=200, **answer):
         return self.ask(
-            "rate", expected, item=shown["question"]["item"], count=shown["rated"], **given
+            "rate", expected, item=state["question"]["item"], count=state["rated"], **answer
         )
 
 
 def test_only_with_the_token_and_from_this_machine(tmp_path):
-    page = Page(room_of(tmp_path))
+    page = RaterPage(room_of(tmp_path))
     for path in ("page", "question", "rate", "undo", "agreement"):
         for token in ("", "another"):
             assert "token" in page.ask(path, 401, token=token)["error"]
     assert page.client.get("/", headers={"host": "evil.example"}).status_code == 403
     assert page.client.get("/", headers={"origin": "http://evil.example"}).status_code == 403
-    found = page.client.get("/")
+    response = page.client.get("/")
     assert (
-        found.status_code == 200
-        and "default-src 'none'" in found.headers["content-security-policy"]
+        response.status_code == 200
+        and "default-src 'none'" in response.headers["content-security-policy"]
     )
-    assert TOKEN not in found.text and "What is" not in found.text
+    assert TOKEN not in response.text and "What is" not in response.text
     assert page.client.get("/api/nothing").status_code == 404
 
 
-def test_a_rating_becomes_a_row_of_the_side_that_was_chosen(tmp_path):
+def test_rating_becomes_a_row_of_the_chosen_side(tmp_path):
     room = room_of(tmp_path)
-    page = Page(room)
-    shown = page.ask("question")
+    page = RaterPage(room)
+    state = page.ask("question")
     expected = []
     for choice in ("left", "right", "left", "tie", "both_bad", "skip", "right"):
-        texts = [answer[-1]["content"] for answer in shown["question"]["answers"]]
+        texts = [answer[-1]["content"] for answer in state["question"]["answers"]]
         expected.append((choice, texts))
-        given = {"choice": choice, "seconds": 1.25, "reason": "clearer", "comment": "ü \u2028"}
-        shown = page.rate(shown, **given)
-        assert shown["outdated"] is False
+        answer = {"choice": choice, "seconds": 1.25, "reason": "clearer", "comment": "ü \u2028"}
+        state = page.rate(state, **answer)
+        assert state["outdated"] is False
     room.write_data_file()
     rows = read_preferences(room.rows_file).rows
-    said = [(c, t) for c, t in expected if c != "skip"]
-    assert len(rows) == len(said) == 6 and {rating.left for rating in room.journal} == {0, 1}
-    for row, (choice, texts) in zip(rows, said, strict=True):
+    rated = [(c, t) for c, t in expected if c != "skip"]
+    assert len(rows) == len(rated) == 6 and {rating.left for rating in room.journal} == {0, 1}
+    for row, (choice, texts) in zip(rows, rated, strict=True):
         chosen = row["chosen"] if isinstance(row["chosen"], str) else row["chosen"][-1]["content"]
         if choice in ("left", "right"):
             assert chosen == texts[choice == "right"] and "tie" not in row
@@ -79,36 +79,36 @@ def test_a_rating_becomes_a_row_of_the_side_that_was_chosen(tmp_path):
     assert first["reason"] == "clearer" and first["seconds"] == 1.25 and first["rater"] == "ann"
 
 
-def test_a_request_that_comes_twice_counts_once(tmp_path):
+def test_repeated_request_counts_once(tmp_path):
     room = room_of(tmp_path)
-    page = Page(room)
-    shown = page.ask("question")
-    after = page.rate(shown, choice="left")
-    again = page.rate(shown, choice="left")
+    page = RaterPage(room)
+    state = page.ask("question")
+    next_state = page.rate(state, choice="left")
+    repeated = page.rate(state, choice="left")
     assert (
-        again["outdated"] is True
-        and again["question"] == after["question"]
+        repeated["outdated"] is True
+        and repeated["question"] == next_state["question"]
         and len(room.journal) == 1
     )
-    other_tab = page.rate(after, choice="right")
-    assert page.rate(after, choice="left")["outdated"] is True and other_tab["rated"] == 2
+    other_tab = page.rate(next_state, choice="right")
+    assert page.rate(next_state, choice="left")["outdated"] is True and other_tab["rated"] == 2
 
 
-def test_undo_gives_the_question_back_as_it_was(tmp_path):
-    page = Page(room_of(tmp_path))
+def test_undo_reopens_the_same_question(tmp_path):
+    page = RaterPage(room_of(tmp_path))
     assert page.ask("undo")["undone"] is None
-    shown = page.ask("question")
-    page.rate(shown, choice="tie", comment="wait", reason="safer")
-    back = page.ask("undo")
-    assert back["question"] == shown["question"] and back["undone"] == {
+    state = page.ask("question")
+    page.rate(state, choice="tie", comment="wait", reason="safer")
+    undone_state = page.ask("undo")
+    assert undone_state["question"] == state["question"] and undone_state["undone"] == {
         "comment": "wait",
         "reason": "safer",
     }
-    assert back["rated"] == 0 and page.rate(back, choice="left")["rated"] == 1
+    assert undone_state["rated"] == 0 and page.rate(undone_state, choice="left")["rated"] == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("answer", "message"),
     [
         ({"choice": "best"}, "choice"),
         ({}, "choice: None must be left, right, tie, both_bad or skip"),
@@ -116,19 +116,19 @@ def test_undo_gives_the_question_back_as_it_was(tmp_path):
         ({"choice": "left", "reason": "because"}, "reason: 'because' is not one of the choices"),
         ({"choice": "left", "comment": "x" * 2001}, "comment"),
         ({"choice": "left", "seconds": -1}, "seconds"),
-        ({"choice": "left", "more": 1}, "more"),
+        ({"choice": "left", "extra": 1}, "extra"),
         ({"choice": "left", "rater": " "}, "rater"),
         ({"choice": "left", "rater": "a\nb"}, "rater"),
     ],
 )
-def test_what_means_nothing_is_refused_and_nothing_is_kept(tmp_path, given, message):
+def test_invalid_answers_are_refused_and_not_recorded(tmp_path, answer, message):
     room = room_of(tmp_path)
-    page = Page(room)
-    assert message in page.rate(page.ask("question"), 422, **given)["error"]
+    page = RaterPage(room)
+    assert message in page.rate(page.ask("question"), 422, **answer)["error"]
     assert len(room.journal) == 0
 
 
-def test_bodies_that_are_none(tmp_path):
+def test_invalid_bodies(tmp_path):
     client = TestClient(
         build_rating_app(room_of(tmp_path), TOKEN), base_url="http://127.0.0.1:8331"
     )
@@ -138,77 +138,79 @@ def test_bodies_that_are_none(tmp_path):
     assert client.post("/api/question", headers=headers, content=b" " * 70_000).status_code == 413
 
 
-@pytest.mark.parametrize(("ask", "score", "wrong"), [("scores", 4, 0), ("thumbs", 0, 3)])
-def test_scores_and_thumbs(tmp_path, ask, score, wrong):
+@pytest.mark.parametrize(("ask", "score", "invalid_score"), [("scores", 4, 0), ("thumbs", 0, 3)])
+def test_scores_and_thumbs(tmp_path, ask, score, invalid_score):
     room = room_of(tmp_path, answers=1, ask=ask)
-    page = Page(room)
+    page = RaterPage(room)
     assert page.ask("page")["ask"] == ask
-    shown = page.ask("question")
-    assert len(shown["question"]["answers"]) == 1
-    assert "is none of" in page.rate(shown, 422, score=wrong)["error"]
-    page.rate(shown, score=score)
+    state = page.ask("question")
+    assert len(state["question"]["answers"]) == 1
+    assert "is none of" in page.rate(state, 422, score=invalid_score)["error"]
+    page.rate(state, score=score)
     room.write_data_file()
     (row,) = read_preferences(room.rows_file).rows
     assert row["score"] == score and room.rows_file.name == f"{ask}.jsonl"
 
 
-def test_kinds_of_questions_are_kept_apart_in_one_folder(tmp_path):
-    """Pairs, then scores, then thumbs: no count, undo, agreement or data file holds those of another kind."""
-    both = [*items(4), *items(4, answers=1)]
-    for ask, given in (
+def test_kinds_of_questions_are_separate_in_one_folder(tmp_path):
+    """Pairs, then scores, then thumbs: counts, undo, agreement and data files include only ratings of their kind."""
+    all_items = [*items(4), *items(4, answers=1)]
+    for ask, answer in (
         ("pairs", {"choice": "left"}),
         ("scores", {"score": 5}),
         ("thumbs", {"score": 1}),
     ):
-        room = RatingSession(tmp_path, both, RatingSettings(ask=ask, overlap=1.0, repeat=0.0))
-        page = Page(room)
-        shown = page.ask("question")
-        assert shown["rated"] == 0 and shown["items"] == 4
+        room = RatingSession(tmp_path, all_items, RatingSettings(ask=ask, overlap=1.0, repeat=0.0))
+        page = RaterPage(room)
+        state = page.ask("question")
+        assert state["rated"] == 0 and state["items"] == 4
         assert page.ask("undo")["undone"] is None
-        page.rate(shown, **given)
+        page.rate(state, **answer)
         room.write_data_file()
     for ask, key in (("pairs", "chosen"), ("scores", "score"), ("thumbs", "score")):
-        room = RatingSession(tmp_path, both, RatingSettings(ask=ask, overlap=1.0, repeat=0.0))
+        room = RatingSession(tmp_path, all_items, RatingSettings(ask=ask, overlap=1.0, repeat=0.0))
         assert len(room.journal) == 1
         (row,) = read_preferences(room.rows_file).rows
         assert key in row
 
 
-def test_undo_of_a_rating_whose_item_is_gone(tmp_path):
-    page = Page(room_of(tmp_path, count=3))
-    page.rate(page.ask("question"), choice="left", comment="kept")
-    rated = next(iter(page.room.journal)).item
-    rest = [item for item in items(3) if item.id != rated]
-    page = Page(RatingSession(tmp_path, rest, RatingSettings(overlap=0.5, repeat=0.0)))
-    back = page.ask("undo")
-    assert back["undone"] == {"comment": "kept", "reason": ""} and back["rated"] == 0
-    assert back["question"]["item"] in {item.id for item in rest}
-    assert page.rate(back, choice="left")["rated"] == 1
+def test_undo_of_a_rating_whose_item_was_removed(tmp_path):
+    page = RaterPage(room_of(tmp_path, count=3))
+    page.rate(page.ask("question"), choice="left", comment="draft")
+    rated_item = next(iter(page.room.journal)).item
+    remaining = [item for item in items(3) if item.id != rated_item]
+    page = RaterPage(RatingSession(tmp_path, remaining, RatingSettings(overlap=0.5, repeat=0.0)))
+    undone_state = page.ask("undo")
+    assert (
+        undone_state["undone"] == {"comment": "draft", "reason": ""} and undone_state["rated"] == 0
+    )
+    assert undone_state["question"]["item"] in {item.id for item in remaining}
+    assert page.rate(undone_state, choice="left")["rated"] == 1
 
 
 def test_agreement_of_two_people(tmp_path):
     room = room_of(tmp_path, count=40, overlap=1.0)
-    pages = [Page(room, "ann"), Page(room, "bob")]
+    pages = [RaterPage(room, "ann"), RaterPage(room, "bob")]
     for page in pages:
-        shown = page.ask("question")
-        while shown["question"] is not None:
-            item = room.items[room.order._item_indices[shown["question"]["item"]]]
+        state = page.ask("question")
+        while state["question"] is not None:
+            item = room.items[room.order._item_indices[state["question"]["item"]]]
             better = (
-                "perhaps" in shown["question"]["answers"][0][-1]["content"]
+                "perhaps" in state["question"]["answers"][0][-1]["content"]
             )  # both prefer the second answer
             assert len(item.answers) == 2
-            shown = page.rate(shown, choice="left" if better else "right")
-    found = pages[0].ask("agreement")
-    assert found["units"] == 40 and found["alpha"] is None  # nothing varies
-    last = pages[1].ask("undo")
-    pages[1].rate(last, choice="tie")
+            state = page.rate(state, choice="left" if better else "right")
+    agreement = pages[0].ask("agreement")
+    assert agreement["units"] == 40 and agreement["alpha"] is None  # nothing varies
+    undone_state = pages[1].ask("undo")
+    pages[1].rate(undone_state, choice="tie")
     assert pages[1].ask("agreement")["alpha"] < 0.1
 
 
-def test_a_full_disk_keeps_nothing_and_says_so(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_records_nothing(tmp_path, monkeypatch):
     room = room_of(tmp_path)
-    page = Page(room)
-    shown = page.ask("question")
+    page = RaterPage(room)
+    state = page.ask("question")
 
     def refuse(*_, **__):
         raise CheckpointError(
@@ -217,23 +219,23 @@ def test_a_full_disk_keeps_nothing_and_says_so(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr("rl_core.preferences.rating_journal.append_bytes", refuse)
-        assert "make room" in page.rate(shown, 503, choice="left")["error"]
-    assert page.ask("question")["question"] == shown["question"] and len(room.journal) == 0
-    assert page.rate(shown, choice="left")["rated"] == 1
+        assert "make room" in page.rate(state, 503, choice="left")["error"]
+    assert page.ask("question")["question"] == state["question"] and len(room.journal) == 0
+    assert page.rate(state, choice="left")["rated"] == 1
 
 
-def test_many_people_at_once(tmp_path):
-    """Eight threads, one person each: every rating has a number of its own, and no item is rated twice by one."""
+def test_concurrent_raters(tmp_path):
+    """Eight threads, one rater each: rating numbers are unique, and nobody rates an item twice."""
     room = room_of(tmp_path, count=64, overlap=0.2)
 
-    def work(name):
-        shown = room.describe_question(name)
-        while shown["question"] is not None and shown["rated"] < 12:
-            given = {"item": shown["question"]["item"], "count": shown["rated"], "choice": "left"}
-            room.record_rating(name, given, 0.0)
-            shown = room.describe_question(name)
+    def rate_twelve(name):
+        state = room.describe_question(name)
+        while state["question"] is not None and state["rated"] < 12:
+            answer = {"item": state["question"]["item"], "count": state["rated"], "choice": "left"}
+            room.record_rating(name, answer, 0.0)
+            state = room.describe_question(name)
 
-    threads = [threading.Thread(target=work, args=(f"p{n}",)) for n in range(8)]
+    threads = [threading.Thread(target=rate_twelve, args=(f"p{n}",)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

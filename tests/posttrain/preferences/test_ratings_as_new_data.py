@@ -1,4 +1,4 @@
-"""Ratings as new data of `posttrain retrain`: those that came since a model was trained are told from earlier ones."""
+"""Ratings as new data of `posttrain retrain`: those recorded after a model was trained are detected."""
 
 import dataclasses
 
@@ -14,14 +14,14 @@ ITEMS = [
 ]
 
 
-def answer(room, rater, choice="left"):
-    shown = room.question(rater)
-    return room.rate(
-        rater, {"item": shown["question"]["item"], "count": shown["rated"], "choice": choice}, 1.0
+def record_answer(room, rater, choice="left"):
+    state = room.describe_question(rater)
+    return room.record_rating(
+        rater, {"item": state["question"]["item"], "count": state["rated"], "choice": choice}, 1.0
     )
 
 
-def settings_of(room):
+def load_rating_settings(room):
     settings = load_settings("rlhf", ["stages.prepare_data.preferences=null"])
     data = dataclasses.replace(settings.stages.prepare_data, preferences=str(room.rows_file))
     return dataclasses.replace(
@@ -29,37 +29,35 @@ def settings_of(room):
     )
 
 
-def test_later_ratings_are_appended_rows_and_a_skip_is_none(tmp_path):
+def test_later_ratings_are_appended_rows_without_skips(tmp_path):
     room = RatingSession(tmp_path, ITEMS, RatingSettings(choose="random", overlap=0.5))
     for _ in range(6):
-        answer(room, "ann")
+        record_answer(room, "ann")
     room.write_data_file()
-    settings = settings_of(room)
+    settings = load_rating_settings(room)
     seen = record_sources(settings)
     assert find_new_data(seen, record_sources(settings)).rows == 0
-    answer(room, "ann", "skip")
+    record_answer(room, "ann", "skip")
     room.write_data_file()
     assert find_new_data(seen, record_sources(settings)).rows == 0
     for rater, choice in (("ann", "right"), ("bob", "tie"), ("bob", "both_bad"), ("ann", "left")):
-        answer(room, rater, choice)
+        record_answer(room, rater, choice)
     room.write_data_file()
-    found = find_new_data(seen, record_sources(settings))
-    assert str(found) == "preferences: preferences.jsonl: 4 rows appended" and found.sources == {
-        "preferences"
-    }
+    new_data = find_new_data(seen, record_sources(settings))
+    assert str(
+        new_data
+    ) == "preferences: preferences.jsonl: 4 rows appended" and new_data.sources == {"preferences"}
 
 
-def test_an_undo_of_a_new_rating_leaves_what_was_seen(tmp_path):
+def test_undo_of_a_new_rating_leaves_earlier_rows(tmp_path):
     with RatingSession(tmp_path, ITEMS, RatingSettings(choose="random", overlap=0.0)) as room:
         for _ in range(3):
-            answer(room, "ann")
-    room = RatingSession(
-        tmp_path, ITEMS, RatingSettings(choose="random", overlap=0.0)
-    )  # started again
-    settings = settings_of(room)
+            record_answer(room, "ann")
+    room = RatingSession(tmp_path, ITEMS, RatingSettings(choose="random", overlap=0.0))  # restarted
+    settings = load_rating_settings(room)
     seen = record_sources(settings)
-    answer(room, "ann")
-    answer(room, "ann")
+    record_answer(room, "ann")
+    record_answer(room, "ann")
     room.undo_rating("ann", 2.0)
     room.write_data_file()
     assert (
@@ -67,8 +65,8 @@ def test_an_undo_of_a_new_rating_leaves_what_was_seen(tmp_path):
         == "preferences: preferences.jsonl: 1 rows appended"
     )
     room.undo_rating("ann", 2.0)
-    room.undo_rating("ann", 2.0)  # one that the model has learned from
-    answer(room, "ann", "tie")
+    room.undo_rating("ann", 2.0)  # of a rating that the model has learned from
+    record_answer(room, "ann", "tie")
     room.write_data_file()
     assert (
         str(find_new_data(seen, record_sources(settings)))

@@ -1,4 +1,4 @@
-"""A model and a running server that tests share."""
+"""Model folder and running server that the tests of the room share."""
 
 import pytest
 from helpers.serving import make_folder_of_model, running_server

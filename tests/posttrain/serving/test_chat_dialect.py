@@ -1,4 +1,4 @@
-"""The dialect over a real port: answers, streams, choices, stops, tools, sessions, labels, errors."""
+"""Chat API over a real port: answers, streams, choices, stop texts, tools, sessions, labels, errors."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from rl_core.storage.line_logs import read_checked_lines
 TOOLS = make_environment("pixel_grid").tools
 
 
-def content(body, choice=0):
+def read_content(body, choice=0):
     return body["choices"][choice]["message"]["content"]
 
 
-def joined(parts, choice=0):
+def join_stream(parts, choice=0):
     return "".join(
-        one["delta"].get("content") or ""
+        choice_part["delta"].get("content") or ""
         for part in parts
-        for one in part["choices"]
-        if one["index"] == choice
+        for choice_part in part["choices"]
+        if choice_part["index"] == choice
     )
 
 
-def test_an_answer_is_the_offline_engines(served):
-    found = served.chat("row 2 grüße", seed=5, max_tokens=30, logprobs=True, top_logprobs=3)
+def test_answer_equals_offline_engine(served):
+    answer = served.chat("row 2 grüße", seed=5, max_tokens=30, logprobs=True, top_logprobs=3)
     expected = offline_answer(served.server.model, "row 2 grüße", seed=5, tokens=30)
-    choice = found["choices"][0]
+    choice = answer["choices"][0]
     assert choice["message"]["content"] == served.server.model.renderer.action_text(expected.tokens)
     assert (
         choice["finish_reason"] == ("length" if expected.hit_limit else "stop")
@@ -60,12 +60,12 @@ def test_an_answer_is_the_offline_engines(served):
             and sum(map(math.exp, values)) <= 1.0001
         )
         assert token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"]
-    assert found["usage"]["completion_tokens"] == len(expected.tokens)
-    assert found["usage"]["prompt_tokens"] == len(expected.prompt_ids)
+    assert answer["usage"]["completion_tokens"] == len(expected.tokens)
+    assert answer["usage"]["prompt_tokens"] == len(expected.prompt_ids)
 
 
 def test_log_probabilities_of_tokens_that_decode_to_lone_surrogates(served, monkeypatch):
-    """Of a tokenizer in Python: such a token is no text alone, as one of some bytes of a character."""
+    """A Python tokenizer may decode one token to a lone surrogate, or to some bytes of a character."""
     tokenizer = served.server.model.renderer.tokenizer
     monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: "\xe9\ud800")
     choice = served.chat("row 2", seed=5, max_tokens=3, logprobs=True, top_logprobs=1)["choices"][0]
@@ -78,123 +78,130 @@ def test_log_probabilities_of_tokens_that_decode_to_lone_surrogates(served, monk
 
 
 @pytest.mark.parametrize("temperature", [0, 1, 0.6])
-def test_a_stream_says_what_a_whole_answer_says(served, temperature):
-    asked = dict(seed=3, max_completion_tokens=40, temperature=temperature, n=3)
-    whole = served.chat(**asked)
-    parts = served.stream(**asked, stream_options={"include_usage": True})
-    assert [joined(parts, choice) for choice in range(3)] == [
-        content(whole, choice) for choice in range(3)
+def test_streamed_answer_equals_json_answer(served, temperature):
+    request = dict(seed=3, max_completion_tokens=40, temperature=temperature, n=3)
+    answer = served.chat(**request)
+    parts = served.stream(**request, stream_options={"include_usage": True})
+    assert [join_stream(parts, choice) for choice in range(3)] == [
+        read_content(answer, choice) for choice in range(3)
     ]
     reasons = {
-        one["index"]: one["finish_reason"]
+        choice_part["index"]: choice_part["finish_reason"]
         for part in parts
-        for one in part["choices"]
-        if one["finish_reason"]
+        for choice_part in part["choices"]
+        if choice_part["finish_reason"]
     }
-    assert reasons == {one["index"]: one["finish_reason"] for one in whole["choices"]}
-    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == whole["usage"]
+    assert reasons == {
+        choice_part["index"]: choice_part["finish_reason"] for choice_part in answer["choices"]
+    }
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == answer["usage"]
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
     if temperature:
-        assert content(whole, 0) != content(whole, 1)
-    assert served.chat(**asked)["choices"] == whole["choices"]
+        assert read_content(answer, 0) != read_content(answer, 1)
+    assert served.chat(**request)["choices"] == answer["choices"]
 
 
 def test_a_stop_text_ends_an_answer_and_is_not_in_it(served):
-    whole = content(served.chat(seed=11, max_tokens=60))
-    stop = whole[12:15]
+    full_text = read_content(served.chat(seed=11, max_tokens=60))
+    stop = full_text[12:15]
     assert len(stop) == 3 and "\ufffd" not in stop
     cut = served.chat(seed=11, max_tokens=60, stop=[stop, "never there"])
     assert (
-        content(cut) == whole[: whole.index(stop)] and cut["choices"][0]["finish_reason"] == "stop"
+        read_content(cut) == full_text[: full_text.index(stop)]
+        and cut["choices"][0]["finish_reason"] == "stop"
     )
-    assert joined(served.stream(seed=11, max_tokens=60, stop=stop)) == content(cut)
+    assert join_stream(served.stream(seed=11, max_tokens=60, stop=stop)) == read_content(cut)
     assert cut["usage"]["completion_tokens"] < 60
 
 
 def test_text_of_a_stream_comes_in_whole_characters():
-    """Tokens of single bytes: characters of several bytes, stop texts that begin and do not go on."""
+    """Tokens of single bytes: characters of several bytes, text that begins a stop text but does not complete it."""
 
     def decode(ids):
         return bytes(ids).decode(errors="replace")
 
     text = "naïve 😀 END it ENDE stop"
     for stops, expected in (((), text), (("ENDE",), "naïve 😀 END it "), (("nope", "e s"), text)):
-        stream, told = TextStream(decode, stops), []
+        stream, parts = TextStream(decode, stops), []
         for token in text.encode():
-            told.append(stream.add_tokens([token]))
-        told.append(stream.finish_text())
-        assert "".join(told) == expected and not any("\ufffd" in part for part in told)
+            parts.append(stream.add_tokens([token]))
+        parts.append(stream.finish_text())
+        assert "".join(parts) == expected and not any("\ufffd" in part for part in parts)
     stream = TextStream(decode)
     assert stream.add_tokens([0xC3]) == "" and stream.finish_text() == "\ufffd"
     has_stop = build_stop_test(decode, ("ENDE",))
     assert has_stop(list(b"to the ENDE")) and not has_stop(list(b"ENDE" + b"." * 60))
 
 
-def prompt_of(served, *messages, tools=None, style="template"):
+def build_prompt(served, *messages, tools=None, style="template"):
     model = served.server.model
-    maker = PromptBuilder(model.renderer, 2000, style)
+    builder = PromptBuilder(model.renderer, 2000, style)
     body = ChatBody(model="small", messages=list(messages), tools=tools)
-    return maker, maker.build_prompt(body)
+    return builder, builder.build_prompt(body)
 
 
 def test_tools_are_called_as_environments_declare_them(served):
     schema = [ToolBody(**tool) for tool in TOOLS.schema()]
-    maker, prompt = prompt_of(
+    builder, prompt = build_prompt(
         served, {"role": "user", "content": "colour at row 2 column 3?"}, tools=schema
     )
-    read = maker.parse_answer("zoom 2 3", prompt.tools)
-    assert read.content is None and read.calls[0]["function"] == {
+    parsed = builder.parse_answer("zoom 2 3", prompt.tools)
+    assert parsed.content is None and parsed.calls[0]["function"] == {
         "name": "zoom",
         "arguments": '{"row": 2, "column": 3}',
     }
-    assert maker.parse_answer("answer red", prompt.tools).content == "answer red"
-    assert maker.parse_answer("zoom a b", prompt.tools).content == "zoom a b", (
-        "no call that can be made"
-    )
-    assert maker.parse_answer("zoom 2 3", None).content == "zoom 2 3"
+    assert builder.parse_answer("answer red", prompt.tools).content == "answer red"
+    assert builder.parse_answer("zoom a b", prompt.tools).content == "zoom a b", "not a valid call"
+    assert builder.parse_answer("zoom 2 3", None).content == "zoom 2 3"
     opening = {"role": "user", "content": "colour at row 2 column 3?"}
-    back = {"role": "assistant", "content": None, "tool_calls": read.calls}
-    result = {"role": "tool", "tool_call_id": read.calls[0]["id"], "content": "5 red"}
-    again = maker.build_prompt(
-        ChatBody(model="small", messages=[opening, back, result], tools=schema)
+    call_message = {"role": "assistant", "content": None, "tool_calls": parsed.calls}
+    result = {"role": "tool", "tool_call_id": parsed.calls[0]["id"], "content": "5 red"}
+    continued = builder.build_prompt(
+        ChatBody(model="small", messages=[opening, call_message, result], tools=schema)
     )
     renderer = served.server.model.renderer
-    played = [
+    conversation = [
         opening,
         {"role": "assistant", "content": "zoom 2 3"},
         {"role": "tool", "content": "5 red"},
     ]
-    assert again.ids == renderer.encode_history_prompt(played)
-    fresh, _ = prompt_of(served, opening, tools=schema)  # as after a restart
+    assert continued.ids == renderer.encode_history_prompt(conversation)
+    new_builder, _ = build_prompt(served, opening, tools=schema)  # as after a restart
     assert (
-        fresh.build_prompt(
-            ChatBody(model="small", messages=[opening, back, result], tools=schema)
+        new_builder.build_prompt(
+            ChatBody(model="small", messages=[opening, call_message, result], tools=schema)
         ).ids
-        == again.ids
+        == continued.ids
     )
-    _, told = prompt_of(served, opening, tools=schema, style="instructions")
+    _, instructed = build_prompt(served, opening, tools=schema, style="instructions")
     system = {"role": "system", "content": prompt.tools.describe_tools()}
-    assert told.ids == renderer.encode_history_prompt([system, opening])
+    assert instructed.ids == renderer.encode_history_prompt([system, opening])
 
 
-def test_a_call_is_an_answer_of_its_own_kind(served, monkeypatch):
+def test_tool_call_is_a_kind_of_answer(served, monkeypatch):
     monkeypatch.setattr(
-        type(served.server.prompts.renderer), "action_text", lambda self, ids: "zoom 2 3"
+        type(served.server.prompt_builder.renderer), "action_text", lambda self, ids: "zoom 2 3"
     )
-    found = served.chat(tools=TOOLS.schema(), seed=1, temperature=1.5)["choices"][0]
-    if found["finish_reason"] == "length":
+    answer = served.chat(tools=TOOLS.schema(), seed=1, temperature=1.5)["choices"][0]
+    if answer["finish_reason"] == "length":
         pytest.skip("the model did not end its answer")
     parts = served.stream(tools=TOOLS.schema(), seed=1, temperature=1.5)
-    assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
-    (call,) = found["message"]["tool_calls"]
-    streamed = [one for part in parts for one in part["choices"][0]["delta"].get("tool_calls", ())]
+    assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+    (call,) = answer["message"]["tool_calls"]
+    streamed = [
+        call_part
+        for part in parts
+        for call_part in part["choices"][0]["delta"].get("tool_calls", ())
+    ]
     assert json.loads(call["function"]["arguments"]) == {"row": 2, "column": 3}
     assert streamed[0]["function"] == call["function"] and streamed[0]["index"] == 0
 
 
-def test_a_session_is_the_episode_of_the_offline_engine(served):
-    asked = {"name": "pixel_grid", "level": "easy", "seed": 3, "max_turns": 4}
-    found = served.chat(messages=[], environment=asked, seed=7, n=2, max_tokens=90, stop="e")
+def test_session_equals_offline_episode(served):
+    episode_request = {"name": "pixel_grid", "level": "easy", "seed": 3, "max_turns": 4}
+    answer = served.chat(
+        messages=[], environment=episode_request, seed=7, n=2, max_tokens=90, stop="e"
+    )
     model, environment = served.server.model, make_environment("pixel_grid")
     sampling = SamplingSettings(max_completion_tokens=90, max_turns=4, stop=("e",))
     backend = create_rollout_backend(
@@ -217,24 +224,24 @@ def test_a_session_is_the_episode_of_the_offline_engine(served):
         )
         episode.begin_episode(model.context)
         backend.run_sequences([episode], sampling)
-        played = episode.build_rollout(0).trajectory.to_json()
-        session = found["choices"][choice]["session"]
-        assert session["turns"] == played["turns"] and session["reward"] == played["reward"]
-        assert session["stop_reason"] == played["stop_reason"]
-    assert any(len(choice["session"]["turns"]) > 1 for choice in found["choices"])
-    for wrong in (
+        expected = episode.build_rollout(0).trajectory.to_json()
+        session = answer["choices"][choice]["session"]
+        assert session["turns"] == expected["turns"] and session["reward"] == expected["reward"]
+        assert session["stop_reason"] == expected["stop_reason"]
+    assert any(len(choice["session"]["turns"]) > 1 for choice in answer["choices"])
+    for unknown in (
         {"name": "os:system"},
         {"name": "pixel_grid", "level": "none"},
         {"name": "prompts"},
     ):
         assert (
             "environment"
-            in served.chat(messages=[], environment=wrong, status=422)["error"]["param"]
+            in served.chat(messages=[], environment=unknown, status=422)["error"]["param"]
         )
-    assert served.chat(environment=asked, status=422)["error"]["param"] == "messages"
+    assert served.chat(environment=episode_request, status=422)["error"]["param"] == "messages"
 
 
-def test_labels_are_on_the_disk_when_their_sender_is_told(served):
+def test_labels_are_on_the_disk_before_the_response(served):
     answer = served.chat(max_tokens=2)["id"]
     label = {"id": answer, "score": 0.5, "comment": "fine 😀", "user": "anna"}
     assert served.client.post("/v1/feedback", json=label).status_code == 200
@@ -247,16 +254,16 @@ def test_labels_are_on_the_disk_when_their_sender_is_told(served):
         None,
         "fine 😀",
     )
-    for wrong, status in (
+    for bad_label, status in (
         ({"id": answer[:-1] + "0", "thumb": "up"}, 404),
         ({"id": "chatcmpl-ü", "thumb": "up"}, 404),
         ({"id": answer}, 422),
         ({"id": answer, "thumb": "sideways"}, 422),
         ({"id": answer, "score": "high"}, 422),
     ):
-        if wrong["id"] == answer[:-1] + "0" == answer:
+        if bad_label["id"] == answer[:-1] + "0" == answer:
             continue
-        assert served.client.post("/v1/feedback", json=wrong).status_code == status
+        assert served.client.post("/v1/feedback", json=bad_label).status_code == status
 
 
 def test_a_torn_line_of_the_journal_is_cut_off(tmp_path):
@@ -264,15 +271,15 @@ def test_a_torn_line_of_the_journal_is_cut_off(tmp_path):
 
     journal = FeedbackJournal(tmp_path / "labels" / "feedback.jsonl")
     journal.accept_label("a", 0, FeedbackLabel(thumb="up"))
-    whole = journal.path.read_bytes()
-    journal.path.write_bytes(whole + whole[:20])
+    complete = journal.path.read_bytes()
+    journal.path.write_bytes(complete + complete[:20])
     FeedbackJournal(journal.path).accept_label("b", 1, FeedbackLabel(answer="red"))
     assert [line.record["answer_id"] for line in read_checked_lines(journal.path)] == ["a", "b"]
     assert "feedback.kept" in faults.FAULT_POINTS
 
 
-def test_refusals_have_the_dialects_form(served):
-    wrong = [
+def test_errors_have_openai_format(served):
+    bad_requests = [
         (dict(temperature="hot"), "temperature"),
         (dict(temperature=-1), "temperature"),
         (dict(n=0), "n"),
@@ -300,8 +307,8 @@ def test_refusals_have_the_dialects_form(served):
             "messages",
         ),
     ]
-    for more, param in wrong:
-        error = served.chat(**more, status=422)["error"]
+    for options, param in bad_requests:
+        error = served.chat(**options, status=422)["error"]
         assert (
             set(error) == {"message", "type", "param", "code"}
             and error["type"] == "invalid_request_error"
@@ -314,14 +321,14 @@ def test_refusals_have_the_dialects_form(served):
         ("/v1/models", "POST", 405),
         ("/v1/models/x", "GET", 404),
     ):
-        found = served.client.request(method, path)
-        assert found.status_code == status and found.json()["error"]["message"]
+        response = served.client.request(method, path)
+        assert response.status_code == status and response.json()["error"]["message"]
     assert served.client.get("/v1/models/small").json()["id"] == "small"
 
 
-def test_everyone_is_asked_for_the_token(served):
-    for given in (None, "Bearer", "Bearer x", f"Basic {TOKEN}"):
-        headers = {"Authorization": given} if given else {}
+def test_token_is_required(served):
+    for authorization in (None, "Bearer", "Bearer x", f"Basic {TOKEN}"):
+        headers = {"Authorization": authorization} if authorization else {}
         for method, path in (
             ("POST", "/v1/chat/completions"),
             ("GET", "/v1/models"),
@@ -329,9 +336,12 @@ def test_everyone_is_asked_for_the_token(served):
             ("GET", "/metrics"),
         ):
             served.client.headers.pop("Authorization", None)
-            found = served.client.request(method, path, headers=headers)
-            assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
-            assert found.headers["x-should-retry"] == "false"
+            response = served.client.request(method, path, headers=headers)
+            assert (
+                response.status_code == 401
+                and response.json()["error"]["code"] == "invalid_api_key"
+            )
+            assert response.headers["x-should-retry"] == "false"
     assert (
         served.client.get("/readyz").text == "ready\n"
         and served.client.get("/healthz").status_code == 200
@@ -350,7 +360,7 @@ def test_everyone_is_asked_for_the_token(served):
     )
 
 
-def test_overload_deadlines_and_a_model_that_is_not_there_yet(tmp_path, model_folder):
+def test_overload_deadlines_and_missing_model(tmp_path, model_folder):
     with running_server(tmp_path, model_folder, max_waiting=2, begins=False) as server:
         early = server.client.post("/v1/chat/completions", json={"model": "small", "messages": []})
         assert (
@@ -366,14 +376,14 @@ def test_overload_deadlines_and_a_model_that_is_not_there_yet(tmp_path, model_fo
         )
         assert "error" in server.stream(deadline_seconds=1e-6)[-1]
         loop = server.server.engine.loop
-        whole, loop.step = loop.step, lambda: False  # nothing is begun
+        step, loop.step = loop.step, lambda: False  # no request begins
         with ThreadPoolExecutor(3) as pool:
             waiting = [pool.submit(server.chat, max_tokens=2) for _ in range(2)]
             wait_for(lambda: server.state.waiting == 2, "a full queue")
             body = {"model": "small", "messages": [{"role": "user", "content": "x"}]}
             full = server.client.post("/v1/chat/completions", json=body)
-            loop.step = whole
-            assert all(one.result(20)["choices"] for one in waiting)
+            loop.step = step
+            assert all(answer.result(20)["choices"] for answer in waiting)
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
         assert (
             full.json()["error"]["type"] == "rate_limit_error"
@@ -382,7 +392,7 @@ def test_overload_deadlines_and_a_model_that_is_not_there_yet(tmp_path, model_fo
         assert server.chat(max_tokens=2)["choices"]
 
 
-class Kept:
+class RecordingSink:
     num_top_tokens = 2
 
     def __init__(self):
@@ -393,18 +403,18 @@ class Kept:
 
 
 def test_a_sink_gets_what_was_sampled(tmp_path, model_folder):
-    kept = Kept()
-    with running_server(tmp_path, model_folder, answers=kept) as server:
+    sink = RecordingSink()
+    with running_server(tmp_path, model_folder, answers=sink) as server:
         first = server.chat(seed=2, max_tokens=9, temperature=0.5, n=2, user="anna")
         server.stream(seed=2, max_tokens=9, temperature=0.5)
         server.chat(messages=[], environment={"name": "pixel_grid", "seed": 1}, max_tokens=20)
         expected = offline_answer(server.server.model, "row 2", seed=2, tokens=9, temperature=0.5)
-    assert [answer.choice for answer in kept.answers] == [0, 1, 0, 0]
-    for answer in (kept.answers[0], kept.answers[2]):
+    assert [answer.choice for answer in sink.answers] == [0, 1, 0, 0]
+    for answer in (sink.answers[0], sink.answers[2]):
         assert answer.completion_ids == expected.tokens and answer.policy_version == 0
         np.testing.assert_allclose(answer.sampler_logprobs, expected.logprobs, atol=1e-5)
         assert (
             answer.top.ids_TK.shape == (len(expected.tokens), 2) and (answer.top.rest_T >= 0).all()
         )
-    assert kept.answers[0].answer_id == first["id"] and kept.answers[0].caller == "anna"
-    assert kept.answers[3].rollout.trajectory.environment == "pixel_grid"
+    assert sink.answers[0].answer_id == first["id"] and sink.answers[0].caller == "anna"
+    assert sink.answers[3].rollout.trajectory.environment == "pixel_grid"

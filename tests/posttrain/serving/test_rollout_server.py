@@ -1,4 +1,4 @@
-"""Rollouts from an inference server, over a real port: the same run as in one process, proofs of weights, losses."""
+"""Rollouts from an inference server over a real port: equal to a run in one process; weight checks, server failures."""
 
 import dataclasses
 import json
@@ -43,15 +43,15 @@ def server(tokenizer, tmp_path):
         yield running
 
 
-def alike(ours, theirs):
-    """The same tokens, with log-probs that agree to CLOSE."""
-    assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
-    for (_, own), (_, other) in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(own, other, atol=CLOSE)
+def assert_same_rollouts(rollouts, other_rollouts):
+    """Assert the same tokens, with log-probs that agree to CLOSE."""
+    assert [tokens for tokens, _ in rollouts] == [tokens for tokens, _ in other_rollouts]
+    for (_, logprobs), (_, other_logprobs) in zip(rollouts, other_rollouts, strict=True):
+        np.testing.assert_allclose(logprobs, other_logprobs, atol=CLOSE)
 
 
 def test_a_run_on_a_server_is_the_run_in_one_process(tokenizer, server):
-    """GRPO: the tokens of every iteration, their log-probs, and the weights in the end."""
+    """GRPO: the tokens of every iteration, their log-probs, and the final weights."""
     options = dict(
         sampling=SamplingSettings(max_completion_tokens=3, temperature=1.3),
         numerics=NumericsGateSettings(every=1),
@@ -62,7 +62,7 @@ def test_a_run_on_a_server_is_the_run_in_one_process(tokenizer, server):
     for _ in range(3):
         alone.step()
         metrics = served.step()
-        alike(sampled(alone), sampled(served))
+        assert_same_rollouts(sampled(alone), sampled(served))
         assert (
             metrics["policy/server_difference"] < CLOSE
             and metrics["policy/numerics_difference"] < CLOSE
@@ -72,8 +72,8 @@ def test_a_run_on_a_server_is_the_run_in_one_process(tokenizer, server):
     served.server.close()
 
 
-def test_the_time_of_a_trainers_turn_is_the_trainers_own(tokenizer, tmp_path):
-    """`serving.request_seconds` bounds chats, and its refusal says so; a trainer would take a 504 for a lost server."""
+def test_trainer_has_its_own_time_limit(tokenizer, tmp_path):
+    """`serving.request_seconds` limits chats only: a trainer would mistake a 504 for a lost server."""
     with letters_server(tokenizer, tmp_path, request_seconds=1e-6) as server:
         refused = server.chat("abc", status=504)["error"]["message"]
         assert "serving.request_seconds: 1e-06" in refused
@@ -85,37 +85,39 @@ def test_the_time_of_a_trainers_turn_is_the_trainers_own(tokenizer, tmp_path):
 
 
 def test_tools_of_several_turns_on_threads(tmp_path):
-    """A later turn goes on in the sequence's random numbers; observations are tokens, and nothing is read again."""
+    """A later turn continues the sequence's random numbers; observations are tokens and are not encoded again."""
     texts = [
         m["content"]
         for seed in range(50)
         for m in make_environment("arithmetic").demonstration(seed, "easy").messages
     ]
-    words = train_tokenizer(texts, 300)
+    tool_tokenizer = train_tokenizer(texts, 300)
     sampling = SamplingSettings(max_completion_tokens=60, max_turns=3, temperature=1.1)
 
-    def trainer():
+    def make_trainer():
         environment = make_environment("arithmetic")
         environment.blocking = True
         return letters_trainer(
-            words,
+            tool_tokenizer,
             environment,
-            model=compiled_model(words, 200),
+            model=compiled_model(tool_tokenizer, 200),
             sampling=sampling,
             curriculum=(),
             context=200,
         )
 
-    alone = trainer()
+    alone = make_trainer()
     alone.backend.disable_cross_row_batching()
-    with letters_server(words, tmp_path, compiled_model(words, 200), context=200) as server:
-        served = with_server(trainer(), server.url, max_length=200)
+    with letters_server(
+        tool_tokenizer, tmp_path, compiled_model(tool_tokenizer, 200), context=200
+    ) as server:
+        served = with_server(make_trainer(), server.url, max_length=200)
         alone.step(), served.step()
         assert any(len(r.trajectory.turns) > 1 for g in served.groups for r in g.rollouts)
-        alike(sampled(alone), sampled(served))
+        assert_same_rollouts(sampled(alone), sampled(served))
 
 
-def test_stop_texts_end_an_action_where_the_trainer_sees_them(tokenizer, server):
+def test_stop_texts_end_an_action(tokenizer, server):
     sampling = SamplingSettings(max_completion_tokens=12, stop=("a", "x"))
     alone, served = (
         letters_trainer(tokenizer, sampling=sampling),
@@ -126,15 +128,15 @@ def test_stop_texts_end_an_action_where_the_trainer_sees_them(tokenizer, server)
     alone.step(), served.step()
     texts = [turn.action for g in served.groups for r in g.rollouts for turn in r.trajectory.turns]
     assert any(text.endswith(("a", "x")) for text in texts)
-    alike(sampled(alone), sampled(served))
+    assert_same_rollouts(sampled(alone), sampled(served))
 
 
 @pytest.mark.parametrize("kind", ["alone", "merged"])
 def test_adapters(tokenizer, server, kind):
-    """A plain one travels alone under a name of its own for each version; one that servers do not take goes merged."""
+    """A standard adapter is sent by itself, with a name per version; an unsupported kind is sent merged."""
     settings = LoraSettings(rank=4, alpha=16.0, dora=kind == "merged")
 
-    def trainer():
+    def make_trainer():
         with torch.random.fork_rng():
             torch.manual_seed(1)
             model, numerics = (
@@ -143,11 +145,11 @@ def test_adapters(tokenizer, server, kind):
             )
             return letters_trainer(tokenizer, model=model, numerics=numerics)
 
-    alone, served = trainer(), with_server(trainer(), server.url)
+    alone, served = make_trainer(), with_server(make_trainer(), server.url)
     names = []
     for _ in range(3):
         alone.step(), served.step()
-        alike(sampled(alone), sampled(served))
+        assert_same_rollouts(sampled(alone), sampled(served))
         names.append(served.server.weights.name)
     bytes_sent = served.server.weights.sent_bytes
     if kind == "alone":
@@ -170,51 +172,53 @@ def test_adapters(tokenizer, server, kind):
 
 def test_a_server_sleeps_during_updates(tokenizer, server):
     served = served_trainer(tokenizer, server.url, sleeps=True)
-    seen = []
+    sleep_states = []
     update = served._update_policy
 
-    def watched(rng):
-        seen.append(server.client.get("/is_sleeping").json()["is_sleeping"])
+    def check_while_updating(rng):
+        sleep_states.append(server.client.get("/is_sleeping").json()["is_sleeping"])
         answer = server.client.post("/v1/completions", json={"model": "small", "prompt": [1]})
         assert answer.status_code == 503 and "sleeps" in answer.json()["error"]["message"]
         return update(rng)
 
-    served._update_policy = watched
+    served._update_policy = check_while_updating
     served.step(), served.step()
-    assert seen == [True, True]
+    assert sleep_states == [True, True]
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
+def ignore_weights(controller, monkeypatch):
+    """Read the weights but do not publish them."""
+    monkeypatch.setattr(controller, "_publish_model", lambda controller, model: None)
 
 
-def no_op(orders, monkeypatch):
-    """Reads the weights and does not take them over."""
-    monkeypatch.setattr(orders, "_publish_model", lambda orders, model: None)
-
-
-def half(orders, monkeypatch):
-    """Reports another digest, as of a folder that has not arrived."""
-    load = orders.load_weights
+def report_another_digest(controller, monkeypatch):
+    """Report another digest, as of a folder that has not arrived."""
+    load = controller.load_weights
     monkeypatch.setattr(
-        orders, "load_weights", lambda orders, folder: load(orders, folder) | {"digest": "0" * 64}
+        controller,
+        "load_weights",
+        lambda controller, folder: load(controller, folder) | {"digest": "0" * 64},
     )
 
 
-def differing(orders, monkeypatch):
-    load = orders.load_weights
+def report_differing_tensor(controller, monkeypatch):
+    load = controller.load_weights
     monkeypatch.setattr(
-        orders,
+        controller,
         "load_weights",
-        lambda orders, folder: load(orders, folder) | {"differing": ["model.norm.weight"]},
+        lambda controller, folder: load(controller, folder) | {"differing": ["model.norm.weight"]},
     )
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (no_op, r"its log-probs differ by up to \d.* nats from the trainer's \(limit 0.001"),
-        (half, "it has read weights with the digest 000000000000"),
-        (differing, "differ from what was sent, first model.norm.weight"),
+        (
+            ignore_weights,
+            r"its log-probs differ by up to \d.* nats from the trainer's \(limit 0.001",
+        ),
+        (report_another_digest, "it has read weights with the digest 000000000000"),
+        (report_differing_tensor, "differ from what was sent, first model.norm.weight"),
     ],
 )
 def test_weights_that_do_not_arrive_are_refused(tokenizer, tmp_path, monkeypatch, fault, message):
@@ -222,22 +226,22 @@ def test_weights_that_do_not_arrive_are_refused(tokenizer, tmp_path, monkeypatch
     with letters_server(tokenizer, tmp_path) as server:
         trainer = letters_trainer(tokenizer)
         with torch.no_grad():
-            trainer.policy.lm_head.weight.mul_(1.5)  # not those that the server began with
+            trainer.policy.lm_head.weight.mul_(1.5)  # not the initial weights of the server
         served = with_server(trainer, server.url)
-        with pytest.raises(SamplerMismatch, match=message) as caught:
+        with pytest.raises(SamplerMismatch, match=message) as raised:
             served.step()
-        assert "\n" not in str(caught.value) and served.groups == []
+        assert "\n" not in str(raised.value) and served.groups == []
 
 
 def test_another_temperature_is_refused(tokenizer, server, monkeypatch):
-    import rl_core.rollout_workers.inference_server as dialect
+    import rl_core.rollout_workers.inference_server as inference_server
 
     served = served_trainer(
         tokenizer, server.url, sampling=SamplingSettings(max_completion_tokens=3, temperature=2.0)
     )
-    complete = dialect.InferenceServer.sample_completion
+    complete = inference_server.InferenceServer.sample_completion
     monkeypatch.setattr(
-        dialect.InferenceServer,
+        inference_server.InferenceServer,
         "sample_completion",
         lambda self, name, ids, most, sampling, seed, eos: complete(
             self, name, ids, most, dataclasses.replace(sampling, temperature=1.0), seed, eos
@@ -247,7 +251,7 @@ def test_another_temperature_is_refused(tokenizer, server, monkeypatch):
         served.step()
 
 
-def test_somebody_elses_weights_are_noticed(tokenizer, server, tmp_path):
+def test_weights_of_another_run_are_detected(tokenizer, server, tmp_path):
     served = served_trainer(tokenizer, server.url)
     served.step()
     other = served_trainer(tokenizer, server.url, learning_rate=0.5)
@@ -255,52 +259,54 @@ def test_somebody_elses_weights_are_noticed(tokenizer, server, tmp_path):
     served.step()  # the other run's weights are replaced before rollouts
     alone = letters_trainer(tokenizer)
     alone.step(), alone.step()
-    alike(sampled(alone), sampled(served))
-    play = served.server.server.sample_completion
+    assert_same_rollouts(sampled(alone), sampled(served))
+    sample_completion = served.server.server.sample_completion
     began = threading.Event()
 
-    def changed(*arguments):
+    def change_weights_once(*arguments):
         if not began.is_set() and served.server.weights._verified_temperatures:
             began.set()
             other.server.weights.forget_server_state()
             other.server._sync_weights(other.settings.sampling)
-        return play(*arguments)
+        return sample_completion(*arguments)
 
-    served.server.server.sample_completion = changed
+    served.server.server.sample_completion = change_weights_once
     with pytest.raises(SamplerMismatch, match="another client changed its weights"):
         served.step()
 
 
-def test_one_message_before_anything_starts(tokenizer, server, tmp_path, monkeypatch):
+def test_one_error_before_anything_starts(tokenizer, server, tmp_path, monkeypatch):
     settings = server_settings(server.url)
     check_server_at_start(settings, {"vocab_size": len(tokenizer)}, 8)
 
-    def refusal(settings, shape=None, rank=0):
-        with pytest.raises(SettingsError) as caught:
+    def read_refusal(settings, shape=None, rank=0):
+        with pytest.raises(SettingsError) as raised:
             check_server_at_start(settings, shape, rank)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
 
     with pytest.raises(SettingsError, match="address: workers: server needs host:port"):
         RolloutSettings(workers="server")
     dead = server_settings("http://127.0.0.1:9")
-    assert "rollouts.address: no inference server answers" in refusal(dead)
-    assert f"of {len(tokenizer):,} tokens, and the policy has 1,000" in refusal(
+    assert "rollouts.address: no inference server answers" in read_refusal(dead)
+    assert f"of {len(tokenizer):,} tokens, and the policy has 1,000" in read_refusal(
         settings, {"vocab_size": 1000}
     )
-    assert "serves no 'other', but small" in refusal(server_settings(server.url, model="other"))
+    assert "serves no 'other', but small" in read_refusal(
+        server_settings(server.url, model="other")
+    )
     monkeypatch.setenv(KEY, "wrong")
-    assert "set rollouts.server.key_variable" in refusal(settings)
+    assert "set rollouts.server.key_variable" in read_refusal(settings)
     monkeypatch.delenv(KEY)
-    assert f"the environment variable {KEY} is not set" in refusal(settings)
+    assert f"the environment variable {KEY} is not set" in read_refusal(settings)
     monkeypatch.setenv(KEY, TOKEN)
     with running_server(tmp_path / "plain", tmp_path / "base", context=32) as plain:
-        assert "--set serving.rollouts=true" in refusal(server_settings(plain.url))
+        assert "--set serving.rollouts=true" in read_refusal(server_settings(plain.url))
         assert plain.client.post("/sleep").status_code == 404
 
 
 def test_another_tokenizer_or_model_is_refused(tokenizer, tmp_path):
-    """Equal in size, so that only its tokens tell."""
+    """Equal in size, so that only the tokens differ."""
     other = make_folder_of_model(
         tmp_path / "other", texts=["quite another alphabet of words"] * 40, vocab_size=300
     )
@@ -315,65 +321,57 @@ def test_another_tokenizer_or_model_is_refused(tokenizer, tmp_path):
             with_server(trainer, server.url)
 
 
-# --------------------------------------------------------------------------------------------------------------- losses
-
-
-def test_a_server_that_dies_is_waited_for_then_one_error_and_a_resumed_run_goes_on(
-    tokenizer, tmp_path
-):
+def test_server_loss_is_one_error_and_resume_continues(tokenizer, tmp_path):
     with letters_server(tokenizer, tmp_path / "first") as server:
         served = served_trainer(tokenizer, server.url, patience_s=0.3)
-        told = []
-        served.server.on_event = told.append
+        messages = []
+        served.server.on_event = messages.append
         served.step()
-        state, before = served.state_dict(), weights(served).clone()
+        state, weights_before = served.state_dict(), weights(served).clone()
         server.stop()
         with pytest.raises(
             BackendError, match=r"has not answered for 0.3 s .* the same command resumes"
-        ) as caught:
+        ) as raised:
             served.step()
-        assert "\n" not in str(caught.value) and "was lost" in told[0]
-        torch.testing.assert_close(weights(served), before, atol=0, rtol=0)
+        assert "\n" not in str(raised.value) and "was lost" in messages[0]
+        torch.testing.assert_close(weights(served), weights_before, atol=0, rtol=0)
     alone = letters_trainer(tokenizer)
     alone.step(), alone.step()
-    with letters_server(tokenizer, tmp_path / "second") as another:
-        resumed = with_server(served, another.url)
+    with letters_server(tokenizer, tmp_path / "second") as new_server:
+        resumed = with_server(served, new_server.url)
         resumed.load_state_dict(state)
         resumed.step()
-        alike(sampled(alone), sampled(resumed))
+        assert_same_rollouts(sampled(alone), sampled(resumed))
 
 
-def test_a_server_that_is_started_again_in_the_middle_changes_no_token(tokenizer, tmp_path):
-    """Its weights are those of its start then: they are sent again, and its turns asked for anew."""
+def test_server_restart_changes_no_token(tokenizer, tmp_path):
+    """The restarted server has its initial weights: they are sent again, and its turns are repeated."""
     alone = letters_trainer(tokenizer)
     alone.step(), alone.step()
     with letters_server(tokenizer, tmp_path) as server:
         served = served_trainer(tokenizer, server.url, patience_s=30.0)
         served.step()
-        asked, complete = [], served.server.server.sample_completion
+        calls, sample_completion = [], served.server.server.sample_completion
 
-        def restarted(*arguments):
-            asked.append(None)
-            if len(asked) == 20:  # after the probe, in the middle of the rollouts
-                orders = server.web.config.app.app.state.weight_controller
-                orders.instance, orders._weights = "posttrain-another", ""
-                orders._publish_model(orders._base.model)
-            return complete(*arguments)
+        def restart_at_twentieth_call(*arguments):
+            calls.append(None)
+            if len(calls) == 20:  # after the probe, in the middle of the rollouts
+                controller = server.web.config.app.app.state.weight_controller
+                controller.instance, controller._weights_digest = "posttrain-another", ""
+                controller._publish_model(controller._start_model.model)
+            return sample_completion(*arguments)
 
-        served.server.server.sample_completion = restarted
+        served.server.server.sample_completion = restart_at_twentieth_call
         metrics = served.step()
         assert metrics["perf/server_recoveries"] == 1.0
-        alike(sampled(alone), sampled(served))
+        assert_same_rollouts(sampled(alone), sampled(served))
 
 
-def test_a_full_queue_is_no_loss(tokenizer, tmp_path):
+def test_full_queue_loses_nothing(tokenizer, tmp_path):
     with letters_server(tokenizer, tmp_path, max_waiting=4, slots=2) as server:
         served = served_trainer(tokenizer, server.url)
         metrics = served.step()
         assert metrics["perf/server_recoveries"] == 0.0 and len(sampled(served)) == 36
-
-
-# ------------------------------------------------------------------------------------------------------------- dialect
 
 
 def test_tokens_in_and_out(tokenizer, server):
@@ -392,19 +390,24 @@ def test_tokens_in_and_out(tokenizer, server):
     first = server.client.post("/v1/completions", json=body).json()
     choice = first["choices"][0]
     assert choice["prompt_token_ids"] == [5, 6, 7] and choice["finish_reason"] == "length"
-    told = choice["logprobs"]
-    assert len(choice["token_ids"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) == 6
-    assert told["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    logprobs = choice["logprobs"]
+    assert (
+        len(choice["token_ids"])
+        == len(logprobs["token_logprobs"])
+        == len(logprobs["top_logprobs"])
+        == 6
+    )
+    assert logprobs["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
     for token, value, top in zip(
-        choice["token_ids"], told["token_logprobs"], told["top_logprobs"], strict=True
+        choice["token_ids"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
         assert len(top) == 2 and value <= max(top.values()) + 1e-6
         assert f"token_id:{token}" not in top or top[f"token_id:{token}"] == pytest.approx(
             value, abs=1e-5
         )
     assert first["choices"][1]["token_ids"] != choice["token_ids"]
-    # the same sequence in two requests: the second one goes on with the random numbers
-    rest = {
+    # The same sequence in two requests: the second one continues the random numbers.
+    continuation = {
         **body,
         "n": 1,
         "prompt": [5, 6, 7, *choice["token_ids"][:2]],
@@ -412,13 +415,13 @@ def test_tokens_in_and_out(tokenizer, server):
         "max_tokens": 4,
     }
     assert (
-        server.client.post("/v1/completions", json=rest).json()["choices"][0]["token_ids"]
+        server.client.post("/v1/completions", json=continuation).json()["choices"][0]["token_ids"]
         == choice["token_ids"][2:]
     )
     stop = {**body, "n": 1, "stop_token_ids": [choice["token_ids"][3]], "max_tokens": 20}
     stopped = server.client.post("/v1/completions", json=stop).json()["choices"][0]
-    place = choice["token_ids"].index(choice["token_ids"][3])
-    assert stopped["token_ids"] == choice["token_ids"][: place + 1]
+    end_index = choice["token_ids"].index(choice["token_ids"][3])
+    assert stopped["token_ids"] == choice["token_ids"][: end_index + 1]
     assert stopped["finish_reason"] == "stop" and stopped["stop_reason"] == choice["token_ids"][3]
 
 
@@ -438,51 +441,53 @@ def test_tokens_in_and_out(tokenizer, server):
         ({"model": "nobody"}, "there is no model 'nobody'"),
     ],
 )
-def test_bodies_that_are_refused(tokenizer, server, change, message):
+def test_refused_bodies(tokenizer, server, change, message):
     answer = server.client.post(
         "/v1/completions", json={"model": "small", "prompt": [1, 2], **change}
     )
     assert answer.status_code in (404, 422) and message in answer.json()["error"]["message"]
 
 
-def test_arguments_of_an_order_by_place_and_its_time_limit(server, tmp_path, monkeypatch):
-    """As vLLM's: a caller that gives up is told so, and what it has ordered goes on."""
+def test_positional_arguments_and_time_limit_of_a_command(server, tmp_path, monkeypatch):
+    """As in vLLM: a caller that times out gets an error, and its command continues."""
     began, ended = threading.Event(), threading.Event()
 
-    def slow(self, folder):
+    def read_slowly(self, folder):
         began.set()
         ended.wait(30)
         return {"digest": folder}
 
-    orders = server.web.config.app.app.state.weight_controller
-    monkeypatch.setitem(orders._methods, "posttrain_read_weights", slow.__get__(orders))
+    controller = server.web.config.app.app.state.weight_controller
+    monkeypatch.setitem(
+        controller._methods, "posttrain_read_weights", read_slowly.__get__(controller)
+    )
 
-    def order(**body):
+    def call_method(**body):
         return server.client.post(
             "/collective_rpc", json={"method": "posttrain_read_weights", **body}
         )
 
-    late = order(args=["/place"], timeout=0.05)
+    late = call_method(args=["/folder"], timeout=0.05)
     assert (
         late.status_code == 504
-        and "takes longer than 0.05 s; it goes on" in late.text
+        and "takes longer than 0.05 s; it continues" in late.text
         and began.is_set()
     )
     ended.set()
-    assert order(args=["/place"], timeout=30).json() == {"results": [{"digest": "/place"}]}
+    assert call_method(args=["/folder"], timeout=30).json() == {"results": [{"digest": "/folder"}]}
     for body, message in (
         ({"args": ["a", "b"]}, "args: too many positional arguments"),
         ({"args": ["a"], "kwargs": {"folder": "b"}}, "args: multiple values for argument 'folder'"),
         ({"args": [1]}, "args"),
         ({"args": ["a"], "timeout": 0}, "timeout"),
     ):
-        refused = order(**body)
+        refused = call_method(**body)
         assert refused.status_code == 422 and message in refused.text
 
 
-def test_a_server_whose_model_begins_is_not_asleep_and_takes_no_order(server):
+def test_starting_server_is_not_asleep_and_refuses_commands(server):
     state = server.web.config.app.app.state
-    answering, state.server.engine = state.server.engine, None  # as while `begin` makes the engine
+    engine, state.server.engine = state.server.engine, None  # as while the engine is created
     try:
         assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
         for path in ("/wake_up", "/sleep"):
@@ -490,22 +495,22 @@ def test_a_server_whose_model_begins_is_not_asleep_and_takes_no_order(server):
             assert refused.status_code == 503 and "about to be served" in refused.text
         assert state.server.engine is None, "no second engine"
     finally:
-        state.server.engine = answering
+        state.server.engine = engine
     assert server.client.post("/sleep").status_code == 200
     assert server.client.get("/is_sleeping").json() == {"is_sleeping": True}
     assert server.client.post("/wake_up").status_code == 200
     assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
-def test_orders_that_are_refused(tokenizer, server, tmp_path):
-    def order(method, **arguments):
+def test_refused_commands(tokenizer, server, tmp_path):
+    def call_method(method, **arguments):
         answer = server.client.post("/collective_rpc", json={"method": method, "kwargs": arguments})
         return answer.status_code, answer.text
 
-    assert order("exit")[0] == 404
-    assert order("posttrain_load_weights")[0] == 422
+    assert call_method("exit")[0] == 404
+    assert call_method("posttrain_load_weights")[0] == 422
     for folder in ("/nowhere", "relative", str(tmp_path)):
-        code, text = order("posttrain_load_weights", folder=folder)
+        code, text = call_method("posttrain_load_weights", folder=folder)
         assert code == 422 and "no folder of *.safetensors" in text
     pickled = tmp_path / "pickled"
     pickled.mkdir()

@@ -1,4 +1,4 @@
-"""Names of models, versions that come while the server runs, and the server of `posttrain up`."""
+"""Names of models, versions that appear while the server runs, and `serve` as one of the servers of `posttrain up`."""
 
 import argparse
 import os
@@ -27,30 +27,28 @@ from rl_core.settings import ModelSettings
 from tasks.tracking import ModelVersion
 
 
-class Registry:
-    """Stands in for the registry behind a name."""
+class FakeRegistry:
+    """Registry behind a model name."""
 
-    def __init__(self, place, monkeypatch):
+    def __init__(self, monkeypatch):
         self.versions, self.newest = {}, 0
-        monkeypatch.setattr(ModelSource, "find_version", lambda place: self.find())
+        monkeypatch.setattr(ModelSource, "find_version", lambda source: self.find_newest())
         monkeypatch.setattr(
-            ModelSource, "resolve_folder", lambda place, found: self.versions[found.version]
+            ModelSource, "resolve_folder", lambda source, version: self.versions[version.version]
         )
 
-    def find(self):
+    def find_newest(self):
         if not self.newest:
             raise NoChampion("nothing is promoted yet")
         return ModelVersion("demo", self.newest, None, None)
 
 
-def test_a_new_champion_is_taken_over_and_the_first_is_waited_for(
-    tmp_path, model_folder, monkeypatch
-):
-    registry = Registry(None, monkeypatch)
+def test_new_champion_is_served_and_first_one_awaited(tmp_path, model_folder, monkeypatch):
+    registry = FakeRegistry(monkeypatch)
     with running_server(tmp_path, model_folder, begins=False) as server:
-        place = ModelSource("models:/demo@champion", tmp_path)
-        watch = ModelWatcher(server.server, place, server.settings, ModelSettings(device="cpu"))
-        assert not watch.check_for_model()
+        source = ModelSource("models:/demo@champion", tmp_path)
+        watcher = ModelWatcher(server.server, source, server.settings, ModelSettings(device="cpu"))
+        assert not watcher.check_for_model()
         refused = server.client.post(
             "/v1/chat/completions", json={"model": "small", "messages": []}
         )
@@ -59,40 +57,48 @@ def test_a_new_champion_is_taken_over_and_the_first_is_waited_for(
             and "nothing is promoted yet" in refused.json()["error"]["message"]
         )
         registry.versions[1], registry.newest = model_folder, 1
-        assert watch.check_for_model() and not watch.check_for_model()
+        assert watcher.check_for_model() and not watcher.check_for_model()
         assert server.chat(max_tokens=3)["policy_version"] == 1
         registry.versions[2], registry.newest = make_folder_of_model(tmp_path / "second", 1), 2
-        assert watch.check_for_model()
+        assert watcher.check_for_model()
         assert server.chat(max_tokens=3)["policy_version"] == 2
         other = make_folder_of_model(
             tmp_path / "other", texts=["quite another alphabet of words"] * 40
         )
         registry.versions[3], registry.newest = other, 3
-        assert not watch.check_for_model() and not watch.check_for_model()
+        assert not watcher.check_for_model() and not watcher.check_for_model()
         assert server.chat(max_tokens=3)["policy_version"] == 2
 
 
-def given(*arguments) -> argparse.Namespace:
+def parse_arguments(*arguments) -> argparse.Namespace:
     return build_parser().parse_args(["serve", *map(str, arguments)])
 
 
 def test_what_a_command_serves(tmp_path, model_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = resolve_serving(
-        given("demo", "--set", "serving.slots=3", "--port", 9001, "--output", tmp_path / "out")
+    config = resolve_serving(
+        parse_arguments(
+            "demo", "--set", "serving.slots=3", "--port", 9001, "--output", tmp_path / "out"
+        )
     )
-    assert (found.name, found.source.reference) == ("demo", "models:/demo@champion")
-    assert (found.settings.slots, found.settings.port, found.environment.name) == (
+    assert (config.name, config.source.reference) == ("demo", "models:/demo@champion")
+    assert (config.settings.slots, config.settings.port, config.environment.name) == (
         3,
         9001,
         "pixel_grid",
     )
     assert (
-        found.folder == tmp_path / "out" / "serving"
-        and found.base_url == "http://127.0.0.1:9001/v1"
+        config.folder == tmp_path / "out" / "serving"
+        and config.base_url == "http://127.0.0.1:9001/v1"
     )
-    folder = resolve_serving(given(model_folder, "--set", "model.dtype=bfloat16", "--name", "mine"))
-    assert (folder.name, folder.model.dtype, folder.source.resolve_folder(None)) == (
+    folder_config = resolve_serving(
+        parse_arguments(model_folder, "--set", "model.dtype=bfloat16", "--name", "mine")
+    )
+    assert (
+        folder_config.name,
+        folder_config.model.dtype,
+        folder_config.source.resolve_folder(None),
+    ) == (
         "mine",
         "bfloat16",
         Path(model_folder),
@@ -100,10 +106,10 @@ def test_what_a_command_serves(tmp_path, model_folder, monkeypatch):
     stage = tmp_path / "0123"
     stage.mkdir()
     (stage / "model").symlink_to(model_folder)
-    assert resolve_serving(given(stage)).source.resolve_folder(None) == stage / "model"
-    assert resolve_serving(given("models:/my name/3")).name == "my name"
-    assert resolve_serving(given("Qwen/Qwen3-0.6B")).source.reference == "Qwen/Qwen3-0.6B"
-    for wrong in (
+    assert resolve_serving(parse_arguments(stage)).source.resolve_folder(None) == stage / "model"
+    assert resolve_serving(parse_arguments("models:/my name/3")).name == "my name"
+    assert resolve_serving(parse_arguments("Qwen/Qwen3-0.6B")).source.reference == "Qwen/Qwen3-0.6B"
+    for bad_arguments in (
         ("nowhere",),
         ("/no/such/folder",),
         (model_folder, "--set", "serving.slots=0"),
@@ -112,10 +118,10 @@ def test_what_a_command_serves(tmp_path, model_folder, monkeypatch):
         (model_folder, "--set", "serving.host=0.0.0.0"),
     ):
         with pytest.raises((SettingsError, ValueError)):
-            resolve_serving(given(*wrong))
+            resolve_serving(parse_arguments(*bad_arguments))
 
 
-def test_the_token_is_made_once_and_is_its_owners(tmp_path):
+def test_token_is_created_once_and_private(tmp_path):
     token = load_or_create_token(tmp_path / "serving")
     assert load_or_create_token(tmp_path / "serving") == token and len(token) > 30
     assert (tmp_path / "serving" / "token").stat().st_mode & 0o077 == 0
@@ -158,9 +164,9 @@ def test_up_serves_a_pipeline_that_says_so(tmp_path):
     ]
 
 
-def test_a_vote_counts_the_samples_of_the_version_that_answers_by_now():
-    """After a rollback that is a smaller number than the one that the first samples were drawn from."""
-    drawn = [SimpleNamespace(policy_version=version) for version in (16, 16, 8, 8, 8)]
-    assert _filter_current_version(drawn) == drawn[2:]
+def test_vote_counts_samples_of_current_version():
+    """After a rollback the current version is a smaller number than that of the first samples."""
+    requests = [SimpleNamespace(policy_version=version) for version in (16, 16, 8, 8, 8)]
+    assert _filter_current_version(requests) == requests[2:]
     rising = [SimpleNamespace(policy_version=version) for version in (8, 16)]
     assert _filter_current_version(rising) == rising[1:]

@@ -1,7 +1,7 @@
-"""Hostile requests over HTTP to a service that computes: each gets an error of the user, and nothing else changes.
+"""Hostile requests over HTTP to a running service: each gets a user error and changes nothing else.
 
-Bodies that lie about themselves are in test_wire.py, faults of the engine's requests in test_request_limits.py, foreign
-things, repeated numbers and a thousand idle polls in test_http_access.py, clocks in test_service_clock.py.
+Bodies that misstate their contents are tested in test_wire.py, invalid engine requests in test_request_limits.py,
+foreign resources, repeated numbers and a thousand idle polls in test_http_access.py, clocks in test_service_clock.py.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ MIB = 1 << 20
 TOKENS = np.arange(2, 8)
 
 
-def datum(**changes):
+def make_datum(**changes):
     inputs = {
         "target_tokens": TOKENS + 1,
         "logprobs": -np.ones(6, np.float32),
@@ -25,32 +25,38 @@ def datum(**changes):
     return Datum(changes.pop("tokens", TOKENS), {**inputs, **changes})
 
 
-def of(values, dtype=np.float32):
+def to_array(values, dtype=np.float32):
     return np.array(values, dtype)
 
 
 CASES = {
     "NaN log-probabilities": (
-        dict(logprobs=of([0, 0, np.nan, 0, 0, 0])),
+        dict(logprobs=to_array([0, 0, np.nan, 0, 0, 0])),
         r"['logprobs']: nan at [2]",
     ),
-    "infinite log-probabilities": (dict(logprobs=of([0, -np.inf, 0, 0, 0, 0])), "expected finite"),
-    "NaN advantages": (dict(advantages=of([np.nan] * 6)), "['advantages']: nan at [0]"),
+    "infinite log-probabilities": (
+        dict(logprobs=to_array([0, -np.inf, 0, 0, 0, 0])),
+        "expected finite",
+    ),
+    "NaN advantages": (dict(advantages=to_array([np.nan] * 6)), "['advantages']: nan at [0]"),
     "a token beyond the vocabulary": (
-        dict(tokens=of([2, 3, VOCAB, 4, 5, 6], int)),
+        dict(tokens=to_array([2, 3, VOCAB, 4, 5, 6], int)),
         f"token {VOCAB} at 2 is outside",
     ),
-    "the largest token": (dict(tokens=of([2**31 - 1] * 6, int)), "outside the vocabulary"),
-    "a negative token": (dict(tokens=of([2, 3, -1, 4, 5, 6], int)), "token -1 at 2 is outside"),
+    "the largest token": (dict(tokens=to_array([2**31 - 1] * 6, int)), "outside the vocabulary"),
+    "a negative token": (
+        dict(tokens=to_array([2, 3, -1, 4, 5, 6], int)),
+        "token -1 at 2 is outside",
+    ),
     "a negative target": (
-        dict(target_tokens=of([-1] * 6, int)),
+        dict(target_tokens=to_array([-1] * 6, int)),
         "['target_tokens']: token -1 at 0",
     ),
     "a target beyond the vocabulary": (
-        dict(target_tokens=of([2**40] * 6, int)),
+        dict(target_tokens=to_array([2**40] * 6, int)),
         "token 1099511627776 at 0",
     ),
-    "targets as floats": (dict(target_tokens=of([2] * 6)), "float32, expected integers"),
+    "targets as floats": (dict(target_tokens=to_array([2] * 6)), "float32, expected integers"),
     "log-probabilities in a square": (dict(logprobs=np.zeros((6, 6), np.float32)), "shape (6, 6)"),
     "log-probabilities of fewer tokens": (dict(logprobs=np.zeros(5, np.float32)), "shape (5,)"),
     "no log-probabilities": (dict(logprobs=np.zeros(0, np.float32)), "shape (0,)"),
@@ -68,56 +74,56 @@ def next_seq(service, run):
     return service.store.find_run(run).next_seq
 
 
-def error_of(service, promise):
-    found = service.result(promise)
-    assert found["category"] == "user"
-    return found["error"]
+def read_error(service, promise):
+    result = service.result(promise)
+    assert result["category"] == "user"
+    return result["error"]
 
 
-def logprobs_of(service, run, seq):
-    """Of a fixed request, which changes nothing."""
-    found = create_message("ForwardBackwardOutput")
-    found.ParseFromString(
+def compute_logprobs(service, run, seq):
+    """Compute the log-probabilities of a fixed request, which changes nothing."""
+    message = create_message("ForwardBackwardOutput")
+    message.ParseFromString(
         service.result(service.forward_backward(run, seq, random_data(7), forward_only=True))
     )
-    return found.loss_fn_outputs[0].fields["logprobs"].data
+    return message.loss_fn_outputs[0].fields["logprobs"].data
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_tensor_is_the_users_fault_and_changes_nothing(service, run, next_seq, case):
     changes, text = CASES[case]
-    before = logprobs_of(service, run, next_seq)
+    before = compute_logprobs(service, run, next_seq)
     promise = service.forward_backward(
-        run, next_seq + 1, [datum(), datum(**changes)], loss_fn="ppo"
+        run, next_seq + 1, [make_datum(), make_datum(**changes)], loss_fn="ppo"
     )
     if text is None:
         assert isinstance(service.result(promise), bytes)
     else:
-        assert text in (said := error_of(service, promise)) and "data[1]" in said
+        message = read_error(service, promise)
+        assert text in message and "data[1]" in message
     stepped = service.result(
         service.post("optim_step", {"model_id": run, "seq_id": next_seq + 2, "adam_params": {}})
     )
-    assert stepped["metrics"]["empty:mean"] == float(
-        text is not None
-    )  # no gradient of the good datum beside it
+    # the valid datum of the same request contributes no gradient either
+    assert stepped["metrics"]["empty:mean"] == float(text is not None)
     if text is not None:
-        assert logprobs_of(service, run, next_seq + 3) == before
+        assert compute_logprobs(service, run, next_seq + 3) == before
 
 
-def cut(payload):
+def truncate(payload):
     return payload[: len(payload) * 2 // 3]
 
 
-def unknown_type(payload):
-    """With another number of a dtype than there are."""
+def set_unknown_dtype(payload):
+    """Replace a dtype by an unknown number."""
     body = create_message("ForwardBackwardRequest")
     body.ParseFromString(payload)
     body.data[0].loss_fn_inputs["advantages"].dtype = 77
     return body.SerializeToString()
 
 
-def of_size(size):
-    """With a tensor that says it has so many numbers; it has 6."""
+def claim_size(size):
+    """Return a function that claims another size for a tensor of 6 numbers."""
 
     def spoil(payload):
         body = create_message("ForwardBackwardRequest")
@@ -131,29 +137,29 @@ def of_size(size):
 
 
 LIES = [
-    (unknown_type, "dtype 77"),
-    (of_size(7), "do not fill shape"),
-    (of_size(1 << 40), "is not possible"),
+    (set_unknown_dtype, "dtype 77"),
+    (claim_size(7), "do not fill shape"),
+    (claim_size(1 << 40), "is not possible"),
 ]
 
 
 @pytest.mark.parametrize(("spoil", "text"), LIES)
 def test_a_lying_body_is_the_users_fault_as_its_result(service, run, next_seq, spoil, text):
-    payload = spoil(loss(run, next_seq, [datum()], "ppo").payload)
-    assert text in error_of(service, service.raw("forward_backward", payload))
-    assert logprobs_of(service, run, next_seq + 1)
+    payload = spoil(loss(run, next_seq, [make_datum()], "ppo").payload)
+    assert text in read_error(service, service.raw("forward_backward", payload))
+    assert compute_logprobs(service, run, next_seq + 1)
 
 
 def test_a_truncated_body_is_refused_and_takes_no_number(service, run, next_seq):
-    payload = loss(run, next_seq, [datum()], "ppo").payload
-    assert service.raw("forward_backward", cut(payload), status=400)["detail"]
+    payload = loss(run, next_seq, [make_datum()], "ppo").payload
+    assert service.raw("forward_backward", truncate(payload), status=400)["detail"]
     assert isinstance(service.result(service.raw("forward_backward", payload)), bytes)
 
 
 def test_bodies_of_100_megabytes_are_refused_without_being_kept(service, run, next_seq):
     stored = sum(path.stat().st_size for path in service.folder.rglob("*") if path.is_file())
-    payload = loss(run, next_seq, [datum()], "ppo").payload + bytes(100 * MIB)
-    assert "at most 67108864 are accepted" in error_of(
+    payload = loss(run, next_seq, [make_datum()], "ppo").payload + bytes(100 * MIB)
+    assert "at most 67108864 are taken" in read_error(
         service, service.raw("forward_backward", payload)
     )
     body = b'{"model_id": "' + run.encode() + b'", "seq_id": 9, "x": "' + b"x" * (100 * MIB) + b'"}'
@@ -163,7 +169,7 @@ def test_bodies_of_100_megabytes_are_refused_without_being_kept(service, run, ne
         sum(path.stat().st_size for path in service.folder.rglob("*") if path.is_file())
         < stored + 8 * MIB
     )
-    assert logprobs_of(service, run, next_seq + 1)
+    assert compute_logprobs(service, run, next_seq + 1)
 
 
 NAMES = (
@@ -189,8 +195,8 @@ def test_names_with_dots_and_slashes_leave_no_file(service, run, next_seq, route
     )
     for number, name in enumerate(NAMES):
         promise = service.post(route, {"model_id": run, "seq_id": next_seq + number, "path": name})
-        said = error_of(service, promise)
-        assert "cannot be a name" in said or "path" in said, name
+        message = read_error(service, promise)
+        assert "cannot be a name" in message or "path" in message, name
     after = sorted(
         path for path in service.folder.parent.rglob("*") if "tracking" not in path.parts
     )
@@ -201,7 +207,7 @@ def test_foreign_paths_with_dots_are_found_nowhere(service, run, next_seq):
     for number, path in enumerate(
         ("tinker://../weights/x", "tinker://x/weights/..", "tinker://x/weights/../../y", "/etc")
     ):
-        assert error_of(
+        assert read_error(
             service,
             service.post(
                 "load_weights",
@@ -215,8 +221,8 @@ def test_foreign_paths_with_dots_are_found_nowhere(service, run, next_seq):
             "model_path": path,
         }
         service.post("create_sampling_session", body, status=422)
-    for place in ("..%2f..%2f..%2fetc%2fpasswd", "weights%2f..%2f..", "weights/..%5c.."):
-        found = service.client.get(
-            f"/api/v1/training_runs/{run}/checkpoints/{place}/external_weights_urls"
+    for subpath in ("..%2f..%2f..%2fetc%2fpasswd", "weights%2f..%2f..", "weights/..%5c.."):
+        response = service.client.get(
+            f"/api/v1/training_runs/{run}/checkpoints/{subpath}/external_weights_urls"
         )
-        assert found.status_code in (404, 405, 422) and "root:" not in found.text
+        assert response.status_code in (404, 405, 422) and "root:" not in response.text

@@ -1,4 +1,4 @@
-"""Two runs by hand: the first difference, the part that it names, and the suspect lines of the user's code."""
+"""Two runs compared: the first difference, the part that it names, and suspect lines of user code."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from rl_core.storage.line_logs import encode_checked_line
 STAGES = ("prepare_data", "sft", "policy", "evaluate")
 
 
-def rollout(iteration, seed, sample, turns=("p", "a"), **changed):
+def make_rollout(iteration, seed, sample, turns=("p", "a"), **changed):
     row = {
         "iteration": iteration,
         "level": "easy",
@@ -28,7 +28,7 @@ def rollout(iteration, seed, sample, turns=("p", "a"), **changed):
     return row | changed
 
 
-def metrics(*losses):
+def make_metrics(*losses):
     return [
         {
             "step": step,
@@ -40,7 +40,10 @@ def metrics(*losses):
 
 
 ROLLOUTS = [
-    rollout(number, seed, sample) for number in range(3) for seed in (4, 5) for sample in (0, 1)
+    make_rollout(number, seed, sample)
+    for number in range(3)
+    for seed in (4, 5)
+    for sample in (0, 1)
 ]
 TRAJECTORY = {
     "level": "easy",
@@ -57,14 +60,14 @@ TRAJECTORY = {
 
 
 @pytest.fixture
-def runs(tmp_path):
-    """A function that writes two equal runs; its arguments change files of the second one."""
+def compare_runs(tmp_path):
+    """Return a function that writes and compares two equal runs; its argument changes files of the second one."""
 
-    def write(home, changed):
+    def write_run(home, changed):
         files = {
             "prepare_data/rows.jsonl": b'{"q": 1}\n{"q": 2}\n{"q": 3}\n',
-            "sft/metrics.jsonl": b"".join(map(encode_checked_line, metrics(3.0, 2.0))),
-            "policy/metrics.jsonl": b"".join(map(encode_checked_line, metrics(0.3, 0.2, 0.1))),
+            "sft/metrics.jsonl": b"".join(map(encode_checked_line, make_metrics(3.0, 2.0))),
+            "policy/metrics.jsonl": b"".join(map(encode_checked_line, make_metrics(0.3, 0.2, 0.1))),
             "policy/rewards.jsonl": b"".join(map(encode_checked_line, ROLLOUTS)),
             "policy/model/model.safetensors": b"weights",
             "policy/summary.json": json.dumps(
@@ -84,34 +87,37 @@ def runs(tmp_path):
                     (folder / name.removeprefix(f"{stage}/")).write_bytes(content)
         return home
 
-    def make(changed):
+    def compare(changed):
         return compare_run_folders(
-            write(tmp_path / "whole" / "t", {}), write(tmp_path / "killed run" / "t", changed)
+            write_run(tmp_path / "whole" / "t", {}),
+            write_run(tmp_path / "killed run" / "t", changed),
         )
 
-    return make
+    return compare
 
 
-def test_equal_runs_differ_in_timings_alone(runs):
-    later = b"".join(encode_checked_line({**row, "time": 7}) for row in metrics(0.3, 0.2, 0.1))
-    found = runs({"policy/metrics.jsonl": later})
-    assert found.differences == [] and found.stages == list(STAGES)
-    assert (found.files, found.points) == (
+def test_equal_runs_differ_only_in_timings(compare_runs):
+    later_metrics = b"".join(
+        encode_checked_line({**row, "time": 7}) for row in make_metrics(0.3, 0.2, 0.1)
+    )
+    comparison = compare_runs({"policy/metrics.jsonl": later_metrics})
+    assert comparison.differences == [] and comparison.stages == list(STAGES)
+    assert (comparison.files, comparison.points) == (
         7,
         2 + 3,
-    )  # recent rollouts and manifests are left out, perf/ too
+    )  # without recent rollouts, manifests and perf/
 
 
-def changed_rollout(index, **changes):
+def encode_changed_rollouts(index, **changes):
     rows = [dict(row) for row in ROLLOUTS]
-    rows[index] = rollout(
+    rows[index] = make_rollout(
         rows[index]["iteration"], rows[index]["seed"], rows[index]["sample"], **changes
     )
     return b"".join(map(encode_checked_line, rows))
 
 
 @pytest.mark.parametrize(
-    ("changes", "part", "what"),
+    ("changes", "part", "difference"),
     [
         ({"seed": 8}, "the order of prompts", "('easy', 4, 1) and ('easy', 8, 1)"),
         ({"turns": ["q", "a"]}, "the environment's opening messages", "p and q"),
@@ -130,19 +136,21 @@ def changed_rollout(index, **changes):
         ({"success": False}, "the environment's reward", "success True and False"),
     ],
 )
-def test_the_first_rollout_that_differs_names_the_part(runs, changes, part, what):
-    changed = changed_rollout(5, **{key: value for key, value in changes.items() if key != "seed"})
+def test_the_first_rollout_that_differs_names_the_part(compare_runs, changes, part, difference):
+    rollouts = encode_changed_rollouts(
+        5, **{key: value for key, value in changes.items() if key != "seed"}
+    )
     if "seed" in changes:
-        changed = changed.replace(
+        rollouts = rollouts.replace(
             encode_checked_line(ROLLOUTS[5]), encode_checked_line({**ROLLOUTS[5], "seed": 8})
         )
-    later = b"".join(
-        map(encode_checked_line, metrics(0.3, 0.7, 0.7))
-    )  # of the update that follows from it
+    later_metrics = b"".join(
+        map(encode_checked_line, make_metrics(0.3, 0.7, 0.7))
+    )  # of the update that follows
     finding = explain_differences(
-        runs({"policy/rewards.jsonl": changed, "policy/metrics.jsonl": later})
+        compare_runs({"policy/rewards.jsonl": rollouts, "policy/metrics.jsonl": later_metrics})
     )
-    assert finding.cause.name == part and what in finding.difference
+    assert finding.cause.name == part and difference in finding.difference
     assert (finding.stage, finding.file) == ("policy", "rewards.jsonl")
     assert (
         finding.location == "iteration 1, level easy, seed 4, sample 1"
@@ -154,36 +162,38 @@ def test_the_first_rollout_that_differs_names_the_part(runs, changes, part, what
     )
 
 
-def test_an_update_that_differs_before_the_rollouts_do(runs):
-    losses = b"".join(map(encode_checked_line, metrics(0.3, 0.21, 0.1)))
-    changed = changed_rollout(8, turns=["p", "b"])  # of iteration 2
+def test_an_update_that_differs_before_the_rollouts_do(compare_runs):
+    losses = b"".join(map(encode_checked_line, make_metrics(0.3, 0.21, 0.1)))
+    changed = encode_changed_rollouts(8, turns=["p", "b"])  # of iteration 2
     finding = explain_differences(
-        runs({"policy/rewards.jsonl": changed, "policy/metrics.jsonl": losses})
+        compare_runs({"policy/rewards.jsonl": changed, "policy/metrics.jsonl": losses})
     )
     assert finding.cause.name == "the update" and finding.location == "iteration 1, step 2"
     assert finding.difference == "train/loss 0.2 and 0.21"
 
 
-def test_prepared_rows_in_another_order(runs):
+def test_prepared_rows_in_another_order(compare_runs):
     finding = explain_differences(
-        runs({"prepare_data/rows.jsonl": b'{"q": 1}\n{"q": 3}\n{"q": 2}\n'})
+        compare_runs({"prepare_data/rows.jsonl": b'{"q": 1}\n{"q": 3}\n{"q": 2}\n'})
     )
     assert finding.cause.name == "the prepared data" and finding.location == "line 2"
     assert finding.difference.startswith("the same 3 rows in another order")
 
 
-def test_prepared_rows_with_other_content(runs):
+def test_prepared_rows_with_other_content(compare_runs):
     finding = explain_differences(
-        runs({"prepare_data/rows.jsonl": b'{"q": 1}\n{"q": 7}\n{"q": 3}\n'})
+        compare_runs({"prepare_data/rows.jsonl": b'{"q": 1}\n{"q": 7}\n{"q": 3}\n'})
     )
     assert finding.cause.name == "the prepared data" and finding.difference == repr(
         '{"q": 2}'
     ) + " and " + repr('{"q": 7}')
 
 
-def test_losses_of_a_stage_without_rollouts(runs):
+def test_losses_of_a_stage_without_rollouts(compare_runs):
     finding = explain_differences(
-        runs({"sft/metrics.jsonl": b"".join(map(encode_checked_line, metrics(3.0, 2.5)))})
+        compare_runs(
+            {"sft/metrics.jsonl": b"".join(map(encode_checked_line, make_metrics(3.0, 2.5)))}
+        )
     )
     assert (finding.stage, finding.cause.name, finding.difference) == (
         "sft",
@@ -192,11 +202,11 @@ def test_losses_of_a_stage_without_rollouts(runs):
     )
 
 
-def test_evaluated_episodes(runs):
+def test_evaluated_episodes(compare_runs):
     other = json.loads(json.dumps(TRAJECTORY))
     other["turns"][0]["observation"] = "blue"
     finding = explain_differences(
-        runs({"evaluate/trajectories_policy.jsonl": json.dumps(other).encode() + b"\n"})
+        compare_runs({"evaluate/trajectories_policy.jsonl": json.dumps(other).encode() + b"\n"})
     )
     assert finding.cause.name == "the environment's observations"
     assert (
@@ -206,9 +216,9 @@ def test_evaluated_episodes(runs):
     )
 
 
-def test_a_weight_that_differs_alone_is_a_file(runs):
-    found = runs({"policy/model/model.safetensors": b"weightz"})
-    finding = explain_differences(found)
+def test_weights_that_differ_without_a_rollout_are_a_file(compare_runs):
+    comparison = compare_runs({"policy/model/model.safetensors": b"weightz"})
+    finding = explain_differences(comparison)
     assert (finding.stage, finding.file, finding.cause.name) == (
         "policy",
         "model/model.safetensors",
@@ -219,23 +229,23 @@ def test_a_weight_that_differs_alone_is_a_file(runs):
 def test_suspect_lines(tmp_path, monkeypatch):
     (tmp_path / "my_suspect_code.py").write_text(
         "import os, random, time\n"
-        "RNG = random.Random(3)\n"  # 2: seeded, no suspect
+        "RNG = random.Random(3)\n"  # 2: seeded, not suspect
         "def score(ts):\n"
         "    return [RNG.random() + random.random() for t in ts]\n"  # 4
         "def order(words):\n"
         "    for word in set(words):\n"  # 6
         "        print(word, time.time())\n"  # 7
-        "    return sorted(set(words)), sorted(os.listdir()), os.listdir()\n"  # 8: the last alone
+        "    return sorted(set(words)), sorted(os.listdir()), os.listdir()\n"  # 8: only the last one
     )
     monkeypatch.syspath_prepend(tmp_path)
-    found = find_suspect_lines(["my_suspect_code:score", "not_there"])
-    assert [(suspect.line, suspect.code) for suspect in found] == [
+    suspects = find_suspect_lines(["my_suspect_code:score", "not_there"])
+    assert [(suspect.line, suspect.code) for suspect in suspects] == [
         (4, "random.random()"),
         (6, "set(words)"),
         (7, "time.time()"),
         (8, "os.listdir()"),
     ]
-    assert str(found[0]).startswith(
-        "my_suspect_code.py:4 has `random.random()`: numbers of a generator that is global"
+    assert str(suspects[0]).startswith(
+        "my_suspect_code.py:4 has `random.random()`: numbers of a global generator"
     )
     assert find_suspect_lines(["no_such_module_of_mine:x"]) == []

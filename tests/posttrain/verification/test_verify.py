@@ -1,4 +1,4 @@
-"""`posttrain verify-resume`: its interruptions on a pipeline that takes a second, and on real ones (slow)."""
+"""`posttrain verify-resume`: interruptions of a pipeline that takes a second, and of real ones (slow)."""
 
 import json
 import os
@@ -45,9 +45,9 @@ if final.exists():
 state = folder / "checkpoints/checkpoint-00000000/state.json"
 done = json.loads(state.read_text())["loop"]["iteration"] if state.exists() else 0
 lines = (tracking / "metrics.jsonl").read_bytes().splitlines(keepends=True) if done else []
-(tracking / "metrics.jsonl").write_bytes(b"".join(lines[:done]))  # as a resumed run: later points are made again
+(tracking / "metrics.jsonl").write_bytes(b"".join(lines[:done]))  # as in a resumed run: later points are written again
 for step in range(done, 4):
-    faults.fault("loop.step")
+    faults.inject_fault("loop.step")
     time.sleep(0.15)
     (tracking / ".tracking/progress.json").write_text(json.dumps({"done": step + 1, "total": 4}))
     with (tracking / "metrics.jsonl").open("ab") as file:
@@ -59,90 +59,108 @@ for step in range(done, 4):
 (folder / "metrics.jsonl").write_bytes((tracking / "metrics.jsonl").read_bytes())
 (folder / "manifest.json").write_text("{}")
 left = home.with_name(f"left-{os.getpid()}")
-(folder / "checkpoints").rename(left)  # at once: a kill between the two would find no checkpoint
+(folder / "checkpoints").rename(left)  # in one step: a kill in between would find no checkpoint
 folder.rename(final)
 shutil.rmtree(left)
 """
 
 
 class OneStage(PipelineCommand):
-    """The script in place of `posttrain run`."""
+    """Run the script instead of `posttrain run`."""
 
-    def start_process(self, output, log, more):
+    def start_process(self, output, log, extra_environment):
         with log.open("ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-c", self.config, f"output={output}"],
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env={**self.environment, "PYTHONPATH": str(ROOT), **more},
+                env={**self.environment, "PYTHONPATH": str(ROOT), **extra_environment},
             )
 
 
-def command(loss="1.0 / (1 + step)"):
+def make_command(loss="1.0 / (1 + step)"):
     return OneStage(SCRIPT.replace("LOSS", loss), [], "t")
 
 
 def test_kills_at_moments_and_fault_points_end_in_the_same_files(tmp_path):
-    said = []
-    whole = run_uninterrupted(command(), tmp_path, 60.0, said.append)
-    trial = run_with_kills(command(), tmp_path, whole, 3, random.Random(0), 60.0, said.append)
+    lines = []
+    baseline = run_uninterrupted(make_command(), tmp_path, 60.0, lines.append)
+    trial = run_with_kills(
+        make_command(), tmp_path, baseline, 3, random.Random(0), 60.0, lines.append
+    )
     assert 1 <= len(trial.interruptions) <= 3
     assert trial.interruptions[0].description.startswith("killed after ")
-    assert all(cut.stage in ("sft", "") and cut.iterations <= 2 for cut in trial.interruptions)
-    found = compare_run_folders(whole.home, trial.home)
-    assert found.differences == [] and found.points == 4
+    assert all(
+        interruption.stage in ("sft", "") and interruption.iterations <= 2
+        for interruption in trial.interruptions
+    )
+    comparison = compare_run_folders(baseline.home, trial.home)
+    assert comparison.differences == [] and comparison.points == 4
     assert any(
-        re.fullmatch(r"whole, process 1: \d+ s, k.tracking .*|whole, process 1: \d+ s, sft \d/4", t)
-        for t in said
+        re.fullmatch(
+            r"whole, process 1: \d+ s, k.tracking .*|whole, process 1: \d+ s, sft \d/4", line
+        )
+        for line in lines
     )
 
 
 def test_a_fault_point_kills_and_the_repeated_work_is_counted(tmp_path):
     class AtFourthStep(OneStage):
-        def start(self, output, log, more):
+        def start_process(self, output, log, extra_environment):
             fault = (
                 {"POSTTRAIN_FAULT": "loop.step:4:kill"} if not (Path(output) / "t").exists() else {}
             )
-            return super().start_process(output, log, {**more, **fault})
+            return super().start_process(output, log, {**extra_environment, **fault})
 
-    made = AtFourthStep(command().config, [], "t")
-    whole = run_uninterrupted(command(), tmp_path, 60.0, lambda text: None)
-    trial = run_with_kills(made, tmp_path, whole, 1, random.Random(0), 600.0, lambda text: None)
-    (cut,) = trial.interruptions
-    if cut.iterations:  # three were done, two saved; unless the random moment came first
-        assert (cut.iterations, cut.stage) == (1, "sft") and cut.lost_seconds == pytest.approx(0.15)
-    assert compare_run_folders(whole.home, trial.home).differences == []
+    fourth_step = AtFourthStep(make_command().config, [], "t")
+    baseline = run_uninterrupted(make_command(), tmp_path, 60.0, lambda text: None)
+    trial = run_with_kills(
+        fourth_step, tmp_path, baseline, 1, random.Random(0), 600.0, lambda text: None
+    )
+    (interruption,) = trial.interruptions
+    if interruption.iterations:  # three were done, two saved; unless the random moment came first
+        assert (interruption.iterations, interruption.stage) == (
+            1,
+            "sft",
+        ) and interruption.lost_seconds == pytest.approx(0.15)
+    assert compare_run_folders(baseline.home, trial.home).differences == []
 
 
 def test_slices_too_short_for_progress_are_refused(tmp_path):
     with pytest.raises(CheckFailed, match=r"3 slices of 0\.05 s in a row ended without progress"):
-        run_in_slices(command(), tmp_path, 0.05, 60.0, lambda text: None)
+        run_in_slices(make_command(), tmp_path, 0.05, 60.0, lambda text: None)
 
 
 def test_a_run_that_hangs_after_a_kill_ends_at_the_limit(tmp_path):
-    """It was started again and again, for as long as the limit each."""
-    told = []
-    whole = VerificationRun(tmp_path / "whole" / "t", seconds=0.6, first_progress=0.1)
+    """Limit the whole run: it was restarted again and again, each time for as long as the limit."""
+    lines = []
+    baseline = VerificationRun(tmp_path / "whole" / "t", seconds=0.6, first_progress=0.1)
     with pytest.raises(CheckFailed, match=r"the run under kills takes longer than 2 s"):
         run_with_kills(
-            command("time.sleep(60)"), tmp_path, whole, 1, random.Random(0), 2.0, told.append
+            make_command("time.sleep(60)"),
+            tmp_path,
+            baseline,
+            1,
+            random.Random(0),
+            2.0,
+            lines.append,
         )
     assert re.match(
-        r"killed, process 1: \d s, (starting|sft 1/4)", told[0]
-    )  # a slow machine looks once more
+        r"killed, process 1: \d s, (starting|sft 1/4)", lines[0]
+    )  # a slow machine polls once more
 
 
 def test_a_pipeline_that_fails_or_never_ends_is_not_verified(tmp_path):
     with pytest.raises(CheckFailed, match=r"(?s)exit code 1:\n.*ZeroDivisionError"):
-        run_uninterrupted(command("1 / 0"), tmp_path, 60.0, lambda text: None)
+        run_uninterrupted(make_command("1 / 0"), tmp_path, 60.0, lambda text: None)
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckFailed, match=r"takes longer than 0 s"):
-        run_uninterrupted(command(), tmp_path / "other", 0.2, lambda text: None)
+        run_uninterrupted(make_command(), tmp_path / "other", 0.2, lambda text: None)
 
 
 @pytest.mark.parametrize(
-    ("loss", "code", "said"),
+    ("loss", "code", "message"),
     [
         ("1.0 / (1 + step)", verify_resume.EXIT_EQUAL, "the same to the last bit: 1 files"),
         (
@@ -153,7 +171,7 @@ def test_a_pipeline_that_fails_or_never_ends_is_not_verified(tmp_path):
         (
             "1 / 0",
             verify_resume.EXIT_NOT_VERIFIED,
-            "not verified: the run in one piece ends with exit code 1",
+            "not verified: the uninterrupted run ends with exit code 1",
         ),
         (
             "1 / (1 - again)",
@@ -162,9 +180,9 @@ def test_a_pipeline_that_fails_or_never_ends_is_not_verified(tmp_path):
         ),
     ],
 )
-def test_verdicts_and_exit_codes(tmp_path, monkeypatch, capsys, loss, code, said):
+def test_verdicts_and_exit_codes(tmp_path, monkeypatch, capsys, loss, code, message):
     monkeypatch.setattr(
-        verify_resume, "PipelineCommand", lambda config, overrides, name: command(loss)
+        verify_resume, "PipelineCommand", lambda config, overrides, name: make_command(loss)
     )
     settings = load_settings(
         str(ROOT / "configs/test.yaml"), [f"output={tmp_path / 'out'}", "name=t"]
@@ -173,18 +191,20 @@ def test_verdicts_and_exit_codes(tmp_path, monkeypatch, capsys, loss, code, said
         verify_resume.verify_resume("x", [], settings, verify_resume.VerificationPlan(kills=2))
         == code
     )
-    text = capsys.readouterr().out
-    assert said in text and text.startswith(
-        "t: in one piece, then killed 2 times; at most 60 min\nfiles "
+    output = capsys.readouterr().out
+    assert message in output and output.startswith(
+        "t: uninterrupted, then killed 2 times; at most 60 min\nfiles "
     )
-    left = list((tmp_path / "out").glob("verify-*"))
-    assert len(left) == (code != verify_resume.EXIT_EQUAL) and (
-        code == verify_resume.EXIT_EQUAL or str(left[0]) in text
+    folders = list((tmp_path / "out").glob("verify-*"))
+    assert len(folders) == (code != verify_resume.EXIT_EQUAL) and (
+        code == verify_resume.EXIT_EQUAL or str(folders[0]) in output
     )
 
 
-def test_a_shorter_pipeline_is_proposed_and_never_taken(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verify_resume, "PipelineCommand", lambda config, overrides, name: command())
+def test_a_shorter_pipeline_is_proposed_but_not_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        verify_resume, "PipelineCommand", lambda config, overrides, name: make_command()
+    )
     settings = load_settings(
         str(ROOT / "configs/demo.yaml"), [f"output={tmp_path / 'out'}", "name=t"]
     )
@@ -198,7 +218,7 @@ def test_a_shorter_pipeline_is_proposed_and_never_taken(tmp_path, monkeypatch, c
     assert "takes longer than" in text and "--set stages.policy.iterations=8" in text
 
 
-def test_the_users_stores_are_left_alone(monkeypatch):
+def test_stores_of_the_user_are_not_used(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team")
     monkeypatch.setenv("PREFECT_API_URL", "http://team/api")
     assert (
@@ -210,11 +230,11 @@ def test_the_users_stores_are_left_alone(monkeypatch):
         "tracking.uri=null",
         "stages.promote.approve=auto",
     ]
-    again = load_settings(
+    isolated = load_settings(
         str(ROOT / "configs/demo.yaml"),
         ["tracking.uri=http://x", *verify_resume._build_isolation_overrides(settings)],
     )
-    assert again.tracking.uri is None and again.stages.promote.approve == "auto"
+    assert isolated.tracking.uri is None and isolated.stages.promote.approve == "auto"
 
 
 @pytest.mark.parametrize("arguments", [["--kills", "0"], ["--slices", "-1"], ["--minutes", "x"]])
@@ -240,8 +260,6 @@ def test_a_process_stops_itself_after_a_time():
     )
     assert done.returncode == 128 + signal.SIGTERM
 
-
-# ------------------------------------------------------------------------------------------------ whole pipelines, slow
 
 SHORT = [
     "threads=1",
@@ -273,7 +291,7 @@ EDITS = {
 
 @pytest.fixture
 def posttrain(tmp_path):
-    """The command, in a process of its own."""
+    """Return a function that runs the command in a new process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONHASHSEED", None)
     return lambda *arguments: subprocess.run(
@@ -290,7 +308,7 @@ def posttrain(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("edit", "code", "said"),
+    ("edit", "code", "message"),
     [
         ("", 0, "the same to the last bit"),
         ("reward", 1, "NOT deterministic: the reward function my_task.reward:brevity"),
@@ -299,16 +317,16 @@ def posttrain(tmp_path):
         ("opening", 1, "NOT deterministic: the environment's opening messages"),
     ],
 )
-def test_a_pipeline_of_ones_own(tmp_path, posttrain, edit, code, said):
+def test_a_pipeline_of_the_user(tmp_path, posttrain, edit, code, message):
     assert posttrain("init", "my_task").returncode == 0
     if edit:
         file, old, new = EDITS[edit]
         path = tmp_path / "my_task" / file
         assert path.read_text().count(old) == 1
         path.write_text(path.read_text().replace(old, new))
-    sets = [argument for override in SHORT for argument in ("--set", override)]
-    done = posttrain("verify-resume", "my_task/config.yaml", "--kills", "2", *sets)
-    assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
+    options = [argument for override in SHORT for argument in ("--set", override)]
+    done = posttrain("verify-resume", "my_task/config.yaml", "--kills", "2", *options)
+    assert (done.returncode, message in done.stdout) == (code, True), done.stdout + done.stderr
     suspects = {"reward": "reward.py:", "data": "environment.py:", "observed": "environment.py:"}
     assert suspects.get(edit, "") in done.stdout
     assert (
@@ -319,9 +337,9 @@ def test_a_pipeline_of_ones_own(tmp_path, posttrain, edit, code, said):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_slices_of_a_pipeline_that_ships(posttrain):
-    """SIGTERM after every 30 s; the smallest pipeline, made long enough for several slices."""
-    sets = (
+def test_slices_of_a_shipped_pipeline(posttrain):
+    """Send SIGTERM after every 30 s to the smallest pipeline, made long enough for several slices."""
+    overrides = (
         "stages.sft.max_steps=4000",
         "stages.sft.epochs=600",
         "stages.sft.checkpoint_every=20",
@@ -335,13 +353,13 @@ def test_slices_of_a_pipeline_that_ships(posttrain):
         "test",
         "--slices",
         "30",
-        *(part for value in sets for part in ("--set", value)),
+        *(part for value in overrides for part in ("--set", value)),
     )
     assert done.returncode == 0 and "the same to the last bit" in done.stdout, (
         done.stdout + done.stderr
     )
-    said = re.search(
-        r"interrupted run: [\d.]+ s in (\d+) processes, .* s \(.*%\); \d+ iterations done again",
+    costs = re.search(
+        r"interrupted run: [\d.]+ s in (\d+) processes, .* s \(.*%\); \d+ repeated iterations",
         done.stdout,
     )
-    assert said is not None and int(said[1]) >= 3, done.stdout
+    assert costs is not None and int(costs[1]) >= 3, done.stdout

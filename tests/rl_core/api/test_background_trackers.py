@@ -1,4 +1,4 @@
-"""Trackers that may be slow, broken or away: they neither stall nor fail what they track; Weights & Biases."""
+"""Trackers that may be slow, broken or unreachable neither stall nor fail a run; Weights & Biases."""
 
 import logging
 import sys
@@ -59,7 +59,7 @@ def test_one_that_hangs_is_left_behind_and_its_queue_does_not_grow(caplog):
 
     tracker = BackgroundTracker("wandb", Hanging, capacity=5)
     for step in range(100):
-        tracker.log_metrics({"x": 1.0}, step)  # comes back at once: the 30 s would end the test
+        tracker.log_metrics({"x": 1.0}, step)  # returns immediately: 30 s would end the test
     assert tracker.num_dropped >= 94 and tracker._queue.qsize() <= 5
     with caplog.at_level(logging.WARNING):
         tracker.close("KILLED", timeout_s=0.05)
@@ -107,11 +107,11 @@ def test_a_run_of_weights_and_biases(wandb, tmp_path, monkeypatch):
         and run.tags == {"tag.stage": "policy"}
         and run.ended == 1
     )
-    asked = {
+    requests = {
         name: run.options[name]
         for name in ("project", "name", "group", "id", "resume", "config", "mode")
     }
-    assert asked == {
+    assert requests == {
         "project": "project",
         "name": "demo · policy",
         "group": "demo · 1",

@@ -17,18 +17,20 @@ def train(*callbacks, **options):
     )
 
 
-def test_iterations_and_evaluations_are_told_in_order():
-    seen, evaluated = [], []
+def test_callbacks_see_iterations_and_evaluations_in_order():
+    observed, evaluated = [], []
 
     class Both:
         def on_evaluation(self, event):
             evaluated.append((event.iteration, event.metrics["eval/reward_mean"]))
 
     training = train(
-        lambda event: seen.append((event.kind, event.iteration, event.step)), Both(), eval_every=2
+        lambda event: observed.append((event.kind, event.iteration, event.step)),
+        Both(),
+        eval_every=2,
     )
     training.run()
-    assert seen == [
+    assert observed == [
         ("iteration", 1, 1),
         ("iteration", 2, 2),
         ("evaluation", 2, 2),
@@ -39,7 +41,7 @@ def test_iterations_and_evaluations_are_told_in_order():
     assert evaluated[0][1] == training.metrics()["eval/reward_mean"].loc[2]
 
 
-def test_a_callback_stops_and_the_reason_is_told():
+def test_a_callback_stops_and_the_reason_is_reported():
     def enough(event):
         if event.kind == "iteration" and event.iteration == 2:
             event.stop("two are enough")
@@ -51,7 +53,7 @@ def test_a_callback_stops_and_the_reason_is_told():
 
 
 def test_a_stop_is_kept_over_the_evaluation_of_the_same_iteration():
-    """The evaluation's own event asks for nothing; the stop that the iteration's asked for stands."""
+    """Check that the stop requested after the iteration stands although its evaluation requests nothing."""
 
     def enough(event):
         if event.kind == "iteration" and event.iteration == 2:
@@ -66,7 +68,7 @@ def test_a_stop_without_a_reason_is_a_stop():
     assert (outcome.iterations, outcome.stop_reason) == (1, "callback")
 
 
-def test_a_callback_that_raises_is_named_and_the_run_goes_on_afterwards():
+def test_a_callback_that_raises_is_named_and_the_run_can_continue():
     failing = [True]
 
     def plot(event):

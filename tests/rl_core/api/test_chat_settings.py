@@ -25,7 +25,7 @@ from rl_core.types import Trajectory
 THINK = ("<think>", "</think>")
 
 
-def policy(template: str, markers: tuple[str, ...] = (), **settings: object) -> Policy:
+def build_policy(template: str, markers: tuple[str, ...] = (), **settings: object) -> Policy:
     tokenizer = family(template, markers)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -41,18 +41,18 @@ def policy(template: str, markers: tuple[str, ...] = (), **settings: object) -> 
     return load_policy((model, tokenizer), ModelSettings(path="x", **settings))  # type: ignore[arg-type]
 
 
-def rows(answer: str = "<think>\na\n</think>\n\nred") -> list[dict[str, object]]:
-    asked = [f"u{index}" for index in range(4)]
+def build_rows(answer: str = "<think>\na\n</think>\n\nred") -> list[dict[str, object]]:
+    requests = [f"u{index}" for index in range(4)]
     return [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]}
-        for text in asked
+        for text in requests
     ]
 
 
 def test_what_sft_learned_under_an_opened_thought_is_what_a_rollout_samples() -> None:
-    taught = policy(OPENS_KEEPS_LAST, THINK)
+    taught = build_policy(OPENS_KEEPS_LAST, THINK)
     options = SFTSettings(epochs=40.0, batch_size=4, learning_rate=1e-2, warmup_steps=0)
-    training = rl_core.sft(taught, rows(), heldout=0, settings=options)
+    training = rl_core.sft(taught, build_rows(), heldout=0, settings=options)
     training.run()
     sampling = SamplingSettings(temperature=0.0, max_completion_tokens=40)
     assert training.generate(["u1"], sampling=sampling) == [["<think>\na\n</think>\n\nred"]], (
@@ -61,7 +61,7 @@ def test_what_sft_learned_under_an_opened_thought_is_what_a_rollout_samples() ->
 
 
 def test_sampler_and_trainer_agree_on_turns_with_opened_thoughts() -> None:
-    subject = policy(OPENS_AND_STRIPS, THINK)
+    subject = build_policy(OPENS_AND_STRIPS, THINK)
     environment = make_environment("arithmetic")
     groups = collect_rollouts(
         environment,
@@ -83,7 +83,7 @@ def test_sampler_and_trainer_agree_on_turns_with_opened_thoughts() -> None:
 
 
 def test_native_tools_are_in_the_prompt_of_rollouts_and_of_rows_alike() -> None:
-    subject = policy(HERMES, native_tools=True)
+    subject = build_policy(HERMES, native_tools=True)
     environment = make_environment("pixel_grid")
     level = environment.levels[0]
     shown = environment.demonstration(5, level)
@@ -116,7 +116,7 @@ XML = HERMES.replace(
     ("template", "reason"), [(XML, "'<function="), (DATED, "does not describe tools")]
 )
 def test_native_tools_that_no_call_would_reach_are_refused(template: str, reason: str) -> None:
-    subject = policy(template, native_tools=True)
+    subject = build_policy(template, native_tools=True)
     environment = make_environment("pixel_grid")
     with pytest.raises(rl_core.SettingsError, match=rf"^model.native_tools.*{reason}"):
         collect_rollouts(
@@ -134,8 +134,8 @@ def test_a_resumed_run_has_the_same_day_and_variables(tmp_path: Path) -> None:
     def train(**settings: object) -> None:
         options = SFTSettings(max_steps=2, batch_size=2, checkpoint_every=1)
         rl_core.sft(
-            policy(DATED, **settings),
-            rows("red"),
+            build_policy(DATED, **settings),
+            build_rows("red"),
             heldout=0,
             settings=options,
             output=tmp_path / "run",
@@ -154,8 +154,8 @@ def test_a_distilled_policy_keeps_its_template_settings_and_resumes_with_them_al
 ) -> None:
     def distilled(date: str) -> rl_core.Training:
         return rl_core.distill(
-            policy(DATED, chat_template_date=date),
-            policy(DATED),
+            build_policy(DATED, chat_template_date=date),
+            build_policy(DATED),
             prompts=["a", "b"],
             output=tmp_path / "run",
             settings=rl_core.DistillationSettings(
@@ -177,7 +177,7 @@ def test_a_trained_policy_keeps_its_template_settings() -> None:
     def nothing(trajectories: list[Trajectory]) -> list[float]:
         return [0.0 for _ in trajectories]
 
-    subject = policy(DATED, chat_template_date="2025-01-01")
+    subject = build_policy(DATED, chat_template_date="2025-01-01")
     training = rl_core.grpo(
         subject,
         prompts=["a", "b"],

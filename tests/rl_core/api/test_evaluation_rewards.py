@@ -19,7 +19,7 @@ def policy():
     return rl_core.create_policy(["a b"], rl_core.ModelSettings(preset="nano", vocab_size=300))
 
 
-def played(policy, **named):
+def evaluate_policy(policy, **named):
     rows = [{"prompt": f"say {n}", "scale": n % 3 + 1} for n in range(12)]
     environment = Prompts(rows[:6], rows[6:])
     sampling = rl_core.SamplingSettings(max_completion_tokens=8)
@@ -32,13 +32,13 @@ def played(policy, **named):
 def test_a_function_of_columns_scores_both_evaluations(policy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scored.py").write_text(REWARD)
-    for result in played(policy, rewards={"scored.py:size": 0.5}):
+    for result in evaluate_policy(policy, rewards={"scored.py:size": 0.5}):
         wanted = [0.5 * t.num_action_tokens * t.row["scale"] for t in result.trajectories]
         assert [t.reward for t in result.trajectories] == pytest.approx(wanted) and sum(wanted) > 0
         assert result.reward_mean == pytest.approx(sum(wanted) / 6)
-    assert played(policy)[0].reward_mean == 0.0  # rows without a verifier give none
+    assert evaluate_policy(policy)[0].reward_mean == 0.0  # rows without a verifier give none
 
 
 def test_rewards_that_look_at_a_model_are_refused(policy):
     with pytest.raises(SettingsError, match="need a model in training"):
-        played(policy, rewards={"coherence": 1.0})
+        evaluate_policy(policy, rewards={"coherence": 1.0})

@@ -5,7 +5,7 @@ from helpers.library import length, small_policy
 import rl_core
 
 
-def trainer_of(model, settings=None):
+def build_trainer(model, settings=None):
     return rl_core.grpo(model=model, prompts=["a", "b"], reward=length, settings=settings).settings
 
 
@@ -13,20 +13,22 @@ def test_a_model_from_a_folder_gets_the_rates_of_the_field_and_a_new_one_those_o
     tmp_path,
 ):
     policy = small_policy()
-    assert trainer_of(policy).learning_rate == 3e-4
+    assert build_trainer(policy).learning_rate == 3e-4
     folder = policy.save(tmp_path / "model")
-    assert trainer_of(str(folder)).learning_rate == 1e-6
+    assert build_trainer(str(folder)).learning_rate == 1e-6
     adapted = rl_core.ModelSettings(path=str(folder), lora=rl_core.LoraSettings(rank=2))
-    assert trainer_of(adapted).learning_rate == 1e-5
-    assert trainer_of((policy.model, policy.tokenizer)).learning_rate == 1e-6
-    assert trainer_of(adapted, rl_core.PolicySettings(learning_rate=2e-3)).learning_rate == 2e-3
+    assert build_trainer(adapted).learning_rate == 1e-5
+    assert build_trainer((policy.model, policy.tokenizer)).learning_rate == 1e-6
+    assert build_trainer(adapted, rl_core.PolicySettings(learning_rate=2e-3)).learning_rate == 2e-3
 
 
 def test_completions_are_at_most_half_of_the_context(tmp_path):
     policy = small_policy()
     folder = policy.save(tmp_path / "model")
-    assert trainer_of(str(folder)).sampling.max_completion_tokens == min(512, policy.context // 2)
+    assert build_trainer(str(folder)).sampling.max_completion_tokens == min(
+        512, policy.context // 2
+    )
     assert (
-        trainer_of(policy).sampling.max_completion_tokens
+        build_trainer(policy).sampling.max_completion_tokens
         == rl_core.SamplingSettings().max_completion_tokens
     )

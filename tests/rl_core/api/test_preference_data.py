@@ -22,14 +22,16 @@ LABELLED = [
 ]
 
 
-def settings(**options):
-    given = {"epochs": 1, "batch_size": 4, "eval_every": 1, "warmup_steps": 0, **options}
-    return rl_core.PreferenceSettings(**given)
+def build_settings(**options):
+    arguments = {"epochs": 1, "batch_size": 4, "eval_every": 1, "warmup_steps": 0, **options}
+    return rl_core.PreferenceSettings(**arguments)
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo", "kto"])
 def test_every_loss_trains_on_pairs(loss):
-    training = rl_core.dpo(small_policy(), PAIRS, loss=loss, heldout=0.25, settings=settings())
+    training = rl_core.dpo(
+        small_policy(), PAIRS, loss=loss, heldout=0.25, settings=build_settings()
+    )
     training.run()
     rows = training.metrics()
     first = {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}
@@ -42,7 +44,7 @@ def test_every_loss_trains_on_pairs(loss):
 
 def test_kto_learns_from_labels():
     training = rl_core.dpo(
-        small_policy(), LABELLED, loss="kto", heldout=0.25, settings=settings(epochs=8)
+        small_policy(), LABELLED, loss="kto", heldout=0.25, settings=build_settings(epochs=8)
     )
     training.run()
     rows = training.metrics()
@@ -55,7 +57,7 @@ def test_rows_that_do_not_go_with_the_loss_are_named():
     with pytest.raises(
         DataError, match=r"row 1: has a label, which only the loss kto takes; simpo needs pairs"
     ):
-        rl_core.dpo(small_policy(), LABELLED, loss="simpo", heldout=0.25, settings=settings())
+        rl_core.dpo(small_policy(), LABELLED, loss="simpo", heldout=0.25, settings=build_settings())
     with pytest.raises(
         DataError, match="has a label, which only the loss kto takes; reward_model needs pairs"
     ):
@@ -65,7 +67,7 @@ def test_rows_that_do_not_go_with_the_loss_are_named():
         with pytest.raises(
             DataError, match=f"margin: only a reward model takes margins, not the loss {loss}"
         ):
-            rl_core.dpo(small_policy(), rows, loss=loss, heldout=0.25, settings=settings())
+            rl_core.dpo(small_policy(), rows, loss=loss, heldout=0.25, settings=build_settings())
     with pytest.raises(
         RecordsError, match=r"data\[0\]: margin: must be finite and at least 0, found nan"
     ):
@@ -73,7 +75,7 @@ def test_rows_that_do_not_go_with_the_loss_are_named():
 
 
 def test_margins_reach_the_reward_model_s_loss():
-    """Before: a `margin` column was ignored."""
+    """Check a `margin` column, which was ignored once."""
     rows = [{**row, "margin": float(n)} for n, row in enumerate(PAIRS)]
     options = RewardModelSettings(
         epochs=1, batch_size=64, eval_every=1, warmup_steps=0, center_coef=0.0

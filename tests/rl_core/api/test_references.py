@@ -1,4 +1,4 @@
-"""The reference of the KL term: the policy without its adapters where that is exact, else a shared or an own copy."""
+"""Reference of the KL term: the policy without its adapters if that is exact, else a shared or a separate copy."""
 
 import pytest
 import torch
@@ -27,19 +27,19 @@ def train(source, **options):
     )
 
 
-def reference_of(training):
+def get_reference(training):
     return training.trainer.actor_critic.reference
 
 
 def test_new_adapters_of_a_loaded_policy_are_switched_off(folder, monkeypatch):
-    """Bit for bit what a copy of the starting model gives, without the copy."""
+    """Compare bit for bit with a copy of the starting model."""
     policy = with_adapters(folder)
     training = train(policy)
-    assert reference_of(training) is policy.model
+    assert get_reference(training) is policy.model
     training.run()
     monkeypatch.setattr(on_policy, "is_fresh_adapter", lambda model: False)
     other = train(with_adapters(folder))
-    assert reference_of(other) is not other.model
+    assert get_reference(other) is not other.model
     other.run()
     assert equal(weights(training), weights(other))
     for name in ("policy/ref_kl", "reward/mean"):
@@ -52,7 +52,7 @@ def test_trained_adapters_are_part_of_the_start(folder):
     train(policy).run()
     assert not is_fresh_adapter(policy.model)
     again = train(policy)
-    assert reference_of(again) is not policy.model
+    assert get_reference(again) is not policy.model
     again.run()
     assert again.metrics()["policy/ref_kl"].iloc[0] == pytest.approx(
         0.0, abs=1e-6
@@ -69,17 +69,17 @@ def test_modules_trained_as_a_whole_count(folder):
 
 def test_trainings_from_one_folder_share_a_copy(folder):
     first, second = train(folder), train(rl_core.ModelSettings(path=str(folder)))
-    assert reference_of(first) is reference_of(second)
-    assert reference_of(first) is not first.model
+    assert get_reference(first) is get_reference(second)
+    assert get_reference(first) is not first.model
     before = weights(first)
     first.run()
-    assert equal([p.detach() for p in reference_of(second).parameters()], before)
+    assert equal([p.detach() for p in get_reference(second).parameters()], before)
 
 
 def test_a_reference_in_few_bits(folder):
     pytest.importorskip("torchao")
     training = train(folder, reference_precision="int8")
-    assert any(isinstance(part, QuantizedLinear) for part in reference_of(training).modules())
+    assert any(isinstance(part, QuantizedLinear) for part in get_reference(training).modules())
     training.run()
     full = train(folder)
     full.run()
@@ -90,7 +90,7 @@ def test_a_reference_in_few_bits(folder):
 
 
 def test_few_bits_that_nothing_would_have_are_refused():
-    with pytest.raises(SettingsError, match="no reference model where kl_coef is 0"):
+    with pytest.raises(SettingsError, match="no reference model if kl_coef is 0"):
         rl_core.PolicySettings(reference_precision="int8")
     with pytest.raises(SettingsError, match="already loaded is copied unchanged; pass its folder"):
         train(small_policy(), reference_precision="int8")

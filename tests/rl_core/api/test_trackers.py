@@ -1,4 +1,4 @@
-"""Destinations of metrics: files, terminal, several at once, TensorBoard."""
+"""Destinations of metrics: files, terminal, several together, TensorBoard."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ def train(tracker, **options):
     return training
 
 
-def test_several_at_once_say_the_same(tmp_path, capsys):
+def test_several_trackers_record_the_same(tmp_path, capsys):
     memory = rl_core.MemoryTracker()
     training = train(
         [memory, "terminal", f"csv:{tmp_path / 'a.csv'}", str(tmp_path / "b.jsonl")],
@@ -40,8 +40,8 @@ def test_several_at_once_say_the_same(tmp_path, capsys):
     assert [float(row["reward/mean"]) for row in table] == rewards and [
         row["step"] for row in table
     ] == ["1", "2", "3"]
-    for place in (tmp_path / "b.jsonl", tmp_path / "out"):
-        assert list(rl_core.read_metrics(place)["reward/mean"]) == rewards
+    for index in (tmp_path / "b.jsonl", tmp_path / "out"):
+        assert list(rl_core.read_metrics(index)["reward/mean"]) == rewards
     assert list(training.metrics()["reward/mean"]) == rewards
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "/3 " in line] == [
         [f"{n}/3", "reward/mean"] for n in (1, 2, 3)
@@ -54,8 +54,8 @@ def test_a_name_alone_writes_into_the_output_folder(tmp_path):
         steps = [row["step"] for row in csv.DictReader(file) if row["reward/mean"]]
     assert steps == ["1", "2", "3"]
     frames = [
-        rl_core.read_metrics(place)["reward/mean"]
-        for place in (tmp_path / "tracker.jsonl", tmp_path)
+        rl_core.read_metrics(index)["reward/mean"]
+        for index in (tmp_path / "tracker.jsonl", tmp_path)
     ]
     assert frames[0].tolist() == frames[1].tolist()
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_no_tracker_by_name(capsys):
     assert capsys.readouterr().out == "" and training.outcome is not None
 
 
-def test_a_csv_takes_new_columns_and_is_gone_on_with(tmp_path):
+def test_a_csv_takes_new_columns_and_is_continued(tmp_path):
     path = tmp_path / "metrics.csv"
     rl_core.CsvTracker(path).log_metrics({"train/loss": 0.5}, 1)
     again = rl_core.CsvTracker(path)
@@ -144,5 +144,5 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     training = train(f"tensorboard:{tmp_path}")
     events = reader.EventAccumulator(str(tmp_path)).Reload()
-    found = [(event.step, pytest.approx(event.value)) for event in events.Scalars("reward/mean")]
-    assert found == list(training.metrics()["reward/mean"].items())
+    actual = [(event.step, pytest.approx(event.value)) for event in events.Scalars("reward/mean")]
+    assert actual == list(training.metrics()["reward/mean"].items())

@@ -1,4 +1,4 @@
-"""Training through the Python API: run, stop, resume, save; and what is refused before anything is played."""
+"""Training through the Python API: run, stop, resume, save; and errors before anything is played."""
 
 import dataclasses
 import json
@@ -19,17 +19,17 @@ def test_a_reward_and_prompts_are_enough(tmp_path):
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    seen = []
+    observed = []
 
     def graded(trajectories):
-        seen.extend(trajectories)
+        observed.extend(trajectories)
         return [float(t.row["answer"] in t.turns[0].action) for t in trajectories]
 
     training = rl_core.grpo(small_policy(), prompts=path, reward=graded, settings=settings())
     outcome = training.run()
     assert (outcome.iterations, outcome.stop_reason) == (3, "iterations")
-    assert len(seen) == 3 * 2 * 3
-    assert {(t.row["answer"], t.level, t.prompt) for t in seen} <= {
+    assert len(observed) == 3 * 2 * 3
+    assert {(t.row["answer"], t.level, t.prompt) for t in observed} <= {
         ("3", "easy", "1 + 2 ="),
         ("e", "hard", "say e"),
     }
@@ -40,7 +40,7 @@ def test_a_reward_and_prompts_are_enough(tmp_path):
 
 
 def test_the_reward_is_learned():
-    """More characters earn more: the mean rises well beyond what it started with."""
+    """Check that more characters earn more: the mean rises well beyond its start."""
     training = rl_core.grpo(
         small_policy(),
         prompts=["say e"],
@@ -99,21 +99,21 @@ def train(output=None, stop_at=None, iterations=4, reward=length, **options):
 
 
 def test_ctrl_c_and_again_give_the_same_weights_with_and_without_a_folder(tmp_path):
-    whole = train()
-    whole.run()
+    full = train()
+    full.run()
     stopped = train(stop_at=1)
     with pytest.raises(rl_core.Stopped, match="run\\(\\) continues from here"):
         stopped.run()
     assert stopped.memory.state.iteration == 2
     assert stopped.run().iterations == 4
-    assert equal(weights(stopped), weights(whole))
-    kept = train(tmp_path, stop_at=1)
+    assert equal(weights(stopped), weights(full))
+    selected = train(tmp_path, stop_at=1)
     with pytest.raises(rl_core.Stopped, match="resumes"):
-        kept.run()
+        selected.run()
     fresh = train(tmp_path)  # as a new process would
     outcome = fresh.run()
     assert (outcome.iterations, outcome.resumed_iteration) == (4, 2)
-    assert equal(weights(fresh), weights(whole))
+    assert equal(weights(fresh), weights(full))
     assert list(rl_core.read_metrics(tmp_path).index) == [1, 2, 3, 4]
     assert list(rl_core.read_rewards(tmp_path)["iteration"].unique()) == [0, 1, 2, 3]
 
@@ -144,7 +144,7 @@ def loss(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT, *, num_loss_
 
 
 def test_a_loss_of_the_user_s_by_path_and_by_hand(tmp_path, monkeypatch):
-    """Logged and learned from; a resume with an edited file, or an edited file that it imports, is refused."""
+    """Check that it is logged and learned from; a resume with an edited file, or an edited import of it, is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(LOSS)
@@ -196,7 +196,7 @@ def test_a_resume_with_another_reward_or_setting_is_refused(tmp_path):
     )  # more iterations change none that was done
 
 
-def test_a_reward_that_raises_can_be_mended_and_the_run_goes_on():
+def test_a_reward_that_raises_can_be_fixed_and_the_run_continues():
     state = {"broken": True}
 
     def moody(trajectories):
@@ -362,54 +362,56 @@ def test_evaluate_and_generate(tmp_path):
     letter = max(long, key=len)[2]
     stopping = rl_core.SamplingSettings(max_completion_tokens=30, stop=(letter,))
     (cut,) = rl_core.generate(policy, ["a"], samples=6, sampling=stopping)
-    for whole, part in zip(
+    for full, part in zip(
         long, cut, strict=True
     ):  # the text keeps the token that completes the stop text
-        assert whole.startswith(part) and letter not in part[:-8]
-        assert part == whole if letter not in whole else letter in part
+        assert full.startswith(part) and letter not in part[:-8]
+        assert part == full if letter not in full else letter in part
 
 
-def refused(match, error=rl_core.SettingsError, **arguments):
+def assert_refused(match, error=rl_core.SettingsError, **arguments):
     with pytest.raises(error, match=match):
         rl_core.grpo(**{"model": small_policy(), "settings": settings(), **arguments})
 
 
 def test_what_is_refused_before_anything_is_played(tmp_path):
-    refused("neither is given")
-    refused("both are given", environment=Echo(), prompts=["a"], reward=length)
-    refused("prompts have no reward", prompts=["a"])
-    refused("prompts have no reward", prompts=["a"], reward={"task": 1.0, length: 0.0})
-    refused("is a class; pass Echo\\(\\)", environment=Echo)
-    refused("make_environment", environment="echo")
-    refused("is not a reward", prompts=["a"], reward=3)
-    refused("two parts are named", prompts=["a"], reward=[length, length])
-    refused(
+    assert_refused("neither is given")
+    assert_refused("both are given", environment=Echo(), prompts=["a"], reward=length)
+    assert_refused("prompts have no reward", prompts=["a"])
+    assert_refused("prompts have no reward", prompts=["a"], reward={"task": 1.0, length: 0.0})
+    assert_refused("is a class; pass Echo\\(\\)", environment=Echo)
+    assert_refused("make_environment", environment="echo")
+    assert_refused("is not a reward", prompts=["a"], reward=3)
+    assert_refused("two parts are named", prompts=["a"], reward=[length, length])
+    assert_refused(
         "given twice",
         environment=Echo(),
         reward=length,
         settings=settings(rewards={"task": 1.0, "length": 0.1}),
     )
-    refused(
+    assert_refused(
         "expected rl_core.PolicySettings",
         prompts=["a"],
         reward=length,
         settings=rl_core.SFTSettings(),
     )
-    refused("use rl_core.ppo", environment=Echo(), settings=settings(algorithm="ppo"))
-    refused("needs heldout_prompts", prompts=["a"], reward=length, settings=settings(eval_every=1))
-    refused("needs eval_every", environment=Echo(), settings=settings(patience=1))
-    refused("neither a function nor an object", environment=Echo(), callbacks=[3])
-    refused(
+    assert_refused("use rl_core.ppo", environment=Echo(), settings=settings(algorithm="ppo"))
+    assert_refused(
+        "needs heldout_prompts", prompts=["a"], reward=length, settings=settings(eval_every=1)
+    )
+    assert_refused("needs eval_every", environment=Echo(), settings=settings(patience=1))
+    assert_refused("neither a function nor an object", environment=Echo(), callbacks=[3])
+    assert_refused(
         "Llama.* is not a model.*with its tokenizer", model=small_policy().model, environment=Echo()
     )
-    refused("create_policy", model=rl_core.ModelSettings(), environment=Echo())
-    refused(
+    assert_refused("create_policy", model=rl_core.ModelSettings(), environment=Echo())
+    assert_refused(
         "no model folder", rl_core.CheckpointError, model=tmp_path / "nothing", environment=Echo()
     )
-    refused("no tracker 'tensorbord", environment=Echo(), tracker="tensorbord:x")
-    refused("has no method log_metrics", environment=Echo(), tracker=object())
+    assert_refused("no tracker 'tensorbord", environment=Echo(), tracker="tensorbord:x")
+    assert_refused("has no method log_metrics", environment=Echo(), tracker=object())
     launch = rl_core.LaunchSettings(kind="torchrun", processes=2)
-    refused("in this process", environment=Echo(), settings=settings(launch=launch))
+    assert_refused("in this process", environment=Echo(), settings=settings(launch=launch))
     with pytest.raises(rl_core.SettingsError, match="leaves nothing to evaluate on"):
         rl_core.sft(
             small_policy(), DEMONSTRATIONS, heldout=0, settings=rl_core.SFTSettings(eval_every=1)
@@ -465,14 +467,14 @@ def test_settings_name_the_slip(values, message):
     assert dataclasses.replace(rl_core.PolicySettings(learning_rate=1), epochs=2).learning_rate == 1
 
 
-def test_a_changed_run_resumes_on_demand_or_begins_anew_and_keeps_what_was_there(tmp_path, caplog):
+def test_a_changed_run_resumes_on_demand_or_starts_over_and_keeps_old_checkpoints(tmp_path, caplog):
     train(tmp_path, iterations=1).run()
     drifted = train(tmp_path, iterations=2, learning_rate=2e-2)
     outcome = drifted.run(allow_drift=True)
     assert (outcome.iterations, outcome.resumed_iteration) == (2, 1)
     assert "settings.learning_rate: 0.01 in the checkpoint, 0.02 now" in caplog.text
-    anew = train(tmp_path, iterations=2, learning_rate=3e-2)
-    assert anew.run(fresh=True).resumed_iteration == 0
+    fresh = train(tmp_path, iterations=2, learning_rate=3e-2)
+    assert fresh.run(fresh=True).resumed_iteration == 0
     (aside,) = tmp_path.glob("checkpoints.aside*")
     assert list(aside.glob("checkpoint-*/state.json")) and str(aside) in caplog.text
     assert train(tmp_path, iterations=3, learning_rate=3e-2).run().resumed_iteration == 2

@@ -11,7 +11,7 @@ import rl_core
 
 
 class Count(rl_core.Environment):
-    """An environment of a user's."""
+    """Custom environment."""
 
     name = "count"
     levels = ("all",)
@@ -25,7 +25,7 @@ class Count(rl_core.Environment):
 
 
 class CountEpisode(rl_core.Episode):
-    """One of its episodes."""
+    """Episode of the custom environment."""
 
     def reset(self) -> list[rl_core.Message]:
         return [{"role": "user", "content": "count"}]
@@ -42,7 +42,7 @@ def reward(trajectories: list[rl_core.Trajectory]) -> Sequence[float]:
 
 
 class Watch:
-    """A callback of a user's."""
+    """Custom callback."""
 
     def on_iteration(self, event: rl_core.TrainingEvent) -> None:
         if event.metrics["reward/mean"] > 1.0:

@@ -1,4 +1,4 @@
-"""Fast paths of models: every possible reason is given by a model with that property."""
+"""Fast paths of models: every possible reason occurs for some model."""
 
 from __future__ import annotations
 
@@ -60,59 +60,59 @@ SIZES = {
 }
 
 
-def llama(**more):
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **more})).train()
+def create_llama(**options):
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})).train()
 
 
-def qwen2(**more):
-    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **more)).train()
+def create_qwen2(**options):
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **options)).train()
 
 
-def qwen3(**more):
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, **more)).train()
+def create_qwen3(**options):
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, **options)).train()
 
 
-def gpt2():
+def create_gpt2():
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2, n_positions=64)
     ).train()
 
 
-def lora(model, **options):
+def add_lora(model, **options):
     return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], **options))
 
 
-def window():
-    return qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+def create_sliding_model():
+    return create_qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0)
 
 
-def changed(model, change):
+def change_model(model, change):
     change(model)
     return model
 
 
-class OwnLlama(LlamaForCausalLM):
-    """A user's subclass: its forward pass may be anything."""
+class CustomLlama(LlamaForCausalLM):
+    """A user's subclass, whose forward pass may be anything."""
 
 
-OwnLlama.__name__ = "LlamaForCausalLM"
+CustomLlama.__name__ = "LlamaForCausalLM"
 
 
-class Scaled(LlamaForCausalLM):
-    """Logits that are not what the config says."""
+class ScaledLlama(LlamaForCausalLM):
+    """A model whose logits differ from what its config says."""
 
     def forward(self, *args, **named):
         output = super().forward(*args, **named)
         return dataclasses.replace(output, logits=output.logits * 2)
 
 
-def no_positions(module, args, kwargs):
+def refuse_positions(module, args, kwargs):
     if "position_ids" in kwargs:
         raise TypeError("no positions, please")
 
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
-ASK = {
+CHECKS = {
     "training": check_training_forward,
     "head": check_chunked_head,
     "packing": check_sequence_packing,
@@ -125,14 +125,16 @@ ASK = {
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """A machine with compiled code and tiles, as far as decisions go."""
+    """Simulate a machine with compiled code and tiles, as far as decisions go."""
     monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: object())
     monkeypatch.setattr(packed_gemm, "load_int8_gemm", lambda: object())
     return monkeypatch
 
 
-@pytest.mark.parametrize("make", [llama, qwen2, qwen3, lambda: lora(llama())])
-def test_a_plain_model_of_each_family_takes_every_path(make, compiled):
+@pytest.mark.parametrize(
+    "make", [create_llama, create_qwen2, create_qwen3, lambda: add_lora(create_llama())]
+)
+def test_a_standard_model_of_each_family_takes_every_path(make, compiled):
     model = make()
     decisions = list(inspect_capabilities(model))
     assert [decision.name for decision in decisions] == [
@@ -149,24 +151,24 @@ def test_a_plain_model_of_each_family_takes_every_path(make, compiled):
     ]
     assert all(decision.allowed and not decision.is_undecided for decision in decisions), decisions
     assert all(decision.reason and decision.fallback for decision in decisions)
-    assert all(module.training for module in model.modules())  # trials leave the mode as it was
+    assert all(module.training for module in model.modules())  # trials restore the mode
 
 
 def test_static_ropes_are_fine():
-    more = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+    options = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
     assert (
-        check_training_forward(llama(**more)).allowed
-        and check_rollout_decoder(llama(**more)).allowed
+        check_training_forward(create_llama(**options)).allowed
+        and check_rollout_decoder(create_llama(**options)).allowed
     )
 
 
-def float_and_double(model):
+def put_head_on_meta(model):
     model.lm_head = nn.Linear(64, 61, bias=False).to("meta")
 
 
 REFUSED = [
     # path, model, reason
-    ("training", gpt2, "GPT2Model is not of a known family (Llama, Qwen2, Qwen3)"),
+    ("training", create_gpt2, "GPT2Model is not of a known family (Llama, Qwen2, Qwen3)"),
     (
         "training",
         lambda: MistralForCausalLM(MistralConfig(**SIZES)),
@@ -174,43 +176,47 @@ REFUSED = [
     ),
     (
         "training",
-        lambda: llama().double(),
+        lambda: create_llama().double(),
         "its weights are float64, and this path computes in float32",
     ),
     (
         "training",
-        lambda: llama().bfloat16(),
+        lambda: create_llama().bfloat16(),
         "its weights are bfloat16, and this path computes in float32",
     ),
-    ("training", lambda: llama().to("meta"), "its weights are on meta; this path is for CPUs"),
     (
         "training",
-        lambda: changed(llama(), lambda m: m.set_attn_implementation("eager")),
+        lambda: create_llama().to("meta"),
+        "its weights are on meta; this path is for CPUs",
+    ),
+    (
+        "training",
+        lambda: change_model(create_llama(), lambda m: m.set_attn_implementation("eager")),
         "attention is set to 'eager'",
     ),
     (
         "training",
-        lambda: llama(hidden_act="gelu"),
+        lambda: create_llama(hidden_act="gelu"),
         "its activation is gelu; this path computes silu",
     ),
     (
         "training",
-        lambda: llama(attention_dropout=0.1),
+        lambda: create_llama(attention_dropout=0.1),
         "attention_dropout is 0.1; this path has none",
     ),
     (
         "training",
-        lambda: changed(llama(), lambda m: m.gradient_checkpointing_enable()),
+        lambda: change_model(create_llama(), lambda m: m.gradient_checkpointing_enable()),
         "activation checkpointing is on",
     ),
     (
         "training",
-        lambda: llama(**DYNAMIC),
+        lambda: create_llama(**DYNAMIC),
         "its rotary frequencies depend on the length (rope_type 'dynamic')",
     ),
     (
         "training",
-        window,
+        create_sliding_model,
         "some layers do not attend to all earlier tokens (sliding_attention)",
     ),
     (
@@ -225,12 +231,12 @@ REFUSED = [
     ),
     (
         "head",
-        lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["lm_head"])),
+        lambda: get_peft_model(create_llama(), LoraConfig(r=2, target_modules=["lm_head"])),
         "its output head is Linear of peft.tuners.lora.layer, not torch's",
     ),
     (
         "head",
-        lambda: Scaled(LlamaConfig(**SIZES)),
+        lambda: ScaledLlama(LlamaConfig(**SIZES)),
         "in a trial its logits differ from head times last hidden state",
     ),
     (
@@ -240,37 +246,49 @@ REFUSED = [
     ),
     (
         "packing",
-        lambda: changed(
-            llama(), lambda m: m.model.register_forward_pre_hook(no_positions, with_kwargs=True)
+        lambda: change_model(
+            create_llama(),
+            lambda m: m.model.register_forward_pre_hook(refuse_positions, with_kwargs=True),
         ),
         "a trial with position ids failed: TypeError: no positions, please",
     ),
-    ("decoder", gpt2, "GPT2LMHeadModel is not of a known family (Llama, Qwen2, Qwen3)"),
-    ("decoder", lambda: OwnLlama(LlamaConfig(**SIZES)), "which may differ from transformers' version"),
-    ("decoder", lambda: llama(**DYNAMIC), "rope_type 'dynamic'"),
-    ("decoder", window, "sliding_attention"),
+    ("decoder", create_gpt2, "GPT2LMHeadModel is not of a known family (Llama, Qwen2, Qwen3)"),
     (
         "decoder",
-        lambda: changed(llama(), lambda m: setattr(m.model.layers[0].self_attn, "head_dim", 32)),
-        "rotary embedding turns 16 of the 32 dimensions of a head",
+        lambda: CustomLlama(LlamaConfig(**SIZES)),
+        "which may differ from transformers' version",
+    ),
+    ("decoder", lambda: create_llama(**DYNAMIC), "rope_type 'dynamic'"),
+    ("decoder", create_sliding_model, "sliding_attention"),
+    (
+        "decoder",
+        lambda: change_model(
+            create_llama(), lambda m: setattr(m.model.layers[0].self_attn, "head_dim", 32)
+        ),
+        "rotary embedding rotates 16 of the 32 dimensions of a head",
     ),
     (
         "decoder",
-        lambda: changed(
-            llama(), lambda m: setattr(m.model.layers[1].mlp, "up_proj", nn.Bilinear(64, 1, 48))
+        lambda: change_model(
+            create_llama(),
+            lambda m: setattr(m.model.layers[1].mlp, "up_proj", nn.Bilinear(64, 1, 48)),
         ),
         "its up_proj is Bilinear (quantised?), not a plain linear layer",
     ),
     (
         "decoder",
-        lambda: lora(llama(), modules_to_save=["embed_tokens"]),
+        lambda: add_lora(create_llama(), modules_to_save=["embed_tokens"]),
         "replaces whole modules (modules_to_save)",
     ),
-    ("decoder", lambda: changed(llama(), float_and_double), "its weights lie on several devices"),
     (
         "decoder",
-        lambda: changed(
-            llama(),
+        lambda: change_model(create_llama(), put_head_on_meta),
+        "its weights lie on several devices",
+    ),
+    (
+        "decoder",
+        lambda: change_model(
+            create_llama(),
             lambda m: setattr(
                 m.model.norm,
                 "weight",
@@ -279,35 +297,43 @@ REFUSED = [
         ),
         "some of its weights are integers",
     ),
-    ("packed", gpt2, "needs the path 'rollout decoder'"),
+    ("packed", create_gpt2, "needs the path 'rollout decoder'"),
     (
         "packed",
-        lambda: llama().bfloat16(),
+        lambda: create_llama().bfloat16(),
         "its weights are bfloat16; only float32 and float64 are copied",
     ),
-    ("packed", lambda: llama().to("meta"), "its weights are on meta; copies only help on a CPU"),
-    ("compiled", lambda: llama().bfloat16(), "needs the path 'packed weights'"),
-    ("compiled", lambda: llama().double(), "its weights are float64; compiled code needs float32"),
+    (
+        "packed",
+        lambda: create_llama().to("meta"),
+        "its weights are on meta; copies only help on a CPU",
+    ),
+    ("compiled", lambda: create_llama().bfloat16(), "needs the path 'packed weights'"),
+    (
+        "compiled",
+        lambda: create_llama().double(),
+        "its weights are float64; compiled code needs float32",
+    ),
     ("compiled", lambda: make_model("llama", head_dim=8), "heads of 8 dimensions"),
-    ("fused", lambda: llama().double(), "needs the path 'compiled decoding'"),
+    ("fused", lambda: create_llama().double(), "needs the path 'compiled decoding'"),
     (
         "fused",
-        lambda: llama(hidden_act="gelu"),
+        lambda: create_llama(hidden_act="gelu"),
         "its activation is GELUActivation; compiled code computes silu",
     ),
 ]
 
 
 @pytest.mark.parametrize(("path", "make", "reason"), REFUSED)
-def test_what_speaks_against_a_path_is_said(path, make, reason, compiled):
-    decision = ASK[path](make())
+def test_obstacles_are_reported(path, make, reason, compiled):
+    decision = CHECKS[path](make())
     assert not decision.allowed and not decision.is_undecided
     assert reason in decision.reason
     assert decision.fallback
 
 
-def test_dropout_and_checkpointing_matter_in_training_mode_alone():
-    model = llama(attention_dropout=0.1)
+def test_dropout_and_checkpointing_matter_only_in_training_mode():
+    model = create_llama(attention_dropout=0.1)
     model.gradient_checkpointing_enable()
     assert not check_training_forward(model).allowed
     assert check_training_forward(model.eval()).allowed
@@ -316,13 +342,13 @@ def test_dropout_and_checkpointing_matter_in_training_mode_alone():
 def test_autocast_is_left_to_transformers():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (
-            check_training_forward(llama()).reason
+            check_training_forward(create_llama()).reason
             == "autocast is on, and this path computes in float32"
         )
 
 
 def test_weights_sharded_by_layer_are_left_to_transformers(monkeypatch):
-    model = llama()
+    model = create_llama()
     package = SimpleNamespace(FSDPModule=type(model.model.layers[0]))
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", package)
     assert (
@@ -332,7 +358,7 @@ def test_weights_sharded_by_layer_are_left_to_transformers(monkeypatch):
 
 
 def test_what_the_machine_lacks(monkeypatch):
-    model = llama()
+    model = create_llama()
     monkeypatch.setattr(packed_gemm, "load_int8_gemm", lambda: None)
     monkeypatch.setattr(packed_gemm, "load_packed_vectors", lambda: object())
     monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: object())
@@ -350,7 +376,7 @@ def test_what_the_machine_lacks(monkeypatch):
 
 
 def test_large_models_are_not_copied(monkeypatch):
-    model = llama()
+    model = create_llama()
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(decoding, "PACKED_BYTES", size)
     assert check_packed_weights(model).allowed
@@ -359,50 +385,60 @@ def test_large_models_are_not_copied(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("measured", "reason"),
     [
         ((0.0, 1.0, 0.5), "in a trial hidden states differed by 5.0e-01 of their size"),
-        ((float("nan"), 1.0, 0.0), "in a trial a sequence attended to the one before it in its row"),
+        (
+            (float("nan"), 1.0, 0.0),
+            "in a trial a sequence attended to the one before it in its row",
+        ),
     ],
 )
-def test_packing_that_mixes_sequences(monkeypatch, found, reason):
-    monkeypatch.setattr(training, "_measure_packing_leak", lambda base: found)
-    assert check_sequence_packing(llama()) == Decision(
+def test_packing_that_mixes_sequences(monkeypatch, measured, reason):
+    monkeypatch.setattr(training, "_measure_packing_leak", lambda base: measured)
+    assert check_sequence_packing(create_llama()) == Decision(
         "sequence packing", False, reason, "one sequence a row"
     )
 
 
-def test_without_weights_trials_are_left_open():
+def test_without_weights_trials_are_undecided():
     with torch.device("meta"):
-        found = inspect_capabilities(llama(), device="cpu")
-    assert found.training_forward.allowed and found.decoder.allowed and found.packed_weights.allowed
-    for decision in (found.plain_head, found.sequence_packing):
+        decisions = inspect_capabilities(create_llama(), device="cpu")
+    assert (
+        decisions.training_forward.allowed
+        and decisions.decoder.allowed
+        and decisions.packed_weights.allowed
+    )
+    for decision in (decisions.plain_head, decisions.sequence_packing):
         assert decision.is_undecided and not decision.allowed
     with torch.device("meta"):
-        found = inspect_capabilities(llama(), device="cuda")
-    assert found.decoder.allowed and "CUDA graphs" in found.decoder.reason
-    assert "its weights are on cuda" in found.training_forward.reason
+        decisions = inspect_capabilities(create_llama(), device="cuda")
+    assert decisions.decoder.allowed and "CUDA graphs" in decisions.decoder.reason
+    assert "its weights are on cuda" in decisions.training_forward.reason
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (
-            lambda: llama(head_dim=16).double(),
+            lambda: create_llama(head_dim=16).double(),
             "its training passes are transformers' own: its weights are float64",
         ),
-        (lambda: llama(head_dim=12), "attention over heads of 12 dimensions needs torch's kernel"),
         (
-            lambda: llama(head_dim=16, intermediate_size=40),
+            lambda: create_llama(head_dim=12),
+            "attention over heads of 12 dimensions needs torch's kernel",
+        ),
+        (
+            lambda: create_llama(head_dim=16, intermediate_size=40),
             "intermediate_size 40 is not a multiple of 16",
         ),
     ],
 )
-def test_rows_depend_on_others_where_a_kernel_is_not_ours(make, reason, monkeypatch):
+def test_rows_are_dependent_with_other_kernels(make, reason, monkeypatch):
     if (gemm.load_tiles() or gemm.load_vectors()) is None:
         pytest.skip("needs compiled matrix products")
-    assert check_independent_rows(llama(head_dim=16)).allowed
-    assert check_independent_rows(qwen3()).allowed
+    assert check_independent_rows(create_llama(head_dim=16)).allowed
+    assert check_independent_rows(create_qwen3()).allowed
     assert (
         not check_independent_rows(make()).allowed
         and reason in check_independent_rows(make()).reason
@@ -410,13 +446,13 @@ def test_rows_depend_on_others_where_a_kernel_is_not_ours(make, reason, monkeypa
     monkeypatch.setattr(gemm, "load_gemm", lambda: None)
     assert (
         "matrix products are not compiled code"
-        in check_independent_rows(llama(head_dim=16)).reason
+        in check_independent_rows(create_llama(head_dim=16)).reason
     )
 
 
 def test_every_reason_has_a_case_here():
-    """A reason that is new in the room needs a model that gives it: part of its constant text stands in this file."""
-    asked, missing = Path(__file__).read_text(), []
+    """A new reason needs a model that triggers it: part of its constant text occurs in this file."""
+    source, missing = Path(__file__).read_text(), []
     files = sorted(Path(inspect.getfile(room)).parent.glob("*.py"))
     reasons = [
         node
@@ -427,7 +463,9 @@ def test_every_reason_has_a_case_here():
     assert len(reasons) > 20
     for reason in reasons:
         texts = [
-            str(part.value).strip() for part in ast.walk(reason) if isinstance(part, ast.Constant)
+            str(constant.value).strip()
+            for constant in ast.walk(reason)
+            if isinstance(constant, ast.Constant)
         ]
         pieces = [
             text[start : start + 12] for text in texts for start in range(max(1, len(text) - 11))
@@ -435,7 +473,7 @@ def test_every_reason_has_a_case_here():
         if (
             not isinstance(reason.value, ast.Tuple)
             and texts
-            and not any(piece in asked for piece in pieces if len(piece) == 12)
+            and not any(piece in source for piece in pieces if len(piece) == 12)
         ):
             missing.append(texts)
     assert missing == []

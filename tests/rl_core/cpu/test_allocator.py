@@ -1,4 +1,4 @@
-"""Memory that is freed stays with the process, unless the user has set the allocator; memory that is given out."""
+"""Freed memory stays with the process, unless the user has configured the allocator; memory that is handed out."""
 
 import os
 import platform
@@ -10,10 +10,12 @@ import torch
 
 from rl_core.cpu.allocator import Arena, allocate_huge_pages
 
-needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+needs_glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="tests glibc's allocator"
+)
 
-# Page faults of 3 tensors of 64 MiB, before and after the allocator is told to keep what is freed. The least of four
-# counts: an object that lands behind a freed tensor makes the heap grow once more, now and then.
+# Page faults of 3 tensors of 64 MiB, before and after the allocator is told to keep freed memory. The smallest of four
+# counts is used, because an object allocated after a freed tensor occasionally makes the heap grow again.
 PROGRAM = """
 import resource
 import torch
@@ -28,8 +30,8 @@ print(faults(), keep_freed_memory(), min(faults() for _ in range(4)))
 """
 
 
-def run(**environment: str) -> tuple[int, str, int]:
-    done = subprocess.run(
+def run_program(**environment: str) -> tuple[int, str, int]:
+    process = subprocess.run_program(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
@@ -37,21 +39,21 @@ def run(**environment: str) -> tuple[int, str, int]:
         env={name: value for name, value in os.environ.items() if "MALLOC" not in name}
         | environment,
     )
-    before, said, after = done.stdout.split()
-    return int(before), said, int(after)
+    faults_before, is_set, faults_after = process.stdout.split()
+    return int(faults_before), is_set, int(faults_after)
 
 
 @needs_glibc
 def test_pages_are_not_mapped_again() -> None:
-    given_back, said, kept = run()
-    assert said == "True"
-    assert given_back > 3_000 > 30 * kept  # 49,152 pages of 4 KiB, or fewer larger ones
+    faults_before, is_set, faults_after = run_program()
+    assert is_set == "True"
+    assert faults_before > 3_000 > 30 * faults_after  # 49,152 pages of 4 KiB, or fewer larger ones
 
 
 @needs_glibc
-def test_a_user_who_has_set_the_allocator_is_left_alone() -> None:
-    _, said, faults = run(MALLOC_TRIM_THRESHOLD_="131072")
-    assert said == "False" and faults > 3_000
+def test_a_configured_allocator_is_not_changed() -> None:
+    _, is_set, faults = run_program(MALLOC_TRIM_THRESHOLD_="131072")
+    assert is_set == "False" and faults > 3_000
 
 
 def test_fresh_pages_belong_to_this_process() -> None:
@@ -65,7 +67,7 @@ def test_fresh_pages_belong_to_this_process() -> None:
     assert not memory.any()
 
 
-def test_pieces_do_not_overlap_and_are_given_out_again() -> None:
+def test_pieces_do_not_overlap_and_are_reused() -> None:
     arena = Arena(chunk=1000)
     sizes = [100, 1, 800, 5000, 30, 64]
     pieces = [arena.allocate_bytes(size) for size in sizes]
@@ -78,6 +80,5 @@ def test_pieces_do_not_overlap_and_are_given_out_again() -> None:
     assert [arena.allocate_bytes(size).data_ptr() for size in sizes] == [
         piece.data_ptr() for piece in pieces
     ]
-    assert torch.equal(
-        pieces[3], torch.full_like(pieces[3], 3)
-    )  # nothing is written by giving it out
+    # allocation does not write to the memory
+    assert torch.equal(pieces[3], torch.full_like(pieces[3], 3))

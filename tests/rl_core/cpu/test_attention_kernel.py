@@ -1,4 +1,4 @@
-"""Compiled attention against its definition in float64: rows of any length, common beginnings, threads."""
+"""Compiled attention against its definition in float64: rows of any length, common prefixes, threads."""
 
 import pytest
 import torch
@@ -13,29 +13,29 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def by_definition(heads, tokens_of_rows, owner, cos, sin, kv_heads, scale):
-    """Token by token; `owner` says from which row a token's result is taken."""
+def compute_by_definition(heads, tokens_of_rows, owner, cos, sin, kv_heads, scale):
+    """Compute attention token by token; `owner` is the row that a token's result is taken from."""
     size, query_heads = heads.shape[2], heads.shape[1] - 2 * kv_heads
-    turned = (
+    rotated = (
         heads * cos[:, None]
         + torch.cat([-heads[..., size // 2 :], heads[..., : size // 2]], -1) * sin[:, None]
     )
-    q, k, v = turned[:, :query_heads], turned[:, query_heads:-kv_heads], heads[:, -kv_heads:]
-    found = {}
+    q, k, v = rotated[:, :query_heads], rotated[:, query_heads:-kv_heads], heads[:, -kv_heads:]
+    results = {}
     for row, tokens in enumerate(tokens_of_rows):
-        for place, token in enumerate(tokens):
+        for position, token in enumerate(tokens):
             if owner[token] == row:
-                seen = tokens[: place + 1]
+                seen = tokens[: position + 1]
                 keys, values = (
                     x[seen].repeat_interleave(query_heads // kv_heads, dim=1) for x in (k, v)
                 )
                 weights = torch.softmax(torch.einsum("hd,lhd->hl", q[token], keys) * scale, dim=-1)
-                found[token] = torch.einsum("hl,lhd->hd", weights, values).reshape(-1)
-    return torch.stack([found[token] for token in range(len(heads))])
+                results[token] = torch.einsum("hl,lhd->hd", weights, values).reshape(-1)
+    return torch.stack([results[token] for token in range(len(heads))])
 
 
-def check(rows, size, query_heads, kv_heads, scale=0.3):
-    """Rows of token ids: compiled, forward and backward, against the definition."""
+def check_attention(rows, size, query_heads, kv_heads, scale=0.3):
+    """Compare compiled attention over rows of token ids, forward and backward, with the definition."""
     lengths = [len(row) for row in rows]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     shared = find_shared_prefixes(ids, lengths)
@@ -46,7 +46,7 @@ def check(rows, size, query_heads, kv_heads, scale=0.3):
     tokens_of_rows = [
         unique[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)
     ]
-    owner = [next(row for row, end in enumerate(ends) if place < end) for place in first.tolist()]
+    owner = [next(row for row, end in enumerate(ends) if index < end) for index in first.tolist()]
     positions = torch.cat([torch.arange(length) for length in lengths])[first]
     angles = positions[:, None] / 100 ** (torch.arange(size // 2) / (size // 2))
     cos, sin = (torch.cat([x, x], dim=1) for x in (angles.cos(), angles.sin()))
@@ -61,19 +61,19 @@ def check(rows, size, query_heads, kv_heads, scale=0.3):
             assert isinstance(attend, packed_forward._KernelAttention)
             out = attend(x, kv_heads, scale)
         else:
-            out = by_definition(
+            out = compute_by_definition(
                 x, tokens_of_rows, owner, cos.double(), sin.double(), kv_heads, scale
             )
         out.backward(grad.to(kind))
         results.append((out.detach().double(), x.grad.double()))
-    for ours, exact in zip(*results, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5 * max(scale, 1.0))
+    for compiled, expected in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5 * max(scale, 1.0))
     return results[0]
 
 
-def rows_of(*lengths):
-    """That have nothing in common."""
-    return [[100 * row + place for place in range(length)] for row, length in enumerate(lengths)]
+def build_rows(*lengths):
+    """Build rows without common tokens."""
+    return [[100 * row + i for i in range(length)] for row, length in enumerate(lengths)]
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def rows_of(*lengths):
     [(16, 4, 2), (64, 4, 2), (32, 3, 3), (48, 5, 1), (128, 2, 1)],
 )
 def test_heads_of_any_size(size, query_heads, kv_heads):
-    check(rows_of(1, 7, 16, 17, 33, 70), size, query_heads, kv_heads)
+    check_attention(build_rows(1, 7, 16, 17, 33, 70), size, query_heads, kv_heads)
 
 
 @pytest.mark.parametrize("length", [*range(1, 20), 47, 48, 49, 53, 54, 55, 95, 97, 145])
 def test_rows_of_any_length(length):
-    check(rows_of(length), 16, 2, 1)
+    check_attention(build_rows(length), 16, 2, 1)
 
 
-def test_common_beginnings():
+def test_common_prefixes():
     long = list(range(60))
-    check(
+    check_attention(
         [
             long,
             [*long[:50], 80, 81, 82],
@@ -109,28 +109,30 @@ def test_common_beginnings():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=6))
-def test_rows_that_begin_in_any_way(rows):
-    check(rows, 16, 2, 1)
+def test_any_common_prefixes(rows):
+    check_attention(rows, 16, 2, 1)
 
 
-def test_scores_that_leave_nothing_of_the_others():
-    """A large scale: the softmax is 0 or 1 but for one key, and nothing overflows."""
-    out, grad = check(rows_of(40), 16, 2, 1, scale=40.0)
+def test_scores_with_a_single_dominant_key():
+    """A large scale: the softmax is 0 or 1 except for one key, and nothing overflows."""
+    out, grad = check_attention(build_rows(40), 16, 2, 1, scale=40.0)
     assert out.isfinite().all() and grad.isfinite().all()
 
 
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
     long = list(range(90))
-    rows = [long, [*long[:40], 100, 101], *rows_of(30, 61, 5), long[:70]]
-    found = []
+    rows = [long, [*long[:40], 100, 101], *build_rows(30, 61, 5), long[:70]]
+    results = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append(check(rows, 32, 4, 2))
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+        results.append(check_attention(rows, 32, 4, 2))
+    for other in results[1:]:
+        assert all(
+            torch.equal(first, second) for first, second in zip(results[0], other, strict=True)
+        )
 
 
-def test_nan_is_seen():
+def test_nan_is_propagated():
     rows = attention_kernel.AttentionRows(
         *(torch.tensor(x) for x in ([0, 20], range(20), [0], range(21), range(20))), 20
     )

@@ -1,4 +1,4 @@
-"""Compiled code: made once, from these sources, for this machine; and what happens where nothing can be compiled."""
+"""Compiled code: built once, from these sources, for this machine; and what happens if nothing can be compiled."""
 
 import logging
 import subprocess
@@ -13,18 +13,20 @@ needs_compiler = pytest.mark.skipif(build.load_library() is None, reason="needs 
 
 @needs_compiler
 def test_threads_are_those_of_torch():
-    """A second OpenMP library would have threads of its own, which wait where torch's want to work."""
+    """A second OpenMP library would have its own threads, which wait while torch's want to work."""
     program = (
-        "from rl_core.cpu import build; build.load();"
+        "from rl_core.cpu import build; build.load_library();"
         "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'libiomp' in line}"
-        " == {build.loaded_openmp()})"
+        " == {build.find_loaded_openmp()})"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["True"]
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """As in a process that has compiled nothing yet; the sources are two small files, as the real ones take seconds."""
+    """Simulate a process that has compiled nothing yet; the sources are two small files, because the real ones take
+    seconds.
+    """
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "answer.h").write_text("#define ANSWER 42\n")
@@ -39,27 +41,26 @@ def fresh(monkeypatch, tmp_path):
 @needs_compiler
 def test_it_is_compiled_once(fresh, monkeypatch, tmp_path):
     assert build.load_library().answer() == 42
-    (made_library,) = fresh.iterdir()
-    made = made_library.stat().st_mtime_ns
+    (library,) = fresh.iterdir()
+    modified_at = library.stat().st_mtime_ns
     build.load_library.cache_clear()
     assert build.load_library() is not None
-    assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [made]
+    assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [modified_at]
     had_threads = build.find_loaded_openmp() is not None
     (tmp_path / "sources/answer.h").write_text("#define ANSWER 43\n")
     build.load_library.cache_clear()
     assert build.load_library().answer() == 43
     assert len(list(fresh.glob("*.so"))) == 2
-    monkeypatch.setattr(
-        build, "find_loaded_openmp", lambda: None
-    )  # without threads it is another library
+    # without threads it is another library
+    monkeypatch.setattr(build, "find_loaded_openmp", lambda: None)
     build.load_library.cache_clear()
     assert build.load_library() is not None
     assert len(list(fresh.glob("*.so"))) == (3 if had_threads else 2)
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_no_hindrance(fresh, monkeypatch, tmp_path):
-    """Nor is a user without a home directory; the library is then deleted once loaded."""
+def test_an_unwritable_cache_is_no_problem(fresh, monkeypatch, tmp_path):
+    """Neither an unwritable cache nor a missing home directory; the library is then deleted once loaded."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "temporary"))
     fresh.parent.write_text("a file where the folder should be")
@@ -67,10 +68,10 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(fresh, monkeypatch, tmp_
     assert compiled is not None
     monkeypatch.delenv("XDG_CACHE_HOME")
 
-    def nowhere():
+    def fail():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(build.Path, "home", nowhere)
+    monkeypatch.setattr(build.Path, "home", fail)
     build.load_library.cache_clear()
     assert build.load_library() is not compiled is not None
     assert list((tmp_path / "temporary").iterdir()) == []

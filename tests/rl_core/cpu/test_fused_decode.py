@@ -51,16 +51,16 @@ class Norm:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def attended(heads, slots, positions, cos, sin, cache, query_heads, q_norm, k_norm, scale):
-    """Token by token, with the definition; the cache is written as well."""
+def compute_attention(heads, slots, positions, cos, sin, cache, query_heads, q_norm, k_norm, scale):
+    """Compute attention token by token by the definition; write the cache too."""
     size, kv_heads = cache.shape[-1], cache.shape[2]
     q, k, v = heads.view(len(heads), -1, size).split([query_heads, kv_heads, kv_heads], dim=1)
     q, k = (q_norm(q), k_norm(k)) if q_norm is not None else (q, k)
 
-    def turn(x):
+    def rotate(x):
         return x * cos[positions][:, None] + torch.roll(x, size // 2, -1) * sin[positions][:, None]
 
-    q, k = turn(q), turn(k)
+    q, k = rotate(q), rotate(k)
     for token, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         cache[0, slot, :, position], cache[1, slot, :, position] = k[token], v[token]
     rows = []
@@ -80,7 +80,9 @@ def attended(heads, slots, positions, cos, sin, cache, query_heads, q_norm, k_no
     [(16, 3, 1), (32, 4, 2), (64, 4, 2), (128, 8, 1), (80, 2, 2)],
 )
 def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
-    """Slots of different lengths; slot 2 has three new tokens, which see each other; the last two do not attend."""
+    """Slots of different lengths; slot 2 has three new tokens, which attend to each other; the last two do not
+    attend.
+    """
     length = 70
     cache = torch.randn(1, 2, 5, kv_heads, length, size, generator=numbers)
     slots = torch.tensor([0, 1, 2, 3, 2, 2])
@@ -91,37 +93,37 @@ def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
         (Norm(torch.rand(size, generator=numbers)) for _ in range(2)) if has_norms else (None, None)
     )
     expected_cache = cache[0].clone()
-    expected = attended(
+    expected = compute_attention(
         heads, slots, positions, cos, sin, expected_cache, query_heads, q_norm, k_norm, 0.3
     )
     step = DecodeStep(positions, slots, cos, sin, cache, query_heads)
     step.rows = 4
     assert DecodeKernels.can_attend(head_dim=size, query_heads=query_heads, kv_heads=kv_heads)
-    found = fused_decode.load_decode_kernels().attend_slots(
+    result = fused_decode.load_decode_kernels().attend_slots(
         step, heads, cache[0], q_norm, k_norm, 0.3
     )
-    torch.testing.assert_close(found, expected[:4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, expected[:4], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache[0], expected_cache, rtol=1e-6, atol=1e-6)
 
 
 @needs_compiler
 def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
-    # Enough work for the threads to be at it together, as each needs scores of its own.
+    # Enough work for threads to run at the same time, because each needs its own scores.
     cache = torch.randn(1, 2, 64, 2, 400, 64, generator=numbers)
     slots, positions = torch.arange(64), torch.arange(336, 400)
     cos, sin = torch.randn(2, 400, 64, generator=numbers)
     heads = torch.randn(64, 8 * 64, generator=numbers)
-    found = []
+    results = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         step = DecodeStep(positions, slots, cos, sin, cache, 4)
         assert step.fields.threads == threads
-        found.append(
+        results.append(
             fused_decode.load_decode_kernels().attend_slots(
                 step, heads, cache[0], None, None, 0.125
             )
         )
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_heads_that_do_not_fit_are_left_to_torch():
@@ -133,7 +135,7 @@ def test_heads_that_do_not_fit_are_left_to_torch():
 @needs_compiler
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 3.0])
 @pytest.mark.parametrize("size", [2, 16, 61, 2048])
-def test_tokens_are_those_that_torch_draws(numbers, size, temperature):
+def test_tokens_equal_those_of_torch(numbers, size, temperature):
     logits = 3 * torch.randn(400, size, generator=numbers)
     drawn = torch.rand(400, generator=numbers, dtype=torch.float64)
     (tokens, logprobs), expected = (
@@ -147,7 +149,7 @@ def test_tokens_are_those_that_torch_draws(numbers, size, temperature):
 @needs_compiler
 def test_edges_of_drawing():
     compiled, highest = fused_decode.load_decode_kernels(), np.nextafter(1.0, 0.0)
-    far = torch.full((1, 40), -200.0)  # so far below that their probability is 0 in float32
+    far = torch.full((1, 40), -200.0)  # low enough for a probability of 0 in float32
     far[0, 7] = 0.0
     for value in (0.0, 0.5, highest):
         assert (
@@ -161,10 +163,8 @@ def test_edges_of_drawing():
         == 39
     )
     half, lost = torch.tensor([0.5], dtype=torch.float64), torch.full((1, 40), torch.nan)
-    for temperature in (
-        0.0,
-        1.0,
-    ):  # a model that has diverged is found out elsewhere; here it must not crash
+    # a diverged model is detected elsewhere; here it must not crash
+    for temperature in (0.0, 1.0):
         token, logprob = compiled.draw_tokens(lost, half, temperature)
         assert 0 <= token.item() < 40 and not np.isfinite(logprob.item())
 
@@ -184,7 +184,7 @@ def test_threads_draw_the_same_tokens(numbers, monkeypatch):
 
 @pytest.fixture(params=["tiles", "vectors"])
 def products(request, monkeypatch):
-    """Products with packed weights by tiles, in plain C where the processor has none, or by vectors."""
+    """Use products with packed weights by tiles, in plain C if the processor has none, or by vectors."""
     code = tile_code() if request.param == "tiles" else build.load_library()
     if code is None or not code.vectors_ready():
         pytest.skip("needs a C compiler, and a processor with vectors of 8 numbers")
@@ -197,8 +197,8 @@ def products(request, monkeypatch):
     assert packed_gemm.load_packed_vectors() is not None
 
 
-def played(**options):
-    """Turns of ten sequences with observations in between, by a model with biases everywhere."""
+def play_sequences(**options):
+    """Play ten sequences with observations, using a model with biases everywhere; return turns and log-probs."""
     engine = Engine(
         make_model("llama", head_dim=32, attention_bias=True, mlp_bias=True),
         eos_ids=range(1, VOCAB, 9),
@@ -212,34 +212,34 @@ def played(**options):
     return [sequence.turns for sequence in sequences], [sequence.logprobs for sequence in sequences]
 
 
-@pytest.mark.parametrize("least_own", [1, 100])  # rows for each thread, or columns of each product
-def test_neither_threads_nor_what_they_share_out_change_a_bit(products, monkeypatch, least_own):
-    expected = played()
+@pytest.mark.parametrize("min_rows", [1, 100])  # rows per thread, or columns of each product
+def test_neither_threads_nor_their_division_of_work_change_a_bit(products, monkeypatch, min_rows):
+    expected = play_sequences()
     assert any(len(turns) > 1 for turns in expected[0])
-    monkeypatch.setattr(fused_decode, "MIN_ROWS_PER_THREAD", least_own)
+    monkeypatch.setattr(fused_decode, "MIN_ROWS_PER_THREAD", min_rows)
     for threads in (2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert played() == expected
+        assert play_sequences() == expected
 
 
 def test_one_call_takes_several_tokens_of_a_turn(products, monkeypatch):
-    """The same as with a call for each token, as other ways of sampling need."""
+    """The result equals that of one call per token, which other ways of sampling need."""
     calls, sample_steps = [], Decoder.sample_steps
 
-    def counted(self, states, count, is_end, *others):
-        before = states.acted[:count].copy()
-        sample_steps(self, states, count, is_end, *others)
+    def sample_and_count(self, states, count, is_end, *rest):
+        acted_before = states.acted[:count].copy()
+        sample_steps(self, states, count, is_end, *rest)
         has_ended = is_end[states.tokens[:count]] | (
             states.positions[:count] + 1 >= states.limits[:count]
         )
-        calls.append((states.acted[:count] - before, has_ended))
+        calls.append((states.acted[:count] - acted_before, has_ended))
 
-    monkeypatch.setattr(Decoder, "sample_steps", counted)
-    turns, logprobs = played()
+    monkeypatch.setattr(Decoder, "sample_steps", sample_and_count)
+    turns, logprobs = play_sequences()
     assert all((taken[~has_ended] == 8).all() for taken, has_ended in calls)
     ended = np.concatenate([taken[has_ended] for taken, has_ended in calls])
-    assert set(ended.tolist()) >= {1, 3, 8}  # turns end at any place within a call
+    assert set(ended.tolist()) >= {1, 3, 8}  # turns end anywhere within a call
     monkeypatch.setattr(Decoder, "can_sample_steps", lambda self, sampling: False)
     count = len(calls)
-    assert played() == (turns, logprobs)
+    assert play_sequences() == (turns, logprobs)
     assert len(calls) == count

@@ -1,4 +1,4 @@
-"""Norms and gates with compiled passes against autograd in float64, and products that choose their way."""
+"""Norms and gates with compiled passes against autograd in float64, and the selection of products."""
 
 import pytest
 import torch
@@ -21,23 +21,25 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.rand(width, generator=numbers) + 0.5)
 
 
-def gradients(function, *inputs):
-    """Outputs of a function, and the gradients of a fixed weighting of them."""
+def compute_gradients(function, *inputs):
+    """Return outputs of a function, and the gradients of a fixed weighting of them."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    found = function(*inputs)
-    found = found if isinstance(found, tuple) else (found,)
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     weights = torch.Generator().manual_seed(1)
-    loss = sum((x * torch.randn(x.shape, generator=weights).to(x.dtype)).sum() for x in found)
-    return [x.detach() for x in found], torch.autograd.grad(loss, inputs)
+    loss = sum((x * torch.randn(x.shape, generator=weights).to(x.dtype)).sum() for x in outputs)
+    return [x.detach() for x in outputs], torch.autograd.grad(loss, inputs)
 
 
-def agree(ours, theirs, *inputs):
-    for found, expected in zip(
-        gradients(ours, *inputs), gradients(theirs, *(x.double() for x in inputs)), strict=True
+def check_agreement(compiled, reference, *inputs):
+    for results, expected in zip(
+        compute_gradients(compiled, *inputs),
+        compute_gradients(reference, *(x.double() for x in inputs)),
+        strict=True,
     ):
-        for one, two in zip(found, expected, strict=True):
+        for actual, exact in zip(results, expected, strict=True):
             torch.testing.assert_close(
-                one.double(), two, rtol=2e-6, atol=2e-6 * float(two.abs().max())
+                actual.double(), exact, rtol=2e-6, atol=2e-6 * float(exact.abs().max())
             )
 
 
@@ -45,11 +47,11 @@ def agree(ours, theirs, *inputs):
 def test_norm(way, numbers, shape):
     module, x = Norm(shape[-1], numbers), torch.randn(shape, generator=numbers)
 
-    def ours(x, weight):
+    def compiled(x, weight):
         return layer_kernels._Norm.apply(x, weight, module.variance_epsilon)
 
-    agree(
-        ours,
+    check_agreement(
+        compiled,
         lambda x, weight: functional.rms_norm(x, weight.shape, weight, 1e-3),
         x,
         module.weight.detach(),
@@ -61,12 +63,16 @@ def test_sum_and_its_norm(way, numbers, width):
     x, added = torch.randn(2, 150, width, generator=numbers)
     weight = torch.rand(width, generator=numbers)
 
-    def theirs(x, added, weight):
+    def reference(x, added, weight):
         return x + added, functional.rms_norm(x + added, weight.shape, weight, 1e-3)
 
-    agree(lambda *parts: layer_kernels._AddNorm.apply(*parts, 1e-3), theirs, x, added, weight)
-    strided = x.t().contiguous().t()  # as a user's own module may leave it
-    agree(lambda *parts: layer_kernels._AddNorm.apply(*parts, 1e-3), theirs, strided, added, weight)
+    check_agreement(
+        lambda *parts: layer_kernels._AddNorm.apply(*parts, 1e-3), reference, x, added, weight
+    )
+    strided = x.t().contiguous().t()  # as a user's module may return it
+    check_agreement(
+        lambda *parts: layer_kernels._AddNorm.apply(*parts, 1e-3), reference, strided, added, weight
+    )
 
 
 @pytest.mark.parametrize("width", [16, 80, 33])
@@ -74,11 +80,11 @@ def test_gate(way, numbers, width):
     both = 6 * torch.randn(90, 2 * width, generator=numbers)
     both[0, 0], both[1, 0], both[2, 0] = 200.0, -200.0, 0.0
 
-    def theirs(both):
+    def reference(both):
         gate, up = both.chunk(2, dim=1)
         return functional.silu(gate) * up
 
-    agree(layer_kernels.apply_gated_silu, theirs, both)
+    check_agreement(layer_kernels.apply_gated_silu, reference, both)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -87,26 +93,26 @@ def test_linear_layers_side_by_side(way, numbers, has_bias):
     modules = [nn.Linear(40, size, bias=has_bias) for size in (32, 16, 5)]
     x = torch.randn(70, 40, generator=numbers)
     x.requires_grad_()
-    found = layer_kernels.apply_linears(x, modules)
+    result = layer_kernels.apply_linears(x, modules)
     doubles = [nn.Linear(40, size, bias=has_bias).double() for size in (32, 16, 5)]
-    for one, two in zip(modules, doubles, strict=True):
-        two.load_state_dict(one.state_dict())
+    for module_32, module_64 in zip(modules, doubles, strict=True):
+        module_64.load_state_dict(module_32.state_dict())
     y = x.detach().double().requires_grad_()
     expected = torch.cat([module(y) for module in doubles], dim=1)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-    weights = torch.randn(found.shape, generator=numbers)
-    (found * weights).sum().backward()
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+    weights = torch.randn(result.shape, generator=numbers)
+    (result * weights).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-5, atol=1e-5)
-    for one, two in zip(modules, doubles, strict=True):
-        for name, parameter in one.named_parameters():
+    for module_32, module_64 in zip(modules, doubles, strict=True):
+        for name, parameter in module_32.named_parameters():
             torch.testing.assert_close(
-                parameter.grad.double(), two.get_parameter(name).grad, rtol=1e-5, atol=1e-5
+                parameter.grad.double(), module_64.get_parameter(name).grad, rtol=1e-5, atol=1e-5
             )
 
 
-def test_no_rows_at_all(way):
-    """A micro-batch without a token that carries loss."""
+def test_no_rows(way):
+    """As in a micro-batch without a token that carries loss."""
     modules = [nn.Linear(16, 16), nn.Linear(16, 32)]
     x = torch.zeros(0, 16, requires_grad=True)
     layer_kernels.apply_gated_silu(layer_kernels.apply_linears(x, modules)[:, :32]).sum().backward()
@@ -119,7 +125,7 @@ def test_no_rows_at_all(way):
     assert torch.equal(weight.grad, torch.zeros(16))
 
 
-def test_a_weight_that_lies_the_other_way(way, numbers):
+def test_a_transposed_weight(way, numbers):
     x, weight = torch.randn(20, 16, generator=numbers), torch.randn(16, 24, generator=numbers).t()
     torch.testing.assert_close(
         layer_kernels.compute_linear(x, [weight]), x @ weight.t(), rtol=1e-5, atol=1e-5
@@ -149,16 +155,16 @@ def test_a_layer_of_another_kind_is_called_itself(numbers):
     assert torch.equal(
         layer_kernels.apply_linears(x, [plain, other]), torch.cat([plain(x), other(x)], dim=1)
     )
-    heard = []
-    plain.register_forward_hook(lambda *event: heard.append("forward"))
+    events = []
+    plain.register_forward_hook(lambda *event: events.append("forward"))
     layer_kernels.apply_linears(x, [plain])
     free = nn.Linear(16, 16)
-    free.register_full_backward_hook(lambda *event: heard.append("backward"))
+    free.register_full_backward_hook(lambda *event: events.append("backward"))
     layer_kernels.apply_linears(x.requires_grad_(), [free]).sum().backward()
-    assert heard == ["forward", "backward"]
+    assert events == ["forward", "backward"]
 
 
-def test_other_numbers_are_left_to_torch(numbers):
+def test_other_dtypes_are_left_to_torch(numbers):
     x, weight = (
         torch.randn(9, 16, generator=numbers).double(),
         torch.randn(4, 16, generator=numbers).double(),
@@ -169,22 +175,26 @@ def test_other_numbers_are_left_to_torch(numbers):
 
 @pytest.mark.skipif(layer_kernels.load_norm_and_gate() is None, reason="needs a C compiler")
 def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
-    x, grad, beside = torch.randn(3, 500, 64, generator=numbers)
+    x, grad, added_grad = torch.randn(3, 500, 64, generator=numbers)
     weight = torch.rand(64, generator=numbers)
-    found = []
+    results = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         compiled = layer_kernels.load_norm_and_gate()
         summed, normed, scale = compiled.compute_norm(x, grad, weight, 1e-6)
-        back = compiled.compute_norm_grad(grad, beside, summed, scale, weight, with_weight=True)
-        found.append(
+        grads = compiled.compute_norm_grad(
+            grad, added_grad, summed, scale, weight, with_weight=True
+        )
+        results.append(
             [
                 summed,
                 normed,
-                *back,
+                *grads,
                 compiled.compute_gated_silu(x),
                 compiled.compute_gated_silu_grad(x, grad[:, :32].contiguous()),
             ]
         )
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+    for other in results[1:]:
+        assert all(
+            torch.equal(first, second) for first, second in zip(results[0], other, strict=True)
+        )

@@ -18,8 +18,10 @@ COMPILER = os.environ.get("CC") or next(
 pytestmark = pytest.mark.skipif(build.load_library() is None, reason="needs a C compiler")
 
 
-def outcome(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) -> dict[str, int]:
-    """Tests of these files that passed and were skipped with code from this compiler, in another process."""
+def run_tests(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) -> dict[str, int]:
+    """Run tests of these files with code from this compiler in another process; return the numbers of passed and
+    skipped ones.
+    """
     paths = [str(HERE / name) for name in files]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *paths],
@@ -35,7 +37,7 @@ def outcome(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) ->
 
 
 @pytest.mark.skipif(
-    "avx512f" not in build._read_processor_features(), reason="its vectors are that size anyway"
+    "avx512f" not in build._read_processor_features(), reason="its vectors have that size anyway"
 )
 def test_vectors_of_half_the_size(tmp_path: Path) -> None:
     files = (
@@ -45,7 +47,7 @@ def test_vectors_of_half_the_size(tmp_path: Path) -> None:
         "test_fused_decode.py",
         "test_attention_kernel.py",
     )
-    found = outcome(
-        f"{COMPILER} -mno-avx512f", tmp_path, files, "not tiles and not threads_of_python"
+    counts = run_tests(
+        f"{COMPILER} -mno-avx512f", tmp_path, files, "not tiles and not python_threads"
     )
-    assert found.get("skipped", 0) == 0 and found["passed"] >= 40
+    assert counts.get("skipped", 0) == 0 and counts["passed"] >= 40

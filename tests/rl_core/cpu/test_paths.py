@@ -1,4 +1,4 @@
-"""Description of the code of a processor."""
+"""Descriptions of a processor's code path."""
 
 import types
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from rl_core.cpu import build, gemm, packed_gemm
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """A processor with vectors of 8 numbers, and with tiles or without."""
+    """Return a function that describes a processor with vectors of 8 numbers, with or without tiles."""
 
-    def make(*, tiles: object, vectors: object, training: object) -> str:
+    def describe(*, tiles: object, vectors: object, training: object) -> str:
         monkeypatch.setattr(
             build, "load_library", lambda: types.SimpleNamespace(vector_numbers=lambda: 8)
         )
@@ -22,7 +22,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setattr(packed_gemm, "load_packed_vectors", lambda: vectors)
         return packed_gemm.describe_processor_code().detail
 
-    return make
+    return describe
 
 
 def test_each_kind_of_processor_is_named(processor: Callable[..., str]) -> None:

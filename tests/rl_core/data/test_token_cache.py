@@ -162,7 +162,7 @@ def test_two_that_make_the_same_table(tmp_path, renderer):
 def test_a_disk_that_refuses(tmp_path, renderer, caplog):
     (tmp_path / "file").write_text("")
     found = made(TokenCache(tmp_path / "file" / "tokens"), renderer)
-    assert len(found.rows) == 3 and found.name == "" and "token ids are not kept" in caplog.text
+    assert len(found.rows) == 3 and found.name == "" and "token ids are not cached" in caplog.text
 
 
 def many(count=2 * CHUNK_ROWS + 100):
@@ -197,7 +197,7 @@ def test_processes_that_die_are_done_without(renderer, monkeypatch, caplog):
         chunk.ids.tolist() for chunk in alone
     ] and len(alone) == 3
     assert np.concatenate([chunk.rows for chunk in chunks]).tolist() == list(range(len(rows)))
-    assert "a process that tokenised rows is gone" in caplog.text
+    assert "a process that tokenised rows died" in caplog.text
 
 
 def test_processes_only_where_there_is_enough_text(monkeypatch):

@@ -1,5 +1,8 @@
-"""Recorded steps: when they are recorded, what ends a recording, what happens where it does not work; on a GPU, the
-same tokens with recordings as without. What rollouts get from them is in test_engine ("recorded")."""
+"""Recorded steps: when they are recorded, what discards a recording, and fallbacks; on a GPU, the same tokens with
+and without recordings.
+
+Rollouts over recordings are tested in test_engine ("recorded").
+"""
 
 import logging
 
@@ -16,7 +19,7 @@ from rl_core.settings import SamplingSettings
 
 
 class Recorder:
-    """Doubles what it is given; counts."""
+    """A recorder of doubling that counts calls."""
 
     def __init__(self):
         self.recorded = self.replayed = self.computed = 0
@@ -34,15 +37,15 @@ class Recorder:
 
         return replay
 
-    def counts(self):
-        found = self.recorded, self.replayed, self.computed - self.replayed
+    def pop_counts(self):
+        counts = self.recorded, self.replayed, self.computed - self.replayed
         self.recorded = self.replayed = self.computed = 0
-        return found
+        return counts
 
 
-def run(found, recorder, times, size=1):
+def run_steps(graphs, recorder, times, size=1):
     for value in range(times):
-        assert found.run(size, recorder.compute, torch.tensor([float(value)])) == 2 * value
+        assert graphs.run_step(size, recorder.compute, torch.tensor([float(value)])) == 2 * value
 
 
 def test_sizes():
@@ -62,57 +65,57 @@ def test_sizes():
     assert [round_up_length(length) for length in (1, 128, 129, 1000)] == [128, 128, 256, 1024]
 
 
-def test_what_comes_again_is_recorded():
+def test_repeated_sizes_are_recorded():
     recorder = Recorder()
-    found = StepGraphs(recorder, min_steps=3)
-    run(found, recorder, 2)
-    assert recorder.counts() == (0, 0, 2)
-    run(found, recorder, 5)
-    assert recorder.counts() == (1, 5, 0)
-    run(found, recorder, 3, size=2)
-    assert recorder.counts() == (1, 1, 2)
-    run(found, recorder, 1)
-    assert recorder.counts() == (0, 1, 0)
+    graphs = StepGraphs(recorder, min_steps=3)
+    run_steps(graphs, recorder, 2)
+    assert recorder.pop_counts() == (0, 0, 2)
+    run_steps(graphs, recorder, 5)
+    assert recorder.pop_counts() == (1, 5, 0)
+    run_steps(graphs, recorder, 3, size=2)
+    assert recorder.pop_counts() == (1, 1, 2)
+    run_steps(graphs, recorder, 1)
+    assert recorder.pop_counts() == (0, 1, 0)
 
 
-def test_other_places_in_memory_end_recordings():
+def test_other_memory_discards_recordings():
     recorder = Recorder()
-    found = StepGraphs(recorder, min_steps=1)
-    found.bind_memory((1, 2))
-    run(found, recorder, 2)
-    found.bind_memory((1, 2))
-    run(found, recorder, 2)
-    assert recorder.counts() == (1, 4, 0)
-    found.bind_memory((1, 3))
-    run(found, recorder, 2)
-    assert recorder.counts() == (1, 2, 0)
+    graphs = StepGraphs(recorder, min_steps=1)
+    graphs.bind_memory((1, 2))
+    run_steps(graphs, recorder, 2)
+    graphs.bind_memory((1, 2))
+    run_steps(graphs, recorder, 2)
+    assert recorder.pop_counts() == (1, 4, 0)
+    graphs.bind_memory((1, 3))
+    run_steps(graphs, recorder, 2)
+    assert recorder.pop_counts() == (1, 2, 0)
 
 
-def test_there_are_only_so_many(monkeypatch):
+def test_the_number_of_recordings_is_limited(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "_MAX_RECORDINGS", 2)
     recorder = Recorder()
-    found = StepGraphs(recorder, min_steps=1)
+    graphs = StepGraphs(recorder, min_steps=1)
     for size in range(4):
-        run(found, recorder, 2, size)
-    assert recorder.counts() == (2, 4, 4)
+        run_steps(graphs, recorder, 2, size)
+    assert recorder.pop_counts() == (2, 4, 4)
 
 
-def test_what_cannot_be_recorded_is_computed(caplog):
+def test_steps_that_cannot_be_recorded_are_computed(caplog):
     recorder = Recorder()
 
-    def refuses(compute, inputs):
+    def refuse(compute, inputs):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    found = StepGraphs(refuses, min_steps=2)
+    graphs = StepGraphs(refuse, min_steps=2)
     with caplog.at_level(logging.WARNING):
-        run(found, recorder, 5)
-        run(found, recorder, 5, size=2)
-    assert recorder.counts() == (0, 0, 10)
+        run_steps(graphs, recorder, 5)
+        run_steps(graphs, recorder, 5, size=2)
+    assert recorder.pop_counts() == (0, 0, 10)
     assert [record.message.count("not permitted") for record in caplog.records] == [1]
 
 
 def test_recordings_follow_the_weights_and_outlive_a_run(monkeypatch):
-    """Steps in place change what is replayed; a larger cache ends the recordings."""
+    """In-place steps change what is replayed; a larger cache discards the recordings."""
     recorder = Recorder()
     monkeypatch.setattr(
         decoding,
@@ -169,12 +172,12 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
     )
     launched, expected = play()
     assert recorded == launched
-    for one, two in zip(logprobs, expected, strict=True):
-        assert one == pytest.approx(two, abs=1e-5)
+    for recorded_logprobs, launched_logprobs in zip(logprobs, expected, strict=True):
+        assert recorded_logprobs == pytest.approx(launched_logprobs, abs=1e-5)
 
 
-def test_rows_that_fill_up_a_step_write_to_the_padding_slot_alone(monkeypatch):
-    """Slots behind the active ones may belong to sequences that wait."""
+def test_padding_rows_write_only_to_the_padding_slot(monkeypatch):
+    """Slots after the active ones may belong to waiting sequences."""
     monkeypatch.setattr(
         decoding,
         "check_packed_weights",
@@ -183,17 +186,17 @@ def test_rows_that_fill_up_a_step_write_to_the_padding_slot_alone(monkeypatch):
     monkeypatch.setattr(
         decoder, "create_step_graphs", lambda device: StepGraphs(Recorder(), min_steps=2)
     )
-    found = decoder.Decoder(make_model("llama"))
-    found.reserve_cache(6, 20)
-    assert found.slots == 6 and found._cache.shape[2] == 7
+    step_decoder = decoder.Decoder(make_model("llama"))
+    step_decoder.reserve_cache(6, 20)
+    assert step_decoder.slots == 6 and step_decoder._cache.shape[2] == 7
     with torch.inference_mode():
-        found._cache.normal_(generator=torch.Generator().manual_seed(0))
-    before = found._cache.clone()
+        step_decoder._cache.normal_(generator=torch.Generator().manual_seed(0))
+    previous = step_decoder._cache.clone()
     for _ in range(3):
-        both = found.sample_with_graphs(
+        both = step_decoder.sample_with_graphs(
             np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), SamplingSettings()
         )
         assert both.shape == (2, 3) and (both[1] < 0).all()
-    changed = (found._cache != before).any(-1)  # [layers, 2, slots, K, length]
-    places = {(slot, place) for _, _, slot, _, place in torch.nonzero(changed).tolist()}
-    assert places == {(0, 3), (1, 0), (2, 9), (6, 0)}
+    changed = (step_decoder._cache != previous).any(-1)  # [layers, 2, slots, K, length]
+    positions = {(slot, position) for _, _, slot, _, position in torch.nonzero(changed).tolist()}
+    assert positions == {(0, 3), (1, 0), (2, 9), (6, 0)}

@@ -1,4 +1,4 @@
-"""Drawing tokens: values by hand, counters, edges."""
+"""Drawing tokens: hand-computed values, counters, edge cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_core.settings import SamplingSettings
 
 @pytest.fixture(params=["torch", "compiled"])
 def draw(request):
-    """Both ways to draw tokens."""
+    """Return both implementations of drawing."""
     if request.param == "torch":
         return sampling.draw_tokens
     if fused_decode.load_decode_kernels() is None:
@@ -36,7 +36,7 @@ def draw(request):
 
 
 def test_inversion_by_hand(draw) -> None:
-    """p = (.2, .5, .3): u below .2 gives token 0, below .7 token 1, else token 2; log-probs are of p."""
+    """p = (.2, .5, .3): u below .2 gives token 0, below .7 token 1, otherwise token 2; log-probs are of p."""
     logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(5, 1) + 3.0
     tokens, logprobs = draw(
         logits, torch.tensor([0.0, 0.199, 0.201, 0.699, 0.999], dtype=torch.float64), 1.0
@@ -94,7 +94,7 @@ def test_counters() -> None:
     for first in (1, 3, 4, 5, 8, 1001):
         assert np.array_equal(draw_uniforms(7, 6, first), draw_uniforms(7, first + 6)[first:])
     assert len(draw_uniforms(7, 3, 2**31)) == 3, (
-        "what lies before it is not drawn: that would be 16 GiB"
+        "earlier numbers are not drawn: they would take 16 GiB"
     )
     assert not np.array_equal(draw_uniforms(7, 5), draw_uniforms(8, 5))
     values = draw_uniforms(compute_sequence_seed("a", 1), 20000)
@@ -113,11 +113,9 @@ def test_session_seeds() -> None:
     assert len(seeds) == 5 and all(0 <= seed < 2**128 for seed in seeds)
 
 
-# -- a part of the vocabulary
-
 P = (0.4, 0.3, 0.15, 0.1, 0.05)
-KEPT = [
-    # settings, probabilities of the tokens that are kept
+RESTRICTED = [
+    # settings, relative probabilities of the kept tokens
     (dict(top_k=2), (4, 3, 0, 0, 0)),
     (dict(top_k=5), (8, 6, 3, 2, 1)),
     (dict(top_k=99), (8, 6, 3, 2, 1)),
@@ -127,12 +125,10 @@ KEPT = [
     (dict(top_p=1e-9), (1, 0, 0, 0, 0)),
     (dict(min_p=0.3), (8, 6, 3, 0, 0)),  # at least 0.12
     (dict(min_p=1.0), (1, 0, 0, 0, 0)),
-    (dict(top_k=2, top_p=0.5), (1, 0, 0, 0, 0)),  # of the two 0.4 has 4/7
+    (dict(top_k=2, top_p=0.5), (1, 0, 0, 0, 0)),  # 0.4 is 4/7 of the two
     (dict(top_k=2, top_p=0.58), (4, 3, 0, 0, 0)),
-    (
-        dict(top_p=0.80, min_p=0.3),
-        (4, 3, 0, 0, 0),
-    ),  # of 0.85: 0.7 is 82%; of all tokens it would take a third
+    # 0.7 is 82% of 0.85; of all tokens a third one would be needed
+    (dict(top_p=0.80, min_p=0.3), (4, 3, 0, 0, 0)),
     (dict(top_p=0.80), (8, 6, 3, 0, 0)),
     (dict(top_k=4, top_p=0.95, min_p=0.2), (8, 6, 3, 2, 0)),
     (dict(top_k=3, temperature=0.5), (64, 36, 9, 0, 0)),  # squares
@@ -141,20 +137,20 @@ KEPT = [
 ]
 
 
-def drawn(settings, logits, uniforms_B):
+def draw_restricted(settings, logits, uniforms_B):
     return sampling.draw_tokens(
         logits, uniforms_B, settings.temperature, settings if settings.is_restricted else None
     )
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 1, 2]])
-@pytest.mark.parametrize(("options", "shares"), KEPT)
+@pytest.mark.parametrize(("options", "shares"), RESTRICTED)
 def test_kept_tokens_by_hand(options, shares, order) -> None:
-    """Frequencies over an even grid of uniforms are renormalised probabilities, and so are log-probabilities."""
+    """Frequencies over an even grid of uniforms equal renormalised probabilities, and so do log-probabilities."""
     settings, count = SamplingSettings(**options), 4000
     expected = torch.tensor(shares, dtype=torch.float64)[order] / sum(shares)
     logits = (torch.tensor(P).log()[order] + 2.0).repeat(count, 1)
-    tokens, logprobs = drawn(
+    tokens, logprobs = draw_restricted(
         settings, logits, (torch.arange(count, dtype=torch.float64) + 0.5) / count
     )
     frequencies = torch.bincount(tokens, minlength=5) / count
@@ -170,7 +166,7 @@ def test_greedy_ignores_what_is_kept() -> None:
         dict(min_p=0.9),
         dict(top_k=1, top_p=0.1, min_p=1.0),
     ):
-        tokens, logprobs = drawn(
+        tokens, logprobs = draw_restricted(
             SamplingSettings(temperature=0, **options), logits, torch.zeros(1).double()
         )
         assert tokens.tolist() == [0] and logprobs.item() == pytest.approx(math.log(0.4), rel=1e-5)
@@ -179,7 +175,7 @@ def test_greedy_ignores_what_is_kept() -> None:
 def test_equally_likely_tokens_are_kept_together() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
     for options in (dict(top_k=2), dict(top_p=0.5)):
-        _, logprob = drawn(SamplingSettings(**options), logits, torch.zeros(1).double())
+        _, logprob = draw_restricted(SamplingSettings(**options), logits, torch.zeros(1).double())
         assert logprob.item() == pytest.approx(
             math.log(math.e / (math.e**2 + 3 * math.e)), rel=1e-5
         )
@@ -189,22 +185,22 @@ def test_equally_likely_tokens_are_kept_together() -> None:
     "options", [dict(top_p=0.9), dict(top_p=0.999), dict(top_k=50, top_p=0.9, min_p=0.01)]
 )
 def test_large_vocabularies_by_numpy(options) -> None:
-    """A flat row needs the whole vocabulary sorted, a steep one does not; neither depends on the other."""
+    """A flat row needs the whole vocabulary sorted, a steep one does not; rows are independent."""
     settings = SamplingSettings(**options)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 5000, generator=generator) * torch.tensor([[0.1], [1.0], [4.0], [9.0]])
     uniforms_B = torch.rand(4, generator=generator, dtype=torch.float64)
-    tokens, logprobs = drawn(settings, logits, uniforms_B)
+    tokens, logprobs = draw_restricted(settings, logits, uniforms_B)
     for row in range(4):
-        alone = drawn(settings, logits[row : row + 1], uniforms_B[row : row + 1])
+        alone = draw_restricted(settings, logits[row : row + 1], uniforms_B[row : row + 1])
         assert alone[0].item() == tokens[row] and alone[1].item() == logprobs[row]
-        p = restricted_by_numpy(logits[row].double().numpy(), settings)
+        p = compute_restricted_by_numpy(logits[row].double().numpy(), settings)
         assert logprobs[row].item() == pytest.approx(math.log(p[tokens[row]]), abs=1e-4)
         assert np.searchsorted(p.cumsum(), uniforms_B[row].item(), side="right") == tokens[row]
 
 
-def restricted_by_numpy(logits, settings):
-    """Probabilities, token by token in order of likelihood."""
+def compute_restricted_by_numpy(logits, settings):
+    """Compute restricted probabilities token by token in order of likelihood."""
     p = np.exp(logits / settings.temperature - (logits / settings.temperature).max())
     p[p < settings.min_p] = 0.0
     ranks = np.argsort(-p)
@@ -220,7 +216,7 @@ def restricted_by_numpy(logits, settings):
 
 
 def test_penalty_by_hand() -> None:
-    """2 is divided, -2 multiplied, at tokens that were seen; 0 stays."""
+    """Seen tokens: 2 is divided, -2 multiplied, 0 unchanged."""
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 0.0], [2.0, -2.0, 2.0, -2.0, 0.0]])
     seen = torch.tensor([[True, True, False, False, True], [False] * 5])
     assert apply_repetition_penalty(logits, seen, 4.0).tolist() == [
@@ -240,15 +236,17 @@ def test_penalty_by_hand() -> None:
     ids=["min_p", "top_k", "top_p"],
 )
 def test_each_restriction_is_that_of_transformers(options, processor) -> None:
-    """Alone, at a temperature: the same tokens at the same log-probs. (Together transformers takes min_p last.)"""
+    """Each restriction alone, with a temperature: the same tokens with the same log-probs. (transformers applies
+    min_p last.)
+    """
     logits_BV = torch.randn(3, 40, generator=torch.Generator().manual_seed(3)) * 2
     expected_BV = torch.log_softmax(
         processor(None, TemperatureLogitsWarper(0.7)(None, logits_BV)), dim=-1
     )
-    places = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
+    uniforms = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
     for logits_V, expected_V in zip(logits_BV, expected_BV, strict=True):
         tokens, logprobs = sampling.draw_tokens(
-            logits_V.expand(4000, -1), places, 0.7, SamplingSettings(**options)
+            logits_V.expand(4000, -1), uniforms, 0.7, SamplingSettings(**options)
         )
         assert torch.allclose(logprobs, expected_V[tokens], atol=1e-5)
         likely = set(torch.nonzero(expected_V > math.log(1e-3)).flatten().tolist())

@@ -15,8 +15,8 @@ from rl_core.losses.advantages import (
 )
 
 
-def reference_gae(rewards, values, mask, gamma, lam, bootstrap):
-    """A backward loop over one row; (V', A') pass masked tokens unchanged."""
+def compute_reference_gae(rewards, values, mask, gamma, lam, bootstrap):
+    """Run a backward loop over one row; (V', A') pass masked tokens unchanged."""
     advantages = [0.0] * len(mask)
     next_value, next_advantage = bootstrap, 0.0
     for t in reversed(range(len(mask))):
@@ -130,7 +130,7 @@ def test_gae_equals_a_plain_loop_on_ragged_masks(rows, width, seed, gamma, lam):
         rewards, values, mask, gamma=gamma, gae_lambda=lam, bootstrap_B=bootstrap
     )
     for b in range(rows):
-        expected = reference_gae(
+        expected = compute_reference_gae(
             rewards[b].tolist(),
             values[b].tolist(),
             mask[b].tolist(),
@@ -150,7 +150,7 @@ def test_gae_over_many_chunks_equals_the_loop_and_padding_changes_nothing():
     rewards = torch.randn(2, width, generator=generator, dtype=torch.float64) * mask
     advantages, _ = gae(rewards, values, mask, gamma=0.999, gae_lambda=0.97)
     for b in range(2):
-        expected = reference_gae(
+        expected = compute_reference_gae(
             rewards[b].tolist(), values[b].tolist(), mask[b].tolist(), 0.999, 0.97, 0.0
         )
         assert advantages[b].tolist() == pytest.approx(expected, abs=1e-9)

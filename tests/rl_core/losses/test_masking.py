@@ -39,8 +39,8 @@ def test_whitening_by_hand():
         [pytest.approx(-1), 0, 0],
         [pytest.approx(1), 0, 0],
     ]
-    kept = masked_whiten(VALUES * 2, MASK, shift_mean=False)  # mean 4, std 2: 4 -1, 4, 4 + 1
-    assert kept.tolist() == [[pytest.approx(3), pytest.approx(4), 0], [pytest.approx(5), 0, 0]]
+    selected = masked_whiten(VALUES * 2, MASK, shift_mean=False)  # mean 4, std 2: 4 -1, 4, 4 + 1
+    assert selected.tolist() == [[pytest.approx(3), pytest.approx(4), 0], [pytest.approx(5), 0, 0]]
 
 
 def test_whitening_of_one_value_and_of_equal_values_is_zero():

@@ -19,8 +19,8 @@ E = math.e
 ONE = torch.ones(1, 1).bool()
 
 
-def single(log_ratio, advantage, **options):
-    """Loss, gradient with respect to the log-prob, and metrics of one token whose old log-prob is -2."""
+def compute_single_token_loss(log_ratio, advantage, **options):
+    """Return loss, gradient with respect to the log-prob, and metrics of one token whose old log-prob is -2."""
     logprobs = torch.tensor([[log_ratio - 2.0]], dtype=torch.float64, requires_grad=True)
     old = torch.full((1, 1), -2.0, dtype=torch.float64)
     advantages = torch.full((1, 1), advantage, dtype=torch.float64)
@@ -55,7 +55,7 @@ def single(log_ratio, advantage, **options):
     ],
 )
 def test_one_token_by_hand(log_ratio, advantage, options, loss, gradient, low, high):
-    value, slope, metrics = single(log_ratio, advantage, **options)
+    value, slope, metrics = compute_single_token_loss(log_ratio, advantage, **options)
     assert value == pytest.approx(loss, rel=1e-9)
     assert slope == pytest.approx(gradient, rel=1e-9)
     assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (low, high)
@@ -69,7 +69,7 @@ def test_one_token_by_hand(log_ratio, advantage, options, loss, gradient, low, h
     "options", [{}, {"dual_clip": 1.5}, {"dual_clip": 1.1, "clip_eps_high": 0.6}]
 )
 def test_a_token_is_clipped_if_it_has_no_gradient(options):
-    """500 tokens of both signs; the ratio's clamp at e^20 is out of reach."""
+    """Check 500 tokens of both signs; the ratio's clamp at e^20 is out of reach."""
     generator = torch.Generator().manual_seed(0)
     logprobs, old, advantages = (
         torch.randn(1, 500, generator=generator, dtype=torch.float64) for _ in range(3)
@@ -103,7 +103,7 @@ def test_metrics_by_hand():
     assert values["loss"] == pytest.approx(-(1.2 + 0.25) / 4)
 
 
-def reference_loss(logprobs, old, advantages, mask, eps, high, denominator):
+def compute_reference_loss(logprobs, old, advantages, mask, eps, high, denominator):
     total = 0.0
     for b in range(len(mask)):
         for t in range(len(mask[b])):
@@ -122,11 +122,11 @@ def test_equals_a_plain_loop_however_it_is_cut(rows, width, seed):
     logprobs, old, advantages = draw() / 3, draw() / 3, draw()
     mask = torch.rand(rows, width, generator=generator) < 0.6
     options = dict(num_loss_tokens=11, clip_eps=0.2, clip_eps_high=0.28)
-    whole, metrics = clipped_policy_loss(logprobs, old, advantages, mask, **options)
-    expected = reference_loss(
+    full, metrics = clipped_policy_loss(logprobs, old, advantages, mask, **options)
+    expected = compute_reference_loss(
         logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), 0.2, 0.28, 11
     )
-    assert whole.item() == pytest.approx(expected, abs=1e-12)
+    assert full.item() == pytest.approx(expected, abs=1e-12)
     parts = [
         clipped_policy_loss(
             logprobs[i : i + 1], old[i : i + 1], advantages[i : i + 1], mask[i : i + 1], **options
@@ -139,7 +139,7 @@ def test_equals_a_plain_loop_however_it_is_cut(rows, width, seed):
         )
     padded = [torch.nn.functional.pad(x, (2, 3)) for x in (logprobs, old, advantages, mask)]
     assert clipped_policy_loss(*padded, **options)[0].item() == pytest.approx(
-        whole.item(), abs=1e-12
+        full.item(), abs=1e-12
     )
 
 
@@ -151,9 +151,9 @@ def test_at_ratio_1_the_gradient_is_the_policy_gradient():
     clipped, metrics = clipped_policy_loss(
         logprobs, logprobs.detach(), advantages, mask, num_loss_tokens=5
     )
-    plain, _ = reinforce_loss(logprobs, advantages, mask, num_loss_tokens=5)
+    baseline, _ = reinforce_loss(logprobs, advantages, mask, num_loss_tokens=5)
     assert torch.equal(
-        torch.autograd.grad(clipped, logprobs)[0], torch.autograd.grad(plain, logprobs)[0]
+        torch.autograd.grad(clipped, logprobs)[0], torch.autograd.grad(baseline, logprobs)[0]
     )
     assert metrics["update_kl"].item() == 0 and metrics["ratio_max"].item() == 1
 

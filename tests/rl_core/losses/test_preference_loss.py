@@ -99,7 +99,7 @@ def test_calibration_by_hand():
     assert calibration_error(t(ln3, ln3, ln3, -ln3)) == pytest.approx(0.0)  # right in 3 of 4
     assert calibration_error(t(ln3, ln3)) == pytest.approx(0.25)
     assert calibration_error(t(-ln3)) == pytest.approx(0.75)
-    assert calibration_error(t(0.0, 0.0)) == 0.0  # no order given, half right
+    assert calibration_error(t(0.0, 0.0)) == 0.0  # no predicted order, half right
     # bins are judged one by one: (2 * |0.75 - 1| + |sigmoid(5) - 0|) / 3, though errors of other sign could cancel
     sure = 1 / (1 + math.exp(-5))
     assert calibration_error(t(ln3, ln3, -5.0)) == pytest.approx((0.5 + sure) / 3)

@@ -9,7 +9,7 @@ from rl_core.losses.supervised import entropy_bonus, entropy_coef_at, supervised
 MASK = torch.tensor([[False, True, True], [False, True, False]])
 
 
-def entropy_of(logits):
+def compute_entropy(logits):
     return token_entropy(torch.log_softmax(logits, dim=-1))
 
 
@@ -30,12 +30,12 @@ def test_micro_batches_add_up_to_the_whole():
     logprobs = -torch.rand(8, 5, generator=generator)
     mask = torch.rand(8, 5, generator=generator) < 0.5
     count = int(mask.sum())
-    whole, _ = supervised_loss(logprobs, mask, num_loss_tokens=count)
+    full, _ = supervised_loss(logprobs, mask, num_loss_tokens=count)
     rows = [
         supervised_loss(logprobs[i : i + 1], mask[i : i + 1], num_loss_tokens=count)[0]
         for i in range(8)
     ]
-    assert sum(rows).item() == pytest.approx(whole.item(), abs=1e-6)
+    assert sum(rows).item() == pytest.approx(full.item(), abs=1e-6)
 
 
 def test_errors_name_the_tensor():
@@ -59,33 +59,33 @@ def test_entropy_by_hand():
         [[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -1e9, -1e9], [50.0, 0.0, 0.0, 0.0]]
     )
     quarter = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert entropy_of(logits).tolist() == pytest.approx([math.log(4), quarter, 0.0], abs=1e-6)
+    assert compute_entropy(logits).tolist() == pytest.approx([math.log(4), quarter, 0.0], abs=1e-6)
 
 
 def test_entropy_gradient():
     logits = torch.randn(
         5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True
     )
-    assert torch.autograd.gradcheck(entropy_of, (logits,))
+    assert torch.autograd.gradcheck(compute_entropy, (logits,))
 
 
 def test_impossible_tokens_have_no_part_in_the_entropy():
-    """0 log 0 = 0: the entropy and its gradient are those of the possible tokens alone."""
+    """Check 0 log 0 = 0: the entropy and its gradient are those of the possible tokens."""
     possible = torch.randn(
         3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True
     )
-    entropy = entropy_of(possible)
+    entropy = compute_entropy(possible)
     entropy.sum().backward()
-    whole = torch.full((3, 6), -math.inf, dtype=torch.float64)
-    whole[:, [0, 2, 3, 5]] = possible.detach()
-    whole.requires_grad_()
-    found = entropy_of(whole)
-    found.sum().backward()
-    torch.testing.assert_close(found, entropy)
-    torch.testing.assert_close(whole.grad[:, [0, 2, 3, 5]], possible.grad)
-    assert whole.grad[:, [1, 4]].tolist() == [[0, 0]] * 3
+    full = torch.full((3, 6), -math.inf, dtype=torch.float64)
+    full[:, [0, 2, 3, 5]] = possible.detach()
+    full.requires_grad_()
+    actual = compute_entropy(full)
+    actual.sum().backward()
+    torch.testing.assert_close(actual, entropy)
+    torch.testing.assert_close(full.grad[:, [0, 2, 3, 5]], possible.grad)
+    assert full.grad[:, [1, 4]].tolist() == [[0, 0]] * 3
     assert (
-        entropy_of(torch.tensor([[math.nan, 0.0]])).isnan().all()
+        compute_entropy(torch.tensor([[math.nan, 0.0]])).isnan().all()
     )  # what is no logit stays visible
 
 

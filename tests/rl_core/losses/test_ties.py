@@ -26,23 +26,23 @@ YES, NO = torch.tensor([True]), torch.tensor([False])
 
 def test_rao_kupper_by_hand():
     # t = 1/2: n = 3. d = log 3: win 1/(1+3/3) = 1/2, loss 1/(1+9) = 1/10, tie (9 - 1) 1/2 1/10 = 2/5
-    found = [
+    actual = [
         tied_nll(t(math.log(3)), NO, model="rao_kupper").item(),
         tied_nll(t(-math.log(3)), NO, model="rao_kupper").item(),
         tied_nll(t(math.log(3)), YES, model="rao_kupper").item(),
         tied_nll(t(-math.log(3)), YES, model="rao_kupper").item(),
     ]
-    assert [math.exp(-value) for value in found] == pytest.approx([0.5, 0.1, 0.4, 0.4])
+    assert [math.exp(-value) for value in actual] == pytest.approx([0.5, 0.1, 0.4, 0.4])
 
 
 def test_davidson_by_hand():
     # t = 1/2: n = 1. d = log 4: z = 1 + 1/4 + 2 * 1/2 = 9/4; win 4/9, loss 1/9, tie 4/9
     four = math.log(4)
-    found = [
+    actual = [
         tied_nll(t(d), tie, model="davidson").item()
         for d, tie in ((four, NO), (-four, NO), (four, YES))
     ]
-    assert [math.exp(-value) for value in found] == pytest.approx([4 / 9, 1 / 9, 4 / 9])
+    assert [math.exp(-value) for value in actual] == pytest.approx([4 / 9, 1 / 9, 4 / 9])
 
 
 @pytest.mark.parametrize("model", ["rao_kupper", "davidson"])
@@ -60,10 +60,10 @@ def test_probabilities_sum_to_one_and_equal_answers_tie_as_asked(model, probabil
 
 def test_a_rare_tie_is_bradley_terry():
     """With t -> 0 both models are Bradley-Terry."""
-    plain = bradley_terry_loss(t(1.3), t(0.2), num_pairs=1, center_coef=0)[0].item()
+    baseline = bradley_terry_loss(t(1.3), t(0.2), num_pairs=1, center_coef=0)[0].item()
     for model in ("rao_kupper", "davidson"):
         assert tied_nll(t(1.1), NO, model=model, tie_probability=1e-9).item() == pytest.approx(
-            plain, rel=1e-6
+            baseline, rel=1e-6
         )
 
 
@@ -100,10 +100,10 @@ def test_reward_model_loss_counts_order_and_ties_apart():
     assert metrics["tie_gap"].item() == 1.5 and metrics["reward_mean"].item() == pytest.approx(
         4.5 / 6
     )
-    whole = tied_bradley_terry_loss(
+    full = tied_bradley_terry_loss(
         t(1.0), t(0.0), YES, num_pairs=1, num_ordered=0, model="rao_kupper"
     )[1]
-    assert "accuracy" not in whole and whole["tie_gap"].item() == 1
+    assert "accuracy" not in full and full["tie_gap"].item() == 1
 
 
 def test_dpo_and_ipo_with_ties_go_over_into_those_without():
@@ -111,17 +111,17 @@ def test_dpo_and_ipo_with_ties_go_over_into_those_without():
     none = torch.tensor([False, False])
     counts = {"num_pairs": 2, "num_ordered": 2}
     tied = tied_dpo_loss(*rewards, none, **counts, model="rao_kupper", tie_probability=1e-9)
-    plain = dpo_loss(
+    baseline = dpo_loss(
         rewards[0] / 0.1, rewards[1] / 0.1, t(0.0, 0.0), t(0.0, 0.0), num_pairs=2, beta=0.1
     )
-    assert tied[0].item() == pytest.approx(plain[0].item(), rel=1e-6)
-    for name in plain[1]:
-        assert tied[1][name].item() == pytest.approx(plain[1][name].item())
+    assert tied[0].item() == pytest.approx(baseline[0].item(), rel=1e-6)
+    for name in baseline[1]:
+        assert tied[1][name].item() == pytest.approx(baseline[1][name].item())
     tied = tied_ipo_loss(*rewards, none, **counts, beta=0.1)
-    plain = ipo_loss(
+    baseline = ipo_loss(
         rewards[0] / 0.1, rewards[1] / 0.1, t(0.0, 0.0), t(0.0, 0.0), num_pairs=2, beta=0.1
     )
-    assert tied[0].item() == pytest.approx(plain[0].item())
+    assert tied[0].item() == pytest.approx(baseline[0].item())
     # h = 3 for the tie: 3^2; h = -4 against 5: 81
     half = tied_ipo_loss(
         *rewards, torch.tensor([True, False]), num_pairs=2, num_ordered=1, beta=0.1

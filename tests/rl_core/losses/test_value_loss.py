@@ -58,13 +58,15 @@ def test_value_loss_gradcheck_masks_and_errors():
         )[0],
         (values,),
     )
-    plain = sum(
+    baseline = sum(
         0.5 * (values[i, j] - target[i, j]).item() ** 2
         for i in range(3)
         for j in range(4)
         if mask[i, j]
     )
-    assert value_loss(values, target, mask, num_loss_tokens=5)[0].item() == pytest.approx(plain / 5)
+    assert value_loss(values, target, mask, num_loss_tokens=5)[0].item() == pytest.approx(
+        baseline / 5
+    )
     with pytest.raises(DataError, match="value_clip_eps"):
         value_loss(values, target, mask, num_loss_tokens=5, value_clip_eps=0.2)
     with pytest.raises(DataError, match="returns: shape"):

@@ -1,4 +1,4 @@
-"""Proof of export: a folder that is not the trained and evaluated model is refused with its figure."""
+"""Export verification: a folder that is not the trained and evaluated model is refused with its figure."""
 
 import contextlib
 import dataclasses
@@ -43,33 +43,32 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def trained(tokenizer, settings):
-    """A model some way from its start, as training leaves it."""
+def create_trained_model(tokenizer, settings):
+    """Create a model away from its initial weights, as after training."""
     model = causal_lm.create_model(settings, tokenizer, 0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                size = (
-                    0.1 if settings.lora is None else 0.003
-                )  # so small that twice the adapter has twice the effect
+                # so small that twice the adapter has twice the effect
+                size = 0.1 if settings.lora is None else 0.003
                 parameter += size * torch.randn(parameter.shape, generator=draw)
     return model
 
 
 class Export:
-    """A model, its folder, and the records that its training and evaluation leave, at temperature 0.7."""
+    """A model, its folder, and the records of its training and evaluation, at temperature 0.7."""
 
     def __init__(self, folder, tokenizer, settings):
         self.folder, self.tokenizer, self.settings = folder, tokenizer, settings
-        self.model = trained(tokenizer, settings)
+        self.model = create_trained_model(tokenizer, settings)
         causal_lm.save(self.model, tokenizer, folder)
-        ids = [3 * place % 60 for place in range(20)]
+        ids = [3 * i % 60 for i in range(20)]
         evaluated = score_records(self.model, [TokenRecord(ids, [5, 6, 7, 18, 19], [], 0.7)])
         self.records = {**record_trained_logprobs(self.model), "evaluated": evaluated}
 
     def prove(self, *, fresh=False, **settings):
-        """As the stage does, in this process, as a fresh one takes seconds to start."""
+        """Verify as the stage does, by default in this process, because a fresh one takes seconds to start."""
         models = [(self.folder, self.records)]
         call = score_in_fresh_process if fresh else in_this_process
         (answer,) = call(models, self.settings, ExportSettings(**settings))
@@ -98,56 +97,58 @@ def exports(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def export(exports, tmp_path):
-    """A copy that a test may spoil."""
+    """Return a function that copies an export, so that a test may change it."""
 
-    def of(kind):
-        whole = exports[kind]
+    def copy_export(kind):
+        original = exports[kind]
         copied = object.__new__(Export)
-        vars(copied).update(vars(whole), folder=tmp_path / "model", records=dict(whole.records))
-        shutil.copytree(whole.folder, copied.folder)
+        vars(copied).update(
+            vars(original), folder=tmp_path / "model", records=dict(original.records)
+        )
+        shutil.copytree(original.folder, copied.folder)
         return copied
 
-    return of
+    return copy_export
 
 
-def refusal(export, message):
-    with pytest.raises(ExportMismatch, match=message) as refused:
+def check_refusal(export, message):
+    with pytest.raises(ExportMismatch, match=message) as raised:
         export.prove()
-    print(str(refused.value)[:500])
-    return str(refused.value)
+    print(str(raised.value)[:500])
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_healthy_export_is_proven(exports, kind):
+def test_a_correct_export_is_verified(exports, kind):
     facts = exports[kind].prove(fresh=kind == "lora")  # in a process without this project
     assert facts["trained"]["max"] < 1e-4 and facts["evaluated"]["max"] < 1e-4
     assert (facts["trained"]["tokens"], facts["evaluated"]["tokens"]) == (120, 5)
     assert facts["class"] == "LlamaForCausalLM" and facts["bound"] == 1e-3
 
 
-def test_no_sync_wrote_the_weights_of_the_start(export, tokenizer):
-    found = export("full")
-    found.write(causal_lm.create_model(KIND, tokenizer, 0))
-    refusal(
-        found,
+def test_initial_weights_are_refused(export, tokenizer):
+    copied = export("full")
+    copied.write(causal_lm.create_model(KIND, tokenizer, 0))
+    check_refusal(
+        copied,
         r"differ from the trained model's by up to \d\S* nats, \d\S* on average over 120 tokens \(limits 0\.0",
     )
 
 
 def test_an_evaluation_at_another_temperature(export):
-    found = export("full")
-    found.records["evaluated"] = [
-        dataclasses.replace(row, temperature=1.0) for row in found.records["evaluated"]
+    copied = export("full")
+    copied.records["evaluated"] = [
+        dataclasses.replace(row, temperature=1.0) for row in copied.records["evaluated"]
     ]
-    refusal(
-        found,
+    check_refusal(
+        copied,
         r"differ from the evaluated model's by up to \d\S* nats, \d\S* on average over 5 tokens",
     )
 
 
-def adapter_times(export, factor):
-    """The model with an adapter of `factor` times this one's effect."""
-    model = trained(export.tokenizer, export.settings)
+def scale_adapter(export, factor):
+    """Create the model with an adapter of `factor` times this one's effect."""
+    model = create_trained_model(export.tokenizer, export.settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -163,72 +164,74 @@ def adapter_times(export, factor):
     ],
 )
 def test_a_merge_that_is_the_base_and_one_that_is_twice_the_adapter(export, factor, shows):
-    found = export("lora")
-    found.write(adapter_times(found, factor))
-    refusal(found, rf"differ from the trained model's by up to \d\S* nats.*{shows}")
+    copied = export("lora")
+    copied.write(scale_adapter(copied, factor))
+    check_refusal(copied, rf"differ from the trained model's by up to \d\S* nats.*{shows}")
 
 
 def test_an_older_adapter(export):
-    found = export("lora")
-    found.write(adapter_times(found, 0.5))
-    refusal(found, r"trained model's by up to \d\S* nats.*it shows 0\.[3-6]")
+    copied = export("lora")
+    copied.write(scale_adapter(copied, 0.5))
+    check_refusal(copied, r"trained model's by up to \d\S* nats.*it shows 0\.[3-6]")
 
 
 def test_a_head_that_was_dropped(export):
-    found = export("full")
-    config = json.loads((found.folder / "config.json").read_text())
-    (found.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    refusal(
-        found,
+    copied = export("full")
+    config = json.loads((copied.folder / "config.json").read_text())
+    (copied.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    check_refusal(
+        copied,
         "1 weights of LlamaForCausalLM are missing, and transformers initialises them, first lm_head.weight",
     )
 
 
 def test_a_head_that_is_tied_wrongly(export):
-    found = export("full")
-    config = json.loads((found.folder / "config.json").read_text())
-    (found.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    found.change_weights(
+    copied = export("full")
+    config = json.loads((copied.folder / "config.json").read_text())
+    (copied.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    copied.change_weights(
         lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] * 0})
     )
-    refusal(found, r"trained model's by up to \d\S* nats")
+    check_refusal(copied, r"trained model's by up to \d\S* nats")
 
 
-def test_weights_without_a_place_and_of_another_shape(export):
-    found = export("full")
-    found.change_weights(lambda weights: weights.update({"value_head.weight": torch.ones(2)}))
-    refusal(found, "1 weights of LlamaForCausalLM do not belong to it, .* first value_head.weight")
-    found.change_weights(lambda weights: weights.pop("value_head.weight"))
-    found.change_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(2)}))
-    refusal(found, "have another shape, .* first model.norm.weight")
+def test_unexpected_weights_and_other_shapes(export):
+    copied = export("full")
+    copied.change_weights(lambda weights: weights.update({"value_head.weight": torch.ones(2)}))
+    check_refusal(
+        copied, "1 weights of LlamaForCausalLM do not belong to it, .* first value_head.weight"
+    )
+    copied.change_weights(lambda weights: weights.pop("value_head.weight"))
+    copied.change_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(2)}))
+    check_refusal(copied, "have another shape, .* first model.norm.weight")
 
 
 def test_what_transformers_cannot_load_and_a_process_without_an_answer(
     export, monkeypatch, tmp_path
 ):
-    found = export("full")
-    (found.folder / "config.json").write_text("{}")
+    copied = export("full")
+    (copied.folder / "config.json").write_text("{}")
     with pytest.raises(ExportMismatch, match="transformers alone cannot load it"):
-        found.prove()
+        copied.prove()
     with pytest.raises(BackendError, match=r"model: not loaded within 0\.01 s by a fresh process"):
-        found.prove(fresh=True, timeout_seconds=0.01)
+        copied.prove(fresh=True, timeout_seconds=0.01)
     dead = tmp_path / "dead.py"
     dead.write_text("import os; os._exit(9)")
     monkeypatch.setattr("rl_core.models.export_verification._PROGRAM", dead)
     with pytest.raises(BackendError, match="ended with 9 and no answer"):
-        found.prove(fresh=True)
+        copied.prove(fresh=True)
 
 
 def test_differences_by_hand():
     records = [TokenRecord([1, 2, 3], [1, 2], [-1.0, -2.0]), TokenRecord([1, 2], [1], [-3.0])]
-    found = compare_logprobs(records, [[-1.5, -2.0], [-2.0]])
-    assert (found.largest, found.mean, found.tokens) == (1.0, 0.5, 3)
+    difference = compare_logprobs(records, [[-1.5, -2.0], [-2.0]])
+    assert (difference.largest, difference.mean, difference.tokens) == (1.0, 0.5, 3)
     assert compare_logprobs(records, [[float("nan"), -2.0], [-3.0]]).largest == float("inf")
     with pytest.raises(ExportMismatch, match="no tokens to compare"):
         compare_logprobs([], [])
 
 
-def rollout(prompt, completion, mask, logprobs, temperature=0.7, starts=()):
+def build_rollout(prompt, completion, mask, logprobs, temperature=0.7, starts=()):
     return SimpleNamespace(
         prompt_ids=prompt,
         completion_ids=completion,
@@ -241,29 +244,31 @@ def rollout(prompt, completion, mask, logprobs, temperature=0.7, starts=()):
 
 def test_records_of_an_evaluation(tokenizer, tmp_path):
     rollouts = [
-        rollout([1, 2], [3, 4, 5, 6], [True, False, True, False], [-1.0, 0.0, -2.0, 0.0]),
-        rollout([1], [2], [False], [0.0]),  # nothing was sampled
-        rollout([1], [2], [True], [-1.0], starts=[1]),  # several contexts
-        rollout([9], [8], [True], [-4.0], temperature=0.0),  # greedy: at temperature 1
+        build_rollout([1, 2], [3, 4, 5, 6], [True, False, True, False], [-1.0, 0.0, -2.0, 0.0]),
+        build_rollout([1], [2], [False], [0.0]),  # no sampled token
+        build_rollout([1], [2], [True], [-1.0], starts=[1]),  # several contexts
+        build_rollout([9], [8], [True], [-4.0], temperature=0.0),  # greedy: at temperature 1
     ]
-    plain = record_evaluated_logprobs(None, rollouts, SamplingSettings(temperature=0.7))
-    assert plain == [
+    records = record_evaluated_logprobs(None, rollouts, SamplingSettings(temperature=0.7))
+    assert records == [
         TokenRecord([1, 2, 3, 4, 5], [2, 4], [-1.0, -2.0], 0.7),
         TokenRecord([9, 8], [1], [-4.0], 1.0),
     ]
-    write_records(tmp_path / "r.json", {"policy": plain})
+    write_records(tmp_path / "r.json", {"policy": records})
     assert (
-        read_records(tmp_path / "r.json") == {"policy": plain}
+        read_records(tmp_path / "r.json") == {"policy": records}
         and read_records(tmp_path / "none.json") == {}
     )
     (tmp_path / "r.json").write_text('{"policy": [{"ids": 1}]}')
     with pytest.raises(DataError, match=r"r\.json: invalid record of log-probs"):
         read_records(tmp_path / "r.json")
-    model = causal_lm.create_model(KIND, tokenizer, 0)  # a restricted sampler's are not the model's
+    model = causal_lm.create_model(
+        KIND, tokenizer, 0
+    )  # a restricted sampler's log-probs are not the model's
     restricted = record_evaluated_logprobs(
         model, rollouts, SamplingSettings(temperature=0.7, top_p=0.5)
     )
-    assert restricted == score_records(model, plain) and restricted[0].logprobs[0] < -3
+    assert restricted == score_records(model, records) and restricted[0].logprobs[0] < -3
 
 
 PARENT = """
@@ -275,8 +280,8 @@ time.sleep(600)
 
 
 def test_the_fresh_process_ends_with_the_run_that_is_killed(tmp_path):
-    """It would load all models, and hold their memory beside the run that goes on."""
-    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # loads for long
+    """Otherwise it would load all models and hold their memory while the resumed run needs it."""
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # takes long to import
     program = str(export_verification._PROGRAM)
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, program],
@@ -287,7 +292,7 @@ def test_the_fresh_process_ends_with_the_run_that_is_killed(tmp_path):
         child = int(parent.stdout.readline())
         parent.kill()
 
-    def gone():
+    def has_ended():
         try:
             state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
@@ -295,7 +300,7 @@ def test_the_fresh_process_ends_with_the_run_that_is_killed(tmp_path):
         return state == "Z"
 
     try:
-        wait_for(gone, "the end of the fresh process", seconds=20.0)
+        wait_for(has_ended, "the end of the fresh process", seconds=20.0)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, 9)

@@ -29,8 +29,8 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path / "policy"
 
 
-def one_by_one(model: torch.nn.Module, rows: list[list[int]]) -> list[float]:
-    """Transformers' own way, unpadded."""
+def score_one_by_one(model: torch.nn.Module, rows: list[list[int]]) -> list[float]:
+    """Score rows one by one with transformers, unpadded."""
     with torch.no_grad():
         return [model(torch.tensor([row])).logits.item() for row in rows]
 
@@ -43,9 +43,9 @@ def test_the_trunk_is_the_policys_and_the_head_comes_from_the_seed(policy: Path)
     trunk = create_model(SETTINGS, make_tokenizer(), seed=0).model.state_dict()
     assert all(torch.equal(value, trunk[name]) for name, value in model.model.state_dict().items())
     assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token_id == 0
-    again, _ = create_reward_model(policy, SETTINGS, seed=1)
+    repeated, _ = create_reward_model(policy, SETTINGS, seed=1)
     other, _ = create_reward_model(policy, SETTINGS, seed=2)
-    assert torch.equal(model.score.weight, again.score.weight)
+    assert torch.equal(model.score.weight, repeated.score.weight)
     assert not torch.equal(model.score.weight, other.score.weight)
     assert 0.5 < model.score.weight.std().item() * 33**0.5 < 1.5
 
@@ -53,7 +53,7 @@ def test_the_trunk_is_the_policys_and_the_head_comes_from_the_seed(policy: Path)
 @pytest.mark.parametrize("max_tokens", [1, 8, 1000])
 def test_scores_equal_transformers_row_by_row(policy: Path, max_tokens: int) -> None:
     model, _ = create_reward_model(policy, SETTINGS)
-    expected = one_by_one(model.eval(), ROWS)
+    expected = score_one_by_one(model.eval(), ROWS)
     assert score_rows(model, ROWS, max_tokens=max_tokens) == pytest.approx(expected, abs=1e-5)
     assert score_rows(model, ROWS, pad_id=1, max_tokens=max_tokens) == pytest.approx(
         expected, abs=1e-5
@@ -78,7 +78,7 @@ def test_the_last_real_token_counts_also_when_it_equals_padding(policy: Path) ->
     ids_BS = torch.tensor([[5, 4, 0, 0], [5, 4, 0, 0]])
     with torch.no_grad():
         short, long = compute_sequence_scores(model, ids_BS, torch.tensor([2, 3])).tolist()
-    assert [short] == pytest.approx(one_by_one(model, [[5, 4]]), abs=1e-6)
+    assert [short] == pytest.approx(score_one_by_one(model, [[5, 4]]), abs=1e-6)
     assert abs(short - long) > 1e-4
 
 
@@ -99,14 +99,14 @@ def test_scoring_leaves_training_mode(policy: Path) -> None:
 def test_save_and_load(policy: Path, tmp_path: Path) -> None:
     model, tokenizer = create_reward_model(policy, SETTINGS)
     save(model, tokenizer, tmp_path / "reward")
-    again, _ = load_reward_model(tmp_path / "reward", SETTINGS)
-    assert score_rows(again, ROWS) == score_rows(model, ROWS)
+    loaded, _ = load_reward_model(tmp_path / "reward", SETTINGS)
+    assert score_rows(loaded, ROWS) == score_rows(model, ROWS)
     assert type(
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     ).__name__.startswith("Llama")
 
 
-def test_a_policy_is_no_reward_model(policy: Path) -> None:
+def test_a_policy_is_refused_as_a_reward_model(policy: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1 are missing, first score\.weight"):
         load_reward_model(policy, SETTINGS)
 
@@ -124,7 +124,7 @@ def test_another_family(tmp_path: Path) -> None:
     )
     save(GPT2LMHeadModel(config), make_tokenizer(), tmp_path / "gpt2")
     model, _ = create_reward_model(tmp_path / "gpt2", SETTINGS)
-    assert score_rows(model, ROWS) == pytest.approx(one_by_one(model.eval(), ROWS), abs=1e-5)
+    assert score_rows(model, ROWS) == pytest.approx(score_one_by_one(model.eval(), ROWS), abs=1e-5)
 
 
 def test_bad_rows(policy: Path) -> None:

@@ -1,4 +1,4 @@
-"""The packed forward pass against that of transformers: hidden states, gradients, models it leaves alone."""
+"""The packed forward pass against transformers: hidden states, gradients, models left to transformers."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 FAMILIES = {
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES, **more)),
-    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES, **more)),
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, **more)),
+    "llama": lambda **options: LlamaForCausalLM(LlamaConfig(**SIZES, **options)),
+    "qwen2": lambda **options: Qwen2ForCausalLM(Qwen2Config(**SIZES, **options)),
+    "qwen3": lambda **options: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, **options)),
 }
 LENGTHS = [3, 17, 9, 30, 30, 1, 12, 28, 5, 22, 16, 2]
 
 
 @pytest.fixture(autouse=True)
-def every_way(way, monkeypatch):
-    """A dozen rows make several of the rectangles that torch attends in."""
+def use_small_rectangles(way, monkeypatch):
+    """Make a dozen rows form several of the rectangles that torch attends in."""
     monkeypatch.setattr(packed_forward, "_MIN_RECTANGLE_ROWS", 2)
 
 
-def model_of(family: str = "llama", **more) -> nn.Module:
+def create_model(family: str = "llama", **options) -> nn.Module:
     torch.manual_seed(0)
-    model = FAMILIES[family](**more).train()
+    model = FAMILIES[family](**options).train()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:  # all ones at first, which would hide a forgotten weight
+            if "norm" in name:  # initially all ones, which would hide a missing weight
                 weight.uniform_(0.5, 1.5)
     return model
 
 
-def batch_of(lengths=LENGTHS) -> TrainBatch:
+def build_batch(lengths=LENGTHS) -> TrainBatch:
     generator = torch.Generator().manual_seed(1)
     ids_BS = torch.randint(1, 61, (len(lengths), max(lengths)), generator=generator)
     real_BS = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
@@ -69,8 +69,8 @@ def batch_of(lengths=LENGTHS) -> TrainBatch:
     return TrainBatch(ids_BS, real_BS, loss_BS)
 
 
-def states_and_gradients(model, read_BS, states_BSH):
-    """Hidden states, and the gradient of a random weighting of them."""
+def compute_gradients(model, read_BS, states_BSH):
+    """Return hidden states, and the gradient of a random weighting of them."""
     weights = torch.randn(states_BSH.shape, generator=torch.Generator().manual_seed(2))
     model.zero_grad()
     (states_BSH * weights)[read_BS].sum().backward()
@@ -79,8 +79,8 @@ def states_and_gradients(model, read_BS, states_BSH):
     }
 
 
-def plain_states(model, batch):
-    """transformers' own, each row alone and without padding."""
+def compute_expected_states(model, batch):
+    """Compute transformers' states, each row alone and without padding."""
     lengths = batch.attention_mask_BS.sum(1).tolist()
     states = [
         model.base_model(input_ids=ids_S[None, :length], use_cache=False).last_hidden_state[0]
@@ -90,23 +90,25 @@ def plain_states(model, batch):
 
 
 def compare(model, batch, needed_BS, read_BS):
-    ours = states_and_gradients(model, read_BS, compute_hidden_states(model, batch, needed_BS))
-    theirs = states_and_gradients(model, read_BS, plain_states(model, batch))
-    assert distance(ours[0], theirs[0]) < 1e-5
-    assert ours[1].keys() == theirs[1].keys()
-    for name, gradient in theirs[1].items():
-        assert distance(ours[1][name], gradient) < 3e-5, name
+    packed = compute_gradients(model, read_BS, compute_hidden_states(model, batch, needed_BS))
+    expected = compute_gradients(model, read_BS, compute_expected_states(model, batch))
+    assert compute_distance(packed[0], expected[0]) < 1e-5
+    assert packed[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert compute_distance(packed[1][name], gradient) < 3e-5, name
 
 
-def distance(one, two) -> float:
-    """Of two tensors, relative to the second's size: single entries near 0 are sums whose parts cancel."""
-    return float((one - two).norm() / two.norm().clamp_min(0.1))
+def compute_distance(first, second) -> float:
+    """Return the distance of two tensors relative to the second's size, because single entries near 0 are sums that
+    cancel.
+    """
+    return float((first - second).norm() / second.norm().clamp_min(0.1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_states_and_gradients_are_those_of_transformers(family, is_partial):
-    model, batch = model_of(family), batch_of()
+    model, batch = create_model(family), build_batch()
     assert check_training_forward(model).allowed
     needed_BS = batch.loss_mask_BS if is_partial else None
     compare(model, batch, needed_BS, batch.loss_mask_BS if is_partial else batch.attention_mask_BS)
@@ -114,47 +116,49 @@ def test_states_and_gradients_are_those_of_transformers(family, is_partial):
 
 @pytest.mark.parametrize("lengths", [[7, 7, 7], [1], [5, 1, 1, 1, 9]])
 def test_odd_shapes(lengths):
-    model, batch = model_of(), batch_of(lengths)
+    model, batch = create_model(), build_batch(lengths)
     compare(model, batch, None, batch.attention_mask_BS)
 
 
 def test_biases_rope_scaling_and_equal_heads():
-    more = {
+    options = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
         "num_key_value_heads": 4,
     }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **more}, attention_bias=True, mlp_bias=True))
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, **options}, attention_bias=True, mlp_bias=True)
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "bias" in name:
                 weight.normal_(std=0.1)
     assert check_training_forward(model).allowed
-    batch = batch_of()
+    batch = build_batch()
     compare(model, batch, None, batch.attention_mask_BS)
 
 
 def test_attention_is_scaled_as_the_model_says():
-    model, batch = model_of(), batch_of()
+    model, batch = create_model(), build_batch()
     for layer in model.base_model.layers:
         layer.self_attn.scaling = 0.2  # 16 ** -0.5 by default
     compare(model, batch, None, batch.attention_mask_BS)
 
 
 def test_adapters_get_the_same_gradient():
-    model = add_adapter(model_of(), LoraSettings(rank=4))
+    model = add_adapter(create_model(), LoraSettings(rank=4))
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "lora_B" in name:  # zero at first, which would hide an adapter that is passed over
+            if "lora_B" in name:  # initially zero, which would hide a missing adapter
                 weight.normal_(std=0.05, generator=torch.Generator().manual_seed(3))
-    base, batch = unwrap_model(model), batch_of()
+    base, batch = unwrap_model(model), build_batch()
     assert check_training_forward(base).allowed
     compare(base, batch, batch.loss_mask_BS, batch.loss_mask_BS)
 
 
 def test_padding_costs_nothing_but_attention(monkeypatch):
-    """Linear layers see real tokens alone, and the last MLP the needed ones alone."""
-    model, batch = model_of(), batch_of()
+    """Linear layers see only real tokens, and the last MLP only the needed ones."""
+    model, batch = create_model(), build_batch()
     seen: dict[str, list[int]] = {"q_proj": [], "down_proj": []}
     for name, module in model.named_modules():
         key = name.rsplit(".", 1)[-1]
@@ -167,9 +171,9 @@ def test_padding_costs_nothing_but_attention(monkeypatch):
     assert seen == {"q_proj": [real] * 3, "down_proj": [real, real, needed]}
 
 
-def alike(lengths=(20, 23, 18, 9, 9, 30, 4, 1, 12, 20)) -> TrainBatch:
-    """Rows of which some begin alike, some hold all of another, and two are equal; row 6 has nothing of the others."""
-    batch = batch_of(list(lengths))
+def build_shared_batch(lengths=(20, 23, 18, 9, 9, 30, 4, 1, 12, 20)) -> TrainBatch:
+    """Build rows: some have common prefixes, some contain all of another, two are equal; row 6 shares nothing."""
+    batch = build_batch(list(lengths))
     ids_BS = batch.input_ids_BS
     ids_BS[1, :15] = ids_BS[0, :15]
     ids_BS[2, :11] = ids_BS[0, :11]
@@ -181,20 +185,20 @@ def alike(lengths=(20, 23, 18, 9, 9, 30, 4, 1, 12, 20)) -> TrainBatch:
     return batch
 
 
-def beginnings(batch) -> list[tuple[int, ...]]:
-    """Each real token with its whole prefix."""
+def list_prefixes(batch) -> list[tuple[int, ...]]:
+    """List each real token with its whole prefix."""
     rows = zip(batch.input_ids_BS.tolist(), batch.attention_mask_BS.sum(1).tolist(), strict=True)
     return [tuple(ids[: end + 1]) for ids, length in rows for end in range(length)]
 
 
 def test_what_rows_have_in_common_is_found():
-    batch = alike()
-    known = beginnings(batch)
+    batch = build_shared_batch()
+    prefixes = list_prefixes(batch)
     shared = find_shared_prefixes(batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist())
-    assert len(shared.first_N) == len(set(known)) < len(known) - 50
-    assert [known[shared.first_N[number]] for number in shared.unique_T] == known
+    assert len(shared.first_N) == len(set(prefixes)) < len(prefixes) - 50
+    assert [prefixes[shared.first_N[number]] for number in shared.unique_T] == prefixes
     assert sorted([*shared.first_N.tolist(), *shared.repeated_R.tolist()]) == list(
-        range(len(known))
+        range(len(prefixes))
     )
     assert (
         find_shared_prefixes(
@@ -202,40 +206,32 @@ def test_what_rows_have_in_common_is_found():
         )
         is None
     )
-    assert find_shared_prefixes(batch_of([5, 5]).input_ids_BS, [5, 5]) is None
-    padded = torch.tensor(
-        [[1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4]]
-    )  # padding is nobody's beginning
-    one, two, three, four = (
-        find_shared_prefixes(padded, [3, 2, 4]).unique_T[5:].tolist()
-    )  # of the last row
-    assert find_shared_prefixes(padded, [3, 2, 4]).unique_T.tolist()[:5] == [
-        one,
-        two,
-        three,
-        one,
-        two,
-    ]
-    assert sorted([one, two, three, four]) == [0, 1, 2, 3]
+    assert find_shared_prefixes(build_batch([5, 5]).input_ids_BS, [5, 5]) is None
+    # padding is not part of a prefix
+    padded = torch.tensor([[1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4]])
+    numbers = find_shared_prefixes(padded, [3, 2, 4]).unique_T.tolist()
+    last_row = numbers[5:]
+    assert numbers[:5] == [*last_row[:3], *last_row[:2]]
+    assert sorted(last_row) == [0, 1, 2, 3]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=2, max_size=7))
 def test_every_common_beginning_is_found(rows):
     ids_BS = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    known = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
+    prefixes = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
     shared = find_shared_prefixes(ids_BS, [len(row) for row in rows])
-    if len(set(known)) == len(known):
+    if len(set(prefixes)) == len(prefixes):
         assert shared is None
     else:
-        assert [known[shared.first_N[number]] for number in shared.unique_T] == known
-        assert len(shared.first_N) == len(set(known))
+        assert [prefixes[shared.first_N[number]] for number in shared.unique_T] == prefixes
+        assert len(shared.first_N) == len(set(prefixes))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_common_beginnings_are_computed_once(family, is_partial):
-    model, batch = model_of(family), alike()
+    model, batch = create_model(family), build_shared_batch()
     seen = {"q_proj": [], "down_proj": []}
     hooks = []
     for name, module in model.named_modules():
@@ -246,25 +242,25 @@ def test_common_beginnings_are_computed_once(family, is_partial):
     needed_BS = batch.loss_mask_BS if is_partial else None
     read_BS = batch.loss_mask_BS if is_partial else batch.attention_mask_BS
     compute_hidden_states(model, batch, needed_BS)
-    known = beginnings(batch)
+    prefixes = list_prefixes(batch)
     is_read = read_BS[batch.attention_mask_BS].tolist()
-    unique = len(set(known))
-    needed = len({beginning for beginning, read in zip(known, is_read, strict=True) if read})
-    assert needed < int(read_BS.sum())  # some of what is read stands in several rows
+    unique = len(set(prefixes))
+    needed = len({prefix for prefix, read in zip(prefixes, is_read, strict=True) if read})
+    assert needed < int(read_BS.sum())  # some read tokens are shared by several rows
     assert seen == {"q_proj": [unique] * 3, "down_proj": [unique, unique, needed]}
-    for hook in hooks:  # a layer that is watched is called as a module
+    for hook in hooks:  # a layer with hooks is called as a module
         hook.remove()
     compare(model, batch, needed_BS, read_BS)
 
 
-def test_rows_get_noise_of_their_own_from_adapters_that_drop_out():
+def test_rows_get_separate_noise_from_adapters_with_dropout():
     torch.manual_seed(0)
-    model = unwrap_model(add_adapter(model_of(), LoraSettings(rank=4, dropout=0.5)))
+    model = unwrap_model(add_adapter(create_model(), LoraSettings(rank=4, dropout=0.5)))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.normal_(std=0.5)
-    batch = alike()
+    batch = build_shared_batch()
     assert not torch.allclose(*compute_hidden_states(model.train(), batch)[3:5, :9])
     assert torch.equal(*compute_hidden_states(model.eval(), batch)[3:5, :9])
 
@@ -278,38 +274,38 @@ def test_rectangles_hold_rows_of_similar_length():
     assert rows.tokens_P[rows.indices_N].tolist() == list(range(sum(LENGTHS)))
 
 
-def without_sdpa():
-    model = model_of()
+def create_model_without_sdpa():
+    model = create_model()
     model.set_attn_implementation("eager")
     return model
 
 
-def with_activation_checkpointing():
-    model = model_of()
+def create_checkpointed_model():
+    model = create_model()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
 OTHERS = {
-    "float64": lambda: model_of().double(),
-    "bfloat16": lambda: model_of().bfloat16(),
-    "another activation": lambda: model_of(hidden_act="gelu"),
-    "a window": lambda: model_of(
+    "float64": lambda: create_model().double(),
+    "bfloat16": lambda: create_model().bfloat16(),
+    "another activation": lambda: create_model(hidden_act="gelu"),
+    "a window": lambda: create_model(
         "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0
     ),
-    "dropout": lambda: model_of(attention_dropout=0.1),
-    "frequencies that follow the length": lambda: model_of(
+    "dropout": lambda: create_model(attention_dropout=0.1),
+    "frequencies that follow the length": lambda: create_model(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ),
     "another family": lambda: MistralForCausalLM(MistralConfig(**SIZES)),
-    "other kernels": without_sdpa,
-    "activation checkpointing": with_activation_checkpointing,
+    "other kernels": create_model_without_sdpa,
+    "activation checkpointing": create_checkpointed_model,
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_whatever_differs_is_left_to_transformers(kind):
-    model, batch = OTHERS[kind](), batch_of()
+    model, batch = OTHERS[kind](), build_batch()
     assert not check_training_forward(model).allowed
     torch.manual_seed(5)
     ours = compute_hidden_states(model, batch)
@@ -319,32 +315,28 @@ def test_whatever_differs_is_left_to_transformers(kind):
 
 
 def test_autocast_is_left_to_transformers():
-    model = model_of()
+    model = create_model()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not check_training_forward(model).allowed
 
 
 def test_dropout_does_not_matter_in_eval():
-    model = model_of(attention_dropout=0.1).eval()
+    model = create_model(attention_dropout=0.1).eval()
     assert check_training_forward(model).allowed
-    batch = batch_of()
+    batch = build_batch()
     compare(model, batch, None, batch.attention_mask_BS)
 
 
-def test_masks_of_different_rows_are_noticed():
-    batch = batch_of([9, 4, 6])
+def test_masks_of_other_rows_are_refused():
+    batch = build_batch([9, 4, 6])
     batch.attention_mask_BS = batch.attention_mask_BS.flip(0)
     with pytest.raises(DataError, match="attention_mask is False where a hidden state is needed"):
-        compute_hidden_states(model_of(), batch, batch.loss_mask_BS)
+        compute_hidden_states(create_model(), batch, batch.loss_mask_BS)
 
 
-def test_the_same_bits_again():
-    model, batch = model_of(), batch_of()
-    first = states_and_gradients(
-        model, batch.attention_mask_BS, compute_hidden_states(model, batch)
-    )
-    again = states_and_gradients(
-        model, batch.attention_mask_BS, compute_hidden_states(model, batch)
-    )
-    assert torch.equal(first[0], again[0])
-    assert all(torch.equal(first[1][name], again[1][name]) for name in first[1])
+def test_repeated_passes_are_bit_identical():
+    model, batch = create_model(), build_batch()
+    first = compute_gradients(model, batch.attention_mask_BS, compute_hidden_states(model, batch))
+    second = compute_gradients(model, batch.attention_mask_BS, compute_hidden_states(model, batch))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])

@@ -1,5 +1,6 @@
-"""Options of adapters: the engine agrees with the trainer, exports load with peft, merged models are equal, and the
-model without its adapters is the very reference."""
+"""Adapter options: engine and trainer agree, exports load with peft, merged models are equal, and the model without
+its adapters is the reference.
+"""
 
 import copy
 
@@ -42,17 +43,17 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def llama(tokenizer, name=""):
+def create_llama(tokenizer, name=""):
     model = causal_lm.create_model(
         ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, 0
     )
     if name != "whole head":
         return model
-    torch.manual_seed(0)  # head and embedding of their own
+    torch.manual_seed(0)  # separate head and embedding
     return LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "tie_word_embeddings": False}))
 
 
-def gpt2(tokenizer):
+def create_gpt2(tokenizer):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=len(tokenizer),
@@ -69,8 +70,8 @@ def gpt2(tokenizer):
     return GPT2LMHeadModel(config)
 
 
-def stirred(model, settings):
-    """The model with adapters that change what it says."""
+def add_random_adapter(model, settings):
+    """Add adapters that change the output."""
     model = add_adapter(model, settings)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -80,74 +81,75 @@ def stirred(model, settings):
     return model
 
 
-def logits(model):
+def compute_logits(model):
     with torch.no_grad():
         return model.eval()(torch.tensor([[5, 9, 11, 7], [8, 6, 5, 12]])).logits
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "gpt2", "gpt2 dora"])
 def test_merged_exported_and_switched_off(tokenizer, tmp_path, name):
-    """Merged inside, as before afterwards; the folder without peft, and its adapter with peft, say the same."""
+    """Merged temporarily and restored; the exported folder without peft, and its adapter with peft, give the same
+    logits.
+    """
     is_gpt2 = name.startswith("gpt2")
     settings = LoraSettings(
         rank=2, **(OPTIONS.get(name) or {"target_modules": "all-linear", "dora": "dora" in name})
     )
-    start = gpt2(tokenizer) if is_gpt2 else llama(tokenizer, name)
-    before = logits(start)
-    model = stirred(copy.deepcopy(start), settings)
-    changed, state = logits(model), copy.deepcopy(model.state_dict())
-    assert (changed - before).abs().max() > 1e-2
+    start = create_gpt2(tokenizer) if is_gpt2 else create_llama(tokenizer, name)
+    base_logits = compute_logits(start)
+    model = add_random_adapter(copy.deepcopy(start), settings)
+    changed, state = compute_logits(model), copy.deepcopy(model.state_dict())
+    assert (changed - base_logits).abs().max() > 1e-2
     with disable_adapter(model):
-        assert torch.equal(logits(model), before)
+        assert torch.equal(compute_logits(model), base_logits)
     with use_merged_weights(model):
-        assert torch.allclose(logits(model), changed, atol=1e-4)
+        assert torch.allclose(compute_logits(model), changed, atol=1e-4)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    assert torch.equal(logits(model), changed)
+    assert torch.equal(compute_logits(model), changed)
     causal_lm.save(model, tokenizer, tmp_path / "model")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert not is_lora(plain) and torch.allclose(logits(plain), changed, atol=1e-4)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not is_lora(exported) and torch.allclose(compute_logits(exported), changed, atol=1e-4)
     with_peft = peft.PeftModel.from_pretrained(copy.deepcopy(start), tmp_path / "model" / "adapter")
-    assert torch.allclose(logits(with_peft), changed, atol=1e-5)
+    assert torch.allclose(compute_logits(with_peft), changed, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_rollouts_agree_and_a_resume_is_exact(tokenizer, name):
-    """Log-probs of sampler and trainer; KL to the model without adapters, as to a copy of it; state after a resume."""
+    """Log-probs of sampler and trainer; KL to the model without adapters or to a copy; state after a resume."""
     settings = LoraSettings(rank=2, **OPTIONS[name])
     options = {"kl_coef": 0.1, "learning_rate": 2e-2, "epochs": 2}
 
-    def trainer(own_reference):
+    def build_trainer(shares_reference):
         torch.manual_seed(3)
-        model = add_adapter(llama(tokenizer, name), settings)
-        reference = model if own_reference else llama(tokenizer, name)
+        model = add_adapter(create_llama(tokenizer, name), settings)
+        reference = model if shares_reference else create_llama(tokenizer, name)
         return make_trainer(tokenizer, FewLetters(), model=model, reference=reference, **options)
 
-    own, other = trainer(True), trainer(False)
-    rows = [[each.step() for _ in range(3)] for each in (own, other)]
-    found, expected = ([row["policy/ref_kl"] for row in part] for part in rows)
-    if (
-        name == "whole head"
-    ):  # of the wrapped head the model gives logits itself, which rounds otherwise
-        assert found[0] == pytest.approx(expected[0], rel=1e-2)
+    shared, copied = build_trainer(True), build_trainer(False)
+    rows = [[each.step() for _ in range(3)] for each in (shared, copied)]
+    shared_kl, expected = ([row["policy/ref_kl"] for row in part] for part in rows)
+    # the model computes the logits of a wrapped head itself, with other rounding
+    if name == "whole head":
+        assert shared_kl[0] == pytest.approx(expected[0], rel=1e-2)
     else:
-        assert found == expected and torch.equal(weights(own), weights(other))
-    assert found[-1] > 1e-6
+        assert shared_kl == expected and torch.equal(weights(shared), weights(copied))
+    assert shared_kl[-1] > 1e-6
     assert max(row["policy/sampler_difference_max"] for row in rows[0]) < 1e-4
     assert all(
         parameter.requires_grad == ("lora_" in key or "modules_to_save" in key)
-        for key, parameter in own.policy.named_parameters()
+        for key, parameter in shared.policy.named_parameters()
     )
-    resumed = trainer(True)
-    resumed.policy.load_state_dict(copy.deepcopy(own.policy.state_dict()))
-    resumed.optimizer_step.load_state_dict(copy.deepcopy(own.optimizer_step.state_dict()))
-    resumed.load_state_dict(copy.deepcopy(own.state_dict()))
-    own.step()
+    resumed = build_trainer(True)
+    resumed.policy.load_state_dict(copy.deepcopy(shared.policy.state_dict()))
+    resumed.optimizer_step.load_state_dict(copy.deepcopy(shared.optimizer_step.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(shared.state_dict()))
+    shared.step()
     resumed.step()
-    assert torch.equal(weights(own), weights(resumed))
+    assert torch.equal(weights(shared), weights(resumed))
 
 
-def test_a_policy_without_adapters_is_no_reference_of_its_own(tokenizer):
-    model = llama(tokenizer)
+def test_a_policy_without_adapters_cannot_be_its_reference(tokenizer):
+    model = create_llama(tokenizer)
     with pytest.raises(SettingsError, match="cannot be its own reference"):
         make_trainer(tokenizer, model=model, reference=model, kl_coef=0.1)
 
@@ -169,7 +171,7 @@ def test_a_policy_without_adapters_is_no_reference_of_its_own(tokenizer):
 )
 def test_what_cannot_be_adapted_is_named(tokenizer, options, message):
     with pytest.raises(SettingsError, match=f"^lora.*{message}"):
-        add_adapter(llama(tokenizer), LoraSettings(**options))
+        add_adapter(create_llama(tokenizer), LoraSettings(**options))
 
 
 def test_a_module_is_adapted_or_trained_as_a_whole():
@@ -177,7 +179,7 @@ def test_a_module_is_adapted_or_trained_as_a_whole():
         LoraSettings(modules_to_save=("q_proj",))
 
 
-def test_few_bits_need_a_cuda_device_and_the_library(monkeypatch):
+def test_quantisation_needs_a_cuda_device_and_the_library(monkeypatch):
     settings = LoraSettings(quantize="nf4")
     with pytest.raises(
         SettingsError, match=r"quantize: nf4 needs a CUDA device, and the model is to be on cpu"
@@ -189,7 +191,7 @@ def test_few_bits_need_a_cuda_device_and_the_library(monkeypatch):
         build_quantization_options(settings, torch.device("cuda"), torch.bfloat16)
 
 
-def test_all_linear_is_a_word_in_a_configuration():
+def test_all_linear_in_a_configuration():
     from tasks.config import build_settings, dump_settings
 
     values = {

@@ -41,10 +41,12 @@ SHAPE = dict(
     pad_token_id=0,
 )
 FAMILIES = {
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SHAPE, **more)),
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **more)),
-    "gemma3": lambda **more: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=4, **more)),
-    "gpt2": lambda **more: GPT2LMHeadModel(
+    "llama": lambda **options: LlamaForCausalLM(LlamaConfig(**SHAPE, **options)),
+    "qwen3": lambda **options: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **options)),
+    "gemma3": lambda **options: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SHAPE, sliding_window=4, **options)
+    ),
+    "gpt2": lambda **options: GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCAB,
             n_embd=16,
@@ -58,16 +60,16 @@ FAMILIES = {
 }
 
 
-def model_of(
-    family: str = "llama", dtype: torch.dtype = torch.float64, **more: object
+def create_model(
+    family: str = "llama", dtype: torch.dtype = torch.float64, **options: object
 ) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return FAMILIES[family](**more).to(dtype).eval()
+        return FAMILIES[family](**options).to(dtype).eval()
 
 
-def rows_of(lengths: tuple[int, ...] = (9, 4, 2, 7, 3, 6), seed: int = 0) -> list[TrainRow]:
-    """One prompt token, or two, and a completion whose even tokens and last one carry loss."""
+def build_rows(lengths: tuple[int, ...] = (9, 4, 2, 7, 3, 6), seed: int = 0) -> list[TrainRow]:
+    """Build rows of one or two prompt tokens and a completion whose even tokens and last one carry loss."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index, length in enumerate(lengths):
@@ -78,7 +80,7 @@ def rows_of(lengths: tuple[int, ...] = (9, 4, 2, 7, 3, 6), seed: int = 0) -> lis
     return rows
 
 
-def loss_and_gradients(
+def compute_loss_and_gradients(
     model: torch.nn.Module, rows: list[TrainRow], packing: bool, max_tokens: int = 10_000
 ) -> tuple[float, dict[str, torch.Tensor]]:
     batches = build_batches(rows, max_tokens, 0, packing=packing)
@@ -101,7 +103,7 @@ def loss_and_gradients(
     [
         ("llama", torch.float64, "sdpa", 1e-10),
         ("qwen3", torch.float64, "sdpa", 1e-10),
-        ("llama", torch.float32, "sdpa", 2e-6),  # 24 bits: either way is within 1.2e-6 of float64
+        ("llama", torch.float32, "sdpa", 2e-6),  # both are within 1.2e-6 of float64
         ("qwen3", torch.float32, "sdpa", 2e-6),
         ("llama", torch.float32, "eager", 1e-6),
         ("gpt2", torch.float32, "sdpa", 1e-6),  # positions are embeddings
@@ -109,12 +111,14 @@ def loss_and_gradients(
     ],
 )
 def test_loss_and_gradients_are_those_of_padded_rows(family, dtype, attention, tolerance):
-    model = model_of(family, dtype, attn_implementation=attention)
+    model = create_model(family, dtype, attn_implementation=attention)
     assert check_sequence_packing(model).allowed
-    rows = rows_of()
-    want, want_gradients = loss_and_gradients(model, rows, packing=False)
+    rows = build_rows()
+    want, want_gradients = compute_loss_and_gradients(model, rows, packing=False)
     for max_tokens in (10_000, 9):  # all rows at once, and one packed row at a time
-        got, got_gradients = loss_and_gradients(model, rows, packing=True, max_tokens=max_tokens)
+        got, got_gradients = compute_loss_and_gradients(
+            model, rows, packing=True, max_tokens=max_tokens
+        )
         assert got == pytest.approx(want, rel=tolerance)
         scale = max(float(value.abs().max()) for value in want_gradients.values())
         for name, value in want_gradients.items():
@@ -124,7 +128,7 @@ def test_loss_and_gradients_are_those_of_padded_rows(family, dtype, attention, t
 
 
 def test_rows_are_packed_to_the_length_of_the_longest():
-    (batch,) = build_batches(rows_of((9, 4, 2, 7, 3, 6)), 10_000, 0, packing=True)
+    (batch,) = build_batches(build_rows((9, 4, 2, 7, 3, 6)), 10_000, 0, packing=True)
     assert batch.position_ids_BS.tolist() == [  # 9 | 7+2 | 6+3 | 4
         [0, 1, 2, 3, 4, 5, 6, 7, 8],
         [0, 1, 2, 3, 4, 5, 6, 0, 1],
@@ -132,9 +136,11 @@ def test_rows_are_packed_to_the_length_of_the_longest():
         [0, 1, 2, 3, 0, 0, 0, 0, 0],
     ]
     assert batch.attention_mask_BS.sum().item() == 31
-    assert batch.num_loss_tokens == sum(sum(row.loss_mask) for row in rows_of((9, 4, 2, 7, 3, 6)))
+    assert batch.num_loss_tokens == sum(
+        sum(row.loss_mask) for row in build_rows((9, 4, 2, 7, 3, 6))
+    )
     assert not (batch.loss_mask_BS & (batch.position_ids_BS == 0)).any()
-    assert build_batches(rows_of(), 10_000, 0)[0].position_ids_BS is None
+    assert build_batches(build_rows(), 10_000, 0)[0].position_ids_BS is None
 
 
 def test_every_field_of_a_row_is_packed_where_its_tokens_are():
@@ -151,31 +157,30 @@ def test_every_field_of_a_row_is_packed_where_its_tokens_are():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_what_else_is_in_the_row_changes_nothing(attention):
-    """Bit for bit: other tokens around a sequence, and other tokens behind it."""
-    model = model_of(dtype=torch.float32, attn_implementation=attention)
-    rows = rows_of((3, 3, 3, 9))
+    """Bit for bit: other tokens around a sequence and after it."""
+    model = create_model(dtype=torch.float32, attn_implementation=attention)
+    rows = build_rows((3, 3, 3, 9))
     (batch,) = build_batches(rows, 10_000, 0, packing=True)
     assert batch.position_ids_BS[1].tolist() == [0, 1, 2] * 3
     with torch.no_grad():
-        before = completion_logprobs(model, batch)[0]
+        original = completion_logprobs(model, batch)[0]
         batch.input_ids_BS[1, :3] = torch.tensor([40, 41, 42])
         batch.input_ids_BS[1, 6:] = torch.tensor([43, 44, 45])
-        after = completion_logprobs(model, batch)[0]
-    assert torch.equal(before[1, 3:6], after[1, 3:6])
-    assert (before[1, [1, 2, 7, 8]] != after[1, [1, 2, 7, 8]]).any()
-    leaking = dataclasses.replace(
-        batch, position_ids_BS=None
-    )  # the test can fail: without positions it does
+        changed = completion_logprobs(model, batch)[0]
+    assert torch.equal(original[1, 3:6], changed[1, 3:6])
+    assert (original[1, [1, 2, 7, 8]] != changed[1, [1, 2, 7, 8]]).any()
+    # without positions sequences do leak, so the test is able to fail
+    leaking = dataclasses.replace(batch, position_ids_BS=None)
     with torch.no_grad():
         assert not torch.allclose(
-            completion_logprobs(model, leaking)[0][1, 3:6], before[1, 3:6], atol=1e-3
+            completion_logprobs(model, leaking)[0][1, 3:6], original[1, 3:6], atol=1e-3
         )
 
 
 def test_flash_kernels_get_the_rows_end_to_end(monkeypatch):
-    """They read positions in a batch of one row only; the same numbers come out at the same places."""
-    model = model_of()
-    (batch,) = build_batches(rows_of(), 10_000, 0, packing=True)
+    """They read positions only in a batch of one row; the results are the same."""
+    model = create_model()
+    (batch,) = build_batches(build_rows(), 10_000, 0, packing=True)
     want = completion_logprobs(model, batch)[0]
     shapes = []
     model.model.register_forward_pre_hook(
@@ -183,34 +188,33 @@ def test_flash_kernels_get_the_rows_end_to_end(monkeypatch):
         with_kwargs=True,
     )
     for module in ("rl_core.models.hidden_states", "rl_core.capabilities.training"):
-        monkeypatch.setattr(f"{module}.packs_into_one_row", lambda model: True)
+        monkeypatch.setattr(f"{module}.needs_single_packed_row", lambda model: True)
     torch.testing.assert_close(completion_logprobs(model, batch)[0], want, rtol=0, atol=1e-10)
     assert check_sequence_packing(model).allowed
     assert shapes[0] == (1, batch.input_ids_BS.numel())
 
 
 def test_the_first_token_of_a_packed_sequence_carries_no_loss():
-    (batch,) = build_batches(rows_of(), 10_000, 0, packing=True)
+    (batch,) = build_batches(build_rows(), 10_000, 0, packing=True)
     batch.loss_mask_BS[1, 7] = True
     with pytest.raises(DataError, match="first token of a packed sequence"):
-        completion_logprobs(model_of(), batch)
+        completion_logprobs(create_model(), batch)
 
 
-def test_models_that_would_mix_sequences_are_noticed(monkeypatch):
+def test_models_that_would_mix_sequences_are_detected(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
-        config = BloomConfig(
-            vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2
-        )  # takes no position ids
+        # has no position ids
+        config = BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2)
         assert not check_sequence_packing(BloomForCausalLM(config).to(dtype)).allowed
-        assert check_sequence_packing(model_of(dtype=dtype)).allowed
+        assert check_sequence_packing(create_model(dtype=dtype)).allowed
     adapted = add_adapter(
-        model_of(dtype=torch.float32), LoraSettings(rank=2, target_modules=("q_proj",))
+        create_model(dtype=torch.float32), LoraSettings(rank=2, target_modules=("q_proj",))
     )
     assert check_sequence_packing(adapted).allowed
-    # positions that arrive, but no block mask: RoPE is right within each sequence, yet all of the row is seen
+    # positions without a block mask: RoPE is right within each sequence, but tokens attend to the whole row
     monkeypatch.setattr(
         "transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None
     )
-    assert not check_sequence_packing(model_of(dtype=torch.float32)).allowed
-    assert not check_sequence_packing(model_of("gpt2", dtype=torch.float32)).allowed
+    assert not check_sequence_packing(create_model(dtype=torch.float32)).allowed
+    assert not check_sequence_packing(create_model("gpt2", dtype=torch.float32)).allowed

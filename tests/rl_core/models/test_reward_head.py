@@ -1,4 +1,4 @@
-"""Heads of several layers: drawn from the seed, saved with the model, loaded without being told their shape."""
+"""Heads of several layers: drawn from the seed, saved with the model, loaded without specifying their shape."""
 
 import pytest
 import torch
@@ -17,41 +17,40 @@ def folder(tmp_path_factory):
     return small_policy().save(tmp_path_factory.mktemp("policy") / "model")
 
 
-def made(folder, layers=3, width=8, seed=0):
+def create_model(folder, layers=3, width=8, seed=0):
     return heads.create_reward_model(
         folder, ModelSettings(), seed=seed, shape=heads.HeadShape(layers, width)
     )
 
 
 def test_shape_and_start(folder):
-    model, _ = made(folder)
+    model, _ = create_model(folder)
     hidden = model.config.hidden_size
-    linear = [part for part in model.score.modules() if isinstance(part, torch.nn.Linear)]
-    assert [(part.in_features, part.out_features) for part in linear] == [
+    linear = [layer for layer in model.score.modules() if isinstance(layer, torch.nn.Linear)]
+    assert [(layer.in_features, layer.out_features) for layer in linear] == [
         (hidden, 8),
         (8, 8),
         (8, 1),
     ]
     assert linear[0].bias.abs().sum() == 0 and linear[-1].bias is None
     assert linear[0].weight.std().item() == pytest.approx((2 / hidden) ** 0.5, rel=0.25)
-    same, _ = made(folder)
-    other, _ = made(folder, seed=1)
+    same, _ = create_model(folder)
+    other, _ = create_model(folder, seed=1)
     assert weights_digest(same) == weights_digest(model) != weights_digest(other)
 
 
 def test_saved_and_loaded_with_its_shape(folder, tmp_path):
-    model, tokenizer = made(folder)
+    model, tokenizer = create_model(folder)
     causal_lm.publish_model(model, tokenizer, tmp_path / "reward")
-    again, _ = heads.load_reward_model(tmp_path / "reward", ModelSettings())
-    assert heads.score_rows(again, ROWS) == heads.score_rows(model, ROWS)
-    assert len(set(heads.score_rows(again, ROWS))) == 3
-    plain, _ = made(
-        tmp_path / "reward", layers=1
-    )  # a new linear head on the trunk of a reward model
-    assert isinstance(plain.score, torch.nn.Linear)
-    causal_lm.publish_model(plain, tokenizer, tmp_path / "plain")
-    linear, _ = heads.load_reward_model(tmp_path / "plain", ModelSettings())
-    assert heads.score_rows(linear, ROWS) == heads.score_rows(plain, ROWS)
+    loaded, _ = heads.load_reward_model(tmp_path / "reward", ModelSettings())
+    assert heads.score_rows(loaded, ROWS) == heads.score_rows(model, ROWS)
+    assert len(set(heads.score_rows(loaded, ROWS))) == 3
+    # a new linear head on the trunk of a reward model
+    with_linear_head, _ = create_model(tmp_path / "reward", layers=1)
+    assert isinstance(with_linear_head.score, torch.nn.Linear)
+    causal_lm.publish_model(with_linear_head, tokenizer, tmp_path / "plain")
+    loaded_linear, _ = heads.load_reward_model(tmp_path / "plain", ModelSettings())
+    assert heads.score_rows(loaded_linear, ROWS) == heads.score_rows(with_linear_head, ROWS)
 
 
 def test_a_policy_is_no_reward_model(folder):
@@ -60,7 +59,7 @@ def test_a_policy_is_no_reward_model(folder):
 
 
 def test_gradients_reach_every_layer(folder):
-    model, _ = made(folder)
+    model, _ = create_model(folder)
     ids = torch.tensor([[1, 2, 3]])
     heads.compute_sequence_scores(model, ids, torch.tensor([3])).sum().backward()
     assert all(
@@ -68,7 +67,7 @@ def test_gradients_reach_every_layer(folder):
     )
 
 
-def test_one_layer_draws_as_before(folder):
+def test_one_layer_is_drawn_from_the_seed(folder):
     model, _ = heads.create_reward_model(folder, ModelSettings(), seed=5)
     hidden = model.config.hidden_size
     expected = (

@@ -1,4 +1,4 @@
-"""Rotary frequencies that follow the length (longrope, dynamic NTK): a row depends on nothing but itself."""
+"""Rotary frequencies that depend on the length (longrope, dynamic NTK): a row depends on nothing but itself."""
 
 from __future__ import annotations
 
@@ -44,17 +44,14 @@ from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import LoraSettings, ModelSettings, SamplingSettings
 from rl_core.types import TrainBatch
 
-BOUND, MOST = 16, 64
-SHORT, LONG = (
-    [1.0, 1.1, 1.2, 1.3],
-    [2.0, 3.0, 5.0, 9.0],
-)  # one for each of the head's four frequencies
+BOUND, LONGEST = 16, 64
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 5.0, 9.0]  # for the head's four frequencies
 LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=SHORT, long_factor=LONG)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
 
 
-def phi3():
-    shape = {**SHAPE, "max_position_embeddings": MOST}
+def create_phi3():
+    shape = {**SHAPE, "max_position_embeddings": LONGEST}
     config = Phi3Config(
         **shape, original_max_position_embeddings=BOUND, rope_parameters=dict(LONGROPE)
     )
@@ -63,15 +60,15 @@ def phi3():
         return Phi3ForCausalLM(config).eval()
 
 
-def llama():
+def create_llama():
     return make_model("llama", max_position_embeddings=BOUND, rope_parameters=dict(DYNAMIC)).eval()
 
 
-FAMILIES = [phi3, llama]
+FAMILIES = [create_phi3, create_llama]
 
 
-def batch_of(*rows):
-    """Right-padded; every token but the first carries loss."""
+def build_batch(*rows):
+    """Build a right-padded batch; every token but the first carries loss."""
     width = max(map(len, rows))
     ids_BS = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     mask_BS = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
@@ -80,20 +77,20 @@ def batch_of(*rows):
     return TrainBatch(ids_BS, mask_BS, loss_mask_BS)
 
 
-def tokens(count, seed=0):
+def draw_tokens(count, seed=0):
     return np.random.default_rng(seed).integers(3, VOCAB, count).tolist()
 
 
-def logprobs(model, *rows):
+def compute_logprobs(model, *rows):
     with torch.no_grad():
-        found_BS, _ = completion_logprobs(model, batch_of(*rows))
-    return found_BS[0, : len(rows[0])]
+        logprobs_BS, _ = completion_logprobs(model, build_batch(*rows))
+    return logprobs_BS[0, : len(rows[0])]
 
 
-def expected_frequencies(kind, length):
-    """Each model's inverse frequencies, by hand: theta^(-i/4), divided by the factors or of a larger theta."""
+def compute_expected_frequencies(kind, length):
+    """Compute each model's inverse frequencies by hand: theta^(-i/4), divided by the factors or with a larger theta."""
     theta = 10000.0
-    if kind is phi3:
+    if kind is create_phi3:
         factors = LONG if length > BOUND else SHORT
         return [theta ** (-i / 4) / factor for i, factor in enumerate(factors)]
     theta *= (4.0 * max(length, BOUND) / BOUND - 3.0) ** (8 / 6)
@@ -101,32 +98,35 @@ def expected_frequencies(kind, length):
 
 
 @pytest.mark.parametrize("make", FAMILIES)
-def test_a_row_is_the_same_alone_and_beside_a_longer_one(make):
-    """10 tokens beside 40: 0.4 nats between them where the longest row decides about the frequencies."""
-    short, long = tokens(10), tokens(40, 1)
+def test_a_row_is_the_same_alone_and_next_to_a_longer_one(make):
+    """10 tokens next to 40: they would differ by 0.4 nats if the longest row determined the frequencies."""
+    short, long = draw_tokens(10), draw_tokens(40, 1)
     model = make()
     with pytest.raises(
         DataError, match=f"a row has 40 tokens, .* up to {BOUND}.*set model.rope_context"
     ):
-        logprobs(model, short, long)
-    alone = logprobs(make(), short)
-    fix_frequencies(model, MOST)
-    beside = logprobs(model, short, long)
-    assert torch.allclose(beside, logprobs(model, short), atol=1e-5)
-    assert (
-        beside - alone
-    ).abs().max() > 0.05  # one set for every row is another model for short ones
-    found = next(part for part in model.modules() if hasattr(part, "inv_freq")).inv_freq
-    assert found.tolist() == pytest.approx(expected_frequencies(make, MOST), rel=1e-5)
+        compute_logprobs(model, short, long)
+    alone = compute_logprobs(make(), short)
+    fix_frequencies(model, LONGEST)
+    next_to_longer = compute_logprobs(model, short, long)
+    assert torch.allclose(next_to_longer, compute_logprobs(model, short), atol=1e-5)
+    # one set for every row changes the model for short ones
+    assert (next_to_longer - alone).abs().max() > 0.05
+    frequencies = next(module for module in model.modules() if hasattr(module, "inv_freq")).inv_freq
+    assert frequencies.tolist() == pytest.approx(
+        compute_expected_frequencies(make, LONGEST), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("make", FAMILIES)
-@pytest.mark.parametrize("rope_context", [None, BOUND, MOST])
+@pytest.mark.parametrize("rope_context", [None, BOUND, LONGEST])
 def test_sampler_and_trainer_agree(make, rope_context):
-    """Episodes that would cross the bound while they are sampled end there, or have one set from their first token."""
+    """Episodes that would cross the bound during sampling end there, or use one set of frequencies from their first
+    token.
+    """
     model = make()
     fix_frequencies(model, rope_context)
-    longest = MOST if rope_context == MOST else BOUND
+    longest = LONGEST if rope_context == LONGEST else BOUND
     assert read_model_max_length(model) == longest
     kinds = (
         [TransformersBackend]
@@ -134,9 +134,10 @@ def test_sampler_and_trainer_agree(make, rope_context):
         else [TransformersBackend, Engine]
     )
     for kind in kinds:
-        backend = kind(model, eos_ids=[], pad_id=0, max_length=MOST)
+        backend = kind(model, eos_ids=[], pad_id=0, max_length=LONGEST)
         sequences = [
-            ScriptedSequence(tokens(3 + 2 * i, i), i, [tokens(4, 9)], room=20) for i in range(5)
+            ScriptedSequence(draw_tokens(3 + 2 * i, i), i, [draw_tokens(4, 9)], room=20)
+            for i in range(5)
         ]
         backend.run_sequences(
             sequences, SamplingSettings(max_completion_tokens=20, slots=3, temperature=0.7)
@@ -155,64 +156,68 @@ def test_sampler_and_trainer_agree(make, rope_context):
 
 
 def test_the_fast_paths_take_fixed_frequencies():
-    model = llama()
+    model = create_llama()
     assert not check_rollout_decoder(model).allowed and not check_training_forward(model).allowed
-    fix_frequencies(model, MOST)
+    fix_frequencies(model, LONGEST)
     assert check_rollout_decoder(model).allowed and check_training_forward(model).allowed
     assert isinstance(create_rollout_backend(model, eos_ids=[], pad_id=0, max_length=99), Engine)
-    assert create_rollout_backend(model, eos_ids=[], pad_id=0, max_length=99).max_length == MOST
+    assert create_rollout_backend(model, eos_ids=[], pad_id=0, max_length=99).max_length == LONGEST
 
 
 @pytest.mark.parametrize("make", FAMILIES)
 def test_copies_and_adapters_keep_the_frequencies(make):
     model = make()
-    fix_frequencies(model, MOST)
-    row = tokens(40)
-    expected = logprobs(model, row)
-    assert torch.equal(logprobs(copy.deepcopy(model), row), expected)
+    fix_frequencies(model, LONGEST)
+    row = draw_tokens(40)
+    expected = compute_logprobs(model, row)
+    assert torch.equal(compute_logprobs(copy.deepcopy(model), row), expected)
     trunk = SeparateCritic(model).trunk
     assert torch.equal(
-        compute_hidden_states(trunk, batch_of(row)), compute_hidden_states(model, batch_of(row))
+        compute_hidden_states(trunk, build_batch(row)),
+        compute_hidden_states(model, build_batch(row)),
     )
     with pytest.raises(DataError, match="a row has 65 tokens"):
-        compute_hidden_states(trunk, batch_of(tokens(65)))
-    targets = ("qkv_proj",) if make is phi3 else ("q_proj",)
+        compute_hidden_states(trunk, build_batch(draw_tokens(65)))
+    targets = ("qkv_proj",) if make is create_phi3 else ("q_proj",)
     wrapped = add_adapter(model, LoraSettings(target_modules=targets))
     assert (
-        read_model_max_length(wrapped) == MOST
+        read_model_max_length(wrapped) == LONGEST
         and "(rope_context)" in check_rotary_positions(wrapped).reason
     )
-    assert torch.allclose(logprobs(wrapped, row), expected, atol=1e-6)
+    assert torch.allclose(compute_logprobs(wrapped, row), expected, atol=1e-6)
 
 
 def test_packed_rows_count_by_their_positions():
-    """Two rows of 12 tokens laid end to end are 24 places and no longer than 12."""
-    batch = batch_of(tokens(24))
+    """Two sequences of 12 tokens end to end take 24 positions but are no longer than 12."""
+    batch = build_batch(draw_tokens(24))
     batch.position_ids_BS = torch.cat([torch.arange(12), torch.arange(12)])[None]
     batch.loss_mask_BS[0, 12] = False
-    found = compute_hidden_states(phi3(), batch)
+    states = compute_hidden_states(create_phi3(), batch)
     assert torch.allclose(
-        found[0, 12:], compute_hidden_states(phi3(), batch_of(tokens(24)[12:]))[0], atol=1e-5
+        states[0, 12:],
+        compute_hidden_states(create_phi3(), build_batch(draw_tokens(24)[12:]))[0],
+        atol=1e-5,
     )
     batch.position_ids_BS = torch.arange(24)[None]
     with pytest.raises(DataError, match="a row has 24 tokens"):
-        compute_hidden_states(phi3(), batch)
+        compute_hidden_states(create_phi3(), batch)
 
 
 def test_padding_to_a_wide_rectangle_is_no_long_row():
-    row = tokens(10)
-    wide = batch_of(row + [0] * 20)
+    row = draw_tokens(10)
+    wide = build_batch(row + [0] * 20)
     wide.attention_mask_BS[:, 10:] = False
     wide.loss_mask_BS[:, 10:] = False
-    model = phi3()
-    with pytest.raises(
-        DataError, match="a row has 30 tokens"
-    ):  # transformers would take the padded width's factors
+    model = create_phi3()
+    # transformers would use the padded width's factors
+    with pytest.raises(DataError, match="a row has 30 tokens"):
         completion_logprobs(model, wide)
     with torch.no_grad():
         fix_frequencies(model, BOUND)
         assert torch.allclose(
-            completion_logprobs(model, wide)[0][0, :10], logprobs(phi3(), row), atol=1e-5
+            completion_logprobs(model, wide)[0][0, :10],
+            compute_logprobs(create_phi3(), row),
+            atol=1e-5,
         )
 
 
@@ -226,33 +231,40 @@ def test_loading_fixes_them(make, tmp_path):
     assert causal_lm.read_context_length(tmp_path, fixed) == 40
     model = causal_lm.load_model(tmp_path, fixed)[0].eval()
     assert read_model_max_length(model) == 40
-    same = make()
-    fix_frequencies(same, 40)
-    assert torch.equal(logprobs(model, tokens(30)), logprobs(same, tokens(30)))
+    fixed_copy = make()
+    fix_frequencies(fixed_copy, 40)
+    assert torch.equal(
+        compute_logprobs(model, draw_tokens(30)), compute_logprobs(fixed_copy, draw_tokens(30))
+    )
     assert read_model_max_length(causal_lm.load_without_weights(tmp_path, fixed)) == 40
     with pytest.raises(
         SettingsError, match=r"rope_context: 65, but .* sequences of up to 64 tokens"
     ):
         causal_lm.load_model(tmp_path, dataclasses.replace(settings, rope_context=65))
     causal_lm.save(model, make_tokenizer(VOCAB), tmp_path / "again")
-    kept = json.loads((tmp_path / "again" / "config.json").read_text())["rope_parameters"]
-    assert kept["rope_type"] == (
-        "longrope" if make is phi3 else "dynamic"
-    )  # the config says what the model is
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())["rope_parameters"]
+    # the saved config is the original one
+    assert saved["rope_type"] == ("longrope" if make is create_phi3 else "dynamic")
 
 
 def test_low_precision_keeps_float32_frequencies():
-    model = phi3()
-    fix_frequencies(model.to(torch.bfloat16), MOST)
-    part = next(part for part in model.modules() if hasattr(part, "inv_freq"))
-    assert logprobs(model, tokens(40)).isfinite().all() and part.attention_scaling == pytest.approx(
-        math.sqrt(1 + math.log(MOST / BOUND) / math.log(BOUND))
+    model = create_phi3()
+    fix_frequencies(model.to(torch.bfloat16), LONGEST)
+    module = next(module for module in model.modules() if hasattr(module, "inv_freq"))
+    assert compute_logprobs(
+        model, draw_tokens(40)
+    ).isfinite().all() and module.attention_scaling == pytest.approx(
+        math.sqrt(1 + math.log(LONGEST / BOUND) / math.log(BOUND))
     )
 
 
 def test_bounds_of_configurations():
-    assert read_rope_length_bound(phi3().config) == RopeLengthBound("longrope", BOUND, MOST)
-    assert read_rope_length_bound(llama().config) == RopeLengthBound("dynamic", BOUND, MOST)
+    assert read_rope_length_bound(create_phi3().config) == RopeLengthBound(
+        "longrope", BOUND, LONGEST
+    )
+    assert read_rope_length_bound(create_llama().config) == RopeLengthBound(
+        "dynamic", BOUND, LONGEST
+    )
     assert read_rope_length_bound(make_model("llama").config) is None
     by_layer = Gemma3TextConfig(
         max_position_embeddings=100,
@@ -265,7 +277,7 @@ def test_bounds_of_configurations():
 
 
 def test_what_cannot_be_fixed():
-    shape = {**SHAPE, "max_position_embeddings": MOST, "num_local_experts": 2}
+    shape = {**SHAPE, "max_position_embeddings": LONGEST, "num_local_experts": 2}
     rope = {
         **LONGROPE,
         "short_mscale": 1.1,
@@ -276,34 +288,34 @@ def test_what_cannot_be_fixed():
     assert "PhimoeRotaryEmbedding does not read the frequencies that it keeps" in next(
         find_fixing_obstacles(moe)
     )
-    with pytest.raises(SettingsError, match="rope_context: PhimoeForCausalLM takes none"):
-        fix_frequencies(moe, MOST)
-    assert read_model_max_length(moe) == BOUND  # short rows are exact all the same
+    with pytest.raises(SettingsError, match="rope_context: not supported by PhimoeForCausalLM"):
+        fix_frequencies(moe, LONGEST)
+    assert read_model_max_length(moe) == BOUND  # short rows are exact anyway
     with pytest.raises(SettingsError, match="do not depend on the length; remove it"):
-        fix_frequencies(make_model("llama"), MOST)
-    nothing = phi3()
-    del nothing.model.rotary_emb
-    assert "no rotary embedding of a known kind" in next(find_fixing_obstacles(nothing))
-    by_layer = phi3()
+        fix_frequencies(make_model("llama"), LONGEST)
+    without_rotary = create_phi3()
+    del without_rotary.model.rotary_emb
+    assert "no rotary embedding of a known kind" in next(find_fixing_obstacles(without_rotary))
+    by_layer = create_phi3()
     by_layer.model.rotary_emb.rope_type = {"full_attention": "longrope"}
     assert "differ from layer to layer" in next(find_fixing_obstacles(by_layer))
 
 
-def test_what_people_are_told():
+def test_reasons_for_users():
     assert (
         "change beyond 16 tokens (longrope), so its context ends there"
-        in check_rotary_positions(phi3()).reason
+        in check_rotary_positions(create_phi3()).reason
     )
     assert "do not depend on the length" in check_rotary_positions(make_model("llama")).reason
-    model = llama()
-    fix_frequencies(model, MOST)
+    model = create_llama()
+    fix_frequencies(model, LONGEST)
     assert (
         "(dynamic) are those of 64 tokens in every row (rope_context)"
         in check_rotary_positions(model).reason
     )
 
 
-def test_an_unfixed_model_that_nobody_asked_about_is_as_it_was():
+def test_an_unfixed_model_is_unchanged():
     assert (
         type(make_model("llama")) is LlamaForCausalLM
         and read_model_max_length(make_model("llama")) == 128

@@ -1,4 +1,4 @@
-"""Proof of export of reward models: the written folder has the trained model's scores, whatever its head."""
+"""Export verification of reward models: the written folder has the trained model's scores, whatever its head."""
 
 import json
 import math
@@ -29,11 +29,13 @@ PLAIN, DEEP = HeadShape(), HeadShape(layers=3, width=8)
 
 @pytest.fixture
 def written(tmp_path):
-    """Function: (folder, scores of the live model) of a reward model with this head, away from its start."""
+    """Return a function that writes a reward model with this head; it returns the folder and the scores of the live
+    model.
+    """
     tokenizer = train_tokenizer(["abc xyz"], 300)
     causal_lm.save(causal_lm.create_model(KIND, tokenizer, 0), tokenizer, tmp_path / "start")
 
-    def of(shape):
+    def write(shape):
         model, _ = create_reward_model(tmp_path / "start", KIND, seed=5, shape=shape)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -43,10 +45,10 @@ def written(tmp_path):
         causal_lm.save(model, tokenizer, tmp_path / "model")
         return tmp_path / "model", record_fixed_scores(model)
 
-    return of
+    return write
 
 
-def prove(folder, records, call=in_this_process, **settings):
+def verify(folder, records, call=in_this_process, **settings):
     (answer,) = call([], KIND, ExportSettings(**settings), [(folder, records)])
     return verify_scores("reward_model", folder, records, answer, ExportSettings(**settings))
 
@@ -55,7 +57,7 @@ def prove(folder, records, call=in_this_process, **settings):
 def test_a_written_reward_model_has_the_scores(written, shape):
     folder, records = written(shape)
     assert len({len(record.ids) for record in records}) == len(records) == 8, "several lengths"
-    facts = prove(folder, records, score_in_fresh_process if shape is DEEP else in_this_process)
+    facts = verify(folder, records, score_in_fresh_process if shape is DEEP else in_this_process)
     assert facts["trained"]["max"] < 1e-4 and facts["trained"]["sequences"] == 8
     assert facts["class"] == "LlamaForSequenceClassification"
 
@@ -66,14 +68,14 @@ def test_a_written_reward_model_has_the_scores(written, shape):
 def test_another_head_and_another_trunk_are_refused_by_their_figure(written, shape, last):
     folder, records = written(shape)
     path = folder / "model.safetensors"
-    whole = load_file(path)
+    weights = load_file(path)
     for name in (last, "model.norm.weight"):
-        save_file({**whole, name: 2 * whole[name]}, path, metadata={"format": "pt"})
+        save_file({**weights, name: 2 * weights[name]}, path, metadata={"format": "pt"})
         with pytest.raises(
             ExportMismatch, match=r"its scores differ from the trained model's by up to \d"
-        ) as refused:
-            prove(folder, records)
-        assert str(folder) in str(refused.value)
+        ) as raised:
+            verify(folder, records)
+        assert str(folder) in str(raised.value)
 
 
 def test_a_head_that_was_dropped_is_named(written):
@@ -88,25 +90,25 @@ def test_a_head_that_was_dropped_is_named(written):
         ExportMismatch,
         match=r"1 weights of LlamaForSequenceClassification are missing.*score\.weight",
     ):
-        prove(folder, records)
+        verify(folder, records)
 
 
 def test_limits_count_in_units_of_the_largest_score(written):
     folder, records = written(PLAIN)
     unit = max(abs(row.score) for row in records)
-    assert unit > 1, "else the unit is 1"
+    assert unit > 1, "otherwise the unit is 1"
     for share, refused in ((0.002, True), (0.0001, False)):
         moved = [ScoreRecord(row.ids, row.score + share * unit) for row in records]
         with pytest.raises(ExportMismatch) if refused else nullcontext():
-            prove(folder, moved)
-    assert prove(folder, records)["bound"] == pytest.approx(1e-3 * unit)
+            verify(folder, moved)
+    assert verify(folder, records)["bound"] == pytest.approx(1e-3 * unit)
 
 
-def test_no_number_is_no_proof_and_no_record_checks_the_weights_alone(written):
+def test_nan_is_refused_and_without_records_only_weights_are_checked(written):
     folder, records = written(PLAIN)
     with pytest.raises(ExportMismatch, match="by up to inf"):
-        prove(folder, [ScoreRecord(records[0].ids, math.nan)])
-    assert "trained" not in prove(folder, [])
+        verify(folder, [ScoreRecord(records[0].ids, math.nan)])
+    assert "trained" not in verify(folder, [])
 
 
 def test_sequences_do_not_end_in_padding(written, monkeypatch):
@@ -114,14 +116,13 @@ def test_sequences_do_not_end_in_padding(written, monkeypatch):
     model, _ = load_reward_model(folder, KIND)
     model.config.pad_token_id = records[2].ids[-1]
     del model.config.vocab_size
-    monkeypatch.delattr(
-        type(model.config), "vocab_size"
-    )  # as Gemma3Config, which has it in its text model's part
+    # as in Gemma3Config, which has it in its text model's config
+    monkeypatch.delattr(type(model.config), "vocab_size")
     padded = record_fixed_scores(model)
     assert padded[2].ids[-1] == records[2].ids[-1] + 1 and padded[2].ids[:-1] == records[2].ids[:-1]
 
 
-def test_records_are_read_as_they_were_written(tmp_path):
+def test_records_are_restored(tmp_path):
     records = [ScoreRecord([1, 2], 0.25), ScoreRecord([3], -1.5)]
     write_scores(tmp_path / TRAINED_SCORES_FILE, records)
     assert (

@@ -1,4 +1,4 @@
-"""States of turns: the right tokens are averaged, and padding and other rows have no part in them."""
+"""Turn embeddings: the right tokens are averaged; padding and other rows have no influence."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from rl_core.models.hidden_states import compute_turn_embeddings, find_turn_span
 from rl_core.types import Rollout, Trajectory
 
 
-def rollout(prompt, completion, mask):
+def build_rollout(prompt, completion, mask):
     trajectory = Trajectory("e", "l", "k", 0, "p", "t")
     return Rollout(prompt, completion, mask, [0.0] * len(mask), trajectory)
 
@@ -38,17 +38,20 @@ def test_spans_are_the_turns(turns, last):
 @pytest.mark.parametrize("max_tokens", [1, 1000])
 def test_states_are_means_of_the_last_hidden_states(max_tokens):
     model = nano()
-    long = rollout([5, 6, 7], [8, 9, 10, 1, 2, 3], [True, True, False, False, False, True])
-    short = rollout([9], [4], [True])
-    found = compute_turn_embeddings(model, [short, long], pad_id=0, max_tokens=max_tokens)
+    long = build_rollout([5, 6, 7], [8, 9, 10, 1, 2, 3], [True, True, False, False, False, True])
+    short = build_rollout([9], [4], [True])
+    embeddings = compute_turn_embeddings(model, [short, long], pad_id=0, max_tokens=max_tokens)
     with torch.no_grad():
         ids = torch.tensor([[5, 6, 7, 8, 9, 10, 1, 2, 3]])
         hidden = model(ids, output_hidden_states=True).hidden_states[-1][0]
     expected = torch.stack([hidden[:3].mean(0), hidden[3:8].mean(0), hidden[8]])
-    assert torch.allclose(found[1].states_NH, expected, atol=1e-5)
+    assert torch.allclose(embeddings[1].states_NH, expected, atol=1e-5)
     assert torch.allclose(
-        found[1].actions_NH, torch.stack([hidden[3:5].mean(0), hidden[8]]), atol=1e-5
+        embeddings[1].actions_NH, torch.stack([hidden[3:5].mean(0), hidden[8]]), atol=1e-5
     )
-    assert found[1].is_observed == [True, False] and found[0].is_observed == [False]
-    assert found[0].states_NH.shape == (2, hidden.shape[1]) and not found[0].states_NH.requires_grad
-    assert torch.equal(found[0].states_NH[1], found[0].actions_NH[0])  # nothing came back
+    assert embeddings[1].is_observed == [True, False] and embeddings[0].is_observed == [False]
+    assert (
+        embeddings[0].states_NH.shape == (2, hidden.shape[1])
+        and not embeddings[0].states_NH.requires_grad
+    )
+    assert torch.equal(embeddings[0].states_NH[1], embeddings[0].actions_NH[0])  # no observation

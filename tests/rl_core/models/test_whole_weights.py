@@ -1,4 +1,4 @@
-"""Adapters on frozen weights in few bits: merged, taken back, written. Needs bitsandbytes, which runs on a CPU, too."""
+"""Adapters on quantised frozen weights: merged, restored, written. Needs bitsandbytes, which also runs on a CPU."""
 
 import pytest
 import torch
@@ -13,15 +13,11 @@ BITS = {"nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "int8": {"l
 
 
 @pytest.mark.parametrize(
-    (
-        "bits",
-        "options",
-    ),  # int8 with DoRA: bitsandbytes 0.50 under peft 0.21 has no forward pass for it
+    # without int8 and DoRA, for which bitsandbytes 0.50 under peft 0.21 has no forward pass
+    ("bits", "options"),
     [("nf4", {}), ("nf4", {"dora": True}), ("nf4", {"target_modules": ("q_proj",)}), ("int8", {})],
 )
-def test_the_merged_model_is_the_one_that_is_trained_and_the_trained_one_stays(
-    tmp_path, bits, options
-):
+def test_the_merged_model_equals_the_trained_one_which_is_restored(tmp_path, bits, options):
     from transformers import BitsAndBytesConfig
 
     base = save_base(tmp_path / "base")

@@ -22,42 +22,42 @@ THREE = ActionSpace("discrete", 3)
 PLANE = ActionSpace("continuous", 2, low=(-1.0, -math.inf), high=(1.0, math.inf), shape=(2,))
 
 
-def made(actions=THREE, seed=0, **shape):
+def build_actor_critic(actions=THREE, seed=0, **shape):
     return ActorCritic(NetworkShape(4, actions, **shape), seed)
 
 
-def rows(count=7, size=4):
+def draw_rows(count=7, size=4):
     return torch.randn(count, size, generator=torch.Generator().manual_seed(1))
 
 
 def test_gaussian_by_hand():
     # at the mean with s = 1: -log(2 pi) / 2 each; one deviation away with s = 2: -1/2 - log 2 - log(2 pi) / 2
     log_std = torch.tensor([0.0, math.log(2.0)])
-    found = compute_gaussian_logprobs(
+    actual = compute_gaussian_logprobs(
         torch.tensor([[3.0, 7.0]]), torch.tensor([[3.0, 5.0]]), log_std
     )
-    assert found.tolist() == [pytest.approx(-0.5 - math.log(2) - math.log(2 * math.pi), rel=1e-6)]
+    assert actual.tolist() == [pytest.approx(-0.5 - math.log(2) - math.log(2 * math.pi), rel=1e-6)]
     assert float(compute_gaussian_entropy(log_std)) == pytest.approx(
         math.log(2) + 1 + math.log(2 * math.pi), rel=1e-6
     )
 
 
 def test_logprobs_and_entropy_equal_numpy_in_float64():
-    model, actions = made(), torch.tensor([0, 1, 2, 2, 1, 0, 0])
+    model, actions = build_actor_critic(), torch.tensor([0, 1, 2, 2, 1, 0, 0])
     weights = {name: value.double().numpy() for name, value in model.policy.state_dict().items()}
-    hidden = rows().double().numpy()
-    for place in (0, 2):
+    hidden = draw_rows().double().numpy()
+    for index in (0, 2):
         hidden = np.tanh(
-            hidden @ weights[f"layers.{place}.weight"].T + weights[f"layers.{place}.bias"]
+            hidden @ weights[f"layers.{index}.weight"].T + weights[f"layers.{index}.bias"]
         )
     logits = hidden @ weights["layers.4.weight"].T + weights["layers.4.bias"]
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    outputs, values = model(rows())
+    outputs, values = model(draw_rows())
     logprobs, entropy = (
-        model.policy.compute_logprobs(outputs, actions),
-        model.policy.compute_entropy(outputs),
+        model.policy.logprobs_of(outputs, actions),
+        model.policy.entropy_of(outputs),
     )
-    alone = model.policy.compute_logprobs_and_entropy(rows(), actions)
+    alone = model.policy.logprobs_and_entropy(draw_rows(), actions)
     torch.testing.assert_close((logprobs, entropy), alone)
     np.testing.assert_allclose(logprobs.detach(), np.log(p[np.arange(7), actions]), rtol=1e-5)
     np.testing.assert_allclose(entropy.detach(), -(p * np.log(p)).sum(1), rtol=1e-5)
@@ -66,15 +66,17 @@ def test_logprobs_and_entropy_equal_numpy_in_float64():
 
 def test_actions_of_another_shape_are_refused():
     with pytest.raises(DataError, match=r"actions: shape \(7, 1\), expected \(7,\)"):
-        made().policy.compute_logprobs_and_entropy(rows(), torch.zeros(7, 1, dtype=torch.int64))
+        build_actor_critic().policy.logprobs_and_entropy(
+            draw_rows(), torch.zeros(7, 1, dtype=torch.int64)
+        )
     with pytest.raises(DataError, match=r"actions: shape \(7,\), expected \(7, 2\)"):
-        made(PLANE).policy.compute_logprobs_and_entropy(rows(), torch.zeros(7))
+        build_actor_critic(PLANE).policy.logprobs_and_entropy(draw_rows(), torch.zeros(7))
     with pytest.raises(SettingsError, match="hidden: sizes"):
-        made(hidden=(0,))
+        build_actor_critic(hidden=(0,))
 
 
 def test_gumbel_noise_samples_the_softmax():
-    model = made()
+    model = build_actor_critic()
     with torch.no_grad():
         model.policy.layers[-1].bias.copy_(torch.tensor([0.0, math.log(3.0), math.log(6.0)]))
         model.policy.layers[-1].weight.zero_()
@@ -86,24 +88,25 @@ def test_gumbel_noise_samples_the_softmax():
 
 
 def test_gaussian_sampling_and_mode():
-    model = made(PLANE, initial_log_std=math.log(0.5))
+    model = build_actor_critic(PLANE, initial_log_std=math.log(0.5))
     noise = torch.tensor([[1.0, -2.0]])
-    mean = model.act(rows(1))
-    assert torch.allclose(model.act(rows(1), noise), mean + torch.tensor([[0.5, -1.0]]))
+    mean = model.act(draw_rows(1))
+    assert torch.allclose(model.act(draw_rows(1), noise), mean + torch.tensor([[0.5, -1.0]]))
 
 
 def test_the_first_weights_follow_the_seed_alone():
     torch.manual_seed(5)
-    one, same, other = made(seed=3), made(seed=3), made(seed=4)
+    one, same, other = (
+        build_actor_critic(seed=3),
+        build_actor_critic(seed=3),
+        build_actor_critic(seed=4),
+    )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.value.layers[0].weight, other.value.layers[0].weight)
     last = one.policy.layers[
         -1
     ].weight  # orthogonal rows of length 0.01, so all actions are about as likely
     torch.testing.assert_close(last @ last.T, 1e-4 * torch.eye(3))
-
-
-# ------------------------------------------------------------------------------------------------ normalisation
 
 
 def test_statistics_of_parts_are_those_of_all_rows():
@@ -116,10 +119,10 @@ def test_statistics_of_parts_are_those_of_all_rows():
     wide = drawn.astype(np.float64)
     np.testing.assert_allclose(statistics.mean_D, wide.mean(0), rtol=1e-12)
     np.testing.assert_allclose(statistics.squares_D / statistics.count, wide.var(0), rtol=1e-12)
-    seen = statistics(torch.from_numpy(drawn))
-    assert seen.dtype == torch.float32
+    observed = statistics(torch.from_numpy(drawn))
+    assert observed.dtype == torch.float32
     np.testing.assert_allclose(
-        seen, (wide - wide.mean(0)) / np.sqrt(wide.var(0) + 1e-8), rtol=1e-5, atol=1e-6
+        observed, (wide - wide.mean(0)) / np.sqrt(wide.var(0) + 1e-8), rtol=1e-5, atol=1e-6
     )
     assert statistics(torch.full((1, 3), 1e6)).tolist() == [[10.0, 10.0, 10.0]]
 
@@ -135,19 +138,16 @@ def test_statistics_change_nothing_before_the_first_row_and_take_no_nan():
     assert statistics(raw).tolist() == [[0.0, 0.0]]
 
 
-# ---------------------------------------------------------------------------------------------------------- files
-
-
 @pytest.mark.parametrize("actions", [THREE, PLANE], ids=["discrete", "continuous"])
-def test_a_saved_network_acts_as_before(tmp_path, actions):
-    model = made(actions, normalises=True, hidden=(5,), activation="relu")
-    model.statistics.update(rows() * 3)
+def test_a_saved_network_acts_the_same(tmp_path, actions):
+    model = build_actor_critic(actions, normalises=True, hidden=(5,), activation="relu")
+    model.statistics.update(draw_rows() * 3)
     publish_network(model, tmp_path / "net", "Walk-v0")
     again = load_network(tmp_path / "net")
     assert again.shape.actions == actions
     noise = torch.randn(7, actions.size, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(again.act(rows(), noise), model.act(rows(), noise))
-    assert torch.equal(again.compute_values(rows()), model.compute_values(rows()))
+    assert torch.equal(again.act(draw_rows(), noise), model.act(draw_rows(), noise))
+    assert torch.equal(again.values(draw_rows()), model.values(draw_rows()))
     publish_network(model, tmp_path / "net", "Walk-v0")  # replaced as a whole
     assert {path.name for path in (tmp_path / "net").iterdir()} == {
         CONFIG_FILE,
@@ -161,9 +161,9 @@ def test_what_is_no_network_is_refused(tmp_path):
         ModelError, match=r"network.json' cannot be read .*; pass the folder of a trained network"
     ):
         load_network(tmp_path)
-    publish_network(made(), tmp_path / "net", "Walk-v0")
+    publish_network(build_actor_critic(), tmp_path / "net", "Walk-v0")
     config = json.loads((tmp_path / "net" / CONFIG_FILE).read_text())
-    for change, words in (
+    for change, message in (
         ({"format": 2}, "no config of a network in format 1"),
         ({"hidden": [8]}, "does not fit network.json"),
         ({"hidden": [-1]}, "must all be at least 1"),
@@ -171,7 +171,7 @@ def test_what_is_no_network_is_refused(tmp_path):
         ({"actions": 3}, "no network's config .TypeError"),
     ):
         (tmp_path / "net" / CONFIG_FILE).write_text(json.dumps({**config, **change}))
-        with pytest.raises(ModelError, match=words):
+        with pytest.raises(ModelError, match=message):
             load_network(tmp_path / "net")
     (tmp_path / "net" / CONFIG_FILE).write_text(json.dumps(config))
     (tmp_path / "net" / WEIGHTS_FILE).write_bytes(b"\0" * 20)

@@ -1,4 +1,4 @@
-"""The trainer in the one loop: learning, resume to the last bit, what is saved, options, metrics."""
+"""The trainer in the common loop: learning, bit-exact resume, saved items, options, metrics."""
 
 import copy
 
@@ -30,7 +30,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def without_gymnasium(monkeypatch):
-    """Vectors of walkers in place of gymnasium's."""
+    """Replace gymnasium's vectors by vectors of walkers."""
 
     def vector(maker, count, vectorization="sync"):
         return WalkerVector([maker() for _ in range(count)])
@@ -39,11 +39,11 @@ def without_gymnasium(monkeypatch):
     monkeypatch.setattr(network_evaluation, "make_vector_environment", vector)
 
 
-def made(seed=0, maker=Walker, **options):
+def build_trainer(seed=0, maker=Walker, **options):
     return NetworkTrainer(maker, NetworkSettings(**{**SMALL, **options}), seed, name="Walk")
 
 
-def trained(trainer, iterations, tracker=None, **options):
+def train_network(trainer, iterations, tracker=None, **options):
     return run_loop(
         trainer,
         trainer.settings,
@@ -53,23 +53,23 @@ def trained(trainer, iterations, tracker=None, **options):
     )
 
 
-def weights(trainer):
+def copy_weights(trainer):
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
 def test_it_learns_to_walk_to_the_goal():
-    trainer = made(epochs=10, learning_rate=5e-3)
+    trainer = build_trainer(epochs=10, learning_rate=5e-3)
     before = trainer.evaluate_on_seeds(vector_environment.VALIDATION_SEEDS).compute_metrics()[
         "eval/episode_return"
     ]
-    outcome = trained(trainer, 40)
+    outcome = train_network(trainer, 40)
     # staying short of the goal for six steps pays most
     assert outcome.metrics["eval/episode_return"] > before + 4
     assert outcome.iterations == 40 and outcome.steps == 400
 
 
 def test_it_learns_with_continuous_actions_and_normalised_observations():
-    trainer = made(
+    trainer = build_trainer(
         maker=lambda: Walker(continuous=True),
         normalise_observations=True,
         epochs=10,
@@ -80,7 +80,7 @@ def test_it_learns_with_continuous_actions_and_normalised_observations():
         "eval/episode_return"
     ]
     tracker = MemoryTracker()
-    outcome = trained(trainer, 40, tracker)
+    outcome = train_network(trainer, 40, tracker)
     assert outcome.metrics["eval/episode_return"] > before + 4
     assert float(trainer.model.statistics.count) == 40 * 64
     last = tracker.metrics[-2][1]
@@ -98,25 +98,27 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_cut_anywhere_it_is_the_run_in_one_piece(tmp_path, name):
     options = {**VARIANTS[name], "checkpoint_every": 1, "eval_every": 3, "patience": 50}
-    whole = made(**options)
+    uninterrupted = build_trainer(**options)
     expected = MemoryTracker()
-    trained(whole, 7, expected)
+    train_network(uninterrupted, 7, expected)
     for cut in (1, 3, 6):
         with CheckpointStore(tmp_path / str(cut)) as store:
-            found = MemoryTracker()
-            first = made(**options)
+            actual = MemoryTracker()
+            first = build_trainer(**options)
             with pytest.raises(CallbackError, match="as kill -9 would"):
-                trained(first, 7, found, checkpoints=store, callbacks=[killer(cut + 1)])
-            again = made(**options)
-            trained(again, 7, found, checkpoints=store)
-            assert weights(again).keys() == weights(whole).keys()
-            for key, value in weights(whole).items():
-                assert torch.equal(value, weights(again)[key]), (cut, key)
-            assert comparable(found) == comparable(expected), cut
+                train_network(
+                    first, 7, actual, checkpoints=store, callbacks=[build_killer(cut + 1)]
+                )
+            again = build_trainer(**options)
+            train_network(again, 7, actual, checkpoints=store)
+            assert copy_weights(again).keys() == copy_weights(uninterrupted).keys()
+            for key, value in copy_weights(uninterrupted).items():
+                assert torch.equal(value, copy_weights(again)[key]), (cut, key)
+            assert select_comparable(actual) == select_comparable(expected), cut
 
 
-def killer(iteration):
-    """A callback that ends the run behind an iteration, before its checkpoint."""
+def build_killer(iteration):
+    """Build a callback that ends the run after an iteration, before its checkpoint."""
 
     def call(event):
         if event.kind == "iteration" and event.iteration == iteration:
@@ -125,8 +127,8 @@ def killer(iteration):
     return call
 
 
-def comparable(tracker):
-    """Metrics by step without times; the later of two that were computed twice."""
+def select_comparable(tracker):
+    """Select metrics by step without times; the later of two that were computed twice."""
     return {
         (step, name): value
         for step, row in tracker.metrics
@@ -140,19 +142,19 @@ def comparable(tracker):
 )
 def test_each_saved_item_is_missed(lost):
     options = {"advantages": "vtrace", "replay": 1, "normalise_observations": True}
-    one = made(**options)
+    one = build_trainer(**options)
     for _ in range(3):
         one.step()
-    fresh = made(**options)
+    fresh = build_trainer(**options)
     state, model, step = (
         one.state_dict(),
         copy.deepcopy(one.model.state_dict()),
         copy.deepcopy(one.optimizer_step.state_dict()),
     )
-    kept = copy.deepcopy(state)
+    stored = copy.deepcopy(state)
 
     def outcome(changed):
-        other = made(**options)
+        other = build_trainer(**options)
         other.model.load_state_dict(model)
         other.optimizer_step.load_state_dict(copy.deepcopy(step))
         other.load_state_dict(copy.deepcopy(changed))
@@ -161,16 +163,16 @@ def test_each_saved_item_is_missed(lost):
         ]
         return metrics, other.state_dict()["rng"]
 
-    expected = outcome(kept)
-    assert outcome({**kept, lost: fresh.state_dict()[lost]}) != expected
+    expected = outcome(stored)
+    assert outcome({**stored, lost: fresh.state_dict()[lost]}) != expected
     with pytest.raises(KeyError, match=lost):
-        outcome({key: value for key, value in kept.items() if key != lost})
+        outcome({key: value for key, value in stored.items() if key != lost})
 
 
 def test_statistics_of_observations_are_in_the_checkpoint(tmp_path):
-    trainer = made(normalise_observations=True, checkpoint_every=1)
+    trainer = build_trainer(normalise_observations=True, checkpoint_every=1)
     with CheckpointStore(tmp_path) as store:
-        trained(trainer, 3, checkpoints=store)
+        train_network(trainer, 3, checkpoints=store)
         state = store.load_latest()
     assert float(state["model"]["statistics.count"]) == 3 * 64
     rows = trainer._buffers[0].read_real_steps("observations").double()
@@ -180,17 +182,17 @@ def test_statistics_of_observations_are_in_the_checkpoint(tmp_path):
 
 
 def test_the_best_weights_come_back_with_their_statistics():
-    trainer = made(normalise_observations=True, eval_every=1, patience=50)
-    seen = []
+    trainer = build_trainer(normalise_observations=True, eval_every=1, patience=50)
+    observed = []
 
     def note(event):
         if event.kind == "evaluation":
-            seen.append((event.metrics["eval/episode_return"], weights(event.trainer)))
+            observed.append((event.metrics["eval/episode_return"], copy_weights(event.trainer)))
 
-    outcome = trained(trainer, 6, best_metric="eval/episode_return", callbacks=[note])
-    best, kept = max(seen, key=lambda one: one[0])
+    outcome = train_network(trainer, 6, best_metric="eval/episode_return", callbacks=[note])
+    best, selected = max(observed, key=lambda one: one[0])
     assert outcome.best_metric == best
-    assert all(torch.equal(value, weights(trainer)[name]) for name, value in kept.items())
+    assert all(torch.equal(value, copy_weights(trainer)[name]) for name, value in selected.items())
 
 
 def test_seeds_of_training_validation_and_test_never_meet():
@@ -201,7 +203,7 @@ def test_seeds_of_training_validation_and_test_never_meet():
             used.append(seed)
             return super().reset(seed=seed)
 
-    trainer = made(maker=Noting)
+    trainer = build_trainer(maker=Noting)
     trainer.step()
     training, used[:] = set(used), []
     trainer.evaluate()
@@ -215,19 +217,21 @@ def test_seeds_of_training_validation_and_test_never_meet():
 
 
 def test_a_validation_changes_nothing_that_training_depends_on():
-    one, other = made(), made()
+    one, other = build_trainer(), build_trainer()
     for trainer in (one, other):
         for _ in range(3):
             trainer.step()
             if trainer is other:
                 trainer.evaluate()
-    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(one).items())
+    assert all(
+        torch.equal(value, copy_weights(other)[name]) for name, value in copy_weights(one).items()
+    )
 
 
 def test_sampled_and_greedy_evaluation_differ():
-    trainer = made(eval_episodes=30)
+    trainer = build_trainer(eval_episodes=30)
     greedy = trainer.evaluate()
-    sampled = made(eval_episodes=30, eval_greedy=False).evaluate()
+    sampled = build_trainer(eval_episodes=30, eval_greedy=False).evaluate()
     assert greedy["eval/episodes"] == sampled["eval/episodes"] == 30 and greedy != sampled
     assert (
         greedy["eval/episode_return_low"]
@@ -237,7 +241,7 @@ def test_sampled_and_greedy_evaluation_differ():
 
 
 def test_episodes_of_an_evaluation_do_not_depend_on_how_many_are_played_side_by_side(monkeypatch):
-    trainer = made(eval_episodes=13)
+    trainer = build_trainer(eval_episodes=13)
     wide = trainer.evaluate_on_test_seeds()
     monkeypatch.setattr(network_evaluation, "MAX_PARALLEL_ENVIRONMENTS", 3)
     assert trainer.evaluate_on_test_seeds() == wide
@@ -258,12 +262,12 @@ def test_vectors_that_reset_by_themselves_are_learned_from(mode):
 
 
 def test_an_environment_that_raises_in_the_middle_leaves_the_weights_alone():
-    trainer = made(maker=lambda: Walker(fails_at=20))
+    trainer = build_trainer(maker=lambda: Walker(fails_at=20))
     trainer.step()
-    before = weights(trainer)
+    before = copy_weights(trainer)
     with pytest.raises(EnvironmentFault, match="raised ValueError in step: the floor gave way"):
         trainer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+    assert all(torch.equal(value, before[name]) for name, value in copy_weights(trainer).items())
 
 
 def test_a_vector_of_another_size_is_refused():
@@ -280,7 +284,7 @@ def test_a_vector_of_another_size_is_refused():
 
 
 def test_replay_keeps_so_many_iterations():
-    trainer = made(advantages="vtrace", replay=2, minibatches=2)
+    trainer = build_trainer(advantages="vtrace", replay=2, minibatches=2)
     counts = [trainer.step().get("train/replayed_steps", 0) for _ in range(5)]
     assert counts == [0, 64, 128, 128, 128]
     assert len(trainer.state_dict()["buffers"]) == 2
@@ -310,7 +314,7 @@ def test_replay_keeps_so_many_iterations():
         ({"dropout": True}, "dropout: is for language models; leave it false"),
         (
             {"replay": 1},
-            "replay: steps of older policies need their correction; set advantages to vtrace",
+            "replay: steps of older policies need a correction; set advantages to vtrace",
         ),
         ({"vtrace_rho": 0.5}, "vtrace_c: 1.0 is above vtrace_rho 0.5"),
         ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: moves the learning rate itself"),
@@ -336,4 +340,4 @@ def test_lengths():
         3,
         6,
     )
-    assert np.isfinite(made().step()["train/loss"])
+    assert np.isfinite(build_trainer().step()["train/loss"])

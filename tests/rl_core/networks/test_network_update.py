@@ -1,4 +1,4 @@
-"""Optimizer steps against a plain loop that knows nothing of the project's losses, and what the options change."""
+"""Optimizer steps against a plain loop without the project's losses, and the effects of options."""
 
 import copy
 import itertools
@@ -28,22 +28,22 @@ SMALL = {
 }
 
 
-def trainer(continuous=False, seed=0, **options):
+def build_trainer(continuous=False, seed=0, **options):
     settings = NetworkSettings(**{**SMALL, "hidden": (8, 8), **options})
     vector = walkers(settings.num_environments, continuous=continuous)
     return NetworkTrainer(None, settings, seed, name="Walk", vector=vector)
 
 
-def collected(**options):
-    """A trainer that has filled its buffer once and changed nothing."""
-    made = trainer(**options)
-    made.environment.reset()
-    made._collect_rollouts(made._rotate_buffers())
-    return made
+def build_filled_trainer(**options):
+    """Build a trainer that has filled its buffer once and changed nothing."""
+    created = build_trainer(**options)
+    created.environment.reset()
+    created._collect_rollouts(created._rotate_buffers())
+    return created
 
 
-def plain_update(model, buffer, settings, rng):
-    """PPO as its paper has it, written out: GAE by recursion, both nets one after the other, torch's Adam."""
+def run_plain_update(model, buffer, settings, rng):
+    """Run PPO as in the paper, written out: GAE by recursion, both nets one after the other, torch's Adam."""
     D = torch.from_numpy
     T, N = buffer.shape
     with torch.no_grad():
@@ -67,7 +67,7 @@ def plain_update(model, buffer, settings, rng):
         x.transpose(0, 1).flatten(0, 1)
         for x in (D(buffer.observations), D(buffer.actions), advantages, values)
     ]
-    seen, actions, advantages, values = rows
+    observed, actions, advantages, values = rows
     targets = advantages + values
 
     def distribution():
@@ -78,7 +78,7 @@ def plain_update(model, buffer, settings, rng):
             torch.distributions.Normal(outputs, model.policy.log_std_A.exp()), 1
         )
 
-    seen_now = seen
+    seen_now = observed
     old = distribution().log_prob(actions).detach()
     optimizer = torch.optim.Adam(
         model.parameters(), lr=settings.learning_rate, betas=settings.betas, eps=settings.eps
@@ -86,7 +86,7 @@ def plain_update(model, buffer, settings, rng):
     for _ in range(settings.epochs):
         order = torch.from_numpy(rng.permutation(len(old)))
         for index in order.tensor_split(settings.minibatches):
-            seen_now = seen[index]
+            seen_now = observed[index]
             law, A = distribution(), advantages[index]
             A = (A - A.mean()) / A.std()
             ratio = (law.log_prob(actions[index]) - old[index]).exp()
@@ -115,22 +115,22 @@ def plain_update(model, buffer, settings, rng):
     "options", [{}, {"entropy_coef": 0.02, "value_clip_eps": 0.1, "value_coef": 0.7}], ids=str
 )
 def test_an_update_equals_a_plain_loop(continuous, options):
-    made = collected(continuous=continuous, learning_rate=3e-3, **options)
-    plain = copy.deepcopy(made.model)
-    plain_update(plain, made._buffers[0], made.settings, np.random.default_rng(9))
-    before = copy.deepcopy(made.model)
+    created = build_filled_trainer(continuous=continuous, learning_rate=3e-3, **options)
+    baseline = copy.deepcopy(created.model)
+    run_plain_update(baseline, created._buffers[0], created.settings, np.random.default_rng(9))
+    before = copy.deepcopy(created.model)
     metrics = NetworkUpdate(
-        made.model, made.optimizer_step, made.settings, made._buffers
+        created.model, created.optimizer_step, created.settings, created._buffers
     ).run_update(np.random.default_rng(9))
     moved = 0.0
     for (name, ours), theirs, start in zip(
-        made.model.named_parameters(), plain.parameters(), before.parameters(), strict=True
+        created.model.named_parameters(), baseline.parameters(), before.parameters(), strict=True
     ):
         torch.testing.assert_close(
             ours, theirs, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
         moved = max(moved, float((ours - start).detach().abs().max()))
-    assert moved > 5e-3 and made.optimizer_step.num_steps == 6
+    assert moved > 5e-3 and created.optimizer_step.num_steps == 6
     assert 0 < metrics["policy/update_kl"] < 0.5
 
 
@@ -154,13 +154,13 @@ def test_both_networks_together_are_each_by_itself():
                     ]
                 )
             inputs = drawn(7, 4).detach()
-            found = compute_paired_layers(inputs, *nets, activation)
+            actual = compute_paired_layers(inputs, *nets, activation)
             expected = []
             for net in nets:
                 x = inputs
-                for place in range(0, len(net), 2):
-                    x = torch.nn.functional.linear(x, net[place], net[place + 1])
-                    x = x if place == len(net) - 2 else getattr(torch, activation)(x)
+                for index in range(0, len(net), 2):
+                    x = torch.nn.functional.linear(x, net[index], net[index + 1])
+                    x = x if index == len(net) - 2 else getattr(torch, activation)(x)
                 expected.append(x)
             weights = [torch.randn(out.shape, generator=generator) for out in expected]
             every = [*nets[0], *nets[1]]
@@ -168,9 +168,9 @@ def test_both_networks_together_are_each_by_itself():
                 torch.autograd.grad(
                     sum((w * o).sum() for w, o in zip(weights, outs, strict=True)), every
                 )
-                for outs in (found, expected)
+                for outs in (actual, expected)
             )
-            for one, other in zip((*found, *ours), (*expected, *theirs), strict=True):
+            for one, other in zip((*actual, *ours), (*expected, *theirs), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -178,28 +178,31 @@ def test_both_networks_together_are_each_by_itself():
     "options", [{}, {"activation": "relu", "hidden": ()}, {"hidden": (8, 5, 8)}], ids=str
 )
 def test_one_network_without_its_modules_gives_the_same_bits(options):
-    model = trainer(**options).model
+    model = build_trainer(**options).model
     observations = torch.randn(
         7, model.shape.observation_size, generator=torch.Generator().manual_seed(3)
     )
     with torch.no_grad():
         assert torch.equal(model.act(observations), model.policy(observations).argmax(-1))
-        assert torch.equal(model.compute_values(observations), model.value(observations))
-        found = compute_single_layers(
+        assert torch.equal(model.values(observations), model.value(observations))
+        actual = compute_single_layers(
             observations, tuple(model.policy.layers.parameters()), model.shape.activation
         )
-        assert torch.equal(found, model.policy(observations))
+        assert torch.equal(actual, model.policy(observations))
 
 
 def test_the_size_of_a_micro_batch_changes_rounding_alone():
-    whole, cut = collected(minibatches=1), collected(minibatches=1, micro_batch_tokens=10)
-    found = [
+    full, cut = (
+        build_filled_trainer(minibatches=1),
+        build_filled_trainer(minibatches=1, micro_batch_tokens=10),
+    )
+    actual = [
         NetworkUpdate(one.model, one.optimizer_step, one.settings, one._buffers).run_update(
             np.random.default_rng(1)
         )
-        for one in (whole, cut)
+        for one in (full, cut)
     ]
-    for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
+    for one, other in zip(full.model.parameters(), cut.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     for name in (
         "train/loss",
@@ -208,41 +211,43 @@ def test_the_size_of_a_micro_batch_changes_rounding_alone():
         "value/loss",
         "policy/ratio_max",
     ):
-        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4, abs=1e-6), name
+        assert actual[0][name] == pytest.approx(actual[1][name], rel=1e-4, abs=1e-6), name
 
 
-def test_advantages_are_normalised_over_what_is_said():
+def test_advantages_are_normalised_over_the_configured_rows():
     A = torch.tensor([1.0, 2.0, 6.0, -3.0])
     np.testing.assert_allclose(
         whiten_advantages(A[:, None])[:, 0],
         (A.numpy() - 1.5) / A.double().numpy().std(ddof=1),
         rtol=1e-6,
     )
-    seen = {}
+    observed = {}
     for kind in ("none", "iteration", "minibatch"):
-        made = collected(normalise_advantages=kind, epochs=1, minibatches=2)
+        created = build_filled_trainer(normalise_advantages=kind, epochs=1, minibatches=2)
         update, parts = (
-            NetworkUpdate(made.model, made.optimizer_step, made.settings, made._buffers),
+            NetworkUpdate(
+                created.model, created.optimizer_step, created.settings, created._buffers
+            ),
             [],
         )
         update._run_optimizer_step = lambda rows, parts=parts: (
             parts.append(rows.advantages_M1) or {"train/loss": 0.0}
         )
         update.run_update(np.random.default_rng(0))
-        seen[kind] = parts
-    assert [float(part.mean()) for part in seen["minibatch"]] == pytest.approx([0, 0], abs=1e-6)
-    joined = torch.cat(seen["iteration"])
+        observed[kind] = parts
+    assert [float(part.mean()) for part in observed["minibatch"]] == pytest.approx([0, 0], abs=1e-6)
+    joined = torch.cat(observed["iteration"])
     assert float(joined.mean()) == pytest.approx(0, abs=1e-6) and float(
         joined.std()
     ) == pytest.approx(1, rel=1e-5)
-    raw = torch.cat(seen["none"])
+    raw = torch.cat(observed["none"])
     torch.testing.assert_close(joined, (raw - raw.mean()) / raw.std(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_rewards_scale_is_that_of_learning_alone():
     one, half = (
-        collected(normalise_advantages="none"),
-        collected(normalise_advantages="none", reward_scale=0.5),
+        build_filled_trainer(normalise_advantages="none"),
+        build_filled_trainer(normalise_advantages="none", reward_scale=0.5),
     )
     rows = [
         NetworkUpdate(x.model, x.optimizer_step, x.settings, x._buffers)._build_rows()
@@ -271,17 +276,17 @@ def test_the_adapted_learning_rate_by_hand():
 
 @pytest.mark.parametrize(("target", "up"), [(10.0, True), (1e-9, False)])
 def test_the_learning_rate_follows_the_kl(target, up):
-    made = trainer(
+    created = build_trainer(
         kl_target=target, learning_rate=1e-3, learning_rate_low=1e-4, learning_rate_high=1.6e-3
     )
-    rates = [made.step()["train/learning_rate"] for _ in range(8)]
+    rates = [created.step()["train/learning_rate"] for _ in range(8)]
     assert rates[0] == 1e-3
     assert rates[1] == pytest.approx(1.5e-3 if up else 1e-3 / 1.5)
     assert rates[-1] == pytest.approx(1.6e-3 if up else 1e-4)
 
 
 def test_vtrace_of_fresh_steps_is_gae_and_of_old_ones_is_corrected():
-    gae, vtrace = collected(), collected(advantages="vtrace")
+    gae, vtrace = build_filled_trainer(), build_filled_trainer(advantages="vtrace")
     for made in (gae, vtrace):
         buffer = made._buffers[0]
         buffer.behaviour_logprobs_M = compute_policy_logprobs(
@@ -306,7 +311,7 @@ def test_vtrace_of_fresh_steps_is_gae_and_of_old_ones_is_corrected():
         parts.last_E[-1],
         np.exp(-1.0),
     )  # of the last part: rho (r + gamma V' - V), with nothing behind it
-    after = vtrace.model.compute_values(vtrace._buffers[0].read_real_steps("after")[last][None])[0]
+    after = vtrace.model.values(vtrace._buffers[0].read_real_steps("after")[last][None])[0]
     alive = 1.0 - float(vtrace._buffers[0].read_real_steps("terminated")[last])
     delta = rewards[last] + vtrace.settings.gamma * alive * after - values[last]
     assert float(old.advantages_M1[last]) == pytest.approx(float(ratio * delta), rel=1e-4)

@@ -11,13 +11,13 @@ from rl_core.networks.network_update import StepBuffer
 from rl_core.networks.vector_environment import VectorStep
 
 
-def value_of(observations):
-    """Value of an observation: its first number."""
+def compute_value(observations):
+    """Return the value of an observation: its first number."""
     return observations[:, 0].clone()
 
 
-def filled(values, rewards, terminated, truncated, after, is_action=None):
-    """Buffer of T x N steps whose observations' values are given, as are those that the actions led to."""
+def fill_buffer(values, rewards, terminated, truncated, after, is_action=None):
+    """Fill a buffer of T x N steps with the values of observations and of those that the actions led to."""
     shape = np.shape(values)
     buffer = StepBuffer(*shape, 1, ActionSpace("discrete", 2))
     is_action = np.ones(shape, bool) if is_action is None else np.asarray(is_action, bool)
@@ -36,11 +36,13 @@ def filled(values, rewards, terminated, truncated, after, is_action=None):
     return buffer
 
 
-def test_a_truncated_episode_goes_on_with_its_value_and_a_terminated_one_does_not():
+def test_a_truncated_episode_is_bootstrapped_and_a_terminated_one_is_not():
     # two environments, one step each, V = 1, r = 2, the value afterwards 10, gamma 0.5
     ends = {"terminated": [[True, False]], "truncated": [[False, True]]}
-    buffer = filled([[1.0, 1.0]], [[2.0, 2.0]], **ends, after=[[10.0, 10.0]])
-    advantages, targets, values = buffer.estimate_advantages(value_of, gamma=0.5, trace_lambda=0.9)
+    buffer = fill_buffer([[1.0, 1.0]], [[2.0, 2.0]], **ends, after=[[10.0, 10.0]])
+    advantages, targets, values = buffer.estimate_advantages(
+        compute_value, gamma=0.5, trace_lambda=0.9
+    )
     assert advantages.tolist() == [1.0, 6.0]  # 2 - 1; 2 + 0.5 x 10 - 1
     assert targets.tolist() == [2.0, 7.0] and values.tolist() == [1.0, 1.0]
 
@@ -48,26 +50,26 @@ def test_a_truncated_episode_goes_on_with_its_value_and_a_terminated_one_does_no
 def test_nothing_flows_over_the_end_of_an_episode_and_the_last_step_bootstraps():
     # V = 1, 2, 4; r = 1, 1, 1; the first step ends in a truncation worth 3; gamma = lambda = 1
     ends = {"terminated": [[False]] * 3, "truncated": [[True], [False], [False]]}
-    buffer = filled([[1.0], [2.0], [4.0]], [[1.0]] * 3, **ends, after=[[3.0], [99.0], [8.0]])
-    advantages, targets, _ = buffer.estimate_advantages(value_of, gamma=1.0, trace_lambda=1.0)
+    buffer = fill_buffer([[1.0], [2.0], [4.0]], [[1.0]] * 3, **ends, after=[[3.0], [99.0], [8.0]])
+    advantages, targets, _ = buffer.estimate_advantages(compute_value, gamma=1.0, trace_lambda=1.0)
     # the first: 1 + 3 - 1 = 3; the last: 1 + 8 - 4 = 5; the one before: 1 + 4 - 2 + 5 = 8 (its `after` is not asked)
     assert advantages.tolist() == [3.0, 8.0, 5.0]
     assert targets.tolist() == [4.0, 10.0, 9.0]
 
 
-def loop(rows, gamma, lam, rho_cap=1.0, c_cap=1.0):
-    """Advantages and targets of one environment's steps by the recursion itself, in float64."""
-    found, error, next_value = [], 0.0, None
+def run_plain_loop(rows, gamma, lam, rho_cap=1.0, c_cap=1.0):
+    """Compute advantages and targets of one environment's steps by recursion, in float64."""
+    results, error, next_value = [], 0.0, None
     for value, reward, terminated, truncated, after, ratio in reversed(rows):
         if next_value is None or terminated or truncated:
             error, next_value = 0.0, 0.0 if terminated else after
         rho, c = min(ratio, rho_cap), min(ratio, c_cap)
         delta = reward + gamma * next_value - value
-        found.append((rho * (delta + gamma * lam * error), None))
+        results.append((rho * (delta + gamma * lam * error), None))
         error = rho * delta + gamma * lam * c * error
-        found[-1] = (found[-1][0], value + error)
+        results[-1] = (results[-1][0], value + error)
         next_value = value
-    return found[::-1]
+    return results[::-1]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -82,20 +84,20 @@ def test_estimates_equal_a_plain_loop(seed, off_policy):
     is_action[0] = True
     terminated &= is_action
     truncated &= is_action
-    buffer = filled(values, rewards, terminated, truncated, after, is_action)
+    buffer = fill_buffer(values, rewards, terminated, truncated, after, is_action)
     ratios = np.exp(rng.normal(size=shape)) if off_policy else np.ones(shape)
     gamma, lam = 0.97, 0.8
-    given = (
+    arguments = (
         torch.from_numpy(ratios.swapaxes(0, 1)[is_action.swapaxes(0, 1)]).float()
         if off_policy
         else None
     )
-    found = buffer.estimate_advantages(
-        value_of,
+    actual = buffer.estimate_advantages(
+        compute_value,
         gamma=gamma,
         trace_lambda=lam,
         reward_scale=0.5,
-        ratios_M=given,
+        ratios_M=arguments,
         rho_cap=1.4,
         c_cap=0.9,
     )
@@ -103,17 +105,17 @@ def test_estimates_equal_a_plain_loop(seed, off_policy):
     expected = []
     for n in range(shape[1]):
         columns = (values, 0.5 * rewards, terminated, truncated, after, ratios)
-        expected += loop(
+        expected += run_plain_loop(
             [[c[t, n] for c in columns] for t in range(shape[0]) if is_action[t, n]],
             gamma,
             lam,
             *caps,
         )
-    assert buffer.num_steps == len(expected) == len(found[0])
+    assert buffer.num_steps == len(expected) == len(actual[0])
     np.testing.assert_allclose(
-        found[0], [advantage for advantage, _ in expected], rtol=2e-4, atol=2e-5
+        actual[0], [advantage for advantage, _ in expected], rtol=2e-4, atol=2e-5
     )
-    np.testing.assert_allclose(found[1], [target for _, target in expected], rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(actual[1], [target for _, target in expected], rtol=2e-4, atol=2e-5)
 
 
 def test_vtrace_by_hand():
@@ -133,7 +135,7 @@ def test_vtrace_by_hand():
 
 
 def test_the_buffer_has_one_size_and_keeps_its_memory():
-    buffer = filled([[1.0]], [[1.0]], [[False]], [[False]], [[1.0]])
+    buffer = fill_buffer([[1.0]], [[1.0]], [[False]], [[False]], [[1.0]])
     memory = buffer.observations.ctypes.data
     with pytest.raises(DataError, match="the buffer already contains 1 steps"):
         buffer.add_step(*[None] * 3)
@@ -142,7 +144,7 @@ def test_the_buffer_has_one_size_and_keeps_its_memory():
 
 
 def test_what_is_read_does_not_change_when_the_buffer_is_filled_again():
-    buffer = filled([[1.0], [2.0]], [[1.0]] * 2, [[False]] * 2, [[False]] * 2, [[1.0]] * 2)
+    buffer = fill_buffer([[1.0], [2.0]], [[1.0]] * 2, [[False]] * 2, [[False]] * 2, [[1.0]] * 2)
     read = buffer.read_real_steps("observations")
     buffer.observations[:] = 7.0
     assert read.flatten().tolist() == [1.0, 2.0]

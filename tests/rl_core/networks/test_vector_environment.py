@@ -1,4 +1,4 @@
-"""One interface over gymnasium's three autoreset modes, bounds of actions, faults, and episodes played again."""
+"""One interface over gymnasium's three autoreset modes, bounds of actions, faults, and replayed episodes."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from rl_core.networks.vector_environment import (
 )
 
 
-def made(vector, seeds=None):
+def build_environment(vector, seeds=None):
     numbers = iter(range(100) if seeds is None else seeds)
     environment = VectorEnvironment(vector, "Walk", lambda: next(numbers))
     environment.reset()
@@ -38,7 +38,7 @@ RIGHT = [[1, 1]] * 12
 
 @pytest.mark.parametrize("mode", ["Disabled", "SameStep", "NextStep"])
 def test_every_mode_hands_over_the_observation_before_the_reset(mode):
-    steps, ended = play(made(walkers(2, mode)), RIGHT)
+    steps, ended = play(build_environment(walkers(2, mode)), RIGHT)
     assert ended
     for before, step in zip([None, *steps[:-1]], steps, strict=True):
         over = step.terminated_N | step.truncated_N
@@ -60,7 +60,7 @@ def test_every_mode_hands_over_the_observation_before_the_reset(mode):
 
 
 def test_the_modes_give_the_same_episodes():
-    found = {}
+    results = {}
     for mode in ("Disabled", "SameStep", "NextStep"):
         # one walker that always starts at the same place, so that seeds do not matter
         vector = WalkerVector([Walker()], mode)
@@ -69,20 +69,20 @@ def test_the_modes_give_the_same_episodes():
             "Fixed", (), {"integers": lambda *a: 0, "random": lambda *a: 0.0}
         )()
         vector.walkers[0].reset = lambda walker=vector.walkers[0], **_: Walker.reset(walker)
-        found[mode] = play(made(vector), [[1]] * 13)[1]
+        results[mode] = play(build_environment(vector), [[1]] * 13)[1]
     # from 0: rewards 1 + 2 + 3 + 4 in four steps; NextStep spends every fifth step on a reset
-    assert found["Disabled"] == found["SameStep"] == [(10.0, 4)] * 3
-    assert found["NextStep"] == [(10.0, 4)] * 2
+    assert results["Disabled"] == results["SameStep"] == [(10.0, 4)] * 3
+    assert results["NextStep"] == [(10.0, 4)] * 2
 
 
 def test_a_limit_truncates_and_does_not_terminate():
-    steps, ended = play(made(walkers(1, goal=99, limit=3)), [[0]] * 3)
+    steps, ended = play(build_environment(walkers(1, goal=99, limit=3)), [[0]] * 3)
     assert steps[-1].truncated_N.all() and not steps[-1].terminated_N.any()
     assert [length for _, length in ended] == [3]
 
 
-def test_each_episode_has_a_seed_of_its_own():
-    environment = made(walkers(2), seeds=[7, 8, 9, 10, 11, 12, 13, 14])
+def test_each_episode_has_a_separate_seed():
+    environment = build_environment(walkers(2), seeds=[7, 8, 9, 10, 11, 12, 13, 14])
     play(environment, [[1, 1]] * 4)
     state = environment.state_dict()
     assert set(state["seeds"]) & {7, 8} == set() and all(
@@ -90,12 +90,9 @@ def test_each_episode_has_a_seed_of_its_own():
     )
 
 
-# ------------------------------------------------------------------------------------------------------ spaces
-
-
 def test_a_continuous_action_outside_its_bounds_is_clipped_for_the_environment_alone():
     vector = walkers(1, continuous=True)
-    environment = made(vector)
+    environment = build_environment(vector)
     actions = np.array([[2.5]], np.float32)
     environment.step(actions)
     assert vector.walkers[0].taken == [np.array([1.0], np.float32)] and actions.tolist() == [[2.5]]
@@ -116,7 +113,7 @@ def test_unbounded_numbers_are_left_as_they_are():
 
 def test_discrete_actions_and_observations_count_from_their_start():
     vector = walkers(2, action_start=5)
-    made(vector).step(np.array([0, 1]))
+    build_environment(vector).step(np.array([0, 1]))
     assert [walker.taken[0].item() for walker in vector.walkers] == [5, 6]
     assert count_observation_values(Discrete(3)) == 3
     assert flatten_observations(np.array([6, 5]), Discrete(3, start=5)).tolist() == [
@@ -138,58 +135,52 @@ def test_other_spaces_are_refused_by_name():
         count_observation_values(Tuple())
 
 
-# ------------------------------------------------------------------------------------------------------ faults
-
-
 def test_an_environment_that_raises_is_named_with_its_seeds():
-    environment = made(walkers(2, fails_at=3), seeds=range(40, 60))
-    with pytest.raises(EnvironmentFault) as found:
+    environment = build_environment(walkers(2, fails_at=3), seeds=range(40, 60))
+    with pytest.raises(EnvironmentFault) as error_info:
         play(environment, [[0, 0]] * 5)
-    assert str(found.value) == (
+    assert str(error_info.value) == (
         "environment 'Walk' (seeds of the episodes: [40, 41], steps: [2, 2]) raised ValueError in step: the floor gave "
         "way. This iteration is discarded; fix the environment and run the same command again"
     )
 
 
 def test_a_reward_that_is_no_number_is_a_fault():
-    environment = made(walkers(1))
+    environment = build_environment(walkers(1))
     environment.inner.step = lambda actions: (np.zeros((1, 2)), [np.nan], [False], [False], {})
     with pytest.raises(EnvironmentFault, match=r"reward \[nan\] is not finite"):
         environment.step(np.array([0]))
 
 
 def test_same_step_without_final_observations_is_a_fault():
-    environment = made(walkers(1, "SameStep"))
+    environment = build_environment(walkers(1, "SameStep"))
     environment.inner.step = lambda actions: (np.zeros((1, 2)), [0.0], [True], [False], {})
     with pytest.raises(EnvironmentFault, match="infos contain no 'final_obs'"):
         environment.step(np.array([0]))
 
 
-# ------------------------------------------------------------------------------------------------- played again
-
-
 @pytest.mark.parametrize("played", range(9))
-def test_restored_it_goes_on_bit_for_bit(played):
+def test_a_restored_environment_continues_bit_for_bit(played):
     rng = np.random.default_rng(played)
     before, after = rng.integers(0, 2, (played, 3)), rng.integers(0, 2, (8, 3))
-    whole = made(walkers(3), seeds=range(1000))
-    play(whole, before)
-    state = whole.state_dict()
+    uninterrupted = build_environment(walkers(3), seeds=range(1000))
+    play(uninterrupted, before)
+    state = uninterrupted.state_dict()
     resumed = VectorEnvironment(walkers(3), "Walk", lambda: 0)
     resumed.load_state_dict(state)
-    assert np.array_equal(resumed.observations_ND, whole.observations_ND)
+    assert np.array_equal(resumed.observations_ND, uninterrupted.observations_ND)
     numbers = iter(range(max(state["seeds"]) + 1, 1000))  # the seeds that are left
     resumed._next_seed = lambda: next(numbers)
-    expected, ended = play(whole, after)
-    found, again = play(resumed, after)
+    expected, ended = play(uninterrupted, after)
+    actual, again = play(resumed, after)
     assert again == ended
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, actual, strict=True):
         for name in ("observations_ND", "rewards_N", "terminated_N", "truncated_N", "after_ND"):
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
 def test_an_environment_that_seeds_do_not_decide_is_not_resumed():
-    environment = made(walkers(2, drifts=True))
+    environment = build_environment(walkers(2, drifts=True))
     play(environment, [[0, 1]] * 3)
     other = VectorEnvironment(walkers(2, drifts=True), "Walk", lambda: 0)
     other.inner.walkers[0].calls = 50
@@ -202,7 +193,7 @@ def test_an_environment_that_seeds_do_not_decide_is_not_resumed():
 
 
 def test_modes_that_reset_by_themselves_begin_new_episodes(caplog):
-    environment = made(walkers(2, "NextStep"))
+    environment = build_environment(walkers(2, "NextStep"))
     play(environment, [[0, 1]] * 3)
     assert not environment.can_restore
     other = VectorEnvironment(walkers(2, "NextStep"), "Walk", lambda: 5)
@@ -212,6 +203,6 @@ def test_modes_that_reset_by_themselves_begin_new_episodes(caplog):
 
 
 def test_it_is_closed():
-    environment = made(walkers(2))
+    environment = build_environment(walkers(2))
     environment.close()
     assert all(walker.closed for walker in environment.inner.walkers)

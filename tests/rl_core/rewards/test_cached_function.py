@@ -185,7 +185,7 @@ def test_a_name_that_is_no_function_is_refused():
         RewardOrchestrator({"task": 1.0}, options=RewardSettings(cache=("task",)))
     with pytest.raises(
         SettingsError,
-        match=r"reward_options\.cache: 'a:c' is no component of rewards; did you mean 'a:b'",
+        match=r"reward_options\.cache: 'a:c' is not a component of rewards; did you mean 'a:b'",
     ):
         PolicySettings(rewards={"a:b": 1.0}, reward_options=RewardSettings(cache=("a:c",)))
     PolicySettings(reward_options=RewardSettings(cache=("handed_in",)))

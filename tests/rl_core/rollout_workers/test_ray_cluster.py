@@ -42,13 +42,13 @@ ray = pytest.importorskip("ray")
 SETTINGS = RolloutSettings(workers="ray", count=2)
 
 
-def leftovers():
-    """Session folders of ours and files in shared memory."""
+def list_leftovers():
+    """List our session folders and files in shared memory."""
     folders = Path(tempfile.gettempdir()).glob(f"{RAY_PREFIX}*")
     return {str(path) for path in [*folders, *Path("/dev/shm").glob("plasma*")]}
 
 
-def bits(trainer, iterations):
+def train_bits(trainer, iterations):
     return [comparable(trainer.step()) for _ in range(iterations)], weights(
         trainer
     ).numpy().tobytes()
@@ -60,13 +60,13 @@ def tokenizer():
 
 
 @pytest.mark.slow
-def test_actors_give_the_bits_of_one_process_also_where_one_is_killed(tokenizer):
-    before, handler = leftovers(), signal.getsignal(signal.SIGTERM)
-    alone = bits(letters_trainer(tokenizer), 6)
+def test_actors_give_the_bits_of_one_process_even_if_one_is_killed(tokenizer):
+    previous, handler = list_leftovers(), signal.getsignal(signal.SIGTERM)
+    expected = train_bits(letters_trainer(tokenizer), 6)
     cluster = RayCluster(SETTINGS)
     trainer = with_team(letters_trainer(tokenizer), cluster)
     try:
-        first, _ = bits(trainer, 3)
+        first, _ = train_bits(trainer, 3)
         assert signal.getsignal(signal.SIGTERM) is handler
         pid = cluster._ray.get(
             cluster._handles[0].answer.remote(
@@ -74,55 +74,55 @@ def test_actors_give_the_bits_of_one_process_also_where_one_is_killed(tokenizer)
             )
         ).pid
         threading.Timer(0.01, os.kill, (pid, signal.SIGKILL)).start()
-        rest, last = bits(trainer, 3)
-        assert (first + rest, last) == alone
+        rest, last = train_bits(trainer, 3)
+        assert (first + rest, last) == expected
         assert trainer.worker_group.lost_workers == 1
     finally:
         trainer.worker_group.close()
-    assert leftovers() == before and not ray.is_initialized()
+    assert list_leftovers() == previous and not ray.is_initialized()
 
 
 @pytest.mark.slow
 def test_asynchronous_actors_outlive_a_kill_and_are_replayed_bit_for_bit(tokenizer, tmp_path):
-    before, file = leftovers(), tmp_path / "schedule.jsonl"
+    previous, file = list_leftovers(), tmp_path / "schedule.jsonl"
 
-    def make():
+    def build_trainer():
         trainer = with_team(
             letters_trainer(tokenizer, importance="token"), RayCluster(SETTINGS), 2, max_staleness=1
         )
-        team, trainer.worker_group = trainer.worker_group, None
-        return trainer, team
+        group, trainer.worker_group = trainer.worker_group, None
+        return trainer, group
 
-    trainer, team = make()
+    trainer, group = build_trainer()
     stream = trainer.stream = AsyncWorkerGroup(
-        team.settings, team.cluster, team.config, schedule=file
+        group.settings, group.cluster, group.config, schedule=file
     )
     try:
         rows = [comparable(trainer.step()) for _ in range(3)]
         worker = stream._slots[0].worker
-        pid = team.cluster._ray.get(worker.answer.remote("process"))
+        pid = group.cluster._ray.get(worker.answer.remote("process"))
         os.kill(pid, signal.SIGKILL)
         rows += [comparable(trainer.step()) for _ in range(3)]
         assert stream.lost_workers == 1
     finally:
         stream.close()
-    assert leftovers() == before
+    assert list_leftovers() == previous
     used = [
         group["number"]
         for lines in read_schedule(file).values()
         for line in lines
         for group in line["groups"]
     ]
-    assert sorted([*used, *(ticket.number for ticket in stream._list_open_tasks())]) == list(
+    assert sorted([*used, *(task.number for task in stream._list_open_tasks())]) == list(
         range(stream._next_number)
     )
-    again, team = make()
-    again.stream = ScheduleReplay(file, team.config, 1)
+    replay, group = build_trainer()
+    replay.stream = ScheduleReplay(file, group.config, 1)
     for row in rows:
-        assert comparable(again.step()) == {
+        assert comparable(replay.step()) == {
             name: row[name] for name in row if not name.startswith("policy/staleness")
         }
-    assert weights(again).numpy().tobytes() == weights(trainer).numpy().tobytes()
+    assert weights(replay).numpy().tobytes() == weights(trainer).numpy().tobytes()
 
 
 DRIVER = """
@@ -134,63 +134,67 @@ from rl_core.rollout_workers.ray_cluster import RayCluster
 from rl_core.settings import RolloutSettings
 trainer = with_team(letters_trainer(train_tokenizer(["abc xyz"], 300)), RayCluster(RolloutSettings(workers="ray")), 1)
 trainer.step()
-print(trainer.team.cluster._session.path, flush=True)
+print(trainer.worker_group.cluster._session.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.slow
 def test_every_node_is_asked_for_its_versions_before_anything_starts(monkeypatch):
-    """On a real cluster of one node; another version here is as one there."""
-    before = leftovers()
+    """On a real cluster of one node; another version here is like one there."""
+    previous = list_leftovers()
     session = ray_cluster.RaySession(None, 1)
     session.connect_ray()
     try:
         assert [node["CPU"] for node in session.list_node_resources()] == [1.0]
         session.check_node_versions()
         monkeypatch.setattr(ray_cluster, "COMPARED_PACKAGES", ("torch", "no-such-package"))
-        session.check_node_versions()  # neither has it
-        known = importlib.metadata.version
+        session.check_node_versions()  # installed on neither side
+        get_version = importlib.metadata.version
         monkeypatch.setattr(
-            importlib.metadata, "version", lambda name: "9.9" if name == "torch" else known(name)
+            importlib.metadata,
+            "version",
+            lambda name: "9.9" if name == "torch" else get_version(name),
         )
         with pytest.raises(
             SettingsError, match=r"a node of the cluster \(.*\) has torch 2.*, this process 9.9"
         ):
             session.check_node_versions()
         monkeypatch.setattr(ray_cluster, "NODE_REPLY_TIMEOUT_S", -1.0)
-        with pytest.raises(SettingsError, match="1 of 1 nodes of the cluster did not report their versions within"):
+        with pytest.raises(
+            SettingsError, match="1 of 1 nodes of the cluster did not report their versions within"
+        ):
             session.check_node_versions()
     finally:
         session.close()
-    assert leftovers() == before
+    assert list_leftovers() == previous
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_no_process_and_its_folder_goes_at_the_next_start():
+def test_a_killed_driver_leaves_no_process_and_the_next_start_removes_its_folder():
     run = subprocess.run(
         [sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     folder = Path(run.stdout.split()[-1])
     assert run.returncode == -signal.SIGKILL and folder.is_dir()
     ends = threading.Event()
-    for _ in range(100):  # Ray's reaper sees that its parent is gone
-        if not processes_of(folder):
+    for _ in range(100):  # until Ray's reaper notices that its parent has died
+        if not list_processes(folder):
             break
         ends.wait(0.2)
-    assert processes_of(folder) == []
+    assert list_processes(folder) == []
     assert folder.name in remove_stale_session_folders() and not folder.exists()
 
 
-def processes_of(folder):
-    found = []
+def list_processes(folder):
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if str(folder).encode() in entry.read_bytes():
-                found.append(entry.parent.name)
+                pids.append(entry.parent.name)
         except OSError:
             continue
-    return found
+    return pids
 
 
 def test_a_folder_of_a_living_run_is_kept(tmp_path, monkeypatch):
@@ -234,7 +238,7 @@ def test_a_missing_ray_is_one_line(monkeypatch):
 
 
 class BusyRay:
-    """Stands in for the package: its first starts time out."""
+    """A replacement of the package whose first starts time out."""
 
     __spec__ = "there"  # for importlib.util.find_spec
 

@@ -1,9 +1,9 @@
-"""Settings of rollout workers: refusals in one line, and what of them is part of a stage's key."""
+"""Settings of rollout workers: one-line refusals, and which of them belong to a stage's key."""
 
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_core.settings import LaunchSettings, PolicySettings, RolloutSettings
+from rl_core.settings import LaunchSettings, PolicySettings, RolloutServerSettings, RolloutSettings
 from tasks.config import build_settings
 from tasks.pipeline.stage_key import compute_stage_key
 
@@ -61,12 +61,12 @@ def test_what_cannot_learn_is_refused(options, message):
         PolicySettings(**options)
 
 
-def test_the_key_holds_what_decides_numbers():
+def test_the_key_depends_on_what_determines_numbers():
     pipeline = build_settings(
         {"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False
     )
 
-    def key(**options):
+    def compute_key(**options):
         return compute_stage_key(
             "policy",
             PolicySettings(importance="token", rollouts=RolloutSettings(**options)),
@@ -74,19 +74,46 @@ def test_the_key_holds_what_decides_numbers():
             {},
         )
 
-    apart = {
-        key(independent=True),
-        key(workers="ray"),
-        key(workers="ray", count=3),
-        key(workers="ray", address="auto"),
+    independent_keys = {
+        compute_key(independent=True),
+        compute_key(workers="ray"),
+        compute_key(workers="ray", count=3),
+        compute_key(workers="ray", address="auto"),
     }
-    assert len(apart) == 1
-    late = [
-        key(workers="ray", max_staleness=1),
-        key(workers="ray", max_staleness=1, partial="drop"),
+    assert len(independent_keys) == 1
+    stale_keys = [
+        compute_key(workers="ray", max_staleness=1),
+        compute_key(workers="ray", max_staleness=1, partial="drop"),
     ]
-    assert len({key(), *apart, *late}) == 4
-    assert key(workers="ray", max_staleness=1, count=3) == late[0]
+    assert len({compute_key(), *independent_keys, *stale_keys}) == 4
+    assert compute_key(workers="ray", max_staleness=1, count=3) == stale_keys[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": "server"}, "address: workers: server needs host:port"),
+        ({"workers": "server", "address": "auto"}, "must be host:port of an inference server"),
+        ({"workers": "server", "address": "a:65536"}, "must be host:port of an inference server"),
+        ({"workers": "server", "address": "a:0"}, "must be host:port of an inference server"),
+        ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
+        (
+            {"workers": "server", "address": "a:1", "independent": True},
+            "independent: is of the rollout engine",
+        ),
+        (
+            {"workers": "server", "address": "a:1", "max_staleness": 1},
+            "max_staleness: 1 needs workers that play during",
+        ),
+        (
+            {"server": RolloutServerSettings(sleeps=True)},
+            "server: is of an inference server, and workers is in_process",
+        ),
+    ],
+)
+def test_settings_of_a_server(options, message):
+    with pytest.raises(SettingsError, match=message):
+        RolloutSettings(**options)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rollouts from vLLM, against a stand-in with the answers of vLLM 0.30.0; its extension and its start command."""
+"""Rollouts from vLLM, against a stand-in with the answers of vLLM 0.30.0."""
 
 import subprocess
 import sys
@@ -17,18 +17,14 @@ from helpers.worker_cluster import compiled_model, letters_trainer
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import BackendError, SamplerMismatch, SettingsError
-from rl_core.models.causal_lm import save_weights
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
 from rl_core.rollout_workers.inference_server import InferenceServer
 from rl_core.rollout_workers.server_backend import ServerBackend, _derive_turn_seed
-from rl_core.rollout_workers.server_weights import digest_weight_folder
 from rl_core.rollouts.batching import build_batches, build_train_row
 from rl_core.settings import (
     LoraSettings,
     NumericsGateSettings,
-    RolloutServerSettings,
-    RolloutSettings,
     SamplingSettings,
 )
 from rl_core.storage.session_resources import (
@@ -49,7 +45,7 @@ def server(tokenizer):
         yield running
 
 
-def with_vllm(trainer, server, **options):
+def connect_vllm(trainer, server, **options):
     backend = ServerBackend(
         trainer.policy,
         trainer.renderer.tokenizer,
@@ -61,15 +57,15 @@ def with_vllm(trainer, server, **options):
     return trainer
 
 
-def late_updates(tokenizer, **options):
-    """A trainer whose updates travel with the next rollouts: no gate sends the first one at once."""
+def build_trainer_with_late_updates(tokenizer, **options):
+    """Build a trainer whose updates are sent with the next rollouts, because no gate sends the first one earlier."""
     return letters_trainer(tokenizer, numerics=NumericsGateSettings(every=0), **options)
 
 
 def test_a_run_on_vllm(tokenizer, server):
-    """Every token's log-prob is the trainer's, at the temperature; every update travels, and each is proven."""
+    """Every token's log-prob is the trainer's at the temperature; every update is sent and verified."""
     sampling = SamplingSettings(max_completion_tokens=4, temperature=0.8)
-    trainer = with_vllm(late_updates(tokenizer, sampling=sampling), server)
+    trainer = connect_vllm(build_trainer_with_late_updates(tokenizer, sampling=sampling), server)
     for _ in range(2):
         policy = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
         metrics = trainer.step()
@@ -77,12 +73,8 @@ def test_a_run_on_vllm(tokenizer, server):
             metrics["policy/server_difference"] < 1e-4
             and metrics["policy/sampler_difference_max"] < 1e-4
         )
-        for (
-            name,
-            tensor,
-        ) in (
-            server.model.state_dict().items()
-        ):  # what it sampled from: the weights before the update
+        # it sampled from the weights before the update
+        for name, tensor in server.model.state_dict().items():
             torch.testing.assert_close(tensor, policy[name], atol=0, rtol=0)
     bodies = [body for path, body in server.asked if path == "/v1/completions"]
     rollouts = bodies[-36:]
@@ -105,7 +97,7 @@ def test_the_same_seeds_give_the_same_run(tokenizer):
     runs = []
     for _ in range(2):
         with vllm_stand_in(compiled_model(tokenizer), tokenizer) as server:
-            trainer = with_vllm(letters_trainer(tokenizer), server)
+            trainer = connect_vllm(letters_trainer(tokenizer), server)
             trainer.step()
             runs.append((sampled(trainer), weights(trainer).numpy().tobytes()))
     assert runs[0] == runs[1]
@@ -114,7 +106,7 @@ def test_the_same_seeds_give_the_same_run(tokenizer):
 
 
 def test_log_probs_are_those_of_the_trainers_forward_pass(tokenizer, server):
-    trainer = with_vllm(
+    trainer = connect_vllm(
         letters_trainer(tokenizer, sampling=SamplingSettings(max_completion_tokens=5)), server
     )
     groups = trainer._play_groups(
@@ -133,7 +125,7 @@ def test_log_probs_are_those_of_the_trainers_forward_pass(tokenizer, server):
 
 def test_an_adapter_for_each_version(tokenizer, server):
     model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4, alpha=8.0))
-    trainer = with_vllm(letters_trainer(tokenizer, model=model), server)
+    trainer = connect_vllm(letters_trainer(tokenizer, model=model), server)
     trainer.step(), trainer.step()
     orders = [(path, body["lora_name"]) for path, body in server.asked if "lora_adapter" in path]
     names = [name for path, name in orders if path == "/v1/load_lora_adapter"]
@@ -145,9 +137,9 @@ def test_an_adapter_for_each_version(tokenizer, server):
     rank = LoraSettings(rank=32)
     wide = letters_trainer(tokenizer, model=add_adapter(compiled_model(tokenizer), rank))
     with pytest.raises(
-        SettingsError, match=r"takes adapters up to rank 16, and model.lora.rank is 32"
+        SettingsError, match=r"supports adapters up to rank 16, but model.lora.rank is 32"
     ):
-        with_vllm(wide, server)
+        connect_vllm(wide, server)
     trainer.server.close()
     assert not server.adapters
 
@@ -155,7 +147,7 @@ def test_an_adapter_for_each_version(tokenizer, server):
 def test_a_silent_server_does_not_hold_the_end_of_a_run(tokenizer, server, monkeypatch):
     monkeypatch.setattr("rl_core.rollout_workers.server_weights.UNLOAD_TIMEOUT_S", 0.1)
     model = add_adapter(compiled_model(tokenizer), LoraSettings())
-    trainer = with_vllm(letters_trainer(tokenizer, model=model), server)
+    trainer = connect_vllm(letters_trainer(tokenizer, model=model), server)
     trainer.step()
     is_over, waited = threading.Event(), []
     server.before = lambda path, body: (
@@ -168,47 +160,45 @@ def test_a_silent_server_does_not_hold_the_end_of_a_run(tokenizer, server, monke
 
 
 def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
-    trainer = with_vllm(letters_trainer(tokenizer), server)
+    trainer = connect_vllm(letters_trainer(tokenizer), server)
     trainer.step()
     model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4))
-    late = with_vllm(letters_trainer(tokenizer, model=model), server)
-    with pytest.raises(
-        SettingsError, match=r"holds full weights of an earlier run .* restart it"
-    ):
+    late = connect_vllm(letters_trainer(tokenizer, model=model), server)
+    with pytest.raises(SettingsError, match=r"holds full weights of an earlier run .* restart it"):
         late.step()
 
 
 def test_sleep_around_updates(tokenizer, server):
-    trainer = with_vllm(letters_trainer(tokenizer), server, sleeps=True)
+    trainer = connect_vllm(letters_trainer(tokenizer), server, sleeps=True)
     trainer.step()
     assert server.is_asleep
     trainer.step()
     orders = [path for path, _ in server.asked if path in ("/sleep?level=1", "/wake_up")]
-    assert orders == ["/sleep?level=1", "/wake_up"] * 2 + [
-        "/sleep?level=1"
-    ]  # for the gate of the first update, too
+    # also for the gate of the first update
+    assert orders == ["/sleep?level=1", "/wake_up"] * 2 + ["/sleep?level=1"]
     assert server.is_asleep
 
 
 def test_a_server_that_an_earlier_run_left_asleep(tokenizer, server):
     server.is_asleep = True
-    with_vllm(letters_trainer(tokenizer), server).step()
+    connect_vllm(letters_trainer(tokenizer), server).step()
     assert not server.is_asleep
-
-
-# ----------------------------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"version": "0.29.0"}, {}, "runs vLLM 0.29.0, and 0.30.0 is accepted"),
-        ({}, {"logprobs": "raw_logprobs"}, "returns raw_logprobs, which are not those of its sampling distribution"),
+        ({"version": "0.29.0"}, {}, "runs vLLM 0.29.0, but 0.30.0 is required"),
+        (
+            {},
+            {"logprobs": "raw_logprobs"},
+            "returns raw_logprobs, which are not those of its sampling distribution",
+        ),
         ({}, {"extension": False}, "start vLLM with deployments/vllm/start.py"),
         ({}, {"model": 600}, "of 600 tokens, and the policy has 267"),
     ],
 )
-def test_servers_that_are_not_ours(tokenizer, change, options, message):
+def test_servers_that_are_refused(tokenizer, change, options, message):
     vocabulary = options.pop("model", None)
     model = (
         compiled_model(tokenizer)
@@ -222,11 +212,11 @@ def test_servers_that_are_not_ours(tokenizer, change, options, message):
         if not extension:
             server.worker = object()
         with pytest.raises(SettingsError, match=message) as caught:
-            with_vllm(letters_trainer(tokenizer), server)
+            connect_vllm(letters_trainer(tokenizer), server)
         assert "\n" not in str(caught.value) and str(caught.value).startswith("rollouts.")
 
 
-class range_of:  # noqa: N801  # a tokenizer's size alone
+class range_of:  # noqa: N801  # only the size of a tokenizer
     def __init__(self, tokenizer, size):
         self.pad_token_id, self.size = tokenizer.pad_token_id, size
 
@@ -237,31 +227,34 @@ class range_of:  # noqa: N801  # a tokenizer's size alone
 def test_another_version_by_setting(tokenizer, server):
     server.version = "0.31.0"
     assert (
-        with_vllm(letters_trainer(tokenizer), server, version="0.31.0").server.description.version
+        connect_vllm(
+            letters_trainer(tokenizer), server, version="0.31.0"
+        ).server.description.version
         == "0.31.0"
     )
 
 
-def test_a_server_that_does_not_say_who_answers(tokenizer, server):
-    """Started by hand with our workers, and vLLM's usual fingerprint."""
+def test_a_server_without_instance_names(tokenizer, server):
+    """Started by hand with our workers and vLLM's default fingerprint."""
     server.instance = "vllm-0.30.0-0a1b2c3d"
     with pytest.raises(
-        SettingsError, match=r"cannot be attributed to their weights; start it with deployments/vllm/start.py"
+        SettingsError,
+        match=r"cannot be attributed to their weights; start it with deployments/vllm/start.py",
     ):
-        with_vllm(letters_trainer(tokenizer), server).step()
+        connect_vllm(letters_trainer(tokenizer), server).step()
 
 
-def choice_of(change):
-    """An answer of /v1/completions that differs."""
+def change_completions(change):
+    """Build a hook that changes answers of /v1/completions."""
 
-    def before(server, path, body):
+    def answer_changed(server, path, body):
         if path != "/v1/completions":
             return None
-        status, answer = server._complete(body)
-        change(answer)
-        return status, answer
+        status, completion = server._complete(body)
+        change(completion)
+        return status, completion
 
-    return before
+    return answer_changed
 
 
 @pytest.mark.parametrize(
@@ -300,26 +293,26 @@ def choice_of(change):
         ),
     ],
 )
-def test_answers_that_are_none(tokenizer, server, change, error, message):
-    server.before = lambda path, body: choice_of(change)(server, path, body)
-    trainer = with_vllm(letters_trainer(tokenizer), server)
+def test_invalid_answers(tokenizer, server, change, error, message):
+    server.before = lambda path, body: change_completions(change)(server, path, body)
+    trainer = connect_vllm(letters_trainer(tokenizer), server)
     with pytest.raises(error, match=message) as caught:
         trainer.step()
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [-9999.0, float("nan")])
-def test_a_rollout_with_a_log_prob_that_is_none(tokenizer, server, value):
-    """After the probe has passed: learning from it would make ratios of infinity or NaN."""
-    trainer = with_vllm(letters_trainer(tokenizer), server)
-    change = choice_of(
+def test_a_rollout_with_an_invalid_log_prob(tokenizer, server, value):
+    """After the probe has passed: learning from it would give ratios of infinity or NaN."""
+    trainer = connect_vllm(letters_trainer(tokenizer), server)
+    change = change_completions(
         lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, value)
     )
     server.before = lambda path, body: (
         change(server, path, body) if body and body.get("max_tokens") == 3 else None
     )
     with pytest.raises(
-        SamplerMismatch, match=r"tells (-inf|nan) as the log-prob .* None of its rollouts"
+        SamplerMismatch, match=r"returned (-inf|nan) as the log-prob .* None of its rollouts"
     ):
         trainer.step()
 
@@ -330,38 +323,44 @@ def test_a_folder_that_the_server_does_not_see(tokenizer, server):
         if path == "/collective_rpc" and body["method"] == "posttrain_load_weights"
         else None
     )
-    trainer = with_vllm(letters_trainer(tokenizer), server)
+    trainer = connect_vllm(letters_trainer(tokenizer), server)
     with pytest.raises(
         BackendError, match=r"/elsewhere holds no .* under the same path \(rollouts.server.folder\)"
     ):
         trainer.step()
 
 
-def test_an_update_that_was_not_taken_over(tokenizer, server):
+def test_an_update_that_was_not_applied(tokenizer, server):
     server.worker.reload_weights = lambda weights_iterator: [None for _ in weights_iterator]
-    trainer = with_vllm(letters_trainer(tokenizer), server)
+    trainer = connect_vllm(letters_trainer(tokenizer), server)
     with torch.no_grad():
         trainer.policy.model.norm.weight.mul_(2.0)
-    with pytest.raises(SamplerMismatch, match=r"differ from what was sent, first model.norm.weight"):
+    with pytest.raises(
+        SamplerMismatch, match=r"differ from what was sent, first model.norm.weight"
+    ):
         trainer.step()
 
 
 def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, server, monkeypatch):
-    """Keys and values of the weights before would be read for equal prompts."""
-    trainer = with_vllm(late_updates(tokenizer), server)
-    held = [True, True, False]
+    """Keys and values of the previous weights would be read for equal prompts."""
+    trainer = connect_vllm(build_trainer_with_late_updates(tokenizer), server)
+    is_held = [True, True, False]
 
-    def before(path, body):
-        assert path != "/v1/completions" or not held[0], "sampled from a cache that was not emptied"
+    def answer(path, body):
+        assert path != "/v1/completions" or not is_held[0], (
+            "sampled from a cache that was not emptied"
+        )
         return (
-            (200, {"success": not held.pop(0)})
-            if path == "/reset_prefix_cache" and len(held) > 1
+            (200, {"success": not is_held.pop(0)})
+            if path == "/reset_prefix_cache" and len(is_held) > 1
             else None
         )
 
-    server.before = before
+    server.before = answer
     trainer.step()
-    assert held == [False] and sum(path == "/reset_prefix_cache" for path, _ in server.asked) >= 3
+    assert (
+        is_held == [False] and sum(path == "/reset_prefix_cache" for path, _ in server.asked) >= 3
+    )
     monkeypatch.setattr("rl_core.rollout_workers.inference_server.CACHE_RESET_TIMEOUT_S", 0.0)
     server.before = lambda path, body: (
         (200, {"success": False}) if path == "/reset_prefix_cache" else None
@@ -372,17 +371,14 @@ def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, ser
         trainer.step()
 
 
-# --------------------------------------------------------------------------------------------------------------- losses
-
-
 @pytest.mark.parametrize("is_adapted", [False, True])
 def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
-    """Its fingerprint tells, in the very answer: nothing is taken from the weights of its start.
+    """Its fingerprint in the answer identifies it: no result of its initial weights is used.
 
-    An adapter it does not know, and refuses.
+    It does not know an adapter and refuses it.
     """
 
-    def letters():
+    def build_trainer():
         if not is_adapted:
             return letters_trainer(tokenizer)
         with torch.random.fork_rng():
@@ -391,14 +387,14 @@ def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
                 tokenizer, model=add_adapter(compiled_model(tokenizer), LoraSettings(rank=4))
             )
 
-    trainer = with_vllm(letters(), server, patience_s=5.0)
+    trainer = connect_vllm(build_trainer(), server, patience_s=5.0)
     trainer.step()
     with vllm_stand_in(compiled_model(tokenizer), tokenizer) as undisturbed:
-        other = with_vllm(letters(), undisturbed)
+        other = connect_vllm(build_trainer(), undisturbed)
         other.step(), other.step()
     count = len(server.asked)
 
-    def restarted(path, body):
+    def restart(path, body):
         if len(server.asked) == count + 20:
             server.instance = "vllm-another"
             server.adapters.clear()
@@ -414,18 +410,18 @@ def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
             }
         return None
 
-    server.before = restarted
+    server.before = restart
     assert trainer.step()["perf/server_recoveries"] == 1.0
     assert sampled(trainer) == sampled(other)
 
 
 @pytest.mark.parametrize("weights_then", ["", "0" * 64])
-def test_weights_that_are_others_right_after_an_update(tokenizer, server, weights_then):
-    """Those of a start are a loss; those of another run, too alike for the probe, end this one."""
-    trainer = with_vllm(letters_trainer(tokenizer), server)
+def test_other_weights_right_after_an_update(tokenizer, server, weights_then):
+    """Initial weights mean a loss; those of another run, too similar for the probe, end this one."""
+    trainer = connect_vllm(letters_trainer(tokenizer), server)
     orders = []
 
-    def others(path, body):
+    def answer_others(path, body):
         if path != "/collective_rpc":
             return None
         orders.append(body["method"])
@@ -433,7 +429,7 @@ def test_weights_that_are_others_right_after_an_update(tokenizer, server, weight
             return 200, {"results": [{"instance": INSTANCE, "weights": weights_then}]}
         return None
 
-    server.before = others
+    server.before = answer_others
     if weights_then:
         with pytest.raises(
             SamplerMismatch, match=r"another client changed its weights \(digest 000000000000, ours"
@@ -448,8 +444,8 @@ def test_weights_that_are_others_right_after_an_update(tokenizer, server, weight
 
 @pytest.mark.parametrize("status", [500, 502, 503])
 def test_losses_are_bounded(tokenizer, server, status):
-    """A server that answers questions, and never a request for tokens: nine times, then one error."""
-    trainer = with_vllm(letters_trainer(tokenizer), server)
+    """A server that answers queries but no request for tokens: nine times, then one error."""
+    trainer = connect_vllm(letters_trainer(tokenizer), server)
     trainer.step()
     server.before = lambda path, body: (
         (status, {"error": {"message": "EngineDeadError", "code": status}})
@@ -463,52 +459,52 @@ def test_losses_are_bounded(tokenizer, server, status):
     assert "EngineDeadError" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_after_a_loss_nothing_more_is_sent(tokenizer, server):
-    """Of a silent server, each pair of 36 requests would be waited for, one after the other."""
-    trainer = with_vllm(letters_trainer(tokenizer), server, concurrency=2)
+def test_after_a_loss_no_request_is_sent(tokenizer, server):
+    """Otherwise each pair of 36 requests would wait for a silent server in turn."""
+    trainer = connect_vllm(letters_trainer(tokenizer), server, concurrency=2)
     trainer.step()
     lost, is_over = [], threading.Event()
 
-    def failing(path, body):
+    def fail(path, body):
         if path == "/v1/completions" and body["max_tokens"] == 3 and not is_over.is_set():
             lost.append(body)
-            time.sleep(0.05)  # the trainer hears of the loss meanwhile
+            time.sleep(0.05)  # the trainer notices the loss meanwhile
             return 503, {"error": {"message": "overloaded", "code": 503}}
         if lost and path == "/collective_rpc":
             is_over.set()
         return None
 
-    server.before = failing
+    server.before = fail
     assert trainer.step()["perf/server_recoveries"] == 1.0
     assert 1 <= len(lost) < 12 and len(sampled(trainer)) == 36
 
 
-def empty(answer):
-    """As vLLM ends a request that it has not begun when it is stopped."""
+def empty_answer(answer):
+    """Empty an answer as vLLM does for requests that have not begun when it is stopped."""
     answer["choices"][0].update(token_ids=[], finish_reason="abort")
     answer["choices"][0]["logprobs"].update(
         token_logprobs=[], tokens=[], top_logprobs=[], text_offset=[]
     )
 
 
-def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
-    """Answers without a token are asked for again; a server that gives no others ends the run."""
+def test_requests_that_a_stopping_server_returns(tokenizer, server):
+    """Answers without a token are requested again; a server without other answers ends the run."""
     with vllm_stand_in(compiled_model(tokenizer), tokenizer) as undisturbed:
-        other = with_vllm(letters_trainer(tokenizer), undisturbed)
+        other = connect_vllm(letters_trainer(tokenizer), undisturbed)
         other.step()
-    trainer = with_vllm(letters_trainer(tokenizer), server)
-    given_back = []
+    trainer = connect_vllm(letters_trainer(tokenizer), server)
+    returned = []
 
-    def stopping(path, body):
-        if path == "/v1/completions" and len(server.asked) >= 20 and len(given_back) < 5:
-            given_back.append(body)
-            return choice_of(empty)(server, path, body)
+    def stop(path, body):
+        if path == "/v1/completions" and len(server.asked) >= 20 and len(returned) < 5:
+            returned.append(body)
+            return change_completions(empty_answer)(server, path, body)
         return None
 
-    server.before = stopping
+    server.before = stop
     assert trainer.step()["perf/server_recoveries"] >= 1.0
-    assert sampled(trainer) == sampled(other) and len(given_back) == 5
-    server.before = lambda path, body: choice_of(empty)(server, path, body)
+    assert sampled(trainer) == sampled(other) and len(returned) == 5
+    server.before = lambda path, body: change_completions(empty_answer)(server, path, body)
     with pytest.raises(
         BackendError, match=r"an answer has no token.* 9 times within one collection"
     ):
@@ -517,105 +513,27 @@ def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
 
 @pytest.mark.parametrize("begins", ["/wake_up", "posttrain_load_weights", "/v1/completions"])
 def test_an_engine_that_dies_is_waited_for(tokenizer, server, monkeypatch, begins):
-    """Until its server ends, too, vLLM answers everything by 500, orders like requests for tokens."""
+    """Until the server ends, vLLM answers everything with 500, commands and requests for tokens."""
     monkeypatch.setattr("rl_core.rollout_workers.server_backend._RETRY_INTERVAL_S", 0.01)
-    trainer = with_vllm(late_updates(tokenizer), server, patience_s=20.0, sleeps=True)
+    trainer = connect_vllm(
+        build_trainer_with_late_updates(tokenizer), server, patience_s=20.0, sleeps=True
+    )
     trainer.step()
     refused = []
 
-    def dying(path, body):
-        asked = body["method"] if path == "/collective_rpc" else path
-        if (not refused and asked != begins) or refused.count("posttrain_state") == 3:
+    def die(path, body):
+        target = body["method"] if path == "/collective_rpc" else path
+        if (not refused and target != begins) or refused.count("posttrain_state") == 3:
             return None
-        refused.append(asked)
+        refused.append(target)
         return 500, {"error": {"message": "EngineCore encountered an issue.", "code": 500}}
 
-    server.before = dying
+    server.before = die
     assert trainer.step()["perf/server_recoveries"] == 1.0
     assert refused[0] == begins and refused.count("posttrain_state") == 3
 
 
-# ----------------------------------------------------------------------------------------------- extension and command
-
-
-def test_the_extension_digests_as_the_trainer_does(tokenizer, tmp_path):
-    model = compiled_model(tokenizer)
-    worker = make_worker(compiled_model(tokenizer))
-    for dtype in (torch.float32, torch.bfloat16):
-        folder = tmp_path / str(dtype)
-        save_weights(model.to(dtype), folder)
-        assert worker.posttrain_read_weights(str(folder))["digest"] == digest_weight_folder(folder)
-    loaded = worker.posttrain_load_weights(str(tmp_path / "torch.bfloat16"))
-    assert (
-        loaded["digest"]
-        == digest_weight_folder(tmp_path / "torch.bfloat16")
-        == worker.posttrain_state()["weights"]
-    )
-    assert loaded["compared"] > 10 and loaded["differing"] == []
-    with pytest.raises(FileNotFoundError, match="holds no"):
-        worker.posttrain_load_weights(str(tmp_path / "nothing"))
-    assert worker.posttrain_state()["weights"] == "being loaded"
-
-
-def start(*arguments):
-    command = [sys.executable, str(ROOT / "deployments/vllm/start.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_start_command(tmp_path):
-    done = start(
-        "--python",
-        "env/python",
-        "--model",
-        "base",
-        "--lora-rank",
-        20,
-        "--sleeps",
-        "--print",
-        "--",
-        "--x",
-        "y z",
-    )
-    assert done.returncode == 0, done.stderr
-    for part in (
-        "VLLM_SERVER_DEV_MODE=1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-        "env/python -m vllm.entrypoints.cli.main serve base",
-        "--logprobs-mode processed_logprobs",
-        "--worker-extension-cls posttrain_worker.PosttrainWorker",
-        "--host 127.0.0.1",
-        "--max-lora-rank 32",
-        "--enable-sleep-mode",
-        "--x 'y z'",
-        "--fingerprint-mode custom",
-    ):
-        assert part in done.stdout, part
-    instance = done.stdout.partition("POSTTRAIN_INSTANCE=")[2].split()[0]
-    assert f"--fingerprint-value {instance}" in done.stdout
-    for python in (tmp_path / "none", tmp_path):  # the folder of an environment is none, either
-        refused = start("--python", python, "--model", "base").stderr
-        assert "is not a program" in refused and "Traceback" not in refused
-    assert "is beyond 512" in start("--python", "p", "--model", "m", "--lora-rank", 513).stderr
-
-
-def test_what_was_resolved_for_vllm_computes_as_ours():
-    def pins(path):
-        lines = (ROOT / path).read_text().splitlines()
-        return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-
-    theirs, ours, asked = (
-        pins(f"{path}.txt")
-        for path in ("deployments/vllm/constraints", "constraints", "deployments/vllm/requirements")
-    )
-    assert all(theirs[name] == asked[name] for name in asked)
-    assert {name: theirs[name] for name in ("torch", "transformers", "safetensors")} == {
-        name: ours[name] for name in ("torch", "transformers", "safetensors")
-    }
-    assert asked["vllm"] == RolloutServerSettings().version
-    assert theirs["fastapi"] != ours["fastapi"] and "vllm" not in ours
-
-
-def test_nothing_of_a_killed_run_stays(tmp_path):
+def test_no_folder_of_a_killed_run_remains(tmp_path):
     killed, alive = SessionFolder(WEIGHTS_PREFIX, tmp_path), SessionFolder(WEIGHTS_PREFIX, tmp_path)
     killed.release_lock()
     assert remove_stale_session_folders(WEIGHTS_PREFIX, tmp_path) == [killed.path.name]
@@ -623,7 +541,7 @@ def test_nothing_of_a_killed_run_stays(tmp_path):
     alive.close()
 
 
-def test_one_process_imports_nothing_of_it():
+def test_in_process_rollouts_do_not_import_it():
     program = (
         "import sys; import rl_core.api.recipes.policy_gradient; from rl_core.settings import PolicySettings; "
         "PolicySettings(); print(*[n for n in sys.modules if 'rollout_workers.server' in n or 'http_conn' in n])"
@@ -634,35 +552,8 @@ def test_one_process_imports_nothing_of_it():
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": "server"}, "address: workers: server needs host:port"),
-        ({"workers": "server", "address": "auto"}, "must be host:port of an inference server"),
-        ({"workers": "server", "address": "a:65536"}, "must be host:port of an inference server"),
-        ({"workers": "server", "address": "a:0"}, "must be host:port of an inference server"),
-        ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
-        (
-            {"workers": "server", "address": "a:1", "independent": True},
-            "independent: is of the rollout engine",
-        ),
-        (
-            {"workers": "server", "address": "a:1", "max_staleness": 1},
-            "max_staleness: 1 needs workers that play during",
-        ),
-        (
-            {"server": RolloutServerSettings(sleeps=True)},
-            "server: is of an inference server, and workers is in_process",
-        ),
-    ],
-)
-def test_settings_of_a_server(options, message):
-    with pytest.raises(SettingsError, match=message):
-        RolloutSettings(**options)
-
-
 def test_keys(monkeypatch, server):
-    """As a file that was edited elsewhere gives it, and one that no header takes: http.client would print it."""
+    """A key from a file edited elsewhere, and one that is invalid in a header: http.client would print it."""
     settings = server_settings(server.url, key_variable="POSTTRAIN_TEST_KEY")
     monkeypatch.setenv("POSTTRAIN_TEST_KEY", "abc\r\n")
     assert InferenceServer(settings).describe_server().engine == "vllm"
@@ -673,13 +564,3 @@ def test_keys(monkeypatch, server):
         ) as caught:
             InferenceServer(settings)
         assert key not in str(caught.value)
-
-
-def test_addresses():
-    for address, url in (
-        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
-        ("https://host:1/", "https://host:1"),
-        ("[::1]:8", "http://[::1]:8"),
-        ("http-gpu:8000", "http://http-gpu:8000"),
-    ):
-        assert RolloutSettings(workers="server", address=address).base_url == url

@@ -29,7 +29,7 @@ from rl_core.rollout_workers.weight_transfer import (
     pack_tensors,
 )
 from rl_core.rollout_workers.worker import WorkerSpec, read_runtime_versions
-from rl_core.rollout_workers.worker_group import _WorkerSlot
+from rl_core.rollout_workers.worker_group import WorkerSlot
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import SamplingSettings
 
@@ -40,7 +40,7 @@ def tokenizer():
 
 
 class SlowEpisode(LetterEpisode):
-    """Two turns; every fifth episode takes as long as several iterations."""
+    """An episode of several turns; every fifth one takes as long as several iterations."""
 
     turns = 0
 
@@ -62,7 +62,7 @@ class SlowLetters(Letters):
 
 @pytest.fixture(autouse=True)
 def clusters():
-    """Ends every worker's thread after a test."""
+    """End every worker's thread after a test."""
     _CLUSTERS.clear()
     yield
     for cluster in _CLUSTERS:
@@ -73,7 +73,7 @@ _CLUSTERS = []
 
 
 def make_stream(tokenizer, schedule=None, count=2, partial="keep", staleness=2, lose=(), **options):
-    """A trainer whose workers are threads of this process."""
+    """Build a trainer whose workers are threads of this process."""
     sampling = SamplingSettings(
         max_completion_tokens=24, max_turns=4, max_concurrent_steps=64, temperature=1.2
     )
@@ -96,7 +96,7 @@ def make_stream(tokenizer, schedule=None, count=2, partial="keep", staleness=2, 
     return trainer
 
 
-def run(trainer, iterations):
+def run_iterations(trainer, iterations):
     rows = []
     for _ in range(iterations):
         metrics = comparable(trainer.step())
@@ -113,7 +113,7 @@ def run(trainer, iterations):
     return rows
 
 
-def versions_of(trainer):
+def list_versions(trainer):
     return [
         version for g in trainer.groups for r in g.rollouts for version in list_token_versions(r)
     ]
@@ -123,54 +123,54 @@ def versions_of(trainer):
 def test_a_recorded_schedule_is_replayed_bit_for_bit(tokenizer, tmp_path, partial):
     file = tmp_path / "schedule.jsonl"
     trainer = make_stream(tokenizer, file, partial=partial, model=compiled_model(tokenizer, 64))
-    rows, mixed, untrained = [], 0, weights(trainer)
+    rows, num_mixed, untrained = [], 0, weights(trainer)
     for iteration in range(8):
-        rows += run(trainer, 1)
-        versions = versions_of(trainer)
+        rows += run_iterations(trainer, 1)
+        versions = list_versions(trainer)
         assert all(iteration - 2 <= version <= iteration for version in versions)
         starts = [r.version_starts for g in trainer.groups for r in g.rollouts]
-        mixed += sum(len({version for _, version in start}) > 1 for start in starts)
+        num_mixed += sum(len({version for _, version in start}) > 1 for start in starts)
     used = [
         group["number"]
         for rows_of in read_schedule(file).values()
         for row in rows_of
         for group in row["groups"]
     ]
-    assert len(used) == len(set(used)) == 8 * 4  # learned from once
+    assert len(used) == len(set(used)) == 8 * 4  # each learned from once
     assert (weights(trainer) - untrained).abs().max() > 1e-2  # versions differ
-    open_tickets = [ticket.number for ticket in trainer.stream._list_open_tasks()]
-    assert sorted([*used, *open_tickets]) == list(
-        range(trainer.stream._next_number)
-    )  # and none is lost
-    assert len(open_tickets) <= 4 * 3
-    assert mixed == 0 if partial == "drop" else mixed > 0
+    open_tasks = [task.number for task in trainer.stream._list_open_tasks()]
+    # none is lost
+    assert sorted([*used, *open_tasks]) == list(range(trainer.stream._next_number))
+    assert len(open_tasks) <= 4 * 3
+    assert num_mixed == 0 if partial == "drop" else num_mixed > 0
 
-    again = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
-    again.stream = ScheduleReplay(file, again.stream.config, 2)
-    replayed = run(again, 8)
-    drawn = ("policy/staleness_mean", "policy/staleness_max")
+    replay = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
+    replay.stream = ScheduleReplay(file, replay.stream.config, 2)
+    replayed = run_iterations(replay, 8)
+    unreplayed = ("policy/staleness_mean", "policy/staleness_max")
     assert [row for _, row in replayed] == [row for _, row in rows]
     assert [metrics for metrics, _ in replayed] == [
-        {name: value for name, value in metrics.items() if name not in drawn} for metrics, _ in rows
+        {name: value for name, value in metrics.items() if name not in unreplayed}
+        for metrics, _ in rows
     ]
-    assert weights(again).numpy().tobytes() == weights(trainer).numpy().tobytes()
+    assert weights(replay).numpy().tobytes() == weights(trainer).numpy().tobytes()
     with pytest.raises(DataError, match="the schedule ends before iteration 9"):
-        again.step()
+        replay.step()
 
 
-def test_tickets_under_way_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path):
+def test_open_tasks_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path):
     file = tmp_path / "schedule.jsonl"
     trainer = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64))
-    run(trainer, 3)
+    run_iterations(trainer, 3)
     parts = trainer, trainer.policy, trainer.optimizer_step
     states = copy.deepcopy([part.state_dict() for part in parts])
-    run(trainer, 1)  # noted, but in no checkpoint, before the end tears a line
+    run_iterations(trainer, 1)  # recorded after the checkpoint, with an incomplete last line
     with open(file, "ab") as torn:
         torn.write(b'{"iteration": 4, "part": 0, "gro')
     resumed = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64), lose={8, 13})
     for part, state in zip((resumed, resumed.policy, resumed.optimizer_step), states, strict=True):
         part.load_state_dict(state)
-    run(resumed, 3)
+    run_iterations(resumed, 3)
     assert resumed.stream.lost_workers == 2
     used = [
         group["number"]
@@ -178,91 +178,93 @@ def test_tickets_under_way_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path)
         for row in rows
         for group in row["groups"]
     ]
-    open_tickets = [ticket.number for ticket in resumed.stream._list_open_tasks()]
+    open_tasks = [task.number for task in resumed.stream._list_open_tasks()]
     assert len(used) == len(set(used)) == 6 * 4
-    assert sorted([*used, *open_tickets]) == list(range(resumed.stream._next_number))
+    assert sorted([*used, *open_tasks]) == list(range(resumed.stream._next_number))
     assert [json.loads(line)["iteration"] for line in file.read_bytes().splitlines()] == list(
         range(6)
     )
-    again = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
-    again.stream = ScheduleReplay(file, again.stream.config, 2)
-    run(again, 6)
-    assert weights(again).numpy().tobytes() == weights(resumed).numpy().tobytes()
+    replay = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
+    replay.stream = ScheduleReplay(file, replay.stream.config, 2)
+    run_iterations(replay, 6)
+    assert weights(replay).numpy().tobytes() == weights(resumed).numpy().tobytes()
 
 
-def test_a_group_that_became_too_old_goes_to_another_worker_than_the_one_that_was_too_slow(
+def test_a_stale_group_goes_to_another_worker(
     tokenizer,
 ):
     trainer = make_stream(tokenizer, staleness=1)
     stream = trainer.stream
-    stream._slots = [_WorkerSlot(number, number) for number in range(2)]
-    given = []
+    stream._slots = [WorkerSlot(number, number) for number in range(2)]
+    assigned = []
     stream.cluster = SimpleNamespace(
-        call=lambda worker, method, tickets, *_: given.append(
-            (worker, [t.number for t in tickets])
+        call_worker=lambda worker, method, tasks, *_: assigned.append(
+            (worker, [t.number for t in tasks])
         ),
-        wait=lambda calls, timeout_s: calls,
-        result=lambda call: None,
+        wait_for_calls=lambda calls, timeout_s: calls,
+        fetch_result=lambda call: None,
     )
 
-    def ticket(number, plays=0):
+    def build_task(number, plays=0):
         return RolloutTask(number, EpisodeRequest(number, "low"), 3, 1.0, 5, plays)
 
-    stream._last_workers = {0: 0, 1: 1, 2: 0}  # each was too slow for one of them
-    stream._queue.extend([ticket(0, 1), ticket(1, 1), ticket(2, 2), ticket(3), ticket(4)])
-    stream._assign_tasks(1, SamplingSettings())  # 2 under way at a time, so 1 each
-    # 0 and 1 change places; an iteration will wait for 2, so it goes beyond the share; 3 and 4 wait
-    assert given == [(0, [1]), (1, [0, 2])] and [t.number for t in stream._queue] == [3, 4]
+    stream._last_workers = {0: 0, 1: 1, 2: 0}  # each was too slow for some of them
+    stream._queue.extend(
+        [build_task(0, 1), build_task(1, 1), build_task(2, 2), build_task(3), build_task(4)]
+    )
+    stream._assign_tasks(1, SamplingSettings())  # 2 in progress at a time, so 1 each
+    # 0 and 1 swap workers; an iteration will wait for 2, so it exceeds the share; 3 and 4 stay queued
+    assert assigned == [(0, [1]), (1, [0, 2])] and [t.number for t in stream._queue] == [3, 4]
 
 
 def test_a_worker_that_does_not_answer_is_replaced(tokenizer, monkeypatch):
     monkeypatch.setattr("rl_core.rollout_workers.async_worker_group.HEARTBEAT_TIMEOUT_S", 0.2)
     monkeypatch.setattr("rl_core.rollout_workers.async_worker_group.HEARTBEAT_TIMEOUT_S", 0.2)
     trainer = make_stream(tokenizer)
-    run(trainer, 1)
-    cluster, told = trainer.stream.cluster, []
-    trainer.stream.on_event = told.append
+    run_iterations(trainer, 1)
+    cluster, events = trainer.stream.cluster, []
+    trainer.stream.on_event = events.append
     cluster.hung = [cluster.workers[1]]
-    run(trainer, 3)
+    run_iterations(trainer, 3)
     assert (
         trainer.stream.lost_workers == 1
-        and "rollout worker 1 was lost (no heartbeat for 120 s)" in told[0]
+        and "rollout worker 1 was lost (no heartbeat for 120 s)" in events[0]
     )
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"{}\n", b'{"iteration": 0, "part": 0, "groups": [{"number": 1}]}\n', b"\xff\n"]
 )
-def test_a_file_that_is_no_schedule_is_refused(tmp_path, text):
+def test_an_invalid_schedule_is_refused(tmp_path, text):
     file = tmp_path / "schedule.jsonl"
     file.write_bytes(text)
     with pytest.raises(DataError, match=r"schedule\.jsonl"):
         read_schedule(file)
 
 
-def test_what_is_finished_is_told_at_once_and_an_error_too(tokenizer):
-    worker = live_worker(tokenizer)
+def test_results_and_errors_are_reported_immediately(tokenizer):
+    worker = create_worker(tokenizer)
     worker.version = 0
-    began = time.monotonic()
-    assert worker.collect(0.2).finished == [] and time.monotonic() - began >= 0.2
+    start_time = time.monotonic()
+    assert worker.collect(0.2).finished == [] and time.monotonic() - start_time >= 0.2
     with ThreadPoolExecutor(1) as thread:
-        told = thread.submit(worker.collect, 60.0)
+        result = thread.submit(worker.collect, 60.0)
         worker.begin(
-            [ticket(0, 1)], SamplingSettings(max_completion_tokens=16, max_turns=2), 1, "keep"
+            [build_task(0, 1)], SamplingSettings(max_completion_tokens=16, max_turns=2), 1, "keep"
         )
-        assert [finished.task.number for finished in told.result(20).finished] == [0]
-        told = thread.submit(worker.collect, 60.0)
+        assert [finished.task.number for finished in result.result(20).finished] == [0]
+        result = thread.submit(worker.collect, 60.0)
         worker._record_error(WorkerFailed("ended by the test"))
         with pytest.raises(WorkerFailed, match="ended by the test"):
-            told.result(20)
+            result.result(20)
         worker._error = None
-        told = thread.submit(worker.collect, 60.0)
+        result = thread.submit(worker.collect, 60.0)
         worker.end()
-        assert told.result(20).finished == []
+        assert result.result(20).finished == []
 
 
-class OneSlow(Letters):
-    """The episodes of seed 0 take half a second at their tool, the others none."""
+class OneSlowLetters(Letters):
+    """Letters in which episodes of seed 0 take half a second at their tool, the others none."""
 
     name = "one_slow"
 
@@ -281,71 +283,71 @@ class OneSlowEpisode(LetterEpisode):
         return super().act(text)
 
 
-def live_worker(tokenizer, context=64):
+def create_worker(tokenizer, context=64):
     trainer = with_team(
         letters_trainer(
-            tokenizer, OneSlow(), context=context, model=compiled_model(tokenizer, context)
+            tokenizer, OneSlowLetters(), context=context, model=compiled_model(tokenizer, context)
         ),
         LocalCluster(),
         1,
         max_staleness=1,
     )
-    parts = trainer.worker_group.config
+    config = trainer.worker_group.config
     spec = WorkerSpec(
-        copy_without_weights(parts.model),
+        copy_without_weights(config.model),
         "cpu",
-        parts.renderer,
-        parts.environment,
-        list(parts.eos_ids),
-        parts.pad_id,
+        config.renderer,
+        config.environment,
+        list(config.eos_ids),
+        config.pad_id,
         context,
         1,
         read_runtime_versions(),
     )
-    return AsyncRolloutWorker(spec, pack_tensors(collect_unique_weights(parts.model)))
+    return AsyncRolloutWorker(spec, pack_tensors(collect_unique_weights(config.model)))
 
 
-def played(worker, tickets, at_once, sampling):
-    """Numbers of the tickets in the order in which they end."""
-    worker.begin(tickets, sampling, at_once, "keep")
-    done, until = [], time.monotonic() + 20
-    while len(done) < len(tickets) and time.monotonic() < until:
-        done += [finished.ticket.number for finished in worker.collect().finished]
+def play_tasks(worker, tasks, max_concurrent, sampling):
+    """Play tasks; return their numbers in the order in which they end."""
+    worker.begin(tasks, sampling, max_concurrent, "keep")
+    numbers, end = [], time.monotonic() + 20
+    while len(numbers) < len(tasks) and time.monotonic() < end:
+        numbers += [finished.task.number for finished in worker.collect().finished]
         time.sleep(0.01)
     worker.end()
-    return done
+    return numbers
 
 
-def ticket(number, seed, temperature=1.0):
+def build_task(number, seed, temperature=1.0):
     return RolloutTask(number, EpisodeRequest("low", seed), 2, temperature, 7 + number)
 
 
-def test_the_next_ticket_begins_when_one_has_ended_not_when_all_have(tokenizer):
+def test_the_next_task_begins_when_one_has_ended(tokenizer):
     sampling = SamplingSettings(max_completion_tokens=16, max_turns=2, max_concurrent_steps=8)
-    worker = live_worker(tokenizer)
+    worker = create_worker(tokenizer)
     worker.version = 0
-    runs, make = [], worker._run_groups
-    worker._run_groups = lambda groups, *more: (runs.append(len(groups)), make(groups, *more))
-    done = played(worker, [ticket(number, number) for number in range(6)], 2, sampling)
-    assert done == [1, 2, 3, 4, 5, 0] and runs == [2]
+    runs, run_groups = [], worker._run_groups
+    worker._run_groups = lambda groups, *rest: (runs.append(len(groups)), run_groups(groups, *rest))
+    numbers = play_tasks(worker, [build_task(number, number) for number in range(6)], 2, sampling)
+    assert numbers == [1, 2, 3, 4, 5, 0] and runs == [2]
 
 
-def test_a_ticket_of_another_temperature_or_too_long_a_prompt_waits_for_the_next_run(
-    tokenizer, monkeypatch
-):
+def test_a_task_of_another_temperature_or_length_waits_for_the_next_run(tokenizer, monkeypatch):
     sampling = SamplingSettings(max_completion_tokens=16, max_turns=2, max_concurrent_steps=8)
-    worker = live_worker(tokenizer)
+    worker = create_worker(tokenizer)
     worker.version = 0
-    tickets = [ticket(0, 0), ticket(1, 1), ticket(2, 2, 0.5), ticket(3, 3)]
-    assert played(worker, tickets, 2, sampling)[-1] == 3
+    tasks = [build_task(0, 0), build_task(1, 1), build_task(2, 2, 0.5), build_task(3, 3)]
+    assert play_tasks(worker, tasks, 2, sampling)[-1] == 3
     refused = []
     monkeypatch.setattr(
         "rl_core.inference.versioned_run.StreamingEngineRun.can_fit",
         lambda run, sequence: bool(refused.append(1)),
     )
-    worker = live_worker(tokenizer)
+    worker = create_worker(tokenizer)
     worker.version = 0
-    assert sorted(played(worker, [ticket(number, number) for number in range(4)], 2, sampling)) == [
+    assert sorted(
+        play_tasks(worker, [build_task(number, number) for number in range(4)], 2, sampling)
+    ) == [
         0,
         1,
         2,

@@ -1,4 +1,4 @@
-"""Synchronous rollout workers on a stand-in cluster: the bits of the in-process run, whatever happens to workers."""
+"""Synchronous rollout workers on a local cluster: the bits of the in-process run, whatever happens to workers."""
 
 import dataclasses
 
@@ -32,8 +32,8 @@ STAGES = (
 )
 
 
-def bits(trainer, iterations=3):
-    """Metrics that workers do not add, rollouts and weights after some iterations."""
+def train_bits(trainer, iterations=3):
+    """Return metrics that are independent of workers, rollouts, and weights after some iterations."""
     rows = []
     for _ in range(iterations):
         metrics = comparable(trainer.step())
@@ -61,14 +61,14 @@ def bits(trainer, iterations=3):
     ids=["plain", "curriculum and temperature", "refills"],
 )
 def test_any_number_of_workers_gives_the_bits_of_one_process(tokenizer, count, options):
-    alone = bits(letters_trainer(tokenizer, **options))
+    expected = train_bits(letters_trainer(tokenizer, **options))
     cluster = LocalCluster(seed=count)
-    assert bits(with_team(letters_trainer(tokenizer, **options), cluster, count)) == alone
+    assert train_bits(with_team(letters_trainer(tokenizer, **options), cluster, count)) == expected
     assert len(cluster.workers) == count
 
 
 def test_tools_of_several_turns_and_prompts_of_different_length(tokenizer):
-    """Observations are appended while others decode; steps run on threads."""
+    """Observations are appended while other sequences decode; steps run on threads."""
     texts = [
         m["content"]
         for seed in range(50)
@@ -80,7 +80,7 @@ def test_tools_of_several_turns_and_prompts_of_different_length(tokenizer):
         sampling = SamplingSettings(max_completion_tokens=60, max_turns=3, temperature=1.1)
         environment = make_environment("arithmetic")
         environment.blocking = True
-        made = letters_trainer(
+        built = letters_trainer(
             words,
             environment,
             model=compiled_model(words, 200),
@@ -88,26 +88,26 @@ def test_tools_of_several_turns_and_prompts_of_different_length(tokenizer):
             curriculum=(),
             context=200,
         )
-        made.backend.disable_cross_row_batching()
-        return made
+        built.backend.disable_cross_row_batching()
+        return built
 
-    alone = bits(trainer(), 2)
-    assert any(len(json["turns"]) > 1 for _, rollouts in alone[0] for _, _, json in rollouts)
-    assert bits(with_team(trainer(), LocalCluster(), 3), 2) == alone
+    expected = train_bits(trainer(), 2)
+    assert any(len(json["turns"]) > 1 for _, rollouts in expected[0] for _, _, json in rollouts)
+    assert train_bits(with_team(trainer(), LocalCluster(), 3), 2) == expected
 
 
 def test_lost_workers_are_replaced_and_change_no_bit(tokenizer):
-    alone = bits(letters_trainer(tokenizer))
+    expected = train_bits(letters_trainer(tokenizer))
     for lose in ({0}, {3}, {4, 5}, {6, 9, 14}):
-        cluster, told = LocalCluster(lose=lose), []
+        cluster, events = LocalCluster(lose=lose), []
         trainer = with_team(letters_trainer(tokenizer), cluster)
-        trainer.worker_group.on_event = told.append
-        assert bits(trainer) == alone
-        assert trainer.worker_group.lost_workers == len(lose) == len(told) == cluster.stopped
-        assert all("was lost (killed by the test)" in text for text in told)
+        trainer.worker_group.on_event = events.append
+        assert train_bits(trainer) == expected
+        assert trainer.worker_group.lost_workers == len(lose) == len(events) == cluster.stopped
+        assert all("was lost (killed by the test)" in text for text in events)
 
 
-def test_a_place_that_loses_every_worker_ends_the_run_with_one_error(tokenizer):
+def test_a_slot_that_loses_every_worker_ends_the_run_with_one_error(tokenizer):
     trainer = with_team(letters_trainer(tokenizer), LocalCluster(lose=range(1, 100)), count=1)
     with pytest.raises(
         WorkerFailed, match="rollout worker 0 was lost 4 times within one iteration"
@@ -116,10 +116,10 @@ def test_a_place_that_loses_every_worker_ends_the_run_with_one_error(tokenizer):
     assert "\n" not in str(caught.value)
 
 
-def test_a_worker_that_hangs_costs_its_share_and_comes_back_with_the_weights_that_it_missed(
+def test_a_hanging_worker_costs_its_share_and_rejoins_with_the_missed_weights(
     tokenizer,
 ):
-    alone = bits(letters_trainer(tokenizer), 5)
+    expected = train_bits(letters_trainer(tokenizer), 5)
     cluster = LocalCluster()
     trainer = with_team(letters_trainer(tokenizer), cluster)
     rows, late = [], []
@@ -128,12 +128,12 @@ def test_a_worker_that_hangs_costs_its_share_and_comes_back_with_the_weights_tha
             cluster.hangs_at_play = cluster.workers[1]
         if iteration == 3:
             cluster.hung, cluster.hangs_at_play = [], None
-        found, last = bits(trainer, 1)
-        rows += found
+        new_rows, last = train_bits(trainer, 1)
+        rows += new_rows
         late.append(trainer.worker_group.collect_metrics()["perf/late_workers"])
-    assert (rows, last) == alone
+    assert (rows, last) == expected
     assert late == [0, 1, 1, 0, 0] and trainer.worker_group.lost_workers == 0
-    assert [seat.version for seat in trainer.worker_group._slots] == [4, 4]
+    assert [slot.version for slot in trainer.worker_group._slots] == [4, 4]
     updates = [
         update.number
         for worker, name, (update, *_) in cluster.calls
@@ -143,42 +143,42 @@ def test_a_worker_that_hangs_costs_its_share_and_comes_back_with_the_weights_tha
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_worker_without_a_sign_of_life_is_replaced(tokenizer, count, monkeypatch):
+def test_a_worker_without_a_heartbeat_is_replaced(tokenizer, count, monkeypatch):
     monkeypatch.setattr("rl_core.rollout_workers.cluster.HEARTBEAT_INTERVAL_S", 0.01)
     monkeypatch.setattr("rl_core.rollout_workers.cluster.HEARTBEAT_TIMEOUT_S", 0.05)
-    alone = bits(letters_trainer(tokenizer), 4)
-    cluster, told = LocalCluster(), []
+    expected = train_bits(letters_trainer(tokenizer), 4)
+    cluster, events = LocalCluster(), []
     trainer = with_team(letters_trainer(tokenizer), cluster, count)
-    trainer.worker_group.on_event = told.append
-    first, _ = bits(trainer, 1)
+    trainer.worker_group.on_event = events.append
+    first, _ = train_bits(trainer, 1)
     cluster.hung = [cluster.workers[0]]
-    while not told:  # of two workers the other one goes on meanwhile
-        found, last = bits(trainer, 1)
-        first += found
-    found, last = bits(trainer, 4 - len(first)) if len(first) < 4 else ([], last)
+    while not events:  # a second worker continues meanwhile
+        new_rows, last = train_bits(trainer, 1)
+        first += new_rows
+    new_rows, last = train_bits(trainer, 4 - len(first)) if len(first) < 4 else ([], last)
     assert (
-        first[:4] + found == alone[0][: len(first[:4] + found)]
+        first[:4] + new_rows == expected[0][: len(first[:4] + new_rows)]
         and trainer.worker_group.lost_workers == 1
     )
-    assert "rollout worker 0 was lost (no heartbeat for" in told[0]
+    assert "rollout worker 0 was lost (no heartbeat for" in events[0]
 
 
-def test_only_changed_weights_travel(tokenizer):
+def test_only_changed_weights_are_sent(tokenizer):
     trainer = with_team(letters_trainer(tokenizer, learning_rate=1e-2), LocalCluster(), count=1)
     trainer.step()
     trainer.worker_group.send_weights(trainer.settings.sampling)
     with torch.no_grad():
         trainer.policy.model.norm.weight.mul_(1.5)
     trainer.worker_group.send_weights(trainer.settings.sampling)
-    sent = [update for update, _ in trainer.worker_group.cluster.add_new_run("load")]
+    sent = [update for update, _ in trainer.worker_group.cluster.list_calls("load")]
     assert [len(update.changed) for update in sent[:2]] == [len(sent[0].changed)] * 2
     assert list(sent[2].changed) == ["model.norm.weight"] and sent[2].num_bytes == 4 * 64
-    trainer.worker_group.send_weights(trainer.settings.sampling)  # nothing changed since
-    assert len(trainer.worker_group.cluster.made("load")) == 3
+    trainer.worker_group.send_weights(trainer.settings.sampling)  # nothing has changed
+    assert len(trainer.worker_group.cluster.list_calls("load")) == 3
 
 
 class DeafWorker(RolloutWorker):
-    """Says that it took new weights, and keeps the first ones."""
+    """A worker that reports new weights but keeps the first ones."""
 
     def load(self, update, probe):
         return super().load(
@@ -187,7 +187,7 @@ class DeafWorker(RolloutWorker):
 
 
 class HotWorker(RolloutWorker):
-    """Samples at twice the temperature."""
+    """A worker that samples at twice the temperature."""
 
     def load(self, update, probe):
         hot = dataclasses.replace(probe.sampling, temperature=2 * probe.sampling.temperature)
@@ -195,7 +195,7 @@ class HotWorker(RolloutWorker):
 
 
 class HeadlessWorker(RolloutWorker):
-    """Its engine samples from other weights than its model was given."""
+    """A worker whose engine samples from other weights than its model received."""
 
     def load(self, update, probe):
         report = super().load(update, probe)
@@ -216,7 +216,7 @@ class HeadlessWorker(RolloutWorker):
         (HeadlessWorker, "does not sample from the weights that were sent"),
     ],
 )
-def test_a_transfer_that_did_nothing_or_something_else_is_refused(tokenizer, worker_class, message):
+def test_a_wrong_transfer_is_refused(tokenizer, worker_class, message):
     trainer = with_team(
         letters_trainer(tokenizer), LocalCluster(worker_class=worker_class), count=1
     )
@@ -226,25 +226,25 @@ def test_a_transfer_that_did_nothing_or_something_else_is_refused(tokenizer, wor
     assert trainer.iteration < 2
 
 
-def test_adapters_travel_alone(tokenizer):
-    def adapted():
+def test_only_adapters_are_sent(tokenizer):
+    def build_trainer():
         torch.manual_seed(3)
         return letters_trainer(
             tokenizer, model=add_adapter(compiled_model(tokenizer), LoraSettings(rank=2))
         )
 
-    alone = bits(adapted())
+    expected = train_bits(build_trainer())
     cluster = LocalCluster()
-    assert bits(with_team(adapted(), cluster)) == alone
-    sent = [update for update, _ in cluster.add_new_run("load")]
+    assert train_bits(with_team(build_trainer(), cluster)) == expected
+    sent = [update for update, _ in cluster.list_calls("load")]
     assert all("lora_" in name for update in sent for name in update.changed)
 
 
-def test_the_newest_version_is_closed_and_started_again(tokenizer):
-    alone = bits(letters_trainer(tokenizer), 4)
+def test_a_closed_group_is_started_again(tokenizer):
+    expected = train_bits(letters_trainer(tokenizer), 4)
     cluster = LocalCluster()
     trainer = with_team(letters_trainer(tokenizer), cluster)
-    first, _ = bits(trainer, 2)
+    first, _ = train_bits(trainer, 2)
     trainer.worker_group.close()
-    rest, last = bits(trainer, 2)
-    assert (first + rest, last) == alone and cluster.closed == 1 and len(cluster.opened) == 2
+    rest, last = train_bits(trainer, 2)
+    assert (first + rest, last) == expected and cluster.closed == 1 and len(cluster.opened) == 2

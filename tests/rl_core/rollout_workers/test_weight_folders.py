@@ -1,4 +1,4 @@
-"""Folders of weights on their way to an inference server: two versions at most, none where the disk refuses."""
+"""Folders of weights for an inference server: two versions at most, none if writing fails."""
 
 import resource
 
@@ -19,31 +19,31 @@ def tokenizer():
 
 @pytest.fixture
 def small_files():
-    """No file may become longer than a kilobyte, until the block ends."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """Limit new files to a kilobyte during the test."""
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, previous[1]))
 
     yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, previous)
 
 
 @pytest.mark.parametrize("is_adapted", [False, True])
-def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(
+def test_a_failed_write_is_one_line_and_leaves_no_file(
     tokenizer, tmp_path, small_files, is_adapted
 ):
     model = compiled_model(tokenizer)
     folders = WeightFolders(
         add_adapter(model, LoraSettings(rank=4)) if is_adapted else model, str(tmp_path)
     )
-    before = folders.write_version()
+    previous = folders.write_version()
     small_files()
     with pytest.raises(
         CheckpointError, match=r"cannot be written .*; make room, or set rollouts.server.folder"
     ):
         folders.write_version()
-    assert [folder.name for folder in before.path.parent.iterdir() if folder.is_dir()] == [
+    assert [folder.name for folder in previous.path.parent.iterdir() if folder.is_dir()] == [
         "version-0"
     ]
     folders.close()
@@ -58,7 +58,7 @@ def test_the_newest_version_alone_stays(tokenizer, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there(tokenizer, tmp_path):
+def test_a_missing_folder(tokenizer, tmp_path):
     with pytest.raises(
         SettingsError, match=r"rollouts.server.folder: .*/nowhere cannot be written"
     ):

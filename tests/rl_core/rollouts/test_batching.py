@@ -1,4 +1,4 @@
-"""Rollouts as padded batches, worked by hand."""
+"""Rollouts as padded batches, by hand."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.types import Rollout, Trajectory
 
 
-def rollout(prompt: list[int], completion: list[int], mask: list[bool]) -> Rollout:
+def build_rollout(prompt: list[int], completion: list[int], mask: list[bool]) -> Rollout:
     trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t")
     return Rollout(prompt, completion, mask, [-0.5 * m for m in mask], trajectory)
 
 
 def test_a_batch_by_hand() -> None:
-    long = rollout([5, 6], [7, 8, 9], [True, False, True])  # 8 is an observation
-    short = rollout([4], [3], [True])
+    long = build_rollout([5, 6], [7, 8, 9], [True, False, True])  # 8 is an observation
+    short = build_rollout([4], [3], [True])
     (batch,) = build_batches([short, long], max_tokens=10, pad_id=0)
     assert batch.rows == [1, 0]  # longest first
     assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
@@ -45,7 +45,7 @@ def test_the_budget_counts_padding_and_every_row_comes_once() -> None:
             assert batch.attention_mask_BS[position].sum() == 1 + len(rows[row].completion_ids)
 
 
-def test_sampler_logprobs_are_0_off_the_loss_and_absent_where_no_row_has_them() -> None:
+def test_sampler_logprobs_are_0_off_the_loss_and_absent_if_no_row_has_them() -> None:
     (batch,) = build_batches([TrainRow([1], [2, 3], [False, True], [-9.0, -4.0])], 10, 0)
     assert batch.sampler_logprobs_BS is not None
     assert batch.sampler_logprobs_BS.tolist() == [[0, 0, -4]]
@@ -54,7 +54,7 @@ def test_sampler_logprobs_are_0_off_the_loss_and_absent_where_no_row_has_them() 
 
 
 def test_every_row_keeps_its_temperature() -> None:
-    """A greedy row counts at 1, like its sampler's log-probs; packed rows keep theirs token by token."""
+    """A greedy row counts as 1, like its sampler's log-probs; packed rows keep theirs per token."""
     rows = [
         TrainRow([1], [2] * n, [True] * n, temperature=t) for n, t in ((3, 1.0), (2, 0.5), (1, 0.0))
     ]
@@ -68,11 +68,11 @@ def test_every_row_keeps_its_temperature() -> None:
     assert packed.temperatures_BS is not None
     assert packed.temperatures_BS.tolist() == [[1, 1, 1, 1, 1], [0.5, 0.5, 0.5, 2, 2]]
     for temperatures in ((1.0,), (0.0, 1.0)):
-        (plain,) = build_batches(
+        (batch_at_1,) = build_batches(
             [TrainRow([1], [2], [True], temperature=t) for t in temperatures], 100, 0
         )
-        assert plain.temperatures_BS is None
-    hot = rollout([1], [2], [True])
+        assert batch_at_1.temperatures_BS is None
+    hot = build_rollout([1], [2], [True])
     hot.trajectory.temperature = 2.0
     (batch,) = build_batches([hot], 10, 0)
     assert batch.temperatures_BS is not None and batch.temperatures_BS.tolist() == [[2, 2]]

@@ -85,17 +85,16 @@ def test_an_episode_by_hand() -> None:
 
 
 def test_stop_texts_are_looked_for_in_the_newest_tokens() -> None:
-    asked: list[bool] = []
+    results: list[bool] = []
 
     def script(sequence: RolloutSequence, turn: int) -> str:
         ids = Renderer().action_ids("A" * 60 + "END" + "A" * 60)[:-1]
-        asked.extend(sequence.should_stop(ids[: count + 1]) for count in range(len(ids)))
+        results.extend(sequence.should_stop(ids[: count + 1]) for count in range(len(ids)))
         return "A"
 
     play(script, max_completion_tokens=30, stop=("END", "Z"))
-    assert asked.index(True) == 62 and not any(
-        asked[62 + 30 :]
-    )  # "END" is complete at its third letter
+    # "END" is complete at its third letter
+    assert results.index(True) == 62 and not any(results[62 + 30 :])
 
 
 def test_wrong_answer() -> None:
@@ -123,7 +122,7 @@ def test_turn_limit() -> None:
 
 @pytest.mark.parametrize(("room", "turns"), [(7, 2), (6, 1)])
 def test_an_observation_that_leaves_no_room_ends_the_episode(room: int, turns: int) -> None:
-    """'L' and its end token are 2 tokens, the observation 4: of 7 tokens one is left to act, of 6 none."""
+    """'L' and its end token are 2 tokens, the observation 4: out of 7 tokens one is left to act, out of 6 none."""
     rollout = play(lambda sequence, turn: "L" if turn == 0 else [33], max_completion_tokens=room)
     assert rollout.trajectory.stop_reason == StopReason.MAX_TOKENS and rollout.is_truncated
     assert len(rollout.trajectory.turns) == turns and len(rollout.completion_ids) == (
@@ -136,9 +135,8 @@ def test_the_context_is_a_limit_too() -> None:
     def script(sequence: RolloutSequence, turn: int) -> str | list[int]:
         return "L" if turn == 0 else [33]
 
-    rollout = play(
-        script, seed=32, max_completion_tokens=100
-    )  # 4 + 2 + 33 = 39 of 40: room for one token
+    # 4 + 2 + 33 = 39 of 40: room for one token
+    rollout = play(script, seed=32, max_completion_tokens=100)
     assert len(rollout.trajectory.turns) == 2
     rollout = play(script, seed=33, max_completion_tokens=100)
     assert (
@@ -166,7 +164,7 @@ def test_groups_and_seeds() -> None:
     easy, hard = EpisodeRequest("easy", 3), EpisodeRequest("hard", 3)
     backend = Typist(lambda sequence, turn: "A")
 
-    def seeds(requests: list[EpisodeRequest], seed: int = 0) -> list[int]:
+    def collect_seeds(requests: list[EpisodeRequest], seed: int = 0) -> list[int]:
         groups = collect_rollouts(
             Looking(),
             backend,
@@ -185,15 +183,15 @@ def test_groups_and_seeds() -> None:
         ]
         return [sequence.seed for sequence in backend.sequences]
 
-    together = seeds([easy, hard, easy])
+    together = collect_seeds([easy, hard, easy])
     assert len(set(together)) == 6, "an episode requested twice gets new samples"
-    assert seeds([hard]) == together[2:4] and seeds([easy]) == together[:2], (
-        "whatever else is played beside it"
+    assert collect_seeds([hard]) == together[2:4] and collect_seeds([easy]) == together[:2], (
+        "samples do not depend on other requests"
     )
-    assert not set(seeds([easy], seed=1)) & set(together)
+    assert not set(collect_seeds([easy], seed=1)) & set(together)
 
 
-class Faulty(Looking):
+class FaultyEnvironment(Looking):
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.fault = fault
@@ -207,8 +205,8 @@ class Faulty(Looking):
             def reset(self) -> list[Message]:
                 if fault == "reset":
                     raise ValueError("no grid")
-                Faulty.count = getattr(Faulty, "count", 0) + 1
-                content = str(Faulty.count) if fault == "unseeded" else "Q"
+                FaultyEnvironment.count = getattr(FaultyEnvironment, "count", 0) + 1
+                content = str(FaultyEnvironment.count) if fault == "unseeded" else "Q"
                 return [] if fault == "silent" else [Message(role="user", content=content)]
 
             def act(self, text: str) -> Step:
@@ -241,7 +239,7 @@ class Faulty(Looking):
 def test_faults_name_the_episode(fault: str, message: str) -> None:
     with pytest.raises(EnvironmentFault, match=message) as caught:
         collect_rollouts(
-            Faulty(fault),
+            FaultyEnvironment(fault),
             Typist(lambda sequence, turn: "A"),
             Renderer(),
             [EpisodeRequest("hard", 7)],
@@ -253,7 +251,7 @@ def test_faults_name_the_episode(fault: str, message: str) -> None:
 
 
 def test_unknown_levels_and_long_prompts() -> None:
-    def run(request: EpisodeRequest, backend: Typist) -> None:
+    def collect(request: EpisodeRequest, backend: Typist) -> None:
         collect_rollouts(
             Looking(),
             backend,
@@ -265,13 +263,13 @@ def test_unknown_levels_and_long_prompts() -> None:
         )
 
     with pytest.raises(SettingsError, match="no level 'esy'; did you mean 'easy'"):
-        run(EpisodeRequest("esy", 1), Typist(lambda sequence, turn: "A"))
+        collect(EpisodeRequest("esy", 1), Typist(lambda sequence, turn: "A"))
     cramped = Typist(lambda sequence, turn: "A")
     cramped.max_length = 3
     with pytest.raises(
         DataError, match="seed 1: a prompt of 3 tokens leaves no room in a context of 3"
     ):
-        run(EpisodeRequest("easy", 1), cramped)
+        collect(EpisodeRequest("easy", 1), cramped)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
@@ -279,16 +277,15 @@ def test_unknown_levels_and_long_prompts() -> None:
 def test_with_a_model_the_trainer_sees_the_same_logprobs(
     backend_class: Any, temperature: float
 ) -> None:
-    """Nothing between sampling and training changes a token, and a rollout does not depend on its neighbours."""
+    """Sampling and training use the same tokens, and a rollout does not depend on its neighbours."""
     model = make_model("llama")
     with torch.no_grad():
-        model.lm_head.weight[EOS] += model.lm_head.weight[
-            ord("L") - 32
-        ]  # ends often, so that episodes have turns
+        # end actions often, so that episodes have several turns
+        model.lm_head.weight[EOS] += model.lm_head.weight[ord("L") - 32]
     backend = backend_class(model, eos_ids=[EOS], pad_id=0, max_length=64)
     requests = [EpisodeRequest("easy", seed) for seed in range(1, 9)]
 
-    def run(requests: list[EpisodeRequest], slots: int) -> list[list[list[int]]]:
+    def collect(requests: list[EpisodeRequest], slots: int) -> list[list[list[int]]]:
         sampling = SamplingSettings(max_completion_tokens=24, slots=slots, temperature=temperature)
         groups = collect_rollouts(
             Looking(), backend, Renderer(), requests, group_size=3, sampling=sampling, seed=4
@@ -301,21 +298,21 @@ def test_with_a_model_the_trainer_sees_the_same_logprobs(
             torch.testing.assert_close(logprobs_BS, batch.sampler_logprobs_BS, atol=1e-4, rtol=0)
         return [[rollout.completion_ids for rollout in group.rollouts] for group in groups]
 
-    everything = run(requests, 100)
-    assert run(requests, 5) == everything
-    assert run(requests[3:5], 100) == everything[3:5]
+    all_ids = collect(requests, 100)
+    assert collect(requests, 5) == all_ids
+    assert collect(requests[3:5], 100) == all_ids[3:5]
     if temperature >= 1:
-        assert len({tuple(ids) for group in everything for ids in group}) > 20, (
+        assert len({tuple(ids) for group in all_ids for ids in group}) > 20, (
             "samples of a group differ"
         )
 
 
-class Telling(LookThenAnswer):
-    closed: list[int] = []  # noqa: RUF012 looked at by the test
+class TellingEpisode(LookThenAnswer):
+    closed: list[int] = []  # noqa: RUF012 read by the test
 
     def act(self, text: str) -> Step:
         step = super().act(text)
-        step.info = {"said": text, "number": float("nan")}
+        step.info = {"text": text, "number": float("nan")}
         if step.tool_call is not None:
             step.more_calls = [ToolCall("again", {"x": "\ud800"})]
         return step
@@ -324,17 +321,17 @@ class Telling(LookThenAnswer):
         self.closed.append(self.seed)
 
 
-class Tells(Looking):
-    def episode(self, seed: int, level: str) -> Telling:
-        return Telling(seed, level)
+class TellingEnvironment(Looking):
+    def episode(self, seed: int, level: str) -> TellingEpisode:
+        return TellingEpisode(seed, level)
 
 
 def test_info_and_further_calls_are_kept_and_episodes_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Telling, "closed", [])
+    monkeypatch.setattr(TellingEpisode, "closed", [])
     groups = collect_rollouts(
-        Tells(),
+        TellingEnvironment(),
         Typist(lambda sequence, turn: ["L", "A"][turn]),
         Renderer(),
         [EpisodeRequest("easy", 2)],
@@ -342,13 +339,13 @@ def test_info_and_further_calls_are_kept_and_episodes_are_closed(
         sampling=SamplingSettings(max_turns=4, max_completion_tokens=40),
         seed=0,
     )
-    assert Telling.closed == [2, 2]
-    played = groups[0].rollouts[0].trajectory
-    assert [turn.info["said"] for turn in played.turns] == ["L", "A"] and played.info == {
-        "said": "A",
+    assert TellingEpisode.closed == [2, 2]
+    trajectory = groups[0].rollouts[0].trajectory
+    assert [turn.info["text"] for turn in trajectory.turns] == ["L", "A"] and trajectory.info == {
+        "text": "A",
         "number": "nan",
     }
-    assert played.turns[0].calls == [ToolCall("look", {}), ToolCall("again", {"x": "?"})]
-    again = Trajectory.from_json(played.to_json())
-    assert again == played
+    assert trajectory.turns[0].calls == [ToolCall("look", {}), ToolCall("again", {"x": "?"})]
+    restored = Trajectory.from_json(trajectory.to_json())
+    assert restored == trajectory
     assert "info" not in Turn("x").to_json() and "more_calls" not in Turn("x").to_json()

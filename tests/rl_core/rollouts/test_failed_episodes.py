@@ -1,4 +1,4 @@
-"""Episodes whose environment fails: left out, counted, kept, bounded, and played again."""
+"""Episodes whose environment fails: left out, counted, stored, limited, and replayed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from rl_core.types import Message, StopReason, Trajectory, Turn
 BAD = "message {'role': 'tool'} has no role, or no text as its content"
 
 
-class Breaks(LookThenAnswer):
-    """Raises at the action 'X', after any number of looks."""
+class BreakingEpisode(LookThenAnswer):
+    """An episode that raises at the action 'X', after any number of looks."""
 
     def act(self, text: str) -> Step:
         if text == "X":
@@ -45,17 +45,17 @@ class Breaks(LookThenAnswer):
         return super().act(text)
 
 
-class Breaking(Looking):
+class BreakingEnvironment(Looking):
     blocking = False
 
     def episode(self, seed: int, level: str) -> Episode:
         if seed == 13:
             raise OSError("no such grid")
-        return Breaks(seed, level)
+        return BreakingEpisode(seed, level)
 
 
-def by_sample(*scripts: list[str]):
-    """A script for each sequence in the order in which they are played."""
+def build_script_by_sample(*scripts: list[str]):
+    """Build a script that picks one of these per sequence, in playing order."""
     order: dict[int, int] = {}
 
     def script(sequence: RolloutSequence, turn: int) -> str:
@@ -67,10 +67,10 @@ def by_sample(*scripts: list[str]):
 
 def play(script, requests, group_size=3, **options):
     failures = EpisodeFailureMonitor(options.pop("max_failed_share", 0.1))
-    kept: list[FailedEpisode] = []
-    failures.store_episode = lambda episode: kept.append(episode) or "look"
+    stored: list[FailedEpisode] = []
+    failures.store_episode = lambda episode: stored.append(episode) or "look"
     groups = collect_rollouts(
-        Breaking(),
+        BreakingEnvironment(),
         Typist(script),
         Renderer(),
         requests,
@@ -79,15 +79,15 @@ def play(script, requests, group_size=3, **options):
         seed=0,
         failures=failures,
     )
-    return groups, failures, kept
+    return groups, failures, stored
 
 
 @pytest.mark.parametrize(
     ("fatal", "error"), [("X", "KeyError: 'cell'"), ("M", f"ValueError: {BAD}")]
 )
-def test_failed_samples_are_left_out_of_their_groups_and_kept_whole(fatal: str, error: str) -> None:
-    script = by_sample(["A"], ["L", fatal], ["L", "B"])
-    groups, failures, kept = play(script, [EpisodeRequest("easy", 1), EpisodeRequest("hard", 2)])
+def test_failed_samples_are_left_out_of_their_groups_and_stored(fatal: str, error: str) -> None:
+    script = build_script_by_sample(["A"], ["L", fatal], ["L", "B"])
+    groups, failures, stored = play(script, [EpisodeRequest("easy", 1), EpisodeRequest("hard", 2)])
     assert [[rollout.trajectory.sample for rollout in group.rollouts] for group in groups] == [
         [0, 2],
         [0, 2],
@@ -98,11 +98,11 @@ def test_failed_samples_are_left_out_of_their_groups_and_kept_whole(fatal: str, 
         and failures.take_counts() == (0, 0)
         and failures.total == 2
     )
-    assert [(e.trajectory.level, e.trajectory.seed, e.trajectory.sample) for e in kept] == [
+    assert [(e.trajectory.level, e.trajectory.seed, e.trajectory.sample) for e in stored] == [
         ("easy", 1, 1),
         ("hard", 2, 1),
     ]
-    first = kept[0]
+    first = stored[0]
     assert (first.failed_in, first.error) == ("step 2 of the environment", error)
     assert [turn.action for turn in first.trajectory.turns] == ["L", fatal]
     assert first.trajectory.turns[0].observation == "O\nP" and first.messages[1]["content"] == "Q1"
@@ -112,11 +112,11 @@ def test_failed_samples_are_left_out_of_their_groups_and_kept_whole(fatal: str, 
 
 
 def test_an_episode_that_cannot_be_made_leaves_an_empty_group() -> None:
-    groups, failures, kept = play(
-        by_sample(["A"]), [EpisodeRequest("easy", 13), EpisodeRequest("easy", 1)], 2
+    groups, failures, stored = play(
+        build_script_by_sample(["A"]), [EpisodeRequest("easy", 13), EpisodeRequest("easy", 1)], 2
     )
     assert [len(group.rollouts) for group in groups] == [0, 2]
-    assert [(episode.failed_in, episode.error) for episode in kept] == [
+    assert [(episode.failed_in, episode.error) for episode in stored] == [
         ("the environment's episode()", "OSError: no such grid")
     ] * 2
     assert failures.total == 2
@@ -125,19 +125,18 @@ def test_an_episode_that_cannot_be_made_leaves_an_empty_group() -> None:
 def test_the_share_is_of_ten_collections_and_of_fifty_episodes_at_least() -> None:
     failures = EpisodeFailureMonitor(0.1)
     assert not failures.has_too_many(0, 8) and not failures.has_too_many(5, 8)  # 5 = 0.1 of 50
-    assert failures.has_too_many(6, 8) and failures.has_too_many(3, 3)  # nothing left
+    assert failures.has_too_many(6, 8) and failures.has_too_many(3, 3)  # no episode is left
     for _ in range(9):
         failures.close_collection([], 20)
-    assert not failures.has_too_many(20, 40) and failures.has_too_many(
-        23, 40
-    )  # 0.1 of 180 + 40 = 22
-    failures.close_collection([], 20)  # the tenth: the first one leaves the window
-    again = EpisodeFailureMonitor(0.1)
-    again.load_state_dict(failures.state_dict())
-    assert [again.has_too_many(count, 40) for count in (22, 23)] == [
+    # 0.1 of 180 + 40 = 22
+    assert not failures.has_too_many(20, 40) and failures.has_too_many(23, 40)
+    failures.close_collection([], 20)  # the tenth, so the first one leaves the window
+    restored = EpisodeFailureMonitor(0.1)
+    restored.load_state_dict(failures.state_dict())
+    assert [restored.has_too_many(count, 40) for count in (22, 23)] == [
         False,
         True,
-    ] and again.total == 0
+    ] and restored.total == 0
     strict, never = EpisodeFailureMonitor(0.0), EpisodeFailureMonitor(1.0)
     assert strict.has_too_many(1, 10_000) and not strict.has_too_many(0, 10)
     assert not never.has_too_many(9_999, 10_000) and never.has_too_many(10, 10)
@@ -145,7 +144,7 @@ def test_the_share_is_of_ten_collections_and_of_fifty_episodes_at_least() -> Non
     assert not never.has_too_many(10, 10)
 
 
-def test_too_many_failures_stop_at_once_and_say_where_to_look() -> None:
+def test_too_many_failures_stop_immediately_and_say_where_to_look() -> None:
     played: list[int] = []
 
     def script(sequence: RolloutSequence, turn: int) -> str:
@@ -162,12 +161,12 @@ def test_too_many_failures_stop_at_once_and_say_where_to_look() -> None:
     assert "in act" in caught.value.__notes__[0]
 
 
-def test_without_an_account_the_setting_bounds_one_call() -> None:
-    script = by_sample(["A"], ["X"])
+def test_without_a_monitor_the_setting_limits_one_call() -> None:
+    script = build_script_by_sample(["A"], ["X"])
     sampling = SamplingSettings(max_failed_share=0.0)
     with pytest.raises(EnvironmentFault, match="max_failed_share allows 0"):
         collect_rollouts(
-            Breaking(),
+            BreakingEnvironment(),
             Typist(script),
             Renderer(),
             [EpisodeRequest("easy", 1)],
@@ -185,7 +184,9 @@ def test_addresses_are_left_out_of_traces() -> None:
     assert "0x..." in text and "0x7" not in text
 
 
-def failed(iteration: int, seed: int, error: str = "KeyError: 'cell'") -> FailedEpisode:
+def build_failed_episode(
+    iteration: int, seed: int, error: str = "KeyError: 'cell'"
+) -> FailedEpisode:
     trajectory = Trajectory(
         environment="e", level="a/b", kind="", seed=seed, prompt="p", target="", turns=[Turn("X")]
     )
@@ -193,28 +194,33 @@ def failed(iteration: int, seed: int, error: str = "KeyError: 'cell'") -> Failed
 
 
 def test_a_resumed_run_writes_the_same_file_and_keeps_the_first_ones(tmp_path: Path) -> None:
-    whole = FailedEpisodeFile(tmp_path / "whole.jsonl", "policy")
+    complete = FailedEpisodeFile(tmp_path / "whole.jsonl", "policy")
     cut = FailedEpisodeFile(tmp_path / "cut.jsonl", "policy")
     for iteration in range(4):
-        for file in (whole, cut):
-            assert str(file.append_episode(failed(iteration, 10 + iteration), str(iteration))) == (
-                f"policy/{iteration}/a/b/{10 + iteration}/0"
-            )
-    again = FailedEpisodeFile(tmp_path / "cut.jsonl", "policy")  # resumed after iteration 1
+        for file in (complete, cut):
+            assert str(
+                file.append_episode(build_failed_episode(iteration, 10 + iteration), str(iteration))
+            ) == (f"policy/{iteration}/a/b/{10 + iteration}/0")
+    resumed = FailedEpisodeFile(tmp_path / "cut.jsonl", "policy")  # resumed after iteration 1
     for iteration in (2, 3):
-        again.append_episode(failed(iteration, 10 + iteration), str(iteration))
+        resumed.append_episode(build_failed_episode(iteration, 10 + iteration), str(iteration))
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    FailedEpisodeFile(tmp_path / "cut.jsonl", "policy")(3, [])  # nothing failed this time
+    FailedEpisodeFile(tmp_path / "cut.jsonl", "policy")(
+        3, []
+    )  # nothing failed in the repeated iteration
     assert [name for name, _ in read_failed_episodes(tmp_path / "cut.jsonl")] == [
         f"policy/{iteration}/a/b/{10 + iteration}/0" for iteration in range(3)
     ]
-    names = [whole.append_episode(failed(9, seed), "9") for seed in range(MAX_FAILED_EPISODES)]
+    names = [
+        complete.append_episode(build_failed_episode(9, seed), "9")
+        for seed in range(MAX_FAILED_EPISODES)
+    ]
     assert sum(name is not None for name in names) == MAX_FAILED_EPISODES - 4
-    found = list(read_failed_episodes(tmp_path / "whole.jsonl"))
+    episodes = list(read_failed_episodes(tmp_path / "whole.jsonl"))
     assert (
-        len(found) == MAX_FAILED_EPISODES
-        and found[0][1].iteration == 0
-        and found[0][1].trajectory.turns[0].action == "X"
+        len(episodes) == MAX_FAILED_EPISODES
+        and episodes[0][1].iteration == 0
+        and episodes[0][1].trajectory.turns[0].action == "X"
     )
 
 
@@ -226,36 +232,35 @@ def test_names_of_episodes() -> None:
             EpisodeName.parse(wrong)
 
 
-# ------------------------------------------------------------------------------------------------------------- replay
-
-
-def recorded(*scripts: list[str]):
-    groups, _, kept = play(by_sample(*scripts), [EpisodeRequest("easy", 2)], len(scripts))
-    return [rollout.trajectory for rollout in groups[0].rollouts], kept
+def record_episodes(*scripts: list[str]):
+    groups, _, stored = play(
+        build_script_by_sample(*scripts), [EpisodeRequest("easy", 2)], len(scripts)
+    )
+    return [rollout.trajectory for rollout in groups[0].rollouts], stored
 
 
 def test_a_failed_episode_fails_again_in_the_same_way() -> None:
-    _, kept = recorded(["A"], ["L", "X"], ["N"], ["L", "M"])
-    for episode in kept:
-        outcome = replay_episode(Breaking(), episode)
+    _, stored = record_episodes(["A"], ["L", "X"], ["N"], ["L", "M"])
+    for episode in stored:
+        outcome = replay_episode(BreakingEnvironment(), episode)
         assert outcome.differences == [] and outcome.error == episode.error
-    assert [episode.error for episode in kept] == [
+    assert [episode.error for episode in stored] == [
         "KeyError: 'cell'",
         "step returned reward nan, not a finite reward",
         f"ValueError: {BAD}",
     ]
-    outcome = replay_episode(Looking(), kept[0])  # mended meanwhile
+    outcome = replay_episode(Looking(), stored[0])  # an environment without the error
     assert outcome.differences == [
         "error in step 2 of the environment: recorded KeyError: 'cell', now none"
     ]
 
 
 def test_an_episode_that_ended_well_is_compared_turn_by_turn() -> None:
-    (played, cut), _ = recorded(["L", "LX", "A"], ["L", "B"])
-    assert replay_episode(Breaking(), played).differences == []
-    assert replay_episode(Breaking(), cut).differences == []
+    (complete, cut), _ = record_episodes(["L", "LX", "A"], ["L", "B"])
+    assert replay_episode(BreakingEnvironment(), complete).differences == []
+    assert replay_episode(BreakingEnvironment(), cut).differences == []
 
-    class Moody(Breaks):
+    class Moody(BreakingEpisode):
         def act(self, text: str) -> Step:
             step = super().act(text)
             if text == "LX":
@@ -263,56 +268,65 @@ def test_an_episode_that_ended_well_is_compared_turn_by_turn() -> None:
             step.success = None if step.success is None else not step.success
             return step
 
-    class Moods(Breaking):
+    class Moods(BreakingEnvironment):
         def episode(self, seed: int, level: str) -> Episode:
             return Moody(seed, level)
 
-    assert replay_episode(Moods(), played).differences == [
+    assert replay_episode(Moods(), complete).differences == [
         "misuse in turn 2: recorded True, now False",
         "observation of turn 2: recorded OO\\nP, now hm",
         "success: recorded True, now False",
     ]
 
-    class Ending(Breaks):
+    class Ending(BreakingEpisode):
         def act(self, text: str) -> Step:
             return Step(terminated=True, reward=0.5)
 
-    class Ends(Breaking):
+    class Ends(BreakingEnvironment):
         def episode(self, seed: int, level: str) -> Episode:
             return Ending(seed, level)
 
-    found = replay_episode(Ends(), played).differences
-    assert "observation of turn 1: recorded OO\\nP, now none: the episode ended" in found
-    assert "reward of the environment: recorded 0.5, now 0.5" not in found
+    differences = replay_episode(Ends(), complete).differences
+    assert "observation of turn 1: recorded OO\\nP, now none: the episode ended" in differences
+    assert "reward of the environment: recorded 0.5, now 0.5" not in differences
 
 
 def test_a_reward_function_of_chance_is_named() -> None:
-    (played,), _ = recorded(["L", "A"])
-    played.rewards |= {"mine:score": 0.5, "mine:other": 2.0}
-    played.turns[0].action = "L\x1b[2J"
-    shown = replay_episode(Breaking(), played).lines
-    assert "turn 1: L\\x1b[2J" in shown  # no escape sequence reaches a terminal
-    played.turns[0].action = "L"
+    (trajectory,), _ = record_episodes(["L", "A"])
+    trajectory.rewards |= {"mine:score": 0.5, "mine:other": 2.0}
+    trajectory.turns[0].action = "L\x1b[2J"
+    lines = replay_episode(BreakingEnvironment(), trajectory).lines
+    assert "turn 1: L\\x1b[2J" in lines  # escape sequences are escaped
+    trajectory.turns[0].action = "L"
     rng = random.Random(1)
     functions = {
         "mine:score": lambda trajectories: [rng.random() for _ in trajectories],
         "mine:other": lambda trajectories: [t.rewards["task"] + 1.25 for t in trajectories],
     }
-    found = replay_episode(Breaking(), played, functions).differences
-    assert found[0].startswith("reward 'mine:score' gave 0.134") and found[0].endswith(
+    differences = replay_episode(BreakingEnvironment(), trajectory, functions).differences
+    assert differences[0].startswith("reward 'mine:score' gave 0.134") and differences[0].endswith(
         "for the same trajectory"
     )
-    assert found[1].startswith("reward 'mine:score': recorded 0.5, now 0.134")
-    assert found[2:] == []  # task -0.25 + 1 = 0.75, and 1.25 make the 2.0 that was recorded
+    assert differences[1].startswith("reward 'mine:score': recorded 0.5, now 0.134")
+    assert differences[2:] == []  # task -0.25 + 1 = 0.75, plus 1.25 is the recorded 2.0
 
-    def raises(trajectories: list[Trajectory]) -> list[float]:
+    def fail(trajectories: list[Trajectory]) -> list[float]:
         raise ZeroDivisionError("none")
 
-    failed_one = FailedEpisode(played, [], "reward 'mine:score'", "raised ZeroDivisionError: none")
-    assert replay_episode(Breaking(), failed_one, {"mine:score": raises}).differences == []
-    nan = FailedEpisode(played, [], "reward 'mine:score'", "gave nan, no finite number")
-    assert replay_episode(Breaking(), nan, {"mine:score": lambda ts: [math.nan]}).differences == []
-    mended = replay_episode(Breaking(), nan, {"mine:score": lambda ts: [0.25]}).differences
-    assert mended == [
+    failed_one = FailedEpisode(
+        trajectory, [], "reward 'mine:score'", "raised ZeroDivisionError: none"
+    )
+    assert replay_episode(BreakingEnvironment(), failed_one, {"mine:score": fail}).differences == []
+    nan = FailedEpisode(trajectory, [], "reward 'mine:score'", "gave nan, no finite number")
+    assert (
+        replay_episode(
+            BreakingEnvironment(), nan, {"mine:score": lambda ts: [math.nan]}
+        ).differences
+        == []
+    )
+    fixed = replay_episode(
+        BreakingEnvironment(), nan, {"mine:score": lambda ts: [0.25]}
+    ).differences
+    assert fixed == [
         "error of reward 'mine:score': recorded gave nan, no finite number, now gave 0.25"
     ]

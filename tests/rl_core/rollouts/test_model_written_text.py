@@ -117,7 +117,7 @@ bounded = settings(
 
 
 class Parrot(Environment):
-    """Hands back what the policy wrote, decoded, wherever an environment may put it."""
+    """An environment that returns what the policy wrote, decoded, wherever an environment may put it."""
 
     name, levels, blocking, tools = "parrot", ("easy",), False, Toolset([])
 
@@ -134,15 +134,15 @@ class ParrotEpisode(Episode):
             value = json.loads(text)
         except (ValueError, RecursionError):
             value = text
-        said = value if isinstance(value, str) else repr(value)[:200]
+        content = value if isinstance(value, str) else repr(value)[:200]
         call = ToolCall(
-            said[:20],
+            content[:20],
             value
             if isinstance(value, dict)
             else {"value": value, "\ud800": math.nan, "n": 9**9999},
         )
-        message = {"role": "tool", "content": said, "name": said[:5]}
-        return Step(messages=[message], tool_call=call, answer=said, success=False)
+        message = {"role": "tool", "content": content, "name": content[:5]}
+        return Step(messages=[message], tool_call=call, answer=content, success=False)
 
 
 class Questions(Parrot):
@@ -160,20 +160,17 @@ def renderer():
 
 
 def play(environment, renderer, text):
-    """Two turns in which the policy writes `text`, as a rollout."""
+    """Play two turns in which the policy writes `text`; return the rollout."""
 
     class Typist:
         max_length = 10**6
 
         def run_sequences(self, sequences, sampling):
             for sequence in sequences:
-                ids = renderer.action_ids(
-                    replace_unprintable(text)
-                )  # sampled ids spell no surrogate
-                while (
-                    wait_for_observation(sequence.advance(ids, [-0.5] * len(ids), False))
-                    is not None
-                ):
+                # sampled ids contain no surrogate
+                ids = renderer.action_ids(replace_unprintable(text))
+                logprobs = [-0.5] * len(ids)
+                while wait_for_observation(sequence.take_action(ids, logprobs, False)) is not None:
                     pass
 
     sampling = SamplingSettings(max_completion_tokens=10**6, max_turns=2)
@@ -200,13 +197,13 @@ def play(environment, renderer, text):
     + ', "col": 1, "why": ""}}</tool_call>'
 )
 @given(hostile_text)
-def test_a_call_is_read_or_refused_in_words_that_can_be_written(text):
+def test_a_call_is_parsed_or_refused_with_a_writable_message(text):
     try:
         call = TOOLS.parse(text)
-        said = "" if call is None else TOOLS.run(call)[0]
+        output = "" if call is None else TOOLS.run(call)[0]
     except ToolMisuse as misuse:
-        said = str(misuse)
-    assert len(said.encode("utf-8")) < 4000  # lone surrogates have no UTF-8
+        output = str(misuse)
+    assert len(output.encode("utf-8")) < 4000  # lone surrogates cannot be encoded
     for answer in (extract_final_answer(text), read_tagged_answer(text)):
         assert answer is None or len(answer) <= len(text)
 
@@ -214,15 +211,14 @@ def test_a_call_is_read_or_refused_in_words_that_can_be_written(text):
 def test_half_of_a_surrogate_pair_in_a_call_is_misuse():
     with pytest.raises(ToolMisuse, match="half of a surrogate pair"):
         TOOLS.parse(ENDS_TRAINING)
-    inner = json.dumps(
-        {"row": 1, "col": 1, "why": "\ud800"}
-    )  # arguments as JSON text, as OpenAI writes them
+    # arguments as JSON text, as OpenAI writes them
+    inner = json.dumps({"row": 1, "col": 1, "why": "\ud800"})
     with pytest.raises(ToolMisuse, match="half of a surrogate pair"):
         TOOLS.parse(json.dumps({"name": "zoom", "arguments": inner}))
     call = TOOLS.parse(
         '{"name": "zoom", "arguments": {"row": 1, "col": 1, "why": "\\ud83d\\ude00"}}'
     )
-    assert call.arguments["why"] == "\U0001f600"  # a whole pair is a character
+    assert call.arguments["why"] == "\U0001f600"  # a complete pair is one character
 
 
 @bounded
@@ -237,39 +233,39 @@ def test_whatever_is_written_is_played_stored_read_back_scored_and_reported(
     renderer, tmp_path_factory, text
 ):
     folder = tmp_path_factory.mktemp("run")
-    played = [play(environment, renderer, text) for environment in (Questions(), Parrot())]
-    kept = folder / "trajectories.jsonl"
-    assert write_trajectories(kept, [rollout.trajectory for rollout in played]) == 2
-    assert list(read_trajectories(kept)) == [rollout.trajectory for rollout in played]
+    rollouts = [play(environment, renderer, text) for environment in (Questions(), Parrot())]
+    path = folder / "trajectories.jsonl"
+    assert write_trajectories(path, [rollout.trajectory for rollout in rollouts]) == 2
+    assert list(read_trajectories(path)) == [rollout.trajectory for rollout in rollouts]
 
-    RecentRollouts(folder / "recent_rollouts.jsonl")(0, played)
-    RewardRecord(folder / "rewards.jsonl")(0, played)
-    turns = sum(len(rollout.trajectory.turns) for rollout in played)
-    for table in (read_table(kept), read_table(folder / "recent_rollouts.jsonl", turns=True)):
-        assert len(table) == (turns if "turn" in table else len(played)) and table.to_csv().encode(
-            "utf-8"
-        )
+    RecentRollouts(folder / "recent_rollouts.jsonl")(0, rollouts)
+    RewardRecord(folder / "rewards.jsonl")(0, rollouts)
+    turns = sum(len(rollout.trajectory.turns) for rollout in rollouts)
+    for table in (read_table(path), read_table(folder / "recent_rollouts.jsonl", turns=True)):
+        assert len(table) == (
+            turns if "turn" in table else len(rollouts)
+        ) and table.to_csv().encode("utf-8")
     values = [
-        *FormatReward(FormatSettings(pattern=r"(\w|\s)*"))(played),
-        *ToolUseReward(ToolUseSettings(bonus=0.1))(played),
-        *CoherenceReward(CoherenceSettings())(played, [walk([1.0], [1.0], [1.0])] * 2),
+        *FormatReward(FormatSettings(pattern=r"(\w|\s)*"))(rollouts),
+        *ToolUseReward(ToolUseSettings(bonus=0.1))(rollouts),
+        *CoherenceReward(CoherenceSettings())(rollouts, [walk([1.0], [1.0], [1.0])] * 2),
     ]
     assert all(math.isfinite(value) for value in values)
 
 
 def test_hostile_trajectories_are_analysed(tmp_path, renderer):
     texts = [ENDS_TRAINING, '"\\ud800"', DIGITS, "[" * 900, "\0\x1b[2J</script><script>", *PIECES]
-    played = [play(Parrot(), renderer, text).trajectory for text in texts]
-    for seed, trajectory in enumerate(played):
+    trajectories = [play(Parrot(), renderer, text).trajectory for text in texts]
+    for seed, trajectory in enumerate(trajectories):
         trajectory.seed = seed
-        trajectory.turns[0].action += "\ud800"  # as files of older versions may hold
-    write_trajectories(tmp_path / "t.jsonl", played)
-    found = analyze(
+        trajectory.turns[0].action += "\ud800"  # as in files of older versions
+    write_trajectories(tmp_path / "t.jsonl", trajectories)
+    analysis = analyze(
         {"one": tmp_path / "t.jsonl", "two": tmp_path / "t.jsonl"},
         tmp_path / "out",
         AnalysisSettings(bootstrap_samples=100, side_by_side=len(texts)),
     )
-    page = found.report.read_text(encoding="utf-8")
+    page = analysis.report.read_text(encoding="utf-8")
     assert page.count("<article ") == len(texts) and "<script" not in page and "\0" not in page
 
 
@@ -278,7 +274,7 @@ def test_plain_json_by_hand():
     for _ in range(500):
         value.append([])
         value = value[0]
-    found = convert_to_plain_json(
+    converted = convert_to_plain_json(
         {
             "a": "x\ud800\0",
             1: math.inf,
@@ -289,18 +285,17 @@ def test_plain_json_by_hand():
         }
     )
     assert (
-        found["a"] == "x?\ufffd"
-        and found["1"] == "inf"
-        and found["n"] == "(an integer of 1025 bits)"
+        converted["a"] == "x?\ufffd"
+        and converted["1"] == "inf"
+        and converted["n"] == "(an integer of 1025 bits)"
     )
-    assert found["t"] == [True, None, 1.5] and found["o"] == "{1j}"
-    assert json.dumps(found["deep"]).count("[") == MAX_DEPTH - 1
-    assert convert_to_plain_json(found) == found  # nothing is left to replace
+    assert converted["t"] == [True, None, 1.5] and converted["o"] == "{1j}"
+    assert json.dumps(converted["deep"]).count("[") == MAX_DEPTH - 1
+    assert convert_to_plain_json(converted) == converted  # idempotent
 
 
-def test_tags_that_are_opened_and_not_closed_are_read_in_one_pass():
+def test_unclosed_tags_are_read_in_one_pass():
     assert read_tagged_answer("<answer>a<answer>b</answer> <answer> c\n</answer><answer>d") == "c"
     assert read_tagged_answer("<answer>" * 9 + "\nanswer 4") == "4"
-    assert (
-        read_tagged_answer("<answer>" * 200_000) is None
-    )  # by pattern: the square of 1.6 million characters
+    # a regular expression would need the square of 1.6 million steps
+    assert read_tagged_answer("<answer>" * 200_000) is None

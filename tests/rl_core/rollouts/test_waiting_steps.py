@@ -27,15 +27,15 @@ from rl_core.settings import SamplingSettings
 from rl_core.types import Message
 
 EOS_IDS = list(range(1, VOCAB, 5))
-PATIENCE_S = 20.0  # what is waited for before a test that would hang fails
+PATIENCE_S = 20.0  # timeout of tests that would otherwise hang
 BACKENDS = [Engine, TransformersBackend]
 
 
-def backend_of(cls: type, eos_ids: list[int] = EOS_IDS) -> Engine | TransformersBackend:
+def create_backend(cls: type, eos_ids: list[int] = EOS_IDS) -> Engine | TransformersBackend:
     return cls(make_model("llama"), eos_ids=eos_ids, pad_id=0, max_length=128)
 
 
-class Slow(ScriptedSequence):
+class SlowSequence(ScriptedSequence):
     """A scripted sequence whose observations arrive after `work` on a thread."""
 
     pool: StepPool
@@ -50,20 +50,20 @@ class Slow(ScriptedSequence):
         )
 
 
-def slow_sessions(pool: StepPool, work: Callable[[int], None]) -> list[Slow]:
+def make_slow_sessions(pool: StepPool, work: Callable[[int], None]) -> list[SlowSequence]:
     sequences = make_sessions()
     for index, sequence in enumerate(sequences):
-        sequence.__class__ = Slow
+        sequence.__class__ = SlowSequence
         sequence.pool, sequence.work = pool, lambda index=index: work(index)
     return sequences  # type: ignore[return-value]
 
 
-def played(sequence: ScriptedSequence) -> tuple:
+def get_results(sequence: ScriptedSequence) -> tuple:
     return sequence.turns, sequence.completion_ids, sequence.logprobs
 
 
 class CountingPool(StepPool):
-    """Pool that counts concurrent calls."""
+    """A pool that counts concurrent calls."""
 
     def __init__(self, max_concurrent: int, timeout_s: float = PATIENCE_S) -> None:
         super().__init__(max_concurrent, timeout_s)
@@ -95,25 +95,25 @@ def test_the_pool_runs_as_many_as_it_may_and_no_more() -> None:
 
 
 def test_an_idle_thread_is_used_again_and_all_end_with_the_pool() -> None:
-    before = set(threading.enumerate())
+    previous = set(threading.enumerate())
     with StepPool(8, PATIENCE_S) as pool:
         seen = []
         for _ in range(3):
             seen.append(pool.submit_call("c", threading.current_thread).wait_for_result())
-            assert pool._idle.acquire(timeout=PATIENCE_S), "the thread says that it waits again"
+            assert pool._idle.acquire(timeout=PATIENCE_S), "the thread is idle again"
             pool._idle.release()
         assert seen == [seen[0]] * 3
         gate = threading.Barrier(2)
         two = [pool.submit_call("c", gate.wait, PATIENCE_S) for _ in range(2)]
         assert sorted(call.wait_for_result() for call in two) == [0, 1]
-        threads = set(threading.enumerate()) - before
+        threads = set(threading.enumerate()) - previous
         assert len(threads) == 2 and seen[0] in threads
     for thread in threads:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
-def test_a_failing_call_raises_where_its_result_is_asked_for_and_the_pool_goes_on() -> None:
+def test_a_failing_call_raises_on_its_result_and_the_pool_continues() -> None:
     def fail() -> None:
         raise KeyError("cell")
 
@@ -124,7 +124,7 @@ def test_a_failing_call_raises_where_its_result_is_asked_for_and_the_pool_goes_o
             failing.wait_for_result()
 
 
-def test_what_has_not_begun_is_not_overdue_and_never_begins_after_the_end() -> None:
+def test_a_call_that_has_not_begun_is_not_overdue_and_never_begins_after_the_end() -> None:
     release, began = threading.Event(), []
     with StepPool(1, PATIENCE_S) as pool:
         hanging = pool.submit_call("first", release.wait, PATIENCE_S)
@@ -135,20 +135,18 @@ def test_what_has_not_begun_is_not_overdue_and_never_begins_after_the_end() -> N
     assert not waiting.future.done() and began == []
 
 
-def test_a_call_behind_one_that_hangs_does_not_wait_for_ever() -> None:
+def test_a_call_after_a_hanging_one_does_not_wait_forever() -> None:
     release = threading.Event()
     with StepPool(1, 0.05) as pool:
         hanging = pool.submit_call("first", release.wait, PATIENCE_S)
         waiting = [pool.submit_call("later", lambda number=number: number) for number in (2, 3)]
-        assert [call.wait_for_result() for call in waiting] == [
-            2,
-            3,
-        ]  # a new thread took the place of the one that hangs
+        # a new thread has replaced the hanging one
+        assert [call.wait_for_result() for call in waiting] == [2, 3]
         turns = [PendingTurn(hanging, lambda result: [1])]
         wait_for_any_turn(turns)
         with pytest.raises(EnvironmentFault, match=r"first has not returned within 0\.05 s"):
             hanging.wait_for_result()
-        release.set()  # the late thread ends, and takes no call
+        release.set()  # the late thread ends without taking a call
         assert pool.submit_call("last", lambda: 4).wait_for_result() == 4
 
 
@@ -162,12 +160,12 @@ def test_all_episodes_wait_at_the_same_time(cls: type) -> None:
         if first.pop(index, False):
             barrier.wait(PATIENCE_S)
 
-    plain = [ScriptedSequence(s.prompt_ids, s.seed) for s in make_sessions()]
-    backend = backend_of(cls)
-    backend.run_sequences(plain, sampling())
-    assert not any(hit for s in plain for _, hit in s.turns[:1]), "every sequence takes a step"
+    direct = [ScriptedSequence(s.prompt_ids, s.seed) for s in make_sessions()]
+    backend = create_backend(cls)
+    backend.run_sequences(direct, sampling())
+    assert not any(hit for s in direct for _, hit in s.turns[:1]), "every sequence takes a step"
     with CountingPool(32) as pool:
-        sequences = slow_sessions(pool, work)
+        sequences = make_slow_sessions(pool, work)
         backend.run_sequences(sequences, sampling())
     assert pool.most == 12
     expected = make_sessions()
@@ -179,20 +177,20 @@ def test_all_episodes_wait_at_the_same_time(cls: type) -> None:
 @pytest.mark.parametrize("cls", BACKENDS)
 @pytest.mark.parametrize("slots", [100, 5])
 def test_the_order_in_which_steps_finish_changes_no_bit(cls: type, slots: int) -> None:
-    def run(delay: Callable[[int], float]) -> list[tuple]:
+    def play_delayed(delay: Callable[[int], float]) -> list[tuple]:
         with StepPool(32, PATIENCE_S) as pool:
-            sequences = slow_sessions(pool, lambda index: time.sleep(delay(index)))
-            backend_of(cls).run_sequences(sequences, sampling(slots=slots))
-        return [played(sequence) for sequence in sequences]
+            sequences = make_slow_sessions(pool, lambda index: time.sleep(delay(index)))
+            create_backend(cls).run_sequences(sequences, sampling(slots=slots))
+        return [get_results(sequence) for sequence in sequences]
 
-    forward = run(lambda index: 0.002 * index)
-    assert run(lambda index: 0.002 * (12 - index)) == forward
-    assert run(lambda index: 0.0) == forward
+    forward = play_delayed(lambda index: 0.002 * index)
+    assert play_delayed(lambda index: 0.002 * (12 - index)) == forward
+    assert play_delayed(lambda index: 0.0) == forward
 
 
 @pytest.mark.parametrize("slots", [100, 5])
 def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> None:
-    """With 'ready' the first sequence's first step returns only when every other sequence is over."""
+    """With 'ready', the first sequence's first step returns only when all others are over."""
     over, lock, others_over = set(), threading.Lock(), threading.Event()
     waited: list[bool] = []
 
@@ -200,19 +198,19 @@ def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> N
         if index == 0 and not waited:
             waited.append(others_over.wait(PATIENCE_S))
 
-    class Watched(Slow):
+    class Watched(SlowSequence):
         def take_action(
             self, action_ids: list[int], logprobs: list[float], hit_limit: bool
         ) -> object:
-            turnover = super().take_action(action_ids, logprobs, hit_limit)
-            if turnover is None:
+            outcome = super().take_action(action_ids, logprobs, hit_limit)
+            if outcome is None:
                 self.end()
                 return None
-            finish = turnover._finish
-            turnover._finish = lambda step: (
+            finish = outcome._finish
+            outcome._finish = lambda step: (
                 observation if (observation := finish(step)) is not None else self.end()
             )
-            return turnover
+            return outcome
 
         def end(self) -> None:
             with lock:
@@ -221,30 +219,29 @@ def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> N
                     others_over.set()
 
     with StepPool(32, PATIENCE_S + 10) as pool:
-        sequences = slow_sessions(pool, work)
+        sequences = make_slow_sessions(pool, work)
         for sequence in sequences:
             sequence.__class__ = Watched
-        backend_of(Engine).run_sequences(sequences, sampling(slots=slots, rejoin="ready"))
+        create_backend(Engine).run_sequences(sequences, sampling(slots=slots, rejoin="ready"))
     assert waited == [True] and len(over) == 12
     expected = make_sessions()
-    backend_of(Engine).run_sequences(expected, sampling(slots=slots))
+    create_backend(Engine).run_sequences(expected, sampling(slots=slots))
     assert [s.turns for s in sequences] == [s.turns for s in expected], (
-        "who waits for whom changes no token"
+        "the waiting order changes no token"
     )
 
 
 @pytest.mark.skipif(fused_decode.load_decode_kernels() is None, reason="needs a C compiler")
 @pytest.mark.parametrize(("step_s", "steps"), [(1e-5, MAX_COMPILED_STEPS), (4.9e-4, 4), (0.01, 1)])
-def test_as_many_tokens_are_sampled_before_a_look_at_slow_tools_as_take_two_milliseconds(
+def test_environments_are_polled_every_two_milliseconds_of_sampling(
     monkeypatch: pytest.MonkeyPatch, step_s: float, steps: int
 ) -> None:
     model = make_model("llama", head_dim=16)
     engine = Engine(model, eos_ids=EOS_IDS, pad_id=0, max_length=128)
-    now, asked = [0.0], dict[bool, list[int]]({True: [], False: []})
-    sample_steps, steps_at_once = (
-        decoder.Decoder.sample_steps,
-        engine_run.EngineRun._count_compiled_steps,
-    )
+    now = [0.0]
+    step_counts: dict[bool, list[int]] = {True: [], False: []}  # by whether a step is pending
+    sample_steps = decoder.Decoder.sample_steps
+    count_steps = engine_run.EngineRun._count_compiled_steps
 
     def sample(
         self: decoder.Decoder, states: object, count: int, is_end_V: object, steps: int
@@ -252,27 +249,25 @@ def test_as_many_tokens_are_sampled_before_a_look_at_slow_tools_as_take_two_mill
         now[0] += step_s * steps
         sample_steps(self, states, count, is_end_V, steps)  # type: ignore[arg-type]
 
-    def at_once(self: engine_run.EngineRun) -> int:
-        asked[bool(self._waiting_on_env)].append(found := steps_at_once(self))
-        return found
+    def count_and_record(self: engine_run.EngineRun) -> int:
+        steps = count_steps(self)
+        step_counts[bool(self._waiting_on_env)].append(steps)
+        return steps
 
     with StepPool(32, PATIENCE_S) as pool, monkeypatch.context() as patch:
         patch.setattr(decoder.Decoder, "sample_steps", sample)
-        patch.setattr(engine_run.EngineRun, "_count_compiled_steps", at_once)
+        patch.setattr(engine_run.EngineRun, "_count_compiled_steps", count_and_record)
         patch.setattr(engine_run.time, "perf_counter", lambda: now[0])
-        sequences = slow_sessions(pool, lambda index: time.sleep(0.02))
+        sequences = make_slow_sessions(pool, lambda index: time.sleep(0.02))
         engine.run_sequences(sequences, sampling(rejoin="ready"))
-    assert set(asked[False]) == {MAX_COMPILED_STEPS} and set(asked[True]) == {steps}
+    assert set(step_counts[False]) == {MAX_COMPILED_STEPS} and set(step_counts[True]) == {steps}
     expected = make_sessions()
     engine.run_sequences(expected, sampling())
-    assert [played(s)[:2] for s in sequences] == [played(s)[:2] for s in expected]
+    assert [get_results(s)[:2] for s in sequences] == [get_results(s)[:2] for s in expected]
 
 
-# -- episodes ----------------------------------------------------------------------------------------------------------
-
-
-class Scripted(Looking):
-    """LookThenAnswer whose reset or step does something first."""
+class ScriptedEnvironment(Looking):
+    """A LookThenAnswer environment whose reset or step does something first."""
 
     def __init__(self, on: str, work: Callable[[], object], blocking: bool = True) -> None:
         super().__init__()
@@ -283,9 +278,7 @@ class Scripted(Looking):
         environment = self
 
         class Working(LookThenAnswer):
-            looks = (
-                seed % 3 if self.looks else 0
-            )  # turns that are looks, whatever a random model types
+            looks = seed % 3 if self.looks else 0  # forced look turns
 
             def reset(self) -> list[Message]:
                 if environment.on == "reset":
@@ -319,7 +312,8 @@ def play(
 def test_resets_happen_side_by_side_too() -> None:
     barrier = threading.Barrier(8)
     rollouts = play(
-        Scripted("reset", lambda: barrier.wait(PATIENCE_S)), Typist(lambda sequence, turn: "A")
+        ScriptedEnvironment("reset", lambda: barrier.wait(PATIENCE_S)),
+        Typist(lambda sequence, turn: "A"),
     )
     assert [rollout.trajectory.seed for rollout in rollouts] == [1, 1, 2, 2, 3, 3, 4, 4]
 
@@ -327,7 +321,9 @@ def test_resets_happen_side_by_side_too() -> None:
 def test_non_blocking_environments_stay_on_the_callers_thread() -> None:
     threads: list[threading.Thread] = []
     for blocking in (False, True):
-        environment = Scripted("step", lambda: threads.append(threading.current_thread()), blocking)
+        environment = ScriptedEnvironment(
+            "step", lambda: threads.append(threading.current_thread()), blocking
+        )
         play(environment, Typist(lambda sequence, turn: "A"), count=1, group_size=1)
     assert (
         threads[0] is threading.current_thread()
@@ -337,26 +333,34 @@ def test_non_blocking_environments_stay_on_the_callers_thread() -> None:
 
 
 def test_blocking_episodes_give_the_same_rollouts_as_non_blocking_ones() -> None:
-    """Same tokens; whole rollouts bit-identical between two blocking runs."""
-    backend = backend_of(Engine, [EOS, *range(2, VOCAB, 7)])
+    """Same tokens; complete rollouts bit-identical between two blocking runs."""
+    backend = create_backend(Engine, [EOS, *range(2, VOCAB, 7)])
 
-    def run(blocking: bool, **options: object) -> list:
-        environment = Scripted("step", lambda: time.sleep(0.0005), blocking)
+    def play_episodes(blocking: bool, **options: object) -> list:
+        environment = ScriptedEnvironment("step", lambda: time.sleep(0.0005), blocking)
         environment.looks = True
         return play(environment, backend, count=8, group_size=3, **options)
 
-    direct, threaded, again, ready = run(False), run(True), run(True), run(True, rejoin="ready")
+    direct, threaded, repeated, ready = (
+        play_episodes(False),
+        play_episodes(True),
+        play_episodes(True),
+        play_episodes(True, rejoin="ready"),
+    )
     assert sum(len(rollout.trajectory.turns) > 1 for rollout in direct) > 2
     for other in (threaded, ready):
         assert [r.completion_ids for r in other] == [r.completion_ids for r in direct]
         assert [r.reward for r in other] == [r.reward for r in direct]
-    assert threaded == again
+    assert threaded == repeated
 
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """A late call's thread is ended by an exception; within a callback of the garbage collector (hypothesis has one)
-    Python drops it, and pytest fails the test that runs by then."""
+    """Disable garbage collection.
+
+    A late call's thread is ended by an exception. Inside a garbage collector callback (hypothesis has one) Python
+    drops it, and pytest fails whichever test is running.
+    """
     gc.disable()
     yield
     gc.enable()
@@ -364,14 +368,14 @@ def no_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(
-    ("on", "what", "place"),
+    ("on", "what", "where"),
     [
         ("step", "a step", "step 1 of the environment"),
         ("reset", "its reset", "the environment's reset"),
     ],
 )
 @pytest.mark.parametrize("rejoin", ["together", "ready"])
-def test_an_episode_that_hangs_is_named(on: str, what: str, place: str, rejoin: str) -> None:
+def test_an_episode_that_hangs_is_named(on: str, what: str, where: str, rejoin: str) -> None:
     release = threading.Event()
 
     def script(sequence: RolloutSequence, turn: int) -> str:
@@ -380,20 +384,20 @@ def test_an_episode_that_hangs_is_named(on: str, what: str, place: str, rejoin: 
     try:
         with pytest.raises(EnvironmentFault) as caught:
             play(
-                Scripted(on, lambda: release.wait(PATIENCE_S)),
+                ScriptedEnvironment(on, lambda: release.wait(PATIENCE_S)),
                 Typist(script),
                 count=1,
                 step_timeout_s=0.05,
             )
         assert str(caught.value) == (
             "2 of the newest 2 episodes failed (nothing is left to use). The first of this round: environment "
-            f"'looking', level 'easy', seed 1, sample 0: {place}: {what} has not returned within 0.05 s "
+            f"'looking', level 'easy', seed 1, sample 0: {where}: {what} has not returned within 0.05 s "
             "(sampling.step_timeout_s)"
         )
         with pytest.raises(EnvironmentFault, match="level 'easy', seed 1, sample "):
             play(
-                Scripted(on, lambda: release.wait(PATIENCE_S)),
-                backend_of(Engine),
+                ScriptedEnvironment(on, lambda: release.wait(PATIENCE_S)),
+                create_backend(Engine),
                 count=1,
                 step_timeout_s=0.05,
                 rejoin=rejoin,

@@ -21,12 +21,12 @@ def model():
 def test_pooled_states_are_means_of_each_prefix_alone(model):
     rows, ends = [[5, 9, 7, 11, 3], [8, 2, 6]], [[2, 5], [1]]
     for max_tokens in (1, 1000):  # padding and batching change nothing
-        found = compute_pooled_states(model, rows, ends, pad_id=0, max_tokens=max_tokens)
-        for row, places, states in zip(rows, ends, found, strict=True):
-            for place, state in zip(places, states, strict=True):
-                hidden = model.model(torch.tensor([row[:place]])).last_hidden_state[0]
+        actual = compute_pooled_states(model, rows, ends, pad_id=0, max_tokens=max_tokens)
+        for row, places, states in zip(rows, ends, actual, strict=True):
+            for index, state in zip(places, states, strict=True):
+                hidden = model.model(torch.tensor([row[:index]])).last_hidden_state[0]
                 torch.testing.assert_close(state, hidden.mean(0), atol=1e-5, rtol=1e-4)
-    assert not found[0].requires_grad
+    assert not actual[0].requires_grad
 
 
 @pytest.mark.parametrize("end", [0, 4])

@@ -1,4 +1,4 @@
-"""Thoughts in rollouts: where they begin and end, and what right answers score, checked by plain loops."""
+"""Thoughts in rollouts: where they start and end, and the scores of right answers, checked by plain loops."""
 
 import math
 
@@ -40,17 +40,17 @@ def renderer():
 
 @pytest.fixture(scope="module")
 def model(renderer):
-    made = causal_lm.create_model(
+    created = causal_lm.create_model(
         ModelSettings(preset="nano", context=128, device="cpu"), renderer.tokenizer, 0
     )
     with torch.no_grad():  # far from uniform, so that every condition scores differently
-        for parameter in made.parameters():
+        for parameter in created.parameters():
             parameter.mul_(3 if parameter.ndim > 1 else 1)
-    return made
+    return created
 
 
-def rollout_of(renderer, seed, level, actions, *, cut=False):
-    """The rollout in which the policy said `actions`; `cut`: the last one has no end of turn."""
+def build_rollout(renderer, seed, level, actions, *, cut=False):
+    """Build the rollout in which the policy wrote `actions`; `cut`: the last one has no end of turn."""
     episode = ENVIRONMENT.episode(seed, level)
     prompt_ids = renderer.prompt_ids(episode.reset())
     completion, mask, turns, step = [], [], [], None
@@ -69,35 +69,39 @@ def rollout_of(renderer, seed, level, actions, *, cut=False):
     return Rollout(prompt_ids, completion, mask, [0.0] * len(mask), trajectory)
 
 
-def right(seed, level, turns):
-    """Right answers of the first turns."""
+def list_right_answers(seed, level, turns):
+    """List the right answers of the first turns."""
     episode = ENVIRONMENT.episode(seed, level)
     return [str(value) for value in episode.starts[1 : turns + 1]]
 
 
-def episode_of(renderer, seed, level, actions, **options):
+def build_episode(renderer, seed, level, actions, **options):
     return read_thought_episode(
-        ENVIRONMENT, ThoughtReader(renderer), rollout_of(renderer, seed, level, actions, **options)
+        ENVIRONMENT,
+        ThoughtReader(renderer),
+        build_rollout(renderer, seed, level, actions, **options),
     )
 
 
-def text_of(renderer, ids):
+def decode_text(renderer, ids):
     return renderer.tokenizer.decode(ids)
 
 
 def test_turns_are_split_where_the_answer_begins(renderer):
-    one, two, three = right(4, "medium", 3)
-    episode = episode_of(
+    one, two, three = list_right_answers(4, "medium", 3)
+    episode = build_episode(
         renderer, 4, "medium", [f"3 1 4\nanswer {one}", f"answer {two}", "5\nanswer 99"]
     )
-    thoughts = [text_of(renderer, episode.ids[s.start : s.end]) for s in episode.steps]
+    thoughts = [decode_text(renderer, episode.ids[s.start : s.end]) for s in episode.steps]
     assert thoughts == ["3 1 4\n", "", "5\n"]
-    assert [text_of(renderer, episode.ids[s.end : s.stop]) for s in episode.steps] == [
+    assert [decode_text(renderer, episode.ids[s.end : s.stop]) for s in episode.steps] == [
         f"answer {one}<|end|>",
         f"answer {two}<|end|>",
         "answer 99<|end|>",
     ]
-    assert [text_of(renderer, s.target_ids[s.scored_from :]).strip() for s in episode.steps] == [
+    assert [
+        decode_text(renderer, s.target_ids[s.scored_from :]).strip() for s in episode.steps
+    ] == [
         f"{one}<|end|>",
         f"{two}<|end|>",
         f"{three}<|end|>",
@@ -113,7 +117,7 @@ def test_turns_are_split_where_the_answer_begins(renderer):
 
 @pytest.mark.parametrize("reason", StopReason)
 def test_only_an_episode_that_its_environment_truncated_is_bootstrapped(renderer, reason):
-    rollout = rollout_of(renderer, 4, "medium", ["answer 1"])
+    rollout = build_rollout(renderer, 4, "medium", ["answer 1"])
     rollout.trajectory.stop_reason = reason
     rollout.is_truncated = reason is not StopReason.TERMINATED
     episode = read_thought_episode(ENVIRONMENT, ThoughtReader(renderer), rollout)
@@ -122,7 +126,7 @@ def test_only_an_episode_that_its_environment_truncated_is_bootstrapped(renderer
 
 @pytest.mark.parametrize("action", ["3 1 4", "answer", "so the answer 5", "answer 5\nno", ""])
 def test_a_turn_without_an_answer_has_none(renderer, action):
-    (step,) = episode_of(renderer, 0, "easy", [action]).steps
+    (step,) = build_episode(renderer, 0, "easy", [action]).steps
     assert not step.answered and step.num_thought_tokens == 0
     assert list(step.thought_positions) == list(
         range(step.start, step.stop)
@@ -130,9 +134,9 @@ def test_a_turn_without_an_answer_has_none(renderer, action):
 
 
 def test_a_cut_turn_or_too_long_a_thought_is_no_answer(renderer):
-    (step,) = episode_of(renderer, 0, "easy", ["1 2\nanswer 5"], cut=True).steps
+    (step,) = build_episode(renderer, 0, "easy", ["1 2\nanswer 5"], cut=True).steps
     assert not step.answered
-    rollout = rollout_of(renderer, 0, "easy", ["1 2\nanswer 5"])
+    rollout = build_rollout(renderer, 0, "easy", ["1 2\nanswer 5"])
     for limit, answered in ((4, True), (3, False)):
         (step,) = read_thought_episode(
             ENVIRONMENT, ThoughtReader(renderer, max_thought_tokens=limit), rollout
@@ -140,40 +144,40 @@ def test_a_cut_turn_or_too_long_a_thought_is_no_answer(renderer):
         assert step.answered is answered
 
 
-def by_hand(model, ids, start, stop):
+def compute_by_hand(model, ids, start, stop):
     """log p of ids[start:stop], token by token, one full forward pass each."""
     total = 0.0
-    for place in range(start, stop):
-        logits = model(torch.tensor([ids[:place]])).logits[0, -1].detach().double()
-        total += float(logits[ids[place]] - torch.logsumexp(logits, 0))
+    for index in range(start, stop):
+        logits = model(torch.tensor([ids[:index]])).logits[0, -1].detach().double()
+        total += float(logits[ids[index]] - torch.logsumexp(logits, 0))
     return total
 
 
 def test_span_logprobs_by_hand(model):
     rows = [[7, 9, 11, 30, 8], [50, 6, 260], [9, 9, 9, 9]]
     spans = [TokenSpan(0, 1, 3), TokenSpan(0, 3, 5), TokenSpan(1, 2, 3)]
-    expected = [by_hand(model, rows[s.row], s.start, s.stop) for s in spans]
+    expected = [compute_by_hand(model, rows[s.row], s.start, s.stop) for s in spans]
     for max_tokens in (1, 10_000):
-        found = compute_span_logprobs(model, rows, spans, pad_id=0, max_tokens=max_tokens)
+        actual = compute_span_logprobs(model, rows, spans, pad_id=0, max_tokens=max_tokens)
         torch.testing.assert_close(
-            found, torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=1e-4
+            actual, torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=1e-4
         )
     assert compute_span_logprobs(model, rows, [], pad_id=0).shape == (0,)
 
 
 def test_answers_with_and_without_the_thought_by_hand(renderer, model):
-    (one,) = right(4, "easy", 1)
+    (one,) = list_right_answers(4, "easy", 1)
     episodes = [
-        episode_of(renderer, 4, "easy", [f"3 1 4\nanswer {one}", "7\nanswer 99"]),
-        episode_of(renderer, 5, "easy", ["answer 99"]),
-        episode_of(renderer, 6, "easy", ["no answer at all"]),
+        build_episode(renderer, 4, "easy", [f"3 1 4\nanswer {one}", "7\nanswer 99"]),
+        build_episode(renderer, 5, "easy", ["answer 99"]),
+        build_episode(renderer, 6, "easy", ["no answer at all"]),
     ]
     plan = build_answer_rows(episodes)
     assert plan.steps == [(0, 0), (0, 1), (1, 0)]
     assert (
         len(plan.rows) == 3 + 1 + 2 + 1
     )  # a right sampled answer needs none; an empty thought one in all
-    found = compute_span_logprobs(
+    actual = compute_span_logprobs(
         model, plan.rows, [*plan.with_thought, *plan.without], pad_id=0
     ).tolist()
     expected = []
@@ -182,11 +186,13 @@ def test_answers_with_and_without_the_thought_by_hand(renderer, model):
             episode, step = episodes[index], episodes[index].steps[turn]
             ids = episode.ids[: step.end if thought else step.start] + step.target_ids
             expected.append(
-                by_hand(model, ids, len(ids) - len(step.target_ids) + step.scored_from, len(ids))
+                compute_by_hand(
+                    model, ids, len(ids) - len(step.target_ids) + step.scored_from, len(ids)
+                )
             )
-    assert found == pytest.approx(expected, abs=1e-4)
-    assert found[2] == found[5]  # the empty thought adds nothing, exactly
-    assert abs(found[0] - found[3]) > 1e-3
+    assert actual == pytest.approx(expected, abs=1e-4)
+    assert actual[2] == actual[5]  # the empty thought adds nothing, exactly
+    assert abs(actual[0] - actual[3]) > 1e-3
 
 
 def test_controls():
@@ -209,7 +215,7 @@ def test_separator_is_what_is_blank_at_the_end(renderer):
 
 
 def test_partners_are_others_of_the_same_level():
-    step = episode_step()
+    step = build_step()
     episodes = [ThoughtEpisode([], [step], level, False) for level in "aabbbaab"]
     for seed in range(5):
         partners = choose_shuffle_partners(episodes, seed)
@@ -223,7 +229,7 @@ def test_partners_are_others_of_the_same_level():
         choose_shuffle_partners([*episodes, ThoughtEpisode([], [step], "c", False)], 0)
 
 
-def episode_step(answered=True):
+def build_step(answered=True):
     from rl_core.thoughts.episodes import ThoughtStep
 
     return ThoughtStep(1, 2, 3, [1], 0, answered)
@@ -231,9 +237,9 @@ def episode_step(answered=True):
 
 def test_gains_in_every_condition_by_hand(renderer, model):
     reader = ThoughtReader(renderer)
-    answers = {seed: right(seed, "easy", 2) for seed in (11, 12)}
+    answers = {seed: list_right_answers(seed, "easy", 2) for seed in (11, 12)}
     episodes = [
-        episode_of(
+        build_episode(
             renderer,
             seed,
             "easy",
@@ -248,17 +254,17 @@ def test_gains_in_every_condition_by_hand(renderer, model):
     for index, episode in enumerate(episodes):
         for turn, step in enumerate(episode.steps):
             other = episodes[1 - index].steps[turn]  # two episodes: each gets the other's thoughts
-            own = episode.ids[step.start : step.end]
+            custom = episode.ids[step.start : step.end]
             thoughts = {
-                "own": own,
+                "own": custom,
                 "shuffled": episodes[1 - index].ids[other.start : other.end],
-                "filler": [filler] * max(0, len(own) - 1) + own[-1:],
-                "truncated": own[: max(0, len(own) - 1) // 2] + own[-1:],
+                "filler": [filler] * max(0, len(custom) - 1) + custom[-1:],
+                "truncated": custom[: max(0, len(custom) - 1) // 2] + custom[-1:],
             }
 
             def score(thought, step=step, episode=episode):
                 ids = episode.ids[: step.start] + thought + step.target_ids
-                return by_hand(
+                return compute_by_hand(
                     model, ids, len(ids) - len(step.target_ids) + step.scored_from, len(ids)
                 )
 
@@ -269,7 +275,7 @@ def test_gains_in_every_condition_by_hand(renderer, model):
     clipped = measure_gains(model, reader, episodes, **{**options, "clip": 1e-3})
     assert all(abs(g) <= 1e-3 + 1e-9 for turns in clipped["own"] for g in turns)
     with pytest.raises(DataError, match="no turn"):
-        measure_gains(model, reader, [episode_of(renderer, 1, "easy", ["nothing"])], **options)
+        measure_gains(model, reader, [build_episode(renderer, 1, "easy", ["nothing"])], **options)
 
 
 def test_an_environment_without_right_answers_is_refused(renderer):

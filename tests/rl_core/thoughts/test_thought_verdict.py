@@ -9,17 +9,17 @@ from rl_core.thoughts.verdict import judge_thoughts
 NAMES = ("own", "shuffled", "filler", "truncated")
 
 
-def gains(own, shuffled, filler, truncated, noise=0.3):
-    """60 episodes of two turns around these means; each condition with its own noise."""
+def draw_gains(policy, shuffled, filler, truncated, noise=0.3):
+    """Draw 60 episodes of two turns around these means; each condition has separate noise."""
     rng = np.random.default_rng(0)
-    means = dict(zip(NAMES, (own, shuffled, filler, truncated), strict=True))
+    means = dict(zip(NAMES, (policy, shuffled, filler, truncated), strict=True))
     return {
         name: (mean + noise * rng.standard_normal((60, 2))).tolist() for name, mean in means.items()
     }
 
 
 def test_genuine_thoughts_pass():
-    verdict = judge_thoughts(gains(1.0, -0.5, 0.1, 0.6))
+    verdict = judge_thoughts(draw_gains(1.0, -0.5, 0.1, 0.6))
     assert verdict.genuine and verdict.failures == []
     assert verdict.gains["own"].low > 0.9 and verdict.gains["own"].high < 1.1
     assert verdict.lost["shuffled"] == pytest.approx(1.5, abs=0.15)
@@ -44,7 +44,7 @@ def test_genuine_thoughts_pass():
     ],
 )
 def test_each_way_to_fail(means, part):
-    verdict = judge_thoughts(gains(*means))
+    verdict = judge_thoughts(draw_gains(*means))
     assert not verdict.genuine
     assert len(verdict.failures) == 1 and part in verdict.failures[0]
     assert "NOT genuine" in verdict.describe() and part in verdict.describe()
@@ -52,7 +52,7 @@ def test_each_way_to_fail(means, part):
 
 @pytest.mark.parametrize(("episodes", "genuine"), [(5, False), (6, True)])
 def test_few_episodes_are_never_enough(episodes, genuine):
-    """Without any noise intervals have no width; the exact p-value is 1 / 2^episodes, and .025 is asked for."""
+    """Check that without noise intervals have no width; the exact p-value is 1 / 2^episodes, and .025 is required."""
     verdict = judge_thoughts({"own": [[2.0]] * episodes, "shuffled": [[0.5]] * episodes})
     assert verdict.genuine is genuine
     assert verdict.p_values == {
@@ -63,9 +63,9 @@ def test_few_episodes_are_never_enough(episodes, genuine):
 
 
 def test_the_threshold_is_the_users():
-    found = gains(1.0, 0.7, 0.0, 0.0)
-    assert judge_thoughts(found, min_dependence=0.2).genuine
-    assert not judge_thoughts(found, min_dependence=0.4).genuine
+    actual = draw_gains(1.0, 0.7, 0.0, 0.0)
+    assert judge_thoughts(actual, min_dependence=0.2).genuine
+    assert not judge_thoughts(actual, min_dependence=0.4).genuine
 
 
 def test_exact_numbers_without_noise():
@@ -84,7 +84,7 @@ def test_differences_are_paired_by_episode():
 
 
 @pytest.mark.parametrize(
-    "found",
+    "invalid",
     [
         {"shuffled": [[1.0]]},
         {"own": [[1.0]]},
@@ -94,6 +94,6 @@ def test_differences_are_paired_by_episode():
         {"own": [], "filler": []},
     ],
 )
-def test_refusals(found):
+def test_refusals(invalid):
     with pytest.raises(DataError):
-        judge_thoughts(found)
+        judge_thoughts(invalid)

@@ -23,8 +23,8 @@ from rl_core.training.loop import run_loop
 CPU = torch.device("cpu")
 
 
-def shifted(model, scale=0.3, seed=9):
-    """A model whose distribution differs clearly."""
+def shift_weights(model, scale=0.3, seed=9):
+    """Return a model whose distribution differs clearly."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -36,25 +36,22 @@ def shifted(model, scale=0.3, seed=9):
 
 
 def log_softmax(model, ids, temperature):
-    """Float64 [S, V]: log-probabilities of the token behind each, by numpy."""
+    """Return float64 [S, V]: log-probabilities of the token after each, by numpy."""
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].double().numpy() / temperature
     top = logits.max(-1, keepdims=True)
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
-def answered(trainer, count=3):
+def play_answered_episodes(trainer, count=3):
     episodes = trainer.play_heldout_episodes([EpisodeRequest("one", seed) for seed in range(12)])
     return [episode for episode in episodes if all(step.answered for step in episode.steps)][:count]
-
-
-# ------------------------------------------------------------------------------------------------------------------ KL
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperature):
-    """Value and gradient against float64."""
+    """Compare value and gradient with float64."""
     options = {
         "answer_coef": 0.0,
         "entropy_coef": 0.0,
@@ -62,9 +59,9 @@ def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperatu
         "kl_estimator": estimator,
         "sampling": SamplingSettings(max_completion_tokens=40, temperature=temperature),
     }
-    reference = shifted(taught)
+    reference = shift_weights(taught)
     trainer = make_trainer(renderer, taught, reference=reference, kl_coef=0.3, **options)
-    episodes = answered(trainer)
+    episodes = play_answered_episodes(trainer)
     plan = build_answer_rows(episodes)
     nothing = [
         [0.0] * len(episode.steps) for episode in episodes
@@ -73,11 +70,11 @@ def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperatu
     def kl(model):
         total, count = 0.0, 0
         for episode in episodes:
-            own, start = (log_softmax(m, episode.ids, temperature) for m in (model, reference))
+            custom, start = (log_softmax(m, episode.ids, temperature) for m in (model, reference))
             for step in episode.steps:
-                for place in range(step.start, step.end + 1):
-                    token = episode.ids[place]
-                    d = own[place - 1, token] - start[place - 1, token]
+                for index in range(step.start, step.end + 1):
+                    token = episode.ids[index]
+                    d = custom[index - 1, token] - start[index - 1, token]
                     total += {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[estimator]
                     count += 1
         return total / count
@@ -99,28 +96,28 @@ def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperatu
     double = copy.deepcopy(taught).double()
     total, count = torch.zeros((), dtype=torch.float64), 0
     for episode in episodes:
-        own = torch.log_softmax(double(torch.tensor([episode.ids])).logits[0] / temperature, -1)
+        custom = torch.log_softmax(double(torch.tensor([episode.ids])).logits[0] / temperature, -1)
         start = log_softmax(reference, episode.ids, temperature)
         for step in episode.steps:
-            for place in range(step.start, step.end + 1):
-                token = episode.ids[place]
-                d = own[place - 1, token] - float(start[place - 1, token])
+            for index in range(step.start, step.end + 1):
+                token = episode.ids[index]
+                d = custom[index - 1, token] - float(start[index - 1, token])
                 total = total + {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
                 count += 1
     (0.3 * total / count).backward()
-    for found, exact in zip(trainer.model.parameters(), double.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    for actual, exact in zip(trainer.model.parameters(), double.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_the_kl_holds_the_policy_at_its_start_and_is_zero_there(renderer, taught):
     trainer = make_trainer(renderer, taught, reference=copy.deepcopy(taught), kl_coef=1.0)
     assert trainer.step()["policy/ref_kl"] == pytest.approx(0.0, abs=1e-6)
     free, held = [], []
-    for coef, found in ((1e-9, free), (20.0, held)):
+    for coef, actual in ((1e-9, free), (20.0, held)):
         trainer = make_trainer(
             renderer, taught, reference=copy.deepcopy(taught), kl_coef=coef, warmup_steps=0
         )
-        found += [trainer.step()["policy/ref_kl"] for _ in range(6)]
+        actual += [trainer.step()["policy/ref_kl"] for _ in range(6)]
     assert 0 < held[-1] < 0.5 * free[-1]
 
 
@@ -152,9 +149,6 @@ def test_a_kl_without_reference_is_refused(renderer, taught):
         make_trainer(renderer, taught, kl_coef=0.1)
 
 
-# ------------------------------------------------------------------------------------------------ baseline, advantages
-
-
 def test_an_mlp_starts_at_zero_and_learns_what_no_linear_head_can():
     states = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     assert torch.equal(BaselineHead(32, 2, 256, seed=3)(states), torch.zeros(64))
@@ -181,12 +175,12 @@ def test_a_deeper_head_draws_nothing_from_the_global_generator_but_the_output_la
 
     torch.manual_seed(4)
     torch.nn.Linear(32, 1)
-    as_before = float(torch.rand(()))  # there were other heads
-    assert drawn() == drawn(layers=3, width=32) == as_before
+    expected_draw = float(torch.rand(()))  # there were other heads
+    assert drawn() == drawn(layers=3, width=32) == expected_draw
 
 
 def test_a_step_of_sgd_by_hand_with_its_coefficient():
-    """v = 0, so the gradient of coef / 2 mean (v - R)^2 is -coef mean(R x), x the normalised states over sqrt(H)."""
+    """Check v = 0: the gradient of coef / 2 mean (v - R)^2 is -coef mean(R x), x the normalised states over sqrt(H)."""
     states = torch.tensor([[1.0, -1.0], [-2.0, 2.0]])  # normalised: (1, -1) and (-1, 1)
     baseline = LearnedBaseline(2, 0.5, CPU, coef=3.0, optimizer="sgd")
     assert baseline.fit_returns(states, torch.tensor([2.0, 4.0])) == pytest.approx(
@@ -209,19 +203,16 @@ def test_advantages_without_gae_by_hand(renderer, taught):
         return ThoughtEpisode(list(range(1, starts[-1] + 3)), steps, "one", truncated)
 
     episodes = [episode([2, 5, 8], False), episode([3], False), episode([2, 5], True)]
-    found, metrics = trainer._compute_advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
+    actual, metrics = trainer._compute_advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
     # returns: 1 + .25 * 2 = 1.5, 1, 2; 3; truncated, what would have come is worth V: 1 + .5 = 1.5, so .75 and 1.5
-    for row, expected in zip(found, [[0.5, 0.0, 1.0], [2.0], [-0.25, 0.5]], strict=True):
+    for row, expected in zip(actual, [[0.5, 0.0, 1.0], [2.0], [-0.25, 0.5]], strict=True):
         assert row == pytest.approx(expected, abs=1e-5)
     squares = [0.25, 0.0, 1.0, 4.0, 0.0625, 0.25]
     assert metrics["train/baseline_loss"] == pytest.approx(0.5 * sum(squares) / 6, abs=1e-5)
 
 
-# ----------------------------------------------------------------------------------- coherence, recent rewards, warm-up
-
-
 def test_coherence_by_hand():
-    """Two thoughts with states (1, 0) and (0, 2) on top of a prefix; the third repeats the first word by word."""
+    """Check two thoughts with states (1, 0) and (0, 2) after a prefix; the third repeats the first word by word."""
     steps = [
         ThoughtStep(1, 2, 3, [1], 0, True),
         ThoughtStep(4, 6, 7, [1], 0, True),
@@ -235,10 +226,10 @@ def test_coherence_by_hand():
     ends = [1, 4, 8, 10, 2, 6, 9]
     pooled = torch.tensor(np.stack([tokens[:end].mean(0) for end in ends]))
     episode = ThoughtEpisode(ids, steps, "one", False)
-    found = compute_thought_coherence([episode, episode], [pooled, pooled])
+    actual = compute_thought_coherence([episode, episode], [pooled, pooled])
     # (1, 0), (0, 2), (2, 2): cosines 0 and 1 / sqrt 2
-    assert found["thoughts/coherence"] == pytest.approx((0 + 2**-0.5) / 2)
-    assert found["thoughts/repetition"] == 0.5  # the third is [7], as the first
+    assert actual["thoughts/coherence"] == pytest.approx((0 + 2**-0.5) / 2)
+    assert actual["thoughts/repetition"] == 0.5  # the third is [7], as the first
     alone = ThoughtEpisode(ids[:3], steps[:1], "one", False)
     assert compute_thought_coherence([alone], [pooled[[0, 3, 4]]]) == {}
     unanswered = ThoughtEpisode(
@@ -250,9 +241,11 @@ def test_coherence_by_hand():
 def test_coherence_of_real_states(renderer, taught):
     trainer = make_trainer(renderer, taught)
     episodes = [
-        e for e in answered(trainer, 12) if all(step.num_thought_tokens for step in e.steps)
+        e
+        for e in play_answered_episodes(trainer, 12)
+        if all(step.num_thought_tokens for step in e.steps)
     ]
-    found = compute_thought_coherence(episodes, trainer._compute_pooled_states(episodes))
+    actual = compute_thought_coherence(episodes, trainer._compute_pooled_states(episodes))
     cosines = []
     for episode in episodes:
         with torch.no_grad():
@@ -260,27 +253,27 @@ def test_coherence_of_real_states(renderer, taught):
         a, b = (states[step.start : step.end].mean(0) for step in episode.steps)
         cosines.append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
     assert (
-        found["thoughts/coherence"] == pytest.approx(np.mean(cosines), abs=1e-4)
+        actual["thoughts/coherence"] == pytest.approx(np.mean(cosines), abs=1e-4)
         and len(cosines) > 1
     )
 
 
 def test_the_mean_reward_of_the_last_hundred_episodes(renderer, taught):
     trainer = make_trainer(renderer, taught, episodes_per_iteration=40)
-    seen = []
-    trainer.record = lambda iteration, rollouts: seen.extend(
+    observed = []
+    trainer.record = lambda iteration, rollouts: observed.extend(
         r.trajectory.rewards["thought_gain"] for r in rollouts
     )
     for _ in range(3):
         metrics = trainer.step()
-    assert len(seen) == 120 and metrics["reward/mean_100_episodes"] == pytest.approx(
-        np.mean(seen[-100:]), rel=1e-12
+    assert len(observed) == 120 and metrics["reward/mean_100_episodes"] == pytest.approx(
+        np.mean(observed[-100:]), rel=1e-12
     )
 
 
 @pytest.mark.parametrize(("episodes", "steps"), [(36, 3), (37, 4), (0, 0), (None, 2)])
 def test_warm_up_in_episodes(renderer, taught, episodes, steps):
-    """12 episodes an iteration, one optimizer step each."""
+    """Check 12 episodes per iteration, one optimizer step each."""
     trainer = make_trainer(
         renderer, taught, warmup_episodes=episodes, schedule="constant", learning_rate=1e-3
     )
@@ -288,9 +281,6 @@ def test_warm_up_in_episodes(renderer, taught, episodes, steps):
     expected = [1e-3 * min(1, (number + 1) / max(1, steps)) for number in range(4)]
     assert rates == pytest.approx(expected)
     assert trainer.settings.warmup_episodes == episodes
-
-
-# --------------------------------------------------------------------------------------------------------------- checks
 
 
 def test_checks_come_every_n_episodes_and_are_a_curve(renderer, taught):
@@ -303,13 +293,13 @@ def test_checks_come_every_n_episodes_and_are_a_curve(renderer, taught):
         "thoughts/check_drop_filler",
     } <= rows[2].keys()
     assert trainer.finished == ""
-    plain = make_trainer(renderer, taught)
-    others = [plain.step() for _ in range(5)]
-    kept = [
+    baseline = make_trainer(renderer, taught)
+    others = [baseline.step() for _ in range(5)]
+    selected = [
         {k: v for k, v in row.items() if "check" not in k and not k.startswith("perf/")}
         for row in rows
     ]
-    assert kept == [
+    assert selected == [
         {k: v for k, v in row.items() if not k.startswith("perf/")} for row in others
     ], "it only looks"
 
@@ -326,32 +316,34 @@ def test_a_genuine_check_ends_the_training_and_a_resume_knows(
                     "thoughts/p_own": 0.1,
                 }
 
-        found = Found()
-        found.genuine = genuine
-        return found
+        actual = Found()
+        actual.genuine = genuine
+        return actual
 
     def run(iterations):
         trainer = make_trainer(
             renderer, taught, check_every_episodes=12, stop_when_genuine=True, checkpoint_every=1
         )
-        seen = []
+        observed = []
         monkeypatch.setattr(
             trainer,
             "_examine_heldout_thoughts",
-            lambda: seen.append(trainer.rollouts_played) or verdict(trainer.rollouts_played >= 36),
+            lambda: (
+                observed.append(trainer.rollouts_played) or verdict(trainer.rollouts_played >= 36)
+            ),
         )
         outcome = run_loop(
             trainer, trainer.settings, iterations=iterations, checkpoints=CheckpointStore(tmp_path)
         )
-        return outcome, seen
+        return outcome, observed
 
-    outcome, seen = run(6)
-    assert outcome.iterations == 3 and seen == [12, 24, 36]
+    outcome, observed = run(6)
+    assert outcome.iterations == 3 and observed == [12, 24, 36]
     assert (
         outcome.stop_reason == "thoughts are genuine on the validation episodes, after 36 episodes"
     )
-    outcome, seen = run(6)
-    assert (outcome.iterations, outcome.resumed_iteration, seen) == (3, 3, [])
+    outcome, observed = run(6)
+    assert (outcome.iterations, outcome.resumed_iteration, observed) == (3, 3, [])
 
 
 def test_a_check_without_answers_is_not_genuine():
@@ -376,8 +368,6 @@ def test_settings_without_effect_are_refused(options, message):
         ThoughtsSettings(**options)
 
 
-# --------------------------------------------------------------------------------------------------------------- resume
-
 OPTIONS = {
     "kl": {"kl_coef": 0.3},
     "mlp": {"baseline_layers": 2, "baseline_width": 16, "baseline_coef": 0.5},
@@ -389,7 +379,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_resumes_bit_for_bit(renderer, taught, tmp_path, name):
-    reference = shifted(taught) if name == "kl" else None
+    reference = shift_weights(taught) if name == "kl" else None
 
     def run(folder, iterations):
         trainer = make_trainer(
@@ -413,15 +403,15 @@ def test_it_resumes_bit_for_bit(renderer, taught, tmp_path, name):
             if not key.startswith("perf/")
         }
 
-    whole, expected = run("whole", 4)
+    uninterrupted, expected = run("whole", 4)
     run("cut", 2)
     second, rest = run("cut", 4)
     late = {key: value for key, value in expected.items() if key[0] > 2}
     assert late and {key: rest[key] for key in late} == late
-    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+    for one, other in zip(uninterrupted.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
     for one, other in zip(
-        whole.baseline.head.parameters(), second.baseline.head.parameters(), strict=True
+        uninterrupted.baseline.head.parameters(), second.baseline.head.parameters(), strict=True
     ):
         assert torch.equal(one, other)
-    assert list(second._recent_rewards) == list(whole._recent_rewards)
+    assert list(second._recent_rewards) == list(uninterrupted._recent_rewards)

@@ -22,26 +22,26 @@ from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
 
 
-def weights(trainer):
+def copy_weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
-def comparable(metrics):
+def select_comparable(metrics):
     return {
         name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")
     }
 
 
-def logprob(model, ids, start, stop, temperature=1.0):
-    """Token by token, one full forward pass each."""
+def compute_logprob(model, ids, start, stop, temperature=1.0):
+    """Compute the log-probability token by token, one full forward pass each."""
     total = 0.0
-    for place in range(start, stop):
-        logits = model(torch.tensor([ids[:place]])).logits[0, -1].detach().double() / temperature
-        total += float(logits[ids[place]] - torch.logsumexp(logits, 0))
+    for index in range(start, stop):
+        logits = model(torch.tensor([ids[:index]])).logits[0, -1].detach().double() / temperature
+        total += float(logits[ids[index]] - torch.logsumexp(logits, 0))
     return total
 
 
-def some_episodes(trainer):
+def play_episodes(trainer):
     requests = [EpisodeRequest("one", seed) for seed in range(8)]
     return trainer.play_heldout_episodes(requests)
 
@@ -49,19 +49,21 @@ def some_episodes(trainer):
 @pytest.mark.parametrize("kind", ["logprob_gain", "correctness_gain"])
 def test_rewards_by_hand(renderer, taught, kind):
     trainer = make_trainer(renderer, taught, reward=kind, gain_clip=2.0)
-    episodes = some_episodes(trainer)
+    episodes = play_episodes(trainer)
     assert any(s.num_thought_tokens for e in episodes for s in e.steps)
     episodes[0].steps[0] = dataclasses.replace(episodes[0].steps[0], answered=False)
     rewards, metrics = trainer._compute_rewards(episodes, build_answer_rows(episodes))
     flat = []
-    for episode, found in zip(episodes, rewards, strict=True):
-        for step, reward in zip(episode.steps, found, strict=True):
+    for episode, actual in zip(episodes, rewards, strict=True):
+        for step, reward in zip(episode.steps, actual, strict=True):
             expected = -2.0  # no answer
             if step.answered:
                 scores = []
                 for end in (step.end, step.start):
                     ids = episode.ids[:end] + step.target_ids
-                    scores.append(logprob(trainer.model, ids, end + step.scored_from, len(ids)))
+                    scores.append(
+                        compute_logprob(trainer.model, ids, end + step.scored_from, len(ids))
+                    )
                 with_thought, without = torch.tensor(scores)
                 gain = (
                     with_thought - without
@@ -84,11 +86,11 @@ def test_advantages_run_over_the_questions_of_an_episode(renderer, taught):
         return ThoughtEpisode(list(range(1, starts[-1] + 3)), steps, "one", truncated)
 
     episodes = [episode([2, 5, 8], False), episode([3], False), episode([2, 5], True)]
-    found, metrics = trainer._compute_advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
+    actual, metrics = trainer._compute_advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
     # ended:     A_2 = 2 - 1 = 1; A_1 = 0 + .5 - 1 + .25 A_2 = -.25; A_0 = 1 + .5 - 1 + .25 A_1 = .4375
     # ended:     A_0 = 3 - 1 = 2
     # truncated: A_1 = 1 + .5 - 1 = .5, what would have come is worth V; A_0 = 0 + .5 - 1 + .25 A_1 = -.375
-    for row, expected in zip(found, [[0.4375, -0.25, 1.0], [2.0], [-0.375, 0.5]], strict=True):
+    for row, expected in zip(actual, [[0.4375, -0.25, 1.0], [2.0], [-0.375, 0.5]], strict=True):
         assert row == pytest.approx(expected, abs=1e-5)
     # returns A + V: 1.4375 .75 2 3 .625 1.5; errors are the advantages: .5 mean of their squares
     squares = [0.4375**2, 0.0625, 1.0, 4.0, 0.375**2, 0.25]
@@ -97,14 +99,14 @@ def test_advantages_run_over_the_questions_of_an_episode(renderer, taught):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_loss_by_hand(renderer, taught, temperature):
-    """Thoughts and their entropy are of softmax(logits / T), which wrote them; right answers are at 1."""
+    """Check that thoughts and their entropy are of softmax(logits / T), which wrote them; right answers are at 1."""
     sampling = SamplingSettings(max_completion_tokens=40, temperature=temperature)
     trainer = make_trainer(
         renderer, taught, answer_coef=0.7, entropy_coef=0.2, entropy_floor=0.1, sampling=sampling
     )
     episodes = [
         episode
-        for episode in some_episodes(trainer)
+        for episode in play_episodes(trainer)
         if all(step.answered for step in episode.steps)
     ][:3]
     plan = build_answer_rows(episodes)
@@ -113,19 +115,19 @@ def test_loss_by_hand(renderer, taught, temperature):
     thought_tokens = answer_tokens = 0
     for episode, values in zip(episodes, advantages, strict=True):
         for step, advantage in zip(episode.steps, values, strict=True):
-            for place in range(step.start, step.end + 1):
-                policy -= advantage * logprob(
-                    trainer.model, episode.ids, place, place + 1, temperature
+            for index in range(step.start, step.end + 1):
+                policy -= advantage * compute_logprob(
+                    trainer.model, episode.ids, index, index + 1, temperature
                 )
                 logits = (
-                    trainer.model(torch.tensor([episode.ids[:place]])).logits[0, -1].detach()
+                    trainer.model(torch.tensor([episode.ids[:index]])).logits[0, -1].detach()
                     / temperature
                 )
                 entropy += float(torch.distributions.Categorical(logits=logits).entropy())
                 thought_tokens += 1
             for end in {step.end, step.start}:
                 ids = episode.ids[:end] + step.target_ids
-                nll -= logprob(trainer.model, ids, end + step.scored_from, len(ids))
+                nll -= compute_logprob(trainer.model, ids, end + step.scored_from, len(ids))
                 answer_tokens += len(step.target_ids) - step.scored_from
     metrics = trainer._update_policy(episodes, plan, advantages)
     assert metrics["policy/loss"] == pytest.approx(policy / thought_tokens, abs=1e-5)
@@ -136,11 +138,11 @@ def test_loss_by_hand(renderer, taught, temperature):
 
 
 def test_micro_batches_change_nothing(renderer, taught):
-    whole, cut = (
+    full, cut = (
         make_trainer(renderer, taught),
         make_trainer(renderer, taught, micro_batch_tokens=1),
     )
-    one, two = whole.step(), cut.step()
+    one, two = full.step(), cut.step()
     for name in (
         "train/loss",
         "train/grad_norm",
@@ -158,12 +160,15 @@ def test_the_update_raises_what_was_good_and_lowers_what_was_bad(renderer, taugh
             renderer, taught, answer_coef=0.0, entropy_coef=0.0, entropy_floor=0.0, warmup_steps=0
         )
         episode = next(
-            e for e in some_episodes(trainer) if all(s.num_thought_tokens for s in e.steps)
+            e for e in play_episodes(trainer) if all(s.num_thought_tokens for s in e.steps)
         )
         plan = build_answer_rows([episode])
 
         def thoughts(trainer=trainer, episode=episode):
-            return [logprob(trainer.model, episode.ids, s.start, s.end + 1) for s in episode.steps]
+            return [
+                compute_logprob(trainer.model, episode.ids, s.start, s.end + 1)
+                for s in episode.steps
+            ]
 
         before = thoughts()
         trainer._update_policy([episode], plan, [[sign, sign]])
@@ -174,13 +179,13 @@ def test_the_update_raises_what_was_good_and_lowers_what_was_bad(renderer, taugh
 
 def test_entropy_coefficient_follows_the_episodes_played(renderer, taught):
     trainer = make_trainer(renderer, taught, entropy_decay=0.9)
-    found = [trainer.step()["train/entropy_coef"] for _ in range(3)]
-    assert found == [entropy_coef_at(n, start=0.01, decay=0.9, floor=0.001) for n in (0, 12, 24)]
-    assert found == [0.01, pytest.approx(0.01 * 0.9**12), 0.001]
+    actual = [trainer.step()["train/entropy_coef"] for _ in range(3)]
+    assert actual == [entropy_coef_at(n, start=0.01, decay=0.9, floor=0.001) for n in (0, 12, 24)]
+    assert actual == [0.01, pytest.approx(0.01 * 0.9**12), 0.001]
 
 
 def test_resumes_bit_for_bit_through_the_loop(renderer, taught, tmp_path):
-    """Stopped after iteration 3 of 6, and gone on with in a new trainer: same metrics, same weights, same baseline."""
+    """Check a stop after iteration 3 of 6, continued in a new trainer: same metrics, same weights, same baseline."""
 
     def run(folder, iterations, tracker):
         trainer = make_trainer(renderer, taught, eval_every=2, checkpoint_every=1)
@@ -195,28 +200,31 @@ def test_resumes_bit_for_bit_through_the_loop(renderer, taught, tmp_path):
         return trainer, outcome
 
     whole_rows, cut_rows = MemoryTracker(), MemoryTracker()
-    whole, expected = run("whole", 6, whole_rows)
+    uninterrupted, expected = run("whole", 6, whole_rows)
     run("cut", 3, MemoryTracker())
     second, outcome = run("cut", 6, cut_rows)
     assert outcome.resumed_iteration == 3 and outcome.iterations == 6
-    assert torch.equal(weights(second), weights(whole)) and outcome.metrics == expected.metrics
-    assert second.rollouts_played == whole.rollouts_played == 72
-    for name, tensor in whole.baseline.head.state_dict().items():
+    assert (
+        torch.equal(copy_weights(second), copy_weights(uninterrupted))
+        and outcome.metrics == expected.metrics
+    )
+    assert second.rollouts_played == uninterrupted.rollouts_played == 72
+    for name, tensor in uninterrupted.baseline.head.state_dict().items():
         assert torch.equal(tensor, second.baseline.head.state_dict()[name])
-    assert whole.baseline.head.linear.weight.abs().sum() > 0
+    assert uninterrupted.baseline.head.linear.weight.abs().sum() > 0
 
 
 @pytest.mark.parametrize("part", ["iteration", "episodes_played", "baseline"])
 def test_every_saved_item_matters(renderer, taught, part):
-    whole, second = (make_trainer(renderer, taught, entropy_decay=0.95) for _ in range(2))
+    uninterrupted, second = (make_trainer(renderer, taught, entropy_decay=0.95) for _ in range(2))
     for _ in range(2):
-        whole.step()
-    second.model.load_state_dict(whole.model.state_dict())
-    second.optimizer_step.load_state_dict(copy.deepcopy(whole.optimizer_step.state_dict()))
-    state = copy.deepcopy(whole.state_dict())
+        uninterrupted.step()
+    second.model.load_state_dict(uninterrupted.model.state_dict())
+    second.optimizer_step.load_state_dict(copy.deepcopy(uninterrupted.optimizer_step.state_dict()))
+    state = copy.deepcopy(uninterrupted.state_dict())
     state[part] = make_trainer(renderer, taught).state_dict()[part]
     second.load_state_dict(state)
-    assert comparable(second.step()) != comparable(whole.step())
+    assert select_comparable(second.step()) != select_comparable(uninterrupted.step())
 
 
 def test_the_baseline_is_no_part_of_the_policy(renderer, taught, tmp_path):
@@ -265,22 +273,24 @@ def test_the_time_of_an_iteration_is_shared_out(renderer, taught, monkeypatch):
         timing.time, "perf_counter", lambda: float(next(ticks))
     )  # a second at every look at the clock
     trainer = make_trainer(renderer, taught)
-    seen = {}
+    observed = {}
     for name in ("_play_groups", "_rewards", "_advantages", "_update"):
-        monkeypatch.setattr(trainer, name, looks(getattr(trainer, name), ticks, name, seen))
+        monkeypatch.setattr(
+            trainer, name, count_clock_reads(getattr(trainer, name), ticks, name, observed)
+        )
     with collect_seconds() as seconds:
         metrics = trainer.step()
     # the clock is read at a span's beginning and end, so that a span around a thing lasts a second more than the thing
-    assert metrics["perf/rollout_seconds"] == seen["_play"] + 1
-    assert seconds["reward"] == seen["_rewards"] + 1
-    assert seconds["update"] == seen["_advantages"] + seen["_update"] + 1
+    assert metrics["perf/rollout_seconds"] == observed["_play"] + 1
+    assert seconds["reward"] == observed["_rewards"] + 1
+    assert seconds["update"] == observed["_advantages"] + observed["_update"] + 1
     assert (
-        seconds["measure"] == 1 and 0 < seconds["optimizer"] < seen["_update"]
+        seconds["measure"] == 1 and 0 < seconds["optimizer"] < observed["_update"]
     )  # both within the update
 
 
-def looks(function, ticks, name, seen):
-    """`function`, which notes how often the clock was read within it."""
+def count_clock_reads(function, ticks, name, seen):
+    """Wrap `function` to record how often the clock was read in it."""
 
     def run(*arguments, **options):
         before = next(ticks)
@@ -309,21 +319,21 @@ def test_a_renderer_without_padding_token_is_refused(renderer, taught):
         make_trainer(bare, taught, backend=object())
 
 
-def test_the_samplers_own_limit_ends_an_episode(renderer, taught):
+def test_the_samplers_limit_ends_an_episode(renderer, taught):
     """Cut after the first of two questions: its advantage is the reward less the value, with nothing to come."""
     trainer = make_trainer(
         renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, max_turns=1)
     )
     with torch.no_grad():
         trainer.baseline.head.linear.bias.fill_(5.0)  # what a bootstrap would add
-    episodes = some_episodes(trainer)
+    episodes = play_episodes(trainer)
     assert [len(episode.steps) for episode in episodes] == [1] * 8
     rewards = [[float(index)] for index in range(8)]
     values = trainer.baseline.predict_values(
         torch.cat([states[:1] for states in trainer._compute_pooled_states(episodes)])
     ).tolist()
     advantages, _ = trainer._compute_advantages(episodes, rewards)
-    assert [found for (found,) in advantages] == pytest.approx(
+    assert [actual for (actual,) in advantages] == pytest.approx(
         [i - value for i, value in enumerate(values)], abs=1e-5
     )
     assert min(values) > 4
@@ -333,7 +343,7 @@ def test_the_samplers_own_limit_ends_an_episode(renderer, taught):
 def test_thoughts_are_sampled_at_the_temperature_that_they_are_trained_at(
     renderer, taught, backend_class
 ):
-    """The distribution that drew every token is the one whose gradient the loss takes: token by token, by hand."""
+    """Check that every token was drawn from the distribution whose gradient the loss takes, token by token by hand."""
     trainer = make_trainer(
         renderer,
         taught,
@@ -344,20 +354,20 @@ def test_thoughts_are_sampled_at_the_temperature_that_they_are_trained_at(
         trainer.backend = TransformersBackend(
             trainer.model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=64
         )
-    before, kept = copy.deepcopy(trainer.model), []
-    trainer.record = lambda iteration, rollouts: kept.extend(rollouts)
+    before, selected = copy.deepcopy(trainer.model), []
+    trainer.record = lambda iteration, rollouts: selected.extend(rollouts)
     trainer.step()
-    assert {rollout.temperature for rollout in kept} == {0.5}
+    assert {rollout.temperature for rollout in selected} == {0.5}
     differences = []
-    for rollout in kept:
+    for rollout in selected:
         ids, start = [*rollout.prompt_ids, *rollout.completion_ids], len(rollout.prompt_ids)
-        for place, (is_sampled, found) in enumerate(
+        for index, (is_sampled, actual) in enumerate(
             zip(rollout.loss_mask, rollout.sampler_logprobs, strict=True)
         ):
             if is_sampled:
-                at = start + place
-                assert found == pytest.approx(
-                    logprob(before, ids, at, at + 1, temperature=0.5), abs=1e-4
+                at = start + index
+                assert actual == pytest.approx(
+                    compute_logprob(before, ids, at, at + 1, temperature=0.5), abs=1e-4
                 )
-                differences.append(abs(found - logprob(before, ids, at, at + 1)))
+                differences.append(abs(actual - compute_logprob(before, ids, at, at + 1)))
     assert max(differences) > 0.1

@@ -1,4 +1,4 @@
-"""Trainers compute the same bits on compact rows, which are made where they are asked for, as on lists."""
+"""Trainers compute the same bits on compact rows, which are built when accessed, as on lists."""
 
 import numpy as np
 import pytest
@@ -24,8 +24,8 @@ from rl_core.trainers.reward_model import RewardModelTrainer, ScoredPair
 from rl_core.trainers.sft import SFTTrainer
 
 
-def sides_of(count, seed=0):
-    """Pairs of ragged sides, the two of a pair after one prompt."""
+def build_sides(count, seed=0):
+    """Build pairs of ragged sides, the two of a pair after one prompt."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(length):
@@ -45,7 +45,7 @@ def sides_of(count, seed=0):
     return sides
 
 
-def compact(sides):
+def compact_sides(sides):
     chunk = build_token_chunk(
         (n // 2, len(s.prompt_ids), s.ids, [False] * len(s.prompt_ids) + s.loss_mask)
         for n, s in enumerate(sides)
@@ -53,20 +53,20 @@ def compact(sides):
     return TokenRows([chunk])
 
 
-def parts_of(use, margins=False):
-    """Training and held-out parts, their rows as a file has them, and their sides."""
-    made = []
+def build_splits(use, margins=False):
+    """Build training and held-out parts, with their rows as in a file, and their sides."""
+    created = []
     for count, seed, name in ((9, 0, "training"), (5, 1, "held-out")):
-        sides = sides_of(count, seed)
+        sides = build_sides(count, seed)
         rows = [
-            {"prompt": "p", **({"margin": place / 2} if margins else {})} for place in range(count)
+            {"prompt": "p", **({"margin": index / 2} if margins else {})} for index in range(count)
         ]
-        made.append((PreferenceSplit.from_rows(compact(sides), rows, use, name), sides))
-    return made
+        created.append((PreferenceSplit.from_rows(compact_sides(sides), rows, use, name), sides))
+    return created
 
 
-def trained(trainer):
-    """Bits of everything that two steps and an evaluation give."""
+def train_steps(trainer):
+    """Return the bits of everything that two steps and an evaluation compute."""
     steps = [
         {name: value for name, value in trainer.step().items() if "perf" not in name}
         for _ in range(3)
@@ -76,12 +76,12 @@ def trained(trainer):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_sft(packing):
-    rows = [(side.ids, [False] * len(side.prompt_ids) + side.loss_mask) for side in sides_of(8)]
+    rows = [(side.ids, [False] * len(side.prompt_ids) + side.loss_mask) for side in build_sides(8)]
     settings = SFTSettings(
         batch_size=5, learning_rate=1e-2, warmup_steps=0, packing=packing, micro_batch_tokens=40
     )
-    found = [
-        trained(SFTTrainer(tiny.nano(), PAD, some[:12], some[12:], settings, 3))
+    actual = [
+        train_steps(SFTTrainer(tiny.nano(), PAD, some[:12], some[12:], settings, 3))
         for some in (rows, list(TokenRows.from_sequences(rows)))
     ]
     lazy = TokenRows.from_sequences(rows)
@@ -93,14 +93,14 @@ def test_sft(packing):
         settings,
         3,
     )
-    assert trained(lazily) == found[0] == found[1]
+    assert train_steps(lazily) == actual[0] == actual[1]
 
 
 @pytest.mark.parametrize(
     ("loss", "dropout"), [("dpo", 0.0), ("dpo", 0.3), ("kto", 0.0), ("simpo", 0.0)]
 )
 def test_preferences(loss, dropout):
-    (train, sides), (heldout, others) = parts_of(loss)
+    (train, sides), (heldout, others) = build_splits(loss)
     rows = build_pair_rows(train, heldout, loss, 4)
     if loss == "kto":
         labelled = [[(s, n % 2 == 0) for n, s in enumerate(part)] for part in (sides, others)]
@@ -116,15 +116,15 @@ def test_preferences(loss, dropout):
     assert [list(part) for part in rows] == lists and rows[0][1:3] == lists[0][1:3]
     options = {"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 0, "dropout": dropout > 0}
     settings = PreferenceSettings(loss=loss, **options)
-    found = [
-        trained(PreferenceTrainer(tiny.nano(dropout=dropout), PAD, *pairs, settings, 3))
+    actual = [
+        train_steps(PreferenceTrainer(tiny.nano(dropout=dropout), PAD, *pairs, settings, 3))
         for pairs in (rows, lists)
     ]
-    assert found[0] == found[1] and found[0][1]["eval/loss"] > 0
+    assert actual[0] == actual[1] and actual[0][1]["eval/loss"] > 0
 
 
 def test_reward_models_and_margins():
-    (train, sides), (heldout, others) = parts_of("reward_model", margins=True)
+    (train, sides), (heldout, others) = build_splits("reward_model", margins=True)
     rows = build_pair_rows(train, heldout, "reward_model", 0)
     lists = [
         [ScoredPair(part[n].ids, part[n + 1].ids, n / 4) for n in range(0, len(part), 2)]
@@ -139,24 +139,26 @@ def test_reward_models_and_margins():
 
     recipe = build_reward_model_recipe(classifier(), PAD, *rows, settings, 3)
     by_lists = RewardModelTrainer(classifier(), PAD, *lists, settings, 3)
-    assert trained(recipe.trainer) == trained(by_lists)
+    assert train_steps(recipe.trainer) == train_steps(by_lists)
     assert heads.score_rows(recipe.trainer.model, [sides[0].ids], pad_id=PAD, max_tokens=64)
 
 
 def test_rows_that_do_not_fit_their_tokens():
     with pytest.raises(DataError, match="training rows have 2 sides, but 4 are tokenised"):
-        PreferenceSplit.from_rows(compact(sides_of(2)), [{"prompt": "p"}], "dpo", "training")
+        PreferenceSplit.from_rows(
+            compact_sides(build_sides(2)), [{"prompt": "p"}], "dpo", "training"
+        )
     with pytest.raises(DataError, match="training row 1: has a label"):
         PreferenceSplit.from_rows(
-            compact(sides_of(1)), [{"prompt": "p", "label": True}], "dpo", "training"
+            compact_sides(build_sides(1)), [{"prompt": "p", "label": True}], "dpo", "training"
         )
 
 
 def test_held_out_partners_come_from_training_where_their_prompts_are_all_the_same():
     train = PreferenceSplit.from_rows(
-        compact(sides_of(3)), [{"prompt": "p"}] * 3, "kto", "training"
+        compact_sides(build_sides(3)), [{"prompt": "p"}] * 3, "kto", "training"
     )
-    alone = compact([PairSide([9], [8], [True])])
+    alone = compact_sides([PairSide([9], [8], [True])])
     heldout = PreferenceSplit.from_rows(
         alone, [{"prompt": "q", "completion": "a", "label": True}], "kto", "held-out"
     )
@@ -166,29 +168,31 @@ def test_held_out_partners_come_from_training_where_their_prompts_are_all_the_sa
         and pair.chosen == PairSide([9], [8], [True])
         and pair.rejected.prompt_ids == [9]
     )
-    assert pair.rejected.completion_ids in [side.completion_ids for side in sides_of(3)]
+    assert pair.rejected.completion_ids in [side.completion_ids for side in build_sides(3)]
     with pytest.raises(DataError, match="all rows have the same prompt"):
         build_pair_rows(
-            heldout, PreferenceSplit.from_rows(compact([]), [], "kto", "held-out"), "kto", 0
+            heldout, PreferenceSplit.from_rows(compact_sides([]), [], "kto", "held-out"), "kto", 0
         )
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_lazy_batches_are_the_batches(packing):
-    rows = [TrainRow(side.prompt_ids, side.completion_ids, side.loss_mask) for side in sides_of(6)]
-    asked = []
+    rows = [
+        TrainRow(side.prompt_ids, side.completion_ids, side.loss_mask) for side in build_sides(6)
+    ]
+    requests = []
 
     class Asked(list):
         def __getitem__(self, index):
-            asked.append(index)
+            requests.append(index)
             return super().__getitem__(index)
 
-    lazy, whole = (
+    lazy, full = (
         build_lazy_batches(Asked(rows), 16, PAD, packing=packing),
         build_batches(rows, 16, PAD, packing=packing),
     )
-    assert len(lazy) == len(whole) > 2 and asked == []
-    for one, other in zip(lazy, whole, strict=True):
+    assert len(lazy) == len(full) > 2 and requests == []
+    for one, other in zip(lazy, full, strict=True):
         assert one.rows == other.rows and torch.equal(one.input_ids_BS, other.input_ids_BS)
         assert torch.equal(one.loss_mask_BS, other.loss_mask_BS)
-    assert sorted(asked) == list(range(12))
+    assert sorted(requests) == list(range(12))

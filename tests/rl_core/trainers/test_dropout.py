@@ -1,4 +1,4 @@
-"""Dropout: off in every update but SFT's, and the same masks on both sides of a ratio where somebody wants it."""
+"""Dropout: off in every update except SFT's, and the same masks on both sides of a ratio if enabled."""
 
 import copy
 import math
@@ -53,14 +53,14 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def seeded(make):
+def run_seeded(make):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make()
 
 
-def gpt2(model_class=GPT2LMHeadModel, vocabulary=VOCABULARY, **options):
-    """GPT-2 with the dropout of its default configuration, 0.1 in three places."""
+def build_gpt2(model_class=GPT2LMHeadModel, vocabulary=VOCABULARY, **options):
+    """Build GPT-2 with the dropout of its default configuration, 0.1 in three places."""
     config = GPT2Config(
         vocab_size=vocabulary,
         n_positions=32,
@@ -74,10 +74,10 @@ def gpt2(model_class=GPT2LMHeadModel, vocabulary=VOCABULARY, **options):
         **options,
     )
     assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.1
-    return seeded(lambda: model_class(config))
+    return run_seeded(lambda: model_class(config))
 
 
-def llama(vocabulary=VOCABULARY, dropout=0.3):
+def build_llama(vocabulary=VOCABULARY, dropout=0.3):
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=16,
@@ -90,23 +90,23 @@ def llama(vocabulary=VOCABULARY, dropout=0.3):
         initializer_range=0.3,
         pad_token_id=PAD,
     )
-    return seeded(lambda: LlamaForCausalLM(config))
+    return run_seeded(lambda: LlamaForCausalLM(config))
 
 
-def adapted(vocabulary=VOCABULARY):
-    """A Llama without dropout and trained adapters with some."""
+def build_adapted_model(vocabulary=VOCABULARY):
+    """Build a Llama without dropout and trained adapters with dropout."""
     settings = LoraSettings(rank=4, dropout=0.4, target_modules=("q_proj", "down_proj"))
-    model = seeded(lambda: lora.add_adapter(llama(vocabulary, 0.0), settings))
+    model = run_seeded(lambda: lora.add_adapter(build_llama(vocabulary, 0.0), settings))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(0.2)
     return model
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "lora": adapted}
+MODELS = {"gpt2": build_gpt2, "llama": build_llama, "lora": build_adapted_model}
 
 
-def pairs_of(count, seed=0):
+def build_pairs(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length):
@@ -124,21 +124,23 @@ def pairs_of(count, seed=0):
     ]
 
 
-def preference(model=None, **changes):
+def build_preference_trainer(model=None, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 0, "batch_size": 4, "epochs": 2.0, **changes}
     return PreferenceTrainer(
-        model or gpt2(), PAD, pairs_of(8), pairs_of(5, 1), PreferenceSettings(**options), 7
+        model or build_gpt2(),
+        PAD,
+        build_pairs(8),
+        build_pairs(5, 1),
+        PreferenceSettings(**options),
+        7,
     )
 
 
-def policy_gradient(tokenizer, model=None, **options):
-    model = model or gpt2(vocabulary=len(tokenizer))
+def build_policy_trainer(tokenizer, model=None, **options):
+    model = model or build_gpt2(vocabulary=len(tokenizer))
     return make_trainer(
         tokenizer, model=model, reference=copy.deepcopy(model), **{"kl_coef": 0.1, **options}
     )
-
-
-# ------------------------------------------------------------------------------------------ off, unless one asks for it
 
 
 def test_only_sft_drops_out_unasked():
@@ -164,7 +166,7 @@ def test_only_sft_drops_out_unasked():
 def test_a_policy_that_is_its_reference_has_the_first_loss_of_the_formula(
     loss, first, name, dropout
 ):
-    trainer = preference(MODELS[name](), loss=loss, dropout=dropout)
+    trainer = build_preference_trainer(MODELS[name](), loss=loss, dropout=dropout)
     metrics = trainer.step()
     assert metrics["train/loss"] == pytest.approx(first, rel=1e-6)
     assert metrics["train/reference_kl"] == pytest.approx(0, abs=1e-6)
@@ -173,12 +175,12 @@ def test_a_policy_that_is_its_reference_has_the_first_loss_of_the_formula(
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
 def test_held_out_pairs_are_measured_without_dropout(loss):
-    on, off = preference(dropout=True, loss=loss), preference(loss=loss)
+    on, off = build_preference_trainer(dropout=True, loss=loss), build_preference_trainer(loss=loss)
     assert on.references["heldout"] == off.references["heldout"]
     assert on.evaluate()["eval/loss"] == pytest.approx(
         math.log(2) if loss == "dpo" else 25.0, rel=1e-6
     )
-    # masks are drawn, and each pair has its own
+    # masks are drawn for each pair
     moved = [
         a[0] - b[0] for a, b in zip(on.references["train"], off.references["train"], strict=True)
     ]
@@ -186,8 +188,8 @@ def test_held_out_pairs_are_measured_without_dropout(loss):
 
 
 def test_a_pair_has_the_same_masks_at_every_visit_and_in_every_batch():
-    """At a learning rate of nearly 0 two epochs, drawn in other orders, give the reference's numbers for ever."""
-    trainer = preference(dropout=True, learning_rate=1e-12, epochs=4.0, batch_size=3)
+    """Check that at a learning rate of nearly 0 two epochs in different orders always give the reference's numbers."""
+    trainer = build_preference_trainer(dropout=True, learning_rate=1e-12, epochs=4.0, batch_size=3)
     for _ in range(trainer.total_steps):
         assert trainer.step()["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
 
@@ -205,7 +207,7 @@ ALGORITHMS = {
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_weights_that_do_not_move_have_the_ratio_1(tokenizer, name, dropout):
-    trainer = policy_gradient(
+    trainer = build_policy_trainer(
         tokenizer,
         learning_rate=1e-9,
         epochs=2,
@@ -227,7 +229,7 @@ def test_weights_that_do_not_move_have_the_ratio_1(tokenizer, name, dropout):
 
 @pytest.mark.parametrize("name", ["llama", "lora"])
 def test_masks_of_adapters_and_of_attention_are_the_same_too(tokenizer, name):
-    trainer = policy_gradient(
+    trainer = build_policy_trainer(
         tokenizer,
         MODELS[name](len(tokenizer)),
         learning_rate=1e-9,
@@ -241,12 +243,12 @@ def test_masks_of_adapters_and_of_attention_are_the_same_too(tokenizer, name):
     assert metrics["policy/sampler_difference_max"] > 0.05
 
 
-def test_every_iteration_has_masks_of_its_own(tokenizer):
-    trainer = policy_gradient(
+def test_every_iteration_has_separate_masks(tokenizer):
+    trainer = build_policy_trainer(
         tokenizer, learning_rate=1e-9, dropout=True, curriculum=(), group_size=3
     )
     differences = [trainer.step()["policy/sampler_difference_max"] for _ in range(2)]
-    resumed = policy_gradient(
+    resumed = build_policy_trainer(
         tokenizer, learning_rate=1e-9, dropout=True, curriculum=(), group_size=3
     )
     assert resumed.step()["policy/sampler_difference_max"] == differences[0] != differences[1]
@@ -254,40 +256,37 @@ def test_every_iteration_has_masks_of_its_own(tokenizer):
 
 def test_a_reward_model_trains_without_dropout_unless_asked():
     def first_loss(**options):
-        pairs = [(pair.chosen_ids, pair.rejected_ids) for pair in pairs_of(8)]
+        pairs = [(pair.chosen_ids, pair.rejected_ids) for pair in build_pairs(8)]
         torch.manual_seed(5)
-        model = gpt2(GPT2ForSequenceClassification, num_labels=1)
+        model = build_gpt2(GPT2ForSequenceClassification, num_labels=1)
         trainer = RewardModelTrainer(
             model, PAD, pairs, [], RewardModelSettings(batch_size=8, **options), 7
         )
         expected = trainer._evaluate_examples(trainer._train)["loss"]
         return trainer.step()["train/loss"], expected
 
-    found, expected = first_loss()
-    assert found == pytest.approx(expected, rel=1e-6)
-    found, expected = first_loss(dropout=True)
-    assert abs(found - expected) > 1e-3
+    actual, expected = first_loss()
+    assert actual == pytest.approx(expected, rel=1e-6)
+    actual, expected = first_loss(dropout=True)
+    assert abs(actual - expected) > 1e-3
 
 
-def test_sft_keeps_the_models_own_unless_told_otherwise():
+def test_sft_keeps_the_models_dropout_by_default():
     rows = [([1, 2 + index % 5, 3, 4], [False, True, True, True]) for index in range(8)]
 
     def first_loss(**options):
         torch.manual_seed(5)
-        trainer = SFTTrainer(gpt2(), PAD, rows, [], SFTSettings(batch_size=8, **options), 7)
+        trainer = SFTTrainer(build_gpt2(), PAD, rows, [], SFTSettings(batch_size=8, **options), 7)
         expected = trainer._evaluate_examples(trainer._train)["loss"]
         return trainer.step()["train/loss"], expected
 
-    found, expected = first_loss(dropout=False)
-    assert found == pytest.approx(expected, rel=1e-6)
-    found, expected = first_loss()
-    assert abs(found - expected) > 1e-3
+    actual, expected = first_loss(dropout=False)
+    assert actual == pytest.approx(expected, rel=1e-6)
+    actual, expected = first_loss()
+    assert abs(actual - expected) > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------ modes and fast paths
-
-
-def opt():
+def build_opt():
     config = OPTConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -301,10 +300,10 @@ def opt():
         init_std=0.3,
         pad_token_id=PAD,
     )
-    return seeded(lambda: OPTForCausalLM(config))
+    return run_seeded(lambda: OPTForCausalLM(config))
 
 
-def falcon():
+def build_falcon():
     config = FalconConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -317,15 +316,17 @@ def falcon():
         parallel_attn=False,
         alibi=False,
     )
-    return seeded(lambda: FalconForCausalLM(config))
+    return run_seeded(lambda: FalconForCausalLM(config))
 
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 1, 2]])
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, opt, falcon, adapted])
+@pytest.mark.parametrize(
+    "make", [build_gpt2, build_llama, build_opt, build_falcon, build_adapted_model]
+)
 def test_activations_computed_again_are_without_dropout_too(make):
-    """Layers that checkpoint do so in training mode only, and some drop out by functions of rates that they keep."""
+    """Check recomputed activations: layers checkpoint only in training mode, and some drop out by stored rates."""
     batch = TrainBatch(
         IDS, torch.ones_like(IDS, dtype=torch.bool), torch.ones_like(IDS, dtype=torch.bool)
     )
@@ -353,24 +354,24 @@ def test_activations_computed_again_are_without_dropout_too(make):
         assert bool(calls) == checkpointing
         return torch.cat([gradient.flatten() for gradient in gradients])
 
-    plain, again = gradient_of(False), gradient_of(True)
-    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-6)
+    baseline, again = gradient_of(False), gradient_of(True)
+    torch.testing.assert_close(again, baseline, rtol=1e-5, atol=1e-6)
     model = make().eval()
     loss = functional.cross_entropy(model(IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
     expected = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
     torch.testing.assert_close(
-        plain, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-5
+        baseline, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-5
     )
-    assert has_dropout(model) and (gradient_of(True, dropout=True) - plain).abs().max() > 1e-3
+    assert has_dropout(model) and (gradient_of(True, dropout=True) - baseline).abs().max() > 1e-3
 
 
 def test_masks_are_drawn_again_where_activations_are(tokenizer):
-    """Dropout and activation checkpointing together: the gradient of the very pass whose loss was taken."""
+    """Check dropout with activation checkpointing: the gradient is of the pass whose loss was computed."""
 
     def moved(checkpointing):
-        trainer = policy_gradient(
+        trainer = build_policy_trainer(
             tokenizer,
-            llama(len(tokenizer)),
+            build_llama(len(tokenizer)),
             epochs=2,
             minibatches=2,
             prompts_per_iteration=3,
@@ -380,9 +381,9 @@ def test_masks_are_drawn_again_where_activations_are(tokenizer):
         metrics = trainer.step()
         return metrics["policy/ratio_mean"], weights(trainer)
 
-    plain, again = moved(False), moved(True)
-    assert again[0] == pytest.approx(plain[0], rel=1e-5)
-    torch.testing.assert_close(again[1], plain[1], rtol=1e-4, atol=1e-5)
+    baseline, again = moved(False), moved(True)
+    assert again[0] == pytest.approx(baseline[0], rel=1e-5)
+    torch.testing.assert_close(again[1], baseline[1], rtol=1e-4, atol=1e-5)
 
 
 def test_the_fast_path_is_open_where_configured_dropout_is_off(monkeypatch):
@@ -391,19 +392,19 @@ def test_the_fast_path_is_open_where_configured_dropout_is_off(monkeypatch):
     monkeypatch.setattr(
         hidden_states, "run_packed_forward", lambda *a: taken.append(True) or original(*a)
     )
-    trainer = preference(llama())
+    trainer = build_preference_trainer(build_llama())
     taken.clear()
     trainer.step()
     assert taken
-    trainer = preference(llama(), dropout=True)
+    trainer = build_preference_trainer(build_llama(), dropout=True)
     taken.clear()
     trainer.step()
     assert not taken
-    assert "dropout: false switches it off" in check_training_forward(llama().train()).reason
+    assert "dropout: false switches it off" in check_training_forward(build_llama().train()).reason
 
 
-def test_the_mode_is_as_before_after_an_error():
-    model = gpt2().train()
+def test_the_mode_is_restored_after_an_error():
+    model = build_gpt2().train()
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
     for dropout in (False, True):
@@ -430,19 +431,16 @@ def test_masks_repeat_and_leave_the_generator_alone():
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (gpt2, True),
-        (llama, True),
-        (opt, True),
-        (falcon, True),
-        (adapted, True),
-        (lambda: llama(dropout=0.0), False),
+        (build_gpt2, True),
+        (build_llama, True),
+        (build_opt, True),
+        (build_falcon, True),
+        (build_adapted_model, True),
+        (lambda: build_llama(dropout=0.0), False),
     ],
 )
 def test_models_that_drop_out(make, expected):
     assert has_dropout(make()) is expected
-
-
-# --------------------------------------------------------------------------------------------------------------- resume
 
 
 @pytest.mark.parametrize("kind", ["policy", "preference"])
@@ -451,9 +449,9 @@ def test_killed_and_resumed_the_masks_are_the_same(tmp_path, tokenizer, kind):
         torch.manual_seed(3)
         options = dict(dropout=True, checkpoint_every=1)
         if kind == "policy":
-            trainer = policy_gradient(
+            trainer = build_policy_trainer(
                 tokenizer,
-                llama(len(tokenizer)),
+                build_llama(len(tokenizer)),
                 epochs=2,
                 minibatches=2,
                 iterations=4,
@@ -462,7 +460,7 @@ def test_killed_and_resumed_the_masks_are_the_same(tmp_path, tokenizer, kind):
                 **options,
             )
         else:
-            trainer = preference(**options)
+            trainer = build_preference_trainer(**options)
         tracker = MemoryTracker()
         store = CheckpointStore(folder) if folder else None
         run_loop(trainer, trainer.settings, iterations=4, tracker=tracker, checkpoints=store)
@@ -473,5 +471,5 @@ def test_killed_and_resumed_the_masks_are_the_same(tmp_path, tokenizer, kind):
     with pytest.raises(InjectedFault):
         run(tmp_path)
     faults.configure_faults(None)
-    found = run(tmp_path)
-    assert torch.equal(found[0], expected[0]) and found[1] == expected[1]
+    actual = run(tmp_path)
+    assert torch.equal(actual[0], expected[0]) and actual[1] == expected[1]

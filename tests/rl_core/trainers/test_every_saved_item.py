@@ -1,7 +1,7 @@
-"""Every trainer, stopped in its middle and resumed: the same bits; and each saved item alone is missed if it is lost.
+"""Every trainer, stopped and resumed, computes the same bits, and the loss of any single saved item is noticed.
 
-A state is walked leaf by leaf. A lost leaf has to be refused by its name, or to change the result; so has one that is
-reset to its value at construction, or changed where it is still that value.
+A state is walked leaf by leaf. A missing leaf must be refused by name, or must change the result; the same holds for a
+leaf reset to its value at construction, or changed if it still has that value.
 """
 
 import copy
@@ -33,20 +33,20 @@ EXCEPTIONS = {
     "optimizer_step/skipped_in_row": "decides when a run of bad steps ends; test_optimizer_step.py resumes within one",
     "trainer/critic_optimizer_step/skipped_in_row": "as above",
     "trainer/entries/*/optimizer_steps/*/skipped_in_row": "as above",
-    "trainer/entries/*/optimizer_steps/*/num_steps": "counters go on over a rollback",
+    "trainer/entries/*/optimizer_steps/*/num_steps": "counters continue over a rollback",
     "trainer/entries/*/optimizer_steps/*/skipped_steps": "as above",
     "trainer/entries/*/optimizer_steps/*/max_tokens": "as above",
     "trainer/entries/*/optimizer_steps/*/learning_rate_scale": "as above: a rollback makes the present one smaller",
     "trainer/entries/*/extra/replay/rewards": "of a critic; groups are compared once, when they are fresh",
     "trainer/entries/*/extra/replay/is_truncated": "as above",
-    "trainer/curriculum/stage_iterations": "begins anew at the rollback; test_curriculum.py resumes at every iteration",
+    "trainer/curriculum/stage_iterations": "starts over at the rollback; test_curriculum.py resumes at every iteration",
     "trainer/curriculum/window/series/*": "as above",
     "trainer/curriculum/streaks": "as above",
     "trainer/evaluated/*": "for conditions on an evaluation; test_watched_metrics.py resumes between the two",
     "trainer/numerics/failed": "of rollbacks in a row, which end a run; test_numerics.py resumes between them",
     "loop/metrics/*": "of the last evaluation: an outcome has them where no best metric is chosen (tried below)",
     "rng/cuda": "of GPUs, of which there is none here",
-    "trainer/rewards/watch/alarmed": "decides whether the warning of an alarm is said again",
+    "trainer/rewards/watch/alarmed": "decides whether the warning of an alarm is repeated",
     "trainer/rewards/watch/past/*/reward": "of the alarm over a window; test_hacking_monitor.py resumes within one",
     "trainer/rewards/watch/past/*/success": "as above",
     "trainer/rewards/watch/past/*/total/count": "as above",
@@ -77,7 +77,7 @@ ELSEWHERE = {
 }
 
 
-def slow_but(quick):
+def mark_slow_except(quick):
     return [
         name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS
     ]
@@ -91,45 +91,42 @@ def cut_state(name):
 
 
 @functools.cache
-def whole(name):
+def run_uninterrupted(name):
     return run(SCENARIOS[name])
 
 
 @functools.cache
-def resumed(name):
-    """Result of the resumed part, and its metrics."""
+def run_resumed(name):
+    """Return the result of the resumed part, and its metrics."""
     return run(SCENARIOS[name], MemoryStore(cut_state(name)))
 
 
-@pytest.mark.parametrize("name", slow_but(RESUMED))
+@pytest.mark.parametrize("name", mark_slow_except(RESUMED))
 def test_resumed_from_disk_it_is_the_run_in_one_piece(tmp_path, name):
-    expected, metrics = whole(name)
+    expected, metrics = run_uninterrupted(name)
     assert expected[1]["iterations"] == LAST and expected[1]["stop_reason"] == "patience"
     assert expected[1]["best_iteration"] == 1
     store = CheckpointStore(tmp_path)
     left, first = run(SCENARIOS[name], store, cut=CUT)
     assert left is None
-    found, second = run(SCENARIOS[name], store)
-    assert found == expected
+    actual, second = run(SCENARIOS[name], store)
+    assert actual == expected
     assert {**first, **second} == metrics
 
 
-# ------------------------------------------------------------------------------------------------- item by item
-
-
-def leaves(value, path=()):
-    """Paths of all leaves: what is no mapping, but for lists of mappings."""
+def iter_leaves(value, path=()):
+    """Yield the paths of all leaves: everything except mappings, and lists of mappings."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from leaves(item, (*path, key))
+            yield from iter_leaves(item, (*path, key))
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for index, item in enumerate(value):
-            yield from leaves(item, (*path, index))
+            yield from iter_leaves(item, (*path, index))
     else:
         yield path
 
 
-def at(state, path):
+def get_item(state, path):
     for key in path:
         state = state[key]
     return state
@@ -138,21 +135,21 @@ def at(state, path):
 MISSING = object()
 
 
-def at_start(state, path):
+def find_item(state, path):
     try:
-        return at(state, path)
+        return get_item(state, path)
     except (KeyError, IndexError, TypeError):
         return MISSING
 
 
-def equal(one, other):
+def is_equal(one, other):
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and bool(torch.equal(one, other))
     return type(one) is type(other) and bool(np.all(one == other))
 
 
-def changed(value):
-    """Another value of the same kind; MISSING where there is none to think of."""
+def change_value(value):
+    """Return another value of the same kind; MISSING if there is none."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -162,31 +159,31 @@ def changed(value):
             return ~value
         return value + (1 if not value.is_floating_point() else 0.5)
     if isinstance(value, list) and value and all(isinstance(item, int | float) for item in value):
-        return [changed(item) for item in value]
+        return [change_value(item) for item in value]
     return MISSING
 
 
-def altered(state, path, value):
-    """The state with another leaf; MISSING = without it."""
+def alter_item(state, path, value):
+    """Return the state with another leaf; MISSING = without it."""
     state = copy.deepcopy(state)
-    place = at(state, path[:-1])
+    index = get_item(state, path[:-1])
     if value is MISSING:
-        del place[path[-1]]
+        del index[path[-1]]
         return state
-    old = place[path[-1]]
-    for key, other in list(place.items()) if isinstance(place, dict) else []:
+    old = index[path[-1]]
+    for key, other in list(index.items()) if isinstance(index, dict) else []:
         if (
             isinstance(old, torch.Tensor)
             and isinstance(other, torch.Tensor)
             and other.data_ptr() == old.data_ptr()
         ):
-            place[key] = copy.deepcopy(value)  # a tied weight has several names
-    place[path[-1]] = copy.deepcopy(value)
+            index[key] = copy.deepcopy(value)  # a tied weight has several names
+    index[path[-1]] = copy.deepcopy(value)
     return state
 
 
 def start_state(name):
-    """The state before the first iteration."""
+    """Return the state before the first iteration."""
     trainer = SCENARIOS[name].trainer()
     state = {
         "model": dict(trainer.model.state_dict()),
@@ -199,7 +196,7 @@ def start_state(name):
 
 
 def is_noticed(name, state, path, expected, is_lost):
-    """True = refused, a lost item by its name, or another result."""
+    """Return whether the change was refused (a missing item by name) or changed the result."""
     try:
         return run(SCENARIOS[name], MemoryStore(state)) != expected
     except Exception as error:
@@ -210,29 +207,29 @@ def is_noticed(name, state, path, expected, is_lost):
         return True
 
 
-def kind_of(path):
-    """A leaf's path with numbers, names of weights and of metrics left out."""
+def describe_kind(path):
+    """Return a leaf's path without numbers, names of weights and of metrics."""
     return "/".join(re.sub(r"^.*\.(weight|bias)$|^\d+$|^.*/.*$", "*", str(key)) for key in path)
 
 
 def is_excepted(kind):
-    """True = listed above; a snapshot of the gate is as one of a stage's entry."""
+    """Return whether it is listed above; a snapshot of the gate counts as one of a stage's entry."""
     kind = kind.replace("trainer/numerics/snapshots/", "trainer/entries/")
     return kind in EXCEPTIONS or kind.startswith(MONITORED)
 
 
-def unnoticed(name, every=False, within=""):
-    """Kinds of items whose loss, reset or change goes unnoticed: kind -> what was done.
+def find_unnoticed_items(name, every=False, within=""):
+    """Find kinds of items whose loss, reset or change is not noticed: kind -> what was done.
 
     every: try each item, not one of a kind. within: these kinds alone.
     """
-    state, start, found, seen = cut_state(name), start_state(name), {}, set()
+    state, start, actual, observed = cut_state(name), start_state(name), {}, set()
     scenario = SCENARIOS[name]
     passed_over = (
         {"rng"} if not scenario.draws else set()
     )  # of the global generators, which nothing draws from
-    for path in leaves(state):
-        kind = kind_of(path)
+    for path in iter_leaves(state):
+        kind = describe_kind(path)
         if not kind.startswith(within):
             continue
         if path[0] in passed_over or str(path[-1]).startswith("perf/") or is_excepted(kind):
@@ -241,51 +238,52 @@ def unnoticed(name, every=False, within=""):
             continue
         if name in UNUSED.get(kind, ()):
             continue
-        if not every and kind in seen:
+        if not every and kind in observed:
             continue
-        seen.add(kind)
-        value, before = at(state, path), at_start(start, path)
+        observed.add(kind)
+        value, before = get_item(state, path), find_item(start, path)
         is_something = value is not None and not (
             isinstance(value, dict | list | tuple) and not value
         )
         trials = {"lost": MISSING} if is_something and not isinstance(path[-1], int) else {}
-        if before is not MISSING and not equal(before, value):
+        if before is not MISSING and not is_equal(before, value):
             trials["reset"] = before
-        elif (other := changed(value)) is not MISSING:
+        elif (other := change_value(value)) is not MISSING:
             trials["changed"] = other
-        for done, other in trials.items():
+        for completed, other in trials.items():
             if not is_noticed(
-                name, altered(state, path, other), path, resumed(name), other is MISSING
+                name, alter_item(state, path, other), path, run_resumed(name), other is MISSING
             ):
-                found.setdefault(kind, []).append(done)
-    return found
+                actual.setdefault(kind, []).append(completed)
+    return actual
 
 
 @pytest.mark.slow
 def test_every_item_of_the_numerics_gate_lost_or_reset_is_noticed():
-    assert whole(GATE)[0][2]["policy/numerics_rollbacks"][-1][1] == 1
-    assert unnoticed(GATE, within="trainer/numerics/") == {}
+    assert run_uninterrupted(GATE)[0][2]["policy/numerics_rollbacks"][-1][1] == 1
+    assert find_unnoticed_items(GATE, within="trainer/numerics/") == {}
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in slow_but(ITEMS) if GATE not in getattr(name, "values", [name])]
+    "name",
+    [name for name in mark_slow_except(ITEMS) if GATE not in getattr(name, "values", [name])],
 )
 def test_every_item_lost_or_reset_is_noticed(name):
-    assert unnoticed(name) == {}
+    assert find_unnoticed_items(name) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["sft", "grpo", "thoughts"])
 def test_every_single_tensor_and_number_too(name):
-    assert unnoticed(name, every=True) == {}
+    assert find_unnoticed_items(name, every=True) == {}
 
 
 def test_the_last_evaluation_is_saved():
-    """Without a best metric the outcome has it, also where the run was killed just before it returned."""
+    """Check that without a best metric the outcome has it, also if the run was killed just before it returned."""
     store = MemoryStore()
     expected = run(SCENARIOS["sft"], store, best_metric=None)
     assert run(SCENARIOS["sft"], MemoryStore(store.state), best_metric=None)[0] == expected[0]
     for name in store.state["loop"]["metrics"]:
-        state = altered(store.state, ("loop", "metrics", name), MISSING)
+        state = alter_item(store.state, ("loop", "metrics", name), MISSING)
         assert run(SCENARIOS["sft"], MemoryStore(state), best_metric=None)[0] != expected[0]

@@ -1,4 +1,4 @@
-"""The metric reference against the names that training logs and that the sources hold, in both directions."""
+"""The metric reference against the names that training logs and that the sources contain, in both directions."""
 
 import ast
 import fnmatch
@@ -12,8 +12,7 @@ from helpers.letters import make_trainer
 from helpers.vector_worlds import walkers
 from transformers import LlamaForSequenceClassification
 
-from rl_core.analysis.metric_reference import METRIC_GROUPS
-from rl_core.analysis.training_metrics import MetricDescription
+from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricDescription
 from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.answer_checks import ANSWER_CHECKS
@@ -48,8 +47,8 @@ FIELD = re.compile(r"\{\w+\}")
 INTERNAL = {"policy/importance_square_mean"}  # taken out again before anything is logged
 
 
-def matches(row, name):
-    """True for a logged name that the row describes."""
+def is_match(row, name):
+    """Return whether the row describes a logged name."""
     parts = re.split(r"(\{\w+\})", row.name)
     patterns = (
         ".+" if part == "{metric}" else "[^/]+" if part.startswith("{") else re.escape(part)
@@ -59,21 +58,21 @@ def matches(row, name):
 
 
 def find_metric(name):
-    """The row of a logged name: an exact one first, else the one with the longest text outside its fields."""
+    """Find the row of a logged name: an exact one first, else the one with the longest text outside its fields."""
     return max(
-        (row for row in ROWS if matches(row, name)),
+        (row for row in ROWS if is_match(row, name)),
         key=lambda row: len(FIELD.sub("", row.name)),
         default=None,
     )
 
 
-def logged(trainer, iterations, **options):
+def collect_logged_names(trainer, iterations, **options):
     tracker = MemoryTracker()
     run_loop(trainer, trainer.settings, iterations=iterations, tracker=tracker, **options)
     return {name for _, row in tracker.metrics for name in row}
 
 
-def supervised():
+def run_supervised():
     small = {"warmup_steps": 0, "batch_size": 2, "eval_every": 1}
     rows = [([1, 2, 1, 2], [False, False, True, True]), ([3, 4, 3], [False, True, True])]
     sft = SFTTrainer(
@@ -86,14 +85,18 @@ def supervised():
     )
     sides = [([1, 2, 3], [1, 2, 4])] * 2
     reward = RewardModelTrainer(scorer, tiny.PAD, sides, sides, RewardModelSettings(**small), 7)
-    return logged(sft, 2) | logged(preference, 2) | logged(reward, 2)
+    return (
+        collect_logged_names(sft, 2)
+        | collect_logged_names(preference, 2)
+        | collect_logged_names(reward, 2)
+    )
 
 
-def policy(tokenizer, folder):
+def run_policy(tokenizer, folder):
     rewards = RewardOrchestrator(
         {
             name: 1.0 for name in REWARD_COMPONENTS if name not in ANSWER_CHECKS and name != "judge"
-        },  # these log no name of their own
+        },  # these log no additional name
         scorer=lambda rows: [float(len(row)) for row in rows],
         options=RewardSettings(window=3),
     )
@@ -127,11 +130,13 @@ def policy(tokenizer, folder):
         tokenizer, kind=DistilledPolicySettings, teacher=LocalTeacher(frozen), gamma=0.0
     )
     return (
-        logged(every, 4, checkpoints=CheckpointStore(folder)) | logged(group, 2) | logged(taught, 1)
+        collect_logged_names(every, 4, checkpoints=CheckpointStore(folder))
+        | collect_logged_names(group, 2)
+        | collect_logged_names(taught, 1)
     )
 
 
-def network():
+def run_network():
     settings = NetworkSettings(
         num_environments=2,
         rollout_steps=8,
@@ -146,22 +151,22 @@ def network():
     trainer.evaluate = lambda: PlayedEpisodes(
         [1, 2], [3.0, 4.0], [5, 6], [False, True]
     ).compute_metrics()
-    return logged(trainer, 3)
+    return collect_logged_names(trainer, 3)
 
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory):
-    """Everything that small runs of all trainers log."""
+    """Return everything that small runs of all trainers log."""
     folder = tmp_path_factory.mktemp("checkpoints")
     renderer = thinkers.renderer_of_texts()
     thoughts = thinkers.make_trainer(
         renderer, thinkers.teach(renderer), eval_every=1, check_every_episodes=12
     )
     return (
-        supervised()
-        | policy(train_tokenizer(["abc xyz"], 300), folder)
-        | logged(thoughts, 1)
-        | network()
+        run_supervised()
+        | run_policy(train_tokenizer(["abc xyz"], 300), folder)
+        | collect_logged_names(thoughts, 1)
+        | run_network()
     )
 
 
@@ -171,9 +176,9 @@ def test_every_logged_name_is_documented(names):
 
 
 @functools.cache
-def constants():
-    """Strings and f-strings of the sources, `*` where an f-string has a value."""
-    found = set()
+def collect_constants():
+    """Collect strings and f-strings of the sources, with `*` for a value in an f-string."""
+    results = set()
     for package in ("rl_core", "tasks", "flows", "posttrain"):
         for path in sorted((ROOT / package).rglob("*.py")):
             text = path.read_text()
@@ -188,7 +193,7 @@ def constants():
             }
             for node in ast.walk(tree):
                 if isinstance(node, ast.JoinedStr):
-                    found.add(
+                    results.add(
                         "".join(
                             part.value if isinstance(part, ast.Constant) else "*"
                             for part in node.values
@@ -199,30 +204,30 @@ def constants():
                     and isinstance(node.value, str)
                     and id(node) not in inner
                 ):
-                    found.add(node.value)
-    return found
+                    results.add(node.value)
+    return results
 
 
 def test_every_name_in_the_sources_is_documented():
     pattern = re.compile(rf"({'|'.join(PREFIXES)})/[\w*/.]+")
-    found = {text for text in constants() if pattern.fullmatch(text)}
-    found = {
-        text for text in found if text[-1] not in "/_"
+    actual = {text for text in collect_constants() if pattern.fullmatch(text)}
+    actual = {
+        text for text in actual if text[-1] not in "/_"
     } - INTERNAL  # those are beginnings, looked for in names
-    assert len(found) > 80
+    assert len(actual) > 80
     known = {FIELD.sub("x", row.name) for row in ROWS}
     # A name with a value in it is known when it can be a row; which ones it is in fact, the runs above tell.
     unknown = [
-        text for text in found if find_metric(text) is None and not fnmatch.filter(known, text)
+        text for text in actual if find_metric(text) is None and not fnmatch.filter(known, text)
     ]
     assert sorted(unknown) == []
 
 
 def test_every_row_is_logged_by_something(names):
-    """By the runs above; what they do not reach (a GPU, a whole pipeline) at least ends in a name of the sources."""
-    fragments = {part for text in constants() for part in re.split(r"[*/]", text)}
+    """Check the runs above; what they do not reach (a GPU, a whole pipeline) must end in a name of the sources."""
+    fragments = {part for text in collect_constants() for part in re.split(r"[*/]", text)}
     for row in ROWS:
-        if any(matches(row, name) and find_metric(name) is row for name in names):
+        if any(is_match(row, name) and find_metric(name) is row for name in names):
             continue
         last = row.name.rpartition("/")[2]
         pieces = [piece for piece in FIELD.split(last) if piece]
@@ -247,7 +252,7 @@ def test_rows_are_unique_and_whole():
             assert not row.worry or row.worry.endswith("."), row.name
 
 
-def test_the_nearest_row_is_found():
+def test_the_nearest_row_matches():
     assert (
         find_metric("train/success_rate_by_level/hard").name
         == "train/success_rate_by_level/{level}"
@@ -256,4 +261,4 @@ def test_the_nearest_row_is_found():
     assert find_metric("eval/sft/success_rate").name == "eval/{model}/success_rate"
     assert find_metric("train/unheard_of") is None
     row = MetricDescription("a/{b}", "-", "c")
-    assert matches(row, "a/x.y") and not matches(row, "a/")
+    assert is_match(row, "a/x.y") and not is_match(row, "a/")

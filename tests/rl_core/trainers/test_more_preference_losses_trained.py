@@ -19,13 +19,13 @@ from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.training.loop import run_loop
 
 
-def nano(seed=0, dropout=0.0):
+def build_nano(seed=0, dropout=0.0):
     model = tiny.nano(seed, dropout, tie_word_embeddings=True)
     model.lm_head.weight.data.mul_(20)
     return model
 
 
-def side(generator, prompt, last):
+def build_side(generator, prompt, last):
     observed = int(torch.randint(0, 3, (1,), generator=generator))
     length = int(torch.randint(1, 4, (1,), generator=generator))
     written = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
@@ -34,50 +34,60 @@ def side(generator, prompt, last):
     )
 
 
-def pairs_of(count, seed=0):
-    """Ragged pairs with observations; the chosen side ends in a larger token."""
+def build_pairs(count, seed=0):
+    """Build ragged pairs with observations; the chosen side ends in a larger token."""
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for index in range(count):
         prompt = torch.randint(1, VOCABULARY, (2 + index % 3,), generator=generator).tolist()
         low, high = sorted((torch.randperm(VOCABULARY - 1, generator=generator)[:2] + 1).tolist())
-        pairs.append(PreferencePair(side(generator, prompt, high), side(generator, prompt, low)))
+        pairs.append(
+            PreferencePair(build_side(generator, prompt, high), build_side(generator, prompt, low))
+        )
     return pairs
 
 
-def data_of(loss, count, seed=0):
-    pairs = pairs_of(count, seed)
+def build_data(loss, count, seed=0):
+    pairs = build_pairs(count, seed)
     return build_mismatched_pairs(list_labelled_sides(pairs), 3) if loss == "kto" else pairs
 
 
-def trainer_of(loss, model=None, train=8, heldout=5, **changes):
+def build_trainer(loss, model=None, train=8, heldout=5, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 0, "batch_size": 64, "epochs": 2.0, **changes}
     settings = PreferenceSettings(loss=loss, **options)
     return PreferenceTrainer(
-        model or nano(), PAD, data_of(loss, train), data_of(loss, heldout, 1), settings, 7
+        model or build_nano(),
+        PAD,
+        build_data(loss, train),
+        build_data(loss, heldout, 1),
+        settings,
+        7,
     )
 
 
-def logprob(model, row):
-    """(sum of log-probs, number) of the tokens that carry loss, by transformers' own logits."""
+def compute_logprob(model, row):
+    """(sum of log-probs, number) of the tokens that carry loss, by transformers' logits."""
     ids = torch.tensor([row.ids])
     with torch.no_grad():
         log_p = functional.log_softmax(model(ids).logits[0, :-1].double(), -1)
     start = len(row.prompt_ids)
-    kept = [start + place for place, counts in enumerate(row.loss_mask) if counts]
-    return sum(float(log_p[place - 1, ids[0, place]]) for place in kept), len(kept)
+    selected = [start + index for index, counts in enumerate(row.loss_mask) if counts]
+    return sum(float(log_p[index - 1, ids[0, index]]) for index in selected), len(selected)
 
 
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def loss_by_hand(loss, model, reference, pairs, settings):
+def compute_loss_by_hand(loss, model, reference, pairs, settings):
     if loss == "kto":
-        gaps = [logprob(model, p.rejected)[0] - logprob(reference, p.rejected)[0] for p in pairs]
+        gaps = [
+            compute_logprob(model, p.rejected)[0] - compute_logprob(reference, p.rejected)[0]
+            for p in pairs
+        ]
         z, total = max(0.0, sum(gaps) / len(gaps)), 0.0
         for pair in pairs:
-            h = logprob(model, pair.chosen)[0] - logprob(reference, pair.chosen)[0]
+            h = compute_logprob(model, pair.chosen)[0] - compute_logprob(reference, pair.chosen)[0]
             if pair.desirable:
                 total += settings.desirable_weight * (1 - sigmoid(settings.beta * (h - z)))
             else:
@@ -85,7 +95,10 @@ def loss_by_hand(loss, model, reference, pairs, settings):
         return total / len(pairs)
     total = 0.0
     for pair in pairs:
-        (good, n), (bad, m) = logprob(model, pair.chosen), logprob(model, pair.rejected)
+        (good, n), (bad, m) = (
+            compute_logprob(model, pair.chosen),
+            compute_logprob(model, pair.rejected),
+        )
         if loss == "simpo":
             total -= math.log(sigmoid(settings.beta * (good / n - bad / m) - settings.simpo_gamma))
             total += settings.sft_coef * -good / n
@@ -107,39 +120,48 @@ CHOICES = {
 @pytest.mark.parametrize("loss", CHOICES)
 @pytest.mark.parametrize("micro_batch_tokens", [1, 60, 10_000])
 def test_figures_by_hand_of_a_policy_that_has_moved(loss, micro_batch_tokens):
-    trainer = trainer_of(loss, micro_batch_tokens=micro_batch_tokens, **CHOICES[loss])
-    moved = nano(seed=5)
+    trainer = build_trainer(loss, micro_batch_tokens=micro_batch_tokens, **CHOICES[loss])
+    moved = build_nano(seed=5)
     trainer.model.load_state_dict(
         moved.state_dict()
     )  # as if trained; the references stay those of the start
-    heldout = loss_by_hand(loss, moved, nano(), data_of(loss, 5, 1), trainer.settings)
-    expected = loss_by_hand(loss, moved, nano(), data_of(loss, 8), trainer.settings)
+    heldout = compute_loss_by_hand(
+        loss, moved, build_nano(), build_data(loss, 5, 1), trainer.settings
+    )
+    expected = compute_loss_by_hand(
+        loss, moved, build_nano(), build_data(loss, 8), trainer.settings
+    )
     assert trainer.evaluate()["eval/loss"] == pytest.approx(heldout, rel=1e-5)
     metrics = trainer.step()
     assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
     if loss == "kto":
-        pairs = data_of(loss, 8)
-        gaps = [logprob(moved, p.rejected)[0] - logprob(nano(), p.rejected)[0] for p in pairs]
+        pairs = build_data(loss, 8)
+        gaps = [
+            compute_logprob(moved, p.rejected)[0] - compute_logprob(build_nano(), p.rejected)[0]
+            for p in pairs
+        ]
         assert metrics["train/reference_point"] == pytest.approx(
             max(0.0, sum(gaps) / len(gaps)), rel=1e-4
         )
 
 
 def test_the_reference_point_is_that_of_the_whole_step_and_not_clamped_away():
-    trainer = trainer_of("kto", model=nano(seed=5), micro_batch_tokens=30)
-    trainer.model.load_state_dict(nano().state_dict())
-    pairs = data_of("kto", 8)
+    trainer = build_trainer("kto", model=build_nano(seed=5), micro_batch_tokens=30)
+    trainer.model.load_state_dict(build_nano().state_dict())
+    pairs = build_data("kto", 8)
     gap = sum(
-        logprob(nano(), p.rejected)[0] - logprob(nano(seed=5), p.rejected)[0] for p in pairs
+        compute_logprob(build_nano(), p.rejected)[0]
+        - compute_logprob(build_nano(seed=5), p.rejected)[0]
+        for p in pairs
     ) / len(pairs)
-    other = trainer_of("kto", micro_batch_tokens=30)
-    other.model.load_state_dict(nano(seed=5).state_dict())
-    found = [each.step()["train/reference_point"] for each in (trainer, other)]
-    assert found == [
+    other = build_trainer("kto", micro_batch_tokens=30)
+    other.model.load_state_dict(build_nano(seed=5).state_dict())
+    actual = [each.step()["train/reference_point"] for each in (trainer, other)]
+    assert actual == [
         pytest.approx(max(0.0, gap), rel=1e-4),
         pytest.approx(max(0.0, -gap), rel=1e-4),
     ]
-    assert max(found) > 0 == min(found)  # one of the two is clamped, the other is not
+    assert max(actual) > 0 == min(actual)  # one of the two is clamped, the other is not
 
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])
@@ -149,7 +171,7 @@ def test_losses_without_a_reference_compute_and_store_none(loss, monkeypatch):
         "compute_reference_logprobs",
         lambda *_, **__: pytest.fail("a reference was computed"),
     )
-    trainer = trainer_of(loss)
+    trainer = build_trainer(loss)
     metrics = trainer.step()
     assert trainer.references == {} and trainer.state_dict()["references"] == {}
     assert "train/reference_kl" not in metrics and "train/chosen_logprob" in metrics
@@ -157,7 +179,7 @@ def test_losses_without_a_reference_compute_and_store_none(loss, monkeypatch):
 
 @pytest.mark.parametrize("loss", CHOICES)
 def test_it_learns_its_pairs(loss):
-    trainer = trainer_of(loss, train=30, epochs=30.0, learning_rate=1e-2, **CHOICES[loss])
+    trainer = build_trainer(loss, train=30, epochs=30.0, learning_rate=1e-2, **CHOICES[loss])
     first, *_, last = (trainer.step() for _ in range(30))
     assert last["train/accuracy"] > max(0.85, first["train/accuracy"] + 0.2)
     assert last["train/loss"] < first["train/loss"] and last["train/margin"] > first["train/margin"]
@@ -167,8 +189,8 @@ def test_it_learns_its_pairs(loss):
 def test_stopped_and_resumed_the_numbers_are_the_same(loss, tmp_path):
     def run(folder, steps, tracker):
         torch.manual_seed(3)
-        trainer = trainer_of(
-            loss, nano(dropout=0.1), train=12, batch_size=4, eval_every=2, checkpoint_every=1
+        trainer = build_trainer(
+            loss, build_nano(dropout=0.1), train=12, batch_size=4, eval_every=2, checkpoint_every=1
         )
         store = CheckpointStore(folder) if folder else None
         run_loop(trainer, trainer.settings, iterations=steps, tracker=tracker, checkpoints=store)
@@ -176,23 +198,20 @@ def test_stopped_and_resumed_the_numbers_are_the_same(loss, tmp_path):
 
     expected, references = run(None, 5, MemoryTracker())
     run(tmp_path, 2, MemoryTracker())
-    found, again = run(tmp_path, 5, MemoryTracker())
+    actual, again = run(tmp_path, 5, MemoryTracker())
     assert again == references
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
-def test_new_adapters_are_their_own_reference_for_kto():
+def test_new_adapters_serve_as_the_reference_for_kto():
     adapters = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = lora.add_adapter(nano(), adapters)
-    trainer = trainer_of("kto", model)
+        model = lora.add_adapter(build_nano(), adapters)
+    trainer = build_trainer("kto", model)
     metrics = trainer.step()
     assert metrics["train/loss"] == pytest.approx(0.5, rel=1e-5)  # 1 - sigmoid(0)
     assert metrics["train/reference_point"] == pytest.approx(0, abs=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------------------- rows
 
 
 def test_mismatched_partners_are_the_next_prompt_of_a_seeded_order():
@@ -236,9 +255,11 @@ def test_pairs_and_labels_go_with_their_losses():
     with pytest.raises(
         DataError, match=r"pairs_train\[0\]: the loss kto needs labelled completions"
     ):
-        PreferenceTrainer(nano(), PAD, pairs_of(2), [], PreferenceSettings(loss="kto"), 0)
+        PreferenceTrainer(build_nano(), PAD, build_pairs(2), [], PreferenceSettings(loss="kto"), 0)
     with pytest.raises(DataError, match=r"pairs_train\[0\]: the loss simpo needs pairs"):
-        PreferenceTrainer(nano(), PAD, data_of("kto", 2), [], PreferenceSettings(loss="simpo"), 0)
+        PreferenceTrainer(
+            build_nano(), PAD, build_data("kto", 2), [], PreferenceSettings(loss="simpo"), 0
+        )
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ from rl_core.trainers.preference import PreferenceTrainer, compute_reference_log
 from rl_core.training.loop import run_loop
 
 
-def nano(seed=0, dropout=0.0):
+def build_nano(seed=0, dropout=0.0):
     model = tiny.nano(seed, dropout, tie_word_embeddings=True)
     model.lm_head.weight.data.mul_(20)  # log-probs far enough apart for the figures below to differ
     return model
 
 
-def pairs_of(count, seed=0):
-    """The chosen side writes a larger last token; lengths are ragged, and every second side holds an observation."""
+def build_pairs(count, seed=0):
+    """Build ragged pairs; the chosen side has a larger last token, every second side an observation."""
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for index in range(count):
@@ -46,33 +46,33 @@ def pairs_of(count, seed=0):
     return pairs
 
 
-def trainer_of(model=None, train=14, heldout=9, references=None, **changes):
+def build_trainer(model=None, train=14, heldout=9, references=None, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes}
     settings = PreferenceSettings(**options)
-    pairs = pairs_of(train), pairs_of(heldout, seed=1)
-    return PreferenceTrainer(model or nano(), PAD, *pairs, settings, 7, references)
+    pairs = build_pairs(train), build_pairs(heldout, seed=1)
+    return PreferenceTrainer(model or build_nano(), PAD, *pairs, settings, 7, references)
 
 
-def sequence_logprob(model, side):
-    """(sum of log-probs, number) of the tokens that carry loss: one row, through transformers' own logits."""
+def compute_sequence_logprob(model, side):
+    """(sum of log-probs, number) of the tokens that carry loss: one row, through transformers' logits."""
     ids = torch.tensor([[*side.prompt_ids, *side.completion_ids]])
     with torch.no_grad():
         log_p = functional.log_softmax(model(ids).logits[0, :-1].double(), -1)
     start = len(side.prompt_ids)
-    kept = [start + place for place, counts in enumerate(side.loss_mask) if counts]
-    return sum(float(log_p[place - 1, ids[0, place]]) for place in kept), len(kept)
+    selected = [start + index for index, counts in enumerate(side.loss_mask) if counts]
+    return sum(float(log_p[index - 1, ids[0, index]]) for index in selected), len(selected)
 
 
-def figures_by_hand(model, reference, pairs, settings):
-    """Loss, accuracy, margin and the rewards, pair by pair in plain Python."""
+def compute_figures_by_hand(model, reference, pairs, settings):
+    """Compute loss, accuracy, margin and the rewards, pair by pair in plain Python."""
     rows = []
     for pair in pairs:
         (chosen, n), (rejected, m) = (
-            sequence_logprob(model, pair.chosen),
-            sequence_logprob(model, pair.rejected),
+            compute_sequence_logprob(model, pair.chosen),
+            compute_sequence_logprob(model, pair.rejected),
         )
         ref_chosen, ref_rejected = (
-            sequence_logprob(reference, side)[0] for side in (pair.chosen, pair.rejected)
+            compute_sequence_logprob(reference, side)[0] for side in (pair.chosen, pair.rejected)
         )
         if settings.loss == "ipo":
             good, bad = (chosen - ref_chosen) / n, (rejected - ref_rejected) / m
@@ -99,7 +99,7 @@ def figures_by_hand(model, reference, pairs, settings):
     }
 
 
-def figures_of(metrics, prefix="train"):
+def select_figures(metrics, prefix="train"):
     names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
     return {name: metrics[f"{prefix}/{name}"] for name in names}
 
@@ -115,7 +115,7 @@ def figures_of(metrics, prefix="train"):
     ],
 )
 def test_the_first_loss_is_that_of_no_preference(changes, expected):
-    metrics = trainer_of(**changes).step()
+    metrics = build_trainer(**changes).step()
     assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["train/margin"] == pytest.approx(0, abs=1e-5)
     assert metrics["train/reference_kl"] == pytest.approx(0, abs=1e-5)
@@ -123,13 +123,17 @@ def test_the_first_loss_is_that_of_no_preference(changes, expected):
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
 def test_a_step_raises_the_chosen_side_and_lowers_the_rejected_one(loss):
-    trainer = trainer_of(
+    trainer = build_trainer(
         train=1, batch_size=1, loss=loss, warmup_steps=0, learning_rate=1e-3, epochs=5
     )
-    (pair,) = pairs_of(1)
-    before = [sequence_logprob(trainer.model, side)[0] for side in (pair.chosen, pair.rejected)]
+    (pair,) = build_pairs(1)
+    before = [
+        compute_sequence_logprob(trainer.model, side)[0] for side in (pair.chosen, pair.rejected)
+    ]
     trainer.step()
-    after = [sequence_logprob(trainer.model, side)[0] for side in (pair.chosen, pair.rejected)]
+    after = [
+        compute_sequence_logprob(trainer.model, side)[0] for side in (pair.chosen, pair.rejected)
+    ]
     assert after[0] > before[0] and after[1] < before[1]
     metrics = trainer.step()
     assert metrics["train/chosen_reward"] > 0 > metrics["train/rejected_reward"]
@@ -143,28 +147,29 @@ def test_a_step_raises_the_chosen_side_and_lowers_the_rejected_one(loss):
 )
 @pytest.mark.parametrize("micro_batch_tokens", [1, 40, 10_000])
 def test_figures_by_hand_of_a_policy_that_has_moved(changes, micro_batch_tokens):
-    reference, moved = nano(), nano(seed=5)
-    trainer = trainer_of(
-        nano(), train=8, batch_size=8, micro_batch_tokens=micro_batch_tokens, **changes
+    reference, moved = build_nano(), build_nano(seed=5)
+    trainer = build_trainer(
+        build_nano(), train=8, batch_size=8, micro_batch_tokens=micro_batch_tokens, **changes
     )
     trainer.model.load_state_dict(
         moved.state_dict()
     )  # as if trained; the references stay those of the start
-    pairs = pairs_of(8)
-    expected = figures_by_hand(moved, reference, pairs, trainer.settings)
+    pairs = build_pairs(8)
+    expected = compute_figures_by_hand(moved, reference, pairs, trainer.settings)
     assert 0 < expected["accuracy"] < 1  # both signs occur
-    heldout = figures_by_hand(moved, reference, pairs_of(9, seed=1), trainer.settings)
+    heldout = compute_figures_by_hand(moved, reference, build_pairs(9, seed=1), trainer.settings)
     evaluated, stepped = trainer.evaluate(), trainer.step()
-    assert figures_of(stepped) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert figures_of(evaluated, "eval") == pytest.approx(heldout, rel=1e-4, abs=1e-5)
+    assert select_figures(stepped) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert select_figures(evaluated, "eval") == pytest.approx(heldout, rel=1e-4, abs=1e-5)
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
     gap = sum(
-        sequence_logprob(reference, side)[0] - sequence_logprob(moved, side)[0] for side in sides
+        compute_sequence_logprob(reference, side)[0] - compute_sequence_logprob(moved, side)[0]
+        for side in sides
     )
     assert stepped["train/reference_kl"] == pytest.approx(
         gap / sum(sum(side.loss_mask) for side in sides), rel=1e-4
     )
-    chosen = sum(sequence_logprob(moved, pair.chosen)[0] for pair in pairs) / 8
+    chosen = sum(compute_sequence_logprob(moved, pair.chosen)[0] for pair in pairs) / 8
     assert stepped["train/chosen_logprob"] == pytest.approx(chosen, rel=1e-5)
     assert stepped["train/tokens"] == sum(len(side.ids) for side in sides)
 
@@ -172,15 +177,15 @@ def test_figures_by_hand_of_a_policy_that_has_moved(changes, micro_batch_tokens)
 def test_micro_batches_change_neither_loss_nor_gradient():
     losses, gradients = [], []
     for budget in (10_000, 40, 1):
-        trainer = trainer_of(
-            nano(),
+        trainer = build_trainer(
+            build_nano(),
             train=8,
             batch_size=8,
             micro_batch_tokens=budget,
             max_grad_norm=1e9,
             sft_coef=0.3,
         )
-        trainer.model.load_state_dict(nano(seed=5).state_dict())
+        trainer.model.load_state_dict(build_nano(seed=5).state_dict())
         trainer.optimizer_step.optimizer.step = lambda t=trainer: gradients.append(
             [weight.grad.clone() for weight in t.model.parameters()]
         )
@@ -192,28 +197,28 @@ def test_micro_batches_change_neither_loss_nor_gradient():
 
 
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
-    trainer = trainer_of(train=8, batch_size=8)
-    trainer.model.load_state_dict(nano(seed=5).state_dict())
+    trainer = build_trainer(train=8, batch_size=8)
+    trainer.model.load_state_dict(build_nano(seed=5).state_dict())
     (batch,) = trainer._build_local_batches(trainer._train)
     loss_fn = trainer._build_loss_fn(trainer._train)
-    whole = float(loss_fn(batch)[0].detach())
+    uninterrupted = float(loss_fn(batch)[0].detach())
     halves = halve_batch(batch)
     assert [len(half.ref_chosen_B) for half in halves] == [4, 4]
     assert sum(float(loss_fn(half)[0].detach()) for half in halves) == pytest.approx(
-        whole, rel=1e-5
+        uninterrupted, rel=1e-5
     )
 
 
 def test_observations_carry_no_loss():
-    """Only what the policy wrote counts; what a tool answered is read, never learnt."""
-    pairs = pairs_of(4)
+    """Check that only what the policy wrote counts; a tool's response is read, never learnt."""
+    pairs = build_pairs(4)
     assert not all(all(pair.rejected.loss_mask) for pair in pairs)
     references = [
-        [sequence_logprob(nano(), side)[0] for side in (pair.chosen, pair.rejected)]
+        [compute_sequence_logprob(build_nano(), side)[0] for side in (pair.chosen, pair.rejected)]
         for pair in pairs
     ]
-    found = compute_reference_logprobs(nano(), pairs, pad_id=PAD, max_tokens=30)
-    assert [value for row in found for value in row] == pytest.approx(
+    actual = compute_reference_logprobs(build_nano(), pairs, pad_id=PAD, max_tokens=30)
+    assert [value for row in actual for value in row] == pytest.approx(
         [v for row in references for v in row], rel=1e-5
     )
     masked = [sum(side.loss_mask) for pair in pairs for side in (pair.chosen, pair.rejected)]
@@ -223,28 +228,30 @@ def test_observations_carry_no_loss():
 def test_references_are_computed_without_dropout_and_without_drawing():
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    model = nano(dropout=0.5).train()
-    found = compute_reference_logprobs(model, pairs_of(3), pad_id=PAD, max_tokens=10_000)
+    model = build_nano(dropout=0.5).train()
+    actual = compute_reference_logprobs(model, build_pairs(3), pad_id=PAD, max_tokens=10_000)
     assert torch.equal(torch.get_rng_state(), state) and model.training
-    assert found == compute_reference_logprobs(nano(), pairs_of(3), pad_id=PAD, max_tokens=10_000)
+    assert actual == compute_reference_logprobs(
+        build_nano(), build_pairs(3), pad_id=PAD, max_tokens=10_000
+    )
 
 
-def test_new_adapters_are_their_own_reference():
+def test_new_adapters_serve_as_the_reference():
     adapters = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = lora.add_adapter(nano(), adapters)
-    trainer = trainer_of(model, warmup_steps=0)
-    found, expected = trainer.references["train"], trainer_of(nano()).references["train"]
+        model = lora.add_adapter(build_nano(), adapters)
+    trainer = build_trainer(model, warmup_steps=0)
+    actual, expected = trainer.references["train"], build_trainer(build_nano()).references["train"]
     np.testing.assert_allclose(
-        np.array(found), np.array(expected), rtol=0, atol=1e-5
+        np.array(actual), np.array(expected), rtol=0, atol=1e-5
     )  # other products, other rounding
     assert trainer.step()["train/loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert trainer.step()["train/reference_kl"] != 0
 
 
 def test_it_learns_an_order_that_it_can_see():
-    trainer = trainer_of(train=200, heldout=100, batch_size=50, epochs=8.0, learning_rate=1e-2)
+    trainer = build_trainer(train=200, heldout=100, batch_size=50, epochs=8.0, learning_rate=1e-2)
     before = trainer.evaluate()
     assert (before["eval/accuracy"], before["eval/loss"]) == (
         0.5,
@@ -257,10 +264,10 @@ def test_it_learns_an_order_that_it_can_see():
 
 
 def test_bad_input_is_named():
-    good = pairs_of(1)[0]
+    good = build_pairs(1)[0]
 
     def build(pair, references=None):
-        PreferenceTrainer(nano(), PAD, [good, pair], [], PreferenceSettings(), 0, references)
+        PreferenceTrainer(build_nano(), PAD, [good, pair], [], PreferenceSettings(), 0, references)
 
     with pytest.raises(DataError, match=r"pairs_train\[1\].rejected: no token carries loss"):
         build(PreferencePair(good.chosen, PairSide([1], [2], [False])))
@@ -275,8 +282,10 @@ def test_bad_input_is_named():
     with pytest.raises(DataError, match="references of train: row 1 is"):
         build(good, ([(0.0, 0.0), (0.0, math.nan)], []))
     with pytest.raises(DataError, match="no pair to train on"):
-        PreferenceTrainer(nano(), PAD, [], [], PreferenceSettings(), 0)
-    assert PreferenceTrainer(nano(), PAD, [good], [], PreferenceSettings(), 0).evaluate() == {}
+        PreferenceTrainer(build_nano(), PAD, [], [], PreferenceSettings(), 0)
+    assert (
+        PreferenceTrainer(build_nano(), PAD, [good], [], PreferenceSettings(), 0).evaluate() == {}
+    )
 
 
 def test_settings_refuse_what_cannot_be():
@@ -290,7 +299,7 @@ def test_settings_refuse_what_cannot_be():
 
 def run(folder, tracker):
     torch.manual_seed(3)
-    trainer = trainer_of(nano(dropout=0.2), eval_every=3, checkpoint_every=1)
+    trainer = build_trainer(build_nano(dropout=0.2), eval_every=3, checkpoint_every=1)
     run_loop(
         trainer,
         trainer.settings,
@@ -315,7 +324,7 @@ def run(folder, tracker):
 @pytest.mark.parametrize("hit", [1, 4, 8])
 def test_killed_and_resumed_the_numbers_are_the_same(tmp_path, hit):
     expected = run(None, MemoryTracker())
-    start = compute_reference_logprobs(nano(), pairs_of(14), pad_id=PAD, max_tokens=16384)
+    start = compute_reference_logprobs(build_nano(), build_pairs(14), pad_id=PAD, max_tokens=16384)
     assert expected[2]["train"] == start
     tracker = MemoryTracker()
     faults.configure_faults(f"loop.stepped:{hit}:raise")
@@ -325,12 +334,12 @@ def test_killed_and_resumed_the_numbers_are_the_same(tmp_path, hit):
     assert run(tmp_path, tracker) == expected
 
 
-def test_a_checkpoint_brings_the_references_of_its_own_start():
-    trained = trainer_of()
+def test_a_checkpoint_restores_the_references_of_its_start():
+    trained = build_trainer()
     start = copy.deepcopy(trained.references)
     trained.step()
     state = trained.state_dict()
-    later = trainer_of(trained.model)  # built on weights that have moved already
+    later = build_trainer(trained.model)  # built on weights that have moved already
     assert later.references != start
     later.load_state_dict(state)
     assert later.references == start

@@ -23,14 +23,14 @@ from rl_core.trainers.supervised_trainer import build_pair_batches
 from rl_core.training.loop import run_loop
 
 
-def scorer(seed=0, dropout=0.0):
+def build_scorer(seed=0, dropout=0.0):
     model = nano(seed, dropout, LlamaForSequenceClassification, num_labels=1)
     model.score.weight.data.mul_(20)  # scores far enough from 0 for the figures below to differ
     return model
 
 
-def pairs_of(count, seed=0):
-    """The chosen sequence ends in a larger token than the rejected one; lengths are ragged on both sides."""
+def build_pairs(count, seed=0):
+    """Build pairs ragged on both sides; the chosen sequence ends in a larger token than the rejected one."""
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for index in range(count):
@@ -42,22 +42,22 @@ def pairs_of(count, seed=0):
     return pairs
 
 
-def trainer_of(model=None, train=14, heldout=9, **changes):
+def build_trainer(model=None, train=14, heldout=9, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes}
     settings = RewardModelSettings(**options)
     return RewardModelTrainer(
-        model or scorer(), PAD, pairs_of(train), pairs_of(heldout, seed=1), settings, 7
+        model or build_scorer(), PAD, build_pairs(train), build_pairs(heldout, seed=1), settings, 7
     )
 
 
-def scores_of(model, pairs):
-    """[(chosen, rejected)] one row at a time, through transformers' own head."""
+def compute_scores(model, pairs):
+    """Compute [(chosen, rejected)] one row at a time, with transformers' head."""
     with torch.no_grad():
         return [tuple(float(model(torch.tensor([ids])).logits) for ids in pair) for pair in pairs]
 
 
-def expected_figures(model, pairs, center_coef):
-    scores = scores_of(model, pairs)
+def compute_expected_figures(model, pairs, center_coef):
+    scores = compute_scores(model, pairs)
     losses = [math.log1p(math.exp(-(c - r))) + center_coef * (c + r) ** 2 for c, r in scores]
     count = len(pairs)
     return (
@@ -69,22 +69,22 @@ def expected_figures(model, pairs, center_coef):
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10_000])
 def test_loss_accuracy_and_margin_by_hand(micro_batch_tokens):
-    trainer = trainer_of(
+    trainer = build_trainer(
         train=8, batch_size=8, micro_batch_tokens=micro_batch_tokens, center_coef=0.05
     )
-    loss, accuracy, margin = expected_figures(trainer.model, pairs_of(8), 0.05)
+    loss, accuracy, margin = compute_expected_figures(trainer.model, build_pairs(8), 0.05)
     assert 0 < accuracy < 1  # both signs occur
     metrics = trainer.step()
     assert metrics["train/loss"] == pytest.approx(loss, rel=1e-4)
     assert metrics["train/accuracy"] == pytest.approx(accuracy)
     assert metrics["train/margin"] == pytest.approx(margin, rel=1e-3)
-    assert metrics["train/tokens"] == sum(len(row) for pair in pairs_of(8) for row in pair)
+    assert metrics["train/tokens"] == sum(len(row) for pair in build_pairs(8) for row in pair)
 
 
 def test_micro_batches_do_not_change_the_gradient():
     gradients = []
     for budget in (10_000, 1):
-        trainer = trainer_of(train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9)
+        trainer = build_trainer(train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9)
         trainer.optimizer_step.optimizer.step = lambda t=trainer: gradients.append(
             [weight.grad.clone() for weight in t.model.parameters()]
         )
@@ -94,15 +94,15 @@ def test_micro_batches_do_not_change_the_gradient():
 
 
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
-    trainer = trainer_of(train=8, batch_size=8)
+    trainer = build_trainer(train=8, batch_size=8)
     (batch,) = trainer._build_local_batches(trainer._train)
     counts = _count_pairs(trainer._train)
-    whole = float(trainer._compute_loss(batch, counts)[0].detach())
+    uninterrupted = float(trainer._compute_loss(batch, counts)[0].detach())
     halves = halve_batch(batch)
     assert [len(half.chosen_lengths_B) for half in halves] == [4, 4]
     assert sum(
         float(trainer._compute_loss(half, counts)[0].detach()) for half in halves
-    ) == pytest.approx(whole, rel=1e-5)
+    ) == pytest.approx(uninterrupted, rel=1e-5)
 
 
 def test_both_rows_of_a_pair_are_in_one_micro_batch():
@@ -111,9 +111,9 @@ def test_both_rows_of_a_pair_are_in_one_micro_batch():
 
 
 def test_evaluation_by_hand():
-    trainer = trainer_of(center_coef=0.05, micro_batch_tokens=20)
-    pairs = pairs_of(9, seed=1)
-    loss, accuracy, margin = expected_figures(trainer.model.eval(), pairs, 0.05)
+    trainer = build_trainer(center_coef=0.05, micro_batch_tokens=20)
+    pairs = build_pairs(9, seed=1)
+    loss, accuracy, margin = compute_expected_figures(trainer.model.eval(), pairs, 0.05)
     metrics = trainer.evaluate()
     assert metrics.keys() == {"eval/loss", "eval/accuracy", "eval/margin", "eval/ece"}
     assert metrics["eval/loss"] == pytest.approx(loss, rel=1e-4)
@@ -123,7 +123,7 @@ def test_evaluation_by_hand():
 
 
 def test_it_learns_an_order_that_it_can_see():
-    trainer = trainer_of(train=200, heldout=100, batch_size=50, epochs=15.0, learning_rate=1e-2)
+    trainer = build_trainer(train=200, heldout=100, batch_size=50, epochs=15.0, learning_rate=1e-2)
     before = trainer.evaluate()
     outcome = run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
     assert outcome.steps == 60
@@ -143,20 +143,24 @@ def test_longer_answer_baseline():
 
 def test_bad_pairs_are_named():
     with pytest.raises(DataError, match=r"pairs_train\[1\]"):
-        RewardModelTrainer(scorer(), PAD, [([1], [2]), ([], [2])], [], RewardModelSettings(), 0)
+        RewardModelTrainer(
+            build_scorer(), PAD, [([1], [2]), ([], [2])], [], RewardModelSettings(), 0
+        )
     with pytest.raises(DataError, match=r"pairs_heldout\[0\]"):
-        RewardModelTrainer(scorer(), PAD, [([1], [2])], [([1], [])], RewardModelSettings(), 0)
+        RewardModelTrainer(build_scorer(), PAD, [([1], [2])], [([1], [])], RewardModelSettings(), 0)
     with pytest.raises(DataError, match="no pair to train on"):
-        RewardModelTrainer(scorer(), PAD, [], [], RewardModelSettings(), 0)
+        RewardModelTrainer(build_scorer(), PAD, [], [], RewardModelSettings(), 0)
     assert (
-        RewardModelTrainer(scorer(), PAD, [([1], [2])], [], RewardModelSettings(), 0).evaluate()
+        RewardModelTrainer(
+            build_scorer(), PAD, [([1], [2])], [], RewardModelSettings(), 0
+        ).evaluate()
         == {}
     )
 
 
 def run(folder, tracker):
     torch.manual_seed(3)
-    trainer = trainer_of(scorer(dropout=0.2), eval_every=3, checkpoint_every=1)
+    trainer = build_trainer(build_scorer(dropout=0.2), eval_every=3, checkpoint_every=1)
     run_loop(
         trainer,
         trainer.settings,

@@ -26,8 +26,8 @@ PAIRS = [
 ]
 
 
-def settings(**options):
-    given = {
+def build_settings(**options):
+    arguments = {
         "epochs": 12,
         "batch_size": 6,
         "eval_every": 1000,
@@ -35,12 +35,12 @@ def settings(**options):
         "learning_rate": 3e-3,
         **options,
     }
-    return RewardModelSettings(**given)
+    return RewardModelSettings(**arguments)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_regression_learns_scores(layers):
-    options = settings(loss="mse", head_layers=layers, head_width=16, epochs=40)
+    options = build_settings(loss="mse", head_layers=layers, head_width=16, epochs=40)
     training = rl_core.reward_model(small_policy(), SCORED, heldout=0.25, settings=options)
     trainer = training.recipe.trainer
     assert isinstance(trainer, RewardRegressionTrainer)
@@ -56,24 +56,24 @@ def test_regression_learns_scores(layers):
 
 
 def test_the_first_loss_is_that_of_the_standardised_scores():
-    options = settings(loss="mse", batch_size=64)
+    options = build_settings(loss="mse", batch_size=64)
     trainer = rl_core.reward_model(
         small_policy(), SCORED, heldout=0.25, settings=options
     ).recipe.trainer
     from rl_core.models import heads
 
-    found = heads.score_rows(
+    actual = heads.score_rows(
         trainer.model, [row.ids for row in trainer._train], pad_id=trainer._pad_id
     )
     wanted = [(row.score - trainer.mean) / trainer.std for row in trainer._train]
-    expected = sum((a - b) ** 2 for a, b in zip(found, wanted, strict=True)) / len(found)
+    expected = sum((a - b) ** 2 for a, b in zip(actual, wanted, strict=True)) / len(actual)
     assert trainer.step()["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("model", ["rao_kupper", "davidson"])
 def test_ties_are_learned_as_ties(model):
     training = rl_core.reward_model(
-        small_policy(), PAIRS, heldout=0.25, settings=settings(ties=model, center_coef=0.0)
+        small_policy(), PAIRS, heldout=0.25, settings=build_settings(ties=model, center_coef=0.0)
     )
     trainer = training.recipe.trainer
     assert trainer._has_ties
@@ -88,9 +88,9 @@ def test_ties_are_learned_as_ties(model):
         else:
             win, loss = math.log1p(3 * math.exp(-d)), math.log1p(3 * math.exp(d))
             expected += win + loss - math.log(8) if pair.tie else win
-    trainer.settings = settings(ties=model, center_coef=0.0)
-    whole = trainer._evaluate_examples(pairs)
-    assert whole["loss"] == pytest.approx(expected / len(pairs), rel=1e-4)
+    trainer.settings = build_settings(ties=model, center_coef=0.0)
+    full = trainer._evaluate_examples(pairs)
+    assert full["loss"] == pytest.approx(expected / len(pairs), rel=1e-4)
     training.run()
     metrics = trainer.evaluate()
     assert {"eval/accuracy", "eval/margin", "eval/tie_gap", "eval/ece"} <= set(metrics)
@@ -103,13 +103,13 @@ def test_ties_in_dpo_and_ipo_and_refusals_elsewhere():
         training = rl_core.dpo(small_policy(), PAIRS, heldout=0.25, settings=options)
         ties = sum(example.pair.tie for example in training.recipe.trainer._train)
         count = len(training.recipe.trainer._train)
-        found = training.recipe.trainer.step()["train/loss"]
+        actual = training.recipe.trainer.step()["train/loss"]
         # at the start every difference is 0: rao_kupper with n = 3 gives -log 1/4 for an order, -log 1/2 for a tie
         expected = {
             "dpo": (ties * math.log(2) + (count - ties) * math.log(4)) / count,
             "ipo": (count - ties) * 25 / count,
         }
-        assert found == pytest.approx(expected[loss], rel=1e-4)
+        assert actual == pytest.approx(expected[loss], rel=1e-4)
     for loss in ("simpo", "orpo", "kto"):
         with pytest.raises(
             DataError, match=f"is a tie, which only reward_model, dpo, ipo learn from, not {loss}"
@@ -128,14 +128,16 @@ def test_rows_that_do_not_go_with_the_loss():
     with pytest.raises(
         DataError, match="has no score; a reward model with `loss: mse` needs prompt, completion"
     ):
-        rl_core.reward_model(small_policy(), PAIRS, heldout=0.25, settings=settings(loss="mse"))
+        rl_core.reward_model(
+            small_policy(), PAIRS, heldout=0.25, settings=build_settings(loss="mse")
+        )
     model = torch.nn.Linear(1, 1)
     same = [ScoredRow([1], 3.0), ScoredRow([2], 3.0)]
     with pytest.raises(DataError, match="all 2 scores are 3"):
-        RewardRegressionTrainer(model, 0, same, [], settings(loss="mse"), 0)
+        RewardRegressionTrainer(model, 0, same, [], build_settings(loss="mse"), 0)
     with pytest.raises(DataError, match=r"rows_train\[1\]: score nan must be finite"):
         RewardRegressionTrainer(
-            model, 0, [same[0], ScoredRow([1], math.nan)], [], settings(loss="mse"), 0
+            model, 0, [same[0], ScoredRow([1], math.nan)], [], build_settings(loss="mse"), 0
         )
     all_ties = [{**row, "tie": True} for row in PAIRS]
     with pytest.raises(DataError, match="are ties, so no order can be checked"):

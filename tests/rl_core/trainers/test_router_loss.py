@@ -1,4 +1,4 @@
-"""The load-balancing loss of mixture-of-experts models: numpy, transformers' own function, SFT and policy training."""
+"""Load-balancing loss of mixture-of-experts models: numpy, transformers' function, SFT and policy training."""
 
 import math
 
@@ -35,7 +35,7 @@ SHAPE = dict(
 )
 
 
-def mixture(family="mixtral", vocabulary=VOCABULARY):
+def build_mixture(family="mixtral", vocabulary=VOCABULARY):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if family == "mixtral":
@@ -46,7 +46,7 @@ def mixture(family="mixtral", vocabulary=VOCABULARY):
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocabulary, **experts, **SHAPE))
 
 
-def rows_of(count, seed=0):
+def build_rows(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index in range(count):
@@ -55,8 +55,8 @@ def rows_of(count, seed=0):
     return rows
 
 
-def by_numpy(layers, real, top_k):
-    """E sum_e f_e P_e, token by token in float64."""
+def compute_by_numpy(layers, real, top_k):
+    """Compute E sum_e f_e P_e, token by token in float64."""
     experts = layers[0].shape[1]
     assigned, probability, count = np.zeros(experts), np.zeros(experts), 0
     for logits_NE in layers:
@@ -77,21 +77,21 @@ def test_the_loss_is_that_of_the_paper_and_of_transformers(top_k):
             2 * torch.randn(12, 5, generator=generator, requires_grad=True) for _ in range(3)
         )
         real = torch.rand(12, generator=generator) < 0.6
-        found = load_balancing_loss(layers, real, top_k=top_k)
-        assert found.item() == pytest.approx(
-            by_numpy([layer.detach() for layer in layers], real, top_k), rel=1e-6
+        actual = load_balancing_loss(layers, real, top_k=top_k)
+        assert actual.item() == pytest.approx(
+            compute_by_numpy([layer.detach() for layer in layers], real, top_k), rel=1e-6
         )
         theirs = load_balancing_loss_func(layers, 5, top_k, real.view(2, 6).long())
-        assert found.item() == pytest.approx(theirs.item(), rel=1e-6)
+        assert actual.item() == pytest.approx(theirs.item(), rel=1e-6)
         for one, other in zip(
-            torch.autograd.grad(found, layers), torch.autograd.grad(theirs, layers), strict=True
+            torch.autograd.grad(actual, layers), torch.autograd.grad(theirs, layers), strict=True
         ):
             torch.testing.assert_close(one, other)
 
 
 def test_an_even_load_costs_top_k_and_one_expert_for_all_costs_most():
     real = torch.ones(4, dtype=torch.bool)
-    even = torch.eye(4) * 1e-6  # each token to its own expert, all probabilities 1/4
+    even = torch.eye(4) * 1e-6  # each token to another expert, all probabilities 1/4
     assert load_balancing_loss([even], real, top_k=1).item() == pytest.approx(1, rel=1e-4)
     one = torch.tensor([[50.0, 0.0, 0.0, 0.0]] * 4)
     assert load_balancing_loss([one], real, top_k=1).item() == pytest.approx(4)
@@ -111,39 +111,41 @@ def test_bad_routers_are_named():
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_padded_batch_has_the_loss_that_the_model_itself_gives(family):
-    model = mixture(family).eval()
+    model = build_mixture(family).eval()
     [batch] = build_batches(
-        [TrainRow(ids[:1], ids[1:], mask[1:]) for ids, mask in rows_of(4)], 1000, PAD
+        [TrainRow(ids[:1], ids[1:], mask[1:]) for ids, mask in build_rows(4)], 1000, PAD
     )
     assert not batch.attention_mask_BS.all()
     outputs = compute_token_outputs(model, batch, with_load_balancing=True)
-    whole = model(
+    full = model(
         input_ids=batch.input_ids_BS,
         attention_mask=batch.attention_mask_BS.long(),
         output_router_logits=True,
     )
-    assert outputs.load_balancing_loss.item() == pytest.approx(whole.aux_loss.item(), rel=1e-5)
+    assert outputs.load_balancing_loss.item() == pytest.approx(full.aux_loss.item(), rel=1e-5)
     # ours comes without an attention mask, as padding stands on the right; real tokens see none of it
-    plain = compute_token_outputs(model, batch)
-    assert plain.load_balancing_loss is None and torch.equal(plain.logprobs_BS, outputs.logprobs_BS)
+    baseline = compute_token_outputs(model, batch)
+    assert baseline.load_balancing_loss is None and torch.equal(
+        baseline.logprobs_BS, outputs.logprobs_BS
+    )
 
 
-def sft(model=None, **changes):
+def run_sft(model=None, **changes):
     settings = SFTSettings(
         **{"batch_size": 6, "learning_rate": 1e-2, "warmup_steps": 0, "epochs": 50, **changes}
     )
-    return SFTTrainer(model or mixture(), PAD, rows_of(6), rows_of(3, 1), settings, 7)
+    return SFTTrainer(model or build_mixture(), PAD, build_rows(6), build_rows(3, 1), settings, 7)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_sft_adds_it_by_its_weight(checkpointing):
-    """Loss and gradient of a whole step against the model's own, in one micro-batch."""
-    model = mixture()
-    trainer = sft(
+    """Compare loss and gradient of a whole step with the model's, in one micro-batch."""
+    model = build_mixture()
+    trainer = run_sft(
         model, router_aux_loss_coef=0.5, activation_checkpointing=checkpointing, max_grad_norm=1e9
     )
     [batch] = trainer._build_local_batches(trainer._train)
-    twin = mixture().eval()
+    twin = build_mixture().eval()
     labels = batch.input_ids_BS.masked_fill(~batch.loss_mask_BS, -100)
     mask = batch.attention_mask_BS.long()
     theirs = twin(
@@ -160,10 +162,10 @@ def test_sft_adds_it_by_its_weight(checkpointing):
 
 
 def test_micro_batches_are_weighed_by_their_real_tokens():
-    trainer = sft(router_aux_loss_coef=0.5, micro_batch_tokens=12)
+    trainer = run_sft(router_aux_loss_coef=0.5, micro_batch_tokens=12)
     batches = trainer._build_local_batches(trainer._train)
     assert len(batches) > 2
-    model, expected, total = mixture().eval(), 0.0, sum(len(ids) for ids, _ in rows_of(6))
+    model, expected, total = build_mixture().eval(), 0.0, sum(len(ids) for ids, _ in build_rows(6))
     for batch in batches:
         mask = batch.attention_mask_BS.long()
         aux = model(
@@ -174,8 +176,8 @@ def test_micro_batches_are_weighed_by_their_real_tokens():
 
 
 def test_it_evens_the_load_and_leaves_evaluation_alone():
-    plain, balanced = sft(), sft(router_aux_loss_coef=1.0)
-    assert balanced.evaluate() == pytest.approx(plain.evaluate(), rel=1e-6)
+    baseline, balanced = run_sft(), run_sft(router_aux_loss_coef=1.0)
+    assert balanced.evaluate() == pytest.approx(baseline.evaluate(), rel=1e-6)
     first = balanced.step()["train/router_aux_loss"]
     for _ in range(30):
         last = balanced.step()["train/router_aux_loss"]
@@ -192,7 +194,7 @@ def test_policies_get_it_too(options):
 
     def metrics_of(coef):
         torch.manual_seed(0)
-        model = mixture(vocabulary=len(tokenizer))
+        model = build_mixture(vocabulary=len(tokenizer))
         trainer = make_trainer(
             tokenizer,
             model=model,
@@ -207,9 +209,9 @@ def test_policies_get_it_too(options):
         return trainer, metrics
 
     trainer, metrics = metrics_of(0.5)
-    plain = metrics_of(0.0)[1]
-    assert "policy/router_aux_loss" not in plain
-    added = metrics["train/loss"] - plain["train/loss"]
+    baseline = metrics_of(0.0)[1]
+    assert "policy/router_aux_loss" not in baseline
+    added = metrics["train/loss"] - baseline["train/loss"]
     assert added == pytest.approx(0.5 * metrics["policy/router_aux_loss"], rel=1e-4)
     rollouts = [rollout for group in trainer.groups for rollout in group.rollouts]
     if not options:
@@ -217,13 +219,13 @@ def test_policies_get_it_too(options):
         for rollout in rollouts:
             ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
             with torch.no_grad():
-                found = trainer.policy.eval()(
+                actual = trainer.policy.eval()(
                     input_ids=ids, output_router_logits=True
                 ).router_logits
-            for layer, logits in zip(layers, found, strict=True):
+            for layer, logits in zip(layers, actual, strict=True):
                 layer.append(logits.reshape(-1, 4))
         layers = [torch.cat(layer) for layer in layers]
-        expected = by_numpy(layers, torch.ones(len(layers[0]), dtype=torch.bool), 2)
+        expected = compute_by_numpy(layers, torch.ones(len(layers[0]), dtype=torch.bool), 2)
         assert metrics["policy/router_aux_loss"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -232,20 +234,20 @@ def test_adapters_are_trained_by_it():
     gradients = []
     for coef in (0.0, 10.0):
         torch.manual_seed(0)
-        model = lora.add_adapter(mixture(), settings)
-        trainer = sft(model, router_aux_loss_coef=coef, max_grad_norm=1e9)
+        model = lora.add_adapter(build_mixture(), settings)
+        trainer = run_sft(model, router_aux_loss_coef=coef, max_grad_norm=1e9)
         gradients.append(trainer.step()["train/grad_norm"])
     assert abs(gradients[1] - gradients[0]) > 1e-3
 
 
 def test_models_without_routers_are_refused():
-    said = (
+    messages = (
         "router_aux_loss_coef: 0.1 balances the experts of a mixture; LlamaForCausalLM gives none"
     )
-    with pytest.raises(SettingsError, match=said):
-        sft(nano(), router_aux_loss_coef=0.1)
+    with pytest.raises(SettingsError, match=messages):
+        run_sft(nano(), router_aux_loss_coef=0.1)
     tokenizer = train_tokenizer(["abc xyz"], 300)
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=messages):
         make_trainer(tokenizer, router_aux_loss_coef=0.1)
-    assert check_router_logits(mixture()).reason == "2 routers of 4 experts, 2 per token"
-    assert check_router_logits(mixture().to("meta")).is_undecided
+    assert check_router_logits(build_mixture()).reason == "2 routers of 4 experts, 2 per token"
+    assert check_router_logits(build_mixture().to("meta")).is_undecided

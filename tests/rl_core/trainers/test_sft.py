@@ -18,12 +18,12 @@ from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.loop import run_loop
 
 
-def tied(**options):
+def build_tied_model(**options):
     return nano(tie_word_embeddings=True, **options)
 
 
-def rows_of(count, seed=0):
-    """Ragged rows; the last tokens repeat the first ones, which can be learnt."""
+def build_rows(count, seed=0):
+    """Build ragged rows; the last tokens repeat the first ones, which can be learnt."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index in range(count):
@@ -32,15 +32,17 @@ def rows_of(count, seed=0):
     return rows
 
 
-def trainer_of(model=None, train=14, **changes):
+def build_trainer(model=None, train=14, **changes):
     settings = SFTSettings(
         **{"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes}
     )
-    return SFTTrainer(model or tied(), PAD, rows_of(train), rows_of(5, seed=1), settings, 7)
+    return SFTTrainer(
+        model or build_tied_model(), PAD, build_rows(train), build_rows(5, seed=1), settings, 7
+    )
 
 
 def mean_nll(model, rows):
-    """Straight from the model's logits, one row at a time, without padding."""
+    """Compute the NLL from the model's logits, one row at a time, without padding."""
     total, count = 0.0, 0
     for ids, mask in rows:
         with torch.no_grad():
@@ -53,8 +55,8 @@ def mean_nll(model, rows):
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10_000])
 def test_loss_is_the_mean_over_the_loss_tokens_of_the_step(micro_batch_tokens):
-    trainer = trainer_of(micro_batch_tokens=micro_batch_tokens, train=4)
-    expected = mean_nll(trainer.model, rows_of(4))
+    trainer = build_trainer(micro_batch_tokens=micro_batch_tokens, train=4)
+    expected = mean_nll(trainer.model, build_rows(4))
     metrics = trainer.step()
     assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["train/tokens"] == 4 + 6 + 8 + 10
@@ -63,10 +65,10 @@ def test_loss_is_the_mean_over_the_loss_tokens_of_the_step(micro_batch_tokens):
 
 
 def test_micro_batches_do_not_change_the_weights():
-    """8 rows as one batch and one at a time: the same gradient, so the same weights after a plain step."""
+    """Compare 8 rows as one batch and one at a time: the same gradient, so the same weights after a plain step."""
     gradients = []
     for budget in (10_000, 1):
-        trainer = trainer_of(train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9)
+        trainer = build_trainer(train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9)
         trainer.optimizer_step.optimizer.step = lambda t=trainer: gradients.append(
             [weight.grad.clone() for weight in t.model.parameters()]
         )
@@ -76,10 +78,10 @@ def test_micro_batches_do_not_change_the_weights():
 
 
 def test_evaluation_is_the_held_out_loss_and_changes_nothing():
-    trainer = trainer_of(tied(dropout=0.5))
+    trainer = build_trainer(build_tied_model(dropout=0.5))
     before, rng = weights_digest(trainer.model), torch.get_rng_state()
     metrics = trainer.evaluate()
-    expected = mean_nll(trainer.model.eval(), rows_of(5, seed=1))
+    expected = mean_nll(trainer.model.eval(), build_rows(5, seed=1))
     assert metrics == {
         "eval/loss": pytest.approx(expected, rel=1e-5),
         "eval/perplexity": pytest.approx(math.exp(expected), rel=1e-5),
@@ -89,7 +91,7 @@ def test_evaluation_is_the_held_out_loss_and_changes_nothing():
 
 
 def test_it_learns():
-    trainer = trainer_of(train=8, batch_size=8, epochs=60.0, learning_rate=2e-2)
+    trainer = build_trainer(train=8, batch_size=8, epochs=60.0, learning_rate=2e-2)
     first = trainer.step()["train/loss"]
     outcome = run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
     assert outcome.steps == 61
@@ -98,10 +100,10 @@ def test_it_learns():
 
 
 def test_how_many_steps_there_are():
-    assert trainer_of(train=14).total_steps == 8  # two passes of 4, 4, 4, 2
-    assert trainer_of(train=14, epochs=0.5).total_steps == 2
-    assert trainer_of(train=14, max_steps=5).total_steps == 5
-    assert trainer_of(train=14, max_steps=50).total_steps == 8
+    assert build_trainer(train=14).total_steps == 8  # two passes of 4, 4, 4, 2
+    assert build_trainer(train=14, epochs=0.5).total_steps == 2
+    assert build_trainer(train=14, max_steps=5).total_steps == 5
+    assert build_trainer(train=14, max_steps=50).total_steps == 8
 
 
 @pytest.mark.parametrize(
@@ -115,17 +117,17 @@ def test_how_many_steps_there_are():
 )
 def test_rows_that_cannot_be_learnt_from(row, message):
     with pytest.raises(DataError, match=message):
-        SFTTrainer(tied(), PAD, [([1, 2], [False, True]), row], [], SFTSettings(), 0)
+        SFTTrainer(build_tied_model(), PAD, [([1, 2], [False, True]), row], [], SFTSettings(), 0)
     with pytest.raises(DataError, match="no row"):
-        SFTTrainer(tied(), PAD, [], [], SFTSettings(), 0)
+        SFTTrainer(build_tied_model(), PAD, [], [], SFTSettings(), 0)
 
 
 def test_without_held_out_rows_there_is_no_evaluation():
-    assert SFTTrainer(tied(), PAD, rows_of(3), [], SFTSettings(), 0).evaluate() == {}
+    assert SFTTrainer(build_tied_model(), PAD, build_rows(3), [], SFTSettings(), 0).evaluate() == {}
 
 
 def test_a_broken_model_stops_after_n_skipped_steps_with_the_tensors_name():
-    trainer = trainer_of(epochs=20.0, max_nonfinite=3)
+    trainer = build_trainer(epochs=20.0, max_nonfinite=3)
     trainer.step()
     with torch.no_grad():
         trainer.model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
@@ -138,9 +140,9 @@ def test_a_broken_model_stops_after_n_skipped_steps_with_the_tensors_name():
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
 def test_packing_gives_the_metrics_of_padding(micro_batch_tokens, monkeypatch):
-    """Demonstrations of 4, 6, 8 and 10 tokens, 14 of them: rows of 10 = 6 + 4, or 10, or 8."""
-    padded = trainer_of(batch_size=14)
-    packed = trainer_of(batch_size=14, packing=True, micro_batch_tokens=micro_batch_tokens)
+    """Check 14 demonstrations of 4, 6, 8 and 10 tokens: rows of 10 = 6 + 4, or 10, or 8."""
+    padded = build_trainer(batch_size=14)
+    packed = build_trainer(batch_size=14, packing=True, micro_batch_tokens=micro_batch_tokens)
     shapes = []
     compute = logprobs.compute_hidden_states
 
@@ -163,19 +165,21 @@ def test_packing_gives_the_metrics_of_padding(micro_batch_tokens, monkeypatch):
 
 def test_a_model_that_would_mix_packed_rows_gets_padded_ones(monkeypatch, caplog):
     refused = Decision("sequence packing", False, "it mixes them")
-    monkeypatch.setattr(
-        "rl_core.trainers.sft.check_sequence_packing", lambda model: refused
-    )
-    trainer = trainer_of(packing=True, train=4)
+    monkeypatch.setattr("rl_core.trainers.sft.check_sequence_packing", lambda model: refused)
+    trainer = build_trainer(packing=True, train=4)
     assert "LlamaForCausalLM with attention 'sdpa' mixes the sequences of a row" in caplog.text
-    expected = mean_nll(trainer.model, rows_of(4))
+    expected = mean_nll(trainer.model, build_rows(4))
     assert trainer.step()["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def run(folder, tracker, *, store=CheckpointStore, **changes):
     torch.manual_seed(3)
-    trainer = trainer_of(
-        tied(dropout=0.2), eval_every=3, checkpoint_every=1, schedule="cosine", **changes
+    trainer = build_trainer(
+        build_tied_model(dropout=0.2),
+        eval_every=3,
+        checkpoint_every=1,
+        schedule="cosine",
+        **changes,
     )
     run_loop(
         trainer,
@@ -204,14 +208,14 @@ def test_killed_at_any_iteration_the_numbers_are_the_same(tmp_path, unbroken, po
 
 
 def test_killed_with_packed_rows_the_numbers_are_the_same(tmp_path, unbroken):
-    whole = run(None, MemoryTracker(), packing=True)
-    assert whole != unbroken  # attention dropout draws over other shapes
+    uninterrupted = run(None, MemoryTracker(), packing=True)
+    assert uninterrupted != unbroken  # attention dropout draws over other shapes
     tracker = MemoryTracker()
     faults.configure_faults("loop.step:5:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker, packing=True)
     faults.configure_faults(None)
-    assert run(tmp_path, tracker, packing=True) == whole
+    assert run(tmp_path, tracker, packing=True) == uninterrupted
 
 
 @pytest.mark.parametrize(
@@ -219,21 +223,21 @@ def test_killed_with_packed_rows_the_numbers_are_the_same(tmp_path, unbroken):
     ["rng/torch", "optimizer_step/optimizer", "optimizer_step/num_steps", "trainer/order", "model"],
 )
 def test_every_saved_item_is_needed(tmp_path, unbroken, item):
-    """Dropping any item of the checkpoint changes the numbers, so the test above is sensitive to it."""
+    """Check that dropping any item of the checkpoint changes the numbers, so the test above is sensitive to it."""
 
     class Dropping(CheckpointStore):
         def load_latest(self):
             state = super().load_latest()
-            fresh = trainer_of(tied(dropout=0.2))
+            fresh = build_trainer(build_tied_model(dropout=0.2))
             torch.manual_seed(3)
-            whole = {
+            uninterrupted = {
                 "rng": {"torch": torch.get_rng_state()},
                 "optimizer_step": fresh.optimizer_step.state_dict(),
                 "trainer": fresh.state_dict(),
                 "model": dict(fresh.model.state_dict()),
             }
             *folders, last = item.split("/")
-            target, source = state, whole
+            target, source = state, uninterrupted
             for name in folders:
                 target, source = target[name], source[name]
             target[last] = source[last]

@@ -1,6 +1,6 @@
-"""Learning at other temperatures than 1: everything is of softmax(logits / T), the policy that acted.
+"""Learning at temperatures other than 1: everything is of softmax(logits / T), the policy that acted.
 
-The expected values come from the model's whole logits, one unpadded forward pass for each rollout.
+The expected values come from the model's full logits, one unpadded forward pass for each rollout.
 """
 
 import copy
@@ -42,8 +42,8 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def sharp_model(tokenizer, seed=0):
-    """An untrained model is near to uniform at every temperature; this one has preferences."""
+def build_sharp_model(tokenizer, seed=0):
+    """Build a model with preferences; an untrained one is nearly uniform at every temperature."""
     model = causal_lm.create_model(
         ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, seed
     )
@@ -52,15 +52,15 @@ def sharp_model(tokenizer, seed=0):
     return model
 
 
-def trainer_at(tokenizer, temperature, **options):
+def build_trainer(tokenizer, temperature, **options):
     sampling = SamplingSettings(max_completion_tokens=3, temperature=temperature)
     return make_trainer(
-        tokenizer, model=sharp_model(tokenizer), **{"sampling": sampling, **options}
+        tokenizer, model=build_sharp_model(tokenizer), **{"sampling": sampling, **options}
     )
 
 
-def naive(model, ids, start, temperature):
-    """[T] log-probabilities of ids[start:] and entropies, of softmax(logits / T)."""
+def compute_naive_logprobs(model, ids, start, temperature):
+    """Compute [T] log-probabilities of ids[start:] and entropies, of softmax(logits / T)."""
     with torch.no_grad():
         logits_SV = (
             model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double() / temperature
@@ -71,11 +71,13 @@ def naive(model, ids, start, temperature):
     ).sum(-1)
 
 
-def of_all(model, rollouts, temperature):
-    """`naive` of all sampled tokens, one after the other; every completion here is one action."""
+def compute_all_logprobs(model, rollouts, temperature):
+    """Compute `compute_naive_logprobs` of all sampled tokens in order; every completion here is one action."""
     assert all(all(rollout.loss_mask) for rollout in rollouts)
     parts = [
-        naive(model, [*r.prompt_ids, *r.completion_ids], len(r.prompt_ids), temperature)
+        compute_naive_logprobs(
+            model, [*r.prompt_ids, *r.completion_ids], len(r.prompt_ids), temperature
+        )
         for r in rollouts
     ]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(
@@ -83,14 +85,11 @@ def of_all(model, rollouts, temperature):
     )
 
 
-def played(trainer):
+def play_groups(trainer):
     return [rollout for group in trainer.groups for rollout in group.rollouts]
 
 
-# -------------------------------------------------------------------------------------------------- the exact gradient
-
-
-def toy_model(vocabulary=4):
+def build_toy_model(vocabulary=4):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(
@@ -108,7 +107,7 @@ def toy_model(vocabulary=4):
         return LlamaForCausalLM(config)
 
 
-def gradient_of(model, value):
+def compute_gradient(model, value):
     model.zero_grad()
     value.backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -119,12 +118,12 @@ def gradient_of(model, value):
     "algorithm", ["grpo", "dr_grpo", "rloo", "dapo", "cispo", "gspo", "reinforce"]
 )
 def test_the_expected_gradient_is_that_of_the_policy_that_acted(algorithm, temperature):
-    """All 16 answers of two tokens, each weighed by its probability, against d/dtheta sum_y pi_T(y) R(y).
+    """Compare all 16 answers of two tokens, weighted by their probability, with d/dtheta sum_y pi_T(y) R(y).
 
     R depends on the first token alone, so the second token's logits have no part in the exact gradient. With
     advantages pi_T(y) R(y) the losses are means over 32 tokens (gspo: 16 sequences of 2), hence the factor.
     """
-    model = toy_model()
+    model = build_toy_model()
     pairs = list(itertools.product(range(4), repeat=2))
     rewards = torch.tensor(
         [(1.0, -0.5, 0.25, 2.0)[first] for first, _ in pairs], dtype=torch.float64
@@ -134,7 +133,7 @@ def test_the_expected_gradient_is_that_of_the_policy_that_acted(algorithm, tempe
         model(torch.tensor([[1, token] for token in range(4)])).logits[:, -1].double() / temperature
     ).softmax(-1)
     p = torch.stack([first_V[a] * second_VV[a, b] for a, b in pairs])
-    expected = -gradient_of(model, (p * rewards).sum()) / 32
+    expected = -compute_gradient(model, (p * rewards).sum()) / 32
     weighed = (p * rewards).detach().tolist()
     settings = PolicySettings(
         algorithm=algorithm,
@@ -150,20 +149,20 @@ def test_the_expected_gradient_is_that_of_the_policy_that_acted(algorithm, tempe
         for pair, weight in zip(pairs, weighed, strict=True)
     ]
     update = PolicyUpdate(build_actor_critic(model, None, settings, 0), settings, [samples])
-    found = []
+    results = []
     update.actor_critic.optimizer_step.run_step = lambda batches, loss: (
-        found.append(gradient_of(model, sum(loss(batch)[0] for batch in batches))) or {}
+        results.append(compute_gradient(model, sum(loss(batch)[0] for batch in batches))) or {}
     )
     update.run_optimizer_steps(np.random.default_rng(0))
-    torch.testing.assert_close(found[0], expected, atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(results[0], expected, atol=1e-7, rtol=1e-4)
     assert expected.norm() > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 @pytest.mark.parametrize("term", ["entropy", "kl"])
 def test_the_gradients_of_entropy_and_kl_are_of_the_policy_that_acted(term, temperature):
-    """The terms alone, as all rewards are equal, against autograd through all logits over T."""
-    model, reference = toy_model(), toy_model()
+    """Compare the terms, as all rewards are equal, with autograd through all logits over T."""
+    model, reference = build_toy_model(), build_toy_model()
     with torch.no_grad():
         reference.lm_head.weight.add_(
             0.3 * torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
@@ -189,22 +188,20 @@ def test_the_gradients_of_entropy_and_kl_are_of_the_policy_that_acted(term, temp
         else:
             d = (log_p - log_q).gather(1, torch.tensor(pair)[:, None])
             total = total + 0.5 * ((-d).exp() - 1 + d).sum()
-    expected = gradient_of(model, total / 6)
+    expected = compute_gradient(model, total / 6)
     samples = [
         TrainingSample(TrainRow([1], pair, [True, True], [0.0, 0.0], temperature), 1.0, False)
         for pair in pairs
     ]
     update = PolicyUpdate(build_actor_critic(model, reference, settings, 0), settings, [samples])
-    found = []
+    results = []
     update.actor_critic.optimizer_step.run_step = lambda batches, loss: (
-        found.append(gradient_of(model, sum(loss(batch)[0] for batch in batches))) or {}
+        results.append(compute_gradient(model, sum(loss(batch)[0] for batch in batches))) or {}
     )
     update.run_optimizer_steps(np.random.default_rng(0))
-    torch.testing.assert_close(found[0], expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(results[0], expected, atol=1e-6, rtol=1e-4)
     assert expected.norm() > 1e-2
 
-
-# ------------------------------------------------------------------------------------------------------ whole trainers
 
 ALGORITHMS = {
     **{
@@ -223,25 +220,25 @@ ALGORITHMS = {
 def test_kl_and_entropy_of_every_algorithm_are_of_the_policy_that_acted(
     tokenizer, name, temperature
 ):
-    trainer = trainer_at(
+    trainer = build_trainer(
         tokenizer,
         temperature,
-        reference=sharp_model(tokenizer, 1),
+        reference=build_sharp_model(tokenizer, 1),
         kl_coef=0.1,
         importance="token",
         **ALGORITHMS[name],
     )
     before = copy.deepcopy(trainer.policy)
     metrics = trainer.step()
-    rollouts = played(trainer)
+    rollouts = play_groups(trainer)
     assert {rollout.temperature for rollout in rollouts} == {temperature}
-    logprobs, entropies = of_all(before, rollouts, temperature)
-    reference, _ = of_all(trainer.actor_critic.reference, rollouts, temperature)
+    logprobs, entropies = compute_all_logprobs(before, rollouts, temperature)
+    reference, _ = compute_all_logprobs(trainer.actor_critic.reference, rollouts, temperature)
     sampler = torch.tensor(
         [value for rollout in rollouts for value in rollout.sampler_logprobs], dtype=torch.float64
     )
     assert (sampler - logprobs).abs().max() < 1e-4
-    assert (sampler - of_all(before, rollouts, 1.0)[0]).abs().max() > 0.1
+    assert (sampler - compute_all_logprobs(before, rollouts, 1.0)[0]).abs().max() > 0.1
     assert metrics["policy/mean_logprob"] == pytest.approx(float(logprobs.mean()), abs=1e-5)
     assert metrics["policy/entropy"] == pytest.approx(float(entropies.mean()), rel=1e-4)
     distance = reference - logprobs
@@ -260,10 +257,10 @@ def test_kl_and_entropy_of_every_algorithm_are_of_the_policy_that_acted(
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_kl_in_the_reward_is_of_the_policy_that_acted(tokenizer, temperature, epochs):
     """With a single update the sampler's log-probs stand for the policy's; with two they are measured."""
-    trainer = trainer_at(
+    trainer = build_trainer(
         tokenizer,
         temperature,
-        reference=sharp_model(tokenizer, 1),
+        reference=build_sharp_model(tokenizer, 1),
         kl_coef=0.1,
         kl_in="reward",
         algorithm="rloo",
@@ -271,15 +268,17 @@ def test_a_kl_in_the_reward_is_of_the_policy_that_acted(tokenizer, temperature, 
     )
     before = copy.deepcopy(trainer.policy)
     metrics = trainer.step()
-    logprobs, _ = of_all(before, played(trainer), temperature)
-    reference, _ = of_all(trainer.actor_critic.reference, played(trainer), temperature)
+    logprobs, _ = compute_all_logprobs(before, play_groups(trainer), temperature)
+    reference, _ = compute_all_logprobs(
+        trainer.actor_critic.reference, play_groups(trainer), temperature
+    )
     assert metrics["policy/ref_kl"] == pytest.approx(float((logprobs - reference).mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("backend_class", ["engine", "transformers"])
 def test_weights_show_that_another_temperature_acted(tokenizer, backend_class):
-    """A sampler at 2 that says 1: weights pi_1 / pi_2, cut at the cap."""
-    trainer = trainer_at(
+    """Check a sampler at 2 that says 1: weights pi_1 / pi_2, cut at the cap."""
+    trainer = build_trainer(
         tokenizer, 1.0, importance="token", importance_cap=1.5, filter_threshold=0.0
     )
     make = create_rollout_backend if backend_class == "engine" else TransformersBackend
@@ -295,30 +294,35 @@ def test_weights_show_that_another_temperature_acted(tokenizer, backend_class):
         r for g in trainer.groups for r, a in zip(g.rollouts, g.advantages, strict=True) if a != 0
     ]
     weights = (
-        (of_all(before, learned, 1.0)[0] - of_all(before, learned, 2.0)[0]).exp().clamp(max=1.5)
+        (
+            compute_all_logprobs(before, learned, 1.0)[0]
+            - compute_all_logprobs(before, learned, 2.0)[0]
+        )
+        .exp()
+        .clamp(max=1.5)
     )
     assert metrics["policy/importance_mean"] == pytest.approx(float(weights.mean()), rel=1e-3)
     assert metrics["policy/effective_sample_share"] < 0.97 and metrics["policy/sampler_kl"] > 0.01
 
 
 def test_the_hard_kl_limit_is_of_the_policy_that_acted(tokenizer):
-    trainer = trainer_at(tokenizer, 2.0, kl_max=1e9, learning_rate=1e-2)
+    trainer = build_trainer(tokenizer, 2.0, kl_max=1e9, learning_rate=1e-2)
     before = copy.deepcopy(trainer.policy)
     metrics = trainer.step()
     learned = [
         r for g in trainer.groups for r, a in zip(g.rollouts, g.advantages, strict=True) if a != 0
     ]
-    moved = of_all(trainer.policy, learned, 2.0)[0] - of_all(before, learned, 2.0)[0]
+    moved = (
+        compute_all_logprobs(trainer.policy, learned, 2.0)[0]
+        - compute_all_logprobs(before, learned, 2.0)[0]
+    )
     assert metrics["policy/kl_after_max"] == pytest.approx(
         float((moved.exp() - moved - 1).mean()), rel=1e-3
     )
 
 
-# ------------------------------------------------------------------------------------ stages of the curriculum, replay
-
-
 def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeypatch):
-    """Stage one samples at 1/2, stage two at 2. With the weights as they were, nothing is off policy: all weights 1."""
+    """Check stages that sample at 1/2 and 2: with unchanged weights nothing is off policy, so all weights are 1."""
     stages = (
         CurriculumStage(name="cold", levels={"low": 1.0}, temperature=0.5, max_iterations=1),
         CurriculumStage(name="hot", levels={"low": 1.0}, temperature=2.0),
@@ -333,7 +337,7 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
     monkeypatch.setattr(policy_gradient, "PolicyUpdate", Kept)
 
     def make():
-        return trainer_at(
+        return build_trainer(
             tokenizer,
             1.0,
             curriculum=stages,
@@ -345,7 +349,7 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
 
     trainer = make()
     trainer.step()
-    assert {rollout.temperature for rollout in played(trainer)} == {0.5}
+    assert {rollout.temperature for rollout in play_groups(trainer)} == {0.5}
     resumed = make()
     resumed.load_state_dict(copy.deepcopy(trainer.state_dict()))
     for each in (trainer, resumed):
@@ -358,7 +362,7 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
         assert metrics["policy/sampler_difference_max"] < 1e-4
         assert metrics["policy/importance_mean"] == pytest.approx(1, abs=1e-4)
         entropies = [
-            naive(
+            compute_naive_logprobs(
                 each.policy,
                 [*s.row.prompt_ids, *s.row.completion_ids],
                 len(s.row.prompt_ids),
@@ -372,9 +376,6 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
     assert trainer.settings.sampling.temperature == 1.0
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-
 def test_greedy_rollouts_are_refused():
     greedy = SamplingSettings(temperature=0)
     for settings in (PolicySettings, PreferenceSettings, RewardModelSettings):
@@ -385,11 +386,11 @@ def test_greedy_rollouts_are_refused():
     settings = PolicySettings(group_size=2)
     samples = [TrainingSample(TrainRow([1], [2], [True], [0.0], 0.0), 1.0, False)] * 2
     with pytest.raises(DataError, match="sampled greedily"):
-        PolicyUpdate(build_actor_critic(toy_model(), None, settings, 0), settings, [samples])
+        PolicyUpdate(build_actor_critic(build_toy_model(), None, settings, 0), settings, [samples])
 
 
 def test_a_renderer_without_padding_token_is_refused(tokenizer):
-    trainer = trainer_at(tokenizer, 1.0, curriculum=LOW)
+    trainer = build_trainer(tokenizer, 1.0, curriculum=LOW)
 
     def again(renderer, **options):
         return policy_gradient.PolicyGradientTrainer(

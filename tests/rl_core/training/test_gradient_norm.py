@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients have the bits of torch's own functions, and leave what they cannot do to them."""
+"""Norm and clipping of gradients have the bits of torch's functions, and leave what they cannot do to them."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from rl_core.training import optimizers
 from rl_core.training.optimizers import clip_gradients, compute_total_norm
 
 
-def parameters(*dtypes, seed=0):
+def build_parameters(*dtypes, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    found = []
-    for place, dtype in enumerate(dtypes):
-        parameter = torch.nn.Parameter(torch.zeros(3 + place, 70, dtype=dtype))
-        parameter.grad = torch.randn(3 + place, 70, generator=generator).to(dtype)
-        found.append(parameter)
-    return found
+    results = []
+    for index, dtype in enumerate(dtypes):
+        parameter = torch.nn.Parameter(torch.zeros(3 + index, 70, dtype=dtype))
+        parameter.grad = torch.randn(3 + index, 70, generator=generator).to(dtype)
+        results.append(parameter)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def parameters(*dtypes, seed=0):
 )
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
 def test_norm_and_clipping_have_the_bits_of_torch(dtypes, max_norm):
-    ours, theirs = parameters(*dtypes), parameters(*dtypes)
+    ours, theirs = build_parameters(*dtypes), build_parameters(*dtypes)
     theirs.append(torch.nn.Parameter(torch.zeros(2)))  # without a gradient
     ours.append(torch.nn.Parameter(torch.zeros(2)))
     norm = compute_total_norm([p.grad for p in ours if p.grad is not None])
@@ -34,7 +34,7 @@ def test_norm_and_clipping_have_the_bits_of_torch(dtypes, max_norm):
     assert all(
         torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True) if a.grad is not None
     )
-    assert (max_norm < norm) == (not torch.equal(ours[0].grad, parameters(*dtypes)[0].grad))
+    assert (max_norm < norm) == (not torch.equal(ours[0].grad, build_parameters(*dtypes)[0].grad))
 
 
 def test_no_gradient_at_all():
@@ -46,7 +46,9 @@ def test_like_gradients_take_the_short_way(monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", None)
     monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", None)
     clip_gradients(
-        parameters(torch.float32), 1.0, compute_total_norm([parameters(torch.float32)[0].grad])
+        build_parameters(torch.float32),
+        1.0,
+        compute_total_norm([build_parameters(torch.float32)[0].grad]),
     )
     assert not optimizers._has_single_device_and_dtype(
         [torch.zeros(2), torch.zeros(2, dtype=torch.float64)]

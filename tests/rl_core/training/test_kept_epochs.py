@@ -21,7 +21,7 @@ SETTINGS = {
 }
 
 
-def sft(output, lora=None, **options):
+def run_sft(output, lora=None, **options):
     """3 batches an epoch, 11 steps in all."""
     torch.manual_seed(5)  # of dropout, as a stage sets it
     policy = small_policy(lora=lora)
@@ -29,11 +29,11 @@ def sft(output, lora=None, **options):
     return rl_core.sft(policy, ROWS, heldout=0.0, settings=settings, output=output)
 
 
-def bits(folder):
+def read_weights(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
-def kept(output):
+def list_epochs(output):
     return sorted(path.name for path in (output / "epochs").iterdir())
 
 
@@ -43,17 +43,17 @@ def kept(output):
     ids=["plain", "lora", "averaged"],
 )
 def test_the_model_of_an_epoch_is_that_of_a_training_that_ends_there(tmp_path, lora, options):
-    training = sft(tmp_path / "whole", lora, keep_epochs=2, **options)
+    training = run_sft(tmp_path / "whole", lora, keep_epochs=2, **options)
     training.run()
-    assert kept(tmp_path / "whole") == ["2", "3"], "whole epochs, the newest two"
-    without = sft(tmp_path / "without", lora, **options)
+    assert list_epochs(tmp_path / "whole") == ["2", "3"], "whole epochs, the newest two"
+    without = run_sft(tmp_path / "without", lora, **options)
     without.run()
     ended = zip(training.model.parameters(), without.model.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in ended), "keeping them changes no number"
-    shorter = sft(tmp_path / "shorter", lora, **{**options, "epochs": 2.0})
+    shorter = run_sft(tmp_path / "shorter", lora, **{**options, "epochs": 2.0})
     shorter.run()
     shorter.save(tmp_path / "saved")
-    assert bits(tmp_path / "saved") == bits(tmp_path / "whole/epochs/2")
+    assert read_weights(tmp_path / "saved") == read_weights(tmp_path / "whole/epochs/2")
     loaded = rl_core.load_policy(tmp_path / "whole/epochs/2")
     assert rl_core.generate(loaded, ["1 + 1 ="], seed=1) == shorter.generate(["1 + 1 ="], seed=1)
     assert (tmp_path / "whole/epochs/2/adapter").is_dir() == (lora is not None)
@@ -63,7 +63,7 @@ def test_the_model_of_an_epoch_is_that_of_a_training_that_ends_there(tmp_path, l
 def test_a_run_that_dies_between_a_model_and_its_checkpoint_leaves_the_same(
     tmp_path, monkeypatch, epoch
 ):
-    sft(tmp_path / "whole", keep_epochs=2).run()
+    run_sft(tmp_path / "whole", keep_epochs=2).run()
     written = []
 
     def dies(name):
@@ -71,7 +71,7 @@ def test_a_run_that_dies_between_a_model_and_its_checkpoint_leaves_the_same(
         if len(written) == epoch:
             raise RuntimeError("killed")
 
-    training = sft(tmp_path / "cut", keep_epochs=2)
+    training = run_sft(tmp_path / "cut", keep_epochs=2)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints, "inject_fault", dies)
         with pytest.raises(RuntimeError, match="killed"):
@@ -79,11 +79,13 @@ def test_a_run_that_dies_between_a_model_and_its_checkpoint_leaves_the_same(
     (
         tmp_path / "cut/epochs/.tmp-3@elsewhere-1"
     ).mkdir()  # of another machine: left alone, and no epoch
-    again = sft(tmp_path / "cut", keep_epochs=2)
+    again = run_sft(tmp_path / "cut", keep_epochs=2)
     again.run()
-    assert kept(tmp_path / "cut") == [".tmp-3@elsewhere-1", "2", "3"]
+    assert list_epochs(tmp_path / "cut") == [".tmp-3@elsewhere-1", "2", "3"]
     for name in ("2", "3"):
-        assert bits(tmp_path / "cut/epochs" / name) == bits(tmp_path / "whole/epochs" / name)
+        assert read_weights(tmp_path / "cut/epochs" / name) == read_weights(
+            tmp_path / "whole/epochs" / name
+        )
 
 
 def test_preferences_and_reward_models_keep_theirs(tmp_path):
@@ -100,7 +102,7 @@ def test_preferences_and_reward_models_keep_theirs(tmp_path):
         rows = (
             PAIRS
             if loss == "bradley_terry"
-            else [{**row, "score": place} for place, row in enumerate(ROWS)]
+            else [{**row, "score": index} for index, row in enumerate(ROWS)]
         )
         output = tmp_path / loss
         settings = rl_core.RewardModelSettings(**shared, loss=loss, head_layers=1 + number)
@@ -109,10 +111,14 @@ def test_preferences_and_reward_models_keep_theirs(tmp_path):
         )
         training.run()
         training.save(output / "last")
-        assert kept(output) == ["1", "2"]
-        assert bits(output / "epochs/2") == bits(output / "last") != bits(output / "epochs/1")
+        assert list_epochs(output) == ["1", "2"]
+        assert (
+            read_weights(output / "epochs/2")
+            == read_weights(output / "last")
+            != read_weights(output / "epochs/1")
+        )
 
 
 def test_without_a_folder_there_is_no_place_for_them():
     with pytest.raises(rl_core.SettingsError, match="keep_epochs: needs an output folder"):
-        sft(None, keep_epochs=1).run()
+        run_sft(None, keep_epochs=1).run()

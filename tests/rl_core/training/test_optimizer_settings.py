@@ -42,7 +42,7 @@ from rl_core.types import TrainBatch
 EVERYTHING = {"optimizer": "muon", "grokfast_lambda": 2.0, "grokfast_alpha": 0.9, "ema_decay": 0.8}
 
 
-def nano(kind=LlamaForCausalLM, dropout=0.0):
+def build_nano(kind=LlamaForCausalLM, dropout=0.0):
     shape = dict(
         vocab_size=11,
         hidden_size=16,
@@ -65,7 +65,7 @@ def nano(kind=LlamaForCausalLM, dropout=0.0):
         )
 
 
-def rows_of(count, seed=0):
+def build_rows(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     prompts = [
         torch.randint(1, 11, (2 + i % 4,), generator=generator).tolist() for i in range(count)
@@ -73,10 +73,10 @@ def rows_of(count, seed=0):
     return [(prompt * 2, [False] * len(prompt) + [True] * len(prompt)) for prompt in prompts]
 
 
-def sft(model=None, **changes):
+def build_sft_trainer(model=None, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "max_steps": 8, **changes}
     return SFTTrainer(
-        model or nano(), 0, rows_of(14), rows_of(5, seed=1), SFTSettings(**options), 7
+        model or build_nano(), 0, build_rows(14), build_rows(5, seed=1), SFTSettings(**options), 7
     )
 
 
@@ -87,17 +87,17 @@ def batch_of(rows=3, length=8):
     return TrainBatch(ids, torch.ones_like(mask), mask)
 
 
-def copies(model):
+def copy_weights(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def equal(left, right):
+def are_equal(left, right):
     return left.keys() == right.keys() and all(
         torch.equal(left[name], right[name]) for name in left
     )
 
 
-def averages_of(trainer):
+def compute_averages(trainer):
     averages = trainer.optimizer_step.state_dict()["ema"]["averages"]
     return {name: average.clone() for name, average in averages.items()}
 
@@ -106,42 +106,45 @@ def averages_of(trainer):
 
 
 def test_the_loop_evaluates_and_leaves_the_averaged_weights():
-    trainer = sft(ema_decay=0.8, eval_every=3)
-    tracker, seen = MemoryTracker(), []
+    trainer = build_sft_trainer(ema_decay=0.8, eval_every=3)
+    tracker, observed = MemoryTracker(), []
     evaluate = trainer.evaluate
     trainer.evaluate = lambda: (
-        seen.append((copies(trainer.model), averages_of(trainer))),
+        observed.append((copy_weights(trainer.model), compute_averages(trainer))),
         evaluate(),
     )[1]
     step, raw = trainer.step, []
-    trainer.step = lambda: (step(), raw.append(copies(trainer.model)))[0]
+    trainer.step = lambda: (step(), raw.append(copy_weights(trainer.model)))[0]
     outcome = run_loop(trainer, trainer.settings, iterations=8, tracker=tracker)
-    assert len(seen) == 3  # after 3, 6 and 8 iterations
-    for weights, averages in seen:
+    assert len(observed) == 3  # after 3, 6 and 8 iterations
+    for weights, averages in observed:
         assert all(torch.equal(weights[name], average) for name, average in averages.items())
     assert all(
-        torch.equal(copies(trainer.model)[name], average)
-        for name, average in averages_of(trainer).items()
+        torch.equal(copy_weights(trainer.model)[name], average)
+        for name, average in compute_averages(trainer).items()
     )
     assert trainer.evaluate()["eval/loss"] == outcome.metrics["eval/loss"]
     # training itself never saw them
-    plain = sft()
+    baseline = build_sft_trainer()
     for weights in raw:
-        plain.step()
-        assert equal(copies(plain.model), weights)
-    assert not equal(copies(trainer.model), raw[-1])
+        baseline.step()
+        assert are_equal(copy_weights(baseline.model), weights)
+    assert not are_equal(copy_weights(trainer.model), raw[-1])
 
 
 def test_the_best_averaged_weights_are_restored():
-    trainer = sft(ema_decay=0.8, eval_every=1)
-    seen, scores = [], iter([0.1, 0.5, 0.9, 0.4, 0.3, 0.2, 0.1, 0.0])
-    trainer.evaluate = lambda: (seen.append(copies(trainer.model)), {"eval/score": next(scores)})[1]
+    trainer = build_sft_trainer(ema_decay=0.8, eval_every=1)
+    observed, scores = [], iter([0.1, 0.5, 0.9, 0.4, 0.3, 0.2, 0.1, 0.0])
+    trainer.evaluate = lambda: (
+        observed.append(copy_weights(trainer.model)),
+        {"eval/score": next(scores)},
+    )[1]
     outcome = run_loop(trainer, trainer.settings, iterations=8, best_metric="eval/score")
     assert outcome.best_iteration == 3
-    assert equal(copies(trainer.model), seen[2])
+    assert are_equal(copy_weights(trainer.model), observed[2])
 
 
-def policy_trainer(evaluator=None, **changes):
+def build_policy_trainer(evaluator=None, **changes):
     tokenizer = train_tokenizer(["1 2 3"], 300)
     model = causal_lm.create_model(
         ModelSettings(preset="nano", context=96, device="cpu"), tokenizer, 0
@@ -170,22 +173,23 @@ def policy_trainer(evaluator=None, **changes):
 
 
 def test_rollouts_use_the_raw_weights_and_evaluation_the_average():
-    """The engine reads weights where they lie: its log-probs are those of whichever weights are in the model."""
-    trainer = policy_trainer(ema_decay=0.8, eval_every=1)
-    seen = []
-    trainer.evaluator = lambda: (seen.append(copies(trainer.model)), {})[1]
+    """Check that the engine's log-probs are those of the weights currently in the model."""
+    trainer = build_policy_trainer(ema_decay=0.8, eval_every=1)
+    observed = []
+    trainer.evaluator = lambda: (observed.append(copy_weights(trainer.model)), {})[1]
     metrics = []
     step = trainer.step
     trainer.step = lambda: (metrics.append(step()), metrics[-1])[1]
     run_loop(trainer, trainer.settings, iterations=3)
     assert all(row["policy/sampler_difference_max"] < 1e-4 for row in metrics)
-    plain = policy_trainer()
+    baseline = build_policy_trainer()
     assert all(
-        torch.equal(seen[-1][name], average) for name, average in averages_of(trainer).items()
+        torch.equal(observed[-1][name], average)
+        for name, average in compute_averages(trainer).items()
     )
     for row in metrics:  # the same rollouts and updates as without the average
         names = [name for name in row if not name.startswith("perf/")]
-        other = plain.step()
+        other = baseline.step()
         assert [row[name] for name in names] == [other[name] for name in names]
 
 
@@ -194,8 +198,8 @@ def test_rollouts_use_the_raw_weights_and_evaluation_the_average():
 
 def run(folder, tracker, store=CheckpointStore):
     torch.manual_seed(3)
-    trainer = sft(
-        nano(dropout=0.2), eval_every=3, checkpoint_every=2, schedule="cosine", **EVERYTHING
+    trainer = build_sft_trainer(
+        build_nano(dropout=0.2), eval_every=3, checkpoint_every=2, schedule="cosine", **EVERYTHING
     )
     checkpoints = store(folder) if folder else None
     run_loop(trainer, trainer.settings, iterations=8, tracker=tracker, checkpoints=checkpoints)
@@ -205,7 +209,7 @@ def run(folder, tracker, store=CheckpointStore):
         for name, value in row.items()
         if not name.startswith("perf/")
     }
-    return copies(trainer.model), averages_of(trainer), series
+    return copy_weights(trainer.model), compute_averages(trainer), series
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +217,8 @@ def unbroken():
     return run(None, MemoryTracker())
 
 
-def same(left, right):
-    return equal(left[0], right[0]) and equal(left[1], right[1]) and left[2] == right[2]
+def are_same(left, right):
+    return are_equal(left[0], right[0]) and are_equal(left[1], right[1]) and left[2] == right[2]
 
 
 @pytest.mark.parametrize(
@@ -228,8 +232,10 @@ def test_a_killed_run_with_muon_grokfast_and_average_gives_the_same_numbers(
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker)
     faults.configure_faults(None)
-    assert same(run(tmp_path, tracker), unbroken)
-    assert same(run(tmp_path, tracker), unbroken)  # once more: the finished run is not run again
+    assert are_same(run(tmp_path, tracker), unbroken)
+    assert are_same(
+        run(tmp_path, tracker), unbroken
+    )  # once more: the finished run is not run again
 
 
 @pytest.mark.parametrize("item", ["grokfast", "ema", "muon"])
@@ -238,11 +244,13 @@ def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
         def load_latest(self):
             state = super().load_latest()
             if item == "muon":
-                state["optimizer_step"]["optimizer"]["muon"] = sft(
+                state["optimizer_step"]["optimizer"]["muon"] = build_sft_trainer(
                     **EVERYTHING
                 ).optimizer_step.state_dict()["optimizer"]["muon"]
             elif item == "grokfast":  # as at the start; without it a resume is refused
-                state["optimizer_step"][item] = sft(**EVERYTHING).optimizer_step.state_dict()[item]
+                state["optimizer_step"][item] = build_sft_trainer(
+                    **EVERYTHING
+                ).optimizer_step.state_dict()[item]
             else:
                 state["optimizer_step"][item] = None
             return state
@@ -253,7 +261,7 @@ def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
         run(tmp_path, tracker)
     faults.configure_faults(None)
     weights, _, series = run(tmp_path, tracker, Dropping)
-    assert not equal(weights, unbroken[0])
+    assert not are_equal(weights, unbroken[0])
     assert series != unbroken[2]
 
 
@@ -261,28 +269,28 @@ def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
 
 
 def test_autocast_trains_float32_weights_with_bfloat16_passes():
-    plain, cast = sft(), sft(autocast="bfloat16")
-    first, second = plain.step(), cast.step()
+    baseline, cast = build_sft_trainer(), build_sft_trainer(autocast="bfloat16")
+    first, second = baseline.step(), cast.step()
     assert second["train/loss"] != first["train/loss"]
     assert second["train/loss"] == pytest.approx(first["train/loss"], rel=5e-3)
     assert second["train/grad_norm"] == pytest.approx(first["train/grad_norm"], rel=5e-2)
     for _ in range(7):
-        plain.step(), cast.step()
-    found, expected = cast.evaluate()["eval/loss"], plain.evaluate()["eval/loss"]
-    assert found != expected and found == pytest.approx(expected, rel=2e-2)
+        baseline.step(), cast.step()
+    actual, expected = cast.evaluate()["eval/loss"], baseline.evaluate()["eval/loss"]
+    assert actual != expected and actual == pytest.approx(expected, rel=2e-2)
     assert {parameter.dtype for parameter in cast.model.parameters()} == {torch.float32}
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_every_weight_gets_a_gradient_though_a_pass_without_one_came_first(monkeypatch):
-    """A probe of the head runs under no_grad in the same context: its casts must not be taken for the real ones."""
-    model = nano()
+    """Check that casts of a probe of the head under no_grad in the same context are not taken for the real ones."""
+    model = build_nano()
     optimizer_step = OptimizerStep(model, OptimizerSettings(autocast="bfloat16"), 10)
-    seen = {}
+    observed = {}
     monkeypatch.setattr(
         optimizer_step.optimizer,
         "step",
-        lambda: seen.update({n: p.grad is not None for n, p in model.named_parameters()}),
+        lambda: observed.update({n: p.grad is not None for n, p in model.named_parameters()}),
     )
 
     def loss_fn(batch):
@@ -293,7 +301,7 @@ def test_every_weight_gets_a_gradient_though_a_pass_without_one_came_first(monke
         return -logprobs.sum(), {}
 
     optimizer_step.run_step([batch_of()], loss_fn)
-    assert len(seen) == 2 + 2 * 9 and all(seen.values())
+    assert len(observed) == 2 + 2 * 9 and all(observed.values())
 
 
 def test_old_reference_and_new_logprobs_are_all_taken_under_autocast(monkeypatch):
@@ -308,7 +316,9 @@ def test_old_reference_and_new_logprobs_are_all_taken_under_autocast(monkeypatch
 
     monkeypatch.setattr(rollout_buffer, "completion_logprobs", spy(completion_logprobs))
     monkeypatch.setattr(policy_update, "compute_token_outputs", spy(compute_token_outputs))
-    trainer = policy_trainer(autocast="bfloat16", kl_coef=0.1, learning_rate=1e-30)  # stands still
+    trainer = build_policy_trainer(
+        autocast="bfloat16", kl_coef=0.1, learning_rate=1e-30
+    )  # stands still
     metrics = trainer.step()
     assert len(enabled) == 3 and all(
         enabled
@@ -321,31 +331,31 @@ def test_old_reference_and_new_logprobs_are_all_taken_under_autocast(monkeypatch
 
 def test_a_reward_model_trains_and_is_evaluated_under_autocast():
     def trainer_of(autocast):
-        pairs = [(chosen, chosen[:1]) for chosen, _ in rows_of(6)]
+        pairs = [(chosen, chosen[:1]) for chosen, _ in build_rows(6)]
         settings = RewardModelSettings(batch_size=6, autocast=autocast)
         return RewardModelTrainer(
-            nano(LlamaForSequenceClassification), 0, pairs, pairs, settings, 0
+            build_nano(LlamaForSequenceClassification), 0, pairs, pairs, settings, 0
         )
 
-    plain, cast = trainer_of("none"), trainer_of("bfloat16")
-    found, expected = cast.evaluate()["eval/loss"], plain.evaluate()["eval/loss"]
-    assert found != expected and found == pytest.approx(expected, rel=1e-2)
-    assert cast.step()["train/loss"] == pytest.approx(found, rel=1e-2)
+    baseline, cast = trainer_of("none"), trainer_of("bfloat16")
+    actual, expected = cast.evaluate()["eval/loss"], baseline.evaluate()["eval/loss"]
+    assert actual != expected and actual == pytest.approx(expected, rel=1e-2)
+    assert cast.step()["train/loss"] == pytest.approx(actual, rel=1e-2)
 
 
 # Activation checkpointing
 
 
-def gradients(model, is_on, monkeypatch):
+def compute_gradients(model, is_on, monkeypatch):
     optimizer_step = OptimizerStep(
         model, OptimizerSettings(activation_checkpointing=is_on, dropout=True), 10
     )
-    seen, calls = {}, []
+    observed, calls = {}, []
     named = list(model.named_parameters())
     monkeypatch.setattr(
         optimizer_step.optimizer,
         "step",
-        lambda: seen.update({n: p.grad.clone() for n, p in named if p.grad is not None}),
+        lambda: observed.update({n: p.grad.clone() for n, p in named if p.grad is not None}),
     )
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
     layer.register_forward_pre_hook(lambda *args: calls.append(torch.is_grad_enabled()))
@@ -359,13 +369,13 @@ def gradients(model, is_on, monkeypatch):
 
     torch.manual_seed(0)
     optimizer_step.run_step([batch_of()], loss_fn)
-    return seen, sum(calls)
+    return observed, sum(calls)
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapters", "classifier", "wrapped"])
 def test_checkpointing_computes_layers_twice_and_gives_the_same_gradients(monkeypatch, kind):
     def make():
-        model = nano(
+        model = build_nano(
             LlamaForSequenceClassification if kind == "classifier" else LlamaForCausalLM,
             dropout=0.3,
         )
@@ -379,22 +389,22 @@ def test_checkpointing_computes_layers_twice_and_gives_the_same_gradients(monkey
         return model
 
     if kind == "wrapped":
-        model = nn.ModuleDict({"policy": nano()})
+        model = nn.ModuleDict({"policy": build_nano()})
         OptimizerStep(model, OptimizerSettings(activation_checkpointing=True), 10)
         assert all(layer.gradient_checkpointing for layer in model["policy"].model.layers)
         return
-    expected, once = gradients(make(), False, monkeypatch)
-    found, twice = gradients(make(), True, monkeypatch)
+    expected, once = compute_gradients(make(), False, monkeypatch)
+    actual, twice = compute_gradients(make(), True, monkeypatch)
     assert twice == once + 1
-    assert found.keys() == expected.keys() and len(found) >= 19
+    assert actual.keys() == expected.keys() and len(actual) >= 19
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-6)
         assert float(expected[name].abs().max()) > 1e-5
 
 
 def test_a_checkpointed_model_still_plays():
-    model = nano()
-    plain = model(torch.tensor([[1, 2, 3]])).logits.detach()
+    model = build_nano()
+    baseline = model(torch.tensor([[1, 2, 3]])).logits.detach()
     OptimizerStep(model, OptimizerSettings(activation_checkpointing=True), 10)
     backend = TransformersBackend(model, eos_ids=[2], pad_id=0, max_length=16)
 
@@ -407,7 +417,7 @@ def test_a_checkpointed_model_still_plays():
     sequence = OneTurn()
     backend.run_sequences([sequence], SamplingSettings(max_completion_tokens=4))
     token, logprob = sequence.first
-    assert logprob == pytest.approx(float(plain[0, -1].log_softmax(-1)[token]), abs=1e-5)
+    assert logprob == pytest.approx(float(baseline[0, -1].log_softmax(-1)[token]), abs=1e-5)
 
 
 def test_a_model_that_cannot_checkpoint_says_so():
@@ -423,7 +433,7 @@ def test_a_model_that_cannot_checkpoint_says_so():
 @pytest.mark.parametrize("changes", [{}, EVERYTHING])
 def test_every_step_reports_loss_norm_rate_and_skipped_steps(changes):
     tracker = MemoryTracker()
-    trainer = sft(max_steps=3, **changes)
+    trainer = build_sft_trainer(max_steps=3, **changes)
     run_loop(trainer, trainer.settings, iterations=3, tracker=tracker)
     steps = [row for _, row in tracker.metrics if "train/loss" in row]
     assert len(steps) == 3

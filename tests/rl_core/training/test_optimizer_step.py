@@ -20,7 +20,7 @@ from rl_core.types import TrainBatch
 
 @dataclass
 class Rows:
-    """x [B, 3] and y [B]; a list and a scalar beside them, as a trainer's batch may have."""
+    """Batch of x [B, 3] and y [B], with a list and a scalar, as a trainer's batch may have."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -28,19 +28,19 @@ class Rows:
     scale: float = 1.0
 
 
-def rows(count, seed=0, dtype=torch.float64):
+def build_rows(count, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 3, generator=generator, dtype=dtype)
     return Rows(x, torch.randn(count, generator=generator, dtype=dtype), list(range(count)))
 
 
-def model_of(seed=0, dtype=torch.float32):
+def build_model(seed=0, dtype=torch.float32):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
 
 
-def loss_fn_of(model, total):
+def build_loss_fn(model, total):
     def loss_fn(batch):
         x = batch.x.to(next(model.parameters()).dtype)
         error = model(x).squeeze(-1) - batch.y.to(x.dtype)
@@ -52,24 +52,24 @@ def loss_fn_of(model, total):
     return loss_fn
 
 
-def settings_of(**changes):
+def build_settings(**changes):
     return OptimizerSettings(
         **{"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.0, **changes}
     )
 
 
-def gradients_after(monkeypatch, micro_batches, loss_fn_for, **changes):
-    """Gradients as AdamW sees them."""
-    model = model_of()
-    optimizer_step = OptimizerStep(model, settings_of(max_grad_norm=1e9, **changes), 10)
-    seen = {}
+def compute_gradients_after(monkeypatch, micro_batches, loss_fn_for, **changes):
+    """Return the gradients that AdamW receives."""
+    model = build_model()
+    optimizer_step = OptimizerStep(model, build_settings(max_grad_norm=1e9, **changes), 10)
+    observed = {}
     monkeypatch.setattr(
         optimizer_step.optimizer,
         "step",
-        lambda: seen.update({n: p.grad.clone() for n, p in model.named_parameters()}),
+        lambda: observed.update({n: p.grad.clone() for n, p in model.named_parameters()}),
     )
     metrics = optimizer_step.run_step(micro_batches, loss_fn_for(model))
-    return seen, metrics
+    return observed, metrics
 
 
 def test_learning_rate_warms_up_and_falls_to_its_floor():
@@ -96,7 +96,7 @@ def test_learning_rate_warms_up_and_falls_to_its_floor():
 
 def test_the_scale_multiplies_the_schedule_and_is_saved():
     def made():
-        settings = settings_of(learning_rate=0.8, warmup_steps=4)
+        settings = build_settings(learning_rate=0.8, warmup_steps=4)
         return OptimizerStep(nn.Linear(1, 1, bias=False), settings, 10)
 
     optimizer_step, other = made(), made()
@@ -123,7 +123,7 @@ def test_first_adam_step_by_hand():
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -1.0]]))
-    optimizer_step = OptimizerStep(model, settings_of(), 10)
+    optimizer_step = OptimizerStep(model, build_settings(), 10)
     batch = Rows(torch.tensor([[2.0, -3.0]]), torch.tensor([0.0]), [0])
     metrics = optimizer_step.run_step([batch], lambda b: (model(b.x).sum(), {}))
     # loss = 2*1 + (-3)(-1) = 5; gradient (2, -3), norm sqrt(13)
@@ -135,11 +135,11 @@ def test_first_adam_step_by_hand():
 
 
 def test_the_schedule_reaches_the_weights():
-    """Under a constant gradient Adam moves each weight by the learning rate: 0.025, 0.05, 0.075, 0.1 in the warm-up."""
+    """Check that Adam under a constant gradient moves by the learning rate: 0.025, 0.05, 0.075, 0.1 in the warm-up."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    optimizer_step = OptimizerStep(model, settings_of(warmup_steps=4), 10)
+    optimizer_step = OptimizerStep(model, build_settings(warmup_steps=4), 10)
     batch = Rows(torch.ones(1, 1), torch.zeros(1), [0])
     weights = []
     for _ in range(4):
@@ -150,15 +150,15 @@ def test_the_schedule_reaches_the_weights():
 
 def test_gradients_are_clipped_by_their_global_norm(monkeypatch):
     model = nn.Linear(2, 1, bias=False)
-    optimizer_step = OptimizerStep(model, settings_of(max_grad_norm=1.0), 10)
-    seen = []
+    optimizer_step = OptimizerStep(model, build_settings(max_grad_norm=1.0), 10)
+    observed = []
     monkeypatch.setattr(
-        optimizer_step.optimizer, "step", lambda: seen.append(model.weight.grad.clone())
+        optimizer_step.optimizer, "step", lambda: observed.append(model.weight.grad.clone())
     )
     batch = Rows(torch.tensor([[3.0, -4.0]]), torch.tensor([0.0]), [0])
     metrics = optimizer_step.run_step([batch], lambda b: (model(b.x).sum(), {}))
     assert metrics["train/grad_norm"] == pytest.approx(5.0)  # before clipping
-    torch.testing.assert_close(seen[0], torch.tensor([[0.6, -0.8]]))
+    torch.testing.assert_close(observed[0], torch.tensor([[0.6, -0.8]]))
     for size, expected in (
         (1.001, 1.0),
         (0.995, 0.995),
@@ -166,7 +166,7 @@ def test_gradients_are_clipped_by_their_global_norm(monkeypatch):
     ):  # the gradient's norm, and what is left of it
         small = Rows(torch.tensor([[0.6, -0.8]]) * size, torch.tensor([0.0]), [0])
         optimizer_step.run_step([small], lambda b: (model(b.x).sum(), {}))
-        assert float(seen[-1].norm()) == pytest.approx(expected, rel=1e-5)
+        assert float(observed[-1].norm()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_decay_on_matrices_only():
@@ -174,7 +174,7 @@ def test_decay_on_matrices_only():
     with torch.no_grad():
         model.weight.fill_(1.0)
         model.bias.fill_(1.0)
-    optimizer_step = OptimizerStep(model, settings_of(learning_rate=0.1, weight_decay=0.5), 10)
+    optimizer_step = OptimizerStep(model, build_settings(learning_rate=0.1, weight_decay=0.5), 10)
     batch = Rows(torch.zeros(1, 2), torch.zeros(1), [0])
     optimizer_step.run_step([batch], lambda b: (0.0 * (model.weight.sum() + model.bias.sum()), {}))
     torch.testing.assert_close(model.weight.detach(), torch.full((2, 2), 0.95))  # 1 - lr * decay
@@ -182,10 +182,14 @@ def test_decay_on_matrices_only():
 
 
 def test_eight_micro_batches_of_one_equal_one_of_eight(monkeypatch):
-    whole = rows(8)
-    singles = [Rows(whole.x[i : i + 1], whole.y[i : i + 1], [i]) for i in range(8)]
-    one, metrics_one = gradients_after(monkeypatch, [whole], lambda model: loss_fn_of(model, 8))
-    many, metrics_many = gradients_after(monkeypatch, singles, lambda model: loss_fn_of(model, 8))
+    full = build_rows(8)
+    singles = [Rows(full.x[i : i + 1], full.y[i : i + 1], [i]) for i in range(8)]
+    one, metrics_one = compute_gradients_after(
+        monkeypatch, [full], lambda model: build_loss_fn(model, 8)
+    )
+    many, metrics_many = compute_gradients_after(
+        monkeypatch, singles, lambda model: build_loss_fn(model, 8)
+    )
     assert metrics_one.keys() == metrics_many.keys()
     for name in one:
         torch.testing.assert_close(one[name], many[name], rtol=0, atol=1e-6)
@@ -195,10 +199,10 @@ def test_eight_micro_batches_of_one_equal_one_of_eight(monkeypatch):
 
 
 def test_ragged_micro_batches_share_one_denominator(monkeypatch):
-    whole = rows(6)
-    ragged = [Rows(whole.x[:5], whole.y[:5], list(range(5))), Rows(whole.x[5:], whole.y[5:], [5])]
-    one, _ = gradients_after(monkeypatch, [whole], lambda model: loss_fn_of(model, 6))
-    two, _ = gradients_after(monkeypatch, ragged, lambda model: loss_fn_of(model, 6))
+    full = build_rows(6)
+    ragged = [Rows(full.x[:5], full.y[:5], list(range(5))), Rows(full.x[5:], full.y[5:], [5])]
+    one, _ = compute_gradients_after(monkeypatch, [full], lambda model: build_loss_fn(model, 6))
+    two, _ = compute_gradients_after(monkeypatch, ragged, lambda model: build_loss_fn(model, 6))
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-6)
 
@@ -219,7 +223,7 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
     sizes = []
 
     def limited(model):
-        plain = loss_fn_of(model, 11)
+        baseline = build_loss_fn(model, 11)
 
         def loss_fn(batch):
             sizes.append(len(batch.y))
@@ -228,18 +232,20 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
             if len(batch.y) > 2:
                 hidden = model[1](Exhausted.apply(model[0](batch.x.float())))
                 return model[2](hidden).sum(), {}
-            return plain(batch)
+            return baseline(batch)
 
         return loss_fn
 
-    batches = [rows(2, 1), rows(8, 2), rows(1, 3)]
-    expected, metrics = gradients_after(monkeypatch, batches, lambda model: loss_fn_of(model, 11))
+    batches = [build_rows(2, 1), build_rows(8, 2), build_rows(1, 3)]
+    expected, metrics = compute_gradients_after(
+        monkeypatch, batches, lambda model: build_loss_fn(model, 11)
+    )
     with caplog.at_level(logging.WARNING):
-        found, found_metrics = gradients_after(monkeypatch, batches, limited)
+        actual, actual_metrics = compute_gradients_after(monkeypatch, batches, limited)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-6)
     for name in metrics:
-        assert found_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
+        assert actual_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
     # 8 fails; again from the start with 4 + 4: 4 fails; again with four times 2
     assert sizes == [2, 8, 2, 4, 2, 2, 2, 2, 2, 1]
     assert "out of memory" in caplog.text
@@ -256,21 +262,21 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_the_limit_that_was_found_is_kept_and_saved(error):
-    model = model_of()
-    optimizer_step = OptimizerStep(model, settings_of(), 10)
+def test_the_measured_limit_is_kept_and_saved(error):
+    model = build_model()
+    optimizer_step = OptimizerStep(model, build_settings(), 10)
     sizes = []
 
     def loss_fn(batch):
         sizes.append(len(batch.y))
         if len(batch.y) > 4:
             raise error
-        return loss_fn_of(model, 8)(batch)
+        return build_loss_fn(model, 8)(batch)
 
-    optimizer_step.run_step([rows(8)], loss_fn)
-    optimizer_step.run_step([rows(8)], loss_fn)
+    optimizer_step.run_step([build_rows(8)], loss_fn)
+    optimizer_step.run_step([build_rows(8)], loss_fn)
     assert sizes == [8, 4, 4, 4, 4]
-    again = OptimizerStep(model_of(), settings_of(), 10)
+    again = OptimizerStep(build_model(), build_settings(), 10)
     again.load_state_dict(optimizer_step.state_dict())
     assert again.max_tokens == optimizer_step.max_tokens == 23  # 8 rows of 3, less one
 
@@ -279,20 +285,20 @@ def test_a_single_row_that_does_not_fit_is_a_typed_error():
     def loss_fn(batch):
         raise torch.OutOfMemoryError("fake")
 
-    optimizer_step = OptimizerStep(model_of(), settings_of(), 10)
+    optimizer_step = OptimizerStep(build_model(), build_settings(), 10)
     with pytest.raises(OutOfMemory, match="one row of 3 tokens does not fit"):
-        optimizer_step.run_step([rows(4)], loss_fn)
+        optimizer_step.run_step([build_rows(4)], loss_fn)
 
 
 def test_an_optimizer_state_that_does_not_fit_is_a_typed_error(monkeypatch):
     def refuse():
         raise MemoryError
 
-    model = model_of()
-    optimizer_step = OptimizerStep(model, settings_of(), 10)
+    model = build_model()
+    optimizer_step = OptimizerStep(model, build_settings(), 10)
     monkeypatch.setattr(optimizer_step.optimizer, "step", refuse)
     with pytest.raises(OutOfMemory, match="the optimizer's state does not fit"):
-        optimizer_step.run_step([rows(4)], loss_fn_of(model, 4))
+        optimizer_step.run_step([build_rows(4)], build_loss_fn(model, 4))
 
 
 def test_halves_of_a_train_batch_keep_every_field():
@@ -316,9 +322,9 @@ def test_halves_of_a_train_batch_keep_every_field():
         halve_batch((1, 2))
 
 
-def poisoned(model, what):
+def poison_model(model, what):
     def loss_fn(batch):
-        loss, metrics = loss_fn_of(model, 4)(batch)
+        loss, metrics = build_loss_fn(model, 4)(batch)
         if what == "loss":
             return loss * float("nan"), metrics
         if what == "input":
@@ -338,16 +344,16 @@ def poisoned(model, what):
     ],
 )
 def test_non_finite_steps_are_skipped_counted_named_and_stop_after_n(caplog, what, name):
-    model = model_of()
-    optimizer_step = OptimizerStep(model, settings_of(), 100, max_nonfinite=3)
-    optimizer_step.run_step([rows(4)], loss_fn_of(model, 4))
+    model = build_model()
+    optimizer_step = OptimizerStep(model, build_settings(), 100, max_nonfinite=3)
+    optimizer_step.run_step([build_rows(4)], build_loss_fn(model, 4))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     moments = optimizer_step.state_dict()["optimizer"]["state"][0]["exp_avg"].clone()
     with caplog.at_level(logging.WARNING):
-        metrics = optimizer_step.run_step([rows(4)], poisoned(model, what))
+        metrics = optimizer_step.run_step([build_rows(4)], poison_model(model, what))
     assert metrics["train/skipped_steps"] == 1.0
     assert re.search(name, caplog.text)
-    optimizer_step.run_step([rows(4)], poisoned(model, what))
+    optimizer_step.run_step([build_rows(4)], poison_model(model, what))
     assert (
         optimizer_step.num_steps,
         optimizer_step.skipped_steps,
@@ -356,48 +362,48 @@ def test_non_finite_steps_are_skipped_counted_named_and_stop_after_n(caplog, wha
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(optimizer_step.state_dict()["optimizer"]["state"][0]["exp_avg"], moments)
     good = optimizer_step.run_step(
-        [rows(4)], loss_fn_of(model, 4)
-    )  # one good step: the count in a row starts anew
+        [build_rows(4)], build_loss_fn(model, 4)
+    )  # one good step resets the count in a row
     assert (good["train/skipped_steps"], optimizer_step.skipped_in_row) == (2.0, 0)
     after = {key: value.clone() for key, value in model.state_dict().items()}
     assert not torch.equal(after["0.weight"], before["0.weight"])
     for _ in range(2):
-        optimizer_step.run_step([rows(4)], poisoned(model, what))
+        optimizer_step.run_step([build_rows(4)], poison_model(model, what))
     with pytest.raises(NonFiniteError, match=f"3 non-finite optimizer steps in a row.*{name}"):
-        optimizer_step.run_step([rows(4)], poisoned(model, what))
+        optimizer_step.run_step([build_rows(4)], poison_model(model, what))
     assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
 
 def test_bad_steps_in_a_row_are_counted_over_a_restart():
-    """Two before, one after: the third in a row stops, as it would have without the restart."""
-    model, other = model_of(), model_of()
-    first = OptimizerStep(model, settings_of(), 100, max_nonfinite=3)
+    """Check two before and one after: the third in a row stops, as it would have without the restart."""
+    model, other = build_model(), build_model()
+    first = OptimizerStep(model, build_settings(), 100, max_nonfinite=3)
     for _ in range(2):
-        first.run_step([rows(4)], poisoned(model, "loss"))
-    again = OptimizerStep(other, settings_of(), 100, max_nonfinite=3)
+        first.run_step([build_rows(4)], poison_model(model, "loss"))
+    again = OptimizerStep(other, build_settings(), 100, max_nonfinite=3)
     again.load_state_dict(first.state_dict())
     assert (again.num_steps, again.skipped_steps, again.skipped_in_row) == (2, 2, 2)
     with pytest.raises(NonFiniteError, match="3 non-finite optimizer steps in a row"):
-        again.run_step([rows(4)], poisoned(other, "loss"))
+        again.run_step([build_rows(4)], poison_model(other, "loss"))
 
 
 def test_a_broken_weight_is_named_before_what_follows_from_it(caplog):
-    model = model_of()
+    model = build_model()
     with torch.no_grad():
         model[0].bias[1] = float("inf")
         model[2].weight[0, 1] = float("nan")
-    optimizer_step = OptimizerStep(model, settings_of(), 10)
+    optimizer_step = OptimizerStep(model, build_settings(), 10)
     with caplog.at_level(logging.WARNING):
-        optimizer_step.run_step([rows(4)], loss_fn_of(model, 4))
+        optimizer_step.run_step([build_rows(4)], build_loss_fn(model, 4))
     assert "not finite: weight 0.bias" in caplog.text
 
 
 def test_small_updates_of_bfloat16_weights_are_not_rounded_away():
-    """lr 1e-4 on a weight of 1.0 is below half a bfloat16 step (2^-9); only a float32 master can add 100 of them up."""
+    """Check lr 1e-4 on a weight of 1.0, below half a bfloat16 step (2^-9): only a float32 master adds up 100."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    optimizer_step = OptimizerStep(model, settings_of(learning_rate=1e-4), 100)
+    optimizer_step = OptimizerStep(model, build_settings(learning_rate=1e-4), 100)
     batch = Rows(torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1), [0])
     for _ in range(100):
         optimizer_step.run_step([batch], lambda b: (model(b.x).sum(), {}))
@@ -407,9 +413,9 @@ def test_small_updates_of_bfloat16_weights_are_not_rounded_away():
 
 
 def test_low_precision_gradients_accumulate_in_float32():
-    """256 + 1 is 256 in bfloat16: accumulated there, the small micro-batches would vanish."""
+    """Check that 256 + 1, which is 256 in bfloat16, is not lost in accumulation."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
-    optimizer_step = OptimizerStep(model, settings_of(max_grad_norm=1e9), 10)
+    optimizer_step = OptimizerStep(model, build_settings(max_grad_norm=1e9), 10)
     batches = [
         Rows(torch.full((1, 1), v, dtype=torch.bfloat16), torch.zeros(1), [0])
         for v in (256.0, 1.0, 1.0)
@@ -422,21 +428,23 @@ def test_low_precision_gradients_accumulate_in_float32():
 def test_state_dict_continues_bit_for_bit(dtype):
     def train(model, optimizer_step, steps):
         return [
-            optimizer_step.run_step([rows(4, seed)], loss_fn_of(model, 4))["train/loss"].hex()
+            optimizer_step.run_step([build_rows(4, seed)], build_loss_fn(model, 4))[
+                "train/loss"
+            ].hex()
             for seed in steps
         ]
 
-    settings = settings_of(schedule="cosine", warmup_steps=2)
-    model = model_of(dtype=dtype)
+    settings = build_settings(schedule="cosine", warmup_steps=2)
+    model = build_model(dtype=dtype)
     optimizer_step = OptimizerStep(model, settings, 8)
     train(model, optimizer_step, range(4))
     state, weights = (
         optimizer_step.state_dict(),
         {key: value.clone() for key, value in model.state_dict().items()},
     )
-    state = torch.load(_saved(state), weights_only=True)
+    state = torch.load(save_and_load(state), weights_only=True)
     expected = train(model, optimizer_step, range(4, 8))
-    other = model_of(seed=9, dtype=dtype)
+    other = build_model(seed=9, dtype=dtype)
     resumed = OptimizerStep(other, settings, 8)
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
@@ -446,7 +454,7 @@ def test_state_dict_continues_bit_for_bit(dtype):
     )
 
 
-def _saved(state):
+def save_and_load(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -454,19 +462,19 @@ def _saved(state):
 
 
 def test_frozen_parameters_are_left_alone():
-    model = model_of()
+    model = build_model()
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
-    optimizer_step = OptimizerStep(model, settings_of(), 10)
-    optimizer_step.run_step([rows(4)], loss_fn_of(model, 4))
+    optimizer_step = OptimizerStep(model, build_settings(), 10)
+    optimizer_step.run_step([build_rows(4)], build_loss_fn(model, 4))
     assert torch.equal(model[0].weight, before)
     model.requires_grad_(False)
     with pytest.raises(DataError, match="no trainable parameter"):
-        OptimizerStep(model, settings_of(), 10)
+        OptimizerStep(model, build_settings(), 10)
 
 
 def test_a_step_of_nothing_is_an_error():
     with pytest.raises(DataError, match="at least one micro-batch"):
-        OptimizerStep(model_of(), settings_of(), 10).run_step(
+        OptimizerStep(build_model(), build_settings(), 10).run_step(
             [], lambda batch: (torch.zeros(()), {})
         )

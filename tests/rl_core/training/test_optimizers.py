@@ -25,7 +25,7 @@ HIDDEN = {
 }
 
 
-def llama(kind=LlamaForCausalLM, **changes):
+def build_llama(kind=LlamaForCausalLM, **changes):
     shape = dict(
         vocab_size=11,
         hidden_size=8,
@@ -42,13 +42,13 @@ def llama(kind=LlamaForCausalLM, **changes):
         )
 
 
-def settings_of(**changes):
+def build_settings(**changes):
     return OptimizerSettings(
         **{"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.0, **changes}
     )
 
 
-def one_weight(value=1.0, dtype=torch.float32):
+def build_single_weight(value=1.0, dtype=torch.float32):
     model = nn.Linear(1, 1, bias=False).to(dtype)
     with torch.no_grad():
         model.weight.fill_(value)
@@ -59,19 +59,19 @@ BATCH = TrainBatch(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
 
 
 def push(optimizer_step, gradient):
-    """One update under the gradient of a model of one weight."""
+    """Run one update under the gradient of a model of one weight."""
     weight = next(optimizer_step.model.parameters())
     return optimizer_step.run_step([BATCH], lambda batch: ((weight.float() * gradient).sum(), {}))
 
 
-def seen_by_optimizer(optimizer_step, monkeypatch):
-    seen = []
+def record_optimizer_gradients(optimizer_step, monkeypatch):
+    observed = []
     monkeypatch.setattr(
         optimizer_step.optimizer,
         "step",
-        lambda: seen.append(float(next(optimizer_step.model.parameters()).grad)),
+        lambda: observed.append(float(next(optimizer_step.model.parameters()).grad)),
     )
-    return seen
+    return observed
 
 
 # AdamW
@@ -81,26 +81,26 @@ def test_a_quick_adamw_step_is_torchs_to_the_last_bit():
     models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     settings = OptimizerSettings(weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6, warmup_steps=0)
-    quick, plain = (
+    quick, baseline = (
         build_optimizer(model, dict(model.named_parameters()), settings) for model in models
     )
     generator = torch.Generator().manual_seed(0)
     for turn in range(5):
-        for place, (one, other) in enumerate(
+        for index, (one, other) in enumerate(
             zip(models[0].parameters(), models[1].parameters(), strict=True)
         ):
             one.grad = torch.randn(one.shape, generator=generator)
             other.grad = one.grad.clone()
-            if turn == 3 and place == 2:
+            if turn == 3 and index == 2:
                 one.grad = other.grad = None  # a weight that had no part in the loss
-        for optimizer in (quick, plain):
+        for optimizer in (quick, baseline):
             optimizer.param_groups[1]["lr"] = 0.1 / (1 + turn)
         step_adamw(quick)
-        plain.step()
+        baseline.step()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
         for name, value in quick.state[one].items():
-            assert torch.equal(value, plain.state[other][name])
+            assert torch.equal(value, baseline.state[other][name])
 
 
 # Muon
@@ -108,10 +108,10 @@ def test_a_quick_adamw_step_is_torchs_to_the_last_bit():
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(is_tied):
-    model = llama(tie_word_embeddings=is_tied)
+    model = build_llama(tie_word_embeddings=is_tied)
     assert find_hidden_matrices(model) == HIDDEN
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    optimizer_step = OptimizerStep(model, settings_of(optimizer="muon", weight_decay=0.5), 10)
+    optimizer_step = OptimizerStep(model, build_settings(optimizer="muon", weight_decay=0.5), 10)
     groups = {
         kind: [
             ({names[id(p)] for p in group["params"]}, group["weight_decay"])
@@ -129,25 +129,27 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(is_tied):
 
 
 def test_heads_of_a_reward_model_and_of_a_value_model_are_not_hidden():
-    assert find_hidden_matrices(llama(LlamaForSequenceClassification, num_labels=1)) == HIDDEN
+    assert find_hidden_matrices(build_llama(LlamaForSequenceClassification, num_labels=1)) == HIDDEN
     model = nn.ModuleDict({"trunk": nn.Linear(2, 2), "value_head": nn.Linear(2, 1)})
     assert find_hidden_matrices(model) == {"trunk.weight"}
 
 
 def test_adapters_go_to_muon():
-    model = add_adapter(llama(), LoraSettings(rank=2, target_modules=("q_proj", "up_proj")))
+    model = add_adapter(build_llama(), LoraSettings(rank=2, target_modules=("q_proj", "up_proj")))
     names = find_hidden_matrices(model)
     assert len(names) == 4 and all(".lora_" in name for name in names)
-    assert set(OptimizerStep(model, settings_of(optimizer="muon"), 10).optimizer.parts) == {"muon"}
+    assert set(OptimizerStep(model, build_settings(optimizer="muon"), 10).optimizer.parts) == {
+        "muon"
+    }
 
 
 def test_first_muon_step_by_hand():
-    """Of a diagonal gradient, Newton-Schulz makes p applied five times to diagonal / Frobenius norm."""
+    """Check a diagonal gradient, of which Newton-Schulz makes p applied five times to diagonal / Frobenius norm."""
     model = nn.Sequential(nn.Linear(2, 2))
     with torch.no_grad():
         model[0].weight.copy_(torch.eye(2))
         model[0].bias.zero_()
-    settings = settings_of(optimizer="muon", weight_decay=0.5, warmup_steps=2, max_grad_norm=1e9)
+    settings = build_settings(optimizer="muon", weight_decay=0.5, warmup_steps=2, max_grad_norm=1e9)
     optimizer_step = OptimizerStep(model, settings, 10)
     gradient = torch.diag(torch.tensor([3.0, -4.0]))
     optimizer_step.run_step(
@@ -168,51 +170,57 @@ def test_first_muon_step_by_hand():
 
 
 def test_the_state_of_another_optimizer_is_refused():
-    state = OptimizerStep(llama(), settings_of(), 10).state_dict()
+    state = OptimizerStep(build_llama(), build_settings(), 10).state_dict()
     with pytest.raises(CheckpointError, match="another optimizer than 'muon'"):
-        OptimizerStep(llama(), settings_of(optimizer="muon"), 10).load_state_dict(state)
+        OptimizerStep(build_llama(), build_settings(optimizer="muon"), 10).load_state_dict(state)
 
 
 # Grokfast
 
 
 def test_grokfast_by_hand(monkeypatch):
-    """alpha 1/2, lambda 2; mu starts at the first gradient: mu = 1, 2, 0.5, so g + 2 mu = 3, 7, 0."""
+    """Check alpha 1/2, lambda 2; mu starts at the first gradient: mu = 1, 2, 0.5, so g + 2 mu = 3, 7, 0."""
     optimizer_step = OptimizerStep(
-        one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=1e9), 10
+        build_single_weight(),
+        build_settings(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=1e9),
+        10,
     )
-    seen = seen_by_optimizer(optimizer_step, monkeypatch)
+    observed = record_optimizer_gradients(optimizer_step, monkeypatch)
     metrics = [push(optimizer_step, gradient) for gradient in (1.0, 3.0, -1.0)]
-    assert seen == pytest.approx([3.0, 7.0, 0.0])
+    assert observed == pytest.approx([3.0, 7.0, 0.0])
     assert [row["train/grad_norm"] for row in metrics] == pytest.approx([1.0, 3.0, 1.0])
     assert [row["train/grokfast_grad_norm"] for row in metrics] == pytest.approx([3.0, 7.0, 0.0])
 
 
 def test_the_amplified_gradient_is_clipped(monkeypatch):
     optimizer_step = OptimizerStep(
-        one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=2.0), 10
+        build_single_weight(),
+        build_settings(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=2.0),
+        10,
     )
-    seen = seen_by_optimizer(optimizer_step, monkeypatch)
+    observed = record_optimizer_gradients(optimizer_step, monkeypatch)
     for gradient in (
         0.5,
         3.0,
     ):  # amplified to 1.5, which stays, and to 3 + 2 * 1.75 = 6.5, which is cut to 2
         push(optimizer_step, gradient)
-    assert seen == pytest.approx([1.5, 2.0])
+    assert observed == pytest.approx([1.5, 2.0])
 
 
 def test_a_bad_gradient_never_enters_grokfasts_average(monkeypatch):
     optimizer_step = OptimizerStep(
-        one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=1e9), 10
+        build_single_weight(),
+        build_settings(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=1e9),
+        10,
     )
-    seen = seen_by_optimizer(optimizer_step, monkeypatch)
+    observed = record_optimizer_gradients(optimizer_step, monkeypatch)
     metrics = [push(optimizer_step, gradient) for gradient in (1.0, math.nan, math.inf, 3.0)]
-    assert seen == pytest.approx([3.0, 7.0])
+    assert observed == pytest.approx([3.0, 7.0])
     assert metrics[-1]["train/skipped_steps"] == 2.0
 
 
 def test_an_amplified_gradient_that_overflows_is_skipped():
-    optimizer_step = OptimizerStep(one_weight(), settings_of(grokfast_lambda=2.0), 10)
+    optimizer_step = OptimizerStep(build_single_weight(), build_settings(grokfast_lambda=2.0), 10)
     metrics = push(optimizer_step, 2e38)  # finite, but three times as much is not
     assert metrics["train/skipped_steps"] == 1.0
     assert float(optimizer_step.model.weight.detach()) == 1.0
@@ -222,14 +230,14 @@ def test_an_amplified_gradient_that_overflows_is_skipped():
 
 
 def test_weight_average_by_hand():
-    """Adam under a constant gradient: w = 0.9, 0.8, 0.7. decay 1/2, so a_3 = (0.9/4 + 0.8/2 + 0.7) / (7/4)."""
-    optimizer_step = OptimizerStep(one_weight(), settings_of(ema_decay=0.5), 10)
-    found = []
+    """Check Adam under a constant gradient: w = 0.9, 0.8, 0.7. decay 1/2, so a_3 = (0.9/4 + 0.8/2 + 0.7) / (7/4)."""
+    optimizer_step = OptimizerStep(build_single_weight(), build_settings(ema_decay=0.5), 10)
+    results = []
     for _ in range(3):
         push(optimizer_step, 1.0)
         with optimizer_step.ema.use_averages():
-            found.append(float(optimizer_step.model.weight.detach()))
-    assert found == pytest.approx([0.9, (0.45 + 0.8) / 1.5, 1.325 / 1.75], abs=1e-6)
+            results.append(float(optimizer_step.model.weight.detach()))
+    assert results == pytest.approx([0.9, (0.45 + 0.8) / 1.5, 1.325 / 1.75], abs=1e-6)
     assert float(optimizer_step.model.weight.detach()) == pytest.approx(0.7, abs=1e-6)
     push(optimizer_step, math.nan)  # skipped: no update, so nothing new to average
     optimizer_step.ema.adopt_averages()
@@ -237,7 +245,7 @@ def test_weight_average_by_hand():
 
 
 def test_before_the_first_update_the_average_is_the_weights():
-    optimizer_step = OptimizerStep(one_weight(), settings_of(ema_decay=0.99), 10)
+    optimizer_step = OptimizerStep(build_single_weight(), build_settings(ema_decay=0.99), 10)
     with optimizer_step.ema.use_averages():
         assert float(optimizer_step.model.weight.detach()) == 1.0
     optimizer_step.ema.adopt_averages()
@@ -246,8 +254,8 @@ def test_before_the_first_update_the_average_is_the_weights():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_swapped_in_place_and_come_back_bit_for_bit(dtype):
-    model = llama().to(dtype)
-    optimizer_step = OptimizerStep(model, settings_of(ema_decay=0.9), 10)
+    model = build_llama().to(dtype)
+    optimizer_step = OptimizerStep(model, build_settings(ema_decay=0.9), 10)
     for seed in range(3):
         ids = torch.randint(1, 11, (2, 6), generator=torch.Generator().manual_seed(seed))
         optimizer_step.run_step([BATCH], lambda batch, ids=ids: (model(ids, labels=ids).loss, {}))
@@ -268,9 +276,13 @@ def test_weights_are_swapped_in_place_and_come_back_bit_for_bit(dtype):
 
 
 def test_small_moves_add_up_in_the_average_of_bfloat16_weights():
-    """lr 1e-4 on 1.0 is below half a bfloat16 step; the average of w = 1 - 1e-4 t, t = 1..100, decay 0.5, is near w."""
+    """Check lr 1e-4 on 1.0, below half a bfloat16 step: the average of w = 1 - 1e-4 t, t = 1..100, decay 0.5, is near
+    w.
+    """
     optimizer_step = OptimizerStep(
-        one_weight(dtype=torch.bfloat16), settings_of(learning_rate=1e-4, ema_decay=0.5), 200
+        build_single_weight(dtype=torch.bfloat16),
+        build_settings(learning_rate=1e-4, ema_decay=0.5),
+        200,
     )
     for _ in range(100):
         push(optimizer_step, 1.0)
@@ -281,7 +293,7 @@ def test_small_moves_add_up_in_the_average_of_bfloat16_weights():
 
 
 def test_without_ema_the_weights_themselves_are_evaluated():
-    optimizer_step = OptimizerStep(one_weight(), settings_of(), 10)
+    optimizer_step = OptimizerStep(build_single_weight(), build_settings(), 10)
     push(optimizer_step, 1.0)
     with optimizer_step.ema.use_averages():
         assert float(optimizer_step.model.weight.detach()) == pytest.approx(0.9)
@@ -290,11 +302,11 @@ def test_without_ema_the_weights_themselves_are_evaluated():
 
 def test_averages_of_another_model_are_refused():
     optimizer_step = OptimizerStep(
-        one_weight(), settings_of(ema_decay=0.5, grokfast_lambda=1.0), 10
+        build_single_weight(), build_settings(ema_decay=0.5, grokfast_lambda=1.0), 10
     )
     push(optimizer_step, 1.0)
     state = optimizer_step.state_dict()
-    other = OptimizerStep(nn.Sequential(one_weight()), settings_of(ema_decay=0.5), 10)
+    other = OptimizerStep(nn.Sequential(build_single_weight()), build_settings(ema_decay=0.5), 10)
     with pytest.raises(CheckpointError, match="no trainable parameter weight"):
         other.load_state_dict(state)
 
@@ -304,4 +316,4 @@ def test_averages_of_another_model_are_refused():
 )
 def test_decays_lie_below_one(changes):
     with pytest.raises(SettingsError, match=next(iter(changes))):
-        settings_of(**changes)
+        build_settings(**changes)

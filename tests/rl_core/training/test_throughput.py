@@ -45,17 +45,17 @@ def test_flops_by_hand(tied):
     )
 
 
-def test_frozen_parameters_need_no_gradients_of_their_own():
+def test_frozen_parameters_need_no_gradients():
     model = make().requires_grad_(False)
     model.lm_head.requires_grad_(True)
     assert count_step_flops(model, [4]) == (4 * (MULTIPLYING - 160) + 6 * 160) * 4 + 6 * 2 * 8 * 16
 
 
-def test_a_separate_critic_counts_its_own_trunk_alone():
+def test_a_separate_critic_counts_only_its_trunk():
     policy = make()
     critic = SeparateCritic(policy)
-    own = sum(p.numel() for p in critic.parameters()) - 160  # without its embedding
-    assert count_step_flops(critic, [4]) == 6 * own * 4 + 6 * 2 * 8 * 16
+    custom = sum(p.numel() for p in critic.parameters()) - 160  # without its embedding
+    assert count_step_flops(critic, [4]) == 6 * custom * 4 + 6 * 2 * 8 * 16
     assert count_step_flops(PolicyWithCritic(policy, critic), [4]) == count_step_flops(
         policy, [4]
     ) + count_step_flops(critic, [4])

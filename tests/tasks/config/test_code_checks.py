@@ -90,7 +90,11 @@ CONDITION = "stages.policy.curriculum.0.exit_conditions.0.function"
             "it is called with (logprobs_BT",
         ),
         ({"options": {"tou": 1}}, "stages.policy.loss", "unexpected keyword argument 'tou'"),
-        ({"loss": "sapo"}, "stages.policy.loss", "is not an import path; write package.module:name"),
+        (
+            {"loss": "sapo"},
+            "stages.policy.loss",
+            "is not an import path; write package.module:name",
+        ),
         (
             {"advantages": "parts/mine.py:loss"},
             "stages.policy.advantages",

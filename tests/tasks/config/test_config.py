@@ -94,7 +94,7 @@ def test_timeouts(tmp_path):
             "environment.options",
             "a block of `name: value`",
         ),
-        ("tracking: {uri: ./mlruns}", "tracking.uri", "no store that MLflow takes"),
+        ("tracking: {uri: ./mlruns}", "tracking.uri", "not a store that MLflow accepts"),
         (
             "tracking: {uri: 'postgresql://me:secret@host/db'}",
             "tracking.uri",
@@ -182,7 +182,7 @@ def test_missing_name_and_stages(tmp_path):
     assert set(problems_of(tmp_path, "seed: 1\n")) == {"name", "stages"}
     missing = problems_of(tmp_path, "stages: {policy: {group_size: 1}}\n")
     assert set(missing) == {"name", "stages.policy.group_size"}  # a missing name hides nothing
-    assert "none is given" in problems_of(tmp_path, "name: x\nstages: {}\n")["stages"]
+    assert "there is none" in problems_of(tmp_path, "name: x\nstages: {}\n")["stages"]
 
 
 def test_all_problems_at_once_in_the_order_of_the_file(tmp_path):
@@ -222,7 +222,8 @@ def test_long_and_strange_values_are_shortened_and_escaped(tmp_path):
 
 
 def test_resolve_is_the_inverse_of_from_dict(tmp_path):
-    policy = "{curriculum: [{name: a, levels: {easy: 1}, exit_conditions: [{window: 3}]}, {name: b, levels: {hard: 2}}]}"
+    policy = "{curriculum: [{name: a, levels: {easy: 1}, exit_conditions: [{window: 3}]}, {name: b, levels: {hard: "
+    "2}}]}"
     settings = load_settings(
         write(tmp_path, f"{SMALL}  policy: {policy}\nmodel: {{vocab_size: 400}}\n")
     )
@@ -279,7 +280,7 @@ def test_schema_has_every_field_with_its_meaning_and_range():
     assert policy["properties"]["learning_rate"] == {
         "anyOf": [{"exclusiveMinimum": 0, "maximum": 1, "type": "number"}, {"type": "null"}],
         "default": None,  # a form that filled it in would set it, whatever the model
-        "description": "peak learning rate; left out: 1e-6, with LoRA 1e-5, presets 3e-4",
+        "description": "peak learning rate; unset: 1e-6, with LoRA 1e-5, presets 3e-4",
         "title": "Learning Rate",
     }
     assert policy["properties"]["sampling"]["default"]["max_completion_tokens"] is None

@@ -60,7 +60,7 @@ def test_a_network_needs_its_package_and_settings_that_fit(monkeypatch):
     ]  # what is broken is not made
     assert (
         found["stages.network.replay"]
-        == "steps of older policies need their correction; set advantages to vtrace"
+        == "steps of older policies need a correction; set advantages to vtrace"
     )
 
 
@@ -75,7 +75,7 @@ def test_sizes_beyond_reason_are_refused_by_their_range():
     )
     assert "more than 64 bits" in policy_problems(iterations=10**400)["iterations"]
     found = policy_problems(group_size=65_536, prompts_per_iteration=1024)["group_size"]
-    assert "67,108,864 rollouts in one iteration, and 1,048,576 is the most" in found
+    assert "67,108,864 rollouts in one iteration, more than 1,048,576" in found
     found = problems_of(
         stages={"sft": {}, "distill": {"group_size": 65_536, "prompts_per_iteration": 1024}}
     )
@@ -145,7 +145,7 @@ def test_a_name_of_another_folder_of_the_output_is_reserved(name):
         (
             {"stages": {"sft": {}, "distill": {"teacher": {"url": "http://127.0.0.1:8000"}}}},
             "stages.distill.teacher.model",
-            "the name that the server knows it by",
+            "the server's name for it",
         ),
         ({"stages": {"sft": {}, "analyze": {}}}, "stages.analyze", "add `evaluate: {}`"),
         ({"stages": {"sft": {}, "promote": {}}}, "stages.promote", "add `evaluate: {}`"),
@@ -167,7 +167,7 @@ def test_a_name_of_another_folder_of_the_output_is_reserved(name):
         (
             {"model": {"trust_remote_code": True}, "stages": {"sft": {}}},
             "model.trust_remote_code",
-            "brings no code",
+            "has no remote code",
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_learned_reward_needs_the_reward_model_stage():
     evaluated = problems_of(
         stages={"sft": {}, "evaluate": {"rewards": {"learned": 1, "lenght": 1}}}
     )
-    assert "scores while a policy trains" in evaluated["stages.evaluate.rewards.learned"]
+    assert "scores only during policy training" in evaluated["stages.evaluate.rewards.learned"]
     assert "did you mean 'length'" in evaluated["stages.evaluate.rewards.lenght"]
     stages = {"sft": {}, "reward_model": {}, "policy": {"rewards": {"learned": 1}}}
     assert problems_of(stages=stages) == {}
@@ -286,7 +286,7 @@ def test_reward_options():
     every = dict.fromkeys(("task", "curiosity", "coherence", "tool_use", "format", "length"), 0.5)
     assert policy_problems(rewards=every, reward_options={"normalise": ["length"], "clip": 3}) == {}
     for options, key, text in (
-        ({"normalise": ["length"]}, "normalise", "'length' is no component"),
+        ({"normalise": ["length"]}, "normalise", "'length' is not a component"),
         ({"format": {"pattern": "("}}, "format.pattern", "not a regular expression"),
         ({"coherence": {"low": 0.9, "high": 0.1}}, "coherence.low", "must be below high"),
         ({"length": {"free": 9, "limit": 9}}, "length.free", "must be below limit"),
@@ -343,7 +343,7 @@ def test_another_distribution_than_the_trained_one(sampling):
             f"stages.{stage}.sampling.{name}"
         ]
         assert text.startswith(
-            f"{value} samples from another distribution than the one that is trained"
+            f"{value} samples from a different distribution than the one that is trained"
         )
     for stage in (
         "preference",
@@ -355,7 +355,9 @@ def test_another_distribution_than_the_trained_one(sampling):
 
 def test_stop_texts():
     assert policy_problems(sampling={"stop": ["</answer>"]}) == {}
-    assert "holds an empty text" in policy_problems(sampling={"stop": ["x", ""]})["sampling.stop"]
+    assert (
+        "contains an empty text" in policy_problems(sampling={"stop": ["x", ""]})["sampling.stop"]
+    )
     problems = problems_of(stages={"sft": {}, "thoughts": {"sampling": {"stop": ["x"]}}})
     assert "ends by the end-of-turn token" in problems["stages.thoughts.sampling.stop"]
 
@@ -368,7 +370,7 @@ def test_greedy_rollouts_teach_nothing():
     stages = {"sft": {}, "evaluate": {"sampling": {"temperature": 0}}}
     assert problems_of(stages=stages) == {}
     stages["evaluate"]["samples"] = 4
-    assert "all alike" in problems_of(stages=stages)["stages.evaluate.samples"]
+    assert "are identical" in problems_of(stages=stages)["stages.evaluate.samples"]
 
 
 @pytest.mark.parametrize("name", ["sft", "preference", "reward_model", "policy"])
@@ -481,7 +483,7 @@ def test_threshold_that_can_never_be_met(comparison, threshold, possible):
     else:
         text = problems["curriculum.0.exit_conditions.0.threshold"]
         assert (
-            f"success_rate {comparison} {threshold:g} can never hold: success_rate is from 0 to 1"
+            f"success_rate {comparison} {threshold:g} can never hold: success_rate ranges from 0 to 1"
             in text
         )
     early = policy_problems(early_stop=condition(comparison=comparison, threshold=threshold))
@@ -578,7 +580,7 @@ def test_any_logged_metric_may_be_watched_and_others_say_what_they_need():
     late = policy_problems(
         early_stop=condition(metric="eval/success_rate", window=30), eval_every=20
     )
-    assert "30 evaluations never fill within" in late["early_stop.window"]
+    assert "30 evaluations never fit into" in late["early_stop.window"]
 
 
 def test_comparisons_by_name_are_said_in_signs():
@@ -594,14 +596,14 @@ def test_comparisons_by_name_are_said_in_signs():
 def test_stage_without_a_way_out():
     problems = policy_problems(curriculum=[stage("a"), stage("b", ["hard"])])
     assert problems == {
-        "curriculum.0": "stage 'a' has no way out, so 'b' is never reached; add exit_conditions or max_iterations"
+        "curriculum.0": "stage 'a' never ends, so 'b' is never reached; add exit_conditions or max_iterations"
     }
     assert policy_problems(curriculum=[stage("a", max_iterations=3), stage("b")]) == {}
 
 
 def test_stage_names():
     problems = policy_problems(curriculum=[stage("a", max_iterations=3), stage("a")])
-    assert problems == {"curriculum": "2 stages are named 'a'; give each its own name"}
+    assert problems == {"curriculum": "2 stages are named 'a'; give each a different name"}
     assert "cannot be named '(end)'" in policy_problems(curriculum=[stage("(end)")])["curriculum"]
 
 
@@ -610,7 +612,7 @@ def test_window_longer_than_its_stage():
     problems = policy_problems(
         curriculum=[stage("a", exit_conditions=exits, max_iterations=9), stage("b")]
     )
-    assert "never fill within the 9" in problems["curriculum.0.exit_conditions.0.window"]
+    assert "never fit into the 9" in problems["curriculum.0.exit_conditions.0.window"]
     assert (
         policy_problems(
             curriculum=[stage("a", exit_conditions=exits, max_iterations=10), stage("b")]
@@ -618,7 +620,7 @@ def test_window_longer_than_its_stage():
         == {}
     )
     assert (
-        "within the 5"
+        "into the 5"
         in policy_problems(iterations=5, early_stop=condition(window=6))["early_stop.window"]
     )
 
@@ -662,7 +664,7 @@ def test_slopes_that_can_never_be_met():
         problems = policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")])
         assert (problems == {}) is possible, (window, threshold)
     assert problems["curriculum.0.exit_conditions.0.threshold"] == (
-        "the slope of success_rate >= 0.41 can never hold: the slope of success_rate is from -0.4 to 0.4; "
+        "the slope of success_rate >= 0.41 can never hold: the slope of success_rate ranges from -0.4 to 0.4; "
         "choose a threshold inside"
     )
     flat = condition(statistic="slope", comparison="<=", threshold=0.001)
@@ -679,7 +681,7 @@ def test_patience_counts_for_what_can_be_reached():
         curriculum=[stage("a", exit_conditions=exits, max_iterations=5), stage("b")]
     )
     text = problems["curriculum.0.exit_conditions.0.window"]
-    assert text.startswith("4 iterations with a patience of 3 never fill within the 5")
+    assert text.startswith("4 iterations with a patience of 3 never fit into the 5")
     assert (
         policy_problems(
             curriculum=[stage("a", exit_conditions=exits, max_iterations=6), stage("b")]
@@ -696,7 +698,7 @@ def test_what_a_stage_overrides():
     problems = policy_problems(curriculum=[stage("a", rewards=override)])
     assert list(problems) == ["curriculum.0.rewards.tool_use"]
     assert (
-        "a component of later stages alone with weight 0"
+        "a component that only later stages use with weight 0"
         in problems["curriculum.0.rewards.tool_use"]
     )
     assert (
@@ -722,7 +724,7 @@ def test_what_a_stage_overrides():
         (
             {"margin": 1.0, "window": 5},
             "margin",
-            "success_rate can never fall by more than 1: it is from 0 to 1",
+            "success_rate can never fall by more than 1: it ranges from 0 to 1",
         ),
         (
             {"margin": 1.0, "metric": "loop_rate", "better": "lower", "window": 5},
@@ -758,6 +760,6 @@ def test_rollbacks_that_may_happen():
         assert policy_problems(iterations=10, curriculum=[stage("a", rollback=rollback)]) == {}
         assert policy_problems(iterations=10, rollback=rollback) == {}
     one = policy_problems(rollback={"to": "previous"})
-    assert "there is but one curriculum stage" in one["rollback.to"]
+    assert "there is only one curriculum stage" in one["rollback.to"]
     two = [stage("a", max_iterations=20), stage("b", rollback={"to": "previous"})]
     assert policy_problems(rollback={"to": "previous"}, curriculum=two) == {}

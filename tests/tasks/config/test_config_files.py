@@ -79,9 +79,9 @@ def test_a_folder_of_data_files_stands_for_all_of_them(home):
 def test_data_file_that_is_none(home):
     (home / "work" / "folder").mkdir()
     (home / "work" / "empty.jsonl").touch()
-    assert "is a folder without a data file" in problem_of(config(home, data(home, "folder")))[1]
+    assert "is a folder without data files" in problem_of(config(home, data(home, "folder")))[1]
     assert "is empty" in problem_of(config(home, data(home, "empty.jsonl")))[1]
-    assert "is no file" in problem_of(config(home, data(home, "x" * 5000)))[1]
+    assert "is not a file" in problem_of(config(home, data(home, "x" * 5000)))[1]
 
 
 def test_missing_gsm8k_file_says_where_to_get_it(home):
@@ -115,7 +115,7 @@ def model(path: str) -> str:
 
 def test_model_folder_becomes_absolute(home):
     (home / "work" / "policy").mkdir()
-    assert "holds no config.json" in problem_of(config(home, model("policy")))[1]
+    assert "contains no config.json" in problem_of(config(home, model("policy")))[1]
     (home / "work" / "policy" / "config.json").write_text("{}")
     assert load_settings(config(home, model("policy"))).model.path == str(home / "work" / "policy")
 
@@ -128,7 +128,7 @@ def test_a_folder_near_the_model_s_is_pointed_to_it(home, given):
     assert "did you mean" not in problem_of(config(home, model(given)))[1]
     (folder / "config.json").write_text("{}")
     assert problem_of(config(home, model(given)))[1].endswith(
-        f"so it is no model folder; did you mean {folder}?"
+        f"so it is not a model folder; did you mean {folder}?"
     )
 
 
@@ -146,7 +146,7 @@ def test_neither_folder_nor_name(home, path):
     key, text = problem_of(config(home, model(path)))
     assert key == "model.path"
     if path:
-        assert "is no model folder (looked at " in text and "no hub name" in text
+        assert "is neither a model folder (looked at " in text and "nor a hub name" in text
 
 
 @pytest.mark.parametrize("path", ["models:/demo", "models:demo@champion", "models:/@champion"])
@@ -157,7 +157,7 @@ def test_malformed_registered_model(home, path):
 def test_model_file_instead_of_its_folder(home):
     (home / "work" / "model.safetensors").write_text("x")
     assert (
-        "give the folder that holds config.json"
+        "give the folder that contains config.json"
         in problem_of(config(home, model("model.safetensors")))[1]
     )
 
@@ -203,7 +203,7 @@ def test_context_of_frequencies_that_follow_the_length(home):
     )
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
     key, text = problem_of(path, "model.rope_context=32")
-    assert key == "model.rope_context" and "do not depend on the length; leave it out" in text
+    assert key == "model.rope_context" and "do not depend on the length; remove this key" in text
 
 
 # Output and device
@@ -234,7 +234,7 @@ def test_what_lies_in_the_output_folder_cannot_be_written(home, monkeypatch, par
     closed.mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
     path = config(home, "stages: {sft: {}}\n")
-    assert problem_of(path) == ("output", f"{closed} cannot be written into; give another folder")
+    assert problem_of(path) == ("output", f"{closed} is not writable; give another folder")
     assert load_settings(path, ["output=elsewhere"])
 
 
@@ -286,10 +286,11 @@ def test_missing_files_and_wrong_settings_at_once(home):
 
 def test_an_own_chat_template_is_found_beside_the_config(home):
     (home / "configs" / "own.jinja").write_text("x")
-    text = "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: {}}\n"
+    text = "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: "
+    "{}}\n"
     model = load_settings(config(home, text)).model
     assert model.chat_template == str(home / "configs" / "own.jinja")
     assert model.chat_template_date == "2025-01-02", "without quotes as well"
     (home / "configs" / "own.jinja").unlink()
     key, text = problem_of(config(home, text))
-    assert key == "model.chat_template" and "is no file (looked at" in text
+    assert key == "model.chat_template" and "is not a file (looked at" in text

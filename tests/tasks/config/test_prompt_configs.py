@@ -62,7 +62,7 @@ def test_a_file_with_a_verifier_is_a_pipeline(tmp_path):
 
 
 def test_what_is_wrong_is_said_with_its_key(tmp_path):
-    assert "stages.policy.rewards: prompts alone reward nothing" in problems(config(tmp_path))
+    assert "stages.policy.rewards: prompts alone give no reward" in problems(config(tmp_path))
     build_settings(config(tmp_path, rewards={"exact": 1.0}))
     named = {f"{__file__}:rewarded": 1.0}
     assert (
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_said_with_its_key(tmp_path):
     )
     missing = config(tmp_path, verifier="exact")
     missing["environment"]["options"]["path"] = "owner/name"
-    assert "needs options.revision too" in problems(missing)
+    assert "also needs options.revision" in problems(missing)
 
 
 def test_another_content_is_another_stage(tmp_path):

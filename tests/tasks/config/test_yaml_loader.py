@@ -83,8 +83,8 @@ def test_duplicate_keys_name_both_lines(tmp_path):
         for problem in document.problems
     ]
     assert places == [
-        (("a", "b"), "4", "the key is given twice, first on line 2; keep one"),
-        (("a",), "5", "the key is given twice, first on line 1; keep one"),
+        (("a", "b"), "4", "the key occurs twice, first on line 2; keep one"),
+        (("a",), "5", "the key occurs twice, first on line 1; keep one"),
     ]
 
 
@@ -106,14 +106,14 @@ def test_lone_surrogates_and_nul_are_problems(tmp_path):
     [
         (
             "a: !!python/object/apply:os.system [echo]\n",
-            ":1: holds the tag 'tag:yaml.org,2002:python/object/apply",
+            ":1: contains the tag 'tag:yaml.org,2002:python/object/apply",
         ),
-        ("a: 1\nb: !secret x\n", ":2: holds the tag '!secret'"),
+        ("a: 1\nb: !secret x\n", ":2: contains the tag '!secret'"),
         ("a: !!str 1\n", "tags are not allowed"),
         ("", "is empty"),
         ("# only a comment\n", "is empty"),
-        ("- a\n- b\n", "holds a list; a pipeline is a mapping"),
-        ("just text\n", "holds a single value"),
+        ("- a\n- b\n", "contains a list; a pipeline is a mapping"),
+        ("just text\n", "contains a single value"),
         ("a: 1\n---\nb: 2\n", ":2: a second document starts here"),
         ("a: [1, 2\n", "is not valid YAML"),
         ("a:\n\tb: 1\n", "indent with spaces"),
@@ -121,8 +121,8 @@ def test_lone_surrogates_and_nul_are_problems(tmp_path):
         ('a: "\\UFFFFFFFF"\n', "is not valid YAML"),
         ("[a]: 1\n", "a key must be text"),
         ("a: *nothing\n", "undefined alias"),
-        ("a: &a {b: *a}\n", "an alias refers to the block that holds it"),
-        ("a: &a\n  <<: *a\n", "an alias refers to the block that holds it"),
+        ("a: &a {b: *a}\n", "an alias refers to the block that contains it"),
+        ("a: &a\n  <<: *a\n", "an alias refers to the block that contains it"),
         ("a: " + "[" * 100 + "]" * 100, "nests deeper than 32 levels"),
         ("a: 1\n<<: 2\n", "'<<' merges blocks"),
         (b"a: 1\nb: \xff\n", ":2: byte 0xff at offset 8 is not UTF-8"),
@@ -174,7 +174,7 @@ def test_folder_is_refused(tmp_path):
 
 
 def test_bad_override_value_says_so():
-    with pytest.raises(SettingsError, match=r"^the value holds the tag"):
+    with pytest.raises(SettingsError, match=r"^the value contains the tag"):
         parse_value("!!python/name:os.system ''")
     with pytest.raises(SettingsError, match=r"^the value is not valid YAML"):
         parse_value("[1, 2")

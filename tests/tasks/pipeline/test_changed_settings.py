@@ -1,4 +1,4 @@
-"""The column of the table of runs that says what was changed since the run before."""
+"""The column of the table of runs that lists what changed since the run before."""
 
 import json
 
@@ -6,7 +6,7 @@ from tasks.pipeline.run_tracking import describe_changed_settings, describe_sett
 from tasks.tracking.journal import LineLog, build_events_path
 
 
-def record(runs, started, settings):
+def write_run(runs, started, settings):
     folder = runs / started
     folder.mkdir(parents=True)
     log = LineLog(build_events_path(folder))
@@ -30,11 +30,11 @@ NEW = {
 }
 
 
-def test_what_differs_from_the_run_before_is_told(tmp_path):
-    record(tmp_path, "2026-01-01", {"seed": 7})
-    record(tmp_path, "2026-01-02", OLD)
-    told = describe_changed_settings(tmp_path, "2026-01-03", NEW)
-    assert told == "seed 0 → 1; learning_rate 0.001 → 0.0003; sft - → null; epochs 1 → -"
+def test_differences_from_the_run_before_are_listed(tmp_path):
+    write_run(tmp_path, "2026-01-01", {"seed": 7})
+    write_run(tmp_path, "2026-01-02", OLD)
+    text = describe_changed_settings(tmp_path, "2026-01-03", NEW)
+    assert text == "seed 0 → 1; learning_rate 0.001 → 0.0003; sft - → null; epochs 1 → -"
     assert describe_changed_settings(
         tmp_path, "2026-01-03", {**OLD, "output": "elsewhere"}
     ).startswith("nothing: settings as")
@@ -42,26 +42,26 @@ def test_what_differs_from_the_run_before_is_told(tmp_path):
 
 def test_there_is_nothing_to_compare_with(tmp_path):
     assert describe_changed_settings(tmp_path, "2026-01-01", NEW) == ""
-    record(tmp_path, "2026-01-01", None)  # it ended before its settings were recorded
+    write_run(tmp_path, "2026-01-01", None)  # it ended before its settings were recorded
     assert describe_changed_settings(tmp_path, "2026-01-02", NEW) == ""
-    record(tmp_path, "2026-01-03", OLD)
+    write_run(tmp_path, "2026-01-03", OLD)
     assert describe_changed_settings(tmp_path, "2026-01-02", NEW) == ""  # a later one is not before
 
 
 def test_many_differences_are_counted(tmp_path):
-    record(tmp_path, "2026-01-01", {"stages": {str(number): 0 for number in range(9)}})
-    told = describe_changed_settings(
+    write_run(tmp_path, "2026-01-01", {"stages": {str(number): 0 for number in range(9)}})
+    text = describe_changed_settings(
         tmp_path, "2026-01-02", {"stages": {str(number): "x" * 50 for number in range(9)}}
     )
     assert (
-        told.startswith(f"0 0 → {'x' * 31}…; 1 0 → ")
-        and told.endswith(" and 4 more")
-        and len(told) < 300
+        text.startswith(f"0 0 → {'x' * 31}…; 1 0 → ")
+        and text.endswith(" and 4 more")
+        and len(text) < 300
     )
 
 
-def test_what_was_set_is_told_with_the_most_asked_for_first():
-    given = {
+def test_changed_settings_are_listed_with_the_most_important_first():
+    settings = {
         "name": "mine",
         "output": "x",
         "tracking": {"traces": 3},
@@ -69,7 +69,7 @@ def test_what_was_set_is_told_with_the_most_asked_for_first():
         "stages": {"prepare_data": {}, "policy": {"group_size": 4, "learning_rate": 0.001}},
     }
     assert (
-        describe_settings(given)
+        describe_settings(settings)
         == "policy.learning_rate=0.001, policy.group_size=4, environment.name=maze"
     )
     assert describe_settings({"name": "mine", "stages": {"sft": {}}}) == "defaults"

@@ -1,4 +1,4 @@
-"""An unfinished stage whose conditions changed: refused by name, resumed on demand, or begun anew; never in silence."""
+"""An unfinished stage whose conditions changed is refused, resumed on request, or started over; never silently."""
 
 import dataclasses
 import json
@@ -23,15 +23,15 @@ from tasks.pipeline.stage_fingerprint import (
 ALLOW, ANEW = RunOptions(on_drift="resume"), RunOptions(on_drift="anew")
 
 
-def play(pipeline_run, body, inputs=None, **changes):
+def run_sft(pipeline_run, body, inputs=None, **changes):
     settings = dataclasses.replace(SFTSettings(), **changes)
     return run_stage(
         pipeline_run, "sft", body, settings=settings, inputs=inputs or {"model": "org/name"}
     )
 
 
-def stopped_at(iteration, seen=None):
-    """A body that saves a checkpoint and is stopped."""
+def make_stopping_body(iteration, seen=None):
+    """Build a body that saves a checkpoint and is stopped."""
 
     def body(context):
         if seen is not None:
@@ -42,48 +42,48 @@ def stopped_at(iteration, seen=None):
     return body
 
 
-def finished(seen):
-    """A body that notes what it found, and finishes."""
+def make_finishing_body(seen):
+    """Build a body that records what it can resume from, and finishes."""
 
     def body(context):
-        found = CheckpointStore(context.checkpoints).load_latest()
-        seen.append((context.allow_drift, found and found["loop"]["iteration"]))
+        state = CheckpointStore(context.checkpoints).load_latest()
+        seen.append((context.allow_drift, state and state["loop"]["iteration"]))
         return {}
 
     return body
 
 
-def cut(tmp_path, iteration=40, **changes):
+def interrupt_stage(tmp_path, iteration=40, **changes):
     with pytest.raises(Stopped):
-        play(PipelineRun(tmp_path), stopped_at(iteration), **changes)
+        run_sft(PipelineRun(tmp_path), make_stopping_body(iteration), **changes)
 
 
-def opened(tmp_path):
+def list_open_folders(tmp_path):
     return sorted(path.name for path in (tmp_path / "sft").glob("*.open"))
 
 
 def test_a_changed_setting_is_refused_with_both_values_and_the_remedies(tmp_path):
-    cut(tmp_path, learning_rate=1e-3)
-    before, seen = opened(tmp_path), []
+    interrupt_stage(tmp_path, learning_rate=1e-3)
+    before, seen = list_open_folders(tmp_path), []
     with pytest.raises(ResumeRefused) as refused:
-        play(PipelineRun(tmp_path), finished(seen), learning_rate=2e-3)
+        run_sft(PipelineRun(tmp_path), make_finishing_body(seen), learning_rate=2e-3)
     text = str(refused.value)
     assert "stage 'sft' is not finished" in text and "iteration 40" in text
     assert "\n  stages.sft.learning_rate: 0.001 -> 0.002\n" in text
     assert "--allow-drift" in text and "--fresh" in text
-    assert "batch_size" not in text and "seed" not in text  # nothing that is the same
-    assert seen == [] and opened(tmp_path) == before
-    play(PipelineRun(tmp_path), finished(seen), learning_rate=1e-3)
-    assert seen == [(False, 40)]  # under the old conditions as ever
+    assert "batch_size" not in text and "seed" not in text  # unchanged settings are not listed
+    assert seen == [] and list_open_folders(tmp_path) == before
+    run_sft(PipelineRun(tmp_path), make_finishing_body(seen), learning_rate=1e-3)
+    assert seen == [(False, 40)]  # under the old conditions as usual
 
 
-def test_allowed_it_resumes_under_the_new_settings_and_says_so_everywhere(tmp_path, caplog):
-    cut(tmp_path, learning_rate=1e-3)
+def test_a_permitted_drift_resumes_under_the_new_settings_and_is_recorded(tmp_path, caplog):
+    interrupt_stage(tmp_path, learning_rate=1e-3)
     pipeline_run, seen = PipelineRun(tmp_path, ALLOW), []
     with caplog.at_level(logging.WARNING):
-        done = play(pipeline_run, finished(seen), learning_rate=2e-3)
+        done = run_sft(pipeline_run, make_finishing_body(seen), learning_rate=2e-3)
     line = "stages.sft.learning_rate: 0.001 -> 0.002"
-    assert seen == [(True, 40)] and opened(tmp_path) == []
+    assert seen == [(True, 40)] and list_open_folders(tmp_path) == []
     assert line in caplog.text and pipeline_run.trackers[0].tags["drift"] == line
     assert done.summary["drift"] == [line] and read_finished_fingerprint(done.path)["drift"] == [
         line
@@ -96,79 +96,79 @@ def test_allowed_it_resumes_under_the_new_settings_and_says_so_everywhere(tmp_pa
     assert journals == [f"{done.key}.tracking"]  # the same tracked run
 
 
-def test_a_permission_outlives_a_kill_and_covers_nothing_else(tmp_path):
-    cut(tmp_path, learning_rate=1e-3)
+def test_a_permission_survives_a_kill_and_covers_no_other_change(tmp_path):
+    interrupt_stage(tmp_path, learning_rate=1e-3)
     with pytest.raises(Stopped):
-        play(PipelineRun(tmp_path, ALLOW), stopped_at(41), learning_rate=2e-3)
+        run_sft(PipelineRun(tmp_path, ALLOW), make_stopping_body(41), learning_rate=2e-3)
     seen = []
     with pytest.raises(ResumeRefused, match=r"0\.002 -> 0\.003"):
-        play(PipelineRun(tmp_path), finished(seen), learning_rate=3e-3)
+        run_sft(PipelineRun(tmp_path), make_finishing_body(seen), learning_rate=3e-3)
     again = PipelineRun(tmp_path)
-    play(again, finished(seen), learning_rate=2e-3)
-    assert seen == [(("stage key",), 41)]  # of the fingerprint, the stage's key alone
+    run_sft(again, make_finishing_body(seen), learning_rate=2e-3)
+    assert seen == [(("stage key",), 41)]  # only the stage's key of the fingerprint
     assert again.trackers[0].tags["drift"] == "stages.sft.learning_rate: 0.001 -> 0.002"
 
 
 @pytest.mark.parametrize(
     "options", [ANEW, RunOptions(fresh=True), RunOptions(restart=True, on_drift="anew")]
 )
-def test_anew_keeps_the_old_checkpoint_aside_and_the_old_settings_resume_from_it(tmp_path, options):
-    cut(tmp_path, learning_rate=1e-3)
+def test_starting_over_archives_the_checkpoint_and_the_old_settings_resume_it(tmp_path, options):
+    interrupt_stage(tmp_path, learning_rate=1e-3)
     seen = []
-    play(PipelineRun(tmp_path, options), finished(seen), learning_rate=2e-3)
+    run_sft(PipelineRun(tmp_path, options), make_finishing_body(seen), learning_rate=2e-3)
     assert seen == [(False, None)]
-    assert len(opened(tmp_path)) == 1 and list_unfinished_stages(tmp_path / "sft") == []
-    play(PipelineRun(tmp_path), finished(seen), learning_rate=3e-3)  # no further question
-    play(PipelineRun(tmp_path), finished(seen), learning_rate=1e-3)
+    assert len(list_open_folders(tmp_path)) == 1 and list_unfinished_stages(tmp_path / "sft") == []
+    run_sft(
+        PipelineRun(tmp_path), make_finishing_body(seen), learning_rate=3e-3
+    )  # no second refusal
+    run_sft(PipelineRun(tmp_path), make_finishing_body(seen), learning_rate=1e-3)
     assert seen[1:] == [(False, None), (False, 40)]
 
 
-def test_restart_passes_over_a_checkpoint_of_the_same_conditions(tmp_path):
-    cut(tmp_path)
+def test_restart_ignores_a_checkpoint_of_the_same_conditions(tmp_path):
+    interrupt_stage(tmp_path)
     seen = []
-    play(PipelineRun(tmp_path, RunOptions(restart=True, on_drift="anew")), finished(seen))
+    run_sft(
+        PipelineRun(tmp_path, RunOptions(restart=True, on_drift="anew")), make_finishing_body(seen)
+    )
     assert seen == [(False, None)]
 
 
-def test_a_finished_stage_whose_settings_changed_runs_anew_and_says_why(tmp_path, caplog):
+def test_a_finished_stage_with_changed_settings_runs_again_and_logs_why(tmp_path, caplog):
     seen = []
-    first = play(PipelineRun(tmp_path), finished(seen), learning_rate=1e-3)
-    play(PipelineRun(tmp_path), finished(seen), learning_rate=1e-3)
+    first = run_sft(PipelineRun(tmp_path), make_finishing_body(seen), learning_rate=1e-3)
+    run_sft(PipelineRun(tmp_path), make_finishing_body(seen), learning_rate=1e-3)
     with caplog.at_level(logging.INFO):
-        play(PipelineRun(tmp_path), finished(seen), learning_rate=2e-3)
+        run_sft(PipelineRun(tmp_path), make_finishing_body(seen), learning_rate=2e-3)
     assert len(seen) == 2
     assert (
-        "sft runs anew, since this changed:\n  stages.sft.learning_rate: 0.001 -> 0.002"
+        "sft runs again because this changed:\n  stages.sft.learning_rate: 0.001 -> 0.002"
         in caplog.text
     )
     kinds = [(decision.kind, decision.compared) for decision in read_decisions(tmp_path / "sft")]
     assert kinds == [("first", ""), ("cached", ""), ("changed", first.key)]
-    with caplog.at_level(
-        logging.INFO
-    ):  # `posttrain evaluate MODEL`: another model than the run's is no news
-        play(
-            PipelineRun(tmp_path, RunOptions(evaluated_models={"mine": "folder"})),
-            finished(seen),
-            learning_rate=3e-3,
-        )
-    anew = [record for record in caplog.records if "runs anew" in record.getMessage()]
-    assert [record.for_people for record in anew] == [True, False]
+    # `posttrain evaluate MODEL`: that the model differs from the run's is no news
+    options = RunOptions(evaluated_models={"mine": "folder"})
+    with caplog.at_level(logging.INFO):
+        run_sft(PipelineRun(tmp_path, options), make_finishing_body(seen), learning_rate=3e-3)
+    messages = [record for record in caplog.records if "runs again" in record.getMessage()]
+    assert [record.for_people for record in messages] == [True, False]
 
 
-def test_changed_data_is_named_by_file_and_digest(tmp_path):
+def test_changed_data_is_reported_by_file_and_digest(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("1")
     stages = tmp_path / "stages"
     with pytest.raises(Stopped):
-        play(PipelineRun(stages), stopped_at(2), inputs={"demonstrations": rows})
+        run_sft(PipelineRun(stages), make_stopping_body(2), inputs={"demonstrations": rows})
     rows.write_text("2")
     with pytest.raises(ResumeRefused) as refused:
-        play(PipelineRun(stages), finished([]), inputs={"demonstrations": rows})
+        run_sft(PipelineRun(stages), make_finishing_body([]), inputs={"demonstrations": rows})
     # SHA-256 of "1" and of "2"
     assert f"input demonstrations ({rows}): 6b86b273ff34 -> d4735e3a265e" in str(refused.value)
 
 
-def test_an_input_of_a_stage_says_what_changed_in_that_stage(tmp_path):
+def test_an_input_from_a_stage_reports_what_changed_in_that_stage(tmp_path):
     def data(number):
         settings = dataclasses.replace(SFTSettings(), batch_size=number)
 
@@ -179,14 +179,14 @@ def test_an_input_of_a_stage_says_what_changed_in_that_stage(tmp_path):
         return run_stage(PipelineRun(tmp_path), "prepare_data", body, settings=settings, inputs={})
 
     with pytest.raises(Stopped):
-        play(PipelineRun(tmp_path), stopped_at(2), inputs={"data": data(3)})
+        run_sft(PipelineRun(tmp_path), make_stopping_body(2), inputs={"data": data(3)})
     with pytest.raises(ResumeRefused) as refused:
-        play(PipelineRun(tmp_path), finished([]), inputs={"data": data(4)})
-    assert "  of it: stages.prepare_data.batch_size: 3 -> 4" in str(refused.value)
+        run_sft(PipelineRun(tmp_path), make_finishing_body([]), inputs={"data": data(4)})
+    assert "  because of: stages.prepare_data.batch_size: 3 -> 4" in str(refused.value)
 
 
-def test_what_a_change_led_to_is_told_by_its_first_cause_alone_and_once(tmp_path):
-    """A retraining's lines were those of every earlier stage again, for every input, 200 in all."""
+def test_consequences_of_a_change_are_reported_once_by_their_first_cause(tmp_path):
+    """Regression: a retraining listed the lines of every earlier stage again for every input, 200 in total."""
 
     def stage(name, content, **inputs):
         def body(context):
@@ -208,7 +208,7 @@ def test_what_a_change_led_to_is_told_by_its_first_cause_alone_and_once(tmp_path
     lines = compare_fingerprints(old, new)
     assert [line.partition(" (")[0] for line in lines] == [
         "input data",
-        "  of it: stages.prepare_data.batch_size: 3 -> 4",
+        "  because of: stages.prepare_data.batch_size: 3 -> 4",
         "input model",
         "input judged",
     ]
@@ -224,24 +224,24 @@ def test_changed_code_names_file_and_function(tmp_path, monkeypatch):
 
     def run(body):
         options = {"judge": "judged_by:score"}
-        return play(PipelineRun(tmp_path / "stages", environment_options=options), body)
+        return run_sft(PipelineRun(tmp_path / "stages", environment_options=options), body)
 
     with pytest.raises(Stopped):
-        run(stopped_at(2))
+        run(make_stopping_body(2))
     module.write_text(source.replace("return 1.0", "return -1.0"))
     with pytest.raises(ResumeRefused) as refused:
-        run(finished([]))
+        run(make_finishing_body([]))
     assert f"code judged_by ({module}), function score: " in str(refused.value)
     module.write_text(source.replace("return 1.0", "return 1.0  # yes"))
-    with pytest.raises(ResumeRefused, match="comments or layout alone"):
-        run(finished([]))
+    with pytest.raises(ResumeRefused, match="only comments or layout"):
+        run(make_finishing_body([]))
     module.write_text(source.replace("LIMIT = 3", "LIMIT = 4"))
     with pytest.raises(ResumeRefused, match="code outside of functions"):
-        run(finished([]))
+        run(make_finishing_body([]))
 
 
-def test_an_upgrade_in_the_middle_counts_and_is_said(tmp_path, monkeypatch):
-    cut(tmp_path)
+def test_an_upgrade_during_a_run_counts_as_a_change(tmp_path, monkeypatch):
+    interrupt_stage(tmp_path)
     monkeypatch.setattr(keys, "digest_stage_code", lambda *_: "0123456789ab")
     digest = keys.digest_source_file
     monkeypatch.setattr(
@@ -250,39 +250,36 @@ def test_an_upgrade_in_the_middle_counts_and_is_said(tmp_path, monkeypatch):
         lambda path: "other" if path == "rl_core/losses/supervised.py" else digest(path),
     )
     with pytest.raises(ResumeRefused) as refused:
-        play(PipelineRun(tmp_path), finished([]))
+        run_sft(PipelineRun(tmp_path), make_finishing_body([]))
     assert "-> 0123456789ab (rl_core/losses/supervised.py)" in str(refused.value)
     assert "an upgrade of posttrain counts as a change" in str(refused.value)
 
 
-def test_a_checkpoint_of_a_version_that_noted_nothing_is_not_dropped_either(tmp_path):
-    cut(tmp_path, learning_rate=1e-3)
-    (begun,) = list_unfinished_stages(tmp_path / "sft")
-    (begun.folder / "conditions.json").unlink()
-    with pytest.raises(ResumeRefused, match="did not note its conditions"):
-        play(PipelineRun(tmp_path), finished([]), learning_rate=2e-3)
+def test_a_checkpoint_without_recorded_conditions_is_refused(tmp_path):
+    interrupt_stage(tmp_path, learning_rate=1e-3)
+    (unfinished,) = list_unfinished_stages(tmp_path / "sft")
+    (unfinished.folder / "conditions.json").unlink()
+    with pytest.raises(ResumeRefused, match="did not record its conditions"):
+        run_sft(PipelineRun(tmp_path), make_finishing_body([]), learning_rate=2e-3)
 
 
-def test_secrets_are_compared_and_never_kept(tmp_path):
+def test_secrets_are_compared_but_never_stored(tmp_path):
     def run(value, body):
-        return play(PipelineRun(tmp_path, environment_options={"api_key": value}), body)
+        return run_sft(PipelineRun(tmp_path, environment_options={"api_key": value}), body)
 
     with pytest.raises(Stopped):
-        run("first secret", stopped_at(1))
-    (begun,) = list_unfinished_stages(tmp_path / "sft")
-    assert "first secret" not in (begun.folder / "conditions.json").read_text()
+        run("first secret", make_stopping_body(1))
+    (unfinished,) = list_unfinished_stages(tmp_path / "sft")
+    assert "first secret" not in (unfinished.folder / "conditions.json").read_text()
     with pytest.raises(
         ResumeRefused, match=r"environment\.options: a secret has another value"
     ) as refused:
-        run("second secret", finished([]))
+        run("second secret", make_finishing_body([]))
     assert "second" not in str(refused.value)
 
 
-# ------------------------------------------------------------------------------------------ before a pipeline begins
-
-
-def chain(tmp_path, epochs=1.0, body=None, **changes):
-    """sft finished with these epochs, then a preference stage that starts from it."""
+def run_chain(tmp_path, epochs=1.0, body=None, **changes):
+    """Finish sft with these epochs, then interrupt a preference stage that starts from it."""
     stages = {"sft": {"epochs": epochs}, "preference": {"loss": "dpo", **changes}}
     pipeline_run = PipelineRun(tmp_path, stages=stages)
     settings = pipeline_run.settings.stages
@@ -294,26 +291,26 @@ def chain(tmp_path, epochs=1.0, body=None, **changes):
         run_stage(
             pipeline_run,
             "preference",
-            body or stopped_at(7),
+            body or make_stopping_body(7),
             settings=settings.preference,
             inputs={"model": first.path},
         )
     return pipeline_run
 
 
-def wanted(tmp_path, epochs=1.0, options=RunOptions(), **changes):  # noqa: B008 frozen
+def check_chain(tmp_path, epochs=1.0, options=RunOptions(), **changes):  # noqa: B008 frozen
     stages = {"sft": {"epochs": epochs}, "preference": {"loss": "dpo", **changes}}
     check_unfinished_stages(tmp_path, PipelineRun(tmp_path, stages=stages).settings, options)
 
 
-def test_drift_is_found_before_anything_runs_and_also_in_the_stages_before(tmp_path):
-    chain(tmp_path, beta=0.1)
-    wanted(tmp_path, beta=0.1)
+def test_drift_is_detected_before_anything_runs_including_earlier_stages(tmp_path):
+    run_chain(tmp_path, beta=0.1)
+    check_chain(tmp_path, beta=0.1)
     with pytest.raises(ResumeRefused, match=r"stages\.preference\.beta: 0\.1 -> 0\.2"):
-        wanted(tmp_path, beta=0.2)
+        check_chain(tmp_path, beta=0.2)
     with pytest.raises(ResumeRefused) as refused:
-        wanted(tmp_path, epochs=2.0, beta=0.1)
-    assert "stages.sft.epochs: 1.0 -> 2.0" in str(refused.value)  # before SFT has run for hours
+        check_chain(tmp_path, epochs=2.0, beta=0.1)
+    assert "stages.sft.epochs: 1.0 -> 2.0" in str(refused.value)  # before SFT runs for hours
     for options in (
         ALLOW,
         ANEW,
@@ -321,28 +318,36 @@ def test_drift_is_found_before_anything_runs_and_also_in_the_stages_before(tmp_p
         RunOptions(only="sft"),
         RunOptions(fresh=True, only="preference"),
     ):
-        wanted(tmp_path, beta=0.2, options=options)
+        check_chain(tmp_path, beta=0.2, options=options)
 
 
-def test_going_back_to_what_has_finished_asks_nothing(tmp_path):
+def test_returning_to_finished_conditions_needs_no_permission(tmp_path):
     seen = []
     stages = {"sft": {"learning_rate": 3e-3}}
     done = PipelineRun(tmp_path, stages={"sft": {"learning_rate": 1e-3}})
     run_stage(
-        done, "sft", finished(seen), settings=done.settings.stages.sft, inputs={"model": "org/name"}
+        done,
+        "sft",
+        make_finishing_body(seen),
+        settings=done.settings.stages.sft,
+        inputs={"model": "org/name"},
     )
     other = PipelineRun(tmp_path, stages={"sft": {"learning_rate": 2e-3}})
     with pytest.raises(Stopped):
         run_stage(
             other,
             "sft",
-            stopped_at(3),
+            make_stopping_body(3),
             settings=other.settings.stages.sft,
             inputs={"model": "org/name"},
         )
     check_unfinished_stages(tmp_path, done.settings, RunOptions())
     assert run_stage(
-        done, "sft", finished(seen), settings=done.settings.stages.sft, inputs={"model": "org/name"}
+        done,
+        "sft",
+        make_finishing_body(seen),
+        settings=done.settings.stages.sft,
+        inputs={"model": "org/name"},
     ).cached
     with pytest.raises(ResumeRefused):
         check_unfinished_stages(
@@ -351,7 +356,7 @@ def test_going_back_to_what_has_finished_asks_nothing(tmp_path):
 
 
 def test_decisions_survive_a_damaged_line(tmp_path):
-    play(PipelineRun(tmp_path), finished([]))
+    run_sft(PipelineRun(tmp_path), make_finishing_body([]))
     path = tmp_path / "sft" / "decisions.jsonl"
     path.write_text(path.read_text() + "{half\n" + json.dumps({"kind": "x"}) + "\n")
     assert [decision.kind for decision in read_decisions(tmp_path / "sft")] == ["first"]

@@ -1,4 +1,4 @@
-"""Imports while Prefect's server starts: MLflow with its sqlite store, torch where a stage computes."""
+"""Imports while Prefect's server starts: MLflow with its sqlite store, torch if a stage computes."""
 
 import subprocess
 import sys
@@ -34,11 +34,11 @@ import mako.ext.pygmentplugin
     ],
 )
 def test_libraries_by_store_and_by_what_is_cached(tmp_path, settings, computes, expected):
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", SCRIPT, repr(settings), computes],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.split() == expected
+    assert result.stdout.split() == expected

@@ -20,22 +20,22 @@ class Tracking:
             name=name,
             run_id="parent",
             folder=folder,
-            beside=[],
-            note_time=lambda: None,
+            extra_trackers=[],
+            record_elapsed_time=lambda: None,
             set_tags=lambda tags: self.set.append(dict(tags)),
             set_tag=lambda name, value: self.set.append({name: value}),
             close=lambda status, timeout_s: self.set.append((status, timeout_s)),
         )
 
 
-def tracker_of(tmp_path, monkeypatch, options=RunOptions(), resumed=False):  # noqa: B008 frozen
+def build_tracker(tmp_path, monkeypatch, options=RunOptions(), resumed=False):  # noqa: B008 frozen
     monkeypatch.setattr(run_tracking, "compute_code_version", lambda: "c0de")
     monkeypatch.setattr(run_tracking, "read_git_commit", lambda: "")
     settings = build_settings(
         {"name": "t", "output": str(tmp_path), "stages": {"sft": {}}}, check_files=False
     )
     tracking, shown = Tracking(), []
-    made = PipelineTracker(
+    tracker = PipelineTracker(
         tracking,
         settings,
         options,
@@ -44,12 +44,12 @@ def tracker_of(tmp_path, monkeypatch, options=RunOptions(), resumed=False):  # n
         resumed=resumed,
         on_progress=lambda *progress: shown.append(progress),
     )
-    return made, tracking, shown
+    return tracker, tracking, shown
 
 
 def test_stages_carry_the_pipeline_s_tags_and_their_inputs(tmp_path, monkeypatch):
     options = RunOptions(only="sft", tags={"retraining": "now"}, flow_run=FlowRunAddress(id="f"))
-    made, tracking, shown = tracker_of(tmp_path, monkeypatch, options, resumed=True)
+    tracker, tracking, shown = build_tracker(tmp_path, monkeypatch, options, resumed=True)
     name, folder, parent = tracking.started[0]
     assert (name, folder) == (
         "t · 2026-01-02 03:04:05",
@@ -65,7 +65,7 @@ def test_stages_carry_the_pipeline_s_tags_and_their_inputs(tmp_path, monkeypatch
     left = {"kind": "stage", "resumed": "true", "settings": "defaults"}  # empty ones are left out
     assert parent["tags"] == {**common, **left}
     digest = "0123456789abcdef01234567"
-    made.open_stage(
+    tracker.open_stage(
         "evaluate_champion", "evaluate", tmp_path, None, {"data": digest}, "key", {"more": "1"}
     )
     label, _, stage = tracking.started[1]
@@ -85,18 +85,18 @@ def test_stages_carry_the_pipeline_s_tags_and_their_inputs(tmp_path, monkeypatch
     assert shown == [("evaluate_champion", 1, 4, "x")]
 
 
-def test_data_is_noted_once_and_models_are_no_data(tmp_path, monkeypatch):
-    made, tracking, _ = tracker_of(tmp_path, monkeypatch)
+def test_data_inputs_are_recorded_once_without_models(tmp_path, monkeypatch):
+    tracker, tracking, _ = build_tracker(tmp_path, monkeypatch)
     for digests in ({"data": "a" * 20, "model": "b"}, {"data": "a" * 20}, {"preferences": "c"}):
-        made.record_data_inputs(digests)
+        tracker.record_data_inputs(digests)
     assert tracking.set == [{"input.data": "a" * 16}, {"input.preferences": "c"}]
 
 
-def test_a_cached_stage_is_named_and_shown_as_done(tmp_path, monkeypatch):
-    made, tracking, shown = tracker_of(tmp_path, monkeypatch)
-    made.record_cached_stage("sft", "r1")
-    made.close("FAILED", ValueError("x" * 5000))
-    assert shown == [("sft", 1, 1, "finished before, not run again")]
+def test_a_cached_stage_is_recorded_and_shown_as_done(tmp_path, monkeypatch):
+    tracker, tracking, shown = build_tracker(tmp_path, monkeypatch)
+    tracker.record_cached_stage("sft", "r1")
+    tracker.close("FAILED", ValueError("x" * 5000))
+    assert shown == [("sft", 1, 1, "already finished, not run again")]
     assert tracking.set[0] == {"cached.sft": "r1"} and tracking.set[2] == ("FAILED", 30.0)
     assert (
         tracking.set[1]["error"].startswith("ValueError: xxx")
@@ -104,19 +104,19 @@ def test_a_cached_stage_is_named_and_shown_as_done(tmp_path, monkeypatch):
     )
 
 
-def test_the_line_of_a_run_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch):
+def test_the_table_of_runs_shows_the_progress_of_a_running_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_tracking, "REPORT_INTERVAL_SECONDS", 0.0)
-    made, tracking, _ = tracker_of(tmp_path, monkeypatch)
-    made.open_stage("reward_model", "reward_model", tmp_path, None, {}, "key", {})
-    tell = tracking.started[1][2]["on_progress"][0]
-    tell(120, 1400, "train/loss 0.31")
+    tracker, tracking, _ = build_tracker(tmp_path, monkeypatch)
+    tracker.open_stage("reward_model", "reward_model", tmp_path, None, {}, "key", {})
+    report_progress = tracking.started[1][2]["on_progress"][0]
+    report_progress(120, 1400, "train/loss 0.31")
     assert tracking.set == [{"result": "reward model, 120 of 1,400: train/loss 0.31"}]
     monkeypatch.setattr(run_tracking, "REPORT_INTERVAL_SECONDS", 60.0)
-    tell(121, 1400, "")
+    report_progress(121, 1400, "")
     assert len(tracking.set) == 1
 
 
-def test_a_stop_is_no_error_and_is_not_waited_for(tmp_path, monkeypatch):
-    made, tracking, _ = tracker_of(tmp_path, monkeypatch)
-    made.close("KILLED", Stopped("asked", 15))
+def test_a_stop_is_not_an_error_and_delivery_waits_only_briefly(tmp_path, monkeypatch):
+    tracker, tracking, _ = build_tracker(tmp_path, monkeypatch)
+    tracker.close("KILLED", Stopped("asked", 15))
     assert tracking.set == [("KILLED", STOP_TIMEOUT_SECONDS)]

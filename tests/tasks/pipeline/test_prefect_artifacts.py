@@ -1,4 +1,4 @@
-"""Prefect artifacts while its API is away: asked for once, until it answers again."""
+"""Prefect artifacts while its API is down: one attempt, until it answers again."""
 
 import logging
 import socket
@@ -21,24 +21,24 @@ from tasks.pipeline.stage_result import StageResult
 
 
 @pytest.fixture(autouse=True)
-def answering():
+def reset_unreachable():
     yield
     prefect_stages._api_unreachable.clear()
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """Calls that reached the API, or tried to."""
+def calls(monkeypatch):
+    """Return a list of calls that reached the API, or tried to."""
     monkeypatch.setattr(prefect_stages, "FIRST_TIMEOUT_SECONDS", 0.5)
     monkeypatch.setattr(prefect_stages, "REPEAT_TIMEOUT_SECONDS", 0.1)
     return []
 
 
-def test_an_api_that_is_away_is_not_called_until_it_is_back(made, caplog):
+def test_an_unreachable_api_is_not_called_until_it_answers(calls, caplog):
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_error(404)  # any answer will do
-            made.append(self.path)
+            calls.append(self.path)
 
         def log_message(self, *_):
             pass
@@ -46,83 +46,83 @@ def test_an_api_that_is_away_is_not_called_until_it_is_back(made, caplog):
     with caplog.at_level(logging.WARNING), HTTPServer(("127.0.0.1", 0), Healthy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-            assert [prefect_stages._call_prefect_api(made.append, "call") for _ in range(3)] == [
+            assert [prefect_stages._call_prefect_api(calls.append, "call") for _ in range(3)] == [
                 None
             ] * 3
-        assert not made
+        assert not calls
         with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
-            assert prefect_stages._call_prefect_api(lambda: "made") == "made"
+            assert prefect_stages._call_prefect_api(lambda: "done") == "done"
         server.shutdown()
-    assert made == ["/api/health"]
-    assert caplog.text.count("takes no artifact (ConnectionRefusedError: ") == 1
+    assert calls == ["/api/health"]
+    assert caplog.text.count("does not accept artifacts (ConnectionRefusedError: ") == 1
 
 
 @pytest.mark.parametrize(
     ("scheme", "skips", "read"),
     [("http", False, False), ("https", False, True), ("https", True, False)],
 )
-def test_certificates_are_read_only_where_they_are_checked(monkeypatch, scheme, skips, read):
-    """A stage's page is written every three seconds, and reading them takes 50 ms."""
-    asked = []
+def test_certificates_are_loaded_only_if_they_are_checked(monkeypatch, scheme, skips, read):
+    """A stage's page is written every three seconds, and loading certificates takes 50 ms."""
+    requests = []
     monkeypatch.setattr("socket.create_connection", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr("httpx.get", lambda url, *, timeout, verify: asked.append((url, verify)))
+    monkeypatch.setattr("httpx.get", lambda url, *, timeout, verify: requests.append((url, verify)))
     settings = {
         PREFECT_API_URL: f"{scheme}://host/api",
         PREFECT_API_TLS_INSECURE_SKIP_VERIFY: skips,
     }
     with temporary_settings(settings):
         prefect_stages.check_prefect_api(1.0)
-    assert asked == [(f"{scheme}://host/api/health", read)]
+    assert requests == [(f"{scheme}://host/api/health", read)]
 
 
-def test_an_api_that_takes_connections_and_is_silent_is_not_called(made, caplog):
-    """As a server that is stopped or hangs: Prefect's own client would wait for minutes, and try again."""
+def test_an_api_that_accepts_connections_without_answering_is_not_called(calls, caplog):
+    """A server that is stopped or hangs: Prefect's client would wait for minutes and retry."""
     silent = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
     with caplog.at_level(logging.WARNING), silent, temporary_settings({PREFECT_API_URL: address}):
-        assert [prefect_stages._call_prefect_api(made.append, "call") for _ in range(3)] == [
+        assert [prefect_stages._call_prefect_api(calls.append, "call") for _ in range(3)] == [
             None
         ] * 3
-    assert not made
-    assert caplog.text.count("gave no answer for 0.5 s") == 1
+    assert not calls
+    assert caplog.text.count("did not answer for 0.5 s") == 1
 
 
-def test_an_api_that_fails_is_said_once(made, caplog):
+def test_a_failing_api_is_reported_once(calls, caplog):
     def fail():
-        made.append("call")
+        calls.append("call")
         raise ConnectionError("reset")
 
     with caplog.at_level(logging.WARNING), temporary_settings({PREFECT_API_URL: None}):
         assert [prefect_stages._call_prefect_api(fail) for _ in range(3)] == [None] * 3
-    assert made == ["call"]  # what Prefect started itself does not come back
-    assert caplog.text.count("takes no artifact (ConnectionError: reset)") == 1
+    assert calls == ["call"]  # a server that Prefect started itself does not come back
+    assert caplog.text.count("does not accept artifacts (ConnectionError: reset)") == 1
 
 
-def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(monkeypatch):
-    """It tells how far the stage is while it runs, and its result in place of that."""
-    identity, told, said = uuid4(), [], threading.Event()
+def test_a_stage_has_one_page_written_with_the_server_s_password(monkeypatch):
+    """The page shows the stage's progress while it runs, then its result."""
+    identity, updates, updated = uuid4(), [], threading.Event()
 
-    def replace(which, markdown, description):
-        told.append(
+    def replace(artifact_id, markdown, description):
+        updates.append(
             (
-                which,
+                artifact_id,
                 markdown,
                 description,
                 get_current_settings().api.auth_string.get_secret_value(),
             )
         )
-        said.set()
+        updated.set()
         return True
 
-    made = []
+    calls = []
     monkeypatch.setattr(prefect_stages, "PROGRESS_SECONDS", 0.01)
     monkeypatch.setattr(
         prefect_stages,
         "create_markdown_artifact",
-        lambda text, **named: made.append(named) or identity,
+        lambda text, **named: calls.append(named) or identity,
     )
     monkeypatch.setattr(prefect_stages, "_replace_artifact", replace)
-    tracking = SimpleNamespace(run_url=lambda run: f"http://page/{run}")
+    tracking = SimpleNamespace(build_run_url=lambda run: f"http://page/{run}")
     run = SimpleNamespace(
         settings=SimpleNamespace(name="My demo"),
         fraction=0.25,
@@ -137,12 +137,12 @@ def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(mon
         temporary_settings({PREFECT_API_AUTH_STRING: "user:word"}),
         prefect_stages.publish_stage_progress(run, "sft") as finish,
     ):
-        assert said.wait(10)
+        assert updated.wait(10)
         finish(result)
-    assert made == [{"key": "my-demo-sft", "description": "sft: begins"}]
-    assert told[0] == (identity, "## sft\n\n25% · sft, 1 of 4", "25% · sft, 1 of 4", "user:word")
-    which, page, description, _ = told[-1]
-    assert which == identity and description == "4 steps" and len(told) == 2
+    assert calls == [{"key": "my-demo-sft", "description": "sft: starting"}]
+    assert updates[0] == (identity, "## sft\n\n25% · sft, 1 of 4", "25% · sft, 1 of 4", "user:word")
+    artifact_id, page, description, _ = updates[-1]
+    assert artifact_id == identity and description == "4 steps" and len(updates) == 2
     assert (
         "**4 steps**" in page
         and "[MLflow run](http://page/r1)" in page
@@ -150,8 +150,8 @@ def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(mon
     )
 
 
-def test_a_stage_that_was_stopped_hardly_waits_for_an_update_of_its_page(monkeypatch):
-    """Ten seconds of an update that a busy server keeps would be all that a preempted run has."""
+def test_a_stopped_stage_waits_only_briefly_for_an_update_of_its_page(monkeypatch):
+    """An update that a busy server holds for ten seconds would use all the time of a preempted run."""
     waits = []
     thread = SimpleNamespace(start=lambda: None, join=lambda timeout: waits.append(timeout))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Record of a pipeline's folder: the run that is gone on with, the states it passes through, the lock."""
+"""Record of a pipeline's folder: the run to resume, its statuses, the lock."""
 
 import json
 
@@ -11,8 +11,8 @@ from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.run_record import PipelineRecord, find_finished_run
 
 
-def begun(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 frozen
-    """A record whose run began at noon and ended in `status`."""
+def begin_run(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 frozen
+    """Begin a run at noon that ends in `status`, and return its record."""
     record = PipelineRecord(home, options)
     record.begin_run(home / "runs", started="noon", digest=digest, threads=3)
     assert (
@@ -27,22 +27,22 @@ def begun(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 froz
 @pytest.mark.parametrize(
     ("status", "options", "digest", "started"),
     [
-        ("", RunOptions(), "d", "noon"),  # killed while it ran
+        ("", RunOptions(), "d", "noon"),  # killed while running
         ("stopped", RunOptions(), "d", "noon"),
         ("waiting", RunOptions(), "d", "noon"),
         ("postponed", RunOptions(), "d", "noon"),  # the tracking store did not say who is champion
         ("finished", RunOptions(), "d", ""),
         ("failed", RunOptions(), "d", ""),
         ("stopped", RunOptions(), "other settings", ""),
-        ("stopped", RunOptions(only="sft"), "d", ""),  # it was a run of the whole pipeline
+        ("stopped", RunOptions(only="sft"), "d", ""),  # it was a run of the complete pipeline
         ("stopped", RunOptions(fresh=True), "d", ""),
-        ("finished", RunOptions(started="dawn"), "other settings", "dawn"),  # asked for by name
+        ("finished", RunOptions(started="dawn"), "other settings", "dawn"),  # requested by name
     ],
 )
-def test_an_interrupted_run_with_equal_settings_is_gone_on_with(
+def test_an_interrupted_run_with_equal_settings_is_resumed(
     tmp_path, status, options, digest, started
 ):
-    begun(tmp_path, status=status)
+    begin_run(tmp_path, status=status)
     assert PipelineRecord(tmp_path, options).find_interrupted_run(digest) == started
 
 
@@ -56,16 +56,16 @@ def test_an_unreadable_record_is_no_run(tmp_path):
     ("status", "digest", "started"),
     [("finished", "d", "noon"), ("finished", "e", ""), ("", "d", "")],
 )
-def test_a_run_whose_outcome_was_not_noted_is_found_by_its_settings(
-    tmp_path, status, digest, started
-):
+def test_a_finished_run_is_looked_up_by_its_settings(tmp_path, status, digest, started):
     assert find_finished_run(tmp_path, digest) == ""
-    begun(tmp_path, status=status)
+    begin_run(tmp_path, status=status)
     assert find_finished_run(tmp_path, digest) == started
 
 
-def test_the_record_lies_with_the_pipeline_and_with_the_run(tmp_path):
-    record = begun(tmp_path, RunOptions(only="sft", evaluated_models={"a": "models:/m@champion"}))
+def test_the_record_is_written_for_the_pipeline_and_for_the_run(tmp_path):
+    record = begin_run(
+        tmp_path, RunOptions(only="sft", evaluated_models={"a": "models:/m@champion"})
+    )
     first = json.loads((tmp_path / "run.json").read_text())
     assert {name: first[name] for name in first if name not in ("pid", "host")} == {
         "started": "noon",
@@ -83,12 +83,12 @@ def test_the_record_lies_with_the_pipeline_and_with_the_run(tmp_path):
     }
 
 
-def test_the_lock_is_released_only_by_who_took_it(tmp_path):
-    own = PipelineRecord(tmp_path, RunOptions())
-    own.acquire_lock()
+def test_the_lock_is_released_only_by_its_owner(tmp_path):
+    record = PipelineRecord(tmp_path, RunOptions())
+    record.acquire_lock()
     with pytest.raises(FolderBusy):
         PipelineRecord(tmp_path, RunOptions()).acquire_lock()
-    own.release_lock()
+    record.release_lock()
     with FolderLock(tmp_path / ".lock") as lock:
         borrowed = PipelineRecord(tmp_path, RunOptions(), lock=lock)
         borrowed.acquire_lock()
@@ -98,8 +98,8 @@ def test_the_lock_is_released_only_by_who_took_it(tmp_path):
 
 
 @pytest.mark.parametrize("hit", [1, 2])
-def test_a_run_that_is_killed_while_its_record_is_written_is_found_again(tmp_path, hit):
-    """Of the two files the pipeline's is first: by it the run's own folder is found."""
+def test_a_run_killed_while_its_record_is_written_is_resumed(tmp_path, hit):
+    """The pipeline's copy is written first, since it leads to the run's folder."""
     record = PipelineRecord(tmp_path, RunOptions())
     faults.configure_faults(f"text.done:{hit}:raise")
     try:
@@ -111,10 +111,10 @@ def test_a_run_that_is_killed_while_its_record_is_written_is_found_again(tmp_pat
 
 
 @pytest.mark.parametrize(("hit", "started"), [(1, "noon"), (2, "")])
-def test_a_run_that_is_killed_while_its_end_is_written_is_over_in_both_files_or_goes_on(
+def test_a_run_killed_while_its_end_is_written_is_ended_in_both_files_or_resumed(
     tmp_path, hit, started
 ):
-    record = begun(tmp_path)
+    record = begin_run(tmp_path)
     faults.configure_faults(f"text.done:{hit}:raise")
     try:
         with pytest.raises(faults.InjectedFault):

@@ -1,4 +1,4 @@
-"""A pipeline run: results, approval and progress are written by methods; the outcome goes to its record and tracker."""
+"""A pipeline run: results, approval and progress change through methods; the outcome goes to its record and tracker."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from tasks.pipeline.stage_result import StageResult
 RESULT = StageResult("sft", "f", "d", "k", False, 1.0, "r", {})
 
 
-def made(folder, options=None, threads=None, **live):
+def make_run(folder, options=None, threads=None, **live):
     stages = {"sft": {}, "prepare_data": {}}
     settings = build_settings(
         {"name": "t", "output": str(folder), "threads": threads, "stages": stages}
@@ -28,8 +28,8 @@ def made(folder, options=None, threads=None, **live):
 
 
 @pytest.fixture
-def without_store(monkeypatch):
-    """Runs whose tracking is a list of the statuses that parent runs were closed with."""
+def closed_statuses(monkeypatch):
+    """Replace tracking by a list of the statuses that parent runs were closed with."""
     closed = []
 
     class Tracker:
@@ -52,7 +52,7 @@ def without_store(monkeypatch):
 
 
 def test_results_are_added_not_assigned(tmp_path):
-    run = made(tmp_path)
+    run = make_run(tmp_path)
     run.add_result("sft", RESULT)
     assert dict(run.results) == {"sft": RESULT}
     with pytest.raises(TypeError):
@@ -62,18 +62,18 @@ def test_results_are_added_not_assigned(tmp_path):
             setattr(run, name, None)
 
 
-def test_fresh_passes_over_what_this_run_has_not_computed(tmp_path):
-    run = made(tmp_path, RunOptions(fresh=True, only="sft"))
+def test_fresh_recomputes_stages_that_this_run_has_not_computed(tmp_path):
+    run = make_run(tmp_path, RunOptions(fresh=True, only="sft"))
     assert run.should_recompute("sft", "k1") and not run.should_recompute("policy", "k1")
     run.mark_computed("k1")
     assert not run.should_recompute("sft", "k1") and run.should_recompute("sft", "k2")
-    assert not made(tmp_path).should_recompute("sft", "k1")
-    assert made(tmp_path, RunOptions(fresh=True)).should_recompute("policy", "k1")
+    assert not make_run(tmp_path).should_recompute("sft", "k1")
+    assert make_run(tmp_path, RunOptions(fresh=True)).should_recompute("policy", "k1")
 
 
 def test_progress_goes_to_the_display(tmp_path):
     shown = []
-    run = made(tmp_path, on_progress=lambda *progress: shown.append(progress))
+    run = make_run(tmp_path, on_progress=lambda *progress: shown.append(progress))
     run.report_progress("sft", 1, 4, "x")
     assert run.fraction == 0.25 and shown == [("sft", 1, 4, "x")]
     run.report_progress("sft", 0, 0)
@@ -91,13 +91,13 @@ def test_progress_goes_to_the_display(tmp_path):
         (ValueError("x"), "request", "failed", "FAILED"),
     ],
 )
-def test_the_outcome_is_recorded(tmp_path, without_store, error, approval, status, closed):
+def test_the_outcome_is_recorded(tmp_path, closed_statuses, error, approval, status, closed):
     def use():
-        with made(tmp_path) as run:
+        with make_run(tmp_path) as run:
             run.await_approval(approval)
             assert json.loads((run.home / "run.json").read_text())["status"] == "running"
             with pytest.raises(FolderBusy):
-                made(tmp_path).__enter__()
+                make_run(tmp_path).__enter__()
             if error is not None:
                 raise error
 
@@ -106,15 +106,13 @@ def test_the_outcome_is_recorded(tmp_path, without_store, error, approval, statu
     else:
         with pytest.raises(type(error)):
             use()
-    assert without_store == [(closed, error)]
+    assert closed_statuses == [(closed, error)]
     assert json.loads((tmp_path / "t" / "run.json").read_text())["status"] == status
-    with made(tmp_path) as again:  # the lock is free
+    with make_run(tmp_path) as again:  # the lock is free
         assert again.tracker.resumed is (status in ("stopped", "waiting"))
 
 
-def test_a_run_that_is_killed_in_its_first_moment_is_gone_on_with(
-    tmp_path, without_store, monkeypatch
-):
+def test_a_run_killed_in_its_first_moment_is_resumed(tmp_path, closed_statuses, monkeypatch):
     tracker = runs.PipelineTracker
 
     def killed(*arguments, started, **options):
@@ -123,75 +121,73 @@ def test_a_run_that_is_killed_in_its_first_moment_is_gone_on_with(
 
     monkeypatch.setattr(runs, "PipelineTracker", killed)
     with pytest.raises(KeyboardInterrupt):
-        made(tmp_path).__enter__()
+        make_run(tmp_path).__enter__()
     monkeypatch.setattr(runs, "PipelineTracker", tracker)
-    with made(tmp_path) as again:
+    with make_run(tmp_path) as again:
         assert again.tracker.resumed
 
 
 @pytest.mark.parametrize("point", ["run.ending", "run.ended"])
-def test_a_run_that_is_killed_at_its_very_end_is_gone_on_with(tmp_path, without_store, point):
-    """Else the same command would begin a second run, and the first one would count as killed."""
+def test_a_run_killed_at_its_very_end_is_resumed(tmp_path, closed_statuses, point):
+    """Otherwise the same command would begin a second run, and the first one would count as killed."""
     faults.configure_faults(f"{point}:1:raise")
     try:
-        with pytest.raises(faults.InjectedFault), made(tmp_path):
+        with pytest.raises(faults.InjectedFault), make_run(tmp_path):
             pass
     finally:
         faults.configure_faults(None)
-    with made(tmp_path) as again:
+    with make_run(tmp_path) as again:
         assert again.tracker.resumed
 
 
-def test_a_run_keeps_the_threads_that_it_began_with(tmp_path, without_store, monkeypatch):
+def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, closed_statuses, monkeypatch):
     free = iter([5, 2])
     monkeypatch.setattr(openmp_spin, "free_processors", lambda: next(free))
     monkeypatch.setattr(openmp_spin, "count_usable_processors", lambda: 8)
 
     def use(options=None, error=None):
-        with contextlib.suppress(KeyboardInterrupt), made(tmp_path, options, "auto") as run:
-            noted = json.loads((run.home / "run.json").read_text())["threads"]
-            assert run.threads == run.tracker.threads == noted
+        with contextlib.suppress(KeyboardInterrupt), make_run(tmp_path, options, "auto") as run:
+            recorded = json.loads((run.home / "run.json").read_text())["threads"]
+            assert run.threads == run.tracker.threads == recorded
             if error is not None:
                 raise error
         return run.threads, run.threads_note
 
     assert use(error=KeyboardInterrupt()) == (5, "threads: 5, as 5 of 8 processors are free")
     started = json.loads((tmp_path / "t" / "run.json").read_text())["started"]
-    kept = (5, "threads: 5, the number that this run began with")
-    assert use() == kept  # nobody looked how many are free
-    assert use() == (
-        2,
-        "threads: 2, as 2 of 8 processors are free",
-    )  # that run has finished: another one
-    assert use(RunOptions(started=started)) == kept  # by name
+    resumed = (5, "threads: 5, the number that this run started with")
+    assert use() == resumed  # without measuring again
+    # that run has finished, so this is a new one
+    assert use() == (2, "threads: 2, as 2 of 8 processors are free")
+    assert use(RunOptions(started=started)) == resumed  # by name
 
 
-def test_a_run_that_is_stopped_while_it_opens_is_ended(tmp_path, without_store, monkeypatch):
+def test_a_run_that_is_stopped_while_it_opens_is_ended(tmp_path, closed_statuses, monkeypatch):
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runs, "ModelVersions", stop)
     with pytest.raises(KeyboardInterrupt):
-        made(tmp_path).__enter__()
-    assert [status for status, _ in without_store] == ["KILLED"]
+        make_run(tmp_path).__enter__()
+    assert [status for status, _ in closed_statuses] == ["KILLED"]
     assert json.loads((tmp_path / "t" / "run.json").read_text())["status"] == "stopped"
 
 
-def test_a_run_without_time_is_noted_as_stopped(tmp_path, without_store, monkeypatch):
-    with made(tmp_path) as run:
-        run.tracker.abandon_runs = lambda: without_store.append("abandoned")
+def test_an_abandoned_run_is_recorded_as_stopped(tmp_path, closed_statuses, monkeypatch):
+    with make_run(tmp_path) as run:
+        run.tracker.abandon_runs = lambda: closed_statuses.append("abandoned")
         run.abandon_run()
         assert json.loads((tmp_path / "t" / "run.json").read_text())["status"] == "stopped"
-    assert without_store[0] == "abandoned"
+    assert closed_statuses[0] == "abandoned"
 
 
-def test_a_run_that_cannot_open_frees_the_lock(tmp_path, without_store, monkeypatch):
+def test_a_run_that_cannot_open_frees_the_lock(tmp_path, closed_statuses, monkeypatch):
     def refuse(settings):
         raise ValueError("no data")
 
     monkeypatch.setattr(runs, "record_sources", refuse)
     with pytest.raises(ValueError, match="no data"):
-        made(tmp_path).__enter__()
+        make_run(tmp_path).__enter__()
     monkeypatch.undo()
     record = runs.PipelineRecord(tmp_path / "t", RunOptions())
     record.acquire_lock()

@@ -1,4 +1,4 @@
-"""The contract of a stage: inputs of its key, exclusions of its content digest, arguments of training."""
+"""The contract of a stage: content of its key, exclusions from its content digest, arguments of training."""
 
 import dataclasses
 import os
@@ -25,36 +25,36 @@ from tasks.pipeline.stage_key import compute_stage_key, compute_stage_seed, dige
 from tasks.pipeline.stage_result import compute_content_digest
 
 
-def key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
+def compute_key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
     return compute_stage_key(name, settings, made or pipeline(), digests or {"data": "a"})
 
 
-def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
+def test_the_key_changes_with_everything_that_affects_the_result(monkeypatch):
     changed = {
-        "stage": key("preference"),
-        "settings": key(settings=dataclasses.replace(SFTSettings(), batch_size=7)),
-        "environment": key(
+        "stage": compute_key("preference"),
+        "settings": compute_key(settings=dataclasses.replace(SFTSettings(), batch_size=7)),
+        "environment": compute_key(
             made=pipeline(environment={"name": "arithmetic", "options": {"max_number": 9}})
         ),
-        "model": key(made=pipeline(model={"preset": "nano"})),
-        "content of an input": key(digests={"data": "b"}),
-        "name of an input": key(digests={"model": "a"}),
-        "seed": key(made=pipeline(seed=1)),
+        "model": compute_key(made=pipeline(model={"preset": "nano"})),
+        "content of an input": compute_key(digests={"data": "b"}),
+        "name of an input": compute_key(digests={"model": "a"}),
+        "seed": compute_key(made=pipeline(seed=1)),
     }
-    same = key()
+    same = compute_key()
     assert len({same, *changed.values()}) == 1 + len(changed), "each one counts"
     assert (
-        key(made=pipeline(name="other", output="elsewhere")) == same
-    )  # where it lies changes no number
+        compute_key(made=pipeline(name="other", output="elsewhere")) == same
+    )  # its location changes no numbers
     monkeypatch.setattr(keys, "digest_stage_code", lambda *_: "other")
-    assert key() != same
+    assert compute_key() != same
 
 
 def test_the_key_changes_with_what_a_chat_template_prints(tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text("one")
     named = {"path": "org/model", "chat_template": str(template)}
-    made = [
+    models = [
         {"path": "org/model"},
         {"path": "org/model", "chat_template_date": "2025-01-01"},
         {"path": "org/model", "chat_template_kwargs": {"enable_thinking": False}},
@@ -64,15 +64,15 @@ def test_the_key_changes_with_what_a_chat_template_prints(tmp_path):
     ]
 
     def key_of(model):
-        return key(made=pipeline(model=model, stages={"prepare_data": {}, "sft": {}}))
+        return compute_key(made=pipeline(model=model, stages={"prepare_data": {}, "sft": {}}))
 
-    found = [key_of(model) for model in made]
-    assert len(set(found)) == len(made)
+    distinct_keys = [key_of(model) for model in models]
+    assert len(set(distinct_keys)) == len(models)
     moved = tmp_path / "moved.jinja"
     moved.write_text("one")
-    assert key_of({**named, "chat_template": str(moved)}) == found[-1], "its text decides"
+    assert key_of({**named, "chat_template": str(moved)}) == distinct_keys[-1], "its text decides"
     template.write_text("two")
-    assert key_of(named) not in found
+    assert key_of(named) not in distinct_keys
 
 
 def test_the_code_version_is_that_of_every_source():
@@ -86,7 +86,7 @@ def test_the_code_version_is_that_of_every_source():
     files = [path for path in files if "__pycache__" not in path.parts and path.name != "py.typed"]
     sources = [
         path for path in files if "shipped" not in path.parts
-    ]  # what ships there is copied, not run
+    ]  # files in `shipped` are copied, not run
     assert {path.suffix for path in sources} == set(stage_code._SOURCES)
     assert {
         root / path for path in stage_code.list_project_sources() if "/shipped/" not in path
@@ -102,16 +102,16 @@ def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
             made.environment, name="gsm8k", options={"path": str(data)}
         ),
     )
-    absent = key(made=made)
+    absent = compute_key(made=made)
     data.write_text("1")
-    first = key(made=made)
+    first = compute_key(made=made)
     data.write_text("2")
-    assert len({absent, first, key(made=made)}) == 3
+    assert len({absent, first, compute_key(made=made)}) == 3
     data.write_text("1")
-    assert key(made=made) == first
+    assert compute_key(made=made) == first
 
 
-def test_timings_are_no_content():
+def test_timings_are_not_part_of_the_content_digest():
     def digest(**changes):
         files = {
             "model/w": "1",
@@ -136,7 +136,7 @@ def test_timings_are_no_content():
     assert {digest(**{name: "x"}) for name in timed} == {digest()}
     assert (
         digest(**{"epochs/1/w": "x"}) == digest() != digest(**{"epochs.json": "x"})
-    )  # beside the result
+    )  # not part of the result
     assert digest(**{"model/w": "x"}) != digest() != digest(**{"trajectories_policy.jsonl": "x"})
 
 
@@ -144,7 +144,7 @@ def test_inputs_by_their_content(tmp_path):
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("1")
     assert digest_input(tmp_path / "a") == digest_input(str(tmp_path / "b"))
-    assert digest_input("org/name") == "org/name"  # a hub name is as it is written
+    assert digest_input("org/name") == "org/name"  # a hub name is used as written
     with pytest.raises(SettingsError, match="does not exist"):
         digest_input(tmp_path / "c")
     assert (
@@ -153,10 +153,10 @@ def test_inputs_by_their_content(tmp_path):
     )
 
 
-def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
-    given = {}
+def test_training_receives_all_arguments(tmp_path, monkeypatch):
+    arguments = {}
     monkeypatch.setattr(
-        loop, "run_loop", lambda trainer, settings, **rest: given.update(rest) or "outcome"
+        loop, "run_loop", lambda trainer, settings, **rest: arguments.update(rest) or "outcome"
     )
     settings, tracker, stop = PreferenceSettings(keep_checkpoints=5), object(), threading.Event()
     context = StageContext(
@@ -173,9 +173,9 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
     )
     recipe = Recipe(object(), 7, best_metric="eval/loss", larger_is_better=False)
     assert context.train(recipe) == "outcome"
-    store = given.pop("checkpoints")
+    store = arguments.pop("checkpoints")
     assert (store.folder, store.keep) == (tmp_path / "checkpoints", 5)
-    assert given == {
+    assert arguments == {
         "iterations": 7,
         "tracker": tracker,
         "best_metric": "eval/loss",
@@ -190,7 +190,7 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
     }
 
 
-def play(pipeline_run, body, number=1):
+def run_sft(pipeline_run, body, number=1):
     settings = dataclasses.replace(SFTSettings(), batch_size=number)
     return run_stage(
         pipeline_run,
@@ -208,9 +208,9 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     def body(context):
         seen.append(context)
         (context.folder / "words").write_text("w")
-        return {"note": "said"}
+        return {"note": "good"}
 
-    first = play(pipeline_run, body)
+    first = run_sft(pipeline_run, body)
     (context,) = seen
     assert context.fingerprint == {"stage key": first.key, "threads": "3"}
     assert context.seed == compute_stage_seed(0, "sft") and context.inputs == {"model": "org/name"}
@@ -223,26 +223,28 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     assert pipeline_run.trackers[0].tags == {
         "threads": "3",
         "parent_model_version": "org/name",
-        "result": "said",
+        "result": "good",
     }
-    again = play(pipeline_run, body)
+    again = run_sft(pipeline_run, body)
     assert again.cached and len(seen) == 1 and pipeline_run.cached == [("first sft", "r")]
-    assert (again.digest, again.summary["note"]) == (first.digest, "said")
-    (first.path / "words").write_text("x")  # damaged: set aside, and run again to the same content
-    assert play(pipeline_run, body).digest == first.digest and len(seen) == 2
+    assert (again.digest, again.summary["note"]) == (first.digest, "good")
+    (first.path / "words").write_text(
+        "x"
+    )  # damaged: moved aside, and run again to the same content
+    assert run_sft(pipeline_run, body).digest == first.digest and len(seen) == 2
     assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == [
         "corrupt"
     ]
-    assert play(pipeline_run, body, number=2).key != first.key and len(seen) == 3
+    assert run_sft(pipeline_run, body, number=2).key != first.key and len(seen) == 3
     (first.path / "words").write_text("x")
-    play(pipeline_run, body)
+    run_sft(pipeline_run, body)
     kinds = [decision.kind for decision in read_decisions(tmp_path / "sft")]
     assert kinds == ["first", "cached", "damaged", "changed", "damaged"], (
         "not changed against the other key"
     )
 
 
-def test_damaged_lines_are_counted_and_not_sealed_in(tmp_path):
+def test_damaged_lines_are_counted_and_left_out(tmp_path):
     lines = [
         encode_checked_line({"step": step, "metrics": {"train/loss": 0.5}, "iteration": step})
         for step in range(4)
@@ -261,7 +263,7 @@ def test_damaged_lines_are_counted_and_not_sealed_in(tmp_path):
         return {}
 
     pipeline_run = PipelineRun(tmp_path)
-    result = play(pipeline_run, body)
+    result = run_sft(pipeline_run, body)
     assert (result.path / "rewards.jsonl").read_bytes() == lines[0] + lines[2] + lines[3]
     assert (result.path / "metrics.jsonl").read_bytes() == lines[1] + lines[3]
     assert result.summary["damaged_lines"] == {"metrics.jsonl": 2, "rewards.jsonl": 1}
@@ -281,12 +283,10 @@ def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
         seen.append(context.name)
         return {}
 
-    play(PipelineRun(tmp_path), body)
-    (
-        tmp_path / "sft" / ".trash-0123-7-1"
-    ).mkdir()  # a run that was killed in the middle of a removal
+    run_sft(PipelineRun(tmp_path), body)
+    (tmp_path / "sft" / ".trash-0123-7-1").mkdir()  # from a run killed during a removal
     again = PipelineRun(tmp_path, RunOptions(fresh=True))
-    assert not play(again, body).cached and play(again, body).cached
+    assert not run_sft(again, body).cached and run_sft(again, body).cached
     assert seen == ["sft", "sft"]
     assert [path.name for path in (tmp_path / "sft").glob(".*")] == []
 
@@ -295,7 +295,7 @@ def test_no_stage_begins_after_a_request_to_stop(tmp_path):
     pipeline_run = PipelineRun(tmp_path)
     pipeline_run.stop.set()
     with pytest.raises(Stopped, match="between two stages") as stopped:
-        play(pipeline_run, lambda context: {})
+        run_sft(pipeline_run, lambda context: {})
     assert stopped.value.signum == 15 and os.listdir(tmp_path) == []
 
 
@@ -310,7 +310,7 @@ def test_no_stage_begins_after_a_request_to_stop(tmp_path):
         ),
     ],
 )
-def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, status, kept):
+def test_a_stage_that_ends_early_keeps_what_a_resume_needs(tmp_path, error, status, kept):
     pipeline_run = PipelineRun(tmp_path)
 
     def body(context):
@@ -320,7 +320,7 @@ def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, sta
         raise error
 
     with pytest.raises(type(error)):
-        play(pipeline_run, body)
+        run_sft(pipeline_run, body)
     assert pipeline_run.trackers[0].closed == [status]
     assert pipeline_run.trackers[0].tags.get("error") == (
         "DataError: bad row" if status == "FAILED" else None
@@ -335,9 +335,9 @@ def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, sta
         ("auto", True, 3),
         ("auto", False, 2),
         (2, True, 2),
-    ],  # of a set number the checkpoint itself says that it differs
+    ],  # with a configured number the checkpoint itself reports a difference
 )
-def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(
+def test_a_stage_resumes_with_the_threads_of_its_checkpoints(
     tmp_path, setting, has_checkpoints, second
 ):
     before, seen = torch.get_num_threads(), []
@@ -351,19 +351,21 @@ def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(
         return {}
 
     with pytest.raises(Stopped):
-        play(PipelineRun(tmp_path, threads=setting), body)
+        run_sft(PipelineRun(tmp_path, threads=setting), body)
     later = PipelineRun(tmp_path, threads=setting)
     later.threads = 2
-    done = play(later, body)
+    done = run_sft(later, body)
     assert seen == [(3, 3, "3"), (second, second, str(second))]
     assert (done.summary["threads"], later.trackers[0].tags["threads"]) == (second, str(second))
     assert not (done.path / "threads.json").exists() and torch.get_num_threads() == before
     other = PipelineRun(tmp_path / "elsewhere", threads=setting)
-    assert play(other, body).digest == done.digest  # the number is no content
+    assert (
+        run_sft(other, body).digest == done.digest
+    )  # the number of threads is not part of the content
 
 
-def test_rollouts_for_people_and_the_schedule_outlive_a_kill(tmp_path):
-    """A resumed process could not write again what was there before its checkpoint; without checkpoints it will."""
+def test_recent_rollouts_and_the_schedule_survive_a_kill(tmp_path):
+    """A resumed process could not write again what was there before its checkpoint; without checkpoints it does."""
     names = (
         "recent_rollouts.jsonl",
         "schedule.jsonl",
@@ -397,21 +399,26 @@ def test_models_of_epochs_are_named_and_do_not_count_for_the_digest(tmp_path):
             (context.folder / name / "weights").write_text("w")
         return {}
 
-    plain = play(PipelineRun(tmp_path / "plain"), body)
-    kept = play(
+    without_epochs = run_sft(PipelineRun(tmp_path / "plain"), body)
+    with_epochs = run_sft(
         PipelineRun(tmp_path / "kept"), lambda context: body(context, ("epochs/10", "epochs/9"))
     )
-    assert kept.digest == plain.digest and "epochs" not in plain.summary
-    assert kept.summary["epochs"] == [9, 10] and (kept.path / "epochs/9/weights").is_file()
+    assert with_epochs.digest == without_epochs.digest and "epochs" not in without_epochs.summary
+    assert (
+        with_epochs.summary["epochs"] == [9, 10]
+        and (with_epochs.path / "epochs/9/weights").is_file()
+    )
 
 
-def test_lack_of_memory_outside_of_training_is_counted(tmp_path):
+def test_out_of_memory_outside_training_is_counted(tmp_path):
     def body(context):
         record_out_of_memory("scores", 3, "rows")
         record_out_of_memory("scores", 1, "rows")
         return {}
 
     pipeline_run = PipelineRun(tmp_path)
-    assert play(pipeline_run, body).summary["out_of_memory"] == 2
+    assert run_sft(pipeline_run, body).summary["out_of_memory"] == 2
     assert pipeline_run.trackers[0].metrics == [(0, {"perf/out_of_memory": 2.0})]
-    assert "out_of_memory" not in play(PipelineRun(tmp_path), lambda context: {}, number=2).summary
+    assert (
+        "out_of_memory" not in run_sft(PipelineRun(tmp_path), lambda context: {}, number=2).summary
+    )

@@ -1,4 +1,4 @@
-"""The code that a stage's key rests on: what its body reaches by imports, never less, and no other algorithm's."""
+"""The code that a stage's key depends on: everything that its body reaches by imports, and no other algorithm."""
 
 import ast
 import json
@@ -29,8 +29,8 @@ TRAINERS = {
 }
 
 
-def under_type_checking(tree):
-    """Import statements that only a type checker sees."""
+def find_type_checking_nodes(tree):
+    """Return the IDs of import statements that only a type checker sees."""
     tests = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
     blocks = [
         node
@@ -40,9 +40,9 @@ def under_type_checking(tree):
     return {id(node) for block in blocks for part in block.body for node in ast.walk(part)}
 
 
-def by_syntax_tree(tree):
-    """Modules of the project that a source imports, read as a whole."""
-    left_out = under_type_checking(tree)
+def iter_imports(tree):
+    """Yield the modules of the project that a source imports, read completely."""
+    left_out = find_type_checking_nodes(tree)
     for node in ast.walk(tree):
         if id(node) in left_out:
             continue
@@ -52,12 +52,12 @@ def by_syntax_tree(tree):
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
-def test_statements_found_by_their_first_word_are_those_of_the_syntax_tree():
+def test_statements_located_by_their_first_word_equal_those_of_the_syntax_tree():
     missed = {
         name: wrong
         for name, path in ALL.items()
         if (
-            wrong := (set(by_syntax_tree(parsed(path))) & ALL.keys())
+            wrong := (set(iter_imports(parsed(path))) & ALL.keys())
             - find_imported_names(path.read_text())
         )
     }
@@ -88,7 +88,7 @@ def test_what_is_read(text, expected):
 
 
 @pytest.mark.parametrize("stage", TRAINERS)
-def test_a_stage_has_its_own_algorithm_and_no_other_one_s(stage):
+def test_a_stage_contains_only_its_algorithm(stage):
     sources = set(list_stage_sources(stage))
     others = {path for name, path in TRAINERS.items() if name != stage}
     if stage == "thoughts":
@@ -106,7 +106,7 @@ def test_a_stage_has_its_own_algorithm_and_no_other_one_s(stage):
     } <= sources
 
 
-def test_what_is_started_compiled_and_named_by_text_counts():
+def test_started_compiled_and_named_files_count():
     sources = set(list_stage_sources("policy"))
     assert {
         "rl_core/cpu/layer_kernels.py",
@@ -150,10 +150,10 @@ def test_what_the_user_s_modules_import_counts(tmp_path, monkeypatch):
         "stages": {"sft": {}, "evaluate": {}, "analyze": {"measures": ["reader.py:measure"]}},
     }
     pipeline = build_settings(values, check_files=False)
-    found = collect_stage_key("analyze", pipeline.stages.analyze, pipeline, {})
+    stage_key = collect_stage_key("analyze", pipeline.stages.analyze, pipeline, {})
     gain = "rl_core/thoughts/episodes.py"
-    assert gain in found.sources and gain not in list_stage_sources("analyze")
-    assert set(found.sources) > set(list_stage_sources("analyze"))
+    assert gain in stage_key.sources and gain not in list_stage_sources("analyze")
+    assert set(stage_key.sources) > set(list_stage_sources("analyze"))
 
 
 def test_a_task_of_another_package_has_the_whole_project(monkeypatch):
@@ -170,9 +170,9 @@ def test_a_task_of_another_package_has_the_whole_project(monkeypatch):
 
 
 def test_the_closure_is_not_everything():
-    whole = len(stage_code.list_project_sources())
+    num_sources = len(stage_code.list_project_sources())
     for stage in stage_registry.list_stage_names():
-        assert 30 < len(list_stage_sources(stage)) < 0.9 * whole, stage
+        assert 30 < len(list_stage_sources(stage)) < 0.9 * num_sources, stage
 
 
 SMALL = """
@@ -197,8 +197,8 @@ stages:
 
 
 @pytest.mark.slow
-def test_it_holds_every_module_that_a_run_reaches(tmp_path):
-    """A whole pipeline in a fresh process; edges of its imports, followed from each stage's module."""
+def test_the_sources_contain_every_module_that_a_run_imports(tmp_path):
+    """Run a complete pipeline in a fresh process, record its import edges, and follow them from each stage's module."""
     out, config, pairs = tmp_path / "edges.json", tmp_path / "small.yaml", tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": "no"} for n in range(40)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -220,14 +220,14 @@ def test_it_holds_every_module_that_a_run_reaches(tmp_path):
         if start not in edges:
             continue
         seen += 1
-        reached, waiting = set(), [start]
-        while waiting:
-            module = waiting.pop()
+        reached, pending = set(), [start]
+        while pending:
+            module = pending.pop()
             if module not in reached:
                 reached.add(module)
-                waiting += [] if is_frame_module(module) else edges.get(module, [])
+                pending += [] if is_frame_module(module) else edges.get(module, [])
         sources = set(list_stage_sources(stage.name))
         missing = {name for name in reached if str(ALL[name].relative_to(ROOT)) not in sources}
         assert missing == set(), stage.name
         assert len(reached) > 30
-    assert seen >= 8  # all of them but distill and thoughts
+    assert seen >= 8  # all except distill and thoughts

@@ -1,4 +1,4 @@
-"""Inputs of a stage: which results it is given, and which of them the others were not made from."""
+"""Inputs of a stage: which results it receives, and which of them the others were not made from."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tasks.pipeline.prefect_stages import find_direct_inputs, find_input_stages
 from tasks.pipeline.stage_result import StageResult
 
-WHOLE = {
+INPUT_STAGES = {
     "prepare_data": (),
     "sft": ("prepare_data",),
     "reward_model": ("prepare_data", "sft"),
@@ -22,13 +22,13 @@ def result(name):
     )
 
 
-def test_results_are_found_wherever_they_are_among_the_arguments():
+def test_results_are_located_anywhere_among_the_arguments():
     results = {name: result(name) for name in ("prepare_data", "sft", "policy")}
-    given = [
+    arguments = [
         (results["prepare_data"],),
         {"models": {"a": [results["policy"]]}, "base": None, "name": "sft"},
     ]
-    assert find_input_stages(given, results) == ("prepare_data", "policy")
+    assert find_input_stages(arguments, results) == ("prepare_data", "policy")
     assert find_input_stages([(Path("/out/sft/key/model"), "/out/policy/key")], results) == ("sft",)
     assert (
         find_input_stages([(result("sft"), Path("/out/sft/key2"))], results) == ()
@@ -45,9 +45,9 @@ def test_results_are_found_wherever_they_are_among_the_arguments():
         (
             ("prepare_data", "evaluate", "reward_model"),
             ["evaluate"],
-        ),  # through the policy, which is not given
+        ),  # through the policy, which is not among the inputs
         (("unknown", "sft"), ["unknown", "sft"]),
     ],
 )
 def test_what_another_input_was_made_from_is_left_out(inputs, expected):
-    assert find_direct_inputs(inputs, WHOLE) == expected
+    assert find_direct_inputs(inputs, INPUT_STAGES) == expected

@@ -13,24 +13,24 @@ from tasks.pipeline.stage import run_stage
 from tasks.pipeline.stage_folder import StageLog, copy_stage_log
 
 
-def play(pipeline_run, body, number=1):
+def run_sft(pipeline_run, body, number=1):
     settings = dataclasses.replace(SFTSettings(), batch_size=number)
     return run_stage(pipeline_run, "sft", body, settings=settings, inputs={"model": "org/name"})
 
 
-def texts(path):
-    """Level, logger and text of each line; indented lines as they are."""
+def read_texts(path):
+    """Return level, logger and text of each line; indented lines unchanged."""
     return [
         line if line.startswith(" ") else line.split(" ", 2)[2]
         for line in path.read_text().splitlines()
     ]
 
 
-def test_a_stage_leaves_what_it_said_and_its_digest_does_not_count_it(tmp_path):
+def test_a_stage_s_log_is_in_its_folder_but_not_in_its_digest(tmp_path):
     def body(context, extra=""):
         logging.getLogger("rl_core.training.loop").info("resumed after iteration %d%s", 3, extra)
         logging.getLogger("their_reward").warning("odd \x1b[2J answer\nsecond line")
-        logging.getLogger("their_reward").info("below what their logger is set to")
+        logging.getLogger("their_reward").info("below the level of their logger")
         context.tracker.progress(1, 4, "loss 2")
         context.tracker.progress(2, 4, "loss 1.5")  # within ten seconds
         context.tracker.progress(4, 4, "loss 1")
@@ -38,9 +38,9 @@ def test_a_stage_leaves_what_it_said_and_its_digest_does_not_count_it(tmp_path):
         return {}
 
     runs = PipelineRun(tmp_path / "one"), PipelineRun(tmp_path / "two")
-    one = play(runs[0], body)
-    two = play(runs[1], lambda context: body(context, ", with more to say"))
-    lines = texts(one.path / "stage.log")
+    one = run_sft(runs[0], body)
+    two = run_sft(runs[1], lambda context: body(context, ", with more to say"))
+    lines = read_texts(one.path / "stage.log")
     assert lines[0].startswith(f"INFO stage: sft begins, key {one.key}, process ")
     assert lines[1:] == [
         "INFO rl_core.training.loop: resumed after iteration 3",
@@ -51,36 +51,36 @@ def test_a_stage_leaves_what_it_said_and_its_digest_does_not_count_it(tmp_path):
         "INFO stage: sft has finished after 1.5 s",
     ]
     assert runs[0].trackers[0].texts["stage.log"] == (one.path / "stage.log").read_text()
-    assert one.digest == two.digest and len(texts(two.path / "stage.log")) == len(lines)
+    assert one.digest == two.digest and len(read_texts(two.path / "stage.log")) == len(lines)
     assert not [h for h in logging.getLogger().handlers if isinstance(h, StageLog)], (
-        "nothing is left behind"
+        "no handler remains"
     )
 
 
 @pytest.mark.parametrize(
     "error", [DataError("bad row"), Stopped("asked", 15), RuntimeError("their bug")]
 )
-def test_the_log_outlives_a_failure_and_goes_on_with_the_next_run(tmp_path, error):
+def test_the_log_survives_a_failure_and_the_next_run_appends(tmp_path, error):
     def fails(context):
         if isinstance(error, Stopped):
             context.checkpoints.mkdir()
         raise error
 
     with pytest.raises(type(error)):
-        play(PipelineRun(tmp_path), fails)
-    (kept,) = (tmp_path / "sft").glob("*.tracking/stage.log")
-    first = kept.read_text()
+        run_sft(PipelineRun(tmp_path), fails)
+    (log_path,) = (tmp_path / "sft").glob("*.tracking/stage.log")
+    first = log_path.read_text()
     if isinstance(error, Stopped):
-        assert texts(kept)[-1] == "INFO stage: stopped: asked"
+        assert read_texts(log_path)[-1] == "INFO stage: stopped: asked"
     else:
         assert (
             "ERROR stage: failed\n    Traceback" in first
             and f"{type(error).__name__}: {error}" in first
         )
-        assert f"its log is {kept}" in first
-    done = play(PipelineRun(tmp_path), lambda context: {})
-    whole = (done.path / "stage.log").read_text()
-    assert whole.startswith(first) and "has finished" in whole[len(first) :]
+        assert f"its log is {log_path}" in first
+    done = run_sft(PipelineRun(tmp_path), lambda context: {})
+    content = (done.path / "stage.log").read_text()
+    assert content.startswith(first) and "has finished" in content[len(first) :]
 
 
 def test_a_log_is_bounded_and_a_torn_line_stays_alone(tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_log_is_bounded_and_a_torn_line_stays_alone(tmp_path, monkeypatch):
     sizes = [(tmp_path / name).stat().st_size for name in ("stage.log", "stage.log.1")]
     assert max(sizes) <= 1000 and len(list(tmp_path.iterdir())) == 2
     with (tmp_path / "stage.log").open("ab") as file:
-        file.write(b"2026-01-01 00:00")  # a process that was killed within a line
+        file.write(b"2026-01-01 00:00")  # from a process that was killed within a line
     with StageLog(tmp_path) as log:
         log.write_message("after the kill")
     (tmp_path / "stage").mkdir()
@@ -102,23 +102,23 @@ def test_a_log_is_bounded_and_a_torn_line_stays_alone(tmp_path, monkeypatch):
     assert numbers == list(range(numbers[0], 100)) and numbers[0] > 50, "the newest, without a gap"
 
 
-def test_a_wrong_message_and_a_full_disk_end_nothing(tmp_path, monkeypatch):
+def test_a_malformed_message_and_a_full_disk_do_not_raise(tmp_path, monkeypatch):
     with StageLog(tmp_path) as log:
         log.emit(logging.LogRecord("tasks.x", logging.INFO, "x.py", 1, "%d", ("no number",), None))
-        # Handed to the log alone: pytest's own capture cannot send half a pair from one process to another.
+        # Only to this log: pytest's capture cannot send half a pair from one process to another.
         log.emit(
             logging.LogRecord("tasks.x", logging.INFO, "x.py", 2, "half \ud800 of a pair", (), None)
         )
         monkeypatch.setattr(
             log, "_lines", StageLog(tmp_path / "stage.log")._lines
-        )  # a file where a folder has to be
+        )  # a file instead of a folder
         logging.getLogger("tasks.x").info("lost")
-    said = texts(tmp_path / "stage.log")
+    texts = read_texts(tmp_path / "stage.log")
     assert (
-        said[0].startswith("INFO tasks.x: '%d' (TypeError")
-        and said[1] == "INFO tasks.x: half \\ud800 of a pair"
+        texts[0].startswith("INFO tasks.x: '%d' (TypeError")
+        and texts[1] == "INFO tasks.x: half \\ud800 of a pair"
     )
-    assert len(said) == 2
+    assert len(texts) == 2
 
 
 def test_levels_are_put_back(tmp_path):

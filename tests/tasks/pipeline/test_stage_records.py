@@ -17,7 +17,7 @@ from tasks.pipeline.stage import run_stage
 from tasks.tracking import Tracking, run_tracker
 
 
-def leave(folder, seconds=0.5):
+def write_records(folder, seconds=0.5):
     """Write the records of a stage."""
     (folder / "rewards.jsonl").unlink(missing_ok=True)
     append_bytes(
@@ -32,7 +32,7 @@ def leave(folder, seconds=0.5):
     return {}
 
 
-def play(pipeline_run, body):
+def run_sft(pipeline_run, body):
     return run_stage(
         pipeline_run, "sft", body, settings=SFTSettings(), inputs={"model": "org/name"}
     )
@@ -40,38 +40,38 @@ def play(pipeline_run, body):
 
 def test_every_record_becomes_an_artifact_and_a_data_set(tmp_path):
     run = PipelineRun(tmp_path / "one")
-    done = play(run, lambda context: leave(context.folder))
+    done = run_sft(run, lambda context: write_records(context.folder))
     (tracker,) = run.trackers
     names = ["rewards.jsonl", "metrics_history.json", "pairs_train.jsonl"]
     assert tracker.artifacts == [("records", name) for name in names]
-    found = {
+    datasets = {
         name: (path, digest, context, profile)
         for path, digest, name, context, profile in tracker.datasets
     }
-    assert list(found) == ["sft rewards", "sft metrics_history", "sft pairs_train"]
-    path, digest, context, profile = found["sft rewards"]
+    assert list(datasets) == ["sft rewards", "sft metrics_history", "sft pairs_train"]
+    path, digest, context, profile = datasets["sft rewards"]
     assert (
         path == done.path / "rewards.jsonl" and digest == digest_file(path) and context == "rewards"
     )
     assert profile == {"bytes": path.stat().st_size, "num_rows": 3}
-    assert found["sft pairs_train"][2:] == ("training", {"bytes": 42, "num_rows": 2})
+    assert datasets["sft pairs_train"][2:] == ("training", {"bytes": 42, "num_rows": 2})
     other = PipelineRun(tmp_path / "two")
-    again = play(other, lambda context: leave(context.folder, seconds=0.7))
-    assert other.trackers[0].datasets[1][1] == found["sft metrics_history"][1], (
-        "times are no content"
+    again = run_sft(other, lambda context: write_records(context.folder, seconds=0.7))
+    assert other.trackers[0].datasets[1][1] == datasets["sft metrics_history"][1], (
+        "timings are not part of the content"
     )
     assert again.digest == done.digest
 
 
 @pytest.mark.parametrize(("limit", "copied"), [(0, 0), (1e-5, 0), (1e-4, 1), (1, 3)])
-def test_a_large_file_stays_where_it_is(tmp_path, limit, copied):
+def test_a_large_file_is_not_copied(tmp_path, limit, copied):
     run = PipelineRun(tmp_path, tracking={"records_megabytes": limit})
-    play(run, lambda context: leave(context.folder))
+    run_sft(run, lambda context: write_records(context.folder))
     assert len(run.trackers[0].artifacts) == copied and len(run.trackers[0].datasets) == 3
 
 
-class WithStore(PipelineRun):
-    """Its stages have runs of a real store."""
+class StoredPipelineRun(PipelineRun):
+    """A pipeline run whose stages have runs of a real store."""
 
     def __init__(self, folder, tracking):
         super().__init__(folder)
@@ -82,19 +82,19 @@ class WithStore(PipelineRun):
         return self.trackers[-1]
 
 
-def test_they_reach_the_store_once_after_a_kill_and_an_outage(tmp_path, monkeypatch):
-    output, away = tmp_path / "out", threading.Event()
+def test_records_reach_the_store_once_after_a_kill_and_an_outage(tmp_path, monkeypatch):
+    output, is_down = tmp_path / "out", threading.Event()
     tracking = Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}", output, "t")
     answers = type(tracking.store).translate_errors
 
     def refuses(store, doing):
-        if away.is_set():
-            raise BackendError("away")
+        if is_down.is_set():
+            raise BackendError("down")
         return answers(store, doing)
 
     monkeypatch.setattr(type(tracking.store), "translate_errors", refuses)
     monkeypatch.setattr(run_tracker, "UNREACHABLE_TIMEOUT_SECONDS", 0.1)
-    away.set()
+    is_down.set()
 
     def killed(stage):
         raise RuntimeError("killed")
@@ -102,14 +102,15 @@ def test_they_reach_the_store_once_after_a_kill_and_an_outage(tmp_path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(stage_module, "seal_stage", killed)
         with pytest.raises(RuntimeError, match="killed"):
-            play(
-                WithStore(output / "t" / "stages", tracking), lambda context: leave(context.folder)
+            run_sft(
+                StoredPipelineRun(output / "t" / "stages", tracking),
+                lambda context: write_records(context.folder),
             )
-    done = play(
-        WithStore(output / "t" / "stages", tracking),
-        lambda context: leave(context.folder, seconds=0.9),
+    done = run_sft(
+        StoredPipelineRun(output / "t" / "stages", tracking),
+        lambda context: write_records(context.folder, seconds=0.9),
     )
-    away.clear()
+    is_down.clear()
     assert tracking.deliver_all_journals(output) == 0
     (run,) = tracking.list_runs()
     client = tracking.store.client
@@ -123,6 +124,6 @@ def test_they_reach_the_store_once_after_a_kill_and_an_outage(tmp_path, monkeypa
         "records/pairs_train.jsonl",
         "records/rewards.jsonl",
     ]
-    for path in paths:  # of the process that finished
+    for path in paths:  # from the process that finished
         local = Path(client.download_artifacts(run.run_id, path, str(tmp_path)))
         assert local.read_bytes() == (done.path / local.name).read_bytes()

@@ -1,4 +1,4 @@
-"""Names of runs when clocks jump: never one that is taken, and the newest is the last."""
+"""Names of runs when clocks jump: never an existing name, and the newest is the last."""
 
 import logging
 from datetime import datetime
@@ -8,7 +8,7 @@ from tasks.pipeline.run_tracking import choose_start_time, resolve_run_folder
 
 
 class Clock:
-    """A `datetime` whose present moment is set."""
+    """A `datetime` whose current time is set."""
 
     strptime = staticmethod(datetime.strptime)
 
@@ -27,7 +27,7 @@ def begin(home, monkeypatch, text):
 
 
 def test_runs_are_named_in_order_whatever_the_clock_says(tmp_path, monkeypatch, caplog):
-    said = [
+    cases = [
         ("2026-03-01 10:00:00", "2026-03-01 10:00:00"),
         ("2026-03-01 10:00:00", "2026-03-01 10:00:01"),  # two within a second
         ("2026-03-01 10:00:30", "2026-03-01 10:00:30"),
@@ -36,16 +36,16 @@ def test_runs_are_named_in_order_whatever_the_clock_says(tmp_path, monkeypatch, 
         ("2026-03-01 10:00:40", "2031-01-01 00:00:01"),
     ]
     with caplog.at_level(logging.WARNING):
-        started = [begin(tmp_path, monkeypatch, clock) for clock, _ in said]
-    assert started == [expected for _, expected in said]
+        started = [begin(tmp_path, monkeypatch, clock) for clock, _ in cases]
+    assert started == [expected for _, expected in cases]
     assert sorted(started) == started
     assert [record.getMessage() for record in caplog.records] == [
-        "the clock says 2026-03-01 09:00:30, but a run began at 2026-03-01 10:00:30; this one comes after it",
-        "the clock says 2026-03-01 10:00:40, but a run began at 2031-01-01 00:00:00; this one comes after it",
+        "the clock says 2026-03-01 09:00:30, but a run began at 2026-03-01 10:00:30; this run is dated after it",
+        "the clock says 2026-03-01 10:00:40, but a run began at 2031-01-01 00:00:00; this run is dated after it",
     ]
 
 
-def test_other_folders_say_nothing_about_the_time(tmp_path, monkeypatch):
+def test_other_folders_are_ignored(tmp_path, monkeypatch):
     for name in ("notes", "9999-99-99-99-99-99", "2027-01-01"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     assert begin(tmp_path, monkeypatch, "2026-03-01 10:00:00") == "2026-03-01 10:00:00"

@@ -1,4 +1,4 @@
-"""Threads of a run: as set, as torch has them, or as many as processors are free; the record of a stage's."""
+"""Threads of a run: configured, torch's default, or as many as free processors; the record of a stage's threads."""
 
 import pytest
 import torch
@@ -16,17 +16,17 @@ from tasks.pipeline.run_record import (
 
 
 @pytest.fixture(autouse=True)
-def unchanged():
-    """The number that torch began with is remembered for the whole process: not that of these tests."""
+def reset_default_threads():
+    """Forget torch's default, which is cached for the process, before and after these tests."""
     run_record.read_default_threads.cache_clear()
     yield
     run_record.read_default_threads.cache_clear()
 
 
-def test_null_is_torch_s_own_number_whatever_an_earlier_run_had_set(monkeypatch):
+def test_null_is_torch_s_default_whatever_an_earlier_run_set(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     assert (choose_num_threads(None, None), read_default_threads()) == ((None, ""), 6)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # as the run before left it
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # set by the run before
     assert (choose_num_threads(None, 5), read_default_threads()) == ((None, ""), 6)
     assert choose_num_threads(4, 5) == (4, "")
 
@@ -39,9 +39,9 @@ BOTH_BUSY = "cpu0 200 0 0 900 0 0 0 0\ncpu1 100 95 0 900 0 0 0 5\n"
 
 
 @pytest.mark.parametrize(("after", "free"), [(IDLE, 2), (ONE_BUSY, 1), (BOTH_BUSY, 1)])
-def test_auto_is_what_others_leave_in_a_second(monkeypatch, tmp_path, after, free):
-    looks, clock = iter([BEFORE, after, after]), iter([50.0, 51.0, 52.0])
-    monkeypatch.setattr(openmp_spin.Path, "read_text", lambda self: next(looks))
+def test_auto_counts_the_processors_that_are_free_for_a_second(monkeypatch, tmp_path, after, free):
+    readings, clock = iter([BEFORE, after, after]), iter([50.0, 51.0, 52.0])
+    monkeypatch.setattr(openmp_spin.Path, "read_text", lambda self: next(readings))
     monkeypatch.setattr(openmp_spin.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     monkeypatch.setattr(openmp_spin.os, "sysconf", lambda name: 100)
     monkeypatch.setattr(openmp_spin.time, "monotonic", lambda: next(clock))
@@ -51,7 +51,7 @@ def test_auto_is_what_others_leave_in_a_second(monkeypatch, tmp_path, after, fre
         free,
         f"threads: {free}, as {free} of 2 processors are free",
     )
-    assert choose_num_threads("auto", 7)[0] == 7  # a run that goes on: no further look
+    assert choose_num_threads("auto", 7)[0] == 7  # a resumed run does not measure again
 
 
 def test_a_stage_s_record(tmp_path):
@@ -63,7 +63,7 @@ def test_a_stage_s_record(tmp_path):
         assert read_recorded_threads(tmp_path / THREADS_FILE) is None
 
 
-def test_torch_s_threads_are_as_before_after_an_error():
+def test_torch_s_threads_are_restored_after_an_error():
     before = torch.get_num_threads()
     with pytest.raises(KeyError), use_torch_threads(before + 2):
         assert torch.get_num_threads() == before + 2

@@ -13,15 +13,15 @@ def touch(path):
     return path
 
 
-def test_a_folder_s_own_files_come_in_the_pipeline_s_order(tmp_path):
+def test_a_folder_s_files_are_in_pipeline_order(tmp_path):
     for name in ("champion", "policy", "base", "sft"):
         touch(tmp_path / f"trajectories_{name}.jsonl")
     touch(tmp_path / "metrics.jsonl")
     touch(
         tmp_path / "0123" / "trajectories_policy.jsonl"
-    )  # its own files win over those of folders in it
-    found = find_trajectories([tmp_path])
-    assert list(found.items()) == [
+    )  # its files win over those of its subfolders
+    models = find_trajectories([tmp_path])
+    assert list(models.items()) == [
         (name, tmp_path / f"trajectories_{name}.jsonl")
         for name in ("base", "sft", "policy", "champion")
     ]
@@ -35,20 +35,20 @@ def test_of_a_stage_s_folder_the_finished_keys_are_read(tmp_path):
     assert find_trajectories([tmp_path]) == {"sft": finished}
 
 
-def test_files_are_taken_as_they_are_given(tmp_path):
+def test_files_can_be_named_directly(tmp_path):
     first = touch(tmp_path / "one" / "trajectories.jsonl")
     second = touch(tmp_path / "4567.open" / "trajectories_sft.jsonl")
     third = touch(tmp_path / "mine.jsonl")
-    found = find_trajectories([first, third, second])
-    assert list(found.items()) == [("sft", second), ("one", first), ("mine", third)]
+    models = find_trajectories([first, third, second])
+    assert list(models.items()) == [("sft", second), ("one", first), ("mine", third)]
 
 
-def test_the_same_model_twice_keeps_both_and_the_order_given(tmp_path):
+def test_the_same_model_twice_keeps_both_in_order(tmp_path):
     runs = [touch(tmp_path / run / "trajectories_policy.jsonl").parent for run in ("late", "early")]
     base = touch(tmp_path / "base.jsonl")
-    found = find_trajectories([*runs, base])
-    assert list(found) == ["base", "policy late", "policy early"]
-    assert [found["policy late"].parent, found["policy early"].parent] == runs
+    models = find_trajectories([*runs, base])
+    assert list(models) == ["base", "policy late", "policy early"]
+    assert [models["policy late"].parent, models["policy early"].parent] == runs
 
 
 def test_of_several_evaluations_each_model_names_its_run(tmp_path):
@@ -65,13 +65,13 @@ def test_of_several_evaluations_each_model_names_its_run(tmp_path):
         )
         log.close()
     touch(tmp_path / "89ab" / "trajectories_sft.jsonl")
-    found = find_trajectories([tmp_path])
-    assert list(found) == ["sft", "policy 2026-11-20 09:00:01", "policy 2026-11-21 10:30:00"]
-    assert found["policy 2026-11-21 10:30:00"].parent.name == "4567"
+    models = find_trajectories([tmp_path])
+    assert list(models) == ["sft", "policy 2026-11-20 09:00:01", "policy 2026-11-21 10:30:00"]
+    assert models["policy 2026-11-21 10:30:00"].parent.name == "4567"
 
 
 def test_none_is_an_error_that_says_where_it_looked(tmp_path):
     touch(tmp_path / "4567.open" / "trajectories_sft.jsonl")
     touch(tmp_path / "0123" / "evaluation.json")
-    with pytest.raises(DataError, match=rf"{tmp_path}: no trajectories\*\.jsonl there"):
+    with pytest.raises(DataError, match=rf"{tmp_path}: contains no trajectories\*\.jsonl"):
         find_trajectories([tmp_path])

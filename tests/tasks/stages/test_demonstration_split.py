@@ -23,9 +23,9 @@ def split(tmp_path, environment, **settings):
         folder=tmp_path,
         seed=0,
     )
-    found = prepare_data._load_demonstrations(context, environment, {})
+    table = prepare_data._load_demonstrations(context, environment, {})
     prepare_data._split_and_write(
-        context, "demonstrations", found.rows, prepare_data._extract_demonstration_prompt, {}
+        context, "demonstrations", table.rows, prepare_data._extract_demonstration_prompt, {}
     )
     return [
         [
@@ -36,23 +36,23 @@ def split(tmp_path, environment, **settings):
     ]
 
 
-def questions(rows):
+def collect_questions(rows):
     return {row["messages"][0]["content"] for row in rows}
 
 
 def test_no_question_is_demonstrated_on_both_sides(tmp_path):
-    """Before: demonstrations were split by seed, of which several ask the same."""
+    """Regression: demonstrations were split by seed, although several seeds may ask the same."""
     environment = Arithmetic()
     train, heldout = split(tmp_path, environment, num_demonstrations=1500, levels=("easy",))
-    assert len(train) + len(heldout) == 1500 and len(questions(heldout)) > 40
-    assert not questions(train) & questions(heldout)
+    assert len(train) + len(heldout) == 1500 and len(collect_questions(heldout)) > 40
+    assert not collect_questions(train) & collect_questions(heldout)
     asked = draw_heldout_requests(environment, EvaluationSettings(episodes=60, levels=("easy",)), 0)
     evaluated = {environment.episode(request.seed, "easy").prompt for request in asked}
-    assert not evaluated & (questions(train) | questions(heldout))
+    assert not evaluated & (collect_questions(train) | collect_questions(heldout))
 
 
 def test_a_file_is_split_by_what_it_asks(tmp_path):
-    """Before: rows with a level and a seed were split by these, though two seeds may ask the same."""
+    """Regression: rows with a level and a seed were split by these, although two seeds may ask the same."""
     rows = [
         {
             "messages": [
@@ -67,7 +67,9 @@ def test_a_file_is_split_by_what_it_asks(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, heldout = split(tmp_path, Arithmetic(), demonstrations=str(path), heldout_fraction=0.3)
-    assert (len(train), len(heldout)) == (50, 20) and not questions(train) & questions(heldout)
+    assert (len(train), len(heldout)) == (50, 20) and not collect_questions(
+        train
+    ) & collect_questions(heldout)
     for row in rows:
         row["messages"][0]["content"] = "look"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

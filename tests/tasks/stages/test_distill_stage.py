@@ -20,7 +20,7 @@ from tasks.stages import distill
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of a student and a teacher with one tokenizer."""
+    """Create the folders of a student and a teacher with one tokenizer."""
     texts = [
         m["content"]
         for seed in range(50)
@@ -37,7 +37,7 @@ def models(tmp_path_factory):
     return folders
 
 
-def pipeline_of(student, **teacher):
+def build_pipeline(student, **teacher):
     stage = {
         "iterations": 2,
         "prompts_per_iteration": 4,
@@ -57,7 +57,7 @@ def pipeline_of(student, **teacher):
     )
 
 
-def context_of(student, folder, pipeline, **inputs):
+def build_context(student, folder, pipeline, **inputs):
     folder.mkdir()
     return StageContext(
         name="distill",
@@ -73,38 +73,40 @@ def context_of(student, folder, pipeline, **inputs):
     )
 
 
-def weights_in(folder):
+def read_weights(folder):
     model, _ = causal_lm.load_model(folder / "model", ModelSettings(device="cpu"))
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def test_a_teacher_here_and_the_same_one_behind_a_server_leave_the_same_model(models, tmp_path):
     student, teacher = models
-    pipeline = pipeline_of(
+    pipeline = build_pipeline(
         student, model="models:/somebody@champion"
     )  # resolved to a folder, an input of the stage
     here = distill._run_distillation(
-        context_of(student, tmp_path / "here", pipeline, teacher=teacher)
+        build_context(student, tmp_path / "here", pipeline, teacher=teacher)
     )
     loaded, _ = causal_lm.load_model(teacher, ModelSettings(device="cpu"))
     with serving(loaded.eval()) as (url, _):
-        pipeline = pipeline_of(student, model="served", url=url, tokenizer=str(teacher))
-        there = distill._run_distillation(context_of(student, tmp_path / "there", pipeline))
+        pipeline = build_pipeline(student, model="served", url=url, tokenizer=str(teacher))
+        there = distill._run_distillation(build_context(student, tmp_path / "there", pipeline))
     assert here["metrics"]["policy/teacher_kl"] == pytest.approx(
         there["metrics"]["policy/teacher_kl"], abs=1e-4
     )
-    assert torch.allclose(weights_in(tmp_path / "here"), weights_in(tmp_path / "there"), atol=1e-4)
+    assert torch.allclose(
+        read_weights(tmp_path / "here"), read_weights(tmp_path / "there"), atol=1e-4
+    )
     start = torch.cat(
         [
             p.flatten()
             for p in causal_lm.load_model(student, ModelSettings(device="cpu"))[0].parameters()
         ]
     )
-    assert not torch.allclose(weights_in(tmp_path / "here"), start, atol=1e-3)
+    assert not torch.allclose(read_weights(tmp_path / "here"), start, atol=1e-3)
     kl = here["metrics"]["policy/teacher_kl"]
     assert (
         here["note"]
-        == f"2 iterations (as many as were set); KL to the teacher {kl:.3f} nats per token at last"
+        == f"2 iterations (as many as were set); KL to the teacher {kl:.3f} nats per token at the end"
     )
     assert len((tmp_path / "here" / REWARD_RECORD).read_text().splitlines()) == 8
 
@@ -121,7 +123,7 @@ def test_the_teacher_is_an_input_of_the_stage(models, monkeypatch):
     def run_of(**named):
         resolve = lambda place: (f"folder of {place}", place)  # noqa: E731
         return SimpleNamespace(
-            settings=pipeline_of(student, **named), models=SimpleNamespace(resolve=resolve)
+            settings=build_pipeline(student, **named), models=SimpleNamespace(resolve_model=resolve)
         )
 
     distill.distill_from_teacher(run_of(model="models:/big@champion"), student, None)

@@ -55,7 +55,7 @@ def stage(tmp_path, trained, monkeypatch):
     tagged, logged = {}, {}
     tracking = SimpleNamespace(
         tag_version=lambda name, version, tags: tagged.update({(name, version): tags}),
-        versions=lambda name: [
+        list_versions=lambda name: [
             SimpleNamespace(
                 version=number,
                 tags={"model_sha256": digest_folder(tmp_path / "policy" / "model"), **tags},
@@ -151,12 +151,13 @@ def test_a_proof_lifts_the_refusal_of_exactly_its_model(stage):
 
 def test_models_that_the_run_did_not_train_cannot_be_proven():
     with pytest.raises(
-        SettingsError, match=r"stages\.export: none of the models that were evaluated \(mine\)"
+        SettingsError,
+        match=r"stages\.export: this run trained none of the evaluated models \(mine\)",
     ):
         export.prove_models(None, None, {"mine": "folder"})
 
 
-def test_an_evaluation_of_another_model_is_told_from_training(stage):
+def test_an_evaluation_of_another_model_is_distinguished_from_training(stage):
     path = stage.folder / "evaluate" / EVALUATED_LOGPROBS_FILE
     rows = json.loads(path.read_text())
     rows["policy"][0]["logprobs"][0] += 0.01
@@ -208,13 +209,18 @@ def test_a_reward_model_is_proven_by_its_scores(stage, rewarding):
     folder, model = rewarding
     write_scores(folder / TRAINED_SCORES_FILE, record_fixed_scores(model))
     summary = {"registered_model": "m-reward-model", "model_version": 7}
-    told = stage.prove(StageResult("reward_model", str(folder), "d", "k", False, 1.0, "r", summary))
-    facts = told["models"]["reward_model"]
+    proof_summary = stage.prove(
+        StageResult("reward_model", str(folder), "d", "k", False, 1.0, "r", summary)
+    )
+    facts = proof_summary["models"]["reward_model"]
     assert (
         facts["model_sha256"] == digest_folder(folder / "model")
         and 0 <= facts["trained"]["max"] < 1e-4
     )
-    assert told["metrics"]["export/reward_model/trained_difference_max"] == facts["trained"]["max"]
+    assert (
+        proof_summary["metrics"]["export/reward_model/trained_difference_max"]
+        == facts["trained"]["max"]
+    )
     tags = stage.tagged["m-reward-model", 7]
     assert (
         tags["export.model_sha256"] == facts["model_sha256"]
@@ -239,7 +245,9 @@ def test_a_reward_model_that_scores_otherwise_is_refused_and_marked(stage, rewar
 
 def test_a_refused_version_is_not_promoted_by_hand(monkeypatch):
     version = SimpleNamespace(version=2, tags={"export.refused": "its log-probs differ by 2 nats"})
-    registry = SimpleNamespace(champion=lambda name: None, version=lambda name, number: version)
+    registry = SimpleNamespace(
+        find_champion=lambda name: None, fetch_version=lambda name, number: version
+    )
     monkeypatch.setattr(
         "tasks.lifecycle.promotion.Tracking", lambda *a: SimpleNamespace(registry=registry)
     )
@@ -260,7 +268,7 @@ def test_a_refused_version_is_not_promoted_by_hand(monkeypatch):
             {"model_sha256": "a"},
             {"models": {"policy": {"model_sha256": "a"}}},
             True,
-        ),  # the store was away
+        ),  # the store was down
         ({"model_sha256": "a"}, {"models": {"policy": {"model_sha256": "b"}}}, False),
         ({"model_sha256": "a"}, {"models": []}, False),
         ({"model_sha256": "a"}, [], False),
@@ -274,12 +282,12 @@ def test_a_version_without_a_proof_of_its_folder_is_not_promoted_by_hand(
     moved = []
     version = SimpleNamespace(version=2, tags=tags)
     registry = SimpleNamespace(
-        champion=lambda name: None,
-        version=lambda name, number: version,
+        find_champion=lambda name: None,
+        fetch_version=lambda name, number: version,
         tag_version=lambda *a: None,
         set_champion=lambda name, number: moved.append((name, number)),
     )
-    tracking = SimpleNamespace(registry=registry, journal_move=lambda *a: None)
+    tracking = SimpleNamespace(registry=registry, record_alias_move=lambda *a: None)
     monkeypatch.setattr("tasks.lifecycle.promotion.Tracking", lambda *a: tracking)
     if proof is not None:
         place = tmp_path / "t" / "stages" / "export" / "key"

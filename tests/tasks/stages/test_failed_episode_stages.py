@@ -46,15 +46,15 @@ OPTIONS = {
 }
 
 
-def sampling(share):
+def build_sampling(share):
     return {"max_completion_tokens": 8, "max_turns": 1, "stop": ["e"], "max_failed_share": share}
 
 
-def test_a_stage_goes_on_over_failed_episodes_and_keeps_them(base, tmp_path, monkeypatch):
+def test_a_stage_continues_after_failed_episodes_and_stores_them(base, tmp_path, monkeypatch):
     monkeypatch.setattr(
         policy, "build_pipeline_environment", lambda pipeline, data: BrokenLetters()
     )
-    context = context_of(base, tmp_path / "stage", **OPTIONS, sampling=sampling(0.9))
+    context = context_of(base, tmp_path / "stage", **OPTIONS, sampling=build_sampling(0.9))
     summary = policy._run_policy_training(context)
     kept = list(read_failed_episodes(context.folder / FAILED_EPISODES))
     total = context.tracker.series("train/failed_episodes")[-1][1]
@@ -70,7 +70,7 @@ def test_a_stage_goes_on_over_failed_episodes_and_keeps_them(base, tmp_path, mon
     ]
     assert len(rows) == 32 - total  # 2 iterations of 8 x 2
 
-    again = context_of(base, tmp_path / "again", **OPTIONS, sampling=sampling(0.0))
+    again = context_of(base, tmp_path / "again", **OPTIONS, sampling=build_sampling(0.0))
     with pytest.raises(
         EnvironmentFault, match=r"allows 0\).*no judge; play it again: posttrain replay policy/0/"
     ):
@@ -102,7 +102,7 @@ def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):
         evaluate, "build_pipeline_environment", lambda pipeline, data: BrokenLetters()
     )
     context = context_of(base, tmp_path / "stage", **OPTIONS)
-    settings = {"episodes": 12, "samples": 1, "greedy": True, "sampling": sampling(0.9)}
+    settings = {"episodes": 12, "samples": 1, "greedy": True, "sampling": build_sampling(0.9)}
     from tasks.config import build_settings, dump_settings
 
     pipeline = build_settings(
@@ -120,16 +120,16 @@ def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):
     names = [name for name, _ in read_failed_episodes(context.folder / FAILED_EPISODES)]
     assert summary["models"]["mine"]["failed_episodes"] == len(names) > 0
     assert summary["note"].endswith(
-        f"; {len(names)} episodes failed and count nowhere (failed_episodes.jsonl)"
-    ) or (f"; {len(names)} episodes failed and count nowhere" in summary["note"])
+        f"; {len(names)} episodes failed and are not counted (failed_episodes.jsonl)"
+    ) or (f"; {len(names)} episodes failed and are not counted" in summary["note"])
     assert {name.split("/")[1] for name in names} <= {"mine", "mine_greedy"}
 
 
 # --------------------------------------------------------------------------------------------------- posttrain replay
 
 
-def played(seed, *actions):
-    """A trajectory of the arithmetic environment."""
+def play_arithmetic(seed, *actions):
+    """Play an episode of the arithmetic environment and return its trajectory."""
     episode = make_environment("arithmetic").episode(seed, "easy")
     messages = episode.reset()
     trajectory = Trajectory(
@@ -156,7 +156,7 @@ def played(seed, *actions):
 
 @pytest.fixture
 def pipeline(tmp_path, monkeypatch):
-    """A folder with recorded episodes; gives the arguments that name its configuration."""
+    """Record episodes in a folder and return the arguments that name its configuration."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chance_for_test.py").write_text(
         "import itertools\nCOUNT = itertools.count()\n\n\ndef score(ts):\n    return [0.1 * next(COUNT) for t in ts]\n"
@@ -169,11 +169,11 @@ def pipeline(tmp_path, monkeypatch):
     stages = tmp_path / "outputs/t/stages"
     for name in ("policy/aa.open", "evaluate/bb"):
         (stages / name).mkdir(parents=True)
-    good = played(3, "answer 1")
+    good = play_arithmetic(3, "answer 1")
     (stages / "evaluate/bb/trajectories_mine.jsonl").write_text(json.dumps(good.to_json()) + "\n")
-    wrong = played(4, "answer 1")
+    wrong = play_arithmetic(4, "answer 1")
     wrong.target = "another"
-    scored = played(5, "answer 1")
+    scored = play_arithmetic(5, "answer 1")
     scored.rewards["chance_for_test:score"] = 7.0
     rows = [{"iteration": number, **t.to_json()} for number, t in ((6, wrong), (7, scored))]
     (stages / "policy/aa.open/recent_rollouts.jsonl").write_text(
@@ -200,10 +200,10 @@ def test_replay_says_what_differs(pipeline, capsys):
 
 def test_replay_refuses_what_is_not_kept_and_lists_what_is(pipeline, capsys, tmp_path):
     assert main(["replay", "policy/6/easy/99/0", *pipeline]) == 2
-    assert "is not kept in" in capsys.readouterr().err
+    assert "is not stored in" in capsys.readouterr().err
     assert main(["replay", "policy/6", *pipeline]) == 2
     assert "must read STAGE/ITERATION/LEVEL/SEED/SAMPLE" in capsys.readouterr().err
     assert main(["replay", *pipeline]) == 0
-    assert "no failed episodes are kept" in capsys.readouterr().out
+    assert "no failed episodes are stored" in capsys.readouterr().out
     assert main(["replay", "policy/6/easy/4/0", "--output", str(tmp_path / "none")]) == 2
     assert "no runs in" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Held-out episodes of a comparison: the pipeline's own, fresh ones, and none left."""
+"""Held-out episodes of a comparison: the pipeline's draw, fresh ones, and none left."""
 
 from types import SimpleNamespace
 
@@ -100,7 +100,7 @@ def test_each_comparison_gets_episodes_that_none_has_seen_while_there_are_some(g
         and not validated & set.union(*episodes)
         and len(validated) == 40
     )
-    # None is left: the pipeline's own again, as their second and third attempt.
+    # None is left: the pipeline's draw again, as its second and third attempt.
     assert gate.ask("comparison 4")[:2] == (0, 2)
     assert gate.ask("comparison 5")[:2] == (0, 3)
     assert (

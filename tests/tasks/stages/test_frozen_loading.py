@@ -17,7 +17,7 @@ class Tracker(MemoryTracker):
         pass
 
 
-def pipeline_of(base, **lora):
+def build_pipeline(base, **lora):
     values = {
         "name": "t",
         "environment": {"name": "arithmetic"},
@@ -33,7 +33,7 @@ def test_an_evaluation_plays_the_weights_that_are_written_without_adapters_and_n
     tmp_path,
 ):
     base = save_base(tmp_path / "base")
-    pipeline = pipeline_of(base, quantize="nf4")  # would need a GPU
+    pipeline = build_pipeline(base, quantize="nf4")  # would need a GPU
     context = StageContext(
         name="evaluate",
         settings=pipeline.stages.evaluate,
@@ -47,6 +47,6 @@ def test_an_evaluation_plays_the_weights_that_are_written_without_adapters_and_n
         stop=threading.Event(),
     )
     assert "success" in evaluate._run_evaluation(context)["models"]["base"]
-    adapted = pipeline_of(base)
+    adapted = build_pipeline(base)
     assert is_lora(load_policy(base, adapted).model)
     assert not is_lora(load_frozen_policy(base, adapted).model)

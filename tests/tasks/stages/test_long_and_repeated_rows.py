@@ -28,46 +28,46 @@ def row(prompt, answer):
     }
 
 
-def kept(rows, renderer, context=100, **settings):
+def select_rows(rows, renderer, context=100, **settings):
     """Rows left, and the summary. `<|user|> prompt <|end|> <|assistant|> answer <|end|>`: 4 tokens and the letters."""
-    found = LocatedRows(
+    table = LocatedRows(
         CompressedRows(rows), "rows.jsonl", [("rows.jsonl", i + 1) for i in range(len(rows))]
     )
     stage, summary = SimpleNamespace(settings=DataSettings(**settings)), {}
     prepare_data._drop_repeats(
-        stage, found, prepare_data._extract_demonstration_prompt, summary, "demonstrations"
+        stage, table, prepare_data._extract_demonstration_prompt, summary, "demonstrations"
     )
     tokens = TokenCache(None).load_or_tokenize(
-        "", lambda: found.rows, renderer, TokenisationJob("demonstrations"), 0
+        "", lambda: table.rows, renderer, TokenisationJob("demonstrations"), 0
     )
-    fitting = select_fitting_rows(found, tokens, "demonstrations", context, stage.settings, summary)
+    fitting = select_fitting_rows(table, tokens, "demonstrations", context, stage.settings, summary)
     sequences = [
         s
-        for r in found.rows
+        for r in table.rows
         for s in build_training_sequences(renderer, r["messages"], None, "all", r.get("max_tokens"))
     ]
     assert (
         list(fitting.tokens.select_sequences(fitting.sequence_indices, fitting.max_tokens))
         == sequences
     )
-    assert len(found.rows) == len(found.row_locations)
-    return found.rows, summary
+    assert len(table.rows) == len(table.row_locations)
+    return table.rows, summary
 
 
 def test_long_rows(renderer):
     rows = [row("x", "yz"), row("x", "y" * 20)]  # 7 and 25 tokens
-    assert kept(rows, renderer)[0] == rows
+    assert select_rows(rows, renderer)[0] == rows
     with pytest.raises(RecordsError, match=r"rows.jsonl:2: is 25 tokens long, max_tokens is 10"):
-        kept(rows, renderer, max_tokens=10)
+        select_rows(rows, renderer, max_tokens=10)
     with pytest.raises(RecordsError, match="the context holds 9"):
-        kept(rows, renderer, context=9, max_tokens=10)
-    left, summary = kept(rows, renderer, max_tokens=10, long_rows="drop")
+        select_rows(rows, renderer, context=9, max_tokens=10)
+    left, summary = select_rows(rows, renderer, max_tokens=10, long_rows="drop")
     assert left == rows[:1] and summary == {
         "demonstrations_too_long": 1,
         "demonstrations_cut": 0,
         "demonstrations_tokens": 7,
     }
-    left, summary = kept(rows, renderer, max_tokens=10, long_rows="cut")
+    left, summary = select_rows(rows, renderer, max_tokens=10, long_rows="cut")
     assert (
         left == [rows[0], {**rows[1], "max_tokens": 10}] and summary["demonstrations_tokens"] == 17
     )
@@ -82,20 +82,22 @@ def test_a_cut_keeps_the_first_tokens_and_needs_one_with_loss(renderer):
     with pytest.raises(DataError, match="among the first 8 tokens"):
         build_training_sequences(renderer, messages, max_tokens=8)
     with pytest.raises(RecordsError, match="among the first 8 tokens"):
-        kept([row("x", "y"), row("x" * 5, "y" * 20)], renderer, max_tokens=8, long_rows="cut")
+        select_rows(
+            [row("x", "y"), row("x" * 5, "y" * 20)], renderer, max_tokens=8, long_rows="cut"
+        )
 
 
 def test_no_row_is_left(renderer):
     with pytest.raises(DataError, match="every row is longer than 5 tokens"):
-        kept([row("x", "yz")], renderer, max_tokens=5, long_rows="drop")
+        select_rows([row("x", "yz")], renderer, max_tokens=5, long_rows="drop")
 
 
 def test_repeated_rows(renderer):
     rows = [row("x", "y"), row("X ", "z"), row("x", "y"), row("w", "y")]
-    assert kept(rows, renderer)[0] == rows
-    left, summary = kept(rows, renderer, deduplicate="rows")
+    assert select_rows(rows, renderer)[0] == rows
+    left, summary = select_rows(rows, renderer, deduplicate="rows")
     assert left == [rows[0], rows[1], rows[3]] and summary["demonstrations_repeats_left_out"] == 1
-    left, summary = kept(rows, renderer, deduplicate="prompts")
+    left, summary = select_rows(rows, renderer, deduplicate="prompts")
     assert left == [rows[0], rows[3]] and summary["demonstrations_repeats_left_out"] == 2
 
 

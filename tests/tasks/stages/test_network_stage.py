@@ -1,4 +1,4 @@
-"""The stage `network` on gymnasium's own environments: files, metrics, resume after a kill, refusals; and the entry
+"""The stage `network` on gymnasium's environments: files, metrics, resume after a kill, refusals; and the entry
 point of the Python API."""
 
 import importlib.util
@@ -54,7 +54,7 @@ class Tracker(MemoryTracker):
         self.artifacts.append(path.name)
 
 
-def context_of(folder, **settings):
+def build_context(folder, **settings):
     folder.mkdir(exist_ok=True)
     pipeline = build_settings({"name": "t", "stages": {"network": {**SMALL, **settings}}})
     return StageContext(
@@ -71,7 +71,7 @@ def context_of(folder, **settings):
     )
 
 
-def problems_of(*, import_code=True, **settings):
+def list_problems(*, import_code=True, **settings):
     try:
         build_settings(
             {"name": "x", "stages": {"network": settings}},
@@ -85,7 +85,7 @@ def problems_of(*, import_code=True, **settings):
 
 @needs_gymnasium
 def test_the_stage_leaves_a_network_its_episodes_and_their_metrics(tmp_path):
-    context = context_of(tmp_path / "a", eval_every=2, patience=9)
+    context = build_context(tmp_path / "a", eval_every=2, patience=9)
     summary = network._run_network_training(context)
     episodes = json.loads((context.folder / "episodes.json").read_text())
     assert len(episodes) == 4 and all(episode["seed"] >= 2**30 + 2**29 for episode in episodes)
@@ -114,9 +114,9 @@ def test_the_stage_leaves_a_network_its_episodes_and_their_metrics(tmp_path):
 @needs_gymnasium
 @pytest.mark.parametrize("environment", ["CartPole-v1", "Pendulum-v1"])
 def test_a_run_that_was_cut_gives_the_same_bits(tmp_path, environment, monkeypatch):
-    whole = context_of(tmp_path / "whole", environment=environment, normalise_observations=True)
+    whole = build_context(tmp_path / "whole", environment=environment, normalise_observations=True)
     expected = network._run_network_training(whole)
-    cut = context_of(tmp_path / "cut", environment=environment, normalise_observations=True)
+    cut = build_context(tmp_path / "cut", environment=environment, normalise_observations=True)
     from rl_core.networks.trainer import NetworkTrainer
 
     step, calls = NetworkTrainer.step, []
@@ -138,8 +138,8 @@ def test_a_run_that_was_cut_gives_the_same_bits(tmp_path, environment, monkeypat
 
 @needs_gymnasium
 def test_environments_in_processes_give_the_same_numbers(tmp_path):
-    one = network._run_network_training(context_of(tmp_path / "sync"))
-    other = network._run_network_training(context_of(tmp_path / "async", vectorization="async"))
+    one = network._run_network_training(build_context(tmp_path / "sync"))
+    other = network._run_network_training(build_context(tmp_path / "async", vectorization="async"))
     assert one["metrics"] == other["metrics"]
 
 
@@ -148,7 +148,7 @@ def test_a_class_of_the_users_by_file(tmp_path, monkeypatch):
     (tmp_path / "world.py").write_text(WORLD)
     monkeypatch.chdir(tmp_path)
     options = {"environment_class": "world.py:World", "environment_options": {"length": 5}}
-    context = context_of(tmp_path / "a", **options)
+    context = build_context(tmp_path / "a", **options)
     summary = network._run_network_training(context)
     assert summary["metrics"]["eval/test/episode_length"] == 5
     assert summary["metrics"]["eval/test/truncated_rate"] == 1
@@ -156,15 +156,15 @@ def test_a_class_of_the_users_by_file(tmp_path, monkeypatch):
         json.loads((context.folder / "network/network.json").read_text())["environment"]
         == "world.py:World"
     )
-    assert problems_of(environment_class="world.py:Elsewhere").keys() == {
+    assert list_problems(environment_class="world.py:Elsewhere").keys() == {
         "stages.network.environment_class"
     }
     (tmp_path / "other.py").write_text("class World: pass")
-    found = problems_of(environment_class="other.py:World")
-    assert found == {
+    problems = list_problems(environment_class="other.py:World")
+    assert problems == {
         "stages.network.environment_class": "'other.py:World' is not a subclass of gymnasium.Env"
     }
-    assert problems_of(environment_class="no import path").keys() == {
+    assert list_problems(environment_class="no import path").keys() == {
         "stages.network.environment_class"
     }
 
@@ -190,14 +190,16 @@ def test_a_class_of_the_users_by_file(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(settings, key, words):
-    found = problems_of(**settings)
-    assert list(found) == [f"stages.network.{key}"]
-    assert words in found[f"stages.network.{key}"] and "\n" not in found[f"stages.network.{key}"]
+    problems = list_problems(**settings)
+    assert list(problems) == [f"stages.network.{key}"]
+    assert (
+        words in problems[f"stages.network.{key}"] and "\n" not in problems[f"stages.network.{key}"]
+    )
 
 
 def test_without_the_package_its_installation_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
-    assert problems_of() == {
+    assert list_problems() == {
         "stages.network.environment": "a network's environment needs the package 'gymnasium', which is not installed; "
         "pip install 'posttrain[gymnasium]'"
     }
@@ -208,7 +210,7 @@ def test_without_the_package_its_installation_is_named(monkeypatch):
 
 
 def test_code_of_the_users_is_not_run_where_it_must_not(monkeypatch):
-    assert problems_of(environment_class="nowhere.to:Be", import_code=False) == {}
+    assert list_problems(environment_class="nowhere.to:Be", import_code=False) == {}
 
 
 # -------------------------------------------------------------------------------------------- the Python API
@@ -265,14 +267,14 @@ def test_the_entry_point_takes_classes_functions_and_vectors():
         vector = SyncVectorEnv([world] * 3, autoreset_mode=mode)
         trained = rl_core.network_ppo(vector, settings=settings)
         assert trained.run().iterations == 3 and trained.trainer.environment.mode == mode.value
-    own = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point")
-    assert rl_core.network_ppo(own, settings=settings).run().iterations == 3
+    vector_environment = gymnasium.make_vec(
+        "CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point"
+    )
+    assert rl_core.network_ppo(vector_environment, settings=settings).run().iterations == 3
     with pytest.raises(SettingsError, match="environment: a int; pass an id"):
         rl_core.network_ppo(3)
-    with pytest.raises(
-        SettingsError, match="eval_every: a VectorEnv has no held-out episodes"
-    ):
-        rl_core.network_ppo(own, settings=rl_core.NetworkSettings(eval_every=1))
+    with pytest.raises(SettingsError, match="eval_every: a VectorEnv has no held-out episodes"):
+        rl_core.network_ppo(vector_environment, settings=rl_core.NetworkSettings(eval_every=1))
 
 
 @needs_gymnasium

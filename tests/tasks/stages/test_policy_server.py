@@ -21,7 +21,7 @@ def base(tmp_path, monkeypatch):
     return save_base(tmp_path / "base")
 
 
-def served(url, **options):
+def build_rollouts(url, **options):
     return {
         "workers": "server",
         "address": url.removeprefix("http://"),
@@ -35,7 +35,7 @@ def run(base, folder, rollouts):
     return context, summary, load_file(folder / "model" / "model.safetensors")
 
 
-def close(ours, theirs):
+def assert_close(ours, theirs):
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], atol=1e-5, rtol=0)
 
@@ -43,8 +43,8 @@ def close(ours, theirs):
 def test_the_stage_on_a_server(base, tmp_path):
     _, _, alone = run(base, tmp_path / "alone", {"independent": True})
     with running_server(tmp_path / "server", base, rollouts=True, context=128, slots=16) as server:
-        context, summary, weights = run(base, tmp_path / "served", served(server.url))
-    close(weights, alone)
+        context, summary, weights = run(base, tmp_path / "served", build_rollouts(server.url))
+    assert_close(weights, alone)
     assert context.tracker.tags["rollouts.server"].startswith("posttrain ")
     assert "torch 2." in context.tracker.tags["rollouts.server_versions"]
     assert summary["sampler"]["server"] in context.tracker.tags["rollouts.server"]
@@ -84,7 +84,7 @@ def test_a_killed_server_ends_the_stage_with_one_error_and_the_next_run_resumes(
     _, _, alone = run(base, tmp_path / "alone", {"independent": True})
     folder = tmp_path / "served"
     with running_server(tmp_path / "server", base, rollouts=True, context=128, slots=16) as server:
-        context = context_of(base, folder, rollouts=served(server.url), **OPTIONS)
+        context = context_of(base, folder, rollouts=build_rollouts(server.url), **OPTIONS)
         update, iterations = policy.RewardRecord.__call__, []
 
         def killed(record, iteration, rollouts):
@@ -101,13 +101,15 @@ def test_a_killed_server_ends_the_stage_with_one_error_and_the_next_run_resumes(
             policy._run_policy_training(context)
         assert iterations == [0, 1] and "was lost" in context.tracker.tags["rollouts.lost"]
     with pytest.raises(ConfigError, match="no inference server answers"):
-        context_of(base, tmp_path / "refused", rollouts=served(server.url), **OPTIONS)
+        context_of(base, tmp_path / "refused", rollouts=build_rollouts(server.url), **OPTIONS)
     with running_server(
         tmp_path / "another", base, rollouts=True, context=128, slots=16
     ) as another:
-        resumed = context_of(base, tmp_path / "resumed", rollouts=served(another.url), **OPTIONS)
+        resumed = context_of(
+            base, tmp_path / "resumed", rollouts=build_rollouts(another.url), **OPTIONS
+        )
         (folder / "checkpoints").rename(tmp_path / "resumed" / "checkpoints")
         resumed = type(resumed)(**{**vars(resumed), "folder": tmp_path / "resumed"})
         policy._run_policy_training(resumed)
-    close(load_file(tmp_path / "resumed" / "model" / "model.safetensors"), alone)
+    assert_close(load_file(tmp_path / "resumed" / "model" / "model.safetensors"), alone)
     assert iterations[2:] == [2]

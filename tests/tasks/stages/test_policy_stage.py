@@ -23,14 +23,14 @@ def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("base"))
 
 
-def rewards_of(folder):
+def read_rewards(folder):
     return [json.loads(line) for line in (folder / REWARD_RECORD).read_text().splitlines()]
 
 
 def test_every_part_of_every_rollout_is_on_disk(base, tmp_path):
     context = context_of(base, tmp_path / "stage")
     summary = policy._run_policy_training(context)
-    rows = rewards_of(context.folder)
+    rows = read_rewards(context.folder)
     assert [row["iteration"] for row in rows] == [0] * 6 + [1] * 6
     for row in rows:
         assert set(row["rewards"]) == {*PARTS, *(f"weighted/{name}" for name in PARTS)}
@@ -48,7 +48,7 @@ def test_every_part_of_every_rollout_is_on_disk(base, tmp_path):
 
 @pytest.fixture(scope="module")
 def reward_model(base, tmp_path_factory):
-    """A finished reward model stage: untrained, but its scores differ."""
+    """Write a finished reward model stage: untrained, but its scores differ."""
     folder = tmp_path_factory.mktemp("reward_model")
     causal_lm.save(
         *heads.create_reward_model(base, ModelSettings(device="cpu"), seed=3), folder / "model"
@@ -62,7 +62,7 @@ def test_the_result_says_what_the_reward_model_added(base, reward_model, tmp_pat
     )
     context.inputs["reward_model"] = reward_model
     summary = policy._run_policy_training(context)
-    groups = [rewards_of(context.folder)[start : start + 2] for start in range(0, 12, 2)]
+    groups = [read_rewards(context.folder)[start : start + 2] for start in range(0, 12, 2)]
     learned = [[row["rewards"]["weighted/learned"] for row in group] for group in groups]
     assert all(one != other for one, other in learned)
     same = sum(one["rewards"]["task"] == other["rewards"]["task"] for one, other in groups) / 6
@@ -135,18 +135,18 @@ def test_two_processes_leave_what_one_leaves(base, tmp_path):
     together = context_of(
         base, tmp_path / "together", **more, launch={"kind": "torchrun", "processes": 2}
     )
-    expected, found = (
+    expected, actual = (
         policy._run_policy_training(alone),
         run_in_workers(together, policy._run_policy_training),
     )
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
-    assert {k: v for k, v in found.items() if k != "metrics"} == {
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
+    assert {k: v for k, v in actual.items() if k != "metrics"} == {
         k: v for k, v in expected.items() if k != "metrics"
     }
     assert together.tracker.tags["launch"] == "torchrun: 1 x 2 processes"
     assert together.tracker.dicts == alone.tracker.dicts
     assert together.tracker.dicts["curriculum.json"]["history"][0]["to"] == "b"
-    mine, theirs = rewards_of(alone.folder), rewards_of(together.folder)
+    mine, theirs = read_rewards(alone.folder), read_rewards(together.folder)
     assert [row["success"] for row in theirs] == [row["success"] for row in mine]
     assert [row["reward"] for row in theirs] == pytest.approx(
         [row["reward"] for row in mine], abs=1e-5
@@ -171,7 +171,7 @@ def test_an_interrupted_stage_keeps_checkpoints_and_record(tmp_path):
 
 
 def test_the_reference_is_a_frozen_copy_or_the_policy_without_adapters(base, tmp_path, monkeypatch):
-    """Without LoRA a copy through the cache, with it no second model at all."""
+    """Without LoRA the reference is a copy from the cache, with LoRA there is no second model."""
     handed, asked = [], []
     models = pool.get_frozen_models()
 
@@ -186,7 +186,7 @@ def test_the_reference_is_a_frozen_copy_or_the_policy_without_adapters(base, tmp
         handed.append((loaded.model, reference))
         raise Enough
 
-    monkeypatch.setattr(pool, "get_frozen_models", lambda: SimpleNamespace(get=get))
+    monkeypatch.setattr(pool, "get_frozen_models", lambda: SimpleNamespace(load_model=get))
     monkeypatch.setattr(recipes, "build_policy_gradient_recipe", recipe)
     plain = context_of(base, tmp_path / "plain", kl_coef=0.1)
     lora = dataclasses.replace(plain.pipeline.model, lora=LoraSettings(rank=2))

@@ -1,4 +1,4 @@
-"""The stage `policy` with its rollouts on Ray: the weights of one process, lost workers told, a schedule to replay."""
+"""The stage `policy` with rollouts on Ray: the weights of one process, lost workers, a schedule to replay."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_the_stage_on_ray(tmp_path):
     assert compiled(base) is False or again == weights
 
 
-def test_a_killed_worker_is_told_to_the_tracker(tmp_path, monkeypatch):
+def test_a_killed_worker_is_reported_to_the_tracker(tmp_path, monkeypatch):
     from rl_core.rollout_workers.worker_group import WorkerGroup
 
     verify, pids = WorkerGroup._verify_worker, []

@@ -15,8 +15,8 @@ from rl_core.types import Rollout, RolloutGroup, StopReason, Trajectory
 from tasks.stages import preference_pairs
 
 
-def rollout(request, environment, sample):
-    """The question as token ids, then a success for even samples."""
+def build_rollout(request, environment, sample):
+    """Build a rollout of the question as token IDs, then a success for even samples."""
     question = environment.episode(request.seed, request.level).prompt
     trajectory = Trajectory(
         environment=environment.name,
@@ -50,16 +50,16 @@ def rollout(request, environment, sample):
     )
 
 
-def collected(environment, backend, renderer, requests, *, group_size, **others):
+def collect_groups(environment, backend, renderer, requests, *, group_size, **others):
     return [
-        RolloutGroup([rollout(request, environment, g) for g in range(group_size)])
+        RolloutGroup([build_rollout(request, environment, g) for g in range(group_size)])
         for request in requests
     ]
 
 
 @pytest.fixture
-def pairs_of(monkeypatch, tmp_path):
-    def pairs(environment, num_pairs, seed=0, loss="dpo", collect=collected):
+def build_pairs(monkeypatch, tmp_path):
+    def pairs(environment, num_pairs, seed=0, loss="dpo", collect=collect_groups):
         monkeypatch.setattr(
             preference_pairs, "build_pipeline_environment", lambda pipeline, data: environment
         )
@@ -81,29 +81,29 @@ def pairs_of(monkeypatch, tmp_path):
     return pairs
 
 
-def questions(part: list[PreferencePair]) -> set[str]:
+def collect_questions(part: list[PreferencePair]) -> set[str]:
     return {
         "".join(map(chr, side.prompt_ids)) for pair in part for side in (pair.chosen, pair.rejected)
     }
 
 
-def test_no_question_is_on_both_sides(pairs_of):
-    """Before: groups were split in the order of their episodes, of which several may ask the same."""
+def test_no_question_is_on_both_sides(build_pairs):
+    """Regression: groups were split in the order of their episodes, of which several may ask the same."""
     environment = Arithmetic()
     environment.levels = ("easy",)
-    found = pairs_of(environment, 1600)
-    train, heldout = questions(found.train), questions(found.heldout)
+    stage_pairs = build_pairs(environment, 1600)
+    train, heldout = collect_questions(stage_pairs.train), collect_questions(stage_pairs.heldout)
     assert len(train) > 200 and len(heldout) > 30 and not train & heldout
     assert 0.13 < len(heldout) / (len(train) + len(heldout)) < 0.17
-    again = pairs_of(environment, 1600)
-    assert (again.train, again.heldout) == (found.train, found.heldout)
-    assert questions(pairs_of(environment, 1600, seed=1).heldout) != heldout
+    again = build_pairs(environment, 1600)
+    assert (again.train, again.heldout) == (stage_pairs.train, stage_pairs.heldout)
+    assert collect_questions(build_pairs(environment, 1600, seed=1).heldout) != heldout
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_the_pairs_are_left_as_texts(pairs_of, tmp_path, loss):
-    found = pairs_of(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 100, loss=loss)
-    for name, part in (("train", found.train), ("heldout", found.heldout)):
+def test_the_pairs_are_left_as_texts(build_pairs, tmp_path, loss):
+    stage_pairs = build_pairs(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 100, loss=loss)
+    for name, part in (("train", stage_pairs.train), ("heldout", stage_pairs.heldout)):
         rows = [
             json.loads(line) for line in (tmp_path / f"pairs_{name}.jsonl").read_text().splitlines()
         ]
@@ -127,38 +127,41 @@ def test_the_pairs_are_left_as_texts(pairs_of, tmp_path, loss):
         read_preferences(tmp_path / "pairs_train.jsonl")
 
 
-def test_rows_that_are_drawn_again_stay_on_their_side(pairs_of):
+def test_rows_that_are_drawn_again_stay_on_their_side(build_pairs):
     environment = Prompts([{"prompt": f"row {n}"} for n in range(40)])
-    found = pairs_of(environment, 800)  # 200 groups of 40 rows
-    assert len(questions(found.train)) == 34 and len(questions(found.heldout)) == 6
-    assert not questions(found.train) & questions(found.heldout)
+    stage_pairs = build_pairs(environment, 800)  # 200 groups of 40 rows
+    assert (
+        len(collect_questions(stage_pairs.train)) == 34
+        and len(collect_questions(stage_pairs.heldout)) == 6
+    )
+    assert not collect_questions(stage_pairs.train) & collect_questions(stage_pairs.heldout)
 
 
-def test_a_single_question_leaves_nothing_to_hold_out(pairs_of):
+def test_a_single_question_leaves_nothing_to_hold_out(build_pairs):
     with pytest.raises(DataError, match="there is no heldout pair"):
-        pairs_of(Prompts([{"prompt": "only"}]), 16)
+        build_pairs(Prompts([{"prompt": "only"}]), 16)
 
 
-def test_successes_by_guesses_that_make_no_pair_are_counted(pairs_of):
-    """Before: `no train pair ... of which 50.0% succeeded`, without a reason."""
+def test_successes_by_guesses_that_make_no_pair_are_counted(build_pairs):
+    """Regression: `no train pair ... of which 50.0% succeeded`, without a reason."""
 
     def guessed(*arguments, **options):
-        groups = collected(*arguments, **options)
+        groups = collect_groups(*arguments, **options)
         for group in groups:
             for each in group.rollouts:
                 each.trajectory.is_grounded = False
         return groups
 
-    pairs = pairs_of(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 10)
+    pairs = build_pairs(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 10)
     assert "50.0% succeeded" in pairs.note and "guesses" not in pairs.note
     with pytest.raises(DataError, match=r"50\.0% succeeded, 50\.0% by guesses, which make no pair"):
-        pairs_of(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 10, collect=guessed)
+        build_pairs(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 10, collect=guessed)
 
 
-def test_kto_takes_both_sides_once_beside_the_completion_of_another_prompt(pairs_of):
+def test_kto_takes_both_sides_once_with_the_completion_of_another_prompt(build_pairs):
     environment = Prompts([{"prompt": f"row {n}"} for n in range(40)])
-    found = pairs_of(environment, 100, loss="kto")
-    for part in (found.train, found.heldout):
+    stage_pairs = build_pairs(environment, 100, loss="kto")
+    for part in (stage_pairs.train, stage_pairs.heldout):
         labels = [
             (tuple(pair.chosen.prompt_ids), pair.chosen.completion_ids[0], pair.desirable)
             for pair in part
@@ -168,4 +171,4 @@ def test_kto_takes_both_sides_once_beside_the_completion_of_another_prompt(pairs
             label == (completion % 2 == 1) for _, completion, label in labels
         )  # samples 0 and 2 succeed
         assert all(pair.rejected.prompt_ids == pair.chosen.prompt_ids for pair in part)
-    assert not questions(found.train) & questions(found.heldout)
+    assert not collect_questions(stage_pairs.train) & collect_questions(stage_pairs.heldout)

@@ -47,7 +47,7 @@ def refused(tmp_path, monkeypatch):
 
 
 def test_labels_and_margins_are_refused_right_after_the_data_stage(refused):
-    """Before: by the preference stage itself, after SFT was trained."""
+    """Regression: the preference stage refused them, after SFT was trained."""
     place = "rows.jsonl: the row with the prompt 'which one?': "
     assert (
         refused(LABELLED) == place + "has a label, which only the loss kto takes; dpo needs pairs"
@@ -60,7 +60,7 @@ def test_labels_and_margins_are_refused_right_after_the_data_stage(refused):
 
 
 def test_validate_names_the_line_that_no_stage_can_use(tmp_path, capsys):
-    """Before: `fine`."""
+    """Regression: it printed `fine`."""
     path, config = tmp_path / "rows.jsonl", tmp_path / "c.yaml"
     path.write_text(json.dumps(PAIR) + "\n" + json.dumps(LABELLED) + "\n")
     config.write_text(yaml.safe_dump(settings(path)))

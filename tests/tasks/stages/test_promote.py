@@ -22,16 +22,16 @@ class Registry:
     """Remembers what was done to which version."""
 
     def __init__(self, champion=None):
-        self.done, self.found, self.tags, self.shown = [], champion, {}, {}
+        self.done, self.champion, self.tags, self.shown = [], champion, {}, {}
 
-    def champion(self, name):
-        return self.found
+    def find_champion(self, name):
+        return self.champion
 
-    def versions(self, name):
+    def list_versions(self, name):
         return []
 
     def replace_champion(self, name, version, before):
-        assert before == (self.found and self.found.version)
+        assert before == (self.champion and self.champion.version)
         self.done.append(("champion", name, version))
         return True
 
@@ -42,23 +42,23 @@ class Registry:
         self.done.append((tags["gate.decision"], name, version))
         self.shown = tags
 
-    def model_tags(self, name):
+    def read_model_tags(self, name):
         return dict(self.tags)
 
     def tag_model(self, name, key, value):
         self.tags[key] = value
 
 
-def played(folder, **outcomes):
-    """A stored evaluation of models with these outcomes."""
+def store_evaluation(folder, **outcomes):
+    """Store an evaluation of models with these outcomes and return its result."""
     folder.mkdir(exist_ok=True)
-    rows = {name: found.to_json() for name, found in outcomes.items()}
+    rows = {name: result.to_json() for name, result in outcomes.items()}
     (folder / "evaluation.json").write_text(json.dumps(rows))
     return StageResult("evaluate", str(folder), "d", "k", False, 1.0, "r", {})
 
 
-def gate(folder, registry, settings, ours, opponent=None, logged=None):
-    """The stage's body, with the challenger's outcomes `ours`."""
+def run_gate(folder, registry, settings, ours, opponent=None, logged=None):
+    """Run the stage's body, with the challenger's outcomes `ours`."""
     pipeline_run = SimpleNamespace(
         registered_model="m",
         tracking=registry,
@@ -79,16 +79,18 @@ def gate(folder, registry, settings, ours, opponent=None, logged=None):
         pipeline=build_settings(
             {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
         ),
-        inputs={"evaluation": played(folder / "ours", policy=ours).path},
+        inputs={"evaluation": store_evaluation(folder / "ours", policy=ours).path},
         seed=0,
         fingerprint={},
         stop=None,
     )
-    return promote._run_gate(context, stage_result(folder), opponent, {"export.model_sha256": "d"})
+    return promote._run_gate(
+        context, build_stage_result(folder), opponent, {"export.model_sha256": "d"}
+    )
 
 
-def proof_of(folder, model, **changed):
-    """A result of the stage `export` for the model `policy` in this folder."""
+def build_proof(folder, model, **changed):
+    """Build a result of the stage `export` for the model `policy` in this folder."""
     figures = {"max": 2e-6, "mean": 1e-7, "tokens": 5}
     facts = {
         "model_sha256": digest_folder(model),
@@ -101,7 +103,7 @@ def proof_of(folder, model, **changed):
     return StageResult("export", str(folder), "d", "k", False, 1.0, "r", {})
 
 
-def stage_result(folder):
+def build_stage_result(folder):
     (folder / "model").mkdir(parents=True, exist_ok=True)
     return StageResult("policy", str(folder), "d", "k", False, 1.0, "r", {})
 
@@ -126,7 +128,9 @@ def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve
     )  # what a reviewer reads
     registry = Registry()
     settings = PromotionSettings(min_success=0.5, approve=approve)
-    summary = gate(tmp_path, registry, settings, evaluation(([1] * wins + [0] * (10 - wins)) * 5))
+    summary = run_gate(
+        tmp_path, registry, settings, evaluation(([1] * wins + [0] * (10 - wins)) * 5)
+    )
     assert (summary["decision"], summary["model_version"], summary["champion_before"]) == (
         decision,
         4,
@@ -140,9 +144,11 @@ def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve
     assert registry.tags == {}  # nothing was compared
 
 
-def champion_with(folder, outcomes, version=3, comparison="c"):
+def build_opponent(folder, outcomes, version=3, comparison="c"):
     champion = ModelVersion("m", version, "r", None)
-    return Opponent(champion, played(folder / f"theirs{version}", champion=outcomes), comparison, 0)
+    return Opponent(
+        champion, store_evaluation(folder / f"theirs{version}", champion=outcomes), comparison, 0
+    )
 
 
 def test_the_same_comparison_is_one_attempt_and_other_ones_are_counted_on(tmp_path, monkeypatch):
@@ -152,25 +158,29 @@ def test_the_same_comparison_is_one_attempt_and_other_ones_are_counted_on(tmp_pa
     ours = evaluation([1] * 15 + [0] * 5 + [1] * 80)
     other = evaluation([1] * 14 + [0] + [0] * 4 + [1] * 81)
     registry, settings, logged = Registry(), PromotionSettings(), {}
-    registry.found = ModelVersion("m", 3, "r", None)
-    opponent = champion_with(tmp_path, theirs)
+    registry.champion = ModelVersion("m", 3, "r", None)
+    opponent = build_opponent(tmp_path, theirs)
     for _ in range(2):  # run again with --fresh, or resumed
-        summary = gate(tmp_path, registry, settings, ours, opponent, logged)
+        summary = run_gate(tmp_path, registry, settings, ours, opponent, logged)
         assert summary["decision"] == "promoted" and len(registry.tags) == 1
     assert (logged["promotion/attempt"], logged["promotion/alpha"]) == (1, 0.025)
     assert logged["promotion/p_value"] == pytest.approx(0.0207, abs=1e-4)
     assert (registry.shown["gate.attempt"], registry.shown["gate.alpha_left"]) == ("1", "0.025")
 
-    registry.found = ModelVersion("m", 4, "r", None)  # another champion; the episodes are the same
-    later = champion_with(tmp_path, theirs, version=4, comparison="d")
-    summary = gate(tmp_path, registry, settings, ours, later, logged)
+    registry.champion = ModelVersion(
+        "m", 4, "r", None
+    )  # another champion; the episodes are the same
+    later = build_opponent(tmp_path, theirs, version=4, comparison="d")
+    summary = run_gate(tmp_path, registry, settings, ours, later, logged)
     assert summary["decision"] == "rejected" and logged["promotion/attempt"] == 2
     assert "attempt 2 on these episodes, 0.017 of alpha 0.05 left" in summary["reason"]
     assert (
         json.loads((tmp_path / "decision.json").read_text())["metrics"]["promotion/alpha_left"]
         == 0.05 / 3
     )
-    gate(tmp_path, registry, settings, other, later, logged)  # not the same outcomes: another look
+    run_gate(
+        tmp_path, registry, settings, other, later, logged
+    )  # not the same outcomes: another look
     assert logged["promotion/attempt"] == 3
     stored = sorted(
         (json.loads(value)["number"], json.loads(value)["decision"])
@@ -182,8 +192,8 @@ def test_the_same_comparison_is_one_attempt_and_other_ones_are_counted_on(tmp_pa
 def test_too_few_episodes_decide_nothing_and_spend_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(promote, "_write_evidence", lambda *arguments, **options: None)
     registry = Registry(ModelVersion("m", 3, "r", None))
-    opponent = champion_with(tmp_path, evaluation([0] * 20))
-    summary = gate(tmp_path, registry, PromotionSettings(), evaluation([1] * 20), opponent)
+    opponent = build_opponent(tmp_path, evaluation([0] * 20))
+    summary = run_gate(tmp_path, registry, PromotionSettings(), evaluation([1] * 20), opponent)
     assert (
         summary["decision"] == "rejected"
         and "20 held-out episodes are too few" in summary["reason"]
@@ -200,15 +210,15 @@ def test_the_review_lists_the_attempts_before(tmp_path, monkeypatch):
 
     monkeypatch.setattr(promote, "_write_evidence", explained)
     for wins in (5, 6, 7):
-        opponent = champion_with(tmp_path, evaluation([0] * 60))
-        gate(
+        opponent = build_opponent(tmp_path, evaluation([0] * 60))
+        run_gate(
             tmp_path,
             registry,
             PromotionSettings(),
             evaluation([1] * wins + [0] * (60 - wins)),
             opponent,
         )
-    assert [[attempt.number for attempt in found] for found in shown] == [[1], [1, 2], [1, 2, 3]]
+    assert [[attempt.number for attempt in result] for result in shown] == [[1], [1, 2], [1, 2, 3]]
     assert shown[-1][-1].decision == "rejected" and shown[-1][0].p_value == pytest.approx(1 / 32)
 
 
@@ -223,17 +233,19 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
         registered_model="m",
         tracking=registry,
         parent=SimpleNamespace(set_tag=tags.__setitem__),
-        tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))),
+        tracker=SimpleNamespace(
+            record_cached_stage=lambda name, source: cached.append((name, source))
+        ),
         resumed=False,
     )
-    proof = proof_of(tmp_path / "proof", tmp_path / "model")
-    found = promote.promote_challenger(
-        pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None, proof
+    proof = build_proof(tmp_path / "proof", tmp_path / "model")
+    result = promote.promote_challenger(
+        pipeline_run, build_stage_result(tmp_path), build_stage_result(tmp_path), None, proof
     )
-    assert found.summary["note"] == "version 3 of m is the champion already" and cached == [
+    assert result.summary["note"] == "version 3 of m is the champion already" and cached == [
         ("promote", "r")
     ]
-    assert registry.done == [] and tags == {"gate.reason": found.summary["note"]}
+    assert registry.done == [] and tags == {"gate.reason": result.summary["note"]}
 
 
 def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):
@@ -267,9 +279,9 @@ def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
 
 
 def test_the_figures_of_the_proof_are_tags(tmp_path):
-    stage_result(tmp_path)
+    build_stage_result(tmp_path)
     tags = verify_proof(
-        proof_of(tmp_path / "proof", tmp_path / "model"), "policy", tmp_path / "model"
+        build_proof(tmp_path / "proof", tmp_path / "model"), "policy", tmp_path / "model"
     )
     assert tags == {
         "export.model_sha256": digest_folder(tmp_path / "model"),
@@ -285,15 +297,15 @@ def test_the_figures_of_the_proof_are_tags(tmp_path):
     [
         (
             lambda proof, model: (proof / "export.json").unlink(),
-            r"is no proof of its export \(FileNotFoundError\)",
+            r"is not a valid proof of export \(FileNotFoundError\)",
         ),
         (
             lambda proof, model: (proof / "export.json").write_text("[]"),
-            r"is no proof of its export \(TypeError\)",
+            r"is not a valid proof of export \(TypeError\)",
         ),
         (
             lambda proof, model: (proof / "export.json").write_text('{"models": {"sft": {}}}'),
-            "is of no such model",
+            "does not cover this model",
         ),
         (
             lambda proof, model: (model / "weights").write_text("other"),
@@ -302,9 +314,9 @@ def test_the_figures_of_the_proof_are_tags(tmp_path):
     ],
 )
 def test_a_model_without_a_proof_of_exactly_its_folder_is_not_promoted(tmp_path, change, message):
-    """Nothing is asked of the registry, nothing is compared: the run ends with one line."""
-    challenger = stage_result(tmp_path)
-    proof = proof_of(tmp_path / "proof", tmp_path / "model")
+    """The registry is not asked and no models are compared: the run ends with one line."""
+    challenger = build_stage_result(tmp_path)
+    proof = build_proof(tmp_path / "proof", tmp_path / "model")
     change(tmp_path / "proof", tmp_path / "model")
     pipeline_run = SimpleNamespace(
         settings=SimpleNamespace(stages=SimpleNamespace(promote=None)),

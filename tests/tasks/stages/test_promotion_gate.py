@@ -14,10 +14,10 @@ from tasks.stages.promotion_gate import compute_attempt_level, decide_promotion
 @pytest.mark.parametrize(("wins", "promoted"), [(6, True), (5, True), (4, False)])
 def test_without_a_champion_the_minimum_decides(wins, promoted):
     outcomes = evaluation(([1] * wins + [0] * (10 - wins)) * 5)
-    found, reason, numbers = decide_promotion(
+    is_promoted, reason, numbers = decide_promotion(
         outcomes, None, PromotionSettings(min_success=0.5), None, seed=0
     )
-    assert found is promoted
+    assert is_promoted is promoted
     assert numbers == {"success_rate": wins / 10}
     assert ("at least" in reason) is promoted
 
@@ -81,8 +81,8 @@ def test_confidence_samples_and_seed_are_those_of_the_settings(monkeypatch):
     assert (numbers["gain_low"], numbers["gain_high"]) == (expected.low, expected.high)
 
 
-def pair(wins, losses, both=0, neither=0):
-    """Challenger and champion with these numbers of episodes."""
+def build_pair(wins, losses, both=0, neither=0):
+    """Build challenger and champion with these numbers of episodes."""
     ours = [1] * wins + [0] * losses + [1] * both + [0] * neither
     theirs = [0] * wins + [1] * losses + [1] * both + [0] * neither
     return evaluation(ours), evaluation(theirs)
@@ -91,34 +91,36 @@ def pair(wins, losses, both=0, neither=0):
 @pytest.mark.parametrize("episodes", [2, 3])
 def test_two_of_two_and_three_of_three_are_no_evidence(episodes):
     """Every resample of equal gains has that gain, so the interval lies above 0; the exact p is 1/4 and 1/8."""
-    promoted, reason, numbers = decide_promotion(*pair(episodes, 0), PromotionSettings(), 1, seed=0)
+    promoted, reason, numbers = decide_promotion(
+        *build_pair(episodes, 0), PromotionSettings(), 1, seed=0
+    )
     assert not promoted and numbers["gain_low"] == 1.0
     assert numbers["p_value"] == pytest.approx(0.5**episodes)
     assert (
-        f"{episodes} held-out episodes are too few to promote on, 50 are needed: raise evaluate.episodes"
+        f"{episodes} held-out episodes are too few to promote, 50 are needed: raise evaluate.episodes"
         in reason
     )
     assert "(not counted as an attempt)" in reason
     lenient = PromotionSettings(min_episodes=1, min_discordant=0)
-    promoted, reason, _ = decide_promotion(*pair(episodes, 0), lenient, 1, seed=0)
+    promoted, reason, _ = decide_promotion(*build_pair(episodes, 0), lenient, 1, seed=0)
     assert not promoted and f"sign test p = {0.5**episodes:.3g}, above 0.025" in reason
 
 
 def test_few_discordant_episodes_say_how_many_it_takes():
     promoted, reason, numbers = decide_promotion(
-        *pair(8, 0, both=72), PromotionSettings(), 1, seed=0
+        *build_pair(8, 0, both=72), PromotionSettings(), 1, seed=0
     )
     assert not promoted and numbers["p_value"] == pytest.approx(1 / 256) and numbers["gain_low"] > 0
     # 8 of 80 differ, so 10 differ among 100
     assert (
         "differ on 8 episodes, too few: 10 are needed, at this rate on about 100 episodes" in reason
     )
-    assert decide_promotion(*pair(10, 0, both=90), PromotionSettings(), 1, seed=0)[0]
+    assert decide_promotion(*build_pair(10, 0, both=90), PromotionSettings(), 1, seed=0)[0]
 
 
 def test_the_exact_test_is_the_sign_test_of_the_discordant_episodes():
     promoted, reason, numbers = decide_promotion(
-        *pair(15, 5, both=80), PromotionSettings(), 1, seed=0
+        *build_pair(15, 5, both=80), PromotionSettings(), 1, seed=0
     )
     by_hand = sum(math.comb(20, k) for k in range(15, 21)) / 2**20  # .0207
     assert numbers["p_value"] == pytest.approx(by_hand)
@@ -131,7 +133,7 @@ def test_the_exact_test_is_the_sign_test_of_the_discordant_episodes():
 
 
 def test_a_second_attempt_on_the_same_episodes_has_less_of_alpha():
-    models = pair(15, 5, both=80)  # p = .0207
+    models = build_pair(15, 5, both=80)  # p = .0207
     promoted, reason, numbers = decide_promotion(*models, PromotionSettings(), 1, seed=0, attempt=2)
     assert not promoted  # .05 / (2 * 3) = .0083
     assert numbers["alpha"] == pytest.approx(0.05 / 6) and numbers["alpha_left"] == pytest.approx(
@@ -139,7 +141,7 @@ def test_a_second_attempt_on_the_same_episodes_has_less_of_alpha():
     )
     assert "above 0.0083 (attempt 2 on these episodes, 0.017 of alpha 0.05 left)" in reason
     # gain .1, variance .19: (z(1 - .00833) + z(.8))^2 * .19 / .01 = (2.394 + .842)^2 * 19 = 198.9
-    assert reason.endswith("to find a gain of this size takes about 200 episodes")
+    assert reason.endswith("detecting a gain of this size takes about 200 episodes")
     assert decide_promotion(
         *models, PromotionSettings(repeated_attempts="off"), 1, seed=0, attempt=2
     )[0]

@@ -17,7 +17,7 @@ from tasks.stages.promotion_review import (
 )
 
 
-def episode(seed, won, level="easy", reward=None, text="look"):
+def build_episode(seed, won, level="easy", reward=None, text="look"):
     return Trajectory(
         environment="e",
         level=level,
@@ -53,18 +53,18 @@ def trained(tmp_path):
 
 def both(tmp_path):
     old = [
-        episode(0, 1),
-        episode(1, 1),
-        episode(2, 0),
-        episode(3, 1, "hard"),
-        episode(4, 0, reward=0.5),
+        build_episode(0, 1),
+        build_episode(1, 1),
+        build_episode(2, 0),
+        build_episode(3, 1, "hard"),
+        build_episode(4, 0, reward=0.5),
     ]
     new = [
-        episode(0, 0, text="a`b|c"),
-        episode(1, 1),
-        episode(2, 1),
-        episode(3, 1, "hard"),
-        episode(4, 0, reward=0.25),
+        build_episode(0, 0, text="a`b|c"),
+        build_episode(1, 1),
+        build_episode(2, 1),
+        build_episode(3, 1, "hard"),
+        build_episode(4, 0, reward=0.25),
     ]
     return side(tmp_path / "new", "version 4", new), side(tmp_path / "old", "champion 3", old)
 
@@ -152,7 +152,7 @@ def test_the_page_shows_the_attempts_on_these_episodes(tmp_path):
         "| 1 | 3 | 2 | 0.4 | 0.025 | rejected |\n| 2 | 4 | 3 | 0.0012 | 0.0083 | promoted |" in text
     )
     # .05 / (2 * 3) was for the second attempt; .05 / 3 is left
-    assert "of alpha 0.05, 0.0083 was for this attempt and 0.017 is left" in text
+    assert "of alpha 0.05, 0.0083 was used for this attempt and 0.017 is left" in text
 
 
 def test_without_a_champion_it_shows_what_failed(tmp_path):
@@ -164,7 +164,7 @@ def test_without_a_champion_it_shows_what_failed(tmp_path):
     assert "| turn | version 4: wrong, reward 0 |" in text
 
 
-def test_the_report_puts_both_beside_each_other(tmp_path):
+def test_the_report_shows_both_side_by_side(tmp_path):
     from rl_core.settings import AnalysisSettings
 
     challenger, champion = both(tmp_path)

@@ -34,7 +34,7 @@ PARTS = ([pair(5), pair(6), pair(7)], [pair(8)])
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Number of scored parts."""
+    """Count scored parts in a list."""
     made = []
 
     def counted(model, pairs, **named):
@@ -94,7 +94,7 @@ def test_a_damaged_entry_is_made_again_and_said(tmp_path, calls, caplog, damage)
         file.unlink()
     assert get(tmp_path) == first
     assert calls == [3, 1, 3, 1]
-    assert "damaged and made again" in caplog.text
+    assert "damaged and recomputed" in caplog.text
     assert get(tmp_path) == first
     assert calls == [3, 1, 3, 1]  # whole again
 
@@ -102,4 +102,4 @@ def test_a_damaged_entry_is_made_again_and_said(tmp_path, calls, caplog, damage)
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, caplog):
     (tmp_path / "r").write_text("a file where the folder should be")
     assert get(tmp_path / "r") == get(tmp_path / "other")
-    assert "not kept" in caplog.text
+    assert "not cached" in caplog.text

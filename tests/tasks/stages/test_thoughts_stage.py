@@ -50,7 +50,7 @@ class Tracker:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """An untrained policy, which never thinks and hardly ever answers."""
+    """Write an untrained policy, which never thinks and hardly ever answers."""
     environment = make_environment("reckoning")
     texts = [
         m["content"] for seed in range(50) for m in environment.demonstration(seed, "easy").messages
@@ -65,7 +65,7 @@ def base(tmp_path_factory):
     return folder
 
 
-def context_of(base, folder, settings=SETTINGS, **model):
+def build_context(base, folder, settings=SETTINGS, **model):
     pipeline = build_settings(
         {
             "name": "t",
@@ -98,7 +98,7 @@ GAINS = {
 
 def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
     monkeypatch.setattr(genuineness_check, "measure_gains", lambda *a, **k: GAINS)
-    context = context_of(base, tmp_path)
+    context = build_context(base, tmp_path)
     summary = thoughts._run_thought_training(context)
     assert summary["genuine"] is True and summary["iterations"] == 2
     for text in (
@@ -132,7 +132,7 @@ def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
 def test_with_adapters_the_model_is_exported_merged(base, tmp_path, monkeypatch):
     monkeypatch.setattr(genuineness_check, "measure_gains", lambda *a, **k: GAINS)
     settings = dataclasses.replace(SETTINGS, learning_rate=1e-2, warmup_steps=0, answer_coef=1.0)
-    thoughts._run_thought_training(context_of(base, tmp_path, settings, lora={"rank": 4}))
+    thoughts._run_thought_training(build_context(base, tmp_path, settings, lora={"rank": 4}))
     before, _ = causal_lm.load_model(base, ModelSettings(device="cpu"))
     after, _ = causal_lm.load_model(tmp_path / "model", ModelSettings(device="cpu"))
     start, end = before.state_dict(), after.state_dict()
@@ -153,10 +153,10 @@ def test_the_kl_refers_to_the_stage_s_model(base, tmp_path, monkeypatch, model):
         check_every_episodes=8,
         stop_when_genuine=True,
     )
-    context = context_of(base, tmp_path, settings, **model)
+    context = build_context(base, tmp_path, settings, **model)
     summary = thoughts._run_thought_training(context)
-    found = [row["policy/ref_kl"] for row in context.tracker.rows if "policy/ref_kl" in row]
-    assert abs(found[0]) < 1e-6 < found[1]
+    values = [row["policy/ref_kl"] for row in context.tracker.rows if "policy/ref_kl" in row]
+    assert abs(values[0]) < 1e-6 < values[1]
     assert [
         row["thoughts/check_genuine"]
         for row in context.tracker.rows
@@ -176,7 +176,7 @@ def test_it_is_tested_on_episodes_that_chose_nothing_and_on_others_for_each_key(
 
     def asked(key):
         context = dataclasses.replace(
-            context_of(base, tmp_path, few), fingerprint={"stage key": key}
+            build_context(base, tmp_path, few), fingerprint={"stage key": key}
         )
         return thoughts._select_check_episodes(context, environment, validation)
 
@@ -190,13 +190,16 @@ def test_it_is_tested_on_episodes_that_chose_nothing_and_on_others_for_each_key(
 
 
 def test_thoughts_that_are_not_genuine_fail_the_stage(base, tmp_path, monkeypatch):
-    found = {**GAINS, "filler": GAINS["own"]}  # filler helps as much: it was the length
-    monkeypatch.setattr(genuineness_check, "measure_gains", lambda *a, **k: found)
+    values = {**GAINS, "filler": GAINS["own"]}  # filler helps as much: it was the length
+    monkeypatch.setattr(genuineness_check, "measure_gains", lambda *a, **k: values)
     settings = dataclasses.replace(SETTINGS, require_genuine=True)
-    context = context_of(base, tmp_path / "strict", settings)
-    with pytest.raises(CheckFailed, match=r"filler \+1\.00 .*filler thoughts do not lose significantly"):
+    context = build_context(base, tmp_path / "strict", settings)
+    with pytest.raises(
+        CheckFailed, match=r"filler \+1\.00 .*filler thoughts do not lose significantly"
+    ):
         thoughts._run_thought_training(context)
     assert context.tracker.artifacts == ["thoughts.json"]  # the numbers are kept all the same
     assert (
-        thoughts._run_thought_training(context_of(base, tmp_path / "lenient"))["genuine"] is False
+        thoughts._run_thought_training(build_context(base, tmp_path / "lenient"))["genuine"]
+        is False
     )

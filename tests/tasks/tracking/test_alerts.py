@@ -44,7 +44,7 @@ def test_conditions_are_checked_with_the_settings():
     assert TrackingSettings(alerts={"a": ">1e-3", "b": "< -.5"}).alerts["a"] == ">1e-3"
     for wrong in ("0.5", "> x", "", "=> 3"):
         with pytest.raises(
-            SettingsError, match=r"alerts\.policy/ref_kl: .* is no condition; write '> 0\.5'"
+            SettingsError, match=r"alerts\.policy/ref_kl: .* is not a condition; write '> 0\.5'"
         ):
             TrackingSettings(alerts={"policy/ref_kl": wrong})
 

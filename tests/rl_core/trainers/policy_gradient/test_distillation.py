@@ -43,7 +43,7 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def model_of(tokenizer, seed, sharper=1.0):
+def build_model(tokenizer, seed, sharper=1.0):
     model = causal_lm.create_model(
         ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, seed
     )
@@ -52,7 +52,7 @@ def model_of(tokenizer, seed, sharper=1.0):
     return model
 
 
-def trainer_of(tokenizer, teacher, **options):
+def build_trainer(tokenizer, teacher, **options):
     settings = DistillationSettings(
         **{
             "iterations": 50,
@@ -63,7 +63,7 @@ def trainer_of(tokenizer, teacher, **options):
             **options,
         }
     )
-    policy = settings.build_policy_settings()
+    policy = settings.policy()
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     del values["rewards"]
     return make_trainer(tokenizer, teacher=teacher, kind=DistilledPolicySettings, **values)
@@ -72,10 +72,12 @@ def trainer_of(tokenizer, teacher, **options):
 @pytest.mark.parametrize(("gamma", "temperature"), [(0.0, 1.0), (0.0, 0.7), (1.0, 1.0), (0.5, 1.5)])
 def test_advantages_of_tokens_equal_the_oracle(tokenizer, gamma, temperature):
     """log p_teacher - log p_student of each token, at the temperature that it was sampled at."""
-    teacher = model_of(tokenizer, 5, sharper=8.0)
+    teacher = build_model(tokenizer, 5, sharper=8.0)
     sampling = SamplingSettings(temperature=temperature)
-    trainer = trainer_of(tokenizer, LocalTeacher(teacher), gamma=gamma, epochs=2, sampling=sampling)
-    found = []
+    trainer = build_trainer(
+        tokenizer, LocalTeacher(teacher), gamma=gamma, epochs=2, sampling=sampling
+    )
+    results = []
     for model in (trainer.policy, teacher):
         rows = []
         for prompt, completion, _ in ROWS:
@@ -85,7 +87,7 @@ def test_advantages_of_tokens_equal_the_oracle(tokenizer, gamma, temperature):
             )
             logp = logits.log_softmax(-1)[len(prompt) - 1 : -1]
             rows.append([float(logp[t, token]) for t, token in enumerate(completion)])
-        found.append(rows)
+        results.append(rows)
     samples = [
         TrainingSample(TrainRow(p, c, m, [-5.0] * len(c), temperature), 0.0, False)
         for p, c, m in ROWS
@@ -94,30 +96,30 @@ def test_advantages_of_tokens_equal_the_oracle(tokenizer, gamma, temperature):
     metrics = update.run_optimizer_steps(np.random.default_rng(0))
     kl = []
     for index, (prompt, completion, loss_mask) in enumerate(ROWS):
-        student, told = (np.array([part[index]]) for part in found)
+        student, values = (np.array([part[index]]) for part in results)
         mask = np.array([loss_mask])
-        expected = oracle.discounted(np.where(mask, told - student, 0.0), mask, gamma)[0]
+        expected = oracle.discounted(np.where(mask, values - student, 0.0), mask, gamma)[0]
         start = len(prompt)
         ours = update.buffer.advantages_RS[index, start : start + len(completion)].numpy()
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
-        kl += (student - told)[mask].tolist()
+        kl += (student - values)[mask].tolist()
     assert np.abs(kl).max() > 0.1
     assert metrics["policy/teacher_kl"] == pytest.approx(np.mean(kl), rel=1e-4)
 
 
-def prompts_of(tokenizer):
+def build_prompts(tokenizer):
     renderer = ChatRenderer(tokenizer)
     questions = [f"{level}{number}" for level in ("low", "high") for number in range(3)]
     return [renderer.prompt_ids([{"role": "user", "content": question}]) for question in questions]
 
 
-def fond_of_letters(tokenizer):
-    """The student's twin after ten steps towards the first half of the alphabet."""
-    model = model_of(tokenizer, 0)
+def build_letter_teacher(tokenizer):
+    """Build the student's twin after ten steps towards the first half of the alphabet."""
+    model = build_model(tokenizer, 0)
     letters = tokenizer.convert_tokens_to_ids(list("abcdefghijklm"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(10):
-        for ids in prompts_of(tokenizer):
+        for ids in build_prompts(tokenizer):
             logp = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
             (-logp[letters].logsumexp(0)).backward()
         optimizer.step()
@@ -126,28 +128,28 @@ def fond_of_letters(tokenizer):
 
 
 @torch.no_grad()
-def reverse_kl(trainer, teacher, tokenizer):
-    """KL(policy || teacher) over the whole vocabulary, mean over the first two positions of an answer."""
-    found = []
-    for prompt in prompts_of(tokenizer):
+def compute_reverse_kl(trainer, teacher, tokenizer):
+    """Compute KL(policy || teacher) over the whole vocabulary, mean over the first two positions of an answer."""
+    results = []
+    for prompt in build_prompts(tokenizer):
         for ids in (prompt, [*prompt, 9]):
             ours, theirs = (
                 model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
                 for model in (trainer.policy, teacher)
             )
-            found.append(float((ours.exp() * (ours - theirs)).sum()))
-    return sum(found) / len(found)
+            results.append(float((ours.exp() * (ours - theirs)).sum()))
+    return sum(results) / len(results)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"epochs": 2, "importance": "token", "replay": ReplaySettings(iterations=2)}]
 )
 def test_a_student_comes_nearer_to_its_teacher(tokenizer, options):
-    teacher = fond_of_letters(tokenizer)
-    trainer = trainer_of(tokenizer, LocalTeacher(teacher), **options)
-    before = reverse_kl(trainer, teacher, tokenizer)
+    teacher = build_letter_teacher(tokenizer)
+    trainer = build_trainer(tokenizer, LocalTeacher(teacher), **options)
+    before = compute_reverse_kl(trainer, teacher, tokenizer)
     metrics = [trainer.step() for _ in range(25)]
-    assert before > 0.3 and reverse_kl(trainer, teacher, tokenizer) < 0.4 * before
+    assert before > 0.3 and compute_reverse_kl(trainer, teacher, tokenizer) < 0.4 * before
     kl = [part["policy/teacher_kl"] for part in metrics]
     assert sum(kl[-5:]) < 0.4 * sum(kl[:5])
     assert (
@@ -163,15 +165,12 @@ def test_it_resumes_bit_for_bit_and_a_teacher_of_equal_weights_teaches_nothing(t
         "replay": ReplaySettings(iterations=2),
     }
     assert resumes_bit_for_bit(
-        lambda: trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 5)), **options)
+        lambda: build_trainer(tokenizer, LocalTeacher(build_model(tokenizer, 5)), **options)
     )
-    same = trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 0)), epochs=2)
+    same = build_trainer(tokenizer, LocalTeacher(build_model(tokenizer, 0)), epochs=2)
     before = weights(same)
     assert same.step()["policy/teacher_kl"] == 0
     assert torch.equal(weights(same), before)
-
-
-# ------------------------------------------------------------------------------------------------------- teachers
 
 
 def batch_of(temperature=1.0):
@@ -179,30 +178,31 @@ def batch_of(temperature=1.0):
     return build_batches(rows, 1000, 0)[0]
 
 
-def settings_of(url, **more):
+def build_settings(url, **more):
     return TeacherSettings(url=url, model="theirs", retry_delay_s=0.0, **more)
 
 
 @pytest.mark.parametrize("api", ["prompt_logprobs", "echo"])
 def test_a_served_teacher_tells_what_the_same_model_tells_here(tokenizer, api):
-    teacher = model_of(tokenizer, 5)
+    teacher = build_model(tokenizer, 5)
     batch = batch_of()
-    with serving(teacher) as (url, asked):
-        served = ServedTeacher(settings_of(url, api=api)).compute_logprobs(batch)
+    with serving(teacher) as (url, requests):
+        served = ServedTeacher(build_settings(url, api=api)).compute_logprobs(batch)
     local = LocalTeacher(teacher).compute_logprobs(batch)
     assert torch.equal(local, completion_logprobs(teacher, batch)[0])
     assert torch.allclose(served, local, atol=1e-5) and bool((served != 0).any())
-    assert sorted(len(request["prompt"]) for request in asked) == [3, 4, 6]  # without padding
+    assert sorted(len(request["prompt"]) for request in requests) == [3, 4, 6]  # without padding
     assert all(
-        request["path"] == "/v1/completions" and request["model"] == "theirs" for request in asked
+        request["path"] == "/v1/completions" and request["model"] == "theirs"
+        for request in requests
     )
 
 
 def test_a_student_learns_from_a_served_teacher(tokenizer):
-    teacher = model_of(tokenizer, 5, sharper=8.0)
-    here = trainer_of(tokenizer, LocalTeacher(teacher))
+    teacher = build_model(tokenizer, 5, sharper=8.0)
+    here = build_trainer(tokenizer, LocalTeacher(teacher))
     with serving(teacher) as (url, _):
-        there = trainer_of(tokenizer, ServedTeacher(settings_of(url)))
+        there = build_trainer(tokenizer, ServedTeacher(build_settings(url)))
         pairs = [(here.step(), there.step()) for _ in range(2)]
     for ours, theirs in pairs:
         assert theirs["policy/teacher_kl"] == pytest.approx(ours["policy/teacher_kl"], abs=1e-4)
@@ -210,39 +210,41 @@ def test_a_student_learns_from_a_served_teacher(tokenizer):
 
 
 def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_times(tokenizer):
-    teacher, batch = model_of(tokenizer, 5), batch_of()
+    teacher, batch = build_model(tokenizer, 5), batch_of()
     with serving(teacher, before=lambda asked: (503, "busy") if len(asked) <= 2 else None) as (
         url,
         asked,
     ):
-        found = ServedTeacher(settings_of(url, retries=2, concurrency=1)).compute_logprobs(batch)
+        actual = ServedTeacher(build_settings(url, retries=2, concurrency=1)).compute_logprobs(
+            batch
+        )
         assert len(asked) == 5
-    assert torch.allclose(found, LocalTeacher(teacher).compute_logprobs(batch), atol=1e-5)
+    assert torch.allclose(actual, LocalTeacher(teacher).compute_logprobs(batch), atol=1e-5)
     message = r"did not answer in 3 tries \(the last: 503 .*busy"
     with (
         serving(teacher, before=lambda asked: (503, "busy")) as (url, _),
         pytest.raises(BackendError, match=message),
     ):
-        ServedTeacher(settings_of(url, retries=2, concurrency=1)).compute_logprobs(batch)
+        ServedTeacher(build_settings(url, retries=2, concurrency=1)).compute_logprobs(batch)
     with pytest.raises(
         BackendError, match="did not answer in 1 tries"
     ):  # nobody listens there any more
-        ServedTeacher(settings_of(url, retries=0)).compute_logprobs(batch)
+        ServedTeacher(build_settings(url, retries=0)).compute_logprobs(batch)
     with serving(teacher, before=lambda asked: (404, "no such model")) as (url, asked):
         with pytest.raises(BackendError, match=r"refuses the request: 404 .*no such model"):
-            ServedTeacher(settings_of(url, concurrency=1)).compute_logprobs(batch)
+            ServedTeacher(build_settings(url, concurrency=1)).compute_logprobs(batch)
         assert len({str(request["prompt"]) for request in asked}) == len(
             asked
         )  # none was sent twice
 
 
-def without(answer):
-    """One log-prob is missing."""
+def remove_logprobs(answer):
+    """Remove one log-prob."""
     answer["choices"][0]["prompt_logprobs"][-1] = None
     return answer
 
 
-def of_other_tokens(answer):
+def replace_token_ids(answer):
     places = answer["choices"][0]["prompt_logprobs"]
     answer["choices"][0]["prompt_logprobs"] = [None] + [
         {"299": {"logprob": -1.0}} for _ in places[1:]
@@ -250,36 +252,36 @@ def of_other_tokens(answer):
     return answer
 
 
-def infinite(answer):
-    for place in answer["choices"][0]["prompt_logprobs"][1:]:
-        for told in place.values():
-            told["logprob"] = float("-inf")
+def make_logprobs_infinite(answer):
+    for index in answer["choices"][0]["prompt_logprobs"][1:]:
+        for values in index.values():
+            values["logprob"] = float("-inf")
     return answer
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without, "log-prob None of token"),
-        (of_other_tokens, "lacks the log-probs"),
-        (infinite, "log-prob -inf of token"),
+        (remove_logprobs, "log-prob None of token"),
+        (replace_token_ids, "lacks the log-probs"),
+        (make_logprobs_infinite, "log-prob -inf of token"),
         (lambda answer: {"choices": []}, "lacks the log-probs"),
         (lambda answer: {"choices": [{"prompt_logprobs": None}]}, "lacks the log-probs"),
     ],
 )
 def test_an_answer_without_every_log_prob_is_an_error(tokenizer, change, message):
     with (
-        serving(model_of(tokenizer, 5), change=change) as (url, _),
+        serving(build_model(tokenizer, 5), change=change) as (url, _),
         pytest.raises(BackendError, match=message),
     ):
-        ServedTeacher(settings_of(url)).compute_logprobs(batch_of())
+        ServedTeacher(build_settings(url)).compute_logprobs(batch_of())
 
 
 def test_what_a_teacher_cannot_judge_is_refused(tokenizer, tmp_path):
-    student = rl_core.load_policy((model_of(tokenizer, 0), tokenizer))
+    student = rl_core.load_policy((build_model(tokenizer, 0), tokenizer))
     other = train_tokenizer(["something else altogether, with other pairs of letters"], 310)
-    causal_lm.save(model_of(other, 1), other, tmp_path / "other")
-    causal_lm.save(model_of(tokenizer, 1), tokenizer, tmp_path / "same")
+    causal_lm.save(build_model(other, 1), other, tmp_path / "other")
+    causal_lm.save(build_model(tokenizer, 1), tokenizer, tmp_path / "same")
     with pytest.raises(
         SettingsError, match=r"has another vocabulary than the policy: .* tokens differ"
     ):
@@ -309,11 +311,9 @@ def test_what_a_teacher_cannot_judge_is_refused(tokenizer, tmp_path):
 
 
 def test_settings_of_a_distillation():
-    policy = DistillationSettings(
-        group_size=1, levels=("low",), clip_eps=0.1, gamma=0.5
-    ).build_policy_settings()
+    policy = DistillationSettings(group_size=1, levels=("low",), clip_eps=0.1, gamma=0.5).policy()
     assert (
-        policy.needs_teacher
+        policy.is_taught
         and policy.clip == (0.1, 0.1)
         and policy.gamma == 0.5
         and policy.group_size == 1
@@ -325,14 +325,17 @@ def test_settings_of_a_distillation():
     )
     assert [dict(stage.levels) for stage in policy.curriculum] == [{"low": 1.0}]
     names = {field.name for field in dataclasses.fields(PolicySettings)}
-    own = {field.name for field in dataclasses.fields(DistillationSettings)} - names
-    assert own == {"teacher", "levels"}  # all others mean what they mean in the policy's settings
+    custom = {field.name for field in dataclasses.fields(DistillationSettings)} - names
+    assert custom == {
+        "teacher",
+        "levels",
+    }  # all others mean what they mean in the policy's settings
     with pytest.raises(SettingsError, match=r"temperature: 0\.5 with a served teacher"):
         DistillationSettings(
             teacher=TeacherSettings(url="http://h:1", model="m"),
             sampling=SamplingSettings(temperature=0.5),
         )
-    with pytest.raises(SettingsError, match="url: 'ftp://h' is no http address"):
+    with pytest.raises(SettingsError, match="url: 'ftp://h' is not an http address"):
         TeacherSettings(url="ftp://h", model="m")
     with pytest.raises(SettingsError, match="holds a password"):
         TeacherSettings(url="http://me:secret@h", model="m")
@@ -342,19 +345,19 @@ def test_settings_of_a_distillation():
 
 def test_a_teacher_goes_with_a_distillation_alone(tokenizer):
     with pytest.raises(SettingsError, match="a distillation needs one"):
-        trainer_of(tokenizer, None)
-    plain = make_trainer(tokenizer)
+        build_trainer(tokenizer, None)
+    baseline = make_trainer(tokenizer)
     with pytest.raises(SettingsError, match="no other algorithm takes one"):
         PolicyGradientTrainer(
-            plain.policy,
+            baseline.policy,
             None,
-            plain.renderer,
+            baseline.renderer,
             Letters(),
-            plain.settings,
+            baseline.settings,
             7,
-            plain.rewards,
-            plain.backend,
-            teacher=LocalTeacher(model_of(tokenizer, 1)),
+            baseline.rewards,
+            baseline.backend,
+            teacher=LocalTeacher(build_model(tokenizer, 1)),
         )
 
 
@@ -366,8 +369,8 @@ def test_the_api_distils(tokenizer, tmp_path):
         sampling=SamplingSettings(max_completion_tokens=4),
         eval_every=0,
     )
-    causal_lm.save(model_of(tokenizer, 1), tokenizer, tmp_path / "student")
-    causal_lm.save(model_of(tokenizer, 5), tokenizer, tmp_path / "teacher")
+    causal_lm.save(build_model(tokenizer, 1), tokenizer, tmp_path / "student")
+    causal_lm.save(build_model(tokenizer, 5), tokenizer, tmp_path / "teacher")
     training = rl_core.distill(
         tmp_path / "student",
         tmp_path / "teacher",

@@ -1,4 +1,4 @@
-"""Dynamic sampling by hand: rounds, what is asked for in each, what is kept, and metrics over all that was played."""
+"""Dynamic sampling by hand: rounds, requests of each, selected groups, and metrics over all that was played."""
 
 from types import SimpleNamespace
 
@@ -12,29 +12,29 @@ def group(*rewards):
     return SimpleNamespace(rollouts=rollouts, rewards=list(rewards))
 
 
-def played(rounds, *, wanted=2, tries=2):
-    """The result, and what was asked for: (groups, round)."""
-    asked, rounds = [], iter(rounds)
+def play_rounds(rounds, *, wanted=2, tries=2):
+    """Return the result and the requests: (groups, round)."""
+    requests, rounds = [], iter(rounds)
 
     def play(count, attempt):
-        asked.append((count, attempt))
+        requests.append((count, attempt))
         return next(rounds)
 
     scores = iter([{"reward/a": 1.0}, {"reward/a": 3.0, "reward/b": 5.0}, {"reward/a": 5.0}])
     return sample_groups_with_signal(
         play, lambda groups: (groups, next(scores)), num_groups=wanted, num_retries=tries
-    ), asked
+    ), requests
 
 
 def test_groups_of_equal_rewards_are_replaced_by_as_many():
-    found, asked = played([[group(1, 1), group(0, 1)], [group(0, 0)], [group(2, 1)]])
-    assert asked == [(2, 0), (1, 1), (1, 2)]
-    assert [g.rewards for g in found.selected_groups] == [[0, 1], [2, 1]] and len(
-        found.all_groups
+    actual, requests = play_rounds([[group(1, 1), group(0, 1)], [group(0, 0)], [group(2, 1)]])
+    assert requests == [(2, 0), (1, 1), (1, 2)]
+    assert [g.rewards for g in actual.selected_groups] == [[0, 1], [2, 1]] and len(
+        actual.all_groups
     ) == 4
-    assert found.dropped_rate == 0.5
+    assert actual.dropped_rate == 0.5
     # means over the rounds that have a metric; rewards of all eight rollouts: 6 in sum, 8 in squares
-    assert found.compute_metrics() == {
+    assert actual.compute_metrics() == {
         "reward/a": 3.0,
         "reward/b": 5.0,
         "reward/mean": 0.75,
@@ -43,19 +43,21 @@ def test_groups_of_equal_rewards_are_replaced_by_as_many():
 
 
 def test_it_ends_with_enough_or_after_the_last_round():
-    found, asked = played([[group(0, 1), group(1, 0)]])
-    assert asked == [(2, 0)] and len(found.selected_groups) == 2 and found.dropped_rate == 0
-    found, asked = played(
+    actual, requests = play_rounds([[group(0, 1), group(1, 0)]])
+    assert requests == [(2, 0)] and len(actual.selected_groups) == 2 and actual.dropped_rate == 0
+    actual, requests = play_rounds(
         [[group(1, 1 + 1e-7)], [group(0, 0)]], wanted=1, tries=1
     )  # a difference by rounding alone
-    assert asked == [(1, 0), (1, 1)] and found.selected_groups == [] and found.dropped_rate == 1
+    assert (
+        requests == [(1, 0), (1, 1)] and actual.selected_groups == [] and actual.dropped_rate == 1
+    )
 
 
 def test_without_further_rounds_every_group_is_kept_and_a_round_without_groups_scores_nothing():
-    found, asked = played([[group(1, 1)]], wanted=1, tries=0)
-    assert asked == [(1, 0)] and len(found.selected_groups) == 1
-    found, asked = played(
+    actual, requests = play_rounds([[group(1, 1)]], wanted=1, tries=0)
+    assert requests == [(1, 0)] and len(actual.selected_groups) == 1
+    actual, requests = play_rounds(
         [[], [group(0, 1, -9)]], wanted=1, tries=1
     )  # all episodes of the first round had failed
-    assert asked == [(1, 0), (1, 1)] and found.compute_metrics()["reward/a"] == 1.0
-    assert found.compute_metrics()["reward/mean"] == 0.5  # a masked rollout has no reward
+    assert requests == [(1, 0), (1, 1)] and actual.compute_metrics()["reward/a"] == 1.0
+    assert actual.compute_metrics()["reward/mean"] == 0.5  # a masked rollout has no reward

@@ -1,4 +1,4 @@
-"""KL(old || new) over the whole vocabulary in the update: value and gradient, weights untouched, refused settings."""
+"""KL(old || new) over the whole vocabulary in the update: value and gradient, weights untouched, invalid settings."""
 
 import copy
 
@@ -18,27 +18,27 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def penalties(trainer, monkeypatch):
-    """(value, its gradient, as computed plainly from logits of both policies) of each micro-batch after the first."""
-    found = []
+def collect_penalties(trainer, monkeypatch):
+    """Collect (value, gradient, the same computed from logits of both policies) of each micro-batch after the first."""
+    results = []
     old = copy.deepcopy(trainer.policy)
-    given = ExactTrustRegion.compute_penalty
+    arguments = ExactTrustRegion.compute_penalty
 
     def compare(self, batch, loss_weights_BS, num_loss_tokens):
-        value, metrics = given(self, batch, loss_weights_BS, num_loss_tokens)
+        value, metrics = arguments(self, batch, loss_weights_BS, num_loss_tokens)
         if not self.is_first_step:
             parameters = list(self.policy.parameters())
             gradient = torch.autograd.grad(value, parameters, retain_graph=True)
-            plain, plain_gradient = by_logits(self.policy, old, batch, loss_weights_BS)
-            found.append((value.item(), plain, gradient, plain_gradient))
+            baseline, plain_gradient = compute_from_logits(self.policy, old, batch, loss_weights_BS)
+            results.append((value.item(), baseline, gradient, plain_gradient))
         return value, metrics
 
     monkeypatch.setattr(ExactTrustRegion, "compute_penalty", compare)
-    return found
+    return results
 
 
-def by_logits(policy, old, batch, weights_BS):
-    """sum_t w_t sum_v p_v log(p_v / q_v) from transformers' own logits, token by token."""
+def compute_from_logits(policy, old, batch, weights_BS):
+    """Compute sum_t w_t sum_v p_v log(p_v / q_v) from transformers' logits, token by token."""
     positions = batch.loss_mask_BS.nonzero().tolist()
     temperatures = batch.temperatures_BS
 
@@ -68,11 +68,11 @@ def test_value_and_gradient_are_those_of_both_policies_logits(tokenizer, monkeyp
         curriculum=LOW,
         sampling=SamplingSettings(max_completion_tokens=3, temperature=0.7),
     )
-    found = penalties(trainer, monkeypatch)
+    actual = collect_penalties(trainer, monkeypatch)
     metrics = trainer.step()
-    assert len(found) > 1 and metrics["policy/update_kl_exact"] > 0
-    for value, plain, gradient, plain_gradient in found:
-        assert value == pytest.approx(plain, rel=1e-3, abs=1e-7) and plain > 0
+    assert len(actual) > 1 and metrics["policy/update_kl_exact"] > 0
+    for value, baseline, gradient, plain_gradient in actual:
+        assert value == pytest.approx(baseline, rel=1e-3, abs=1e-7) and baseline > 0
         for ours, theirs in zip(gradient, plain_gradient, strict=True):
             assert torch.allclose(ours, theirs, atol=1e-6, rtol=1e-3)
 
@@ -92,7 +92,7 @@ def test_it_holds_the_policy_near_the_old_one_and_the_metric_agrees_with_the_est
 
 
 def test_a_weight_of_next_to_nothing_changes_next_to_nothing(tokenizer):
-    """The old weights that are swapped in for a pass leave nothing behind."""
+    """Check that the old weights that are swapped in for a pass leave no trace."""
     with_swap = make_trainer(
         tokenizer, trust_region_coef=1e-12, trust_region_kl="exact", epochs=3, curriculum=LOW
     )
@@ -107,7 +107,7 @@ def test_the_distribution_is_that_of_the_weights_before_the_update(tokenizer, mo
         tokenizer, trust_region_coef=1.0, trust_region_kl="exact", epochs=3, curriculum=LOW
     )
     before = {name: value.detach().clone() for name, value in trainer.policy.state_dict().items()}
-    seen = []
+    observed = []
     begin = ExactTrustRegion.prepare_batch
 
     def keep(self, batch):
@@ -119,14 +119,14 @@ def test_the_distribution_is_that_of_the_weights_before_the_update(tokenizer, mo
         if self._old_NV is not None:
             self.policy.load_state_dict(before)
             with torch.no_grad():
-                seen.append(
+                observed.append(
                     torch.equal(compute_vocabulary_logprobs(self.policy, batch), self._old_NV)
                 )
             self.policy.load_state_dict(now)
 
     monkeypatch.setattr(ExactTrustRegion, "prepare_batch", keep)
     trainer.step()
-    assert len(seen) >= 2 and all(seen)
+    assert len(observed) >= 2 and all(observed)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Policy optimisation where the environment fails now and then: an update without these episodes, and exact resume."""
+"""Policy optimisation with an environment that sometimes fails: an update without these episodes, and exact resume."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class BreakingLetters(Letters):
 
 
 class EndingEpisode(LetterEpisode):
-    """Ends where the other one breaks."""
+    """Episode that ends where the other one breaks."""
 
     def act(self, text):
         return Step(terminated=True, success=False) if is_bad(text) else super().act(text)
@@ -51,22 +51,23 @@ class EndingLetters(BreakingLetters):
 SAMPLING = SamplingSettings(max_completion_tokens=3, max_failed_share=0.9)
 
 
-def would_fail(trajectory):
-    """An action that was cut off is not shown to the environment."""
+def is_failing_episode(trajectory):
+    """Return whether the environment failed; an action that was cut off is not shown to it."""
     return trajectory.stop_reason == StopReason.TERMINATED and is_bad(trajectory.turns[0].action)
 
 
 def drop_bad_ones(trainer):
-    """Have the trainer learn from the rollouts that would not have failed."""
-    play = trainer._play
+    """Make the trainer learn only from the rollouts that would not have failed."""
+    play = trainer._play_groups
 
     def without(*args, **options):
         groups = [
-            [r for r in g.rollouts if not would_fail(r.trajectory)] for g in play(*args, **options)
+            [r for r in g.rollouts if not is_failing_episode(r.trajectory)]
+            for g in play(*args, **options)
         ]
         return [RolloutGroup(rollouts) for rollouts in groups if rollouts]
 
-    trainer._play = without
+    trainer._play_groups = without
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce", "ppo"])
@@ -88,8 +89,8 @@ def test_the_update_is_that_of_the_other_episodes(tokenizer, algorithm):
 
 def test_training_resumes_exactly_over_failures(tokenizer):
     options = {"curriculum": LOW, "sampling": SAMPLING}
-    whole = make_trainer(tokenizer, BreakingLetters(), **options)
-    metrics = [comparable(whole.step()) for _ in range(4)]
+    uninterrupted = make_trainer(tokenizer, BreakingLetters(), **options)
+    metrics = [comparable(uninterrupted.step()) for _ in range(4)]
     first = make_trainer(tokenizer, BreakingLetters(), **options)
     for _ in range(2):
         first.step()
@@ -98,13 +99,13 @@ def test_training_resumes_exactly_over_failures(tokenizer):
     second.optimizer_step.load_state_dict(first.optimizer_step.state_dict())
     second.load_state_dict(first.state_dict())
     assert [comparable(second.step()) for _ in range(2)] == metrics[2:]
-    assert second.failures.total == whole.failures.total > 0
-    assert torch.equal(weights(second), weights(whole))
-    assert second.failures.state_dict() == whole.failures.state_dict()
+    assert second.failures.total == uninterrupted.failures.total > 0
+    assert torch.equal(weights(second), weights(uninterrupted))
+    assert second.failures.state_dict() == uninterrupted.failures.state_dict()
 
 
 def test_failures_of_several_iterations_are_counted_together(tokenizer):
-    """No iteration alone has too many: 0.12 of 50 episodes are 6."""
+    """Check that failures add up: no single iteration has too many, but 0.12 of 50 episodes are 6."""
     trainer = make_trainer(
         tokenizer,
         BreakingLetters(),
@@ -114,17 +115,17 @@ def test_failures_of_several_iterations_are_counted_together(tokenizer):
         sampling=SamplingSettings(max_completion_tokens=3, max_failed_share=0.12),
         learning_rate=1e-6,
     )
-    kept = []
+    stored = []
     trainer.set_failure_recorder(
-        lambda episode: kept.append(episode.iteration) or f"look at {len(kept)}"
+        lambda episode: stored.append(episode.iteration) or f"look at {len(stored)}"
     )
     with pytest.raises(
         EnvironmentFault, match=r"allows 0.12\).*RuntimeError: server is gone; look at"
     ):
         for _ in range(10):
             trainer.step()
-    assert max(kept.count(iteration) for iteration in set(kept)) <= 6 < len(kept)
-    assert trainer.iteration > 0 and kept == sorted(kept)
+    assert max(stored.count(iteration) for iteration in set(stored)) <= 6 < len(stored)
+    assert trainer.iteration > 0 and stored == sorted(stored)
 
 
 def test_an_iteration_in_which_every_episode_fails_stops(tokenizer):
@@ -143,14 +144,14 @@ def test_an_iteration_in_which_every_episode_fails_stops(tokenizer):
         trainer.step()
 
 
-def test_a_refill_in_which_every_episode_fails_goes_on(tokenizer):
-    """Dynamic sampling: groups of equal rewards are played anew, by an environment that is gone by then."""
-    made = []
+def test_a_refill_whose_episodes_all_fail_continues(tokenizer):
+    """Check dynamic sampling with an environment that is broken when groups of equal rewards are replayed."""
+    created = []
 
     class Going(LetterEpisode):
         def act(self, text):
-            made.append(text)
-            if len(made) > 36:
+            created.append(text)
+            if len(created) > 36:
                 raise OSError("no server")
             return super().act(text)
 
@@ -185,15 +186,15 @@ def test_episodes_that_no_reward_function_could_score_are_kept(tokenizer, monkey
         options=RewardSettings(max_failed_share=0.1),
     )
     trainer = make_trainer(tokenizer, rewards=rewards, curriculum=LOW)
-    kept = []
-    trainer.set_failure_recorder(lambda episode: kept.append(episode) or "")
+    stored = []
+    trainer.set_failure_recorder(lambda episode: stored.append(episode) or "")
     with pytest.raises(RewardError, match=r"allows 0.1\).*reward 'mine' raised ZeroDivisionError"):
         trainer.step()
-    assert len(kept) == 6 and {episode.trajectory.sample for episode in kept} == {
+    assert len(stored) == 6 and {episode.trajectory.sample for episode in stored} == {
         1
     }  # one of each group; 5 may fail
     assert (
-        kept[0].failed_in == "reward 'mine'"
-        and kept[0].iteration == 0
-        and "ZeroDivisionError" in kept[0].trace
+        stored[0].failed_in == "reward 'mine'"
+        and stored[0].iteration == 0
+        and "ZeroDivisionError" in stored[0].trace
     )

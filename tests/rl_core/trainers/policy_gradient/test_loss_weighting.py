@@ -29,15 +29,15 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def samples_of(temperature=1.0):
-    made = [
+def build_samples(temperature=1.0):
+    created = [
         TrainingSample(TrainRow(*row[:4], temperature=temperature), row[4], False) for row in ROWS
     ]
-    return [made[:2], made[2:]]
+    return [created[:2], created[2:]]
 
 
-def distributions(model, row, temperature=1.0):
-    """Log-probs of all words before each token of the completion, float64."""
+def compute_distributions(model, row, temperature=1.0):
+    """Compute log-probs of all words before each token of the completion, float64."""
     ids = torch.tensor([row[0] + row[1]])
     logits = model(input_ids=ids).logits[0].double() / temperature
     return logits.log_softmax(-1)[len(row[0]) - 1 : -1]
@@ -46,7 +46,7 @@ def distributions(model, row, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "gspo", "sapo"])
 def test_kl_and_entropy_are_aggregated_as_the_policy_loss(tokenizer, algorithm, temperature):
-    """At ratio 1 the loss is -A + 0.3 k3 - 0.2 H at every token, summed with the weights of the algorithm."""
+    """Check that at ratio 1 the loss is -A + 0.3 k3 - 0.2 H at every token, summed with the algorithm's weights."""
     reference = make_trainer(tokenizer, model_seed=3).policy
     trainer = make_trainer(
         tokenizer,
@@ -57,14 +57,14 @@ def test_kl_and_entropy_are_aggregated_as_the_policy_loss(tokenizer, algorithm, 
         micro_batch_tokens=8,
         sampling=SamplingSettings(max_completion_tokens=9),
     )
-    update = PolicyUpdate(trainer.actor_critic, trainer.settings, samples_of(temperature))
-    found, parts = [], []
+    update = PolicyUpdate(trainer.actor_critic, trainer.settings, build_samples(temperature))
+    results, parts = [], []
     apply = trainer.optimizer_step.run_step
     trainer.optimizer_step.run_step = lambda batches, loss: (
-        found.append(apply(batches, loss)) or parts.append(len(batches)) or found[0]
+        results.append(apply(batches, loss)) or parts.append(len(batches)) or results[0]
     )
-    reference_of = [distributions(reference, row, temperature) for row in ROWS]
-    policy_of = [distributions(trainer.policy, row, temperature) for row in ROWS]
+    reference_of = [compute_distributions(reference, row, temperature) for row in ROWS]
+    policy_of = [compute_distributions(trainer.policy, row, temperature) for row in ROWS]
     update.run_optimizer_steps(np.random.default_rng(0))
     tokens = {"grpo": 1 / 8, "dr_grpo": 1 / 36}
     expected, kl_mean = 0.0, 0.0
@@ -84,16 +84,16 @@ def test_kl_and_entropy_are_aggregated_as_the_policy_loss(tokenizer, algorithm, 
             expected += weight * (-gate * advantage + 0.3 * k3 - 0.2 * entropy)
             kl_mean += k3 / 8
     assert parts[0] > 1  # in several micro-batches
-    assert found[0]["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert found[0]["policy/ref_kl"] == pytest.approx(kl_mean, rel=1e-5)  # metrics stay per token
+    assert results[0]["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert results[0]["policy/ref_kl"] == pytest.approx(kl_mean, rel=1e-5)  # metrics stay per token
 
 
 def test_later_steps_of_reinforce_are_weighted_by_the_policy_as_it_is(tokenizer):
-    """Its loss has no ratio to the old policy, so the weight is that of the present one, not the iteration's first."""
+    """Check that the weight is of the current policy, not the first: the loss has no ratio to the old policy."""
     trainer = make_trainer(
         tokenizer, algorithm="reinforce", importance="token", importance_cap=3.0, epochs=2
     )
-    update = PolicyUpdate(trainer.actor_critic, trainer.settings, samples_of())
+    update = PolicyUpdate(trainer.actor_critic, trainer.settings, build_samples())
     measured = []
 
     def apply(batches, loss):
@@ -109,15 +109,15 @@ def test_later_steps_of_reinforce_are_weighted_by_the_policy_as_it_is(tokenizer)
     expected = []
 
     def mean_weight():
-        found = []
+        results = []
         for row in ROWS:
-            logp = distributions(trainer.policy, row)
-            found += [
+            logp = compute_distributions(trainer.policy, row)
+            results += [
                 min(3.0, math.exp(float(logp[t, row[1][t]]) - row[3][t]))
                 for t in range(len(row[1]))
                 if row[2][t]
             ]
-        return sum(found) / len(found)
+        return sum(results) / len(results)
 
     expected.append(mean_weight())
     update.run_optimizer_steps(np.random.default_rng(0))
@@ -145,8 +145,8 @@ DROPPED = {
 
 @pytest.mark.parametrize("level", DROPPED)
 def test_what_leaves_the_interval_is_dropped_and_still_counts(tokenizer, level):
-    logs, kept = DROPPED[level]
-    dropped = sum(k == 0 for row in kept for k in row) / 8
+    logs, selected = DROPPED[level]
+    dropped = sum(k == 0 for row in selected for k in row) / 8
     trainer = make_trainer(
         tokenizer,
         importance_mask=level,
@@ -155,24 +155,24 @@ def test_what_leaves_the_interval_is_dropped_and_still_counts(tokenizer, level):
         algorithm="dr_grpo",
         loss_aggregation="token_mean",
     )
-    groups = samples_of()
+    groups = build_samples()
     for row, sample, log in zip(ROWS, [s for group in groups for s in group], logs, strict=True):
-        logp = distributions(trainer.policy, row).detach()
+        logp = compute_distributions(trainer.policy, row).detach()
         sample.row.sampler_logprobs = [
             0.0 if x is None else float(logp[t, row[1][t]]) - x for t, x in enumerate(log)
         ]
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, groups)
-    seen = []
+    observed = []
     apply = trainer.optimizer_step.run_step
     trainer.optimizer_step.run_step = lambda batches, loss: (
-        seen.append(apply(batches, loss)) or seen[0]
+        observed.append(apply(batches, loss)) or observed[0]
     )
     metrics = update.run_optimizer_steps(np.random.default_rng(0))
     advantages = [0.5, -0.5, -0.75, 0.75]
     expected = (
-        -sum(a * sum(k or 0 for k in ks) for a, ks in zip(advantages, kept, strict=True)) / 8
+        -sum(a * sum(k or 0 for k in ks) for a, ks in zip(advantages, selected, strict=True)) / 8
     )  # ratio 1; the denominator stays 8
-    assert seen[0]["train/loss"] == pytest.approx(expected, abs=1e-6)
+    assert observed[0]["train/loss"] == pytest.approx(expected, abs=1e-6)
     assert metrics["policy/importance_dropped"] == pytest.approx(dropped)
     assert metrics["policy/importance_mean"] == pytest.approx(1 - dropped)
 
@@ -191,7 +191,7 @@ def test_vtrace_advantages_equal_the_oracle(tokenizer):
     torch.manual_seed(1)
     with torch.no_grad():
         trainer.model.critic.head.head.weight.normal_()
-    groups = samples_of()
+    groups = build_samples()
     groups[1][0].is_truncated = True
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, groups)
     update.run_optimizer_steps(np.random.default_rng(0))

@@ -1,4 +1,4 @@
-"""Tokens whose sampler gave no finite log-probability carry no loss, and are counted."""
+"""Tokens without a finite log-probability from the sampler carry no loss, and are counted."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Trainer and sampler on fixed prompts after weight updates: a sampler of other weights is refused with its figure."""
+"""Trainer and sampler on fixed prompts after weight updates: a sampler with other weights is refused."""
 
 import copy
 
@@ -22,8 +22,8 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def trainer_of(tokenizer, *, lora=False, every=1, action="refuse", **options):
-    """A trainer at temperature 0.7 whose gate looks after every update, and no other check does."""
+def build_trainer(tokenizer, *, lora=False, every=1, action="refuse", **options):
+    """Build a trainer at temperature 0.7 whose gate, and no other check, looks after every update."""
     model = None
     if lora:
         settings = ModelSettings(preset="nano", context=32, device="cpu", lora=LoraSettings(rank=4))
@@ -40,26 +40,26 @@ def trainer_of(tokenizer, *, lora=False, every=1, action="refuse", **options):
     )
 
 
-def no_sync(trainer):
+def disable_sync(trainer):
     start = weights_of(trainer.policy)
     sample_with(trainer, lambda policy: policy.load_state_dict(start))
 
 
-def wrong_temperature(trainer):
+def change_temperature(trainer):
     run = trainer.backend.run_sequences
     trainer.backend.run_sequences = lambda sequences, sampling: run(
         sequences, SamplingSettings(max_completion_tokens=sampling.max_completion_tokens)
     )
 
 
-def old_adapter(trainer):
-    """The adapter of the first update, on the newest base."""
+def use_old_adapter(trainer):
+    """Sample with the adapter of the first update on the newest base."""
     trainer.step()
     start = {name: value for name, value in weights_of(trainer.policy).items() if ".lora_" in name}
     sample_with(trainer, lambda policy: policy.load_state_dict(start, strict=False))
 
 
-def double_merge(trainer):
+def merge_adapter_twice(trainer):
     def twice(policy):
         for name, value in policy.state_dict().items():
             if ".lora_B." in name:
@@ -68,11 +68,11 @@ def double_merge(trainer):
     sample_with(trainer, twice)
 
 
-def dropped_head(trainer):
+def drop_output_head(trainer):
     sample_with(trainer, lambda policy: policy.get_output_embeddings().weight.zero_())
 
 
-def base_identical_merge(trainer):
+def merge_exactly(trainer):
     def without(policy):
         for name, value in policy.state_dict().items():
             if ".lora_B." in name:
@@ -84,18 +84,18 @@ def base_identical_merge(trainer):
 @pytest.mark.parametrize(
     ("inject", "lora"),
     [
-        (no_sync, False),
-        (no_sync, True),
-        (wrong_temperature, False),
-        (wrong_temperature, True),
-        (old_adapter, True),
-        (double_merge, True),
-        (dropped_head, False),
-        (base_identical_merge, True),
+        (disable_sync, False),
+        (disable_sync, True),
+        (change_temperature, False),
+        (change_temperature, True),
+        (use_old_adapter, True),
+        (merge_adapter_twice, True),
+        (drop_output_head, False),
+        (merge_exactly, True),
     ],
 )
 def test_a_sampler_of_another_policy_is_refused_with_the_figure(tokenizer, inject, lora):
-    trainer = trainer_of(tokenizer, lora=lora)
+    trainer = build_trainer(tokenizer, lora=lora)
     inject(trainer)
     with pytest.raises(SamplerMismatch, match=REFUSED) as refused:
         for _ in range(4):
@@ -107,13 +107,13 @@ def test_a_sampler_of_another_policy_is_refused_with_the_figure(tokenizer, injec
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_healthy_sampler_agrees_to_rounding(tokenizer, lora):
-    trainer = trainer_of(tokenizer, lora=lora)
-    found = [trainer.step()["policy/numerics_difference"] for _ in range(4)]
-    assert max(found) < 1e-4 and max(found) >= 0
+    trainer = build_trainer(tokenizer, lora=lora)
+    actual = [trainer.step()["policy/numerics_difference"] for _ in range(4)]
+    assert max(actual) < 1e-4 and max(actual) >= 0
 
 
 def test_a_log_probability_that_is_no_number_is_refused(tokenizer):
-    trainer = trainer_of(tokenizer)
+    trainer = build_trainer(tokenizer)
     trainer.step()
     measure = trainer._numerics.measure_difference
     forward = trainer.policy.get_output_embeddings().forward
@@ -125,10 +125,10 @@ def test_a_log_probability_that_is_no_number_is_refused(tokenizer):
 
 
 def test_it_looks_after_the_first_update_and_every_so_many(tokenizer):
-    trainer = trainer_of(tokenizer, every=3)
+    trainer = build_trainer(tokenizer, every=3)
     looked = ["policy/numerics_difference" in trainer.step() for _ in range(7)]
     assert looked == [True, False, False, True, False, False, True]
-    never = trainer_of(tokenizer, every=0, action="rollback")
+    never = build_trainer(tokenizer, every=0, action="rollback")
     assert not any("policy/numerics_difference" in never.step() for _ in range(2))
     assert never.state_dict()["numerics"]["snapshots"] == {}
 
@@ -143,7 +143,7 @@ def test_other_samplers_on_purpose_are_not_compared_unless_a_bound_is_set(tokeni
 
 
 def test_the_numbers_of_training_are_those_without_it(tokenizer):
-    with_gate, without = trainer_of(tokenizer), trainer_of(tokenizer, every=0)
+    with_gate, without = build_trainer(tokenizer), build_trainer(tokenizer, every=0)
     for _ in range(3):
         ours, theirs = with_gate.step(), without.step()
         del ours["policy/numerics_difference"]
@@ -153,32 +153,36 @@ def test_the_numbers_of_training_are_those_without_it(tokenizer):
 
 @pytest.mark.parametrize("action", ["refuse", "rollback"])
 def test_a_resumed_run_has_the_same_bits(tokenizer, action):
-    whole = trainer_of(tokenizer, every=2, action=action)
-    rows = [comparable(whole.step()) for _ in range(3)]
+    uninterrupted = build_trainer(tokenizer, every=2, action=action)
+    rows = [comparable(uninterrupted.step()) for _ in range(3)]
     state = copy.deepcopy(
-        (whole.state_dict(), weights_of(whole.policy), whole.optimizer_step.state_dict())
+        (
+            uninterrupted.state_dict(),
+            weights_of(uninterrupted.policy),
+            uninterrupted.optimizer_step.state_dict(),
+        )
     )
-    rows += [comparable(whole.step()) for _ in range(3)]
-    again = trainer_of(tokenizer, every=2, action=action)
+    rows += [comparable(uninterrupted.step()) for _ in range(3)]
+    again = build_trainer(tokenizer, every=2, action=action)
     again.policy.load_state_dict(state[1])
     again.optimizer_step.load_state_dict(state[2])
     again.load_state_dict(state[0])
     assert [comparable(again.step()) for _ in range(3)] == rows[3:]
-    assert torch.equal(weights(again), weights(whole))
+    assert torch.equal(weights(again), weights(uninterrupted))
 
 
 def test_a_gate_that_only_refuses_saves_nothing_and_may_begin_to_roll_back(tokenizer):
-    trainer = trainer_of(tokenizer)
+    trainer = build_trainer(tokenizer)
     trainer.step()
     state = trainer.state_dict()
     assert state["numerics"] == {}
-    again = trainer_of(tokenizer, action="rollback")  # other settings, allowed by --allow-drift
+    again = build_trainer(tokenizer, action="rollback")  # other settings, allowed by --allow-drift
     again.load_state_dict(copy.deepcopy(state))
     assert again.step()["policy/numerics_rollbacks"] == 0
 
 
 def test_a_rollback_goes_back_to_the_weights_of_the_last_agreement(tokenizer):
-    trainer = trainer_of(tokenizer, action="rollback")
+    trainer = build_trainer(tokenizer, action="rollback")
     trainer.step()
     good = weights(trainer).clone()
     moments = copy.deepcopy(trainer.optimizer_step.optimizer.state_dict()["state"])
@@ -193,15 +197,15 @@ def test_a_rollback_goes_back_to_the_weights_of_the_last_agreement(tokenizer):
     assert all(
         torch.equal(state[i][key], value) for i in state for key, value in moments[i].items()
     )
-    assert trainer.iteration == trainer.optimizer_step.num_steps == 2  # counters go on
+    assert trainer.iteration == trainer.optimizer_step.num_steps == 2  # counters continue
     assert trainer.step()["policy/numerics_rollbacks"] == 1 and not torch.equal(
         weights(trainer), good
     )
 
 
 def test_a_sampler_that_does_not_follow_the_rollback_ends_the_run(tokenizer):
-    trainer = trainer_of(tokenizer, action="rollback")
-    wrong_temperature(trainer)
+    trainer = build_trainer(tokenizer, action="rollback")
+    change_temperature(trainer)
     with pytest.raises(
         SamplerMismatch, match=r"after the rollback it is 0\.\d+: the sampler does not follow"
     ):
@@ -212,7 +216,7 @@ def test_rollbacks_that_never_help_end_the_run(tokenizer):
     answers = iter([0.5, 0.0] * 3 + [0.5])
 
     def failing():
-        trainer = trainer_of(tokenizer, action="rollback")
+        trainer = build_trainer(tokenizer, action="rollback")
         trainer._numerics.measure_difference = lambda sampling: next(answers)
         return trainer
 
@@ -229,13 +233,13 @@ def test_rollbacks_that_never_help_end_the_run(tokenizer):
         trainer.step()
 
 
-def test_nothing_of_a_refused_iteration_is_saved(tokenizer, tmp_path):
-    trainer = trainer_of(tokenizer, checkpoint_every=1)
+def test_a_refused_iteration_is_not_saved(tokenizer, tmp_path):
+    trainer = build_trainer(tokenizer, checkpoint_every=1)
     trainer.step_ = trainer.step
 
     def step():
         if trainer.iteration == 1:
-            dropped_head(trainer)
+            drop_output_head(trainer)
         return trainer.step_()
 
     trainer.step = step

@@ -1,4 +1,4 @@
-"""Policy losses and advantage estimators of the user's: the shipped ones by import path, and what is refused."""
+"""Custom policy losses and advantage estimators: the shipped ones by import path, and invalid ones."""
 
 import functools
 
@@ -45,8 +45,10 @@ def tokenizer():
     ],
 )
 def test_a_shipped_loss_by_import_path_is_the_shipped_loss(tokenizer, options):
-    """In micro-batches, under each aggregation, at a temperature, with importance weights: entropy runs every row."""
-    found = []
+    """Compare in micro-batches, under each aggregation, at a temperature, with importance weights; entropy runs every
+    row.
+    """
+    results = []
     for algorithm in ({"algorithm": "sapo"}, {"loss": SAPO}):
         reference = make_trainer(tokenizer).policy if "kl_coef" in options else None
         trainer = make_trainer(
@@ -58,20 +60,20 @@ def test_a_shipped_loss_by_import_path_is_the_shipped_loss(tokenizer, options):
             **{**options, **algorithm},
         )
         metrics = [trainer.step() for _ in range(3)]
-        found.append(
+        results.append(
             (
                 weights(trainer),
                 [{k: v for k, v in row.items() if "perf/" not in k} for row in metrics],
             )
         )
-    (shipped, rows), (own, own_rows) = found
+    (shipped, rows), (custom, custom_rows) = results
     assert rows[0]["policy/gate_mean"] > 0
     if "importance" in options:  # multiplied in another order
-        assert torch.allclose(own, shipped, atol=1e-6)
+        assert torch.allclose(custom, shipped, atol=1e-6)
     else:
-        assert torch.equal(own, shipped) and own_rows == rows
+        assert torch.equal(custom, shipped) and custom_rows == rows
     start = weights(make_trainer(tokenizer, FewLetters()))
-    assert (own - start).norm() > 1e-3
+    assert (custom - start).norm() > 1e-3
 
 
 def test_rows_of_advantage_0_are_run_for_a_loss_that_may_use_them(tokenizer):
@@ -101,12 +103,12 @@ def test_rows_of_advantage_0_are_run_for_a_loss_that_may_use_them(tokenizer):
     metrics = trainer.step()
     assert (metrics["train/trained_rollouts"], metrics["policy/seen"]) == (36, pytest.approx(1.0))
     assert (weights(trainer) - before).norm() > 1e-3
-    plain = make_trainer(tokenizer, FewLetters(), rewards=rewards)
-    assert plain.step()["train/trained_rollouts"] == 0
+    baseline = make_trainer(tokenizer, FewLetters(), rewards=rewards)
+    assert baseline.step()["train/trained_rollouts"] == 0
 
 
 def test_importance_weighs_a_loss_whatever_its_form():
-    """Of a loss that is not proportional to the advantage, each token's share is multiplied, and dropped ones add 0."""
+    """Check a loss that is not proportional to the advantage: each token's share is multiplied, dropped ones add 0."""
 
     def constant(
         logprobs_BT,
@@ -136,7 +138,7 @@ def test_importance_weighs_a_loss_whatever_its_form():
 
 
 def make_loss(body):
-    """A loss whose body is an expression of the arguments x (log-probs), a, m, n, w."""
+    """Make a loss whose body is an expression of the arguments x (log-probs), a, m, n, w."""
 
     def loss(
         logprobs_BT,
@@ -231,10 +233,7 @@ def test_signatures_and_paths_are_checked():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-# ------------------------------------------------------------------------------------------------------ advantages
-
-
-def by_group(rewards_R, groups_R, lengths_R, *, scale=1.0):
+def center_by_group(rewards_R, groups_R, lengths_R, *, scale=1.0):
     """Rewards minus their group's mean: Dr. GRPO's."""
     sums = torch.zeros(int(groups_R.max()) + 1, dtype=rewards_R.dtype)
     means = sums.index_add(0, groups_R, rewards_R) / torch.bincount(groups_R)
@@ -243,23 +242,29 @@ def by_group(rewards_R, groups_R, lengths_R, *, scale=1.0):
 
 def test_an_estimator_by_hand():
     groups = [torch.tensor([1.0, 0.0]).double(), torch.tensor([3.0, 0.0, 0.0]).double()]
-    found, metrics = CustomAdvantages("mine", {"scale": 2.0}, by_group)(groups, [1, 2, 3, 4, 5])
-    assert [row.tolist() for row in found] == [[1.0, -1.0], [4.0, -2.0, -2.0]]
+    actual, metrics = CustomAdvantages("mine", {"scale": 2.0}, center_by_group)(
+        groups, [1, 2, 3, 4, 5]
+    )
+    assert [row.tolist() for row in actual] == [[1.0, -1.0], [4.0, -2.0, -2.0]]
     assert metrics == {"tokens": 3.0}
-    assert CustomAdvantages("mine", {}, by_group)([], []) == ([], {})
+    assert CustomAdvantages("mine", {}, center_by_group)([], []) == ([], {})
 
 
 def test_an_estimator_takes_the_place_of_the_comparison(tokenizer):
-    """Dr. GRPO's comparison under grpo's loss, and the same by dr_grpo with a mean over tokens."""
+    """Compare Dr. GRPO's estimator under grpo's loss with dr_grpo and a mean over tokens."""
     options = {"loss_aggregation": "token_mean", "epochs": 2, "minibatches": 2, "curriculum": LOW}
-    own = make_trainer(
-        tokenizer, FewLetters(), own={"advantages": by_group}, advantages="by_group", **options
+    custom = make_trainer(
+        tokenizer,
+        FewLetters(),
+        own={"advantages": center_by_group},
+        advantages="by_group",
+        **options,
     )
     shipped = make_trainer(tokenizer, FewLetters(), algorithm="dr_grpo", **options)
-    metrics = [own.step() for _ in range(2)][-1]
+    metrics = [custom.step() for _ in range(2)][-1]
     [shipped.step() for _ in range(2)]
-    assert torch.equal(weights(own), weights(shipped))
-    lengths = [sum(rollout.loss_mask) for group in own.groups for rollout in group.rollouts]
+    assert torch.equal(weights(custom), weights(shipped))
+    lengths = [sum(rollout.loss_mask) for group in custom.groups for rollout in group.rollouts]
     assert metrics["train/advantages/tokens"] == pytest.approx(sum(lengths) / len(lengths))
 
 
@@ -283,20 +288,17 @@ def test_an_estimator_that_fails_later_is_named():
         function([torch.tensor([1.0, 0.0]).double()], [1, 1])
 
 
-# -------------------------------------------------------------------------------------------------------- settings
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": SAPO, "clip_eps": 0.1}, "clip_eps: not used by a loss of yours"),
+        ({"loss": SAPO, "clip_eps": 0.1}, "clip_eps: not used by a custom loss"),
         (
             {"advantages": "a:b", "algorithm": "ppo"},
             "advantages: stand for a comparison of rewards, and ppo has a crit",
         ),
         (
             {"loss_options": {"x": 1}},
-            "loss_options: go to a function of yours, and none is named; set loss",
+            "loss_options: are passed to a custom function, and none is named; set loss",
         ),
         ({"advantage_options": {"x": 1}}, "set advantages"),
     ],

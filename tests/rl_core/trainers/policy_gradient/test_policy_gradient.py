@@ -51,7 +51,7 @@ def test_a_single_update_is_exactly_on_policy(tokenizer):
         assert metrics["policy/sampler_difference_max"] < 1e-4
 
 
-def played_rows(trainer):
+def play_rows(trainer):
     return [
         (r, a)
         for group in trainer.groups
@@ -63,7 +63,7 @@ def played_rows(trainer):
 def test_loss_is_normalised_by_the_whole_step(tokenizer, algorithm):
     trainer = make_trainer(tokenizer, algorithm=algorithm, micro_batch_tokens=40)
     metrics = trainer.step()
-    rows = played_rows(trainer)
+    rows = play_rows(trainer)
     assert len({sum(r.loss_mask) for r, _ in rows}) > 1, (
         "rollouts of different length are what this is about"
     )
@@ -75,13 +75,13 @@ def test_loss_is_normalised_by_the_whole_step(tokenizer, algorithm):
 
 
 def test_micro_batches_change_nothing(tokenizer):
-    whole = make_trainer(tokenizer, micro_batch_tokens=100_000)
+    full = make_trainer(tokenizer, micro_batch_tokens=100_000)
     cut = make_trainer(tokenizer, micro_batch_tokens=1)
-    one, two = whole.step(), cut.step()
+    one, two = full.step(), cut.step()
     for name in ("train/loss", "train/grad_norm", "policy/entropy", "policy/loss"):
         assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6)
     # Adam divides by the gradient's size, so rounding shows where a gradient is next to nothing
-    assert (weights(whole) - weights(cut)).abs().mean() < 1e-5
+    assert (weights(full) - weights(cut)).abs().mean() < 1e-5
 
 
 def test_rollouts_without_advantage_need_no_forward_pass(tokenizer, monkeypatch):
@@ -103,7 +103,7 @@ def test_equal_rewards_leave_the_weights_alone(tokenizer):
     metrics = trainer.step()
     assert torch.equal(weights(trainer), before)
     assert metrics["train/empty_updates"] == 2 and metrics["train/zero_advantage_rate"] == 1
-    assert trainer.optimizer_step.num_steps == 2  # the x axis of the metrics goes on
+    assert trainer.optimizer_step.num_steps == 2  # the x axis of the metrics continues
 
 
 def test_ten_iterations_without_a_signal_are_warned_of_once(tokenizer, caplog):
@@ -136,7 +136,7 @@ def test_a_signal_ends_the_count_of_iterations_without_one(caplog):
 
 
 def test_prompts_that_are_learned_are_not_blamed_on_the_reward(caplog):
-    for success, rewards, said, unsaid in (
+    for success, rewards, messages, unsaid in (
         (
             0.99,
             [0.4, 1.0],
@@ -160,7 +160,7 @@ def test_prompts_that_are_learned_are_not_blamed_on_the_reward(caplog):
         LearningSignalMonitor(1).observe_iteration(
             {"train/zero_advantage_rate": 1.0, "train/success_rate": success}, rewards
         )
-        assert said in caplog.text and unsaid not in caplog.text, success
+        assert messages in caplog.text and unsaid not in caplog.text, success
 
 
 def test_kl_and_entropy_terms_enter_the_loss(tokenizer):
@@ -192,13 +192,13 @@ def test_the_kl_term_holds_the_policy_back(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("options", "has_own_pass"),
+    ("options", "has_separate_pass"),
     [({"minibatches": 3}, True), ({"micro_batch_tokens": 30}, False), ({"kl_max": 9.0}, True)],
 )
 def test_old_logprobs_are_those_before_the_first_update(
-    tokenizer, monkeypatch, options, has_own_pass
+    tokenizer, monkeypatch, options, has_separate_pass
 ):
-    """A first step over all rows measures them itself."""
+    """Check that a first step over all rows measures them itself."""
     trainer = make_trainer(tokenizer, epochs=2, **options)
     passes, compute = [], RolloutBuffer.compute_old_logprobs
     monkeypatch.setattr(
@@ -208,7 +208,7 @@ def test_old_logprobs_are_those_before_the_first_update(
     updates = kept_update(monkeypatch)
     trainer.step()
     (update,) = updates
-    assert bool(passes) == has_own_pass
+    assert bool(passes) == has_separate_pass
     rows = [sample.row for sample in update.buffer.samples]
     for batch in build_batches(rows, 10_000, 0):
         expected = completion_logprobs(before, batch)[0]
@@ -222,16 +222,16 @@ def test_old_logprobs_are_those_before_the_first_update(
 def test_filtered_samples_carry_no_loss(tokenizer):
     trainer = make_trainer(tokenizer, algorithm="dr_grpo", filter_threshold=0.5)
     metrics = trainer.step()
-    rows = played_rows(trainer)
-    kept = [(r, a) for r, a in rows if abs(a) >= 0.5]
-    assert 0 < len(kept) < len(rows)
-    assert metrics["train/filtering_rate"] == pytest.approx(1 - len(kept) / len(rows))
+    rows = play_rows(trainer)
+    selected = [(r, a) for r, a in rows if abs(a) >= 0.5]
+    assert 0 < len(selected) < len(rows)
+    assert metrics["train/filtering_rate"] == pytest.approx(1 - len(selected) / len(rows))
     assert metrics["train/loss"] == pytest.approx(
-        -sum(a * sum(r.loss_mask) for r, a in kept) / (36 * 3), abs=1e-6
+        -sum(a * sum(r.loss_mask) for r, a in selected) / (36 * 3), abs=1e-6
     )
 
 
-def test_a_few_seeds_are_gone_through_before_any_comes_again(tokenizer):
+def test_all_of_a_few_seeds_come_before_any_repeats(tokenizer):
     trainer = make_trainer(
         tokenizer, FewLetters(), prompts_per_iteration=5, group_size=2, curriculum=LOW
     )
@@ -246,7 +246,7 @@ def test_a_few_seeds_are_gone_through_before_any_comes_again(tokenizer):
         ]
 
 
-def resumable(tokenizer):
+def build_resumable_trainer(tokenizer):
     stages = (
         CurriculumStage(
             name="one",
@@ -278,31 +278,31 @@ def resumable(tokenizer):
 
 @pytest.mark.parametrize("cut", [1, 3])
 def test_resumes_bit_for_bit(tokenizer, cut):
-    whole, first, second = (resumable(tokenizer) for _ in range(3))
-    expected = [comparable(whole.step()) for _ in range(6)]
-    found = [comparable(first.step()) for _ in range(cut)]
+    uninterrupted, first, second = (build_resumable_trainer(tokenizer) for _ in range(3))
+    expected = [comparable(uninterrupted.step()) for _ in range(6)]
+    actual = [comparable(first.step()) for _ in range(cut)]
     second.step()  # whatever it did before is overwritten
     second.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
     second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    found += [comparable(second.step()) for _ in range(6 - cut)]
-    assert found == expected
-    assert torch.equal(weights(second), weights(whole))
-    assert len(whole.curriculum.history) == 1
+    actual += [comparable(second.step()) for _ in range(6 - cut)]
+    assert actual == expected
+    assert torch.equal(weights(second), weights(uninterrupted))
+    assert len(uninterrupted.curriculum.history) == 1
 
 
 @pytest.mark.parametrize(
     "part", ["iteration", "rollouts_played", "kl_coef", "curriculum", "rewards", "orders"]
 )
 def test_every_saved_item_matters(tokenizer, part):
-    whole, first, second = (resumable(tokenizer) for _ in range(3))
-    expected = [comparable(whole.step()) for _ in range(6)]
+    uninterrupted, first, second = (build_resumable_trainer(tokenizer) for _ in range(3))
+    expected = [comparable(uninterrupted.step()) for _ in range(6)]
     for _ in range(3):
         first.step()
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     state = copy.deepcopy(first.state_dict())
-    state[part] = resumable(tokenizer).state_dict()[part]
+    state[part] = build_resumable_trainer(tokenizer).state_dict()[part]
     second.load_state_dict(state)
     assert [comparable(second.step()) for _ in range(3)] != expected[3:]
 
@@ -379,7 +379,7 @@ def test_metrics_finish_and_evaluation(tokenizer):
     assert trainer.evaluate() == {"eval/success_rate": 0.5}
 
 
-def test_unknown_levels_are_refused_at_once(tokenizer):
+def test_unknown_levels_are_refused_immediately(tokenizer):
     with pytest.raises(SettingsError, match="no level 'lwo'; did you mean 'low'"):
         make_trainer(tokenizer, curriculum=(CurriculumStage(name="one", levels={"lwo": 1.0}),))
 
@@ -394,17 +394,17 @@ def test_settings_are_left_alone(tokenizer):
 def test_truncated_rollouts_carry_no_loss_and_count_in_their_groups(tokenizer):
     all_of_it, masked = make_trainer(tokenizer), make_trainer(tokenizer, mask_truncated=True)
     before, metrics = all_of_it.step(), masked.step()
-    rows = played_rows(masked)
-    assert rows == played_rows(all_of_it)  # the same rollouts with the same advantages
-    kept = [(r, a) for r, a in rows if r.trajectory.stop_reason != "max_tokens"]
+    rows = play_rows(masked)
+    assert rows == play_rows(all_of_it)  # the same rollouts with the same advantages
+    selected = [(r, a) for r, a in rows if r.trajectory.stop_reason != "max_tokens"]
     cut = [(r, a) for r, a in rows if r.trajectory.stop_reason == "max_tokens"]
-    assert kept and any(a < 0 for _, a in cut), (
+    assert selected and any(a < 0 for _, a in cut), (
         "cut rollouts with a say in their groups are what this is about"
     )
     assert metrics["train/masked_truncated"] == len(cut) and "train/masked_truncated" not in before
     total, tokens = (
-        sum(a * sum(r.loss_mask) for r, a in kept),
-        sum(sum(r.loss_mask) for r, _ in kept),
+        sum(a * sum(r.loss_mask) for r, a in selected),
+        sum(sum(r.loss_mask) for r, _ in selected),
     )
     assert metrics["train/loss"] == pytest.approx(-total / tokens, abs=1e-6)
     assert metrics["train/loss"] != pytest.approx(before["train/loss"], abs=1e-4)

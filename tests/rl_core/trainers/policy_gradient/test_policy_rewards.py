@@ -1,4 +1,4 @@
-"""Policy optimisation with components that look at states, change with the curriculum, or fail on a sample."""
+"""Policy optimisation with components that use hidden states, change with the curriculum, or fail on a sample."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ def tokenizer():
 
 
 class TwoTurns(LetterEpisode):
-    """Something comes back to the first action; the second one is judged."""
+    """Episode with an observation after the first action; the second one is judged."""
 
     heard = 0
 
@@ -62,7 +62,7 @@ class TwoTurnLetters(Letters):
 
 @pytest.fixture
 def faulty(monkeypatch):
-    """A reward of 0 that is NaN on the second sample of every group."""
+    """Return a reward of 0 that is NaN on the second sample of every group."""
     module = types.ModuleType("faulty_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample == 1 else 0.0 for t in trajectories]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -138,11 +138,11 @@ def test_replayed_samples_stay_masked(tokenizer, faulty):
     buffer, resumed = ReplayBuffer(ReplaySettings()), ReplayBuffer(ReplaySettings())
     buffer.add_groups(groups)
     resumed.load_state_dict(buffer.state_dict())
-    for found, group in zip(resumed._past_iterations[0], groups, strict=True):
-        assert [s.is_masked for s in found] == [s.is_masked for s in group] and any(
-            s.is_masked for s in found
+    for actual, group in zip(resumed._past_iterations[0], groups, strict=True):
+        assert [s.is_masked for s in actual] == [s.is_masked for s in group] and any(
+            s.is_masked for s in actual
         )
-        assert all(s.is_replayed for s in found)
+        assert all(s.is_replayed for s in actual)
 
 
 def test_weights_follow_the_curriculum(tokenizer):
@@ -162,7 +162,7 @@ def test_weights_follow_the_curriculum(tokenizer):
     assert second["reward/alarm"] == 0 and second["reward/correlation/task"] == pytest.approx(1.0)
 
 
-def resumable(tokenizer, record=None):
+def build_resumable_trainer(tokenizer, record=None):
     options = RewardSettings(
         normalise=("length", "task"),
         clip=4.0,
@@ -193,17 +193,17 @@ def resumable(tokenizer, record=None):
 
 
 def test_resumes_bit_for_bit_with_every_component(tokenizer, tmp_path):
-    whole, first, second = (
-        resumable(tokenizer, RewardRecord(tmp_path / name))
+    uninterrupted, first, second = (
+        build_resumable_trainer(tokenizer, RewardRecord(tmp_path / name))
         for name in ("whole", "resumed", "resumed")
     )
-    expected = [comparable(whole.step()) for _ in range(6)]
+    expected = [comparable(uninterrupted.step()) for _ in range(6)]
     assert float.fromhex(expected[0]["reward/curiosity/transitions"]) > 0
     assert (
         "reward/coherence/similarity" in expected[0]
         and "reward/correlation/curiosity" in expected[-1]
     )
-    found = [comparable(first.step()) for _ in range(3)]
+    actual = [comparable(first.step()) for _ in range(3)]
     saved = copy.deepcopy(
         (first.model.state_dict(), first.optimizer_step.state_dict(), first.state_dict())
     )
@@ -211,9 +211,9 @@ def test_resumes_bit_for_bit_with_every_component(tokenizer, tmp_path):
     second.model.load_state_dict(saved[0])
     second.optimizer_step.load_state_dict(saved[1])
     second.load_state_dict(saved[2])
-    found += [comparable(second.step()) for _ in range(3)]
-    assert found == expected
-    assert torch.equal(weights(second), weights(whole))
+    actual += [comparable(second.step()) for _ in range(3)]
+    assert actual == expected
+    assert torch.equal(weights(second), weights(uninterrupted))
     assert (tmp_path / "resumed").read_bytes() == (tmp_path / "whole").read_bytes()
     rows = [json.loads(line) for line in (tmp_path / "whole").read_text().splitlines()]
     assert len(rows) == 6 * 36
@@ -224,12 +224,12 @@ def test_resumes_bit_for_bit_with_every_component(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("part", ["components", "norms", "watch"])
 def test_every_saved_part_of_the_rewards_matters(tokenizer, part):
-    whole, second = resumable(tokenizer), resumable(tokenizer)
+    uninterrupted, second = build_resumable_trainer(tokenizer), build_resumable_trainer(tokenizer)
     for _ in range(3):
-        whole.step()
-    second.model.load_state_dict(copy.deepcopy(whole.model.state_dict()))
-    second.optimizer_step.load_state_dict(copy.deepcopy(whole.optimizer_step.state_dict()))
-    state = copy.deepcopy(whole.state_dict())
-    state["rewards"][part] = resumable(tokenizer).state_dict()["rewards"][part]
+        uninterrupted.step()
+    second.model.load_state_dict(copy.deepcopy(uninterrupted.model.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(uninterrupted.optimizer_step.state_dict()))
+    state = copy.deepcopy(uninterrupted.state_dict())
+    state["rewards"][part] = build_resumable_trainer(tokenizer).state_dict()["rewards"][part]
     second.load_state_dict(state)
-    assert comparable(second.step()) != comparable(whole.step())
+    assert comparable(second.step()) != comparable(uninterrupted.step())

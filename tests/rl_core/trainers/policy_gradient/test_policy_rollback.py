@@ -28,13 +28,16 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def stage(name, levels=("low",), **options):
+def build_stage(name, levels=("low",), **options):
     return CurriculumStage(name=name, levels=dict.fromkeys(levels, 1.0), **options)
 
 
-def ruinous(tokenizer, rollback):
-    """Learns while the learning rate is warmed up, and loses everything on its way to 1.0."""
-    stages = (stage("one", exit_conditions=(ExitCondition(window=3, threshold=0.7),)), stage("two"))
+def build_ruinous_trainer(tokenizer, rollback):
+    """Build a trainer that learns while the learning rate is warmed up, and loses everything on its way to 1.0."""
+    stages = (
+        build_stage("one", exit_conditions=(ExitCondition(window=3, threshold=0.7),)),
+        build_stage("two"),
+    )
     return make_trainer(
         tokenizer,
         curriculum=stages,
@@ -50,7 +53,8 @@ def ruinous(tokenizer, rollback):
 
 def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
     ruined = [
-        ruinous_step["train/success_rate"] for ruinous_step in steps(ruinous(tokenizer, None), 60)
+        ruinous_step["train/success_rate"]
+        for ruinous_step in run_steps(build_ruinous_trainer(tokenizer, None), 60)
     ]
     best = max(sum(ruined[i : i + 3]) / 3 for i in range(58))
     assert (
@@ -60,7 +64,7 @@ def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
     rollback = RollbackSettings(
         window=3, margin=0.3, patience=2, cooldown=4, learning_rate_factor=0.02
     )
-    trainer = ruinous(tokenizer, rollback)
+    trainer = build_ruinous_trainer(tokenizer, rollback)
     entry = None
     while not trainer.curriculum.rollback_monitor.rollbacks[1]:
         assert trainer.iteration < 60
@@ -80,11 +84,11 @@ def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
     )
     assert (
         trainer.optimizer_step.num_steps == trainer.iteration > first
-    )  # the schedule and the x axis of the metrics go on
+    )  # the schedule and the x axis of the metrics continue
     assert trainer.optimizer_step.learning_rate == pytest.approx(
         0.02 * min(1.0, (trainer.iteration + 1) / 40)
     )
-    after = steps(trainer, 10)
+    after = run_steps(trainer, 10)
     assert [
         rollout.completion_ids for group in trainer.groups for rollout in group.rollouts
     ] != played
@@ -98,7 +102,7 @@ def test_a_run_that_stops_leaves_the_weights_of_the_entry(tokenizer):
     rollback = RollbackSettings(
         window=3, margin=0.3, patience=2, max_rollbacks=0, on_exhausted="stop"
     )
-    trainer, entry = ruinous(tokenizer, rollback), None
+    trainer, entry = build_ruinous_trainer(tokenizer, rollback), None
     while trainer.finished is None:
         assert trainer.iteration < 60
         if trainer.curriculum.index == 1 and entry is None:
@@ -107,7 +111,7 @@ def test_a_run_that_stops_leaves_the_weights_of_the_entry(tokenizer):
     assert "stopped in stage 'two'" in trainer.finished and torch.equal(weights(trainer), entry)
 
 
-def steps(trainer, count):
+def run_steps(trainer, count):
     return [trainer.step() for _ in range(count)]
 
 
@@ -122,7 +126,7 @@ _draw = random.random  # of Python's global generator, which checkpoints hold
 
 @pytest.fixture(autouse=True, scope="module")
 def nobody_else_draws():
-    """Threads that other tests left here, such as a client's that tries again, draw from another generator."""
+    """Make threads left by other tests, such as a retrying client's, draw from another generator."""
     other = random.Random(0)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("random", "uniform"):
@@ -130,13 +134,13 @@ def nobody_else_draws():
         yield
 
 
-def noisy(rows):
+def add_noise(rows):
     """Scores that draw from all global generators."""
     return [sum(row) % 7 + _draw() + np.random.random() + float(torch.rand(())) for row in rows]
 
 
-def eventful(tokenizer, algorithm):
-    """Goes back at the slightest loss, three times; has all that can go back."""
+def build_eventful_trainer(tokenizer, algorithm):
+    """Build a trainer that rolls back at the slightest loss, three times, with everything that can be rolled back."""
     always = (ExitCondition(window=1, threshold=0.0),)
     rollback = RollbackSettings(
         metric="completion_tokens",
@@ -150,12 +154,14 @@ def eventful(tokenizer, algorithm):
     )
     unwatched = RollbackSettings(max_rollbacks=0)
     stages = (
-        stage("zero", exit_conditions=always, rollback=unwatched),
-        stage("one", exit_conditions=always, rollback=unwatched),
-        stage("two", ("low", "high"), group_size=4, temperature=0.9, rewards={"learned": 0.3}),
+        build_stage("zero", exit_conditions=always, rollback=unwatched),
+        build_stage("one", exit_conditions=always, rollback=unwatched),
+        build_stage(
+            "two", ("low", "high"), group_size=4, temperature=0.9, rewards={"learned": 0.3}
+        ),
     )
     random.seed(0), np.random.seed(0)
-    rewards = RewardOrchestrator({"task": 1.0, "learned": 0.1}, scorer=noisy)
+    rewards = RewardOrchestrator({"task": 1.0, "learned": 0.1}, scorer=add_noise)
     return make_trainer(
         tokenizer,
         FewLetters(),
@@ -176,7 +182,7 @@ def eventful(tokenizer, algorithm):
     )
 
 
-def looped(trainer, folder, iterations):
+def run_in_loop(trainer, folder, iterations):
     tracker = MemoryTracker()
     run_loop(
         trainer,
@@ -190,8 +196,8 @@ def looped(trainer, folder, iterations):
 
 @pytest.fixture(scope="module", params=ALGORITHMS)
 def whole(request, tokenizer, tmp_path_factory):
-    trainer = eventful(tokenizer, request.param)
-    rows = looped(trainer, tmp_path_factory.mktemp("whole"), 12)
+    trainer = build_eventful_trainer(tokenizer, request.param)
+    rows = run_in_loop(trainer, tmp_path_factory.mktemp("whole"), 12)
     kinds = [move["kind"] for move in trainer.curriculum.history]
     assert kinds.count("rollback") >= 2 and kinds.count("advance") >= 2
     return request.param, rows, trainer
@@ -200,44 +206,42 @@ def whole(request, tokenizer, tmp_path_factory):
 @pytest.mark.parametrize("cut", [1, 4, 7, 9])
 def test_resumes_bit_for_bit_across_rollbacks(tokenizer, whole, tmp_path, cut):
     algorithm, expected, unbroken = whole
-    found = looped(eventful(tokenizer, algorithm), tmp_path, cut)
+    actual = run_in_loop(build_eventful_trainer(tokenizer, algorithm), tmp_path, cut)
     random.seed(5), np.random.seed(5), torch.manual_seed(5)  # another process
-    resumed = eventful(tokenizer, algorithm)
-    found += looped(resumed, tmp_path, 12)
-    assert found == expected
+    resumed = build_eventful_trainer(tokenizer, algorithm)
+    actual += run_in_loop(resumed, tmp_path, 12)
+    assert actual == expected
     assert torch.equal(weights(resumed), weights(unbroken))
     assert resumed.curriculum.history == unbroken.curriculum.history
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_everything_goes_back_together_each_time(tokenizer, algorithm):
-    trainer = eventful(tokenizer, algorithm)
+    trainer = build_eventful_trainer(tokenizer, algorithm)
     entered, times = {}, 0
     for _ in range(12):
         index, moves = trainer.curriculum.index, list(trainer.curriculum.history)
         if not moves or (
             trainer.curriculum.stage_iterations == 0 and moves[-1]["kind"] == "advance"
         ):
-            entered[index] = learned(trainer)
+            entered[index] = copy_learned_state(trainer)
         trainer.step()
-        now, new = learned(trainer), trainer.curriculum.history[len(moves) :]
+        now, new = copy_learned_state(trainer), trainer.curriculum.history[len(moves) :]
         if new and new[0]["kind"] == "rollback":
             assert (index, trainer.curriculum.index) == (2, 1)
             times += 1
             assert now == entered[1]
         else:
             assert all(now[part] != entered[index][part] for part in now)
-    assert (
-        times >= 2
-    )  # the second time from a snapshot that training has gone on from in the meantime
+    assert times >= 2  # the second time from a snapshot after which training has continued
 
 
-def learned(trainer):
-    """Digests and values of all that has to go back."""
+def copy_learned_state(trainer):
+    """Return digests and values of everything that a rollback must restore."""
     state, optimizer_step = trainer.state_dict(), trainer.optimizer_step.state_dict()
     parts = {
         "weights": weights_digest(trainer.model),
-        "optimizer": tensors_of(optimizer_step["optimizer"]["state"]),
+        "optimizer": collect_tensors(optimizer_step["optimizer"]["state"]),
         "kl_coef": state["kl_coef"],
         "rewards": str(state["rewards"]),
         "torch": torch.get_rng_state().tolist(),
@@ -245,23 +249,23 @@ def learned(trainer):
         "python": random.getstate(),
     }
     if state["replay"] is not None:
-        parts["replay"] = tensors_of(state["replay"])
+        parts["replay"] = collect_tensors(state["replay"])
     if state["critic_optimizer_step"] is not None:
-        parts["critic"] = tensors_of(state["critic_optimizer_step"]["optimizer"]["state"])
-        parts["ema"] = tensors_of(optimizer_step["ema"])
+        parts["critic"] = collect_tensors(state["critic_optimizer_step"]["optimizer"]["state"])
+        parts["ema"] = collect_tensors(optimizer_step["ema"])
     return parts
 
 
-def tensors_of(value):
+def collect_tensors(value):
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
-        return {key: tensors_of(item) for key, item in value.items()}
+        return {key: collect_tensors(item) for key, item in value.items()}
     return value
 
 
 def test_a_checkpoint_without_the_entry_is_refused(tokenizer):
-    trainer = eventful(tokenizer, "grpo")
+    trainer = build_eventful_trainer(tokenizer, "grpo")
     trainer.step()
     with pytest.raises(CheckpointError, match="stage 7 cannot be restored: there is no snapshot"):
         trainer._snapshots.restore_stage(7)
@@ -279,14 +283,14 @@ def test_nothing_is_kept_without_a_rollback(tokenizer):
 
 def test_group_size_temperature_and_rewards_of_a_stage(tokenizer):
     rewards = RewardOrchestrator({"task": 1.0, "tool_use": 0.0})
-    one = stage(
+    one = build_stage(
         "one",
         exit_conditions=(ExitCondition(window=1, threshold=0.0),),
         group_size=3,
         rewards={"task": 2.0},
     )
     trainer = make_trainer(
-        tokenizer, rewards=rewards, curriculum=(one, stage("two", temperature=0.01))
+        tokenizer, rewards=rewards, curriculum=(one, build_stage("two", temperature=0.01))
     )
     trainer.step()
     assert [len(group.rollouts) for group in trainer.groups] == [3] * 6
@@ -301,17 +305,17 @@ def test_group_size_temperature_and_rewards_of_a_stage(tokenizer):
 
 
 def test_without_overrides_the_settings_are_the_very_same(tokenizer):
-    trainer = make_trainer(tokenizer, curriculum=(stage("one"),))
+    trainer = make_trainer(tokenizer, curriculum=(build_stage("one"),))
     assert trainer.stage_settings is trainer.settings
 
 
-def test_overrides_that_cannot_work_are_refused_at_once(tokenizer):
+def test_overrides_that_cannot_work_are_refused_immediately(tokenizer):
     with pytest.raises(
         SettingsError, match="curriculum: stage 'one': group_size: 1 leaves grpo without a baseline"
     ):
-        make_trainer(tokenizer, curriculum=(stage("one", group_size=1),))
+        make_trainer(tokenizer, curriculum=(build_stage("one", group_size=1),))
     with pytest.raises(SettingsError, match="stage 'one': minibatches: 30 is more"):
-        make_trainer(tokenizer, minibatches=30, curriculum=(stage("one", group_size=2),))
+        make_trainer(tokenizer, minibatches=30, curriculum=(build_stage("one", group_size=2),))
     with pytest.raises(SettingsError, match=r"curriculum\.0\.rewards\.tsk: .*did you mean 'task'"):
-        make_trainer(tokenizer, curriculum=(stage("one", rewards={"tsk": 1.0}),))
-    make_trainer(tokenizer, algorithm="reinforce", curriculum=(stage("one", group_size=1),))
+        make_trainer(tokenizer, curriculum=(build_stage("one", rewards={"tsk": 1.0}),))
+    make_trainer(tokenizer, algorithm="reinforce", curriculum=(build_stage("one", group_size=1),))

@@ -31,7 +31,7 @@ def sample(number=0, temperature=1.0, **values):
 
 
 def test_values_of_cut_and_finished_rows_by_hand():
-    """Loss tokens at 2 and 4 with values 1 and 2; 4 after the row; gamma 1/2, lambda 1/4; reward 8 at its end."""
+    """Check loss tokens at 2 and 4 with values 1 and 2; 4 after the row; gamma 1/2, lambda 1/4; final reward 8."""
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
     actor_critic = SimpleNamespace(device=torch.device("cpu"), teacher=None)
     buffer = RolloutBuffer(actor_critic, settings, [[sample(is_truncated=True), sample()]])
@@ -58,10 +58,12 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
     ]
     no_code = SimpleNamespace(advantages=None)  # of the user's
     buffer = RolloutBuffer(
-        SimpleNamespace(device=torch.device("cpu"), teacher=None, own=no_code), settings, groups
+        SimpleNamespace(device=torch.device("cpu"), teacher=None, custom_functions=no_code),
+        settings,
+        groups,
     )
     buffer.estimate_advantages()
-    # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their own mean of 2
+    # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their mean of 2
     expected = [0.5, -0.5, 2.0, -1.0, -1.0, 0.75, 0.0, -1.0, 1.0]
     assert buffer.advantages_RS.tolist() == [
         [0, 0, advantage, 0, advantage] for advantage in expected
@@ -108,7 +110,7 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
                 for group in range(6)
             ]
         )
-    kept = [16 + group for group in range(6)] + [
+    selected = [16 + group for group in range(6)] + [
         26 + group for group in range(6)
     ]  # the oldest iteration went
     restored = ReplayBuffer(buffer.settings)
@@ -119,13 +121,13 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
         drawn = [
             s for group in each.draw_groups(np.random.default_rng(3), 8) for s in group
         ]  # half as many as there are fresh ones
-        assert [s.row.prompt_ids[1] for s in drawn] == [kept[place] for place in picked]
-        groups = [place % 6 for place in picked]
+        assert [s.row.prompt_ids[1] for s in drawn] == [selected[index] for index in picked]
+        groups = [index % 6 for index in picked]
         assert [
             (s.reward, s.is_truncated, s.is_masked, s.advantage, s.is_replayed) for s in drawn
         ] == [(float(g), g % 2 == 0, g % 3 == 0, 0.5 * g, True) for g in groups]
         assert [list(s.row.sampler_logprobs or ()) for s in drawn] == [
-            [-0.5, 0.0, -0.25 * (kept[place] - 6)] for place in picked
+            [-0.5, 0.0, -0.25 * (selected[index] - 6)] for index in picked
         ]
         assert [s.row.temperature for s in drawn] == [0.5 + g for g in groups]
         assert len(each.draw_groups(np.random.default_rng(0), 100)) == 12
@@ -152,10 +154,10 @@ def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
     ],
 )
 def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, options, expected):
-    asked = []
+    requests = []
 
     def noted(groups, *, bootstrap_limits=False, mask_truncated=False):
-        asked.append(bootstrap_limits)
+        requests.append(bootstrap_limits)
         raise InterruptedError  # seen enough
 
     monkeypatch.setattr(policy_gradient, "build_sample_groups", noted)
@@ -164,11 +166,11 @@ def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, o
     )
     with pytest.raises(InterruptedError):
         trainer.step()
-    assert asked == [expected]
+    assert requests == [expected]
 
 
-def test_what_is_measured_counts_under_its_own_name(monkeypatch):
-    """The reference's pass costs 100 seconds of this clock, the policy's 10, the critic's 1."""
+def test_each_measurement_counts_under_its_name(monkeypatch):
+    """Check times: the reference's pass costs 100 seconds of this clock, the policy's 10, the critic's 1."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
@@ -177,9 +179,9 @@ def test_what_is_measured_counts_under_its_own_name(monkeypatch):
         return torch.zeros(1, 5)
 
     critic = torch.nn.Linear(1, 1)
-    sharded = SimpleNamespace(with_full_weights_independent=lambda work: work())
+    sharded = SimpleNamespace(run_independently_with_full_weights=lambda work: work())
     optimizer_step = SimpleNamespace(
-        autocast=contextlib.nullcontext, sharded=sharded, process_group=SINGLE_PROCESS
+        enable_autocast=contextlib.nullcontext, sharded=sharded, process_group=SINGLE_PROCESS
     )
     actor_critic = SimpleNamespace(
         device=torch.device("cpu"),

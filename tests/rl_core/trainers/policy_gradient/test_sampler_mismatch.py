@@ -1,4 +1,4 @@
-"""Rollouts that are not from the distribution that is trained end the run, whatever made them so."""
+"""Rollouts that are not from the trained distribution end the run, for any cause."""
 
 import dataclasses
 
@@ -19,19 +19,19 @@ def tokenizer():
 
 
 def make_trainer(tokenizer, **options):
-    """A trainer without the comparison on fixed prompts, which would be first to refuse."""
+    """Make a trainer without the comparison on fixed prompts, which would refuse first."""
     return letters.make_trainer(tokenizer, numerics=NumericsGateSettings(every=0), **options)
 
 
-def never_synced(trainer):
-    """The sync that silently does nothing: the sampler keeps the weights of the start."""
+def disable_sync(trainer):
+    """Disable the weight sync silently: the sampler keeps the initial weights."""
     start = letters.weights_of(trainer.policy)
     letters.sample_with(trainer, lambda policy: policy.load_state_dict(start))
     return trainer
 
 
 def test_a_sync_that_does_nothing(tokenizer):
-    trainer = never_synced(make_trainer(tokenizer))
+    trainer = disable_sync(make_trainer(tokenizer))
     trainer.step()  # with the weights of the start in both
     with pytest.raises(
         SamplerMismatch,
@@ -74,20 +74,20 @@ def test_weights_merged_twice(tokenizer):
 
 @pytest.mark.parametrize("options", [{"importance": "token"}, {"sampler_kl_max": 1e6}])
 def test_other_weights_on_purpose_are_allowed(tokenizer, options):
-    trainer = never_synced(make_trainer(tokenizer, **options))
+    trainer = disable_sync(make_trainer(tokenizer, **options))
     trainer.step()
     assert trainer.step()["policy/sampler_kl"] > 1e-3
 
 
-def test_a_limit_of_ones_own_holds_with_importance_weights_too(tokenizer):
-    trainer = never_synced(make_trainer(tokenizer, importance="token", sampler_kl_max=1e-3))
+def test_a_custom_limit_holds_with_importance_weights_too(tokenizer):
+    trainer = disable_sync(make_trainer(tokenizer, importance="token", sampler_kl_max=1e-3))
     trainer.step()
     with pytest.raises(SamplerMismatch):
         trainer.step()
 
 
-def test_nothing_of_the_iteration_is_saved(tokenizer, tmp_path):
-    trainer = never_synced(make_trainer(tokenizer, checkpoint_every=1))
+def test_the_iteration_is_not_saved(tokenizer, tmp_path):
+    trainer = disable_sync(make_trainer(tokenizer, checkpoint_every=1))
     with CheckpointStore(tmp_path) as store:
         with pytest.raises(SamplerMismatch):
             run_loop(trainer, trainer.settings, iterations=3, checkpoints=store)

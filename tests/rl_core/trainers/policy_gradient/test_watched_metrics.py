@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 from helpers.letters import Letters, make_trainer
 
-from rl_core.analysis.training_metrics import REWARD_METRICS
+from rl_core.analysis.metric_reference import METRIC_GROUPS
 from rl_core.curriculum.watched_metrics import (
     COMPONENT_METRICS,
     find_missing_setting,
@@ -66,17 +66,20 @@ def test_the_table_is_what_an_iteration_logs(tokenizer, case):
 
 
 def test_metrics_of_components_are_those_of_the_reference():
-    """Both tables are written by hand; the reference's is held to the code by its own test."""
-    documented = {metric.name for metric in REWARD_METRICS.metrics if metric.name.count("/") == 2}
+    """Compare two tables written by hand; another test holds the reference to the code."""
+    (rewards,) = [group for group in METRIC_GROUPS if group.title.startswith("Reward:")]
+    documented = {metric.name for metric in rewards.metrics if metric.name.count("/") == 2}
     generic = {name.rpartition("/")[2] for name in documented if "{component}" in name}
     named = {
         name
         for name in documented
         if "{" not in name and not name.startswith(("reward/weighted", "reward/corr"))
     }
-    found = {f"reward/{part}/{name}" for part, names in COMPONENT_METRICS.items() for name in names}
-    assert named <= found
-    assert {name.rpartition("/")[2] for name in found - named} <= generic
+    actual = {
+        f"reward/{part}/{name}" for part, names in COMPONENT_METRICS.items() for name in names
+    }
+    assert named <= actual
+    assert {name.rpartition("/")[2] for name in actual - named} <= generic
     assert set(COMPONENT_METRICS) == set(REWARD_COMPONENTS)
 
 
@@ -114,7 +117,7 @@ def test_an_exit_on_a_metric_of_a_component_holds(tokenizer):
 
 
 def test_an_exit_on_an_evaluation_is_observed_once_for_each(tokenizer):
-    """Two evaluations of three iterations fill a window of two, and nothing between them does."""
+    """Check that two evaluations in three iterations fill a window of two, and nothing between them does."""
     exits = (ExitCondition(metric="eval/success_rate", window=2, threshold=0.5),)
     stages = (
         CurriculumStage(name="one", levels={"low": 1.0}, exit_conditions=exits),

@@ -1,4 +1,4 @@
-"""A stage of the user's: a file with settings and a body, and one name in the config, through a whole pipeline."""
+"""Custom stage of a user through a whole pipeline: a file with settings and a body, and one name in the config."""
 
 import textwrap
 from pathlib import Path
@@ -9,7 +9,7 @@ from rl_core.errors import DataError
 from tasks import stage_registry
 from tasks.config import ConfigError, build_settings, dump_settings, load_settings
 
-TWIN = '''
+TWIN_FILE = '''
 from dataclasses import dataclass
 
 from rl_core.api.recipes.sft import build_sft_recipe as sft_recipe
@@ -22,13 +22,13 @@ from twin_text import NOTE
 
 @dataclass(frozen=True, kw_only=True)
 class TwinSettings(SFTSettings):
-    """Settings of the made-up stage."""
+    """Settings of the example stage."""
 
     note: str = setting(NOTE, doc="what the stage says")
 
 
 def body(context):
-    """Train on a few made-up rows."""
+    """Train on a few example rows."""
     policy = load_policy(context.inputs["model"], context.pipeline)
     rows = [([5, 6, 7, 8], [False, True, True, True])] * 8
     recipe = sft_recipe(policy, rows, rows, context.settings, context.seed, context.process_group)
@@ -48,19 +48,21 @@ NO_MODEL = CustomStage(lambda context: {"note": "nothing"}, TwinSettings, gives=
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The current folder, with the stage's file and what it imports; the registry is as before in the end."""
+    """Prepare a current folder with the file of the stage and a module it imports; restore the registry afterwards."""
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "twin.py").write_text(TWIN)
+    (tmp_path / "twin.py").write_text(TWIN_FILE)
     (tmp_path / "twin_text.py").write_text('NOTE = "a twin"\n')
     return tmp_path
 
 
-def values(output: Path, **own):
-    own = own or {"twin": {"use": "twin.py:STAGE", "settings": {"max_steps": 2, "batch_size": 4}}}
+def build_values(output: Path, **blocks):
+    blocks = blocks or {
+        "twin": {"use": "twin.py:STAGE", "settings": {"max_steps": 2, "batch_size": 4}}
+    }
     return {
-        "name": "own",
+        "name": "example",
         "output": str(output),
         "threads": 1,
         "environment": {"name": "arithmetic"},
@@ -70,7 +72,7 @@ def values(output: Path, **own):
         "stages": {
             "prepare_data": {"num_demonstrations": 40, "levels": ["easy"]},
             "sft": {"max_steps": 1, "batch_size": 4},
-            "own": own,
+            "own": blocks,
             "evaluate": {
                 "episodes": 3,
                 "levels": ["easy"],
@@ -80,19 +82,19 @@ def values(output: Path, **own):
     }
 
 
-def test_a_whole_pipeline_knows_it(home, prefect_api):
-    """Order, profile, lineage of versions, evaluation, picture, cache, `why`, and an edit of what it imports."""
+def test_a_custom_stage_in_a_whole_pipeline(home, prefect_api):
+    """Run it and check order, profile, lineage, evaluation, figure, cache, `why`, and an edit of its import."""
     from flows.post_training import run_pipeline
     from flows.runtime.pipeline_figure import _list_arrows
     from posttrain.cli.stage_explanations import explain_stage
     from posttrain.cli.time_profile import shorten_stage
     from tasks.tracking import Tracking
 
-    own = {
+    blocks = {
         "twin": {"use": "twin.py:STAGE", "settings": {"max_steps": 2, "batch_size": 4}},
         "last": {"use": "twin.py:LAST"},
     }
-    settings = build_settings(values(home / "out", **own))
+    settings = build_settings(build_values(home / "out", **blocks))
     assert settings.stages.active == ("prepare_data", "sft", "twin", "evaluate", "last")
     assert settings.stages.twin.note == "a twin" and settings.stages.twin.learning_rate > 0
     result = run_pipeline(settings, quiet=True)
@@ -102,38 +104,38 @@ def test_a_whole_pipeline_knows_it(home, prefect_api):
     assert {"sft", "twin"} == set(result.results["evaluate"].summary["models"])
     assert result.results["last"].summary["note"] == "['evaluation', 'model.sft', 'model.twin']"
     assert ("sft", "twin") in _list_arrows([row["stage"] for row in result.rows]) and (
-        home / "out/own/pipeline.png"
+        home / "out/example/pipeline.png"
     ).is_file()
-    tracking = Tracking(None, home / "out", "own")
-    versions = {version.tags["stage"]: version for version in tracking.list_versions("own")}
+    tracking = Tracking(None, home / "out", "example")
+    versions = {version.tags["stage"]: version for version in tracking.list_versions("example")}
     assert versions["twin"].tags["parent_version"] == str(versions["sft"].version) == "1"
     run = next(row for row in tracking.list_runs() if row.name == "twin")
-    assert run.tags["parent_model_version"] == "models:/own/1"
+    assert run.tags["parent_model_version"] == "models:/example/1"
     assert shorten_stage(settings, "twin", 5).stages.twin.max_steps == 5
 
-    again = run_pipeline(settings, quiet=True)
-    assert all(stage.cached for stage in again.results.values())
-    assert "twin: settings and code as before" in explain_stage(settings, "twin").format_text()
+    repeated = run_pipeline(settings, quiet=True)
+    assert all(stage.cached for stage in repeated.results.values())
+    assert "twin: settings and code unchanged" in explain_stage(settings, "twin").format_text()
     (home / "twin_text.py").write_text('NOTE = "a twin"\nOTHER = 1\n')
     assert "twin_text" in explain_stage(settings, "twin").format_text()
 
 
 def test_settings_survive_storing_and_may_be_overridden(home):
-    (home / "own.yaml").write_text(
+    (home / "example.yaml").write_text(
         textwrap.dedent("""\
-        name: own
+        name: example
         stages:
           prepare_data: {}
           own:
             twin: {use: "twin.py:STAGE", settings: {note: mine}}
         """)
     )
-    settings = load_settings(home / "own.yaml", ["stages.own.twin.settings.max_steps=3"])
+    settings = load_settings(home / "example.yaml", ["stages.own.twin.settings.max_steps=3"])
     assert (settings.stages.twin.note, settings.stages.twin.max_steps) == ("mine", 3)
     assert settings.stages.own["twin"].settings["batch_size"] == settings.stages.twin.batch_size
-    again = build_settings(dump_settings(settings))
-    assert again == settings and again.stages.twin == settings.stages.twin
-    assert load_settings(home / "own.yaml", ["stages.own.twin=null"]).stages.active == (
+    restored = build_settings(dump_settings(settings))
+    assert restored == settings and restored.stages.twin == settings.stages.twin
+    assert load_settings(home / "example.yaml", ["stages.own.twin=null"]).stages.active == (
         "prepare_data",
     )
     without = settings.stages.replace_stages({"twin": None, "prepare_data": None})
@@ -168,35 +170,35 @@ def test_settings_survive_storing_and_may_be_overridden(home):
         ("twin", {"use": "twin.py STAGE"}, "use", "twin.py STAGE"),
     ],
 )
-def test_one_message_says_what_is_wrong(home, name, block, key, message):
+def test_one_message_names_the_error(home, name, block, key, message):
     with pytest.raises(ConfigError) as caught:
-        build_settings(values(home / "out", **{name: block}) | {"run": {}}, check_files=False)
-    found = {".".join(map(str, problem.key)): problem.text for problem in caught.value.problems}
-    assert message in found.pop(f"stages.own.{name}.{key}")
-    assert found == {}
+        build_settings(build_values(home / "out", **{name: block}) | {"run": {}}, check_files=False)
+    messages = {".".join(map(str, problem.key)): problem.text for problem in caught.value.problems}
+    assert message in messages.pop(f"stages.own.{name}.{key}")
+    assert messages == {}
 
 
-def test_nothing_is_imported_unless_that_is_asked_for(home):
+def test_nothing_is_imported_unless_requested(home):
     (home / "twin.py").write_text("raise RuntimeError('imported')\n")
-    settings = build_settings(values(home / "out"), check_files=False, import_code=False)
+    settings = build_settings(build_values(home / "out"), check_files=False, import_code=False)
     assert settings.stages.active == (
         "prepare_data",
         "sft",
         "evaluate",
         "twin",
-    )  # its place says its code
+    )  # its position is defined in its code
     with pytest.raises(ConfigError, match="RuntimeError: imported"):
-        build_settings(values(home / "out"), check_files=False)
-    only = values(home / "out")
+        build_settings(build_values(home / "out"), check_files=False)
+    only = build_values(home / "out")
     del only["stages"]["sft"]
     assert (
         "evaluate" in build_settings(only, check_files=False, import_code=False).stages.active
-    )  # it may give a policy
+    )  # it may train a policy
     with pytest.raises(
         ConfigError, match=r"run\.timeouts\.twon: no such stage; did you mean 'twin'"
     ):
         build_settings(
-            values(home / "out") | {"run": {"timeouts": {"twon": 1}}},
+            build_values(home / "out") | {"run": {"timeouts": {"twon": 1}}},
             check_files=False,
             import_code=False,
         )
@@ -208,7 +210,7 @@ def test_a_policy_without_a_model_is_an_error(home):
     from rl_core.distributed import SINGLE_PROCESS
     from tasks.stages.custom_stage import run_custom_body
 
-    build_settings(values(home / "out", twin={"use": "twin.py:NO_MODEL"}), check_files=False)
+    build_settings(build_values(home / "out", twin={"use": "twin.py:NO_MODEL"}), check_files=False)
     context = SimpleNamespace(name="twin", folder=home, process_group=SINGLE_PROCESS)
     with pytest.raises(DataError, match="stage 'twin' gives a policy, but wrote no model"):
         run_custom_body(context)
@@ -226,23 +228,25 @@ def test_an_installed_stage_needs_no_path(home, monkeypatch):
         lambda group, name="twin": [point] if (group, name) == (point.group, "twin") else [],
     )
     settings = build_settings(
-        values(home / "out", twin={"settings": {"max_steps": 1}}), check_files=False
+        build_values(home / "out", twin={"settings": {"max_steps": 1}}), check_files=False
     )
     assert settings.stages.twin.max_steps == 1
     assert stage_registry.find_stage("twin").task == "twin:STAGE"
 
 
-def test_a_retraining_leaves_it_out_where_its_file_has_nothing_new(home):
+def test_a_retraining_skips_it_if_its_data_is_unchanged(home):
     from types import SimpleNamespace
 
     from tasks.lifecycle.retraining import _list_skippable_stages
 
-    text = TWIN.replace('before="preference"', 'before="preference", learns_from="demonstrations"')
+    text = TWIN_FILE.replace(
+        'before="preference"', 'before="preference", learns_from="demonstrations"'
+    )
     (home / "twin.py").write_text(text)
-    plain = values(home / "out")
-    plain["stages"]["policy"] = {}
-    settings = build_settings(plain, check_files=False)
+    config = build_values(home / "out")
+    config["stages"]["policy"] = {}
+    settings = build_settings(config, check_files=False)
     assert _list_skippable_stages(settings, SimpleNamespace(sources=())) == ("sft", "twin")
     assert _list_skippable_stages(settings, SimpleNamespace(sources=("demonstrations",))) == ()
-    left = settings.stages.replace_stages(dict.fromkeys(("sft", "twin")))
-    assert left.active == ("prepare_data", "policy", "evaluate")
+    remaining = settings.stages.replace_stages(dict.fromkeys(("sft", "twin")))
+    assert remaining.active == ("prepare_data", "policy", "evaluate")

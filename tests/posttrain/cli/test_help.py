@@ -1,0 +1,130 @@
+"""Help, suggestions for mistyped words, and tables in 80 columns."""
+
+import pytest
+
+from posttrain.cli import main as cli
+from posttrain.cli.parser import COMMAND_ORDER, build_parser
+from posttrain.cli.tables import format_runs_table
+
+
+def test_help_imports_nothing_heavy(run_python):
+    code = (
+        "import sys\n"
+        "from posttrain.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'pydantic', 'yaml', 'numpy', 'rich', 'tasks.config'}\n"
+        "print('HEAVY', sorted(heavy & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["run", "--help"], ["--version"]):
+        done = run_python(code, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_every_command_has_help_with_examples(capsys):
+    names = list(cli.COMMANDS)
+    assert names == list(COMMAND_ORDER)
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    overview = capsys.readouterr().out
+    for name in names:
+        assert f"\n  {name} " in overview
+        with pytest.raises(SystemExit) as end:
+            cli.main([name, "--help"])
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and f"examples:\n  posttrain {name}" in text
+
+
+def test_examples_in_help_parse():
+    import shlex
+
+    parser = build_parser()
+    (commands,) = [
+        action for action in parser._actions if hasattr(action, "choices") and action.choices
+    ]
+    for name, command in commands.choices.items():
+        for line in command.epilog.splitlines()[1:]:
+            line = line.split("    (")[0]
+            arguments = parser.parse_args(shlex.split(line)[1:])
+            assert arguments.command == name
+
+
+def test_the_bare_command_shows_five_commands_that_parse(capsys):
+    assert cli.main([]) == 0
+    shown = [
+        line.split()[:3]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  posttrain ")
+    ]
+    commands = [words for words in shown if words[1] in COMMAND_ORDER]
+    assert [words[1] for words in commands] == ["run", "init", "runs", "monitor", "doctor"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["rnu", "demo"], "did you mean 'run'?"),
+        (["run", "demo", "--quite"], "did you mean '--quiet'?"),
+        (["run", "demo", "--fersh=1"], "did you mean '--fresh'?"),
+        (["service", "qeue"], "did you mean 'queue'?"),
+        (["runs", "--format", "jsn"], "did you mean 'json'?"),
+        (["--verison"], "did you mean '--version'?"),
+        (["xyzzy"], "choose from init, convert"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_nearest(arguments, hint, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and hint in error.splitlines()[-1]
+
+
+def test_a_mistyped_config_is_answered_with_the_nearest(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["validate", "dmeo"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "posttrain: dmeo: no such file, and no shipped config; did you mean 'demo'?\n"
+    )
+
+
+def test_help_and_the_table_of_runs_fit_into_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    page = "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef0123456789abcdef"
+    row = {
+        "run": "demo · 2026-11-21 14:00:00",
+        "status": "finished",
+        "started": "2026-11-21 14:00:00",
+        "took": "311 s",
+        "settings": "learning_rate=0.001, seed=1",
+        "result": "sft 56.8% [52.4%, 61.1%]; policy 97.2%",
+        "page": page,
+    }
+    lines = format_runs_table([row, {**row, "run": "  sft", "started": ""}]).splitlines()
+    assert lines[-1] == f"page of the newest: {page}"
+    assert [len(line) <= 80 for line in lines[:-2]] == [True] * 3
+    assert lines[0].split() == ["run", "status", "took", "result"]
+    assert (
+        lines[1].startswith("demo · 2026-11-21 14:00:00  finished  311 s  sft 56.8%")
+        and lines[1].count("…") == 1
+    )
+    wider = format_runs_table([row], 100).splitlines()
+    assert (
+        wider[0].split() == ["run", "status", "took", "settings", "result"]
+        and wider[1].count("…") == 1
+    )
+    unlimited = format_runs_table([row], 1000).splitlines()
+    assert page in unlimited[1] and "…" not in unlimited[1]
+    long = {**row, "run": "a pipeline with a name of words · 2026-11-21 14:00:00"}
+    lines = format_runs_table([long], 80).splitlines()
+    assert lines[0].split() == ["run", "status", "result"] and len(lines[1]) <= 80
+    assert lines[1].startswith(f"{long['run']}  finished  ")
+
+
+def test_table_is_aligned():
+    rows = [{"run": "demo 1", "status": "finished"}, {"run": "x", "status": "failed"}]
+    assert format_runs_table(rows) == "run     status\ndemo 1  finished\nx       failed"
