@@ -355,7 +355,7 @@ def test_an_episode_that_cannot_be_opened_now_and_then_is_passed_over(caplog):
     assert not any(seed % 12 == 5 for seed in train[:200])
     assert all(train[index] == all_of[index] for index in range(200) if all_of[index] % 12 != 5)
     assert (
-        "passed over: environment 'words', level 'one', seed 5: ConnectionError: server"
+        "cannot be opened: environment 'words', level 'one', seed 5: ConnectionError: server"
         in caplog.text
     )
     broken = ContentSeeds(

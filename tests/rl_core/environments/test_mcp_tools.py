@@ -143,6 +143,6 @@ def test_the_last_words_of_a_server_that_does_not_start_are_told(tmp_path):
         ROWS, mcp={"shop": {"command": [sys.executable, str(server)]}}, verifier="exact"
     )
     with pytest.raises(
-        EnvironmentFault, match=r"cannot be used: .*; its last words: .*no_such_package"
+        EnvironmentFault, match=r"cannot be used: .*; last line on stderr: .*no_such_package"
     ):
         acting.episode(0, "all").reset()
