@@ -76,8 +76,8 @@ class AnswerCheck(ABC):
                 "no target" if self.column is None else f"nothing in the column '{self.column}'"
             )
             raise DataError(
-                f"verifier '{self.name}': the row of {str(row.get('prompt', ''))[:60]!r} has {problem} to compare with; "
-                "name the column of the right answer (options.target, or `column` of the verifier)"
+                f"verifier '{self.name}': the row of {str(row.get('prompt', ''))[:60]!r} has {problem} to compare "
+                "with; name the column of the right answer (options.target, or `column` of the verifier)"
             )
         return str(value)
 

@@ -208,7 +208,8 @@ CALCULATOR = Tool(
 
 
 def parse_single_number(text: str) -> str | None:
-    """Return the only number in a text, in plain digits ('$1,234.50 a year' -> '1234.5'); None for no or several numbers.
+    """Return the only number in a text, in plain digits ('$1,234.50 a year' -> '1234.5'); None for no or several
+    numbers.
 
     Currency signs, units, grouping commas and trailing zeros are ignored.
     """

@@ -105,7 +105,7 @@ def is_heldout(key: str, share: float) -> bool:
 
 
 class ContentSeeds(Sequence[int]):
-    """Seeds of one split of a generated level: from each block of candidates the first whose content is in the split."""
+    """Seeds of one split of a generated level: the first of each block of candidates whose content is in the split."""
 
     def __init__(
         self, candidates: range, split: str, key_of: Callable[[int], str], share: float
@@ -172,8 +172,8 @@ def probe_separation(
     if repeated_share > MAX_REPEATED_SHARE:
         return HeldOutSeparation(
             "seeds",
-            f"{len(keys)} episodes began with {len(counts)} different question{'s' * (len(counts) > 1)}, too few to hold "
-            "some out. If a hidden state makes episodes differ, set `self.hidden` in the episode",
+            f"{len(keys)} episodes began with {len(counts)} different question{'s' * (len(counts) > 1)}, too few to "
+            "hold some out. If a hidden state makes episodes differ, set `self.hidden` in the episode",
         )
     heldout_fraction = sum(is_heldout(key, share) for key in keys) / len(keys)
     if not BALANCE[0] * share <= heldout_fraction <= BALANCE[1] * share:
@@ -321,7 +321,7 @@ class Episode(ABC):
         return step
 
     def close(self) -> None:  # noqa: B027 most hold nothing open
-        """Close what the episode holds open (a session, a process); called after every episode, including failed ones."""
+        """Close sessions or processes that the episode holds open; called after every episode, including failed ones."""
 
 
 class Environment(ABC):
@@ -369,9 +369,11 @@ class Environment(ABC):
         return range(HELDOUT_START) if split == "train" else range(HELDOUT_START, 2 * HELDOUT_START)
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
-        """Return the seeds of a split at a level: the candidates whose question belongs to it, by a digest of the content.
+        """Return the seeds of a split at a level: the candidates whose question belongs to it, by a digest of the
+        content.
 
-        Environments over fixed rows override this method or `seeds`. If the questions differ too little to be split, all
+        Environments over fixed rows override this method or `seeds`. If the questions differ too little to be split,
+        all
         candidates are returned, with a warning (`held_out`).
         """
         candidates = self.seeds(split)

@@ -61,7 +61,7 @@ StoreFailedEpisode = Callable[[FailedEpisode], str]
 
 
 def format_error_trace(error: BaseException) -> str:
-    """Format the end of an exception's traceback, causes included, without addresses, which differ between processes."""
+    """Format the end of a traceback, causes included, without addresses, which differ between processes."""
     text = "".join(traceback.format_exception(error))
     return re.sub(r"0x[0-9a-fA-F]{6,}", "0x...", text)[-TRACE_CHARACTERS:]
 
@@ -71,7 +71,8 @@ class EpisodeFailureMonitor:
     """Counter of failed episodes that has them stored and ends a stage if too many failed.
 
     The share is taken over the newest WINDOW_COLLECTIONS collections, and over MIN_EPISODES if they have fewer. A
-    `max_share` of 0 stops at the first failure; 1 never stops, unless every episode of a collection failed, which leaves
+    `max_share` of 0 stops at the first failure; 1 never stops, unless every episode of a collection failed, which
+    leaves
     nothing to use.
     """
 
@@ -162,8 +163,8 @@ class EpisodeFailureMonitor:
         )
         hint = next((f"; {text}" for text in hints if text), "")
         error = self.error(
-            f"{total_failed} of the newest {total_played} episodes failed ({limit}). The first of this round: {first.episode_label}: "
-            f"{first.failure_label}{hint}"
+            f"{total_failed} of the newest {total_played} episodes failed ({limit}). The first of this round: "
+            f"{first.episode_label}: {first.failure_label}{hint}"
         )
         if first.trace:
             error.add_note(first.trace)

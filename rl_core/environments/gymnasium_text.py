@@ -66,7 +66,9 @@ _SHIPPED_ENVIRONMENTS = {
 
 
 def replace_terminal_colours(text: str) -> str:
-    """Replace terminal colours, which often mark the player, by brackets: [] background, () letters, by _MARKS_BY_COLOUR."""
+    """Replace terminal colours, which often mark the player, by brackets: [] background, () letters, by
+    _MARKS_BY_COLOUR.
+    """
 
     def mark_match(match: re.Match[str]) -> str:
         codes = match[1].split(";")

@@ -53,7 +53,10 @@ class McpToolset(Toolset):
     """Tools of MCP servers, together with other tools."""
 
     def __init__(self, servers: Mapping[str, Any], others: Iterable[Tool] = ()) -> None:
-        """Parse the options; nothing is started yet. Raises: SettingsError for invalid options, or without the package."""
+        """Parse the options; nothing is started yet.
+
+        Raises: SettingsError for invalid options, or without the package.
+        """
         import_optional_package("mcp", "mcp", "options.mcp:")
         self._servers = [_parse_server_options(name, options) for name, options in servers.items()]
         self._others = list(others)
@@ -104,7 +107,10 @@ class _McpSession:
         self._is_closed = False
 
     def call_tool(self, server: str, tool: str, arguments: dict[str, Any]) -> str:
-        """Return the text of a tool's result. Raises: EnvironmentFault if the server does not start; _ToolCallFailed."""
+        """Return the text of a tool's result.
+
+        Raises: EnvironmentFault if the server does not start; _ToolCallFailed.
+        """
         return self._open_connection(server).call_tool(tool, arguments)
 
     def list_tools(self, server: _ServerOptions) -> list[Any]:

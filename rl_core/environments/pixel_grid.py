@@ -106,7 +106,8 @@ def is_tempting_question(question: GridQuestion) -> bool:
 
 
 def _can_make_mistake(mistake: str, question: GridQuestion) -> bool:
-    """Return False for a transposed cell on the diagonal, and for a row mistaken for a column (only the reverse is made).
+    """Return False for a transposed cell on the diagonal, and for a row mistaken for a column (only the reverse is
+    made).
 
     With swaps in both directions a policy would learn no link between the word in the question and the word in the
     call, and RL would have nothing to build on.

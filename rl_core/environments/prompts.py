@@ -114,7 +114,8 @@ class Prompts(Environment):
 
         Args:
             rows: rows in memory, instead of a path.
-            heldout: share of distinct questions to hold out (default 0.1 with a path, else none), a file of held-out rows,
+            heldout: share of distinct questions to hold out (default 0.1 with a path, else none), a file of held-out
+                rows,
                 or the rows.
             path: JSONL, JSON array, Parquet or CSV file, a folder of them, or with `revision` a hub data set.
             files: pattern of the files to read from a folder or data set, such as 'data/train-*.parquet'.

@@ -34,7 +34,8 @@ def draw_item(
     """Draw the item of a split that `key` determines.
 
     Questions are split by a hash of their text, so that no item is in both splits, however few a task can generate.
-    Splitting by seed would not achieve that: item i of a dataset with seed s is generated from s + i, and different seeds
+    Splitting by seed would not achieve that: item i of a dataset with seed s is generated from s + i, and different
+    seeds
     can generate equal items.
     """
     rng = random.Random(key)

@@ -44,7 +44,7 @@ def _apply_operation(value: int, number: int) -> int:
 
 
 class ReckoningEpisode(Episode):
-    """Several questions on one register; `target` holds all right answers, `next_target` that of the pending question."""
+    """Several questions on one register; `target` holds all right answers, `next_target` the pending one."""
 
     def __init__(self, seed: int, level: str, start: int, questions: list[list[int]]) -> None:
         super().__init__(seed, level)

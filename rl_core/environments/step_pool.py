@@ -101,13 +101,17 @@ class EnvironmentCall:
 class StepPool:
     """Threads for the environment steps of one collection; a context manager.
 
-    Daemon threads, because Python cannot kill a thread. A step that never returns is abandoned: its error is raised, queued
-    calls get a new thread, and the process can exit, all without waiting for it. A step that runs Python code is made to
+    Daemon threads, because Python cannot kill a thread. A step that never returns is abandoned: its error is raised,
+    queued
+    calls get a new thread, and the process can exit, all without waiting for it. A step that runs Python code is made
+    to
     end; once MAX_HUNG steps do not, further steps fail immediately (`rl_core.time_limits`).
     """
 
     def __init__(self, max_concurrent: int, timeout_s: float) -> None:
-        """Set the limits: at most `max_concurrent` calls run concurrently, each for `timeout_s` seconds without queueing."""
+        """Set the limits: at most `max_concurrent` calls run concurrently, each for `timeout_s` seconds without
+        queueing.
+        """
         self._max_concurrent, self._timeout_s = max_concurrent, timeout_s
         self._calls: queue.SimpleQueue[EnvironmentCall | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)  # idle threads not yet claimed by a queued call
@@ -203,7 +207,10 @@ class PendingTurn:
         return self.call.is_done()
 
     def finish_turn(self) -> Observation:
-        """Return the observation, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
+        """Return the observation, or None at the end; blocks until the step is done.
+
+        Called once, by the decoding thread.
+        """
         with span("environment"):
             self.call.wait_until_done()
         return self._finish(self.call.wait_for_result)

@@ -273,7 +273,10 @@ class Toolset:
         )
 
     def _parse_native_values(self, text: str, max_calls: int) -> list[Any]:
-        """Return JSON values of calls in a model-specific form; [] without one. A bare object counts if it names a tool."""
+        """Return JSON values of calls in a model-specific form; [] without one.
+
+        A bare object counts if it names a tool.
+        """
         for marker in (PYTHON_TAG, TOOL_CALLS):
             if marker in text:
                 parts = [text.rpartition(marker)[2]]

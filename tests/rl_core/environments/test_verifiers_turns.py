@@ -126,7 +126,7 @@ def test_what_cannot_be_played_is_refused(fake: None, options: dict, part: str) 
 
 def test_an_agent_is_taken_once(fake: None) -> None:
     episode = with_answer(guessing(environment="guessing_tasks:Repeated"), "4")
-    with pytest.raises(EnvironmentFault, match="takes the agent twice in an episode"):
+    with pytest.raises(EnvironmentFault, match="uses the agent twice in an episode"):
         episode.step("4")
 
 
