@@ -321,7 +321,7 @@ class Episode(ABC):
         return step
 
     def close(self) -> None:  # noqa: B027 most hold nothing open
-        """Close sessions or processes that the episode holds open; called after every episode, including failed ones."""
+        """Close sessions or processes that the episode holds open; called after every episode, even a failed one."""
 
 
 class Environment(ABC):
