@@ -129,7 +129,7 @@ def test_scorers_that_run_what_the_model_wrote(fake: None) -> None:
     assert (step.reward, step.success, step.is_error, step.info) == (1.0, True, False, {})
 
 
-def test_demonstrations_are_the_tasks_own_answers(fake: None) -> None:
+def test_demonstrations_are_the_reference_answers(fake: None) -> None:
     environment = make_environment("reasoning_gym", {"tasks": ["chain_sum"]})
     row = environment.demonstration(2, "default")
     target = begun(environment, 2).target
