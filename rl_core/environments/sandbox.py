@@ -176,7 +176,7 @@ def _list_user_import_folders() -> list[str]:
 def _unshare_namespaces(network: bool, missing: dict[str, str]) -> bool:
     """Enter new namespaces.
 
-    As root without a user namespace, which would leave root's files accessible.
+    Root first tries without a user namespace, which would leave root's files accessible.
     """
     flags = _NEWNS | _NEWPID | _NEWIPC | _NEWUTS | (0 if network else _NEWNET)
     uid, gid = os.geteuid(), os.getegid()
@@ -266,9 +266,8 @@ def _bind_mount(path: str, target: str, is_readonly: bool) -> None:
     if is_readonly:
         attributes = struct.pack("QQQQ", _RDONLY | _NOSUID_ATTR, 0, 0, 0)
         arguments = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, attributes, len(attributes))
-        with contextlib.suppress(
-            OSError
-        ):  # before Linux 5.12; then Landlock or the user's rights apply
+        # Fails before Linux 5.12; then Landlock or the user's rights apply.
+        with contextlib.suppress(OSError):
             _check_syscall(_load_libc().syscall(_MOUNT_SETATTR, *arguments))
 
 
