@@ -45,7 +45,7 @@ def environment(tmp_path: Path) -> GSM8K:
 
 
 def play(environment: GSM8K, seed: int, level: str) -> list[Any]:
-    """The messages of the episode in which the policy does what the demonstration does."""
+    """Play the episode with the demonstration's actions and return its messages."""
     demonstration = environment.demonstration(seed, level)
     episode = environment.episode(seed, level)
     messages = episode.reset()
@@ -105,7 +105,7 @@ def test_a_seed_of_another_level_or_of_no_row_is_refused(environment: GSM8K) -> 
         environment.seeds("test")
 
 
-def test_demonstrations_win_their_own_episodes(environment: GSM8K) -> None:
+def test_demonstrations_win_their_episodes(environment: GSM8K) -> None:
     assert replay_all(environment) == 70
     seed = environment.seeds_of("train", "medium")[0]
     demonstration = environment.demonstration(seed, "medium")

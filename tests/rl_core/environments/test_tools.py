@@ -269,7 +269,7 @@ def test_a_hanging_tool_is_left_behind(monkeypatch):
     assert quick.run(ToolCall("quick", {})) == (
         "here",
         False,
-    )  # once they are gone, timed tools work again
+    )  # once they end, timed tools work again
 
 
 def test_quick_tools_run_on_the_callers_thread():
@@ -379,7 +379,7 @@ def rich_tools(**options):
                 "put",
                 "put it",
                 {"place": nested, "mode": {"enum": ["a", "b"]}},
-                lambda **given: given,
+                lambda **arguments: arguments,
                 **options,
             ),
         ]
@@ -456,11 +456,11 @@ def test_nested_schemas_are_checked(place, mode, message):
         rich_tools().parse(hermes({"name": "put", "arguments": {"place": place, "mode": mode}}))
 
 
-def test_several_calls_of_a_turn_run_at_once_and_answer_in_order():
+def test_several_calls_of_a_turn_run_concurrently_and_answer_in_order():
     both = threading.Barrier(2)
 
     def meet(name: str):
-        both.wait(30)  # neither goes on alone
+        both.wait(30)  # neither continues alone
         return name
 
     tools = Toolset([Tool.from_function(meet, timeout_s=60.0)])
