@@ -79,7 +79,7 @@ def list_environment_code(name: str, options: Mapping[str, Any] | None = None) -
     """List import paths of code outside this project that `make_environment` would run, without importing it."""
     if name not in SHIPPED_ENVIRONMENTS:
         return (name,) if ":" in name and name not in SHIPPED_ENVIRONMENTS.values() else ()
-    return _import_environment_class(name).list_code_paths(options or {})
+    return _import_environment_class(name).named_code(options or {})
 
 
 def _check_held_out_questions(environment: Environment) -> None:

@@ -284,7 +284,7 @@ def convert_solution(
         conversion.counts[verdict] += 1
         if verdict in ("exact", "rounded"):
             call = ToolCall(CALCULATOR.name, {"expression": expression.strip()})
-            call_text = tools.format_call(call, call_format)
+            call_text = tools.format(call, call_format)
             conversion.messages += [
                 Message(role="assistant", content=f"{text.strip()}\n{call_text}".lstrip()),
                 Message(role="tool", content=calculate_text(expression)),

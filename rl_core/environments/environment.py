@@ -347,7 +347,7 @@ class Environment(ABC):
         self.data = data
 
     @classmethod
-    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """List the import paths among the options whose code runs when the environment is constructed."""
         return ()
 
@@ -386,7 +386,7 @@ class Environment(ABC):
         return ContentSeeds(
             candidates,
             split,
-            lambda seed: self.compute_question_digest(seed, level),
+            lambda seed: self.question(seed, level),
             self.heldout_share,
         )
 
@@ -399,7 +399,7 @@ class Environment(ABC):
         messages = [[message["role"], message["content"]] for message in episode.reset()]
         return [messages, episode.hidden]
 
-    def compute_question_digest(self, seed: int, level: str) -> str:
+    def question(self, seed: int, level: str) -> str:
         """Compute the digest of `content`, equal for episodes of the same question.
 
         Raises: EnvironmentFault naming the episode.
@@ -425,13 +425,13 @@ class Environment(ABC):
                 known[level] = compare_splits(
                     train,
                     heldout,
-                    lambda seed: self.compute_question_digest(seed, level),
+                    lambda seed: self.question(seed, level),
                     blocking=self.blocking,
                 )
                 self._warn_about_separation(level, known[level])
         return known[level]
 
-    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
         """Write episode data (validated and split rows) into the data stage's folder and return a report."""
         return {}
 
@@ -449,7 +449,7 @@ class Environment(ABC):
             self.check_level(level)
             known[level] = probe_separation(
                 self.seeds("train"),
-                lambda seed: self.compute_question_digest(seed, level),
+                lambda seed: self.question(seed, level),
                 self.heldout_share,
             )
             self._warn_about_separation(level, known[level])

@@ -147,7 +147,7 @@ class GSM8K(Environment):
         self._heldout, self._on_bad_row, self._max_rows = heldout, on_bad_row, max_rows
         self._call_format: CallFormat = call_format
         self._tools = Toolset([CALCULATOR])
-        self._system = f"{_TASK} {self._tools.describe_tools(call_format)}"
+        self._system = f"{_TASK} {self._tools.instructions(call_format)}"
         self._splits: dict[str, list[Row]] | None = None
         self._by_level: dict[tuple[str, str], list[int]] = {}
 
@@ -156,7 +156,7 @@ class GSM8K(Environment):
         """The calculator."""
         return self._tools
 
-    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
         """Validate and split the raw file; write questions_train.jsonl and questions_heldout.jsonl and return a report.
 
         Raises: DataError or RecordsError if the file cannot be used; then nothing is written.

@@ -213,7 +213,7 @@ class GymnasiumText(Environment):
             inner.close()
 
     @classmethod
-    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """List the id if it is an import path."""
         name = options.get("id")
         return (name,) if isinstance(name, str) and ":" in name else ()

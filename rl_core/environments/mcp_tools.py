@@ -81,7 +81,7 @@ class McpToolset(Toolset):
                 self._tools_by_name = {tool.name: tool for tool in tools}
             return self._tools_by_name
 
-    def open_session(self) -> Toolset:
+    def session(self) -> Toolset:
         """Return the tools with a new session, opened by the first call."""
         return _EpisodeToolset(self._tools, _McpSession(self._servers))
 
@@ -341,7 +341,7 @@ def _build_server_tools(
                 properties,
                 functools.partial(_call_session_tool, server.name, name),
                 optional=tuple(key for key in properties if key not in required),
-                is_blocking=True,
+                waits=True,
             )
         )
     return tools

@@ -41,12 +41,12 @@ class PromptEpisode(Episode):
 
     def __init__(self, seed: int, level: str, row: Mapping[str, Any], environment: Prompts) -> None:
         super().__init__(seed, level)
-        self._messages = environment.build_opening_messages(row)
+        self._messages = environment.opening(row)
         self.prompt = self._messages[-1]["content"]
-        self.target = environment.read_target(row)
+        self.target = environment.target_of(row)
         self.kind = str(row.get("kind", ""))
         self.row = dict(row)
-        self._answer_check, self._tools = environment.check, environment.open_episode_tools()
+        self._answer_check, self._tools = environment.check, environment.tools_of_episode()
 
     def reset(self) -> list[Message]:
         """Return the prompt, after the system message if there is one."""
@@ -163,7 +163,7 @@ class Prompts(Environment):
         self.blocking = tools_block or bool(self.check is not None and self.check.blocking)
 
     @classmethod
-    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """List the import paths of the tools."""
         tools = options.get("tools")
         paths = tools if isinstance(tools, list) else [tools]
@@ -175,7 +175,7 @@ class Prompts(Environment):
         if not self._has_tools or not self._describe_tools:
             return self._system_option
         max_calls = 1 if self._call_format == "line" else MAX_CALLS
-        description = self._tools.describe_tools(self._call_format, max_calls)
+        description = self._tools.instructions(self._call_format, max_calls)
         return "\n\n".join(part for part in (self._system_option, description) if part)
 
     @property
@@ -183,16 +183,16 @@ class Prompts(Environment):
         """Tools of the options."""
         return self._tools
 
-    def open_episode_tools(self) -> Toolset:
+    def tools_of_episode(self) -> Toolset:
         """Open the tools with separate sessions."""
-        return self._tools.open_session()
+        return self._tools.session()
 
     def episode(self, seed: int, level: str) -> Episode:
         """Return the episode of the seed's row."""
         self.check_level(level)
         return PromptEpisode(seed, level, self._find_row(seed), self)
 
-    def build_opening_messages(self, row: Mapping[str, Any]) -> list[Message]:
+    def opening(self, row: Mapping[str, Any]) -> list[Message]:
         """Build the opening messages of a row."""
         messages = _read_prompt_messages(row)
         if self._system and messages[0]["role"] == "system":
@@ -202,7 +202,7 @@ class Prompts(Environment):
             return [Message(role="system", content=self._system), *messages]
         return messages
 
-    def read_target(self, row: Mapping[str, Any]) -> str:
+    def target_of(self, row: Mapping[str, Any]) -> str:
         """Return the right answer of a row as text; "" = none."""
         columns = (self._target,) if self._target is not None else _TARGET_COLUMNS
         return next((str(row[name]) for name in columns if row.get(name) is not None), "")
@@ -221,14 +221,14 @@ class Prompts(Environment):
                 f"{str(row['prompt'])[:60]!r} holds no answer (text, or messages that end with the assistant's)"
             )
         return Demonstration(
-            [*self.build_opening_messages(row), *answer],
+            [*self.opening(row), *answer],
             level,
             str(row.get("kind", "")),
             seed,
             True,
         )
 
-    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
         """Return a summary of the rows read, for the data stage; the rows stay in their file."""
         counts = {f"num_{split}_rows": len(rows) for split, rows in self._rows.items()}
         return {**self._report, **counts, "levels": list(self.levels)} if self._report else {}
@@ -243,7 +243,7 @@ class Prompts(Environment):
         self.check_level(level)
         return self._seeds[split, level]
 
-    def list_heldout_episodes(self) -> list[tuple[str, int]]:
+    def heldout_levels(self) -> list[tuple[str, int]]:
         """List (level, seed) of every held-out row, in order."""
         levels = {seed: level for level in self.levels for seed in self._seeds["heldout", level]}
         return [(levels[seed], seed) for seed in self.seeds("heldout")]

@@ -258,7 +258,7 @@ class DemonstratedQuestionEnvironment(Environment):
         validate_skill(self.skill, habit, self.levels)
         self._tools, self._costs = tools, costs
         self._system = (
-            "" if instructions is None else f"{tools.describe_tools(call_format)}\n{instructions}"
+            "" if instructions is None else f"{tools.instructions(call_format)}\n{instructions}"
         )
 
     @property
@@ -270,5 +270,5 @@ class DemonstratedQuestionEnvironment(Environment):
         self, episode: Episode, calls: Sequence[ToolCall], answer: str, mistake: str
     ) -> MistakenDemonstration:
         """Record a demonstration that makes `calls`, then answers."""
-        actions = [self._tools.format_call(call, self.call_format) for call in calls]
+        actions = [self._tools.format(call, self.call_format) for call in calls]
         return record_demonstration(episode, [*actions, f"{ANSWER_WORD} {answer}"], mistake)

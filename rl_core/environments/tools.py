@@ -63,7 +63,7 @@ class Tool:
     timeout_s: float | None = None  # None = pure and fast: runs on the caller's thread, unlimited
     max_output_chars: int = 2000  # a longer output is an error
     optional: tuple[str, ...] = ()  # arguments that may be left out
-    is_blocking: bool = (
+    waits: bool = (
         False  # True = blocks, and limits its time itself: calls of one turn run concurrently
     )
 
@@ -139,7 +139,7 @@ class Toolset:
         """Tools by name."""
         return dict(self._tools)
 
-    def open_session(self) -> Toolset:
+    def session(self) -> Toolset:
         """Return the tools for one episode, with separate sessions where tools have them."""
         return self
 
@@ -157,19 +157,19 @@ class Toolset:
 
         Raises: ToolMisuse for a call with an unknown tool, invalid arguments or malformed JSON, and for several calls.
         """
-        calls = self.parse_all(text, max_calls=1)
+        calls = self.parse_all(text, most=1)
         return calls[0] if calls else None
 
-    def parse_all(self, text: str, max_calls: int = MAX_CALLS) -> list[ToolCall]:
+    def parse_all(self, text: str, most: int = MAX_CALLS) -> list[ToolCall]:
         """Return the tool calls of an action, in order; [] if there is none.
 
-        Raises: ToolMisuse as `parse`, if any of the calls is wrong or there are more than `max_calls`.
+        Raises: ToolMisuse as `parse`, if any of the calls is wrong or there are more than `most`.
         """
         text = strip_thought(text)  # calls inside a reasoning model's thought do not count
         values = (
-            _parse_hermes_values(text, max_calls)
+            _parse_hermes_values(text, most)
             if OPEN_TAG in text
-            else self._parse_native_values(text.strip(), max_calls)
+            else self._parse_native_values(text.strip(), most)
         )
         if values:
             return [self._build_call(value) for value in values]
@@ -182,9 +182,7 @@ class Toolset:
     def run_all(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
         """Run the calls and return (observation, is_error) of each; concurrently if one of the tools may block."""
         tools = [self._tools[call.name] for call in calls if call.name in self._tools]
-        if len(calls) < 2 or not any(
-            tool.is_blocking or tool.timeout_s is not None for tool in tools
-        ):
+        if len(calls) < 2 or not any(tool.waits or tool.timeout_s is not None for tool in tools):
             return [self.run(call) for call in calls]
         with ThreadPoolExecutor(len(calls)) as pool:
             return list(pool.map(self.run, calls))
@@ -222,22 +220,22 @@ class Toolset:
             for tool in self._tools.values()
         ]
 
-    def describe_tools(self, style: CallFormat = "line", max_calls: int = 1) -> str:
+    def instructions(self, style: CallFormat = "line", most: int = 1) -> str:
         """Describe the tools for the system message of a model not trained on them.
 
         Args:
-            max_calls: calls that the environment takes in one turn; only the style hermes can express several.
+            most: calls that the environment takes in one turn; only the style hermes can express several.
         """
         if style == "hermes":
             schemas = "\n".join(json.dumps(entry) for entry in self.schema())
             example = f'{OPEN_TAG}{{"name": NAME, "arguments": {{...}}}}{CLOSE_TAG}'
-            if max_calls > 1:
+            if most > 1:
                 return f"You may call tools, several in a turn:\n{schemas}\nFor each call write: {example}"
             return f"You may call one tool per turn:\n{schemas}\nTo call it, write: {example}"
         lines = [f"{tool.usage}: {tool.description}" for tool in self._tools.values()]
         return "\n".join(["You may call one tool per turn, on the last line of your turn:", *lines])
 
-    def format_call(self, call: ToolCall, style: CallFormat = "line") -> str:
+    def format(self, call: ToolCall, style: CallFormat = "line") -> str:
         """Format a call as text that `parse` reads as this call."""
         if style == "hermes":
             return f"{OPEN_TAG}{json.dumps({'name': call.name, 'arguments': call.arguments})}{CLOSE_TAG}"
@@ -272,7 +270,7 @@ class Toolset:
             },
         )
 
-    def _parse_native_values(self, text: str, max_calls: int) -> list[Any]:
+    def _parse_native_values(self, text: str, most: int) -> list[Any]:
         """Return JSON values of calls in a model-specific form; [] without one.
 
         A bare object counts if it names a tool.
@@ -283,7 +281,7 @@ class Toolset:
                 if marker == TOOL_CALLS:
                     parts = text.split(marker)[1:]
                 values = [value for part in parts for value in _parse_marked_values(part.strip())]
-                return _limit_calls(values, max_calls)
+                return _limit_calls(values, most)
         if text.startswith("{") and text.endswith("}"):
             with contextlib.suppress(ToolMisuse):  # an answer may look like JSON
                 value = _parse_call_json(text)
@@ -348,10 +346,10 @@ class Toolset:
             return f"error: {tool.name} did not answer within {timeout_s:g} seconds", True
 
 
-def _parse_hermes_values(text: str, max_calls: int) -> list[Any]:
+def _parse_hermes_values(text: str, most: int) -> list[Any]:
     """Return the JSON values within <tool_call> tags."""
-    if text.count(OPEN_TAG) > max_calls:
-        _limit_calls(range(text.count(OPEN_TAG)), max_calls)
+    if text.count(OPEN_TAG) > most:
+        _limit_calls(range(text.count(OPEN_TAG)), most)
     values = []
     for part in text.split(OPEN_TAG)[1:]:
         body, closed, _ = part.partition(CLOSE_TAG)
@@ -370,13 +368,13 @@ def _parse_marked_values(text: str) -> list[Any]:
     return value if isinstance(value, list) and value else [value]
 
 
-def _limit_calls(values: Any, max_calls: int) -> Any:
-    """Return the calls. Raises: ToolMisuse if there are more than `max_calls`."""
-    if len(values) <= max_calls:
+def _limit_calls(values: Any, most: int) -> Any:
+    """Return the calls. Raises: ToolMisuse if there are more than `most`."""
+    if len(values) <= most:
         return values
-    if max_calls == 1:
+    if most == 1:
         raise ToolMisuse("more than one tool call in a turn; make one and wait for its result")
-    raise ToolMisuse(f"{len(values)} tool calls in a turn; make at most {max_calls}")
+    raise ToolMisuse(f"{len(values)} tool calls in a turn; make at most {most}")
 
 
 def _format_line_argument(value: Any) -> str:

@@ -184,7 +184,7 @@ class Verifiers(Environment):
     def instructions(self) -> str:
         """Description of the tools for the system message; "" without any."""
         has_any = self._describe_tools and self.tools.tools
-        return self.tools.describe_tools("hermes", MAX_CALLS) if has_any else ""
+        return self.tools.instructions("hermes", MAX_CALLS) if has_any else ""
 
     def seeds(self, split: str) -> range:
         """Return the seeds of all tasks of 'train' or 'heldout'."""

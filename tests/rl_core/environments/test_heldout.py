@@ -235,7 +235,7 @@ def test_nothing_is_held_out_where_nothing_is_asked_for():
 def test_another_share():
     words = Words(1000)
     words.heldout_share = 0.5
-    sides = [is_heldout(words.compute_question_digest(seed, "one"), 0.5) for seed in range(1000)]
+    sides = [is_heldout(words.question(seed, "one"), 0.5) for seed in range(1000)]
     assert 400 < sum(sides) < 600 and words.held_out("one").by == "content"
 
 
@@ -326,12 +326,9 @@ def test_digests_tell_contents_apart():
 
 def test_a_digest_is_asked_for_once_per_episode():
     words = Words()
-    words.compute_question_digest(3, "one")
+    words.question(3, "one")
     opened = words.opened
-    assert (
-        words.compute_question_digest(3, "one") == words.compute_question_digest(3, "one")
-        and words.opened == opened
-    )
+    assert words.question(3, "one") == words.question(3, "one") and words.opened == opened
 
 
 def test_an_episode_that_cannot_be_opened_is_named():
@@ -362,7 +359,7 @@ def test_an_episode_that_cannot_be_opened_now_and_then_is_passed_over(caplog):
         in caplog.text
     )
     broken = ContentSeeds(
-        range(128), "train", lambda seed: words.compute_question_digest(seed * 12 + 5, "one"), 0.2
+        range(128), "train", lambda seed: words.question(seed * 12 + 5, "one"), 0.2
     )
     with pytest.raises(EnvironmentFault, match="seed 29: ConnectionError"):
         broken[0]  # 5, 17, 29: three in a row
@@ -383,7 +380,7 @@ def test_a_reset_that_hangs_times_out(monkeypatch):
     with pytest.raises(
         EnvironmentFault, match=r"seed -5: its reset has not returned within 0.05 s"
     ):
-        words.compute_question_digest(-5, "one")
+        words.question(-5, "one")
     end.set()
 
     def late(seed, level):
@@ -391,7 +388,7 @@ def test_a_reset_that_hangs_times_out(monkeypatch):
 
     words.content = late
     with pytest.raises(EnvironmentFault, match="TimeoutError: server"):
-        words.compute_question_digest(-6, "one")
+        words.question(-6, "one")
 
 
 def test_making_an_environment_says_what_is_not_held_out(caplog):

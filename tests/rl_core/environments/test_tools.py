@@ -191,7 +191,7 @@ def test_format_is_the_inverse_of_parse(style):
         ToolCall("say", {"times": 1, "text": "3 + 4"}),
         ToolCall("now", {}),
     ):
-        assert toolset.parse(toolset.format_call(call, style)) == call
+        assert toolset.parse(toolset.format(call, style)) == call
 
 
 def test_context_reaches_functions_and_is_not_shared():
@@ -306,10 +306,10 @@ def test_schema_and_instructions():
         {"times": {"type": "integer"}, "text": {"type": "string"}},
         {"value": {"type": "number"}},
     ]
-    assert "zoom ROW COLUMN: look at a cell" in toolset.describe_tools()
-    assert "<tool_call>" in toolset.describe_tools(
+    assert "zoom ROW COLUMN: look at a cell" in toolset.instructions()
+    assert "<tool_call>" in toolset.instructions(
         "hermes"
-    ) and '"name": "zoom"' in toolset.describe_tools("hermes")
+    ) and '"name": "zoom"' in toolset.instructions("hermes")
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_lists_truth_values_objects_and_what_may_be_left_out(text, arguments):
     call = tools.parse(text)
     assert call.arguments == arguments
     for style in ("line", "hermes"):
-        assert tools.parse(tools.format_call(call, style)) == call
+        assert tools.parse(tools.format(call, style)) == call
 
 
 @pytest.mark.parametrize(
