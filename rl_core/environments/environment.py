@@ -46,9 +46,8 @@ BALANCE = (0.15, 3.0)  # allowed held-out share among them, in units of the requ
 BLOCK_SIZES = {"train": 64, "heldout": 1024}
 MAX_FAILED_OPENINGS = 3  # consecutive failures after which the environment counts as broken
 MIN_GENERATED_SEEDS = 2**20  # a split of fewer seeds is a list of rows, not a generator
-HELDOUT_START = (
-    2**30
-)  # generated environments train on seeds below it and evaluate on seeds from it on
+# Generated environments train on seeds below it and evaluate on seeds from it on.
+HELDOUT_START = 2**30
 _MAX_CACHED_QUESTIONS = 4096  # digests in memory
 _OPENING_TIMEOUT_S = 300.0  # for opening an episode only to read its question
 MAX_COMPARED_ROWS = {False: 20_000, True: 1_000}  # rows compared at most, by `Environment.blocking`
@@ -123,9 +122,8 @@ class ContentSeeds(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        block = range(len(self))[
-            index
-        ]  # a negative index counts from the end; may raise IndexError
+        # A negative index counts from the end; may raise IndexError.
+        block = range(len(self))[index]
         num_failures = 0  # consecutive
         for seed in self._candidates[block * self._block : (block + 1) * self._block]:
             try:

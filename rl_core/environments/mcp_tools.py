@@ -144,9 +144,8 @@ class _ServerConnection:
     def __init__(self, server: _ServerOptions) -> None:
         """Block until the server answers. Raises: EnvironmentFault."""
         self._server, self._loop = server, _ensure_event_loop()
-        is_linux = hasattr(
-            os, "memfd_create"
-        )  # on other systems the server's standard error is discarded
+        # On other systems the server's standard error is discarded.
+        is_linux = hasattr(os, "memfd_create")
         self._stderr_fd = os.memfd_create("stderr") if is_linux else os.open(os.devnull, os.O_RDWR)
         weakref.finalize(self, os.close, self._stderr_fd)
         self._client: Any = None
