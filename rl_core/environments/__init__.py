@@ -84,7 +84,7 @@ def list_environment_code(name: str, options: Mapping[str, Any] | None = None) -
 
 def _check_held_out_questions(environment: Environment) -> None:
     """Warn about levels whose held-out questions overlap with training; only where that takes milliseconds."""
-    generated = type(environment).prepare_data is Environment.prepare_data
+    generated = type(environment).prepare is Environment.prepare
     if generated and not environment.blocking and not environment.splits_itself:
         for level in environment.levels:
             environment.held_out(level)
