@@ -17,7 +17,7 @@ def no_faults():
 
 @pytest.fixture(params=["torch", "compiled", "vectors", "tiles"])
 def way(request, monkeypatch):
-    """Select a CPU implementation: torch's kernels, compiled code, compiled code with products by vectors or by tiles."""
+    """Select a CPU implementation: torch's kernels, compiled code, or that with products by vectors or by tiles."""
     products = {"vectors": gemm.load_vectors, "tiles": gemm.load_tiles}.get(
         request.param, lambda: None
     )

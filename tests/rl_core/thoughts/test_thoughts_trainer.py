@@ -275,18 +275,18 @@ def test_the_time_of_an_iteration_is_shared_out(renderer, taught, monkeypatch):
     )  # one second per reading of the clock
     trainer = make_trainer(renderer, taught)
     observed = {}
-    for name in ("_play_groups", "_rewards", "_advantages", "_update"):
+    for name in ("_play_groups", "_compute_rewards", "_compute_advantages", "_update_policy"):
         monkeypatch.setattr(
             trainer, name, count_clock_reads(getattr(trainer, name), ticks, name, observed)
         )
     with collect_seconds() as seconds:
         metrics = trainer.step()
     # the clock is read at both ends of a span, so a span lasts one second more than what it contains
-    assert metrics["perf/rollout_seconds"] == observed["_play"] + 1
-    assert seconds["reward"] == observed["_rewards"] + 1
-    assert seconds["update"] == observed["_advantages"] + observed["_update"] + 1
+    assert metrics["perf/rollout_seconds"] == observed["_play_groups"] + 1
+    assert seconds["reward"] == observed["_compute_rewards"] + 1
+    assert seconds["update"] == observed["_compute_advantages"] + observed["_update_policy"] + 1
     assert (
-        seconds["measure"] == 1 and 0 < seconds["optimizer"] < observed["_update"]
+        seconds["measure"] == 1 and 0 < seconds["optimizer"] < observed["_update_policy"]
     )  # both are within the update
 
 
@@ -321,7 +321,7 @@ def test_a_renderer_without_padding_token_is_refused(renderer, taught):
 
 
 def test_the_samplers_limit_ends_an_episode(renderer, taught):
-    """Check a cut after the first of two questions: its advantage is the reward minus the value, with nothing after it."""
+    """Check a cut after the first of two questions: its advantage is the reward minus the value, without a rest."""
     trainer = make_trainer(
         renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, max_turns=1)
     )
