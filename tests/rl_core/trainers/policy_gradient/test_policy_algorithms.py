@@ -145,7 +145,7 @@ def test_losses_by_hand():
         num_loss_tokens=3, num_forward_tokens=2, num_sequences=2, num_forward_sequences=1
     )
 
-    def loss(algorithm, **options):
+    def compute_loss(algorithm, **options):
         settings = PolicySettings(algorithm=algorithm, group_size=2, **options)
         actual, metrics = compute_policy_loss(settings, new, old, advantages, mask, counts)
         assert metrics["loss"] == actual
@@ -156,34 +156,36 @@ def test_losses_by_hand():
 
     # clipped: -1.2 at A = 1; at A = -1, ratio 1/2: max(0.5, 0.8) = 0.8
     for name in ("grpo", "rloo", "ppo"):
-        assert loss(name) == pytest.approx((-1.2 + 0.8) / 3)
-    assert loss("dapo") == pytest.approx((-1.28 + 0.8) / 3)
-    assert loss("grpo", clip_eps=0.1) == pytest.approx((-1.1 + 0.9) / 3)
-    assert loss("grpo", clip_eps=0.6, clip_eps_high=0.1) == pytest.approx((-1.1 + 0.5) / 3)
+        assert compute_loss(name) == pytest.approx((-1.2 + 0.8) / 3)
+    assert compute_loss("dapo") == pytest.approx((-1.28 + 0.8) / 3)
+    assert compute_loss("grpo", clip_eps=0.1) == pytest.approx((-1.1 + 0.9) / 3)
+    assert compute_loss("grpo", clip_eps=0.6, clip_eps_high=0.1) == pytest.approx((-1.1 + 0.5) / 3)
     # cispo: -min(r, 1.2) A log pi
-    assert loss("cispo") == pytest.approx((-1.2 * math.log(2) + 0.5 * math.log(0.5)) / 3)
-    assert loss("reinforce") == pytest.approx((-math.log(2) + math.log(0.5)) / 3)
+    assert compute_loss("cispo") == pytest.approx((-1.2 * math.log(2) + 0.5 * math.log(0.5)) / 3)
+    assert compute_loss("reinforce") == pytest.approx((-math.log(2) + math.log(0.5)) / 3)
     # sapo: -4 sigmoid(1) at A = 1, (4 / 1.05) sigmoid(-1.05 / 2) at A = -1; mean of the row's two tokens, over 2 rows
     p, q = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(0.525))
-    assert loss("sapo") == pytest.approx((-4 * p + 4 / 1.05 * q) / 2 / 2)
-    assert loss("grpo", loss_aggregation="sequence_mean") == pytest.approx((-1.2 + 0.8) / 2 / 2)
+    assert compute_loss("sapo") == pytest.approx((-4 * p + 4 / 1.05 * q) / 2 / 2)
+    assert compute_loss("grpo", loss_aggregation="sequence_mean") == pytest.approx(
+        (-1.2 + 0.8) / 2 / 2
+    )
     # gspo: the sequence's ratio is exp(0) = 1, its advantage 0
-    assert loss("gspo") == pytest.approx(0.0)
+    assert compute_loss("gspo") == pytest.approx(0.0)
     # dr_grpo: 4 rollouts of at most 5 tokens
     counts = LossDenominators(3, 2, 2, 1, num_rollouts=4)
-    assert loss("dr_grpo", sampling=SamplingSettings(max_completion_tokens=5)) == pytest.approx(
-        (-1.2 + 0.8) / 20
-    )
+    assert compute_loss(
+        "dr_grpo", sampling=SamplingSettings(max_completion_tokens=5)
+    ) == pytest.approx((-1.2 + 0.8) / 20)
     limit = {"sampling": SamplingSettings(max_completion_tokens=5)}
-    assert loss("cispo", loss_aggregation="constant", **limit) == pytest.approx(
+    assert compute_loss("cispo", loss_aggregation="constant", **limit) == pytest.approx(
         (-1.2 * math.log(2) + 0.5 * math.log(0.5)) / 20
     )
     advantages = torch.tensor([[1.0, 1.0]])
-    assert loss("gspo") == pytest.approx(-1.0 / 2)
-    assert loss("gspo", loss_aggregation="token_mean") == pytest.approx(
+    assert compute_loss("gspo") == pytest.approx(-1.0 / 2)
+    assert compute_loss("gspo", loss_aggregation="token_mean") == pytest.approx(
         -2.0 / 3
     )  # two of three tokens
-    assert loss("gspo", loss_aggregation="constant", **limit) == pytest.approx(-2.0 / 20)
+    assert compute_loss("gspo", loss_aggregation="constant", **limit) == pytest.approx(-2.0 / 20)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_learns(tokenizer, name):
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_shared", "dapo", "sapo", "replay", "kl_reward"])
 def test_resumes_bit_for_bit(tokenizer, name):
-    more = dict(
+    options = dict(
         minibatches=2,
         schedule="cosine",
         iterations=5,
@@ -269,10 +271,10 @@ def test_resumes_bit_for_bit(tokenizer, name):
             else {}
         ),
     )
-    uninterrupted, first, second = (build_recipe(tokenizer, name, **more) for _ in range(3))
+    uninterrupted, first, second = (build_recipe(tokenizer, name, **options) for _ in range(3))
     expected = [comparable(uninterrupted.step()) for _ in range(5)]
     actual = [comparable(first.step()) for _ in range(2)]
-    second.step()  # whatever it did before is overwritten
+    second.step()  # its earlier state is overwritten
     second.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
     second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
