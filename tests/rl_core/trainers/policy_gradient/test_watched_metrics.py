@@ -1,4 +1,4 @@
-"""Watched metrics: exits may watch the metrics that iterations log, under every algorithm; an evaluation counts once."""
+"""Watched metrics: exits may watch what iterations log, under every algorithm; an evaluation counts once."""
 
 from typing import get_args
 
