@@ -95,7 +95,7 @@ def test_a_copy_is_as_open_as_the_original(copied):
     assert resolve_defaults(copied(PolicySettings(learning_rate=3e-4)), FULL).learning_rate == 3e-4
 
 
-def test_the_critic_has_a_rate_of_its_own_where_nobody_set_one():
+def test_the_critic_has_a_separate_rate_unless_one_is_set():
     ppo = PolicySettings(algorithm="ppo")
     assert [
         resolve_defaults(ppo, model).value_function.learning_rate for model in (PRESET, FULL, LORA)

@@ -79,7 +79,7 @@ def test_a_wait_outside_python_is_counted_until_it_returns(monkeypatch: pytest.M
     assert wait_until_ended(threads) and count_hung_calls() == 0
 
 
-def test_processor_time_is_counted_where_that_is_asked_for() -> None:
+def test_processor_time_is_counted_on_request() -> None:
     threads: list[threading.Thread] = []
     assert (
         call_with_timeout(0.05, "sleep", lambda: time.sleep(0.4) or "slept", counts_cpu_time=True)

@@ -39,7 +39,7 @@ def test_nothing_is_counted_outside_or_on_other_threads():
     assert seconds == {}
 
 
-def test_a_collection_within_another_keeps_its_own():
+def test_a_nested_collection_keeps_its_times():
     with collect_seconds() as outer:
         with collect_seconds() as inner:
             add_to_total("tokens", 1)

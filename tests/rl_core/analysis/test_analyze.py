@@ -174,7 +174,7 @@ def test_same_input_gives_the_same_bytes(result, tmp_path):
         assert file.read_bytes() == repeated_file.read_bytes(), file.name
 
 
-def test_torn_training_rows_are_said(result):
+def test_torn_training_rows_are_reported(result):
     analysis, _ = result
     assert analysis.notes == ["1 unreadable rows of the training metrics of 'policy' were skipped."]
 
@@ -233,7 +233,7 @@ def test_one_model_alone_and_no_cases(tmp_path):
     assert analysis.metrics["analysis/only/success_rate"] == 1.0
 
 
-def test_what_models_said_is_reported(tmp_path):
+def test_probe_results_are_reported(tmp_path):
     for name in ("sft", "policy"):
         write_trajectories(
             tmp_path / f"{name}.jsonl", [trajectory(1, name == "policy"), trajectory(2)]

@@ -98,7 +98,7 @@ def test_a_model_and_itself_do_not_differ(tmp_path):
     assert diff.worse == diff.lost == diff.won == []
 
 
-def test_episodes_of_one_alone_are_counted_and_none_in_common_is_an_error(tmp_path):
+def test_episodes_of_a_single_model_are_counted_and_none_in_common_is_an_error(tmp_path):
     diff = diff_models(write_models(tmp_path, played(6, 0.5), played(9, 0.5)), ("a", "b"))
     assert (diff.paired.only_first, diff.paired.only_second) == (0, 3)
     with pytest.raises(DataError, match="no episode in common"):

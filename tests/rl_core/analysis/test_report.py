@@ -88,7 +88,7 @@ def test_measures_of_an_episode_have_paired_differences_with_intervals(report):
     assert "[" not in rows["Strategy entropy (nats)"]  # no episode has entropies
 
 
-def test_better_and_worse_are_said_only_where_the_interval_leaves_out_zero():
+def test_better_and_worse_are_shown_only_if_the_interval_excludes_zero():
     assert "better" in format_difference(
         Difference(0.1, 0.05, 0.2)
     ) and "worse" in format_difference(Difference(-0.1, -0.2, -0.05))

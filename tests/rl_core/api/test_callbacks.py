@@ -52,7 +52,7 @@ def test_a_callback_stops_and_the_reason_is_reported():
     assert training.run() is outcome
 
 
-def test_a_stop_is_kept_over_the_evaluation_of_the_same_iteration():
+def test_a_stop_survives_the_evaluation_of_the_same_iteration():
     """Check that the stop requested after the iteration stands although its evaluation requests nothing."""
 
     def stop_after_two(event):

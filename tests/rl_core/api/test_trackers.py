@@ -129,7 +129,7 @@ def test_a_tracker_learns_when_a_run_begins_and_how_it_ends():
     assert failing.calls[-1] == ("close", "FAILED")
 
 
-def test_tensorboard_is_asked_for_by_name_where_it_is_missing(monkeypatch, tmp_path):
+def test_a_missing_tensorboard_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(rl_core.SettingsError, match="needs the package tensorboard"):
         build_tracker_group(f"tensorboard:{tmp_path}")

@@ -120,7 +120,9 @@ def test_conversation_is_the_concatenation_of_what_a_rollout_appends(
     ) == 2
 
 
-def test_our_conversation_equals_the_template_rendered_at_once(our_renderer: ChatRenderer) -> None:
+def test_our_conversation_equals_the_template_rendered_in_one_call(
+    our_renderer: ChatRenderer,
+) -> None:
     messages = [
         make_system_message("s"),
         make_user_message("cell?"),

@@ -69,7 +69,7 @@ def test_a_printed_date_is_the_setting_s_whatever_the_clock_says(
     assert renderer.facts.prints_date
 
 
-def test_date_by_setting_and_by_the_template_s_own_variable() -> None:
+def test_date_by_setting_and_by_the_template_variable() -> None:
     set_day = ChatRenderer(family(DATED), ModelSettings(chat_template_date="2025-02-03"))
     assert "Today: 03 Feb 2025\n" in decode_ids(set_day, set_day.prompt_ids([USER]))
     named = ChatRenderer(
@@ -199,7 +199,7 @@ def test_a_template_that_renders_differently_each_time_is_refused() -> None:
         ChatRenderer(family(template))
 
 
-def test_an_own_template_is_used_saved_and_part_of_the_digest(tmp_path: Path) -> None:
+def test_a_custom_template_is_used_saved_and_part_of_the_digest(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|>"
     file.write_text(template)

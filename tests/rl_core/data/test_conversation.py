@@ -106,7 +106,7 @@ TALKS = {
 @pytest.mark.parametrize("name", TALKS)
 @pytest.mark.parametrize("markers", [(), CALL])
 @pytest.mark.parametrize("history", ["keep", "template"])
-def test_ids_and_loss_mask_are_the_template_s_own(
+def test_ids_and_loss_mask_are_those_of_the_template(
     name: str, markers: tuple[str, ...], history: Any
 ) -> None:
     messages, tools = TALKS[name]
@@ -286,7 +286,7 @@ def test_a_history_that_loses_its_thoughts_is_several_sequences(
     assert trained == served
 
 
-def test_kept_thoughts_are_one_sequence_as_a_rollout_has_it() -> None:
+def test_retained_thoughts_are_one_sequence_as_in_a_rollout() -> None:
     renderer = ChatRenderer(family(OPENS_AND_STRIPS, THINK))
     row = read_row(*TWO)
     ((ids, _),) = build_training_sequences(renderer, row["messages"])
@@ -298,7 +298,7 @@ def test_kept_thoughts_are_one_sequence_as_a_rollout_has_it() -> None:
 
 
 @pytest.mark.parametrize("history", ["keep", "template"])
-def test_thoughts_and_the_template_s_own_loss_mask(history: Any) -> None:
+def test_thoughts_and_the_loss_mask_of_the_template(history: Any) -> None:
     template = SWITCHED.replace(
         "<|im_start|>assistant\n{% if loop.index0 > ns.last %}",
         "<|im_start|>assistant\n{% generation %}{% if loop.index0 > ns.last %}",
@@ -316,7 +316,7 @@ def test_thoughts_and_the_template_s_own_loss_mask(history: Any) -> None:
     assert decode_loss_tokens(renderer, (ids, mask)).count("<think>") == 2
 
 
-def test_messages_after_which_the_template_renders_the_history_anew() -> None:
+def test_messages_after_which_the_template_rewrites_the_history() -> None:
     renderer = ChatRenderer(
         family(OPENS_KEEPS_LAST, THINK), ModelSettings(history_thoughts="template")
     )
@@ -463,7 +463,7 @@ def test_nulls_of_a_parquet_file_are_not_fields(tmp_path: Path) -> None:
     ]
 
 
-def test_nulls_within_json_text_are_kept() -> None:
+def test_nulls_within_json_text_are_preserved() -> None:
     text = {"name": "zoom", "arguments": '{"row": null, "in": {"cell": null}}'}
     schema = '{"name": "zoom", "parameters": {"properties": {"row": {"default": null}}}}'
     row = read_row(

@@ -38,7 +38,7 @@ def test_what_another_call_left_behind_does_not_count(tokenizer):
     assert encoder.encode_text(text) == expected and len(expected) > 3
 
 
-def test_a_tokenizer_with_a_call_of_its_own_is_called(tokenizer):
+def test_a_tokenizer_with_a_custom_call_is_called(tokenizer):
     class Shouting(PreTrainedTokenizerFast):
         def __call__(self, text, **options):
             return super().__call__(text.upper(), **options)

@@ -174,7 +174,9 @@ def test_skip_leaves_out_counts_and_logs(tmp_path: Path, caplog: pytest.LogCaptu
         read_preferences(path, on_bad_row="ignore")
 
 
-def test_problems_found_elsewhere_are_reported_alike(caplog: pytest.LogCaptureFixture) -> None:
+def test_problems_from_elsewhere_are_reported_the_same_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     problem = RowProblem("demonstrations of x", 3, "", "is 9 tokens long, the context holds 8")
     report_row_problems("demonstrations of x", [], 5, "stop")
     with pytest.raises(
@@ -245,7 +247,7 @@ def test_bom_crlf_and_blank_lines_are_fine(tmp_path: Path) -> None:
     assert records.rows == [GOOD, GOOD] and records.lines == [1, 3]
 
 
-def test_other_columns_are_passed_over_and_known_ones_kept(tmp_path: Path) -> None:
+def test_unknown_columns_are_ignored_and_known_ones_preserved(tmp_path: Path) -> None:
     row = {**GOOD, "source": [1, None], "level": "easy", "kind": "k", "seed": 7}
     records = read_preferences(write_rows(tmp_path, [row, {**GOOD, "seed": None}]))
     assert records.rows == [{**GOOD, "level": "easy", "kind": "k", "seed": 7}, GOOD]
@@ -467,7 +469,7 @@ class CountedName(str):
         return str.__eq__(self, other)
 
 
-def test_a_doubled_key_among_thousands_is_found_in_one_pass():
+def test_a_duplicate_key_among_thousands_is_detected_in_one_pass():
     """Check 16,000 keys: comparing each with every other took 10.7 s."""
     names = [CountedName(f"key {number}") for number in range(2000)]
     CountedName.compared = 0

@@ -150,7 +150,7 @@ def test_a_sampled_call_in_marker_tokens_reaches_the_tool_parser() -> None:
     assert call is not None and (call.name, call.arguments) == ("zoom", {"row": 2})
 
 
-def test_what_forges_a_role_stays_text_beside_markers() -> None:
+def test_what_forges_a_role_stays_text_next_to_markers() -> None:
     tokenizer = family(HERMES, CALL)
     renderer = ChatRenderer(tokenizer)
     control = [

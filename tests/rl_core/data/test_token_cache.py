@@ -83,7 +83,7 @@ def test_sides_of_preferences_and_labelled_completions(tmp_path, renderer):
     ]
 
 
-def test_refused_rows_are_kept_with_their_reason(tmp_path, renderer):
+def test_refused_rows_are_stored_with_their_reason(tmp_path, renderer):
     rows = [ROWS[0], {"messages": [{"role": "user", "content": "alone"}]}, ROWS[1]]
     for cache in (TokenCache(tmp_path), TokenCache(tmp_path)):
         tokens = tokenize_test_rows(cache, renderer, rows)
@@ -120,7 +120,7 @@ def test_whatever_decides_the_ids_is_another_entry(tmp_path, renderer):
 
 
 @pytest.mark.parametrize("name", [TABLE_FILE, "refused.json", "manifest.json"])
-def test_damage_is_noticed_and_made_anew(tmp_path, renderer, caplog, name):
+def test_damage_is_noticed_and_rebuilt(tmp_path, renderer, caplog, name):
     expected = list(tokenize_test_rows(TokenCache(tmp_path), renderer).rows)
     (entry,) = tmp_path.iterdir()
     content = bytearray((entry / name).read_bytes())

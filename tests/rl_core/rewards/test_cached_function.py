@@ -92,7 +92,7 @@ def test_the_values_are_the_same_bits_with_and_without(function, rows):
         assert cached[1][0]["reward/own/cached"] == pytest.approx(1 - cached[2][0] / 12)
 
 
-def test_what_was_played_before_is_asked_once_more_alone():
+def test_a_repeated_batch_recomputes_a_single_value():
     """Check by hand: the same batch again needs no value and recomputes only the first one."""
     _, metrics, calls, orchestrator = score_batches(score_purely, [0, 0, 0], ("own",))
     distinct = len(
@@ -135,7 +135,7 @@ def test_the_number_of_values_is_bounded():
     assert bounded == score_batches(score_purely, range(7))[0]
 
 
-def test_a_function_that_is_not_pure_is_found_out():
+def test_an_impure_function_is_detected():
     def count_up(trajectories, calls=[0.0]):  # noqa: B006 it is what makes it impure
         calls[0] += 1
         return [calls[0]] * len(trajectories)

@@ -113,7 +113,7 @@ def test_every_shipped_component_can_be_named():
     assert groups[0].rewards[0] == pytest.approx(sum(parts[f"weighted/{name}"] for name in names))
 
 
-def test_states_are_asked_for_only_where_needed():
+def test_states_are_computed_only_where_needed():
     def fail_if_called(rollouts):
         raise AssertionError("nobody needs them")
 

@@ -142,7 +142,7 @@ def test_another_phase_starts_afresh_and_state_resumes():
     assert resumed.state_dict() == uninterrupted.state_dict()
 
 
-def test_the_record_goes_on_where_the_run_goes_on(tmp_path):
+def test_the_record_continues_where_the_run_continues(tmp_path):
     path = tmp_path / "rewards.jsonl"
 
     def record_rollouts(record, number):

@@ -100,7 +100,7 @@ def judge(server, tmp_path):
     return score_replies
 
 
-def test_scores_are_scaled_asked_for_once_and_kept(server, judge):
+def test_scores_are_scaled_requested_once_and_cached(server, judge):
     server.behave = lambda handler, number, text: handler.say(
         f"First score: 3. In the end\nscore: {len(text) - 8}"
     )
@@ -121,7 +121,7 @@ def test_scores_are_scaled_asked_for_once_and_kept(server, judge):
     assert len(server.asked) == 3
 
 
-def test_passing_failures_are_asked_again(server, judge, monkeypatch):
+def test_transient_failures_are_retried(server, judge, monkeypatch):
     monkeypatch.setattr(json_client, "MAX_RETRY_WAIT_S", 0.05)  # the server requests seven seconds
 
     def answer_request(handler, number, text):
@@ -172,7 +172,7 @@ def test_failures_are_left_out_of_the_loss_up_to_a_share(server, judge):
         judge(["good", "bad"])
 
 
-def test_a_server_that_hangs_or_trickles_is_given_up(server, judge):
+def test_a_server_that_hangs_or_trickles_is_abandoned(server, judge):
     def hang_request(handler, number, text):
         server.let_go.wait(60)
 
@@ -204,7 +204,7 @@ def test_a_flood_is_cut_off(server, judge, monkeypatch):
         judge(["a"], retries=0)
 
 
-def test_refusals_and_redirections_are_not_asked_again(server, judge, monkeypatch):
+def test_refusals_and_redirections_are_not_retried(server, judge, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY_FOR_TEST", "secret")
     for status in (401, 302):
         server.behave = lambda handler, number, text, status=status: handler.say(
@@ -219,7 +219,7 @@ def test_refusals_and_redirections_are_not_asked_again(server, judge, monkeypatc
         judge(["a"], key_variable="NOT_SET_FOR_TEST")
 
 
-def test_requests_at_once_are_bounded(server, judge):
+def test_concurrent_requests_are_bounded(server, judge):
     both = threading.Barrier(2)
 
     def answer_request(handler, number, text):

@@ -33,7 +33,7 @@ def test_tool_use_by_hand():
     )  # .3 capped at .25, over three rollouts
 
 
-def test_tool_use_as_it_was_unless_more_is_asked_for():
+def test_tool_use_is_unchanged_unless_more_is_requested():
     reward = ToolUseReward(ToolUseSettings())
     many = [call(row=n) for n in range(9)]
     assert reward([rollout(many), rollout([*many, say("?", error=True), call(error=True)])]) == [

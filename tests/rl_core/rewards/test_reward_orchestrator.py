@@ -175,7 +175,7 @@ def test_user_functions_that_fail_are_named(user_module, function, message):
         ({"user_rewards_for_test:not_callable": 1.0}, "no function 'not_callable'"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_played(user_module, weights, message):
+def test_mistakes_are_reported_before_anything_is_played(user_module, weights, message):
     with pytest.raises(SettingsError, match=message):
         RewardOrchestrator(weights)
 
@@ -216,7 +216,7 @@ def test_learned_reward_scores_whole_sequences_and_resumes():
     assert first[0].rewards == second[0].rewards
 
 
-def test_rollouts_that_are_alike_are_scored_once():
+def test_equal_rollouts_are_scored_once():
     scored_rows = []
     reward = LearnedReward(
         lambda rows: scored_rows.append(rows) or [float(sum(row)) for row in rows]

@@ -13,7 +13,7 @@ def build_rollout(seed, reward):
     return Rollout([1], [2], [True], [0.0], trajectory)
 
 
-def test_the_newest_iterations_are_kept_spread_over_their_rollouts(tmp_path):
+def test_the_newest_iterations_remain_spread_over_their_rollouts(tmp_path):
     path = tmp_path / "recent.jsonl"
     record = RecentRollouts(path, iterations=2, per_iteration=3)
     for iteration in range(4):
@@ -40,7 +40,7 @@ def test_fewer_rollouts_than_are_kept_and_none_at_all(tmp_path):
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_a_folder_that_is_gone_stops_nothing_and_every_record_is_told(tmp_path):
+def test_a_missing_folder_stops_nothing_and_every_record_is_reported(tmp_path):
     calls = []
     record = build_combined_record(
         RecentRollouts(tmp_path / "none" / "recent.jsonl"),

@@ -93,7 +93,7 @@ def test_asynchronous_functions_are_awaited():
     assert compute_raw_rewards(score_like_trl) == [3.0, 4.0]
 
 
-def test_a_none_of_an_own_function_is_no_number():
+def test_a_none_of_a_user_function_is_no_number():
     with pytest.raises(RewardError, match="gave None, no finite number"):
         compute_raw_rewards(lambda trajectories: [1.0, None])
 

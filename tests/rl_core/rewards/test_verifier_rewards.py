@@ -37,7 +37,7 @@ def test_the_last_action_is_verified():
         score_replies("numeric", ["1"], target="a")
 
 
-def test_programs_are_run_at_once_and_partly_right():
+def test_programs_run_concurrently_and_may_be_partly_right():
     options = CodeSettings(partial=True, timeout_s=20.0)
     tests = ["assert f(1) == 2", "assert f(2) == 4"]
     rewards, metrics = score_replies(

@@ -52,7 +52,7 @@ def test_a_tie_is_no_improvement():
     assert (outcome.iterations, outcome.best_iteration, weight) == (3, 1, 1.0)
 
 
-def test_small_gains_are_kept_but_do_not_buy_patience():
+def test_small_gains_count_as_best_but_do_not_extend_patience():
     # from 0.5: +0.04 and +0.08 are below 0.1, so patience ends at iteration 3; its weights are still the best
     outcome, weight, _ = run_scripted([0.5, 0.54, 0.58, 0.9], patience=2, min_improvement=0.1)
     assert (outcome.stop_reason, outcome.iterations, outcome.best_metric, weight) == (

@@ -264,7 +264,7 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_the_measured_limit_is_kept_and_saved(error):
+def test_the_measured_limit_is_reused_and_saved(error):
     model = build_model()
     optimizer_step = OptimizerStep(model, build_settings(), 10)
     sizes = []

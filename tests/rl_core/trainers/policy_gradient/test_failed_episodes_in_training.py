@@ -176,7 +176,7 @@ def test_a_refill_whose_episodes_all_fail_continues(tokenizer):
     assert metrics["train/dropped_group_rate"] == 1.0
 
 
-def test_episodes_that_no_reward_function_could_score_are_kept(tokenizer, monkeypatch):
+def test_episodes_that_no_reward_function_could_score_remain(tokenizer, monkeypatch):
     def score_by_sample(trajectories):
         return [1 / (trajectory.sample - 1) for trajectory in trajectories]
 

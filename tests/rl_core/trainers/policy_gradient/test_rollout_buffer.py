@@ -98,7 +98,7 @@ def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
     assert buffer.advantages_RS.tolist() == [[0, 0, 0.0625, 0, 8.5]]
 
 
-def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
+def test_the_replay_buffer_draws_uniformly_and_is_restored_completely():
     buffer = ReplayBuffer(ReplaySettings(iterations=2, share=0.5))
     for iteration in range(3):
         buffer.add_groups(
