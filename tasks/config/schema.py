@@ -114,7 +114,8 @@ def _convert_annotation(hint: Any, limits: list[Any]) -> Any:
     if isinstance(hint, type) and issubclass(hint, Settings):
         return resolve_pydantic_model(hint)
     if origin in (Union, types.UnionType):
-        return Union[tuple(_convert_annotation(argument, limits) for argument in arguments)]  # noqa: UP007 (built at run time)
+        members = tuple(_convert_annotation(argument, limits) for argument in arguments)
+        return Union[members]  # noqa: UP007 (built at run time)
     if origin is tuple:
         inner = tuple(
             item if item is ... else _convert_annotation(item, limits) for item in arguments

@@ -33,7 +33,10 @@ if os.path.exists(sys.argv[2] + ".slow"):
     signal.signal(signal.SIGTERM, save)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-REGISTRATION = "import json, sys; json.dump({'at': 0, 'problem': '', 'pool': 'made', 'gpu_slots': 1}, open(sys.argv[-1], 'w'))"
+REGISTRATION = (
+    "import json, sys; "
+    "json.dump({'at': 0, 'problem': '', 'pool': 'made', 'gpu_slots': 1}, open(sys.argv[-1], 'w'))"
+)
 
 
 def fake_services(output, options, databases, elsewhere):

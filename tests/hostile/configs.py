@@ -58,13 +58,13 @@ _YAML = [
     # -- aliases
     config(_BOMB, "expands to more than", "billion laughs"),
     config(_MERGES, "expands to more than", "merge bomb"),
-    config("a: &a [*a]\n", "alias refers to the block that holds it", "alias to itself"),
+    config("a: &a [*a]\n", "alias refers to the block that contains it", "alias to itself"),
     config(
         "a: &a {b: &b {c: *a}}\n",
-        "alias refers to the block that holds it",
+        "alias refers to the block that contains it",
         "alias to its grandparent",
     ),
-    config("a: &a\n  <<: *a\n", "alias refers to the block that holds it", "merge of itself"),
+    config("a: &a\n  <<: *a\n", "alias refers to the block that contains it", "merge of itself"),
     config("name: *nobody\n", ":1: is not valid YAML", "undefined alias"),
     config("<<: [1, 2]\n", ":1: '<<' merges blocks", "merge of numbers"),
     config("<<: text\nname: x\n", ":1: '<<' merges blocks", "merge of text"),
@@ -120,7 +120,7 @@ _YAML = [
     config("", "is empty", "empty file"),
     config("---\n...\n", "is empty", "empty document"),
     config("- a\n- b\n", "holds a list", "a list"),
-    config("42\n", "holds a single value", "a number"),
+    config("42\n", "contains a single value", "a number"),
     config("null\n", "is empty", "null"),
     config("name: a\n---\nname: b\n", ":2: a second document", "two documents"),
     config("name: [unclosed\n", "is not valid YAML", "open bracket"),
@@ -291,7 +291,7 @@ _NAMES = [
     config(_change("{traces: 0,", "{uri: 'file:///etc',"), "uri", "tracking store file:"),
     config(
         _change("{traces: 0,", "{uri: 'http://me:secret@host',"),
-        "holds a password",
+        "contains a password",
         "password in the store",
     ),
     config(

@@ -71,7 +71,7 @@ _PATHS = [
         "output with a question mark",
         BASE + "output: 'q?mode=memory'\n",
         ":9: output",
-        "holds a '?'",
+        "contains a '?'",
     ),
     _config("model of 10000 letters", BASE.replace("preset: nano", f"path: /{DEEP}"), "model.path"),
     _config(
@@ -79,7 +79,7 @@ _PATHS = [
         BASE.replace("preset: nano", f"preset: nano, chat_template: {DEEP}"),
         "chat_",
     ),
-    _data("path of 10000 letters", DEEP, {}, "or name another place with --set"),
+    _data("path of 10000 letters", DEEP, {}, "or name another path with --set"),
     Case("config of 10000 letters", ("validate", DEEP), ("File name too long",)),
     Case("data of 10000 letters", ("data", DEEP), ("File name too long",)),
     Case(
@@ -99,20 +99,20 @@ _PATHS = [
 ]
 
 _FILES = [
-    _data("folder with a pipe alone", "rows", {"rows/a.jsonl": fifo}, "without a data file"),
+    _data("folder with a pipe alone", "rows", {"rows/a.jsonl": fifo}, "without data files"),
     _data(
         "folder with a link to itself",
         "rows",
         {"rows/a.jsonl": link("a.jsonl")},
-        "without a data file",
+        "without data files",
     ),
     _data(
         "folder with a folder by a file's name",
         "rows",
         {"rows/a.jsonl/x": b""},
-        "without a data file",
+        "without data files",
     ),
-    _data("folder of links in a circle", "rows", {"rows/rows": link(".")}, "without a data file"),
+    _data("folder of links in a circle", "rows", {"rows/rows": link(".")}, "without data files"),
     _data("file in proc", "/proc/self/status", {}, "/proc/self/status is empty"),
     _data("memory of the process", "/proc/self/mem", {}, "/proc/self/mem is empty"),
     _data(

@@ -184,7 +184,10 @@ def kills(points):
                 continue
             mode = f"max_staleness {staleness}" if staleness else "synchronous"
             if kind == "workers":
-                same = f"{found['equal_iterations']} of {found['iterations']} iterations, weights {found['equal_weights']}"
+                same = (
+                    f"{found['equal_iterations']} of {found['iterations']} iterations, "
+                    f"weights {found['equal_weights']}"
+                )
                 once = str(found.get("each_group_once", "-"))
             else:
                 same, once = (

@@ -1,4 +1,4 @@
-"""Top of the live page: results, alarms, and settings that differ, by hand."""
+"""Top of the live page: results, alarms, and settings that differ, checked by hand."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from posttrain.monitor.runs import RunView, StageView
 from posttrain.monitor.series import MetricSeriesTable
 
 
-def stage(label, *, note="", **metrics):
+def build_stage(label, *, note="", **metrics):
     table = MetricSeriesTable()
     for name, values in metrics.items():
         for step, value in enumerate(values, 1):
@@ -22,27 +22,34 @@ def stage(label, *, note="", **metrics):
     return StageView(label, "finished", result=note, table=table)
 
 
-def run(*stages, status="finished", config=None):
+def build_run(*stages, status="finished", config=None):
     return RunView("demo/x", "demo", "x", status, stages=list(stages), config=config or {})
 
 
-EVALUATED = stage("evaluate", eval__sft__success_rate=[0.5], eval__policy__success_rate=[0.75])
+EVALUATED = build_stage(
+    "evaluate", eval__sft__success_rate=[0.5], eval__policy__success_rate=[0.75]
+)
 
 
-def test_a_finished_run_shows_results_and_the_decision():
-    found = build_headline_tiles(
-        run(stage("sft"), stage("policy"), EVALUATED, stage("promote", note="version 2 promoted")),
+def test_tiles_of_a_finished_run():
+    tiles = build_headline_tiles(
+        build_run(
+            build_stage("sft"),
+            build_stage("policy"),
+            EVALUATED,
+            build_stage("promote", note="version 2 promoted"),
+        ),
         None,
     )
-    told = [(item["label"], item["value"], item["sub"]) for item in found["items"]]
-    assert told == [
+    items = [(item["label"], item["value"], item["sub"]) for item in tiles["items"]]
+    assert items == [
         ("sft", "50.0%", "success, held out"),
         ("policy", "75.0%", "+25.0 points over sft"),
         ("champion", "promoted", "version 2 promoted"),
     ]
     note = "version 2 of demo promoted: no champion yet; success 75% is at least 50%"
     (decision,) = build_headline_tiles(
-        run(stage("sft"), EVALUATED, stage("promote", note=note)), None
+        build_run(build_stage("sft"), EVALUATED, build_stage("promote", note=note)), None
     )["items"][-1:]
     assert (decision["sub"], decision["title"]) == (
         "version 2 of demo promoted: no champion yet",
@@ -50,85 +57,96 @@ def test_a_finished_run_shows_results_and_the_decision():
     )
     for note in ("version 2 of demo not promoted: worse", "version 2 of demo rejected: worse"):
         refused = build_headline_tiles(
-            run(stage("sft"), EVALUATED, stage("promote", note=note)), None
+            build_run(build_stage("sft"), EVALUATED, build_stage("promote", note=note)), None
         )
         assert refused["items"][-1]["value"] == "not promoted"
-    asked = stage(
+    awaiting = build_stage(
         "promote",
         note="version 2 of demo awaiting approval: no champion yet; success 75% is at least 50%",
     )
-    waits = build_headline_tiles(run(stage("sft"), EVALUATED, asked, status="waiting"), None)[
-        "items"
-    ][-1]
-    assert waits["value"] == "waits for approval"
+    waiting_tile = build_headline_tiles(
+        build_run(build_stage("sft"), EVALUATED, awaiting, status="waiting"), None
+    )["items"][-1]
+    assert waiting_tile["value"] == "waits for approval"
     note = "version 2 of demo is the champion already (version 2 of demo promoted: approved by ada)"
-    again = build_headline_tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
-    assert again["items"][-1]["value"] == "champion already"
+    repeated = build_headline_tiles(
+        build_run(build_stage("sft"), EVALUATED, build_stage("promote", note=note)), None
+    )
+    assert repeated["items"][-1]["value"] == "champion already"
 
 
-def test_a_run_that_trains_shows_success_its_change_reward_and_time():
+def test_tiles_of_a_training_run():
     rates = [0.25] * 10 + [0.5] * 10
-    policy = stage(
+    policy = build_stage(
         "policy", train__success_rate=rates, reward__mean=[1.0] * 20, train__loss=[3.0] * 20
     )
     policy.seconds_left = 75.0
-    found = build_headline_tiles(run(policy, status="running"), policy)
-    told = [(item["label"], item["value"], item["sub"]) for item in found["items"]]
-    assert told == [
+    tiles = build_headline_tiles(build_run(policy, status="running"), policy)
+    items = [(item["label"], item["value"], item["sub"]) for item in tiles["items"]]
+    assert items == [
         ("success", "50.0%", "+25.0 points since the start"),
         ("reward", "1.000", "+0 since the start"),
         ("left in this stage", "1 min 15 s", ""),
     ]
-    assert build_headline_tiles(run(status="running"), None) is None
+    assert build_headline_tiles(build_run(status="running"), None) is None
 
 
-def test_a_kl_that_is_0_by_definition_makes_room_for_the_entropy():
-    def told(**metrics):
-        found = build_headline_tiles(
-            run(stage("policy"), status="running"), stage("policy", reward__mean=[1.0], **metrics)
+def test_entropy_replaces_a_kl_that_is_zero_by_definition():
+    def list_tiles(**metrics):
+        tiles = build_headline_tiles(
+            build_run(build_stage("policy"), status="running"),
+            build_stage("policy", reward__mean=[1.0], **metrics),
         )
-        return [(item["label"], item["value"]) for item in found["items"][1:]]
+        return [(item["label"], item["value"]) for item in tiles["items"][1:]]
 
-    assert told(policy__update_kl=[0.0, 0.0], policy__entropy=[0.5, 0.5]) == [("entropy", "0.500")]
-    assert told(policy__update_kl=[0.0, 0.5], policy__entropy=[0.5, 0.5]) == [("KL", "0.250")]
-    assert told(policy__update_kl=[0.1], policy__ref_kl=[0.75], policy__entropy=[0.5]) == [
+    assert list_tiles(policy__update_kl=[0.0, 0.0], policy__entropy=[0.5, 0.5]) == [
+        ("entropy", "0.500")
+    ]
+    assert list_tiles(policy__update_kl=[0.0, 0.5], policy__entropy=[0.5, 0.5]) == [("KL", "0.250")]
+    assert list_tiles(policy__update_kl=[0.1], policy__ref_kl=[0.75], policy__entropy=[0.5]) == [
         ("KL", "0.750")
     ]
 
 
-def test_an_alarm_about_the_reward_is_seen_while_it_is_on():
-    (note,) = build_alarm_notes(run(stage("policy", reward__alarm=[0.0, 0.0, 1.0])))
+def test_reward_alarm_is_shown_while_active():
+    (note,) = build_alarm_notes(build_run(build_stage("policy", reward__alarm=[0.0, 0.0, 1.0])))
     assert note["tone"] == "bad" and "Since step 3" in note["lines"][1]
-    assert build_alarm_notes(run(stage("policy", reward__alarm=[0.0, 1.0, 0.0]))) == []
-    (note,) = build_alarm_notes(run(stage("policy", reward__alarm=[1.0, 0.0, 1.0, 1.0])))
+    assert build_alarm_notes(build_run(build_stage("policy", reward__alarm=[0.0, 1.0, 0.0]))) == []
+    (note,) = build_alarm_notes(
+        build_run(build_stage("policy", reward__alarm=[1.0, 0.0, 1.0, 1.0]))
+    )
     assert "Since step 3 " in note["lines"][1]
 
 
-def test_conditions_of_alerts_are_seen_while_they_are_true():
+def test_alert_conditions_are_shown_while_true():
     conditions = {"policy/ref_kl": "> 0.5", "train/success_rate": "< 0.1", "policy/entropy": "> 9"}
     config = {"tracking": {"alerts": conditions}}
     kl = [0.1, 0.6, 0.75]
-    found = build_alarm_notes(
-        run(stage("policy", policy__ref_kl=kl, train__success_rate=[0.0, 0.2]), config=config)
+    notes = build_alarm_notes(
+        build_run(
+            build_stage("policy", policy__ref_kl=kl, train__success_rate=[0.0, 0.2]), config=config
+        )
     )
-    assert [(note["tone"], *note["lines"]) for note in found] == [
+    assert [(note["tone"], *note["lines"]) for note in notes] == [
         (
             "bad",
             "Stage policy: KL to the reference is 0.750.",
             "Since step 2 policy/ref_kl is > 0.5 (tracking.alerts).",
         )
     ]
-    nothing = stage("policy", policy__ref_kl=[0.6, 0.2])
+    recovered = build_stage("policy", policy__ref_kl=[0.6, 0.2])
     assert (
-        build_alarm_notes(run(nothing, config=config)) == []
-        and build_alarm_notes(run(stage("policy", policy__ref_kl=kl))) == []
+        build_alarm_notes(build_run(recovered, config=config)) == []
+        and build_alarm_notes(build_run(build_stage("policy", policy__ref_kl=kl))) == []
     )
 
 
 def test_settings_of_compared_runs_that_differ():
-    one = run(config={"seed": 0, "output": "a", "stages": {"policy": {"lr": 0.1}, "sft": None}})
-    other = run(config={"seed": 0, "output": "b", "stages": {"policy": {"lr": 0.2}}})
-    pairs = [(one, SimpleNamespace()), (other, SimpleNamespace())]
+    first = build_run(
+        config={"seed": 0, "output": "a", "stages": {"policy": {"lr": 0.1}, "sft": None}}
+    )
+    second = build_run(config={"seed": 0, "output": "b", "stages": {"policy": {"lr": 0.2}}})
+    pairs = [(first, SimpleNamespace()), (second, SimpleNamespace())]
     assert build_settings_diff_table(pairs)["rows"] == [
         ["stages.policy.lr", "0.1", "0.2"],
         ["stages.sft", "None", "-"],
@@ -139,7 +157,7 @@ def test_settings_of_compared_runs_that_differ():
     )
 
 
-def test_metrics_have_names_for_people_and_their_meaning_on_hover():
+def test_metric_labels_and_hints():
     assert find_label("train/success_rate_by_level/very_hard") == "Success in training, very hard"
     assert (
         find_label("reward/learned") == "Reward, learned"
@@ -166,7 +184,7 @@ def test_metrics_have_names_for_people_and_their_meaning_on_hover():
     )
 
 
-def test_shares_are_percentages_and_nothing_else_is():
+def test_only_shares_are_percentages():
     shares = (
         "train/success_rate",
         "train/success_rate_by_level/easy",

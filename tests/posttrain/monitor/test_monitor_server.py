@@ -1,4 +1,4 @@
-"""`posttrain monitor`: its messages, its port, its export; the page without a browser."""
+"""`posttrain monitor`: messages, port, export; the page without a browser."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from posttrain.web.server_setup import LOOPBACK_HOST, MAX_PORTS_TRIED, find_free
 from rl_core.errors import SettingsError
 
 
-def fetch(url):
+def fetch_page(url):
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=30) as answer:
         return answer.headers, answer.read()
@@ -44,7 +44,7 @@ def test_without_gradio_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     assert "pip install 'posttrain[monitor]'" in capsys.readouterr().err
 
 
-def test_a_taken_port_gives_the_next_free_one():
+def test_taken_port_gives_the_next_free_one():
     with socket.socket() as holder:
         holder.bind((LOOPBACK_HOST, 0))
         holder.listen()
@@ -78,7 +78,7 @@ def test_export_needs_no_gradio(tmp_path, capsys, monkeypatch):
     assert "no runs in" in capsys.readouterr().err
 
 
-def test_the_page_asks_nobody_else_and_ctrl_c_ends_it(tmp_path):
+def test_page_makes_no_external_requests_and_ctrl_c_ends_it(tmp_path):
     pytest.importorskip("gradio")
     make_run(tmp_path)
     process = subprocess.Popen(
@@ -100,15 +100,16 @@ def test_the_page_asks_nobody_else_and_ctrl_c_ends_it(tmp_path):
     )
     try:
         url = process.stdout.readline().split()[1]
-        headers, page = fetch(url)
+        headers, page = fetch_page(url)
         assert "default-src 'self'" in headers["Content-Security-Policy"]
         assert b"window.posttrain" in page and b"fonts.googleapis.com" not in page
         assert (
-            fetch(f"{url}/image.png?run=demo/2027-01-15-08-00-00&level=easy&seed=7")[1][:4]
+            fetch_page(f"{url}/image.png?run=demo/2027-01-15-08-00-00&level=easy&seed=7")[1][:4]
             == b"\x89PNG"
         )
         assert (
-            b"reward/mean,5," in fetch(f"{url}/export/metrics.csv?run=demo/2027-01-15-08-00-00")[1]
+            b"reward/mean,5,"
+            in fetch_page(f"{url}/export/metrics.csv?run=demo/2027-01-15-08-00-00")[1]
         )
         for path in (
             "export/metrics.csv?run=none",
@@ -116,16 +117,16 @@ def test_the_page_asks_nobody_else_and_ctrl_c_ends_it(tmp_path):
             "export/other?run=",
         ):
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                fetch(f"{url}/{path}")
+                fetch_page(f"{url}/{path}")
         request = urllib.request.Request(url, headers={"Host": "evil.example"})
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            fetch(request)
+            fetch_page(request)
     finally:
         process.send_signal(signal.SIGINT)
-        started = time.monotonic()
+        stopped_at = time.monotonic()
         out, err = process.communicate(timeout=30)
     assert process.returncode == 0 and "stopped" in out and "Traceback" not in err, err
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - stopped_at < 25
 
 
 def test_the_page_can_be_built_for_an_empty_folder(tmp_path):

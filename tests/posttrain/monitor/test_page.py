@@ -1,4 +1,4 @@
-"""The live page in a real browser, beside a real run: an empty folder, while it trains, when it is over."""
+"""Live page in a real browser during a real run: an empty folder, training, the finished run."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ pytestmark = [
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def tab(page, name):
+def open_tab(page, name):
     page.run(
         "[...document.querySelectorAll('button[role=tab]')]"
         f".find(b => b.textContent.trim().toLowerCase() == '{name}').click()"
@@ -31,22 +31,22 @@ def tab(page, name):
     page.wait(f"!!document.querySelector('.pt-panel[data-tab={name}] .pt-block')")
 
 
-def text(page, selector):
+def read_text(page, selector):
     return page.run(f"(document.querySelector({selector!r}) || {{innerText: ''}}).innerText")
 
 
-def choose(page, label, option):
-    """Choose from one of Gradio's lists as a person does: click into it, click what it offers."""
+def choose_option(page, label, option):
+    """Choose from one of Gradio's lists as a person does: click into it, click an option."""
 
     def click(x, y):
         for kind in ("mousePressed", "mouseReleased"):
             page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    middle = "(e => { const b = e.getBoundingClientRect(); return [b.left + 20, b.top + b.height / 2]; })"
-    found = f"[...document.querySelectorAll('[role=option]')].find(e => e.textContent.includes({option!r}))"
-    click(*page.run(f"{middle}(document.querySelector('input[aria-label={json.dumps(label)}]'))"))
-    page.wait(f"!!{found}")
-    click(*page.run(f"{middle}({found})"))
+    centre = "(e => { const b = e.getBoundingClientRect(); return [b.left + 20, b.top + b.height / 2]; })"
+    option_element = f"[...document.querySelectorAll('[role=option]')].find(e => e.textContent.includes({option!r}))"
+    click(*page.run(f"{centre}(document.querySelector('input[aria-label={json.dumps(label)}]'))"))
+    page.wait(f"!!{option_element}")
+    click(*page.run(f"{centre}({option_element})"))
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def monitor(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
+def test_page_follows_a_run_from_start_to_end(monitor):
     output, url = monitor
     with chromium.Chromium(url) as page:
         page.wait("!!document.body && document.body.innerText.includes('No runs here yet')")
@@ -112,28 +112,28 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
             json.loads(line) for line in (policy.parent / "metrics.jsonl").read_text().splitlines()
         ]
         rewards = [row["metrics"]["reward/mean"] for row in rows if "reward/mean" in row["metrics"]]
-        assert "40 / 40" in text(page, ".pt-panel[data-tab=overview]")
-        shown = page.run(
+        assert "40 / 40" in read_text(page, ".pt-panel[data-tab=overview]")
+        displayed = page.run(
             "[...document.querySelectorAll('.pt-chart')].find(c => c.querySelector('.pt-title b').dataset.metric"
             " == 'reward/mean').querySelector('.pt-legend b').textContent"
         )
-        assert float(shown) == pytest.approx(sum(rewards[-10:]) / 10, rel=1e-3)
+        assert float(displayed) == pytest.approx(sum(rewards[-10:]) / 10, rel=1e-3)
 
         page.drag(".pt-chart .pt-plot", 0.3, 0.7)
         page.wait("Object.keys(posttrain.zoom).length == 1")
-        before = page.run("JSON.stringify(posttrain.zoom)")
-        page.run("window.kept = document.querySelector('.pt-chart'); 0")
+        zoom_before = page.run("JSON.stringify(posttrain.zoom)")
+        page.run("window.firstChart = document.querySelector('.pt-chart'); 0")
         time.sleep(4)  # more than one tick
-        assert page.run("JSON.stringify(posttrain.zoom)") == before
+        assert page.run("JSON.stringify(posttrain.zoom)") == zoom_before
         assert page.run(
-            "window.kept === document.querySelector('.pt-chart') && window.kept.isConnected"
+            "window.firstChart === document.querySelector('.pt-chart') && window.firstChart.isConnected"
         )
 
-        tab(page, "trajectories")
+        open_tab(page, "trajectories")
         (recent,) = (output / "test/stages/policy").glob("*/recent_rollouts.jsonl")
         newest = json.loads(recent.read_text().splitlines()[-1])
-        assert newest["prompt"] in text(page, ".pt-row.chosen") and newest["iteration"] == 39
-        assert newest["turns"][0]["action"].split()[0] in text(page, ".pt-episode")
+        assert newest["prompt"] in read_text(page, ".pt-row.chosen") and newest["iteration"] == 39
+        assert newest["turns"][0]["action"].split()[0] in read_text(page, ".pt-episode")
         page.wait("(document.querySelector('.pt-question img') || {}).naturalWidth > 50")
         for name, words in (
             ("curves", "Loss in training"),
@@ -143,12 +143,12 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
             ("system", "Throughput"),
             ("export", "metrics.csv"),
         ):
-            tab(page, name)
-            assert words in text(page, f".pt-panel[data-tab={name}]")
+            open_tab(page, name)
+            assert words in read_text(page, f".pt-panel[data-tab={name}]")
 
-        again = [*command, "--set", "stages.policy.iterations=20"]
+        second_command = [*command, "--set", "stages.policy.iterations=20"]
         subprocess.run(
-            [sys.executable, "-m", "posttrain.cli.main", *again],
+            [sys.executable, "-m", "posttrain.cli.main", *second_command],
             cwd=output,
             env=ENVIRONMENT,
             stdout=subprocess.DEVNULL,
@@ -159,9 +159,9 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
             f"{folder.name[:10]} {folder.name[11:].replace('-', ':')}"
             for folder in sorted((output / "test/runs").iterdir())
         )
-        tab(page, "overview")
+        open_tab(page, "overview")
         page.wait(f"document.querySelector('.pt-header .pt-name').textContent == 'test · {second}'")
-        choose(page, "Compare with", first)
+        choose_option(page, "Compare with", first)
         lines = (
             "[...document.querySelectorAll('.pt-chart')].filter(c => c.querySelector('.pt-title b').dataset.metric"
             " == 'reward/mean').flatMap(c => [...c.querySelectorAll('.pt-key span')].map(e => e.textContent))"
@@ -170,7 +170,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
         assert page.run(lines) == [second[5:16], first[5:16]]
 
         assert page.errors == []
-        outside = [
+        external_requests = [
             address for address in page.requests if not address.startswith((url, "data:", "blob:"))
         ]
-        assert outside == []
+        assert external_requests == []

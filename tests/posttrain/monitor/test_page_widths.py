@@ -1,4 +1,4 @@
-"""The live page in a real browser: six widths, light and dark, addresses that name a run and a tab."""
+"""Live page in a real browser: six widths, light and dark, addresses that name a run and a tab."""
 
 import contextlib
 import importlib.util
@@ -23,8 +23,7 @@ pytestmark = [
         importlib.util.find_spec("gradio") is None, reason="needs posttrain[monitor]"
     ),
 ]
-# Right edge of what is laid out, and the number of columns of charts. What lies in a box that scrolls by itself may be
-# wider.
+# Right edge of the layout, document width, number of chart columns. Content of a scrolling box may be wider.
 LAYOUT = """(() => {
   const shown = [...document.querySelectorAll('.pt-header *, #pt-controls *, .pt-tabs *, .pt-panel *')]
     .filter(e => e.offsetParent && !e.closest('.pt-scroll'));
@@ -39,12 +38,12 @@ CONTROLS = "!!document.querySelector('#pt-controls input')"
 TOP = "Math.round(document.querySelector('.pt-tabs').getBoundingClientRect().top)"
 
 
-SERVER: list[int] = []  # the number of its process
+SERVER: list[int] = []  # its process id
 
 
 @contextlib.contextmanager
-def served(output, port):
-    """Address of the page of a folder, and the number of its process."""
+def run_page(output, port):
+    """Run the page of a folder; yield its address and process id."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -75,9 +74,9 @@ def served(output, port):
 def address(tmp_path_factory):
     output = tmp_path_factory.mktemp("widths") / "out"
     make_run(output, status="FINISHED")
-    with served(output, 18862) as (place, pid):
+    with run_page(output, 18862) as (url, pid):
         SERVER[:] = [pid]
-        yield place
+        yield url
 
 
 @pytest.mark.timeout(600)
@@ -86,18 +85,20 @@ def address(tmp_path_factory):
 def test_nothing_is_cut_off(address, width, dark):
     with chromium.Chromium(address, (width, 1000), dark) as page:
         page.wait(f"document.querySelectorAll('.pt-panel .pt-chart svg').length > 1 && {CONTROLS}")
-        edge, whole, columns = page.run(LAYOUT)
-        assert edge <= width and whole <= width
+        edge, document_width, columns = page.run(LAYOUT)
+        assert edge <= width and document_width <= width
         assert (columns == 1) == (width <= 900)
         assert page.errors == []
 
 
 @pytest.mark.timeout(600)
-def test_an_address_opens_a_tab_of_a_narrow_page(address):
+def test_address_opens_a_tab_of_a_narrow_page(address):
     with chromium.Chromium(f"{address}/?tab=online", (390, 844)) as page:
         page.wait("!!document.querySelector('.pt-panel[data-tab=online] .pt-block')")
-        edge, whole, _ = page.run(LAYOUT)
-        assert max(edge, whole) <= 390 and page.run("location.search.includes('tab=online')")
+        edge, document_width, _ = page.run(LAYOUT)
+        assert max(edge, document_width) <= 390 and page.run(
+            "location.search.includes('tab=online')"
+        )
 
 
 @pytest.mark.timeout(600)
@@ -112,39 +113,41 @@ def test_a_command_with_a_long_path_fits_a_narrow_page(tmp_path):
     service.mkdir(parents=True)
     (service / SERVICE_FILE).write_text('{"began": 1.0}')
     with (
-        served(service.parents[2], 18864) as (address, _),
+        run_page(service.parents[2], 18864) as (address, _),
         chromium.Chromium(f"{address}/?tab=online", (390, 844)) as page,
     ):
         page.wait("((document.body || {}).innerText || '').includes('posttrain online report')")
-        edge, whole, _ = page.run(LAYOUT)
-        assert max(edge, whole) <= 390
+        edge, document_width, _ = page.run(LAYOUT)
+        assert max(edge, document_width) <= 390
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", [420, 1400])
-def test_charts_wait_for_nothing_of_gradio_and_stay_where_they_are_when_its_controls_come(
-    address, width
-):
+def test_charts_are_drawn_before_gradio_and_do_not_move(address, width):
     with chromium.Chromium("about:blank", (width, 1000)) as page:
         page.call("Network.setBlockedURLs", urls=["*/assets/*", "*/static/*", "*/gradio_api/*"])
         page.call("Page.navigate", url=address)
         page.wait("document.querySelectorAll('.pt-panel .pt-chart svg polyline').length > 1")
         assert not page.run(CONTROLS)
-        alone = page.run(TOP)
+        top_without_controls = page.run(TOP)
     with chromium.Chromium(address, (width, 1000)) as page:
         page.wait(CONTROLS)
         page.wait("document.querySelectorAll('.pt-panel .pt-chart svg polyline').length > 1")
-        assert abs(page.run(TOP) - alone) <= 3
+        assert abs(page.run(TOP) - top_without_controls) <= 3
 
 
 @pytest.mark.timeout(600)
-def test_an_address_names_stage_metrics_and_average(address):
-    chosen = "tab=curves&stage=sft&metrics=train/loss&window=3"
-    with chromium.Chromium(f"{address}/?run=demo/2027-01-15-08-00-00&{chosen}") as page:
-        titles = "[...document.querySelectorAll('.pt-panel[data-tab=curves] .pt-title b')].map(e => e.dataset.metric).join()"
+def test_address_selects_stage_metrics_and_average(address):
+    selection = "tab=curves&stage=sft&metrics=train/loss&window=3"
+    with chromium.Chromium(f"{address}/?run=demo/2027-01-15-08-00-00&{selection}") as page:
+        panel = ".pt-panel[data-tab=curves]"
+        titles = (
+            f"[...document.querySelectorAll('{panel} .pt-title b')]"
+            ".map(e => e.dataset.metric).join()"
+        )
         assert page.wait(f"{titles} == 'train/loss'")
-        found = page.run("Object.fromEntries(new URLSearchParams(location.search))")
-        assert found == {
+        parameters = page.run("Object.fromEntries(new URLSearchParams(location.search))")
+        assert parameters == {
             "run": "demo/2027-01-15-08-00-00",
             "stage": "sft",
             "metrics": "train/loss",
@@ -158,8 +161,8 @@ SHORT = "const real = setTimeout; window.setTimeout = (f, ms, ...rest) => real(f
 
 
 @pytest.mark.timeout(600)
-def test_a_server_that_keeps_a_question_without_an_answer_is_asked_again(address):
-    """As one that is stopped, or the far end of a tunnel that is gone: the connection stands and nothing comes."""
+def test_unanswered_request_is_repeated(address):
+    """As of a stopped server, or a broken tunnel: the connection stays open and nothing arrives."""
     (pid,) = SERVER
     with chromium.Chromium("about:blank", first=SHORT) as page:
         page.call("Page.navigate", url=address)
@@ -174,34 +177,34 @@ def test_a_server_that_keeps_a_question_without_an_answer_is_asked_again(address
 
 
 @pytest.mark.timeout(600)
-def test_a_page_that_never_had_an_answer_says_so(address):
-    told = "getComputedStyle(document.querySelector('.pt-header'), '::before').content"
+def test_page_without_a_response_says_so(address):
+    message = "getComputedStyle(document.querySelector('.pt-header'), '::before').content"
     with chromium.Chromium("about:blank") as page:
         page.call("Network.setBlockedURLs", urls=["*/view*"])
         page.call("Page.navigate", url=address)
-        page.wait(f"document.querySelector('.pt-header') && {told}.includes('does not answer')")
+        page.wait(f"document.querySelector('.pt-header') && {message}.includes('does not answer')")
         page.call("Network.setBlockedURLs", urls=[])
         page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
-        assert "does not answer" not in page.run(told)
+        assert "does not answer" not in page.run(message)
 
 
-def test_groups_of_metrics_are_offered_whatever_the_stage(tmp_path):
-    """A question that was under way while the stage changed may still name those of the stage before."""
+def test_metric_groups_are_offered_for_every_stage(tmp_path):
+    """A pending request may still name the metrics of the previous stage."""
     from posttrain.monitor.page import _update_lists
 
     make_run(tmp_path)
     reader = RunReader(tmp_path)
-    offered = [_update_lists(reader, PageSelection(stage=stage))[3] for stage in ("sft", "policy")]
-    names = [[name for _, name in group.choices] for group in offered]
+    groups = [_update_lists(reader, PageSelection(stage=stage))[3] for stage in ("sft", "policy")]
+    names = [[name for _, name in group.choices] for group in groups]
     assert names[0] == names[1] == ["curriculum", "perf", "reward", "tool", "train"]
-    assert ("reward/ (0)", "reward") in offered[0].choices and ("reward/ (2)", "reward") in offered[
+    assert ("reward/ (0)", "reward") in groups[0].choices and ("reward/ (2)", "reward") in groups[
         1
     ].choices
-    assert offered[0].value == ["train"]
+    assert groups[0].value == ["train"]
 
 
 @pytest.mark.timeout(600)
-def test_an_address_opens_its_tab_and_the_page_keeps_it(address):
+def test_address_opens_a_tab_and_follows_it(address):
     with chromium.Chromium(f"{address}/?tab=curves") as page:
         page.wait("!!document.querySelector('.pt-panel[data-tab=curves] .pt-block')")
         assert page.wait("location.search.includes('tab=curves')")
@@ -220,19 +223,19 @@ def test_nothing_moves_when_runs_are_compared(tmp_path, width):
         shutil.copytree(home, output / f"a-pipeline-with-a-long-name-{number}")
     run = "?run=demo/2027-01-15-08-00-00"
     with (
-        served(output, 18863) as (address, _),
+        run_page(output, 18863) as (address, _),
         chromium.Chromium(f"{address}/{run}", (width, 1000)) as page,
     ):
         page.wait(CONTROLS)
         page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
-        alone = page.run(TOP)
+        top_before = page.run(TOP)
         others = ",".join(
             f"a-pipeline-with-a-long-name-{number}/2027-01-15-08-00-00" for number in (1, 2)
         )
         page.call("Page.navigate", url=f"{address}/{run}&compare={others}")
         page.wait("document.querySelectorAll('#pt-controls .token').length == 2")
         page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
-        assert page.run(TOP) == alone
+        assert page.run(TOP) == top_before
         assert page.run(
             "[...document.querySelectorAll('#pt-controls .token')].every(e => e.offsetWidth >= 90)"
         )

@@ -1,4 +1,4 @@
-"""Reader of runs that run, ended, died, were moved, half written or deleted."""
+"""Reader of runs that run, ended, crashed, were moved, half written or deleted."""
 
 import json
 import os
@@ -26,28 +26,28 @@ def dead_pid():
     return process.pid
 
 
-def run_of(output, name=""):
+def load_run(output, name=""):
     return RunReader(output).load_run(name)
 
 
-def test_an_empty_folder_and_one_that_is_gone_have_no_runs(tmp_path):
+def test_empty_and_missing_folders_have_no_runs(tmp_path):
     reader = RunReader(tmp_path)
     assert reader.list_runs() == [] and reader.load_run("") is None
     assert RunReader(tmp_path / "none").load_run("") is None
 
 
-def test_a_run_that_goes_on(tmp_path):
+def test_running_run(tmp_path):
     home = make_run(tmp_path)
     os.utime(home / "stages/policy/bbbb.tracking/metrics.jsonl", (time.time(), time.time()))
-    run = run_of(tmp_path)
+    run = load_run(tmp_path)
     assert (run.id, run.status, run.pid, run.started) == (
         "demo/2027-01-15-08-00-00",
         "running",
         os.getpid(),
         START,
     )
-    told = {stage.label: stage.status for stage in run.stages}
-    assert told == {
+    statuses = {stage.label: stage.status for stage in run.stages}
+    assert statuses == {
         "sft": "finished",
         "policy": "running",
         "evaluate": "to come",
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on(tmp_path):
     assert run.system.series["system/process_cpu_percentage"].last == 102.0
 
 
-def test_what_is_appended_is_read_and_the_torn_line_completed(tmp_path, monkeypatch):
+def test_appended_lines_are_read_and_the_torn_line_completed(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.monitor.reader.MIN_REFRESH_SECONDS", 0.0)
     home = make_run(tmp_path)
     reader = RunReader(tmp_path)
@@ -80,9 +80,9 @@ def test_what_is_appended_is_read_and_the_torn_line_completed(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("end", "status"), [("FINISHED", "finished"), ("FAILED", "failed"), ("KILLED", "stopped")]
 )
-def test_a_run_that_ended_says_how(tmp_path, end, status):
+def test_ended_run_has_its_status(tmp_path, end, status):
     make_run(tmp_path, status=end)
-    run = run_of(tmp_path)
+    run = load_run(tmp_path)
     assert run.status == status == run.find_stage("policy").status
     assert run.find_stage("evaluate").status == "not run"
     assert run.ended - run.started == 100
@@ -90,27 +90,27 @@ def test_a_run_that_ended_says_how(tmp_path, end, status):
 
 
 @pytest.mark.parametrize("damage", [{}, {"before": 3}, {"before": "", "now": "x"}, {"now": "x"}])
-def test_an_answer_stands_where_the_question_stood(tmp_path, damage):
+def test_answer_replaces_the_question(tmp_path, damage):
     home = make_run(tmp_path, status="FINISHED")
-    asked, parent = "version 2 waits for approval", home / "runs" / "2027-01-15-08-00-00"
+    question, parent = "version 2 waits for approval", home / "runs" / "2027-01-15-08-00-00"
     write_lines(
         parent / ".tracking/events.jsonl",
-        [{"op": "tags", "tags": {"result": f"policy 50%; {asked}"}}],
+        [{"op": "tags", "tags": {"result": f"policy 50%; {question}"}}],
     )
-    (home / "stages/sft/aaaa/summary.json").write_text(json.dumps({"note": asked}))
-    assert asked in run_of(tmp_path).result
-    answer = damage or {"before": asked, "now": "version 2 promoted by ada"}
+    (home / "stages/sft/aaaa/summary.json").write_text(json.dumps({"note": question}))
+    assert question in load_run(tmp_path).result
+    answer = damage or {"before": question, "now": "version 2 promoted by ada"}
     (parent / "run.json").write_text(json.dumps({"answer": answer}))
-    run = run_of(tmp_path)
-    found = asked if damage else "version 2 promoted by ada"
-    assert run.result == f"policy 50%; {found}" and run.find_stage("sft").result == found
+    run = load_run(tmp_path)
+    expected = question if damage else "version 2 promoted by ada"
+    assert run.result == f"policy 50%; {expected}" and run.find_stage("sft").result == expected
     (parent / "run.json").write_text(json.dumps({"answer": [1]}))
-    assert asked in run_of(tmp_path).result
+    assert question in load_run(tmp_path).result
 
 
-def test_a_run_whose_process_is_gone_was_killed(tmp_path, dead_pid):
+def test_run_without_its_process_was_killed(tmp_path, dead_pid):
     make_run(tmp_path, pid=dead_pid)
-    run = run_of(tmp_path)
+    run = load_run(tmp_path)
     assert run.status == "killed" == run.find_stage("policy").status
     assert (
         f"Process {dead_pid} no longer exists" in run.status_reason
@@ -118,30 +118,30 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path, dead_pid):
     )
 
 
-def test_a_process_that_began_after_the_run_is_another_one(tmp_path):
+def test_process_started_after_the_run_is_another_one(tmp_path):
     home = make_run(tmp_path)
     os.utime(
         home / "run.json", (START - 10**9, START - 10**9)
     )  # long before this process was started
-    assert run_of(tmp_path).status == "killed"
+    assert load_run(tmp_path).status == "killed"
     assert is_process_alive(os.getpid(), time.time()) and not is_process_alive(os.getpid(), 1.0)
     assert not is_process_alive(-1, time.time()) and not is_process_alive(2**62, time.time())
 
 
-def test_a_run_on_another_machine_is_judged_by_what_it_writes(tmp_path):
+def test_run_on_another_machine_is_judged_by_its_records(tmp_path):
     home = make_run(tmp_path, pid=1)
     record = json.loads((home / "run.json").read_text())
     (home / "run.json").write_text(json.dumps({**record, "host": "gpu-box"}))
-    run = run_of(tmp_path)
+    run = load_run(tmp_path)
     assert (run.status, run.status_reason) == ("running", "on gpu-box")
     for path in home.rglob("*.jsonl"):
         os.utime(path, (START - 10**9, START - 10**9))
-    run = run_of(tmp_path)
+    run = load_run(tmp_path)
     assert run.status == "silent" and "gpu-box" in run.status_reason
 
 
 def test_a_stage_without_metrics_does_not_hide_those_of_the_others(tmp_path):
-    """The run is not viewed, so only file times show that it is running."""
+    """The run is not viewed, so that only file times show that it is running."""
     home = make_run(tmp_path)
     (home / "run.json").write_text(
         json.dumps({**json.loads((home / "run.json").read_text()), "host": "elsewhere"})
@@ -155,7 +155,7 @@ def test_a_stage_without_metrics_does_not_hide_those_of_the_others(tmp_path):
     assert (run.status, run.status_reason) == ("running", "on elsewhere")
 
 
-def test_half_written_files_are_read_as_far_as_they_go(tmp_path):
+def test_incomplete_files_are_read_as_far_as_possible(tmp_path):
     home = make_run(tmp_path)
     (home / "run.json").write_text('{"started": "2027')
     (home / "stages/policy/bbbb.tracking/.tracking/progress.json").write_text("")
@@ -166,15 +166,15 @@ def test_half_written_files_are_read_as_far_as_they_go(tmp_path):
         [{"op": "tags"}, {"no": 1}, {"op": "text", "name": "curriculum.json", "text": "{"}],
         torn="{",
     )
-    (home / "stages/reward_model/cccc.tracking").mkdir(parents=True)  # nothing in it yet
+    (home / "stages/reward_model/cccc.tracking").mkdir(parents=True)  # still empty
     (home / "stages/policy/dddd.tracking").write_text("a file where a folder should be")
-    run = run_of(tmp_path)
+    run = load_run(tmp_path)
     policy = run.find_stage("policy")
-    assert (policy.done, policy.total) == (5.0, 10.0)  # counted, and from the settings
+    assert (policy.done, policy.total) == (5.0, 10.0)  # counted; from the settings
     assert policy.curriculum == MOVES
 
 
-def test_a_folder_that_is_removed_while_it_is_looked_at(tmp_path, monkeypatch):
+def test_folder_removed_while_viewed(tmp_path, monkeypatch):
     import shutil
 
     monkeypatch.setattr("posttrain.monitor.reader.MIN_REFRESH_SECONDS", 0.0)
@@ -198,11 +198,11 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
         "demo · 2027-01-15 09:00:00",
         started=START + 3600,
         ended=START + 3700,
-        events=[{"op": "tags", "tags": {"cached.sft": "aaaa", "cached.evaluate": "gone"}}],
+        events=[{"op": "tags", "tags": {"cached.sft": "aaaa", "cached.evaluate": "missing"}}],
     )
     runs = RunReader(tmp_path).list_runs()
     assert [run.started_text for run in runs] == ["2027-01-15 09:00:00", "2027-01-15 08:00:00"]
-    run = run_of(tmp_path)
+    run = load_run(tmp_path)
     assert [(stage.label, stage.status) for stage in run.stages] == [
         ("sft", "cached"),
         ("evaluate", "cached"),
@@ -211,11 +211,11 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
     assert run.find_stage("evaluate").result == "its files no longer exist"
 
 
-def test_a_champion_that_was_there_is_told_as_such_and_has_no_curves_of_its_training(tmp_path):
-    """The stage `promote` of such a run is noted as taken from the run that trained the champion."""
+def test_reused_champion_has_its_reason_and_no_training_curves(tmp_path):
+    """The stage `promote` of such a run is recorded as reused from the run that trained the champion."""
     home = make_run(tmp_path, status="FINISHED")
-    already = "version 2 of demo is the champion already"
-    tags = {"cached.policy": "bbbb", "cached.promote": "bbbb", "gate.reason": already}
+    reason = "version 2 of demo is the champion already"
+    tags = {"cached.policy": "bbbb", "cached.promote": "bbbb", "gate.reason": reason}
     journal(
         home / "runs/2027-01-15-09-00-00",
         "demo · 2027-01-15 09:00:00",
@@ -223,24 +223,24 @@ def test_a_champion_that_was_there_is_told_as_such_and_has_no_curves_of_its_trai
         ended=START + 3700,
         events=[{"op": "tags", "tags": {"cached.policy": "bbbb"}}, {"op": "tags", "tags": tags}],
     )
-    run = run_of(tmp_path)
+    run = load_run(tmp_path)
     assert (run.find_stage("promote").status, run.find_stage("promote").result) == (
         "cached",
-        already,
+        reason,
     )
     assert run.find_stage("").label == "policy" and not run.find_stage("promote").table.series
 
 
 def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
-    """A resumed run logs earlier stages once more as cached."""
+    """A resumed run records earlier stages again as cached."""
     home = make_run(tmp_path)
     parent = home / "runs/2027-01-15-09-00-00"
-    taken = {"op": "tags", "tags": {"cached.sft": "aaaa"}}
+    cached_event = {"op": "tags", "tags": {"cached.sft": "aaaa"}}
     journal(
         parent,
         "demo · 2027-01-15 09:00:00",
         started=START + 3600,
-        events=[taken, {**taken, "time": (START + 3800) * 1000}],
+        events=[cached_event, {**cached_event, "time": (START + 3800) * 1000}],
     )
     journal(home / "stages/policy/cccc.tracking", "policy", started=START + 3601, parent=parent)
     run = RunReader(tmp_path).load_run("")
@@ -258,14 +258,14 @@ def test_a_run_is_found_by_its_names(tmp_path):
     )
     assert (
         reader.resolve_run_id("2027-01-15 08:00:00") == "other/2027-01-15-08-00-00"
-    )  # the newest of those that fit
+    )  # the newest match
     with pytest.raises(SettingsError, match=r"--run: no run 'demmo'.*did you mean 'demo'\?"):
         reader.resolve_run_id("demmo")
     with pytest.raises(SettingsError, match="none are known"):
         RunReader(tmp_path / "empty").resolve_run_id("demo")
 
 
-def test_runs_that_nobody_looks_at_are_forgotten(tmp_path, monkeypatch):
+def test_runs_not_viewed_are_evicted(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.monitor.reader.MAX_LOADED_RUNS", 1)
     make_run(tmp_path, status="FINISHED")
     make_run(tmp_path, name="other", status="FINISHED")
@@ -283,35 +283,35 @@ def test_runs_that_nobody_looks_at_are_forgotten(tmp_path, monkeypatch):
     assert set(loaded) == {"other"}
 
 
-def test_nothing_is_locked_written_or_kept_open(tmp_path):
+def test_nothing_is_locked_written_or_left_open(tmp_path):
     home = make_run(tmp_path)
-    before = sorted((str(p), p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    files_before = sorted((str(p), p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
     folder = home / "stages/sft/eeee.tracking"
     with FolderLock(home / ".lock"):
-        writer = LineLog(build_events_path(folder))  # holds its own lock, as training does
+        writer = LineLog(build_events_path(folder))  # holds a lock, as training does
         writer.append_record({"op": "start", "time": 1000, "name": "sft", "parent_folder": None})
         log = MetricsJournal(folder)
         log.append_metrics({"train/loss": 1.0}, 1)
         reader = RunReader(tmp_path)
         assert reader.load_run("") is not None
         log.append_metrics({"train/loss": 2.0}, 2)
-    with FolderLock(home / ".lock"):  # free, though the reader has looked
+    with FolderLock(home / ".lock"):  # free, although the reader has read
         pass
     log.close()
     writer.close()
     LineLog(build_events_path(folder)).close()
-    after = sorted(
+    files_after = sorted(
         (str(p), p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if "eeee" not in str(p)
     )
-    assert [row for row in after if not row[0].endswith((".lock", "/demo", "/sft"))] == [
-        row for row in before if not row[0].endswith(("/demo", "/sft"))
+    assert [row for row in files_after if not row[0].endswith((".lock", "/demo", "/sft"))] == [
+        row for row in files_before if not row[0].endswith(("/demo", "/sft"))
     ]
-    opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
-    assert not any(str(tmp_path) in path for path in opened)
+    open_files = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+    assert not any(str(tmp_path) in path for path in open_files)
 
 
-def make_store(path: Path) -> None:
-    """The tables of MLflow's store that are read, with one pipeline run and its stage."""
+def create_store(path: Path) -> None:
+    """Create the tables of MLflow's store that are read, with one pipeline run and its stage."""
     path.parent.mkdir(parents=True)
     with sqlite3.connect(path) as db:
         db.executescript(
@@ -338,8 +338,8 @@ def make_store(path: Path) -> None:
     db.close()
 
 
-def test_runs_whose_files_are_gone_come_from_mlflow(tmp_path):
-    make_store(tmp_path / "mlflow/mlflow.db")
+def test_runs_without_files_come_from_mlflow(tmp_path):
+    create_store(tmp_path / "mlflow/mlflow.db")
     reader = RunReader(tmp_path)
     run = reader.load_run("mlflow:p1")
     assert (run.pipeline, run.status, run.result, run.source) == (
@@ -352,17 +352,15 @@ def test_runs_whose_files_are_gone_come_from_mlflow(tmp_path):
         ("reward_model", "failed", 10.0)
     ]
     assert run.stages[0].table.series["train/loss"].read_arrays()[2].tolist() == [2.0, 1.5]
-    assert [found.id for found in reader.list_runs()] == [
-        "mlflow:p1"
-    ]  # services have tabs of their own
+    assert [listed.id for listed in reader.list_runs()] == ["mlflow:p1"]  # services have other tabs
     assert sorted(path.name for path in (tmp_path / "mlflow").iterdir()) == [
         "mlflow.db"
     ]  # no journal, no -shm
 
 
-def test_a_store_that_is_being_written_or_damaged_leaves_what_was_read(tmp_path):
+def test_locked_or_damaged_store_keeps_the_previous_result(tmp_path):
     path = tmp_path / "mlflow/mlflow.db"
-    make_store(path)
+    create_store(path)
     reader = RunReader(tmp_path)
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("BEGIN EXCLUSIVE")
@@ -371,7 +369,7 @@ def test_a_store_that_is_being_written_or_damaged_leaves_what_was_read(tmp_path)
         "o1",
         "s1",
         "p1",
-    ]  # no wait for the lock
+    ]  # without waiting for the lock
     writer.execute("ROLLBACK")
     writer.close()
     path.write_bytes(b"SQLite format 3\0" + b"x" * 5000)
@@ -382,9 +380,9 @@ def test_a_store_that_is_being_written_or_damaged_leaves_what_was_read(tmp_path)
 
 def test_reading_and_drawing_load_neither_gradio_nor_torch_nor_mlflow():
     program = "import sys, posttrain.monitor.views, posttrain.monitor.export; print(*sys.modules)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    loaded = set(done.stdout.split())
+    loaded = set(process.stdout.split())
     assert "posttrain.monitor.reader" in loaded
     assert not {"gradio", "torch", "mlflow", "prefect", "fastapi"} & loaded

@@ -1,4 +1,4 @@
-"""Metrics in bounded memory, by hand."""
+"""Metric series in bounded memory, checked by hand."""
 
 import math
 
@@ -21,11 +21,11 @@ def test_moving_average_by_hand():
     assert compute_moving_average(np.array([]), 3).tolist() == []
 
 
-def test_neighbours_are_merged_into_their_mean_when_there_are_too_many():
+def test_neighbours_are_averaged_beyond_the_limit():
     series = MetricSeries(limit=2)
     for index, value in enumerate([1.0, 3.0, 5.0, 7.0, 10.0, 20.0, 4.0], start=1):
         series.add_observation(index, 100.0 + index, value)
-    # four points became (1+3)/2 and (5+7)/2; then two at a time; the seventh waits for its neighbour
+    # Four points became (1+3)/2 and (5+7)/2; then two at a time; the seventh waits for its neighbour.
     steps, times, values = series.read_arrays()
     assert values.tolist() == [2.0, 6.0, 15.0, 4.0]
     assert steps.tolist() == [2.0, 4.0, 6.0, 7.0]
@@ -34,7 +34,7 @@ def test_neighbours_are_merged_into_their_mean_when_there_are_too_many():
     assert series.compute_mean(4) == 9.5  # two merged points: 15 and 4
 
 
-def test_memory_is_bounded_and_the_mean_is_kept():
+def test_memory_is_bounded_and_the_mean_is_preserved():
     series = MetricSeries(limit=16)
     for index in range(1024):
         series.add_observation(index, index, float(index))
@@ -44,21 +44,21 @@ def test_memory_is_bounded_and_the_mean_is_kept():
 
 
 @pytest.mark.parametrize("chunks", [[1] * 60, [60], [1, 2, 3, 7, 30, 17], [0, 59, 1], [31, 29]])
-def test_many_at_once_are_the_points_of_one_after_another(chunks):
+def test_batches_give_the_same_points_as_single_observations(chunks):
     series, table = MetricSeries(limit=4), MetricSeriesTable()
     values = np.arange(60.0) ** 2
-    begin = 0
+    start = 0
     for length in chunks:
-        part = slice(begin, begin + length)
+        part = slice(start, start + length)
         series.add_observations(np.arange(60.0)[part], np.arange(60.0)[part] + 1000, values[part])
         table.add_rows(
-            {"step": n, "time": 1000 * n, "metrics": {"a": n}} for n in range(begin, begin + length)
+            {"step": n, "time": 1000 * n, "metrics": {"a": n}} for n in range(start, start + length)
         )
-        begin += length
-    steps, times, kept = series.read_arrays()
-    # 8 points are merged into 4 behind 8, 16 and 32 observations: 7 points of 8, and 4 observations that wait
+        start += length
+    steps, times, points = series.read_arrays()
+    # 8 points are merged into 4 after 8, 16 and 32 observations: 7 points of 8, and 4 pending observations.
     assert series.stride == 8 and steps.tolist() == [*range(7, 60, 8), 59]
-    assert kept.tolist() == [values[n : n + 8].mean() for n in range(0, 60, 8)]
+    assert points.tolist() == [values[n : n + 8].mean() for n in range(0, 60, 8)]
     assert times.tolist() == (steps + 1000).tolist() and (series.last, series.last_step) == (
         59.0**2,
         59.0,
@@ -66,7 +66,7 @@ def test_many_at_once_are_the_points_of_one_after_another(chunks):
     assert table.series["a"].read_arrays()[2].tolist() == list(range(60)) and table.version == 60
 
 
-def test_thinning_keeps_spikes_and_ends():
+def test_downsampling_keeps_spikes_and_ends():
     ys = np.zeros(10_000)
     ys[4321], ys[7777] = 5.0, -5.0
     xs = np.arange(10_000.0)
@@ -78,7 +78,7 @@ def test_thinning_keeps_spikes_and_ends():
     assert downsample_curve(np.array([1.0]), np.array([2.0]), 100) == ([1.0], [2.0])
 
 
-def test_a_curve_that_grows_keeps_the_points_that_it_has_shown():
+def test_growing_curve_keeps_its_points():
     ys = np.sin(np.arange(5001.0) ** 1.7)
     before, after = (
         set(zip(*downsample_curve(np.arange(float(n)), ys[:n], max_points=100), strict=True))
@@ -87,7 +87,7 @@ def test_a_curve_that_grows_keeps_the_points_that_it_has_shown():
     assert len(before - after) <= 3 and 50 <= len(before) <= 102  # the last bucket and the end
 
 
-def test_points_have_few_digits_and_are_the_nearest_numbers():
+def test_points_are_rounded_to_significant_digits():
     values = [0.123456789, -98765.4321, 3e-9, 0.0, 1.23456789e15]
     assert downsample_curve(np.array(values), np.array(values)) == (
         [float(f"{value:.7g}") for value in values],
@@ -95,7 +95,7 @@ def test_points_have_few_digits_and_are_the_nearest_numbers():
     )
 
 
-def test_what_is_not_finite_is_counted_and_left_out():
+def test_nonfinite_values_are_counted_and_dropped():
     table = MetricSeriesTable()
     table.add_row(
         {"step": 1, "time": 2000, "metrics": {"a": 1.5, "b": "nan", "c": "inf", "d": None}}
@@ -109,7 +109,7 @@ def test_what_is_not_finite_is_counted_and_left_out():
     assert math.isnan(MetricSeries().last)
 
 
-def test_a_column_of_anything_is_read_value_by_value():
+def test_mixed_column_is_converted_value_by_value():
     table = MetricSeriesTable()
     table.add_rows(
         {"step": n, "time": 0, "metrics": {"a": value}}
@@ -117,7 +117,7 @@ def test_a_column_of_anything_is_read_value_by_value():
     )
     table.add_rows(
         {"step": n, "time": 0, "metrics": {"b": [1, 2]}} for n in range(2)
-    )  # no table of two columns
+    )  # not a table of two columns
     assert table.series["a"].read_arrays()[2].tolist() == [1.0, 2.5, 4.0]
     assert list(table.series) == ["a"] and table.num_nonfinite == 4
     huge = 10**400

@@ -1,4 +1,4 @@
-"""The tab of the training service, from a store made by hand; reading it changes nothing."""
+"""Tab of the training service, from a handmade store; reading changes nothing."""
 
 import json
 import re
@@ -18,18 +18,18 @@ from rl_core.errors import BackendError, ServiceError
 NOW = 1_800_000_000.0  # a whole minute
 
 
-class Clock:
+class FakeClock:
     now = NOW
 
     def __call__(self):
         return self.now
 
 
-def made(folder, port=1):
-    """A store after one run's requests: of 4 that are final one has failed; one runs, two wait."""
+def create_store(folder, port=1):
+    """Create a store after one run's requests: of 4 finished ones one failed; one runs, two wait."""
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps({"server": {"port": port}, "store": ""}))
-    clock = Clock()
+    clock = FakeClock()
     store = ServiceStore(f"sqlite:///{folder}/service.db", clock)
     store.create_key("anna")
     requests = [
@@ -38,7 +38,7 @@ def made(folder, port=1):
         update("s:train:0", 2),
         update("s:train:0", 3),
     ]
-    ids = [store.accept_request(one).request_id for one in requests]
+    ids = [store.accept_request(request).request_id for request in requests]
     for number, request_id in enumerate(ids):
         clock.now = NOW + 60 * number + 2
         store.claim_requests([request_id])
@@ -54,45 +54,47 @@ def made(folder, port=1):
 
 
 @pytest.fixture
-def shown(tmp_path, monkeypatch):
-    store = made(tmp_path / "service")
+def service_blocks(tmp_path, monkeypatch):
+    store = create_store(tmp_path / "service")
     monkeypatch.setattr(service_views.time, "time", lambda: NOW + 245.0)
-    found = build_view(RunReader(tmp_path), PageSelection(), "service")
-    json.dumps(found, allow_nan=False)
+    view = build_view(RunReader(tmp_path), PageSelection(), "service")
+    json.dumps(view, allow_nan=False)
     store.close()
-    return {block["id"]: block for block in found["blocks"]}
+    return {block["id"]: block for block in view["blocks"]}
 
 
-def rows_of(block):
+def read_rows(block):
     return [
         [cell["t"] if isinstance(cell, dict) else cell for cell in row] for row in block["rows"]
     ]
 
 
-def test_queue_waits_rates_runs_and_errors(shown):
-    tiles = {item["label"]: (item["value"], item["sub"]) for item in shown["service"]["items"]}
+def test_queue_waits_rates_runs_and_errors(service_blocks):
+    tiles = {
+        item["label"]: (item["value"], item["sub"]) for item in service_blocks["service"]["items"]
+    }
     assert tiles["server"] == ("no answer", "port 1")
     assert tiles["open requests"] == ("3", "2 wait, 1 run")
     assert tiles["oldest waits"] == ("45 s", "since its acceptance")
     assert tiles["errors"][0] == "1" and tiles["training runs"][0] == "1"
-    assert tiles["requests/s"][0] == f"{1 / 65:.2f}"  # the one of the minute before, within 65 s
-    kinds = {row[0]: row[1:] for row in rows_of(shown["kinds"])}
+    assert tiles["requests/s"][0] == f"{1 / 65:.2f}"  # that of the previous minute, within 65 s
+    kinds = {row[0]: row[1:] for row in read_rows(service_blocks["kinds"])}
     assert kinds["sample"][:2] == ["2", "1"] and kinds["sample"][2] == MISSING_VALUE
     assert kinds["create model"] == ["0", "0", "2.0 s", "2.0 s", "2.0 s", "3.0 s", "3.0 s", "3.0 s"]
     assert kinds["optim step"][2:5] == ["2 min 02 s", "3 min 02 s", "3 min 02 s"]
-    (chart,) = shown["rates"]["charts"]
+    (chart,) = service_blocks["rates"]["charts"]
     done, failed = chart["lines"]
     assert done["x"] == [-4.0, -3.0, -2.0, -1.0] and done["y"] == [1 / 60] * 3 + [0.0]
     assert failed["y"] == [0.0, 0.0, 0.0, 1 / 60]
-    assert rows_of(shown["runs"]) == [
+    assert read_rows(service_blocks["runs"]) == [
         ["s:train:0", "key-1", "", "creating", "0", "0", "4 min 05 s ago"]
     ]
-    assert rows_of(shown["errors"]) == [
+    assert read_rows(service_blocks["errors"]) == [
         ["1 min 00 s ago", "optim step", "user", "s:train:0", "the <b>gradient</b> is not finite"]
     ]
 
 
-def test_what_is_not_there_is_said(tmp_path):
+def test_missing_service_and_store_are_reported(tmp_path):
     assert "service" in TAB_NAMES
     (note,) = build_view(RunReader(tmp_path), PageSelection(), "service")["blocks"]
     assert re.search(r"posttrain service up service --set folder=.*/service$", note["lines"][-1])
@@ -107,28 +109,31 @@ def test_what_is_not_there_is_said(tmp_path):
     assert "cannot be read" in note["lines"][0]
 
 
-def test_a_look_writes_nothing(tmp_path):
-    store = made(tmp_path / "a name with ünïcode" / "service")
+def test_reading_changes_nothing(tmp_path):
+    store = create_store(tmp_path / "a name with ünïcode" / "service")
     url = f"sqlite:///{tmp_path}/a name with ünïcode/service/service.db"
-    before, changes = store.list_requests("s:train:0"), store.read_change_counter()
-    found = read_store_overview(url, NOW)
+    requests_before, changes_before = store.list_requests("s:train:0"), store.read_change_counter()
+    overview = read_store_overview(url, NOW)
     assert (
-        sum(one.done + one.failed for one in found.minutes) == 4
-        and found.errors[0].category == "user"
+        sum(minute.done + minute.failed for minute in overview.minutes) == 4
+        and overview.errors[0].category == "user"
     )
-    assert store.read_change_counter() == changes and store.list_requests("s:train:0") == before
+    assert (
+        store.read_change_counter() == changes_before
+        and store.list_requests("s:train:0") == requests_before
+    )
     store.close()
     files = {path: path.read_bytes() for path in Path(tmp_path).rglob("*.db")}
-    assert read_store_overview(url, NOW).num_runs == 1  # of a service that is over
+    assert read_store_overview(url, NOW).num_runs == 1  # of a stopped service
     assert {path: path.read_bytes() for path in Path(tmp_path).rglob("*.db")} == files
     with pytest.raises(BackendError, match="there is no store"):
         read_store_overview(f"sqlite:///{tmp_path}/none.db", NOW)
 
 
-def test_a_late_queue_asks_for_the_worker(tmp_path, monkeypatch):
+def test_late_queue_points_at_the_worker(tmp_path, monkeypatch):
     (tmp_path / "service").mkdir()
     (tmp_path / "service" / "settings.json").write_text("{}")
-    store = ServiceStore(f"sqlite:///{tmp_path}/service/service.db", Clock())
+    store = ServiceStore(f"sqlite:///{tmp_path}/service/service.db", FakeClock())
     store.accept_request(sample("s:sample:0", 1))
     store.close()
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The live page under `posttrain up --monitor`: as one of its servers, on a port of its own."""
+"""Live page under `posttrain up --monitor`: one of its servers, on a separate port."""
 
 import os
 import signal
@@ -16,28 +16,31 @@ from posttrain.monitor.server import build_page_services
 from posttrain.operations import commands
 
 
-def started(monkeypatch, *words):
-    """Arguments that `up` is called with: options, and the servers beside."""
-    found = {}
+def record_up_call(monkeypatch, *arguments):
+    """Run `up` and return the options and extra servers that it would start."""
+    call = {}
 
-    def up(output, given, *, detach, extra_servers):
-        found.update(given=given, also=extra_servers(output, ""))
+    def up(output, options, *, detach, extra_servers):
+        call.update(options=options, specs=extra_servers(output, ""))
 
     monkeypatch.setattr(commands, "start_servers", up)
-    assert operate_commands.run_up_command(build_parser().parse_args(["up", *map(str, words)])) == 0
-    return found
+    assert (
+        operate_commands.run_up_command(build_parser().parse_args(["up", *map(str, arguments)]))
+        == 0
+    )
+    return call
 
 
-def test_up_keeps_the_page_up_only_where_it_is_asked_to(tmp_path, monkeypatch):
+def test_up_runs_the_page_only_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module.importlib.util, "find_spec", lambda name: name)
-    assert started(monkeypatch, "--output", tmp_path) == {"given": {}, "also": []}
-    found = started(monkeypatch, "--output", tmp_path, "--monitor")
-    assert found["given"] == {"monitor_port": 7860} and [one.port for one in found["also"]] == [
+    assert record_up_call(monkeypatch, "--output", tmp_path) == {"options": {}, "specs": []}
+    call = record_up_call(monkeypatch, "--output", tmp_path, "--monitor")
+    assert call["options"] == {"monitor_port": 7860} and [spec.port for spec in call["specs"]] == [
         7860
     ]
-    found = started(monkeypatch, "--output", tmp_path, "--monitor-port", 7900)
-    (spec,) = found["also"]
-    assert found["given"] == {"monitor_port": 7900} and spec.url == "http://127.0.0.1:7900"
+    call = record_up_call(monkeypatch, "--output", tmp_path, "--monitor-port", 7900)
+    (spec,) = call["specs"]
+    assert call["options"] == {"monitor_port": 7900} and spec.url == "http://127.0.0.1:7900"
     assert spec.command[-4:] == ("--output", str(tmp_path), "--port", "7900")
 
 

@@ -1,11 +1,11 @@
-"""Reading files that grow: each line once, torn ones later, replaced files from their start."""
+"""Reading growing files: each line once, torn lines later, replaced files from their start."""
 
 import math
 
 from posttrain.monitor.tail import JsonLinesTail, read_json_object, read_last_rows
 
 
-def test_a_torn_last_line_waits_for_its_rest(tmp_path):
+def test_torn_last_line_is_deferred(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n{"n": 2}\n{"n"')
     tail = JsonLinesTail(path)
@@ -17,7 +17,7 @@ def test_a_torn_last_line_waits_for_its_rest(tmp_path):
     assert tail.num_bad == 0
 
 
-def test_what_is_no_object_is_counted_and_left_out(tmp_path):
+def test_lines_without_an_object_are_counted_and_dropped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"n": 1}\nnot json\n[1]\n\xff\xfe\n{"n": 2}\n' + b"[" * 100_000 + b"\n")
     tail = JsonLinesTail(path)
@@ -25,7 +25,7 @@ def test_what_is_no_object_is_counted_and_left_out(tmp_path):
     assert tail.num_bad == 4
 
 
-def test_what_one_parser_refuses_the_other_reads(tmp_path):
+def test_json_parses_what_orjson_refuses(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": NaN}\n{"n": "\\ud800"}\n')
     tail = JsonLinesTail(path)
@@ -33,7 +33,7 @@ def test_what_one_parser_refuses_the_other_reads(tmp_path):
     assert math.isnan(first["n"]) and second["n"] == "\ud800" and tail.num_bad == 0
 
 
-def test_a_missing_file_may_come_later_and_go_again(tmp_path):
+def test_missing_file_may_appear_and_disappear(tmp_path):
     path = tmp_path / "a.jsonl"
     tail = JsonLinesTail(path)
     assert tail.read_rows() == []
@@ -43,7 +43,7 @@ def test_a_missing_file_may_come_later_and_go_again(tmp_path):
     assert tail.read_rows() == []
 
 
-def test_a_file_that_shrank_or_was_replaced_is_read_from_its_start(tmp_path):
+def test_shrunken_or_replaced_file_is_read_from_its_start(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n{"n": 2}\n')
     tail = JsonLinesTail(path)
@@ -53,7 +53,7 @@ def test_a_file_that_shrank_or_was_replaced_is_read_from_its_start(tmp_path):
     assert tail.num_restarts == 1
     other = tmp_path / "b.jsonl"
     other.write_text('{"n": 4}\n{"n": 5}\n')
-    other.replace(path)  # longer than what was read: only the inode tells
+    other.replace(path)  # longer than what was read: only the inode differs
     assert tail.read_rows() == [{"n": 4}, {"n": 5}]
     assert tail.num_restarts == 2
 
@@ -66,13 +66,13 @@ def test_a_large_file_is_read_in_pieces(tmp_path):
     assert first == [{"n": 100}, {"n": 101}]
     assert tail.fraction == 22 / 1100
     rows = list(first)
-    while more := tail.read_rows(limit=200):
-        rows += more
+    while next_rows := tail.read_rows(limit=200):
+        rows += next_rows
     assert [row["n"] for row in rows] == list(range(100, 200))
     assert tail.fraction == 1.0
 
 
-def test_a_line_longer_than_a_piece_is_still_read(tmp_path):
+def test_line_longer_than_the_limit_is_read(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": "' + "x" * 1000 + '"}\n{"n": 2}\n')
     tail = JsonLinesTail(path)
@@ -80,7 +80,7 @@ def test_a_line_longer_than_a_piece_is_still_read(tmp_path):
     assert rows == [{"n": "x" * 1000}, {"n": 2}]
 
 
-def test_the_end_of_a_file_without_the_lines_that_are_cut(tmp_path):
+def test_last_rows_without_cut_lines(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 100}\n{"n": 101}\n{"n": 102}\n{"n"')
     assert read_last_rows(path) == [{"n": 100}, {"n": 101}, {"n": 102}]
@@ -88,7 +88,7 @@ def test_the_end_of_a_file_without_the_lines_that_are_cut(tmp_path):
     assert read_last_rows(tmp_path / "none") == []
 
 
-def test_half_a_json_file_is_nothing(tmp_path):
+def test_incomplete_json_file_is_empty(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"done": 1')
     assert read_json_object(path) == {} == read_json_object(tmp_path / "none")

@@ -40,24 +40,24 @@ from rl_core.environments.pixel_grid_questions import encode_png
 from rl_core.errors import DataError
 
 
-def blocks_of(output, tab, **choice):
-    found = build_view(RunReader(output), PageSelection(**choice), tab)
-    json.dumps(found, allow_nan=False)  # it has to reach the browser
-    return {block["id"]: block for block in found["blocks"]}
+def build_blocks(output, tab, **choice):
+    view = build_view(RunReader(output), PageSelection(**choice), tab)
+    json.dumps(view, allow_nan=False)  # must be valid JSON for the browser
+    return {block["id"]: block for block in view["blocks"]}
 
 
-def charts_of(block):
+def index_charts(block):
     return {chart["title"]: chart for chart in block["charts"]}
 
 
-def texts(block):
+def read_texts(block):
     return [
         [cell["t"] if isinstance(cell, dict) else cell for cell in row] for row in block["rows"]
     ]
 
 
 @pytest.mark.parametrize("tab", TAB_BUILDERS)
-def test_every_tab_of_every_kind_of_folder_can_be_drawn(tmp_path, tab):
+def test_every_tab_can_be_drawn_for_every_kind_of_folder(tmp_path, tab):
     for name, prepare in (
         ("empty", lambda folder: folder.mkdir()),
         ("none", lambda folder: None),
@@ -65,29 +65,29 @@ def test_every_tab_of_every_kind_of_folder_can_be_drawn(tmp_path, tab):
         ("ended", lambda folder: make_run(folder, status="FAILED")),
     ):
         prepare(tmp_path / name)
-        assert blocks_of(tmp_path / name, tab)
+        assert build_blocks(tmp_path / name, tab)
     parent = tmp_path / "begun/demo/runs/2027-01-15-08-00-00/.tracking"
     write_lines(
         parent / "events.jsonl", [{"op": "start", "time": START * 1000, "name": "demo · x"}]
     )
-    assert blocks_of(tmp_path / "begun", tab)
+    assert build_blocks(tmp_path / "begun", tab)
 
 
-def test_an_empty_folder_says_what_to_do(tmp_path):
-    found = build_view(RunReader(tmp_path), PageSelection(), "overview")
-    assert "$ posttrain run demo" in found["blocks"][0]["lines"]
-    assert found["head"]["status"] == "no run"
+def test_empty_folder_says_what_to_do(tmp_path):
+    view = build_view(RunReader(tmp_path), PageSelection(), "overview")
+    assert "$ posttrain run demo" in view["blocks"][0]["lines"]
+    assert view["head"]["status"] == "no run"
 
 
-def test_overview_has_every_stage_with_its_numbers(tmp_path):
+def test_overview_lists_every_stage(tmp_path):
     make_run(tmp_path, status="KILLED")
-    blocks = blocks_of(tmp_path, "overview", window=2)
-    assert texts(blocks["stages"]) == [
+    blocks = build_blocks(tmp_path, "overview", window=2)
+    assert read_texts(blocks["stages"]) == [
         ["sft", "finished", "4 / 4", "9.0 s", "", "", "100", "4 steps"],
         ["policy", "stopped", "5 / 10", "1 min 29 s", "", "60.0%", "", ""],
         ["evaluate", "not run", "", "", "", "", "", ""],
     ]
-    chart = charts_of(blocks["headlines"])["train/success_rate"]
+    chart = index_charts(blocks["headlines"])["train/success_rate"]
     (line,) = chart["lines"]
     assert line["y"] == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert line["avg"] == pytest.approx([0.2, 0.3, 0.5, 0.7, 0.9])
@@ -97,12 +97,12 @@ def test_overview_has_every_stage_with_its_numbers(tmp_path):
         "iteration",
         [0, 1],
     )
-    assert charts_of(blocks["load"])["CPU of the run"]["lines"][0]["x"] == pytest.approx(
+    assert index_charts(blocks["load"])["CPU of the run"]["lines"][0]["x"] == pytest.approx(
         [0, 5 / 60, 10 / 60], abs=1e-6
     )
 
 
-def test_the_head_says_what_runs_and_how_long_it_takes(tmp_path):
+def test_header_of_a_running_run(tmp_path):
     make_run(tmp_path)
     head = build_view(RunReader(tmp_path), PageSelection(), "overview")["head"]
     assert head["status"] == "running" and head["live"] and head["fraction"] == 0.5
@@ -110,31 +110,31 @@ def test_the_head_says_what_runs_and_how_long_it_takes(tmp_path):
     assert head["left"] == pytest.approx(10.0)
 
 
-def test_a_killed_run_says_so_above_everything(tmp_path):
+def test_killed_run_has_a_warning_on_top(tmp_path):
     make_run(tmp_path, pid=2**30)
-    found = build_view(RunReader(tmp_path), PageSelection(), "tools")
-    assert found["head"]["status"] == "killed"
-    assert found["blocks"][0]["lines"][0] == "This run was killed."
-    assert "no longer exists" in found["blocks"][0]["lines"][1]
+    view = build_view(RunReader(tmp_path), PageSelection(), "tools")
+    assert view["head"]["status"] == "killed"
+    assert view["blocks"][0]["lines"][0] == "This run was killed."
+    assert "no longer exists" in view["blocks"][0]["lines"][1]
     os.utime(tmp_path / "demo/stages/policy/bbbb.tracking/metrics.jsonl", (START + 51, START + 51))
     os.utime(
         tmp_path / "demo/stages/policy/bbbb.tracking/.tracking/events.jsonl",
         (START + 11, START + 11),
     )
-    rows = texts(blocks_of(tmp_path, "overview")["stages"])
+    rows = read_texts(build_blocks(tmp_path, "overview")["stages"])
     assert [row[3] for row in rows] == [
         "9.0 s",
         "40 s",
         "",
-    ]  # of the stage that was killed: up to its last record
+    ]  # the killed stage lasts up to its last record
 
 
 def test_curves_by_prefix_by_name_and_over_time(tmp_path):
     make_run(tmp_path)
-    blocks = blocks_of(tmp_path, "curves", groups=("reward",))
-    assert list(charts_of(blocks["curves"])) == ["reward/mean"]
-    assert texts(blocks["single"]) == [["Alarm: reward hacking", "0.0000"]]  # it never changed
-    blocks = blocks_of(
+    blocks = build_blocks(tmp_path, "curves", groups=("reward",))
+    assert list(index_charts(blocks["curves"])) == ["reward/mean"]
+    assert read_texts(blocks["single"]) == [["Alarm: reward hacking", "0.0000"]]  # it never changed
+    blocks = build_blocks(
         tmp_path,
         "curves",
         groups=("reward",),
@@ -142,54 +142,56 @@ def test_curves_by_prefix_by_name_and_over_time(tmp_path):
         by_time=True,
         window=1,
     )
-    chart = charts_of(blocks["curves"])["train/success_rate"]
+    chart = index_charts(blocks["curves"])["train/success_rate"]
     assert chart["x"] == "minutes since the run began"
     assert chart["lines"][0]["x"] == pytest.approx(
         [(11 + 2 * i) / 60 for i in range(1, 6)], rel=1e-5
     )
     assert "avg" not in chart["lines"][0]
-    assert list(charts_of(blocks_of(tmp_path, "curves", stage="sft")["curves"])) == ["train/loss"]
+    assert list(index_charts(build_blocks(tmp_path, "curves", stage="sft")["curves"])) == [
+        "train/loss"
+    ]
     reader = RunReader(tmp_path)
     known = group_metrics_by_prefix(reader.load_run(""), "policy")
     assert list(known) == ["curriculum", "reward", "tool", "train"]
 
 
-def test_runs_lie_over_each_other(tmp_path):
+def test_compared_runs_are_overlaid(tmp_path):
     make_run(tmp_path, status="FINISHED")
     make_run(tmp_path, name="other", status="FINISHED", begun=START + 5)
-    blocks = blocks_of(
+    blocks = build_blocks(
         tmp_path,
         "curves",
         run="other/2027-01-15-08-00-00",
-        compare=("demo/2027-01-15-08-00-00", "gone"),
+        compare=("demo/2027-01-15-08-00-00", "missing"),
     )
-    lines = charts_of(blocks["curves"])["reward/mean"]["lines"]
+    lines = index_charts(blocks["curves"])["reward/mean"]["lines"]
     assert [(line["name"], line["colour"]) for line in lines] == [
         ("01-15 08:00", 0),
         ("demo 01-15 08:00", 1),
     ]
 
 
-def test_curriculum_with_its_moves_and_the_present_condition(tmp_path):
+def test_curriculum_with_moves_and_current_condition(tmp_path):
     make_run(tmp_path)
-    blocks = blocks_of(tmp_path, "curriculum")
-    chart = charts_of(blocks["curriculum"])["Stage of the curriculum"]
+    blocks = build_blocks(tmp_path, "curriculum")
+    chart = index_charts(blocks["curriculum"])["Stage of the curriculum"]
     assert chart["names"] == ["easy", "hard"]
     assert chart["lines"][0]["y"] == [0, 0, 1, 1, 0]
     assert chart["marks"] == [
         {"x": 2.0, "label": "hard", "kind": ""},
         {"x": 4.0, "label": "rollback to easy", "kind": "rollback"},
     ]
-    assert texts(blocks["plan"])[0] == [
+    assert read_texts(blocks["plan"])[0] == [
         "easy",
         "now",
         "easy 75%, hard 25%",
         "success_rate >= 0.75 over 2",
     ]
-    assert texts(blocks["moves"])[0][:5] == ["4", "rollback", "hard", "easy", "0.1 below 0.6"]
+    assert read_texts(blocks["moves"])[0][:5] == ["4", "rollback", "hard", "easy", "0.1 below 0.6"]
     tiles = {item["label"]: item["value"] for item in blocks["where"]["items"]}
     assert (tiles["advances"], tiles["rollbacks"]) == ("1", "1")
-    (watched,) = charts_of(blocks["curriculum"])["Decides: watched for a rollback"]["lines"]
+    (watched,) = index_charts(blocks["curriculum"])["Decides: watched for a rollback"]["lines"]
     assert (watched["name"], watched["y"]) == (
         "watched for a rollback",
         [0.25, 0.5, 0.75, 1.0, 1.25],
@@ -203,8 +205,8 @@ def test_curriculum_with_its_moves_and_the_present_condition(tmp_path):
 
 def test_trajectories_turn_by_turn(tmp_path):
     make_run(tmp_path)
-    blocks = blocks_of(tmp_path, "trajectories")
-    wrong, right = blocks["episodes"]["rows"]  # the newest first
+    blocks = build_blocks(tmp_path, "trajectories")
+    wrong, right = blocks["episodes"]["rows"]  # newest first
     assert (wrong["prompt"], wrong["success"], right["success"]) == (
         "<b>2nd</b></script>",
         False,
@@ -219,11 +221,11 @@ def test_trajectories_turn_by_turn(tmp_path):
         == f"posttrain replay policy/4/easy/7/0 --output {tmp_path}"
     )
     assert "level=easy&seed=7" in right["image"]
-    rows = blocks_of(tmp_path, "trajectories", outcome="right")["episodes"]["rows"]
+    rows = build_blocks(tmp_path, "trajectories", outcome="right")["episodes"]["rows"]
     assert [row["success"] for row in rows] == [True]
     assert [
         row["success"]
-        for row in blocks_of(tmp_path, "trajectories", outcome="with misuse")["episodes"]["rows"]
+        for row in build_blocks(tmp_path, "trajectories", outcome="with misuse")["episodes"]["rows"]
     ] == [0]
 
 
@@ -250,7 +252,7 @@ def test_tools_by_hand(tmp_path):
     ]
 
 
-def test_parts_of_the_reward_by_hand(tmp_path):
+def test_reward_components_by_hand(tmp_path):
     def row(success, task, length, masked=False):
         return {
             "success": success,
@@ -294,7 +296,7 @@ def test_parts_of_the_reward_by_hand(tmp_path):
     assert summarize_reward_components(tmp_path / "none") == (0, [])
 
 
-def test_the_picture_is_that_of_the_episode_and_only_of_shipped_environments():
+def test_images_of_shipped_environments_only():
     images = EpisodeImages()
     expected = encode_png(make_environment("pixel_grid").episode(7, "easy").image())
     assert images.render_png({"name": "pixel_grid", "options": {}}, "easy", 7) == expected
@@ -308,7 +310,7 @@ def test_the_picture_is_that_of_the_episode_and_only_of_shipped_environments():
         assert images.render_png(environment, level, 7) is None
 
 
-def test_looking_at_a_run_runs_no_code_that_its_settings_name(tmp_path, monkeypatch):
+def test_viewing_a_run_executes_no_code_of_its_settings(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "looked_at.py").write_text(
         f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
@@ -322,21 +324,21 @@ def test_looking_at_a_run_runs_no_code_that_its_settings_name(tmp_path, monkeypa
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_view_keeps_its_version_until_something_changes(tmp_path):
+def test_version_changes_only_with_the_content(tmp_path):
     make_run(tmp_path, status="FINISHED")
     reader = RunReader(tmp_path)
-    first, again = (build_view(reader, PageSelection(), "curves")["version"] for _ in range(2))
-    assert first == again
+    first, second = (build_view(reader, PageSelection(), "curves")["version"] for _ in range(2))
+    assert first == second
     assert build_view(reader, PageSelection(window=2), "curves")["version"] != first
 
 
-def test_a_tab_that_cannot_be_drawn_does_not_take_the_page_with_it(tmp_path, caplog):
+def test_broken_tab_does_not_break_the_page(tmp_path, caplog):
     home = make_run(tmp_path)
     path = home / "stages/policy/bbbb.open/recent_rollouts.jsonl"
     write_lines(path, [], torn="\n")  # ends the torn line
     write_lines(path, [{"turns": ["not a turn"]}])
-    assert "AttributeError" in blocks_of(tmp_path, "tools")["nothing"]["lines"][0]
-    assert blocks_of(tmp_path, "overview")["stages"]["rows"]
+    assert "AttributeError" in build_blocks(tmp_path, "tools")["nothing"]["lines"][0]
+    assert build_blocks(tmp_path, "overview")["stages"]["rows"]
 
 
 def test_units():
@@ -349,7 +351,7 @@ def test_units():
     assert find_unit("policy/kl_coef") == "" and find_unit("policy/update_kl") == "nats per token"
 
 
-def test_export_holds_every_value_and_can_be_read_back(tmp_path):
+def test_export_contains_every_value(tmp_path):
     make_run(tmp_path / "out")
     run = RunReader(tmp_path / "out").load_run("")
     paths = export_run(run, tmp_path / "files")
@@ -362,9 +364,9 @@ def test_export_holds_every_value_and_can_be_read_back(tmp_path):
     ]
     assert rewards == [(i, START + 11 + 2.0 * i, 0.1 * i) for i in range(1, 6)]
     assert len(rows) == 4 * 2 + 5 * 6
-    found = json.loads(format_run_json(run))
-    assert found["stages"][1]["metrics"]["reward/mean"]["last"] == pytest.approx(0.5)
-    assert found["settings"]["environment"]["name"] == "pixel_grid"
+    summary = json.loads(format_run_json(run))
+    assert summary["stages"][1]["metrics"]["reward/mean"]["last"] == pytest.approx(0.5)
+    assert summary["settings"]["environment"]["name"] == "pixel_grid"
     assert next(csv.DictReader(io.StringIO(format_stages_csv(run))))["result"] == "4 steps"
     assert next(csv.reader(io.StringIO(format_stages_csv(run)))) == [
         "run",
@@ -383,10 +385,10 @@ def test_export_holds_every_value_and_can_be_read_back(tmp_path):
     assert len(EPISODES) == 2
 
 
-def test_export_goes_on_behind_lines_that_cannot_be_read(tmp_path):
+def test_export_skips_unreadable_lines(tmp_path):
     home = make_run(tmp_path)
     path = home / "stages/sft/aaaa.tracking/metrics.jsonl"
-    path.write_text("no json\n" * 300_000 + path.read_text())  # more than is read at once
+    path.write_text("no json\n" * 300_000 + path.read_text())  # more than one read
     rows = list(
         csv.DictReader(io.StringIO("".join(format_metrics_csv(RunReader(tmp_path).load_run("")))))
     )
@@ -398,44 +400,44 @@ def test_export_goes_on_behind_lines_that_cannot_be_read(tmp_path):
     ]
 
 
-def test_what_differs_by_rounding_alone_has_no_chart():
-    def series(*values):
-        found = MetricSeries()
+def test_rounding_differences_get_no_chart():
+    def build_series(*values):
+        series = MetricSeries()
         for step, value in enumerate(values):
-            found.add_observation(step, step, value)
-        return found
+            series.add_observation(step, step, value)
+        return series
 
     assert (
-        not _has_variation(series(1.0, 1.0 - 1e-16, 1.0))
-        and not _has_variation(series(-1e-17, 3e-17))
-        and not _has_variation(series(2))
+        not _has_variation(build_series(1.0, 1.0 - 1e-16, 1.0))
+        and not _has_variation(build_series(-1e-17, 3e-17))
+        and not _has_variation(build_series(2))
     )
-    assert _has_variation(series(1e-5, 2e-5)) and _has_variation(series(1e6, 1e6 + 1))
+    assert _has_variation(build_series(1e-5, 2e-5)) and _has_variation(build_series(1e6, 1e6 + 1))
 
 
-def test_curves_of_another_scale_have_a_chart_of_their_own(tmp_path):
+def test_curves_of_another_scale_get_their_own_chart(tmp_path):
     home = make_run(tmp_path, status="FINISHED")
     parts = {"reward/mean": 1.0, "reward/task": 0.9, "reward/format": 0.5, "reward/length": -64.0}
     rows = [{"step": step, "time": 1000 * step, "metrics": parts} for step in range(6, 9)]
     write_lines(home / "stages/policy/bbbb.tracking/metrics.jsonl", rows)
-    raw = [
+    raw_charts = [
         chart
-        for title, chart in charts_of(blocks_of(tmp_path, "rewards")["rewards"]).items()
+        for title, chart in index_charts(build_blocks(tmp_path, "rewards")["rewards"]).items()
         if "Raw" in title
     ]
-    assert [[line["name"] for line in chart["lines"]] for chart in raw] == [
+    assert [[line["name"] for line in chart["lines"]] for chart in raw_charts] == [
         ["format", "task"],
         ["length"],
     ]
 
 
 def test_nothing_moves_when_a_run_is_compared(tmp_path):
-    """The table of settings comes last, a legend stays one line, and markers stay where they are."""
+    """The table of settings comes last, a legend stays one line, and markers do not move."""
     make_run(tmp_path, status="FINISHED")
-    other = make_run(tmp_path, name="other", status="FINISHED")
-    for path in other.glob("runs/*/.tracking/events.jsonl"):
+    compared_chart = make_run(tmp_path, name="other", status="FINISHED")
+    for path in compared_chart.glob("runs/*/.tracking/events.jsonl"):
         path.write_text(path.read_text().replace('\\"epochs\\": 1', '\\"epochs\\": 2'))
-    alone, compared = (
+    single, compared = (
         build_view(
             RunReader(tmp_path),
             PageSelection(run="demo/2027-01-15-08-00-00", compare=compare),
@@ -443,30 +445,30 @@ def test_nothing_moves_when_a_run_is_compared(tmp_path):
         )["blocks"]
         for compare in ((), ("other/2027-01-15-08-00-00",))
     )
-    assert [block["id"] for block in compared] == [*(block["id"] for block in alone), "settings"]
-    for one, other in zip(
-        *(charts_of(blocks[2]).values() for blocks in (alone, compared)), strict=True
+    assert [block["id"] for block in compared] == [*(block["id"] for block in single), "settings"]
+    for chart, compared_chart in zip(
+        *(index_charts(blocks[2]).values() for blocks in (single, compared)), strict=True
     ):
-        assert one["marks"] == other["marks"] and one["id"] == other["id"]
+        assert chart["marks"] == compared_chart["marks"] and chart["id"] == compared_chart["id"]
         assert (
-            other.get("compares")
-            or any(line.get("quiet") for line in other["lines"])
-            or len(other["lines"]) == 1
+            compared_chart.get("compares")
+            or any(line.get("quiet") for line in compared_chart["lines"])
+            or len(compared_chart["lines"]) == 1
         )
 
 
-def test_a_resumed_stage_took_the_time_of_all_its_processes(tmp_path):
+def test_resumed_stage_counts_the_time_of_all_processes(tmp_path):
     home = make_run(tmp_path, status="FINISHED")
-    noted = {"done": 5, "total": 10, "message": "", "time": START * 1000, "seconds": 30.0}
+    progress = {"done": 5, "total": 10, "message": "", "time": START * 1000, "seconds": 30.0}
     for folder in (home / "stages/policy/bbbb.tracking", home / "runs/2027-01-15-08-00-00"):
-        (folder / ".tracking/progress.json").write_text(json.dumps(noted))
-    found = build_view(RunReader(tmp_path), PageSelection(), "overview")
-    assert texts({block["id"]: block for block in found["blocks"]}["stages"])[1][3] == "30 s"
-    assert found["head"]["elapsed"] == 30.0
+        (folder / ".tracking/progress.json").write_text(json.dumps(progress))
+    view = build_view(RunReader(tmp_path), PageSelection(), "overview")
+    assert read_texts({block["id"]: block for block in view["blocks"]}["stages"])[1][3] == "30 s"
+    assert view["head"]["elapsed"] == 30.0
 
 
-def two_tools(output):
-    """The handmade run with two tools, one of them not called in every iteration, and three parts of the reward."""
+def make_run_with_two_tools(output):
+    """Make a run with two tools, one of them not called in every iteration, and three reward components."""
     home = make_run(output)
     rows = [
         {
@@ -485,7 +487,7 @@ def two_tools(output):
     ]
     rows.append(
         {"step": 10, "time": (START + 70) * 1000, "metrics": {"tool/calls": 0.0}}
-    )  # which has no shares
+    )  # without shares
     path = home / "stages/policy/bbbb.tracking/metrics.jsonl"
     path.write_text(
         path.read_text().rpartition("\n")[0]
@@ -495,17 +497,19 @@ def two_tools(output):
     return home
 
 
-def test_every_metric_has_its_present_value_mean_and_slope(tmp_path):
+def test_metric_table(tmp_path):
     make_run(tmp_path)
-    rows = {row[0]: row[1:] for row in texts(blocks_of(tmp_path, "curves", window=4)["present"])}
-    # success is 0.2 i in the iterations 1 to 5: the newest 4 have mean 0.7, and rise by 0.2 a step
+    rows = {
+        row[0]: row[1:] for row in read_texts(build_blocks(tmp_path, "curves", window=4)["present"])
+    }
+    # Success is 0.2 i in iterations 1 to 5: the newest 4 have mean 0.7 and rise by 0.2 per step.
     assert rows["Success in training"] == ["100.0%", "70.0%", "+20%", "5"]
     assert rows["Tool calls"] == ["1.0000", "1.0000", "+0", "5"] and len(rows) == 6
     assert not [name for name in rows if name.startswith("system/")]
 
 
 @pytest.mark.parametrize(
-    ("steps", "values", "window", "found"),
+    ("steps", "values", "window", "slope"),
     [
         ([1, 2, 3, 4], [5.0, 1.0, 2.0, 6.0], 3, 2.5),  # of 1, 2, 6: (-1 * -2 + 1 * 3) / 2
         ([0, 10, 20], [0.0, 1.0, 2.0], 10, 0.1),
@@ -514,23 +518,23 @@ def test_every_metric_has_its_present_value_mean_and_slope(tmp_path):
         ([], [], 5, None),
     ],
 )
-def test_slopes_by_hand(steps, values, window, found):
+def test_slopes_by_hand(steps, values, window, slope):
     series = MetricSeries()
     for step, value in zip(steps, values, strict=True):
         series.add_observation(step, 0.0, value)
-    assert compute_slope(series, window) == (None if found is None else pytest.approx(found))
+    assert compute_slope(series, window) == (None if slope is None else pytest.approx(slope))
 
 
-def test_tools_and_parts_of_the_reward_are_bars(tmp_path):
-    two_tools(tmp_path)
-    tools = blocks_of(tmp_path, "tools", window=4)["tool shares"]
-    # over the iterations 6 to 9: zoom 0.5, 1, 0.5, 1; scan 0.5, none, 0.5, none
+def test_bars_of_tools_and_reward_components(tmp_path):
+    make_run_with_two_tools(tmp_path)
+    tools = build_blocks(tmp_path, "tools", window=4)["tool shares"]
+    # Over iterations 6 to 9: zoom 0.5, 1, 0.5, 1; scan 0.5, none, 0.5, none.
     assert [(item["label"], item["share"], item["text"]) for item in tools["items"]] == [
         ("zoom", pytest.approx(0.75), "75.0%"),
         ("scan", pytest.approx(0.25), "25.0%"),
     ]
-    parts = blocks_of(tmp_path, "rewards", window=2)["reward shares"]
-    # newest two: task 0.85, tool_use -0.2, brevity 0.1; of 1.15
+    parts = build_blocks(tmp_path, "rewards", window=2)["reward shares"]
+    # The newest two: task 0.85, tool_use -0.2, brevity 0.1; of 1.15.
     assert [(item["label"], item["text"]) for item in parts["items"]] == [
         ("task", "73.9% (0.850)"),
         ("tool_use", "17.4% (-0.200)"),
@@ -539,32 +543,34 @@ def test_tools_and_parts_of_the_reward_are_bars(tmp_path):
     assert len({item["colour"] for item in parts["items"]}) == 3
 
 
-def test_without_shares_in_the_metrics_the_bars_are_those_of_recorded_episodes(tmp_path):
+def test_tool_bars_from_recorded_episodes(tmp_path):
     make_run(tmp_path)
-    blocks = blocks_of(tmp_path, "tools")
+    blocks = build_blocks(tmp_path, "tools")
     assert [(item["label"], item["text"]) for item in blocks["tool shares"]["items"]] == [
         ("zoom", "75.0%"),
         ("(no tool understood)", "25.0%"),
     ]
-    assert "reward shares" not in blocks_of(tmp_path, "rewards"), "one part has no shares"
+    assert "reward shares" not in build_blocks(tmp_path, "rewards"), "one part has no shares"
 
 
 def test_tables_do_not_change_while_a_view_reads_them(tmp_path, monkeypatch):
     make_run(tmp_path)
-    reader, free = RunReader(tmp_path), []
+    reader, acquired = RunReader(tmp_path), []
 
-    def overview(*_):
-        other = threading.Thread(target=lambda: free.append(reader.lock.acquire(blocking=False)))
+    def try_lock(*_):
+        other = threading.Thread(
+            target=lambda: acquired.append(reader.lock.acquire(blocking=False))
+        )
         other.start()
         other.join()
         return []
 
-    monkeypatch.setitem(TAB_BUILDERS, "overview", overview)
+    monkeypatch.setitem(TAB_BUILDERS, "overview", try_lock)
     build_view(reader, PageSelection(), "overview")
-    assert free == [False]
+    assert acquired == [False]
 
 
-def test_a_stage_that_logs_no_curves_has_none_on_the_overview_nor_the_last_one_in_its_place():
+def test_stage_without_curves_has_no_charts():
     stages = [
         StageView("prepare_data", "running"),
         StageView("sft", "to come"),

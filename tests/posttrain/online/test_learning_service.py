@@ -375,7 +375,7 @@ def test_live_snapshot_is_consolidated(folder, tmp_path):
     assert "no service" in find_live_snapshot(root / "nothing", [])
     publish_snapshot(source, 0, 1.0), publish_snapshot(source, 10, 0.5)
     source.snapshots.set_live_version(0)
-    assert "nothing that it learned is live" in find_live_snapshot(root, [])
+    assert "no snapshot is live yet" in find_live_snapshot(root, [])
     source.snapshots.set_live_version(10)
     snapshot = find_live_snapshot(root, [])
     assert (

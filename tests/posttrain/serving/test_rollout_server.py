@@ -292,7 +292,7 @@ def test_one_error_before_anything_starts(tokenizer, server, tmp_path, monkeypat
     assert f"of {len(tokenizer):,} tokens, and the policy has 1,000" in read_refusal(
         settings, {"vocab_size": 1000}
     )
-    assert "serves no 'other', but small" in read_refusal(
+    assert "does not serve 'other'; it serves small" in read_refusal(
         server_settings(server.url, model="other")
     )
     monkeypatch.setenv(KEY, "wrong")

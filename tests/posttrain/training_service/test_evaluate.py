@@ -430,7 +430,7 @@ def test_key_and_address(monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9/")
     assert ServiceClient()._connection.address == "http://127.0.0.1:9"
-    with pytest.raises(SettingsError, match="is no http address"):
+    with pytest.raises(SettingsError, match="is not an http address"):
         ServiceClient("localhost:8123")
 
 

@@ -82,7 +82,7 @@ def test_the_exact_test_is_that_of_all_signs_with_several_samples(tmp_path):
     sums = [
         sum(s * abs(v) for s, v in zip(signs, moved, strict=True))
         for signs in itertools.product((1, -1), repeat=len(moved))
-    ]  # noqa: E501
+    ]
     more, less = (
         sum(total * sign >= sum(moved) * sign - 1e-9 for total in sums) / len(sums)
         for sign in (1, -1)

@@ -164,16 +164,16 @@ def test_what_is_no_network_is_refused(tmp_path):
     publish_network(build_actor_critic(), tmp_path / "net", "Walk-v0")
     config = json.loads((tmp_path / "net" / CONFIG_FILE).read_text())
     for change, message in (
-        ({"format": 2}, "no config of a network in format 1"),
-        ({"hidden": [8]}, "does not fit network.json"),
+        ({"format": 2}, "not a network.s config in format 1"),
+        ({"hidden": [8]}, "does not match the network.json"),
         ({"hidden": [-1]}, "must all be at least 1"),
-        ({"activation": "sin"}, "no network's config .KeyError"),
-        ({"actions": 3}, "no network's config .TypeError"),
+        ({"activation": "sin"}, "not a network's config .KeyError"),
+        ({"actions": 3}, "not a network's config .TypeError"),
     ):
         (tmp_path / "net" / CONFIG_FILE).write_text(json.dumps({**config, **change}))
         with pytest.raises(ModelError, match=message):
             load_network(tmp_path / "net")
     (tmp_path / "net" / CONFIG_FILE).write_text(json.dumps(config))
     (tmp_path / "net" / WEIGHTS_FILE).write_bytes(b"\0" * 20)
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="contains no weights"):
         load_network(tmp_path / "net")

@@ -298,11 +298,11 @@ def test_replay_keeps_so_many_iterations():
     [
         (
             {"environment": "package.module:World"},
-            "names code; put an import path into environment_class",
+            "names code; use environment_class for an import path",
         ),
         (
             {"rollout_steps": 2**20, "num_environments": 64},
-            "67,108,864 steps in one iteration, and 16,777,216",
+            "67,108,864 steps in one iteration, more than 16,777,216",
         ),
         (
             {"environment_steps": 63},
@@ -310,18 +310,21 @@ def test_replay_keeps_so_many_iterations():
         ),
         ({"minibatches": 1000}, "minibatches: 1000 is more than the steps of one iteration"),
         ({"minibatches": 60}, "normalise_advantages: a minibatch of one step has no variance"),
-        ({"autocast": "bfloat16"}, "autocast: is for language models; leave it none"),
-        ({"dropout": True}, "dropout: is for language models; leave it false"),
+        ({"autocast": "bfloat16"}, "autocast: applies only to language models; leave it none"),
+        ({"dropout": True}, "dropout: applies only to language models; leave it false"),
         (
             {"replay": 1},
             "replay: steps of older policies need a correction; set advantages to vtrace",
         ),
         ({"vtrace_rho": 0.5}, "vtrace_c: 1.0 is above vtrace_rho 0.5"),
-        ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: moves the learning rate itself"),
-        ({"kl_target": 0.01, "epochs": 1}, "kl_target: is measured before each optimizer step"),
+        ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: adapts the learning rate"),
+        (
+            {"kl_target": 0.01, "epochs": 1},
+            "kl_target: the KL is measured before each optimizer step",
+        ),
         (
             {"kl_target": 0.01, "learning_rate": 0.5},
-            "learning_rate: 0.5 lies outside learning_rate_low",
+            "learning_rate: 0.5 must lie between learning_rate_low",
         ),
         ({"hidden": (0,)}, "hidden: 0 must be at least 1"),
     ],

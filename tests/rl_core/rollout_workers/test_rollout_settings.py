@@ -23,7 +23,7 @@ from tasks.pipeline.stage_key import compute_stage_key
         ),
         (
             {"replay_schedule": "schedule.jsonl"},
-            "replay_schedule: is of a run with max_staleness above 0",
+            "replay_schedule: belongs to a run with max_staleness above 0",
         ),
         (
             {"workers": "server", "address": "gpu-1:80000"},

@@ -274,7 +274,7 @@ def test_the_time_of_an_iteration_is_shared_out(renderer, taught, monkeypatch):
     )  # a second at every look at the clock
     trainer = make_trainer(renderer, taught)
     observed = {}
-    for name in ("_play_groups", "_rewards", "_advantages", "_update"):
+    for name in ("_play_groups", "_compute_rewards", "_compute_advantages", "_update_policy"):
         monkeypatch.setattr(
             trainer, name, count_clock_reads(getattr(trainer, name), ticks, name, observed)
         )
@@ -282,10 +282,10 @@ def test_the_time_of_an_iteration_is_shared_out(renderer, taught, monkeypatch):
         metrics = trainer.step()
     # the clock is read at a span's beginning and end, so that a span around a thing lasts a second more than the thing
     assert metrics["perf/rollout_seconds"] == observed["_play"] + 1
-    assert seconds["reward"] == observed["_rewards"] + 1
-    assert seconds["update"] == observed["_advantages"] + observed["_update"] + 1
+    assert seconds["reward"] == observed["_compute_rewards"] + 1
+    assert seconds["update"] == observed["_compute_advantages"] + observed["_update_policy"] + 1
     assert (
-        seconds["measure"] == 1 and 0 < seconds["optimizer"] < observed["_update"]
+        seconds["measure"] == 1 and 0 < seconds["optimizer"] < observed["_update_policy"]
     )  # both within the update
 
 

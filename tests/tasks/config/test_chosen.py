@@ -25,19 +25,19 @@ def test_what_a_config_says_is_what_was_chosen():
 
 
 @pytest.mark.parametrize("name", ["demo", "rlhf", "thoughts"])
-def test_defaults_and_what_was_chosen_make_the_whole(name):
-    """Whoever reads the parameters of a run in the tracking store can tell every setting of it."""
+def test_defaults_and_changed_settings_give_all_settings(name):
+    """The parameters of a run in the tracking store determine every setting of it."""
     path = ROOT / f"configs/{name}.yaml"
     settings = load_settings(path, check_files=False)
-    given, defaults = (
+    changed, defaults = (
         flatten_settings(non_default_settings(settings)),
         flatten_settings(collect_default_values()),
     )
     for key, value in flatten_settings(dump_settings(settings)).items():
         if (key.startswith("stages.") and key.count(".") > 1) or not key.startswith("stages"):
-            assert given.get(key, defaults.get(key)) == value, key
+            assert changed.get(key, defaults.get(key)) == value, key
     written = flatten_settings(yaml.safe_load(path.read_text()))
-    assert len(given) <= len(written) + 20
+    assert len(changed) <= len(written) + 20
 
 
 def test_a_stage_of_defaults_alone_is_named():

@@ -1,4 +1,4 @@
-"""Code of the user's that a configuration names: what is imported when, and what is said of it."""
+"""User code that a configuration names: what is imported when, and which problems are reported."""
 
 import pytest
 
@@ -24,14 +24,14 @@ def measure(trajectory):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The current folder, with a file of good parts, which leaves a trace when it is run."""
+    """Create the current folder with a file of valid functions, which leaves a trace when it is run."""
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "mine.py").write_text(GOOD.format(ran=str(tmp_path / "ran")))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def values(**changed):
+def build_values(**changed):
     names = {
         name: f"parts/mine.py:{name}" for name in ("loss", "advantages", "settled", "measure")
     } | changed
@@ -55,7 +55,7 @@ def values(**changed):
     }
 
 
-def problems_of(settings, **options):
+def list_problems(settings, **options):
     try:
         build_settings(settings, check_files=False, **options)
     except ConfigError as error:
@@ -64,12 +64,12 @@ def problems_of(settings, **options):
 
 
 def test_all_of_it_is_named_and_imported_only_where_that_is_asked_for(home):
-    settings = build_settings(values(), check_files=False, import_code=False)
+    settings = build_settings(build_values(), check_files=False, import_code=False)
     assert not (home / "ran").exists()
     assert list_code_paths(settings) == tuple(
         f"parts/mine.py:{name}" for name in ("loss", "advantages", "settled", "measure")
     )
-    assert problems_of(values()) == {} and (home / "ran").exists()
+    assert list_problems(build_values()) == {} and (home / "ran").exists()
 
 
 CONDITION = "stages.policy.curriculum.0.exit_conditions.0.function"
@@ -110,17 +110,17 @@ CONDITION = "stages.policy.curriculum.0.exit_conditions.0.function"
     ],
 )
 def test_one_message_names_the_key(home, changed, key, message):
-    found = problems_of(values(**changed))
-    assert message in found.pop(key)
-    assert set(found) <= {"stages.policy.early_stop.function"}
+    problems = list_problems(build_values(**changed))
+    assert message in problems.pop(key)
+    assert set(problems) <= {"stages.policy.early_stop.function"}
 
 
-def test_what_is_no_import_path_is_said_without_importing(home):
-    found = problems_of(values(loss="los s", measure=":x"), import_code=False)
-    assert set(found) == {"stages.policy.loss", "stages.analyze.measures.0"}
+def test_invalid_import_paths_are_reported_without_importing(home):
+    problems = list_problems(build_values(loss="los s", measure=":x"), import_code=False)
+    assert set(problems) == {"stages.policy.loss", "stages.analyze.measures.0"}
     assert not (home / "ran").exists()
 
 
 def test_rewards_may_lie_in_a_folder(home):
     stages = {"sft": {}, "policy": {"rewards": {"parts/mine.py:measure": 1.0}}}
-    assert problems_of({"name": "x", "stages": stages}, import_code=False) == {}
+    assert list_problems({"name": "x", "stages": stages}, import_code=False) == {}

@@ -21,16 +21,16 @@ from tasks.config import (
 SMALL = "name: demo\nstages:\n  sft: {}\n"
 
 
-def write(folder: Path, text: str) -> Path:
+def write_config(folder: Path, text: str) -> Path:
     path = folder / "config.yaml"
     path.write_text(text)
     return path
 
 
-def problems_of(folder: Path, text: str, *overrides: str) -> dict[str, str]:
-    """Problems by dotted key."""
+def list_problems(folder: Path, text: str, *overrides: str) -> dict[str, str]:
+    """List the problems by dotted key."""
     with pytest.raises(ConfigError) as caught:
-        load_settings(write(folder, text), overrides)
+        load_settings(write_config(folder, text), overrides)
     problems = {".".join(map(str, problem.key)): problem.text for problem in caught.value.problems}
     assert len(problems) == len(caught.value.problems)
     return problems
@@ -38,7 +38,7 @@ def problems_of(folder: Path, text: str, *overrides: str) -> dict[str, str]:
 
 def test_defaults_and_types(tmp_path):
     settings = load_settings(
-        write(
+        write_config(
             tmp_path,
             SMALL + "  policy: {learning_rate: 1e-5, betas: [0, 0.9], kl_coef: 1}\nseed: 3\n",
         )
@@ -57,14 +57,14 @@ def test_defaults_and_types(tmp_path):
 
 def test_stage_left_out_null_and_empty_block(tmp_path):
     settings = load_settings(
-        write(tmp_path, "name: x\nstages:\n  sft: {}\n  policy: null\n  evaluate:\n")
+        write_config(tmp_path, "name: x\nstages:\n  sft: {}\n  policy: null\n  evaluate:\n")
     )
     assert settings.stages.active == ("sft",)
 
 
 def test_timeouts(tmp_path):
     settings = load_settings(
-        write(tmp_path, SMALL + "run: {timeout_seconds: 60, timeouts: {policy: 3600}}\n")
+        write_config(tmp_path, SMALL + "run: {timeout_seconds: 60, timeouts: {policy: 3600}}\n")
     )
     assert settings.run.find_timeout("policy") == 3600 and settings.run.find_timeout("sft") == 60
     assert settings.run.retries == 2
@@ -123,7 +123,7 @@ def test_timeouts(tmp_path):
     ],
 )
 def test_one_bad_line(tmp_path, line, key, expected):
-    problems = problems_of(tmp_path, SMALL + line + "\n")
+    problems = list_problems(tmp_path, SMALL + line + "\n")
     assert list(problems) == [key]
     assert expected in problems[key]
 
@@ -165,7 +165,7 @@ def test_one_bad_line(tmp_path, line, key, expected):
     ],
 )
 def test_one_bad_line_in_policy(tmp_path, block, key, expected):
-    problems = problems_of(tmp_path, f"{SMALL}  policy: {block}\n")
+    problems = list_problems(tmp_path, f"{SMALL}  policy: {block}\n")
     assert list(problems) == [f"stages.policy.{key}"]
     assert expected in problems[f"stages.policy.{key}"]
 
@@ -174,20 +174,20 @@ def test_one_bad_line_in_policy(tmp_path, block, key, expected):
     "name", ["a/b", "..", "a\\b", ".x", "a b", "", "é", "x" * 65, "a..b", "-x", "a\nb"]
 )
 def test_names_that_are_no_single_folder(tmp_path, name):
-    problems = problems_of(tmp_path, f"name: {json.dumps(name)}\nstages: {{sft: {{}}}}\n")
+    problems = list_problems(tmp_path, f"name: {json.dumps(name)}\nstages: {{sft: {{}}}}\n")
     assert list(problems) == ["name"]
 
 
 def test_missing_name_and_stages(tmp_path):
-    assert set(problems_of(tmp_path, "seed: 1\n")) == {"name", "stages"}
-    missing = problems_of(tmp_path, "stages: {policy: {group_size: 1}}\n")
+    assert set(list_problems(tmp_path, "seed: 1\n")) == {"name", "stages"}
+    missing = list_problems(tmp_path, "stages: {policy: {group_size: 1}}\n")
     assert set(missing) == {"name", "stages.policy.group_size"}  # a missing name hides nothing
-    assert "there is none" in problems_of(tmp_path, "name: x\nstages: {}\n")["stages"]
+    assert "there is none" in list_problems(tmp_path, "name: x\nstages: {}\n")["stages"]
 
 
-def test_all_problems_at_once_in_the_order_of_the_file(tmp_path):
+def test_all_problems_are_reported_in_the_order_of_the_file(tmp_path):
     text = "name: a/b\nstages:\n  policy:\n    group_size: 1\n    group_siz: 3\n    rewards: {tsk: 1}\nsede: 4\n"
-    path = write(tmp_path, text)
+    path = write_config(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         load_settings(path, ["stages.sft.epochs=-1"])
     lines = str(caught.value).splitlines()
@@ -205,27 +205,27 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path):
 
 
 def test_one_bad_value_is_reported_once(tmp_path):
-    assert set(problems_of(tmp_path, SMALL + "  policy: {kl_coef: .inf}\n")) == {
+    assert set(list_problems(tmp_path, SMALL + "  policy: {kl_coef: .inf}\n")) == {
         "stages.policy.kl_coef"
     }
     # The loader has refused it; that the 0 in its place is out of range is no second problem.
-    assert set(problems_of(tmp_path, SMALL + "  policy: {learning_rate: .nan}\n")) == {
+    assert set(list_problems(tmp_path, SMALL + "  policy: {learning_rate: .nan}\n")) == {
         "stages.policy.learning_rate"
     }
     text = SMALL + "  policy: {curriculum: [{name: 1, levels: {easy: 1}}]}\n"
-    assert set(problems_of(tmp_path, text)) == {"stages.policy.curriculum.0.name"}
+    assert set(list_problems(tmp_path, text)) == {"stages.policy.curriculum.0.name"}
 
 
 def test_long_and_strange_values_are_shortened_and_escaped(tmp_path):
-    text = problems_of(tmp_path, SMALL + f'seed: "\\e[31m{"x" * 500}"\n')["seed"]
+    text = list_problems(tmp_path, SMALL + f'seed: "\\e[31m{"x" * 500}"\n')["seed"]
     assert "\x1b" not in text and len(text) < 250
 
 
 def test_resolve_is_the_inverse_of_from_dict(tmp_path):
-    policy = "{curriculum: [{name: a, levels: {easy: 1}, exit_conditions: [{window: 3}]}, {name: b, levels: {hard: "
-    "2}}]}"
+    first = "{name: a, levels: {easy: 1}, exit_conditions: [{window: 3}]}"
+    policy = f"{{curriculum: [{first}, {{name: b, levels: {{hard: 2}}}}]}}"
     settings = load_settings(
-        write(tmp_path, f"{SMALL}  policy: {policy}\nmodel: {{vocab_size: 400}}\n")
+        write_config(tmp_path, f"{SMALL}  policy: {policy}\nmodel: {{vocab_size: 400}}\n")
     )
     plain = dump_settings(settings)
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
@@ -256,12 +256,14 @@ def test_from_dict_leaves_its_argument_alone():
 
 
 def test_digest(tmp_path):
-    settings = load_settings(write(tmp_path, SMALL))
+    settings = load_settings(write_config(tmp_path, SMALL))
     digest = digest_settings(settings)
     assert len(digest) == 16 and int(digest, 16) >= 0
     assert digest_settings(dump_settings(settings)) == digest
     assert (
-        digest_settings(load_settings(write(tmp_path, "stages:\n  sft: {epochs: 3}\nname: demo\n")))
+        digest_settings(
+            load_settings(write_config(tmp_path, "stages:\n  sft: {epochs: 3}\nname: demo\n"))
+        )
         == digest
     )
     assert digest_settings(dataclasses.replace(settings, seed=1)) != digest
@@ -299,7 +301,7 @@ def test_schema_has_every_field_with_its_meaning_and_range():
 
 def test_a_number_or_a_word_or_null(tmp_path):
     for text, value in (("4", 4), ("auto", "auto"), ("null", None)):
-        settings = load_settings(write(tmp_path, SMALL), [f"threads={text}"])
+        settings = load_settings(write_config(tmp_path, SMALL), [f"threads={text}"])
         assert settings.threads == value and dump_settings(settings)["threads"] == value
         assert build_settings(dump_settings(settings), check_files=False) == settings
     entry = build_pipeline_model().model_json_schema()["properties"]["threads"]

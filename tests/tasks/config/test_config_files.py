@@ -11,14 +11,14 @@ from tasks.config import ConfigError, build_settings, dump_settings, load_settin
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A current folder, and beside it the folder of the config."""
+    """Create a current folder, and next to it the folder of the config."""
     (tmp_path / "work").mkdir()
     (tmp_path / "configs").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path
 
 
-def config(home: Path, text: str) -> Path:
+def write_config(home: Path, text: str) -> Path:
     path = home / "configs" / "config.yaml"
     path.write_text("name: x\n" + text)
     return path
@@ -28,7 +28,7 @@ def data(home: Path, path: str) -> str:
     return f"stages: {{prepare_data: {{demonstrations: {path}}}, sft: {{}}}}\n"
 
 
-def problem_of(path: Path, *overrides: str) -> tuple[str, str]:
+def read_problem(path: Path, *overrides: str) -> tuple[str, str]:
     with pytest.raises(ConfigError) as caught:
         load_settings(path, overrides)
     (problem,) = caught.value.problems
@@ -38,7 +38,7 @@ def problem_of(path: Path, *overrides: str) -> tuple[str, str]:
 def test_current_folder_first_then_the_config_s(home):
     for place in ("work", "configs"):
         (home / place / "rows.jsonl").write_text("{}\n")
-    path = config(home, data(home, "rows.jsonl"))
+    path = write_config(home, data(home, "rows.jsonl"))
     assert load_settings(path).stages.prepare_data.demonstrations == str(
         home / "work" / "rows.jsonl"
     )
@@ -47,7 +47,7 @@ def test_current_folder_first_then_the_config_s(home):
         home / "configs" / "rows.jsonl"
     )
     (home / "configs" / "rows.jsonl").unlink()
-    key, text = problem_of(path)
+    key, text = read_problem(path)
     assert key == "stages.prepare_data.demonstrations"
     assert f"looked at {home / 'work' / 'rows.jsonl'} and {home / 'configs' / 'rows.jsonl'}" in text
 
@@ -55,16 +55,16 @@ def test_current_folder_first_then_the_config_s(home):
 def test_absolute_and_parent_paths(home):
     (home / "rows.jsonl").write_text("{}\n")
     assert load_settings(
-        config(home, data(home, home / "rows.jsonl"))
+        write_config(home, data(home, home / "rows.jsonl"))
     ).stages.prepare_data.demonstrations == str(home / "rows.jsonl")
     assert load_settings(
-        config(home, data(home, "../rows.jsonl"))
+        write_config(home, data(home, "../rows.jsonl"))
     ).stages.prepare_data.demonstrations == str(home / "rows.jsonl")
 
 
 def test_resolved_paths_stay_when_the_folder_changes(home, monkeypatch):
     (home / "work" / "rows.jsonl").write_text("{}\n")
-    settings = load_settings(config(home, data(home, "rows.jsonl")))
+    settings = load_settings(write_config(home, data(home, "rows.jsonl")))
     monkeypatch.chdir(home)
     assert build_settings(dump_settings(settings)) == settings
 
@@ -72,36 +72,41 @@ def test_resolved_paths_stay_when_the_folder_changes(home, monkeypatch):
 def test_a_folder_of_data_files_stands_for_all_of_them(home):
     (home / "work" / "folder").mkdir()
     (home / "work" / "folder" / "a.jsonl").write_text("{}\n")
-    found = load_settings(config(home, data(home, "folder"))).stages.prepare_data.demonstrations
+    found = load_settings(
+        write_config(home, data(home, "folder"))
+    ).stages.prepare_data.demonstrations
     assert found == str(home / "work" / "folder")
 
 
 def test_data_file_that_is_none(home):
     (home / "work" / "folder").mkdir()
     (home / "work" / "empty.jsonl").touch()
-    assert "is a folder without data files" in problem_of(config(home, data(home, "folder")))[1]
-    assert "is empty" in problem_of(config(home, data(home, "empty.jsonl")))[1]
-    assert "is not a file" in problem_of(config(home, data(home, "x" * 5000)))[1]
+    assert (
+        "is a folder without data files"
+        in read_problem(write_config(home, data(home, "folder")))[1]
+    )
+    assert "is empty" in read_problem(write_config(home, data(home, "empty.jsonl")))[1]
+    assert "is not a file" in read_problem(write_config(home, data(home, "x" * 5000)))[1]
 
 
 def test_missing_gsm8k_file_says_where_to_get_it(home):
     text = "environment: {name: gsm8k, options: {path: gsm8k_train.jsonl}}\nstages: {prepare_data: {}, sft: {}}\n"
-    key, message = problem_of(config(home, text))
+    key, message = read_problem(write_config(home, text))
     assert key == "environment.options.path"
     assert "openai/grade-school-math" in message and "question, answer" in message
     assert "--set environment.options.path=FILE" in message
-    assert load_settings(config(home, text), check_files=False).environment.options == {
+    assert load_settings(write_config(home, text), check_files=False).environment.options == {
         "path": "gsm8k_train.jsonl"
     }
     (home / "configs" / "gsm8k_train.jsonl").write_text("{}\n")
-    assert load_settings(config(home, text)).environment.options == {
+    assert load_settings(write_config(home, text)).environment.options == {
         "path": str(home / "configs" / "gsm8k_train.jsonl")
     }
 
 
 def test_missing_preferences_say_what_to_write(home):
     text = "stages: {prepare_data: {preferences: pairs.jsonl}, reward_model: {}}\n"
-    key, message = problem_of(config(home, text))
+    key, message = read_problem(write_config(home, text))
     assert key == "stages.prepare_data.preferences" and "prompt, chosen, rejected" in message
     assert "--set stages.prepare_data.preferences=FILE" in message
 
@@ -115,19 +120,21 @@ def model(path: str) -> str:
 
 def test_model_folder_becomes_absolute(home):
     (home / "work" / "policy").mkdir()
-    assert "contains no config.json" in problem_of(config(home, model("policy")))[1]
+    assert "contains no config.json" in read_problem(write_config(home, model("policy")))[1]
     (home / "work" / "policy" / "config.json").write_text("{}")
-    assert load_settings(config(home, model("policy"))).model.path == str(home / "work" / "policy")
+    assert load_settings(write_config(home, model("policy"))).model.path == str(
+        home / "work" / "policy"
+    )
 
 
-@pytest.mark.parametrize("given", ["sft/0123", "sft/0123/model/adapter"])
-def test_a_folder_near_the_model_s_is_pointed_to_it(home, given):
+@pytest.mark.parametrize("path", ["sft/0123", "sft/0123/model/adapter"])
+def test_a_folder_next_to_the_model_gets_a_suggestion(home, path):
     folder = home / "work" / "sft/0123/model"
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "adapter_config.json").write_text("{}")
-    assert "did you mean" not in problem_of(config(home, model(given)))[1]
+    assert "did you mean" not in read_problem(write_config(home, model(path)))[1]
     (folder / "config.json").write_text("{}")
-    assert problem_of(config(home, model(given)))[1].endswith(
+    assert read_problem(write_config(home, model(path)))[1].endswith(
         f"so it is not a model folder; did you mean {folder}?"
     )
 
@@ -136,14 +143,14 @@ def test_a_folder_near_the_model_s_is_pointed_to_it(home, given):
     "path", ["gpt2", "org/model-1.5B", "models:/demo@champion", "models:/demo/3"]
 )
 def test_hub_names_and_registered_models_stay(home, path):
-    assert load_settings(config(home, model(path))).model.path == path
+    assert load_settings(write_config(home, model(path))).model.path == path
 
 
 @pytest.mark.parametrize(
     "path", ["./policy", "a/b/c", "/no/such/folder", "~/no-such-folder", "a b", ""]
 )
 def test_neither_folder_nor_name(home, path):
-    key, text = problem_of(config(home, model(path)))
+    key, text = read_problem(write_config(home, model(path)))
     assert key == "model.path"
     if path:
         assert "is neither a model folder (looked at " in text and "nor a hub name" in text
@@ -151,14 +158,14 @@ def test_neither_folder_nor_name(home, path):
 
 @pytest.mark.parametrize("path", ["models:/demo", "models:demo@champion", "models:/@champion"])
 def test_malformed_registered_model(home, path):
-    assert "write models:/NAME@ALIAS" in problem_of(config(home, model(path)))[1]
+    assert "write models:/NAME@ALIAS" in read_problem(write_config(home, model(path)))[1]
 
 
 def test_model_file_instead_of_its_folder(home):
     (home / "work" / "model.safetensors").write_text("x")
     assert (
         "give the folder that contains config.json"
-        in problem_of(config(home, model("model.safetensors")))[1]
+        in read_problem(write_config(home, model("model.safetensors")))[1]
     )
 
 
@@ -166,11 +173,11 @@ def test_context_of_the_folder_limits_completions(home):
     folder = home / "work" / "policy"
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
-    path = config(home, model("policy"))
+    path = write_config(home, model("policy"))
     assert (
         load_settings(path).stages.evaluate.sampling.max_completion_tokens == 32
     )  # the default leaves room
-    key, text = problem_of(path, "stages.evaluate.sampling.max_completion_tokens=64")
+    key, text = read_problem(path, "stages.evaluate.sampling.max_completion_tokens=64")
     assert key == "stages.evaluate.sampling.max_completion_tokens" and "64 leaves no room" in text
 
 
@@ -187,7 +194,7 @@ def test_context_of_frequencies_that_follow_the_length(home):
     }
     lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps({**shape, **lengths, "rope_scaling": longrope}))
-    path = config(home, model("policy"))
+    path = write_config(home, model("policy"))
     assert (
         load_settings(path).stages.evaluate.sampling.max_completion_tokens == 32
     )  # half of 64, not of 256
@@ -197,12 +204,12 @@ def test_context_of_frequencies_that_follow_the_length(home):
         ).stages.evaluate.sampling.max_completion_tokens
         == 64
     )
-    key, text = problem_of(path, "model.rope_context=512")
+    key, text = read_problem(path, "model.rope_context=512")
     assert key == "model.rope_context" and text.startswith(
         "512, but the model is made for sequences of up to 256"
     )
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
-    key, text = problem_of(path, "model.rope_context=32")
+    key, text = read_problem(path, "model.rope_context=32")
     assert key == "model.rope_context" and "do not depend on the length; remove this key" in text
 
 
@@ -210,40 +217,43 @@ def test_context_of_frequencies_that_follow_the_length(home):
 
 
 def test_output_folder_is_not_made(home):
-    load_settings(config(home, "stages: {sft: {}}\n"))
+    load_settings(write_config(home, "stages: {sft: {}}\n"))
     assert not (home / "work" / "outputs").exists()
 
 
 def test_output_is_a_file(home):
     (home / "work" / "outputs").touch()
-    path = config(home, "stages: {sft: {}}\n")
-    assert problem_of(path) == ("output", f"{home / 'work' / 'outputs'} is a file; give a folder")
-    assert "is a file" in problem_of(path, "output=outputs/deeper")[1]
+    path = write_config(home, "stages: {sft: {}}\n")
+    assert read_problem(path) == ("output", f"{home / 'work' / 'outputs'} is a file; give a folder")
+    assert "is a file" in read_problem(path, "output=outputs/deeper")[1]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_output_cannot_be_written(home):
     (home / "work").chmod(0o500)
-    assert "cannot be written into" in problem_of(config(home, "stages: {sft: {}}\n"))[1]
+    assert "is not writable" in read_problem(write_config(home, "stages: {sft: {}}\n"))[1]
 
 
 @pytest.mark.parametrize("part", ["x", "mlflow", "prefect"])
 def test_what_lies_in_the_output_folder_cannot_be_written(home, monkeypatch, part):
-    """Created by another user's run."""
+    """Folders in it were created by another user's run."""
     closed = home / "work" / "outputs" / part
     closed.mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
-    path = config(home, "stages: {sft: {}}\n")
-    assert problem_of(path) == ("output", f"{closed} is not writable; give another folder")
+    path = write_config(home, "stages: {sft: {}}\n")
+    assert read_problem(path) == ("output", f"{closed} is not writable; give another folder")
     assert load_settings(path, ["output=elsewhere"])
 
 
 def test_gpu_that_is_not_there(home, monkeypatch):
     import torch
 
-    path = config(home, "model: {device: cuda}\nstages: {sft: {}}\n")
+    path = write_config(home, "model: {device: cuda}\nstages: {sft: {}}\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert problem_of(path) == ("model.device", "cuda, but torch sees no GPU here; use auto or cpu")
+    assert read_problem(path) == (
+        "model.device",
+        "cuda, but torch sees no GPU here; use auto or cpu",
+    )
     assert load_settings(path, check_files=False).model.device == "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert load_settings(path).model.device == "cuda"
@@ -253,14 +263,14 @@ def test_few_bits_without_a_gpu_are_refused_where_something_trains_here(home, mo
     import torch
 
     text = "model: {path: org/name, lora: {quantize: nf4}}\nstages: {prepare_data: {}, sft: {}}\n"
-    path = config(home, text)
+    path = write_config(home, text)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    key, told = problem_of(path)
+    key, message = read_problem(path)
     assert key == "model.lora.quantize"
-    assert told.startswith(
+    assert message.startswith(
         "nf4 needs a CUDA device, and the model is to be on cpu; set quantize to none"
     )
-    assert problem_of(path, "model.device=cuda")[0] == "model.device", "one problem, not two"
+    assert read_problem(path, "model.device=cuda")[0] == "model.device", "one problem, not two"
     assert load_settings(path, check_servers=False).model.lora.quantize == "nf4", (
         "to plan it, or to look at its runs"
     )
@@ -269,13 +279,13 @@ def test_few_bits_without_a_gpu_are_refused_where_something_trains_here(home, mo
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
-    assert "needs the package bitsandbytes" in problem_of(path)[1]
+    assert "needs the package bitsandbytes" in read_problem(path)[1]
 
 
-def test_missing_files_and_wrong_settings_at_once(home):
+def test_missing_files_and_wrong_settings_are_reported_together(home):
     text = "stages: {prepare_data: {demonstrations: no.jsonl}, sft: {epochs: -1}, policy: {group_size: 1}}\n"
     with pytest.raises(ConfigError) as caught:
-        load_settings(config(home, text), ["output=/dev/null"])
+        load_settings(write_config(home, text), ["output=/dev/null"])
     assert [".".join(map(str, problem.key)) for problem in caught.value.problems] == [
         "stages.policy.group_size",
         "stages.prepare_data.demonstrations",
@@ -284,13 +294,13 @@ def test_missing_files_and_wrong_settings_at_once(home):
     ]
 
 
-def test_an_own_chat_template_is_found_beside_the_config(home):
-    (home / "configs" / "own.jinja").write_text("x")
-    text = "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: "
-    "{}}\n"
-    model = load_settings(config(home, text)).model
-    assert model.chat_template == str(home / "configs" / "own.jinja")
+def test_a_custom_chat_template_is_looked_up_next_to_the_config(home):
+    (home / "configs" / "custom.jinja").write_text("x")
+    model = "{path: org/model, chat_template: custom.jinja, chat_template_date: 2025-01-02}"
+    text = f"model: {model}\nstages: {{evaluate: {{}}}}\n"
+    model = load_settings(write_config(home, text)).model
+    assert model.chat_template == str(home / "configs" / "custom.jinja")
     assert model.chat_template_date == "2025-01-02", "without quotes as well"
-    (home / "configs" / "own.jinja").unlink()
-    key, text = problem_of(config(home, text))
+    (home / "configs" / "custom.jinja").unlink()
+    key, text = read_problem(write_config(home, text))
     assert key == "model.chat_template" and "is not a file (looked at" in text

@@ -17,15 +17,15 @@ stages:
 
 
 @pytest.fixture
-def config(tmp_path):
+def config_path(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(TEXT)
     return path
 
 
-def test_values_are_yaml(config):
+def test_values_are_yaml(config_path):
     settings = load_settings(
-        config,
+        config_path,
         [
             "stages.policy.learning_rate=3e-4",
             "stages.policy.rewards={task: 2}",
@@ -44,26 +44,26 @@ def test_values_are_yaml(config):
     assert settings.name == "7" and settings.tracking.experiment == "a=b"
 
 
-def test_a_stage_comes_and_goes(config):
-    assert load_settings(config, ["stages.sft=null"]).stages.active == ("policy",)
-    assert load_settings(config, ["stages.reward_model={}"]).stages.active == (
+def test_a_stage_comes_and_goes(config_path):
+    assert load_settings(config_path, ["stages.sft=null"]).stages.active == ("policy",)
+    assert load_settings(config_path, ["stages.reward_model={}"]).stages.active == (
         "sft",
         "reward_model",
         "policy",
     )
 
 
-def test_items_of_a_list(config):
+def test_items_of_a_list(config_path):
     settings = load_settings(
-        config,
+        config_path,
         ["stages.policy.curriculum.0.name=first", "stages.policy.curriculum.1.levels.easy=2"],
     )
     assert [stage.name for stage in settings.stages.policy.curriculum] == ["first", "b"]
     assert settings.stages.policy.curriculum[1].levels == {"hard": 1.0, "easy": 2.0}
 
 
-def test_the_last_one_wins(config):
-    assert load_settings(config, ["seed=1", "seed=2"]).seed == 2
+def test_the_last_one_wins(config_path):
+    assert load_settings(config_path, ["seed=1", "seed=2"]).seed == 2
 
 
 @pytest.mark.parametrize(
@@ -103,15 +103,15 @@ def test_the_last_one_wins(config):
         ("stages.policy.curriculum.0.levels={}", "must name at least one level"),
     ],
 )
-def test_bad_overrides(config, override, expected):
+def test_bad_overrides(config_path, override, expected):
     with pytest.raises(ConfigError) as caught:
-        load_settings(config, [override])
+        load_settings(config_path, [override])
     assert len(caught.value.problems) == 1
     assert expected in str(caught.value) and str(caught.value).startswith(f"--set {override}: ")
 
 
-def test_an_override_mends_what_the_file_has_wrong(config):
-    config.write_text(TEXT.replace("group_size: 4", "group_size: 1"))
+def test_an_override_mends_what_the_file_has_wrong(config_path):
+    config_path.write_text(TEXT.replace("group_size: 4", "group_size: 1"))
     with pytest.raises(ConfigError):
-        load_settings(config)
-    assert load_settings(config, ["stages.policy.group_size=2"]).stages.policy.group_size == 2
+        load_settings(config_path)
+    assert load_settings(config_path, ["stages.policy.group_size=2"]).stages.policy.group_size == 2

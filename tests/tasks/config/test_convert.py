@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 from posttrain.cli.main import main
-from posttrain.cli.train_commands import TRL_TRAINERS as OFFERED
+from posttrain.cli.prepare_commands import TRL_TRAINERS as OFFERED
 from rl_core import PolicySettings
 from rl_core.errors import SettingsError
 from rl_core.settings.framework_aliases import (
@@ -27,20 +27,20 @@ from tasks.config.yaml_loader import read_yaml
 RECORDED = json.loads((ROOT / "tests/helpers/peers/names.json").read_text())
 COMMON = RECORDED["trl"]["common"]
 TRL = {
-    name: own + COMMON * (name not in ("Model", "DatasetMixture", "Script"))
-    for name, own in RECORDED["trl"]["own"].items()
+    name: names + COMMON * (name not in ("Model", "DatasetMixture", "Script"))
+    for name, names in RECORDED["trl"]["own"].items()
 }
 VERL = [name for group in RECORDED["verl"].values() if isinstance(group, list) for name in group]
 
 
-def settings_of(text, tmp_path):
+def load_settings(text, tmp_path):
     path = tmp_path / "converted.yaml"
     path.write_text(text)
     return build_settings(read_yaml(path).data, check_files=False)
 
 
-def block_at(path):
-    """Settings class (or type) at a dotted path; KeyError where there is none."""
+def resolve_block(path):
+    """Return the settings class (or type) at a dotted path; KeyError if there is none."""
     tree = PipelineSettings
     for part in path.split("."):
         hint = get_type_hints(tree)[part]
@@ -51,9 +51,9 @@ def block_at(path):
     return tree
 
 
-def exists(path):
+def path_exists(path):
     try:
-        return block_at(path) is not None
+        return resolve_block(path) is not None
     except KeyError:
         return False
 
@@ -88,13 +88,13 @@ def test_every_entry_names_settings_that_exist_or_says_why_there_are_none():
     for row in (*list_trl_aliases(), *list_verl_aliases()):
         stages = {TRAINER_STAGES.get(trainer, "preference") for trainer in row.trainers} or {"sft"}
         for path in (path for stage in stages for path in row.resolve_paths(stage)):
-            if not exists(path):
+            if not path_exists(path):
                 wrong.append(path)
     # A round of distillation is sampled as a policy's, but it has no critic, KL or entropy terms: none is named
     assert wrong == []
 
 
-def test_names_have_their_own_meaning_in_each_stage():
+def test_names_have_a_meaning_per_stage():
     assert "stages.policy.kl_coef" in explain_framework_name("beta", "policy")
     assert explain_framework_name("num_generations", "policy").startswith(
         "TRL's num_generations is stages.policy.group_size here"
@@ -122,24 +122,24 @@ def test_names_have_their_own_meaning_in_each_stage():
     ("stage", "trainer"),
     [("policy", "GRPO"), ("sft", "SFT"), ("preference", "DPO"), ("reward_model", "Reward")],
 )
-def test_a_peers_name_as_a_key_of_its_stage_is_answered_by_the_table(stage, trainer):
-    """Each name that ours does not have itself; before the table, `beta` in policy was answered by 'betas'."""
-    fields = {name for name in block_at(f"stages.{stage}").__dataclass_fields__}
+def test_a_framework_s_name_as_a_key_is_explained_by_the_table(stage, trainer):
+    """Covers each name that ours does not have. Regression: `beta` in policy got the suggestion 'betas'."""
+    fields = {name for name in resolve_block(f"stages.{stage}").__dataclass_fields__}
     names = [name for name in TRL[trainer] if name not in fields]
-    said = {}
+    messages = {}
     for start in range(0, len(names), 20):  # the reader stops after thirty problems
         with pytest.raises(ConfigError) as error:
             build_settings(
                 {"name": "x", "stages": {stage: dict.fromkeys(names[start : start + 20], 1)}},
                 check_files=False,
             )
-        said |= {
+        messages |= {
             problem.key[-1]: problem.text
             for problem in error.value.problems
             if problem.key[-1] in names
         }
-    assert set(said) == set(names)
-    for name, text in said.items():
+    assert set(messages) == set(names)
+    for name, text in messages.items():
         row = find_trl_alias(name, trainer)
         assert row.difference in text or "it belongs to stages." in text, (name, text)
 
@@ -155,10 +155,10 @@ def test_a_peers_name_as_a_key_of_its_stage_is_answered_by_the_table(stage, trai
     ],
 )
 def test_long_rows_as_trl_takes_them(tmp_path, trainer, values, expected):
-    """Before, `max_length` was said to have no equal: rows are cut or left out by settings of the data stage."""
-    given = {"model_name_or_path": "m", "dataset_name": "rows.jsonl", **values}
-    data = settings_of(
-        convert_config(given, "trl.yaml", trainer.lower()), tmp_path
+    """Regression: `max_length` had no equivalent, although settings of the data stage cut or drop rows."""
+    values = {"model_name_or_path": "m", "dataset_name": "rows.jsonl", **values}
+    data = load_settings(
+        convert_config(values, "trl.yaml", trainer.lower()), tmp_path
     ).stages.prepare_data
     assert (data.max_tokens, data.long_rows) == expected
 
@@ -214,7 +214,7 @@ def test_trl_grpo_becomes_a_configuration(tmp_path):
         },
         "my run.yaml",
     )
-    policy = settings_of(text, tmp_path).stages.policy
+    policy = load_settings(text, tmp_path).stages.policy
     # 8 completions x 4 steps per generation = 32 = 8 prompts x 4; 2 of the 4 steps make one optimizer step
     assert (policy.prompts_per_iteration, policy.group_size, policy.minibatches, policy.epochs) == (
         8,
@@ -263,7 +263,7 @@ def test_verl_becomes_a_configuration(tmp_path):
         "algorithm": {"adv_estimator": "grpo"},
     }
     text = convert_config(values, "v.yaml")
-    policy = settings_of(text, tmp_path).stages.policy
+    policy = load_settings(text, tmp_path).stages.policy
     assert (
         policy.algorithm,
         policy.prompts_per_iteration,
@@ -278,20 +278,20 @@ def test_verl_becomes_a_configuration(tmp_path):
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_any_value_of_any_name_gives_text_that_names_it(trainer, tmp_path):
-    """Nonsense values: each name is in the result, carried over or in a comment, and what is written validates."""
-    own = next(name for name in TRL if name.lower() == trainer)
-    names = [*TRL[own], *TRL["Model"]]
+    """Nonsense values: each name is in the result, converted or in a comment, and the output validates."""
+    class_name = next(name for name in TRL if name.lower() == trainer)
+    names = [*TRL[class_name], *TRL["Model"]]
     text = convert_config(dict.fromkeys(names, 3), "x.yaml", trainer)
     allowed = {"eval_strategy", "save_strategy", "lora_task_type"}
     assert [name for name in names if name not in text and name not in allowed] == []
 
 
-def test_what_ours_refuses_goes_into_the_comments_with_the_reason(tmp_path):
+def test_refused_values_go_into_the_comments_with_the_reason(tmp_path):
     text = convert_config(
         {"epsilon": 1.5, "num_generations": 4, "model_name_or_path": "org/m"}, "x.yaml"
     )
     assert "less than 1" in text and "clip_eps:" not in text.partition("# Not")[0]
-    assert settings_of(text, tmp_path).stages.policy.clip_eps is None
+    assert load_settings(text, tmp_path).stages.policy.clip_eps is None
 
 
 def test_command_and_its_refusals(tmp_path, capsys):
@@ -310,7 +310,7 @@ def test_command_and_its_refusals(tmp_path, capsys):
 
 
 def test_recorded_names_are_those_of_an_installed_trl():
-    """Comparison with TRL itself, in an environment that has it."""
+    """Compare with TRL itself, in an environment that has it."""
     trl = pytest.importorskip("trl")
     if trl.__version__ != RECORDED["trl"]["version"]:
         pytest.skip("another version of TRL")
@@ -319,8 +319,8 @@ def test_recorded_names_are_those_of_an_installed_trl():
         assert cls is None or {field.name for field in dataclasses.fields(cls)} == set(names), name
 
 
-def test_options_of_adapters_are_taken_over(tmp_path):
-    given = {
+def test_options_of_adapters_are_converted(tmp_path):
+    values = {
         "model_name_or_path": "org/m",
         "use_peft": True,
         "lora_target_modules": "all-linear",
@@ -330,13 +330,13 @@ def test_options_of_adapters_are_taken_over(tmp_path):
         "load_in_4bit": True,
         "num_generations": 4,
     }
-    lora = settings_of(convert_config(given, "x.yaml"), tmp_path).model.lora
+    lora = load_settings(convert_config(values, "x.yaml"), tmp_path).model.lora
     assert (lora.target_modules, lora.rank_stabilized, lora.dora) == ("all-linear", True, True)
     assert (lora.modules_to_save, lora.quantize) == (("norm",), "nf4")
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("values", "expected"),
     [
         ({"report_to": "wandb"}, ("wandb",)),
         ({"report_to": ["wandb", "tensorboard"]}, ("tensorboard", "wandb")),
@@ -346,13 +346,13 @@ def test_options_of_adapters_are_taken_over(tmp_path):
         ({"trainer": {"logger": ["console", "mlflow"]}}, ()),
     ],
 )
-def test_places_of_metrics_become_sinks(given, expected, tmp_path, monkeypatch):
+def test_destinations_of_metrics_become_sinks(values, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.config.cross_checks.check_sink_installed", lambda sink: None)
     rest = (
         {"actor_rollout_ref": {"rollout": {"n": 4}}}
-        if "trainer" in given
+        if "trainer" in values
         else {"num_generations": 4}
     )
-    text = convert_config({**given, **rest}, "peer.yaml")
-    assert settings_of(text, tmp_path).tracking.sinks == (expected or ())
+    text = convert_config({**values, **rest}, "peer.yaml")
+    assert load_settings(text, tmp_path).tracking.sinks == (expected or ())
     assert ("tracking.sinks" in text.partition("# Not taken over")[2]) == (expected is None)

@@ -1,4 +1,4 @@
-"""Pipelines over rows of a file: what is found wrong before anything runs, and what makes another stage."""
+"""Pipelines over rows of a file: problems reported before anything runs, and changes that need another stage."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def rewarded(trajectories, anwser):
     return [0.0] * len(trajectories)
 
 
-def config(folder, rewards=None, stages=None, **options):
+def build_config(folder, rewards=None, stages=None, **options):
     place = Path(folder) / "q.jsonl"
     place.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     stages = stages or {
@@ -25,60 +25,64 @@ def config(folder, rewards=None, stages=None, **options):
         "policy": {"rewards": rewards or {"task": 1.0}},
     }
     return {
-        "name": "own",
+        "name": "mine",
         "environment": {"name": "prompts", "options": {"path": str(place), **options}},
         "output": str(folder),
         "stages": stages,
     }
 
 
-def problems(values):
+def read_problems(values):
     with pytest.raises(ConfigError) as error:
         build_settings(values)
     return str(error.value)
 
 
 def test_a_file_with_a_verifier_is_a_pipeline(tmp_path):
-    settings = build_settings(config(tmp_path, verifier="numeric"))
+    settings = build_settings(build_config(tmp_path, verifier="numeric"))
     assert settings.environment.options["verifier"] == "numeric"
     curriculum = [
         {"name": "a", "levels": {"0": 1.0}, "max_iterations": 1},
         {"name": "b", "levels": {"1": 1.0}},
     ]
     build_settings(
-        config(
+        build_config(
             tmp_path,
             verifier="exact",
             stages={"policy": {"curriculum": curriculum}, "prepare_data": {}, "sft": {}},
         )
     )
     curriculum[1]["levels"] = {"2": 1.0}
-    wrong = config(
+    wrong = build_config(
         tmp_path,
         verifier="exact",
         stages={"policy": {"curriculum": curriculum}, "prepare_data": {}, "sft": {}},
     )
-    assert "environment 'prompts' has no level '2'" in problems(wrong)
+    assert "environment 'prompts' has no level '2'" in read_problems(wrong)
 
 
-def test_what_is_wrong_is_said_with_its_key(tmp_path):
-    assert "stages.policy.rewards: prompts alone give no reward" in problems(config(tmp_path))
-    build_settings(config(tmp_path, rewards={"exact": 1.0}))
+def test_problems_are_reported_with_their_key(tmp_path):
+    assert "stages.policy.rewards: prompts alone give no reward" in read_problems(
+        build_config(tmp_path)
+    )
+    build_settings(build_config(tmp_path, rewards={"exact": 1.0}))
     named = {f"{__file__}:rewarded": 1.0}
     assert (
         "asks for the column 'anwser', but the rows have prompt, answer, level; did you mean 'answer'"
-        in problems(config(tmp_path, rewards=named))
+        in read_problems(build_config(tmp_path, rewards=named))
     )
-    assert "environment.options.target: no row has a column 'gold'" in problems(
-        config(tmp_path, verifier="exact", target="gold")
+    assert "environment.options.target: no row has a column 'gold'" in read_problems(
+        build_config(tmp_path, verifier="exact", target="gold")
     )
-    missing = config(tmp_path, verifier="exact")
+    missing = build_config(tmp_path, verifier="exact")
     missing["environment"]["options"]["path"] = "owner/name"
-    assert "also needs options.revision" in problems(missing)
+    assert "also needs options.revision" in read_problems(missing)
 
 
 def test_another_content_is_another_stage(tmp_path):
-    settings = build_settings(config(tmp_path, verifier="exact", heldout=str(tmp_path / "q.jsonl")))
+    settings = build_settings(
+        build_config(tmp_path, verifier="exact", heldout=str(tmp_path / "q.jsonl"))
+    )
     before = compute_stage_key("policy", PolicySettings(), settings, {})
     assert compute_stage_key("policy", PolicySettings(), settings, {}) == before
     with (tmp_path / "q.jsonl").open("a") as file:
@@ -86,7 +90,7 @@ def test_another_content_is_another_stage(tmp_path):
     assert compute_stage_key("policy", PolicySettings(), settings, {}) != before
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "a.csv").write_text("prompt,answer\nx,1\ny,2\n")
-    folder = config(tmp_path, verifier="exact")
+    folder = build_config(tmp_path, verifier="exact")
     folder["environment"]["options"]["path"] = str(tmp_path / "many")
     settings = build_settings(folder)
     before = compute_stage_key("policy", PolicySettings(), settings, {})

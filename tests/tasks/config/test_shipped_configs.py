@@ -58,18 +58,18 @@ def test_demo_has_the_whole_pipeline_and_a_curriculum():
     )
 
 
-def paths_in(value):
-    """Every text of plain settings that reads like a path to something."""
+def iter_paths(value):
+    """Yield every text of plain settings that reads like a path."""
     if isinstance(value, dict):
-        return [path for item in value.values() for path in paths_in(item)]
+        return [path for item in value.values() for path in iter_paths(item)]
     if isinstance(value, list):
-        return [path for item in value for path in paths_in(item)]
+        return [path for item in value for path in iter_paths(item)]
     return [value] if isinstance(value, str) and ("/" in value or value.startswith(".")) else []
 
 
 @pytest.mark.parametrize("path", LOADABLE, ids=[path.stem for path in CONFIGS])
 def test_config_names_nothing_outside_the_project(path):
-    for name in paths_in(dump_settings(load_settings(path, check_files=False))):
+    for name in iter_paths(dump_settings(load_settings(path, check_files=False))):
         assert not Path(name).is_absolute() and ".." not in Path(name).parts, name
 
 

@@ -8,13 +8,13 @@ from rl_core.errors import SettingsError
 from tasks.config.yaml_loader import MAX_BYTES, parse_value, read_yaml
 
 
-def write(folder: Path, content: str | bytes, name: str = "config.yaml") -> Path:
+def write_file(folder: Path, content: str | bytes, name: str = "config.yaml") -> Path:
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
-def message_of(path: Path) -> str:
+def read_message(path: Path) -> str:
     with pytest.raises(SettingsError) as caught:
         read_yaml(path)
     return str(caught.value)
@@ -46,13 +46,13 @@ def message_of(path: Path) -> str:
     ],
 )
 def test_scalars_follow_yaml_1_2(text, value):
-    found = parse_value(text)
-    assert found == value and type(found) is type(value)
+    parsed = parse_value(text)
+    assert parsed == value and type(parsed) is type(value)
 
 
 def test_every_key_and_item_has_its_line(tmp_path):
     document = read_yaml(
-        write(
+        write_file(
             tmp_path,
             "# top\nname: x\nstages:\n  policy:\n    curriculum:\n    - name: a\n    - name: b\n",
         )
@@ -67,17 +67,17 @@ def test_every_key_and_item_has_its_line(tmp_path):
 
 
 def test_byte_order_mark_and_crlf_are_fine(tmp_path):
-    document = read_yaml(write(tmp_path, b"\xef\xbb\xbfname: x\r\nseed: 1\r\n"))
+    document = read_yaml(write_file(tmp_path, b"\xef\xbb\xbfname: x\r\nseed: 1\r\n"))
     assert document.data == {"name": "x", "seed": 1}
     assert document.lines[("seed",)] == 2
 
 
 def test_keys_are_text_as_written(tmp_path):
-    assert read_yaml(write(tmp_path, "1: a\ntrue: b\n")).data == {"1": "a", "true": "b"}
+    assert read_yaml(write_file(tmp_path, "1: a\ntrue: b\n")).data == {"1": "a", "true": "b"}
 
 
 def test_duplicate_keys_name_both_lines(tmp_path):
-    document = read_yaml(write(tmp_path, "a:\n  b: 1\n  c: 2\n  b: 3\na: 4\n"))
+    document = read_yaml(write_file(tmp_path, "a:\n  b: 1\n  c: 2\n  b: 3\na: 4\n"))
     places = [
         (problem.key, problem.location.rsplit(":", 1)[1], problem.text)
         for problem in document.problems
@@ -90,14 +90,14 @@ def test_duplicate_keys_name_both_lines(tmp_path):
 
 @pytest.mark.parametrize("text", [".nan", ".inf", "-.Inf", "1e999"])
 def test_numbers_that_are_not_finite_are_problems(tmp_path, text):
-    (problem,) = read_yaml(write(tmp_path, f"a: 1\nb: {text}\n")).problems
+    (problem,) = read_yaml(write_file(tmp_path, f"a: 1\nb: {text}\n")).problems
     assert problem.key == ("b",) and problem.location.endswith(":2") and text in problem.text
 
 
 def test_lone_surrogates_and_nul_are_problems(tmp_path):
-    (problem,) = read_yaml(write(tmp_path, 'a: "x\\ud800"\n')).problems
+    (problem,) = read_yaml(write_file(tmp_path, 'a: "x\\ud800"\n')).problems
     assert "U+D800" in problem.text
-    (problem,) = read_yaml(write(tmp_path, 'a: "x\\0"\n')).problems
+    (problem,) = read_yaml(write_file(tmp_path, 'a: "x\\0"\n')).problems
     assert "U+0000" in problem.text
 
 
@@ -131,27 +131,31 @@ def test_lone_surrogates_and_nul_are_problems(tmp_path):
     ],
 )
 def test_refused_with_file_and_line(tmp_path, content, expected):
-    path = write(tmp_path, content)
-    message = message_of(path)
+    path = write_file(tmp_path, content)
+    message = read_message(path)
     assert message.startswith(str(path)) and expected in message
 
 
 def test_alias_bomb_is_refused(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
-    assert "through aliases" in message_of(write(tmp_path, "\n".join(lines)))
+    assert "through aliases" in read_message(write_file(tmp_path, "\n".join(lines)))
 
 
 def test_merge_bomb_is_refused(tmp_path):
     lines = ["a0: &a0 {x: 1}"]
     lines += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 10)]
-    assert "through aliases" in message_of(write(tmp_path, "\n".join(lines)))
+    assert "through aliases" in read_message(write_file(tmp_path, "\n".join(lines)))
 
 
 def test_small_aliases_and_merges_work(tmp_path):
     text = "base: &b {x: 1, y: {z: 2}}\nmore: &m {x: 5, w: 6}\nuse:\n  <<: [*b, *m]\n  y: 3\nagain: *b\n"
-    document = read_yaml(write(tmp_path, text))
-    assert document.data["use"] == {"x": 1, "y": 3, "w": 6}  # own keys first, then the first base
+    document = read_yaml(write_file(tmp_path, text))
+    assert document.data["use"] == {
+        "x": 1,
+        "y": 3,
+        "w": 6,
+    }  # the block's keys first, then the first base
     assert document.data["again"] == {"x": 1, "y": {"z": 2}}
     assert document.lines[("use", "y")] == 5
     assert document.lines[("use", "w")] == 2
@@ -162,15 +166,15 @@ def test_small_aliases_and_merges_work(tmp_path):
 
 
 def test_missing_file_names_its_neighbours(tmp_path):
-    write(tmp_path, "name: x\n", "demo.yaml")
-    assert message_of(tmp_path / "demos.yaml").endswith(
+    write_file(tmp_path, "name: x\n", "demo.yaml")
+    assert read_message(tmp_path / "demos.yaml").endswith(
         f"no such file; did you mean '{tmp_path / 'demo.yaml'}'?"
     )
-    assert message_of(tmp_path / "other.yaml").endswith(f"no such file; {tmp_path} has demo.yaml")
+    assert read_message(tmp_path / "other.yaml").endswith(f"no such file; {tmp_path} has demo.yaml")
 
 
 def test_folder_is_refused(tmp_path):
-    assert "is a folder" in message_of(tmp_path)
+    assert "is a folder" in read_message(tmp_path)
 
 
 def test_bad_override_value_says_so():

@@ -337,7 +337,7 @@ def test_settings_of_a_distillation():
         )
     with pytest.raises(SettingsError, match="url: 'ftp://h' is not an http address"):
         TeacherSettings(url="ftp://h", model="m")
-    with pytest.raises(SettingsError, match="holds a password"):
+    with pytest.raises(SettingsError, match="contains a password"):
         TeacherSettings(url="http://me:secret@h", model="m")
     with pytest.raises(SettingsError, match="importance: replay uses rollouts of older policies"):
         DistillationSettings(replay=ReplaySettings())

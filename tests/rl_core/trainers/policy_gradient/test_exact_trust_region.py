@@ -134,9 +134,9 @@ def test_the_distribution_is_that_of_the_weights_before_the_update(tokenizer, mo
     [
         (
             dict(trust_region_kl="exact", epochs=2),
-            "trust_region_kl: has no effect where trust_region_coef is 0",
+            "trust_region_kl: has no effect if trust_region_coef is 0",
         ),
-        (dict(trust_region_kl="exact", trust_region_coef=1.0), "begins at the old policy"),
+        (dict(trust_region_kl="exact", trust_region_coef=1.0), "starts at the old policy"),
         (
             dict(
                 trust_region_kl="exact",
@@ -144,7 +144,7 @@ def test_the_distribution_is_that_of_the_weights_before_the_update(tokenizer, mo
                 epochs=2,
                 launch=LaunchSettings(kind="torchrun"),
             ),
-            "in a trainer of one process",
+            "needs a single trainer process",
         ),
         (dict(kl_band=KLBandSettings(width=0.1)), "kl_band: not used by kl_controller fixed"),
         (
