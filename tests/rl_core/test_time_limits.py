@@ -1,4 +1,4 @@
-"""Calls with a time limit: they end, or are counted."""
+"""Calls with a time limit, which end or are counted."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ PATIENCE_S = 30.0
 
 
 def wait_until_ended(threads: list[threading.Thread]) -> bool:
+    """Wait for the end of all threads, and return whether they ended."""
     end = time.monotonic() + PATIENCE_S
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
         count_hung_calls()
@@ -27,17 +28,18 @@ def wait_until_ended(threads: list[threading.Thread]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def run_stubbornly(threads: list[threading.Thread]) -> None:
+def spin_forever(threads: list[threading.Thread]) -> None:
+    """Loop forever, ignoring exceptions."""
     threads.append(threading.current_thread())
     while True:
         try:
             sum(range(100))
-        except Exception:  # as user code does in loops
+        except Exception:  # user code does this in its loops
             continue
 
 
 def test_values_errors_and_context_pass() -> None:
-    variable: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="")
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
     variable.set("here")
     assert call_with_timeout(PATIENCE_S, "call", lambda x: (x, variable.get()), 1) == (1, "here")
     with pytest.raises(KeyError, match="cell"):
@@ -46,14 +48,13 @@ def test_values_errors_and_context_pass() -> None:
 
 def test_two_hundred_hanging_tools_leave_no_thread() -> None:
     threads: list[threading.Thread] = []
-    toolset = Toolset([Tool("spin", "", {}, lambda: run_stubbornly(threads), timeout_s=0.01)])
+    toolset = Toolset([Tool("spin", "", {}, lambda: spin_forever(threads), timeout_s=0.01)])
     for _ in range(200):
         observation, is_error = toolset.run(ToolCall("spin", {}))
         assert is_error and "spin" in observation
     assert 32 <= len(threads) <= 200 and wait_until_ended(threads) and count_hung_calls() == 0
-    assert {thread.name for thread in threads} == {"tool spin"} and all(
-        thread.daemon for thread in threads
-    )
+    assert {thread.name for thread in threads} == {"tool spin"}
+    assert all(thread.daemon for thread in threads)
 
 
 def test_a_wait_outside_python_is_counted_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,17 +63,17 @@ def test_a_wait_outside_python_is_counted_until_it_returns(monkeypatch: pytest.M
     release = threading.Event()
     threads: list[threading.Thread] = []
 
-    def wait_for_release() -> None:
+    def wait() -> None:
         threads.append(threading.current_thread())
         release.wait(PATIENCE_S)
 
     try:
         for count in (1, 2):
             with pytest.raises(CallTimeout, match=r"call did not return within 0.01 s"):
-                call_with_timeout(0.01, "call", wait_for_release)
+                call_with_timeout(0.01, "call", wait)
             assert count_hung_calls() == count
         with pytest.raises(TooManyHungCalls, match="2 earlier calls still hang"):
-            call_with_timeout(0.01, "call", wait_for_release)
+            call_with_timeout(0.01, "call", wait)
         assert len(threads) == 2, "the third was not begun"
     finally:
         release.set()
@@ -81,21 +82,19 @@ def test_a_wait_outside_python_is_counted_until_it_returns(monkeypatch: pytest.M
 
 def test_processor_time_is_counted_on_request() -> None:
     threads: list[threading.Thread] = []
-    assert (
-        call_with_timeout(0.05, "sleep", lambda: time.sleep(0.4) or "slept", counts_cpu_time=True)
-        == "slept"
+    result = call_with_timeout(
+        0.05, "sleep", lambda: time.sleep(0.4) or "slept", counts_cpu_time=True
     )
+    assert result == "slept"
     with pytest.raises(CallTimeout):
-        call_with_timeout(0.05, "spin", run_stubbornly, threads, counts_cpu_time=True)
+        call_with_timeout(0.05, "spin", spin_forever, threads, counts_cpu_time=True)
     assert wait_until_ended(threads)
 
 
 def test_steps_that_spin_are_made_to_end() -> None:
     threads: list[threading.Thread] = []
     with StepPool(max_concurrent=4, timeout_s=0.05) as pool:
-        calls = [
-            pool.submit_call(f"step {number}", run_stubbornly, threads) for number in range(12)
-        ]
+        calls = [pool.submit_call(f"step {number}", spin_forever, threads) for number in range(12)]
         for call in calls:
             with pytest.raises(
                 EnvironmentFault, match=r"has not returned within 0.05 s|was not begun"
