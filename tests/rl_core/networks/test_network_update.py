@@ -170,8 +170,10 @@ def test_both_networks_together_are_each_by_itself():
                 )
                 for outs in (actual, expected)
             )
-            for one, other in zip((*actual, *ours), (*expected, *theirs), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            for actual_part, expected_part in zip(
+                (*actual, *ours), (*expected, *theirs), strict=True
+            ):
+                torch.testing.assert_close(actual_part, expected_part, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

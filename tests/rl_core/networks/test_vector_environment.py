@@ -174,9 +174,9 @@ def test_a_restored_environment_continues_bit_for_bit(played):
     expected, ended = play_actions(uninterrupted, after)
     actual, resumed_ended = play_actions(resumed, after)
     assert ended == resumed_ended
-    for one, other in zip(expected, actual, strict=True):
+    for expected_step, actual_step in zip(expected, actual, strict=True):
         for name in ("observations_ND", "rewards_N", "terminated_N", "truncated_N", "after_ND"):
-            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+            assert np.array_equal(getattr(expected_step, name), getattr(actual_step, name)), name
 
 
 def test_an_environment_that_seeds_do_not_decide_is_not_resumed():

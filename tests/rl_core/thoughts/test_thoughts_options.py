@@ -412,10 +412,12 @@ def test_it_resumes_bit_for_bit(renderer, taught, tmp_path, name):
     second, rest = run_trainer("cut", 4)
     late = {key: value for key, value in expected.items() if key[0] > 2}
     assert late and {key: rest[key] for key in late} == late
-    for one, other in zip(uninterrupted.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(
+    for first, resumed in zip(
+        uninterrupted.model.parameters(), second.model.parameters(), strict=True
+    ):
+        assert torch.equal(first, resumed)
+    for first, resumed in zip(
         uninterrupted.baseline.head.parameters(), second.baseline.head.parameters(), strict=True
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(first, resumed)
     assert list(second._recent_rewards) == list(uninterrupted._recent_rewards)

@@ -57,7 +57,7 @@ EXCEPTIONS = {
 # The monitor of rewards as it was at a stage's entry: "grpo rewards" tries the present one.
 MONITORED = "trainer/entries/*/extra/rewards/watch/"
 
-# Items that a scenario does not use. max_tokens: where each pair or rollout is a micro-batch of its own, for the sake
+# Items that a scenario does not use. max_tokens: where each pair or rollout is a separate micro-batch, for the sake
 # of
 # its dropout masks, nothing can be cut. rollouts_played: of the entropy bonus, which a distillation does not have.
 # Others: of an iteration that the rollback right behind it undoes; "grpo" tries them.
