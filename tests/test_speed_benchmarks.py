@@ -159,7 +159,7 @@ def test_the_table_says_what_was_met_and_what_fails():
         ]
     }
     text = table.format_report("a processor", [fast, slow], checks, ["machine: m"], ["ppo: no TRL"])
-    assert text.splitlines()[0] == "# Speed beside TRL and transformers: a processor"
+    assert text.splitlines()[0] == "# Speed compared with TRL and transformers: a processor"
     rows = [line for line in text.splitlines() if line.startswith("| sft |")]
     assert rows == [
         "| sft | 100 [100, 100] | 33 [33, 33] | **3.00** [3.00, 3.00] | 2.5 met | 3.00 | 2.0 (2), 6.0 | 10, 10 | "

@@ -60,7 +60,11 @@ def main() -> None:
     output = options.output.resolve()
     options.pictures.mkdir(parents=True, exist_ok=True)
     with served(output) as addresses:
-        login = f"location.protocol == 'http:' && localStorage.setItem('prefect-password', btoa({load_or_create_password(output)!r}))"
+        password = load_or_create_password(output)
+        login = (
+            "location.protocol == 'http:' && "
+            f"localStorage.setItem('prefect-password', btoa({password!r}))"
+        )
         for name, shot in pages(output, options.pipeline, addresses).items():
             if not name.startswith(options.only):
                 continue

@@ -85,7 +85,7 @@ class PromptBuilder:
             renderer = self._tool_renderers(json.dumps(schemas, sort_keys=True))
             template_tools = schemas
         elif tools is not None and self._style == "instructions":
-            messages = _insert_tool_instructions(messages, tools.describe_tools())
+            messages = _insert_tool_instructions(messages, tools.instructions())
         if not messages:
             raise ServingHTTPError(422, "messages: there are none", param="messages")
         ids = renderer.encode_history_prompt(messages)
@@ -131,7 +131,7 @@ class PromptBuilder:
             ]
             if all(call.name in tools.tools for call in tool_calls):
                 lines = [message.text] if message.text else []
-                lines += [tools.format_call(call) for call in tool_calls]
+                lines += [tools.format(call) for call in tool_calls]
                 converted["content"] = "\n".join(lines)
                 return converted
         converted["tool_calls"] = calls

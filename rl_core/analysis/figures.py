@@ -448,12 +448,10 @@ def draw_analysis_figures(
     drawn: list[tuple[Path, str]] = []
     by_level = {m.name: {"all": m.total, **m.by_level} for m in models}
     path = draw_success_rates(out / "success_by_level.png", by_level, "Success by level")
-    drawn.append(
-        (
-            path,
-            "How often does each model succeed at each level? Held-out episodes, with 95% intervals.",
-        )
+    caption = (
+        "How often does each model succeed at each level? Held-out episodes, with 95% intervals."
     )
+    drawn.append((path, caption))
     if len({kind for m in models for kind in m.by_kind}) > 1:
         by_kind = {m.name: m.by_kind for m in models}
         path = draw_success_rates(
@@ -495,12 +493,10 @@ def draw_analysis_figures(
     )
     if any(len(m.pass_at_k) > 1 for m in models):
         path = draw_pass_at_k(out / "pass_at_k.png", {m.name: m.pass_at_k for m in models})
-        drawn.append(
-            (
-                path,
-                "Would more samples help? pass@k: at least one of k samples of an episode succeeds.",
-            )
+        caption = (
+            "Would more samples help? pass@k: at least one of k samples of an episode succeeds."
         )
+        drawn.append((path, caption))
     drawn += _draw_tool_figures(models, out)
     if any(len(m.summary.rewards) > 1 for m in models):
         parts = {
@@ -511,12 +507,8 @@ def draw_analysis_figures(
             }
             for m in models
         }
-        drawn.append(
-            (
-                draw_reward_components(out / "rewards.png", parts),
-                "Where does the reward come from? Mean of each part.",
-            )
-        )
+        path = draw_reward_components(out / "rewards.png", parts)
+        drawn.append((path, "Where does the reward come from? Mean of each part."))
     drawn += _draw_probe_figures(analysis, out)
     for number, (name, run) in enumerate(curves.items()):
         path = out / f"training_{number}.png"

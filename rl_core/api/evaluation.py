@@ -57,9 +57,7 @@ def evaluate(
     check_prompt_lengths(environment, policy.renderer, policy.context, ["heldout"])
     settings = resolve_defaults(settings, policy.kind, policy.context)
     if isinstance(environment, Prompts):
-        requests = [
-            EpisodeRequest(level, row) for level, row in environment.list_heldout_episodes()
-        ]
+        requests = [EpisodeRequest(level, row) for level, row in environment.heldout_levels()]
     else:
         episodes_seed = seed if settings.episodes_seed is None else settings.episodes_seed
         requests = draw_heldout_requests(environment, settings, episodes_seed)

@@ -363,7 +363,7 @@ def _build_validator(
             raise SettingsError("patience: counts evaluations, so it needs eval_every above 0")
         return None
     if isinstance(environment, Prompts):
-        rows = environment.list_heldout_episodes()
+        rows = environment.heldout_levels()
         if not rows:
             raise SettingsError("eval_every: needs heldout_prompts to evaluate on")
         training_rows = {

@@ -1,4 +1,4 @@
-"""Environments. `make` builds one from its name and options, as given in a config."""
+"""Environments; `make_environment` builds one from the name and options in a config."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ SHIPPED_ENVIRONMENTS = {
 def make_environment(
     name: str, options: Mapping[str, Any] | None = None, data: Path | None = None
 ) -> Environment:
-    """Environment by name, constructed with `options`.
+    """Build an environment by name with `options`.
 
     Args:
-        name: a key of SHIPPED, or the import path 'package.module:Class' of an Environment subclass.
+        name: a key of SHIPPED_ENVIRONMENTS, or the import path 'package.module:Class' of an Environment subclass.
         options: keyword arguments without `data`, checked against the constructor's signature and type hints.
         data: folder prepared by the data stage.
     Raises: SettingsError for an unknown name or option, or an invalid value.
@@ -76,15 +76,15 @@ def make_environment(
 
 
 def list_environment_code(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Import paths of code outside this project that `make` would run; nothing of it is imported here."""
+    """List import paths of code outside this project that `make_environment` would run, without importing it."""
     if name not in SHIPPED_ENVIRONMENTS:
         return (name,) if ":" in name and name not in SHIPPED_ENVIRONMENTS.values() else ()
-    return _import_environment_class(name).list_code_paths(options or {})
+    return _import_environment_class(name).named_code(options or {})
 
 
 def _check_held_out_questions(environment: Environment) -> None:
-    """See, and warn, how each level's held-out episodes differ from training, where that costs milliseconds."""
-    generated = type(environment).prepare_data is Environment.prepare_data
+    """Warn about levels whose held-out questions overlap with training; only where that takes milliseconds."""
+    generated = type(environment).prepare is Environment.prepare
     if generated and not environment.blocking and not environment.splits_itself:
         for level in environment.levels:
             environment.held_out(level)

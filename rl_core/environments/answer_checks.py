@@ -1,7 +1,7 @@
-"""Verifiers of answers: exact, numeric, regex, math and code, for environments over rows and for rewards.
+"""Verifiers of answers (exact, numeric, regex, math, code) for environments over rows and for rewards.
 
-A verifier takes the text of an action, the right answer as text, and the row behind the episode, and gives a number
-from 0 to 1. It fails on data that it cannot use (a target that is no number), never on what a policy wrote.
+A verifier takes the text of an action, the right answer as text and the episode's data row, and returns a number from
+0 to 1. It raises on unusable data (a numeric target without a number), never because of what a policy wrote.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from rl_core.settings.rewards import AnswerLocation
 
 _NUMBER = re.compile(r"[-+−]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")  # noqa: RUF001
 _FENCE = "```"
-MAX_PATTERNS = 1024  # compiled at once
+MAX_PATTERNS = 1024  # compiled patterns kept in memory
 
 
 class AnswerCheck(ABC):
     """One verifier. Thread-safe."""
 
     name: ClassVar[str]
-    blocking: ClassVar[bool] = False  # True = it waits for a child process
+    blocking: ClassVar[bool] = False  # True = waits for a child process
 
     def __init__(self, column: str | None) -> None:
         self.column = column  # None = the environment's target
-        self.counts: dict[str, int] = {}  # of the calls since they were last cleared
+        self.counts: dict[str, int] = {}  # events since the counts were last cleared
 
     @abstractmethod
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
-        """Score of an action, 0 to 1. Raises: DataError for a target or a row that cannot be used."""
+        """Return the score of an action, 0 to 1. Raises: DataError for an unusable target or row."""
 
     def check_columns(self, columns: tuple[str, ...] | None) -> None:
-        """Raise SettingsError where no row has the column."""
+        """Raise SettingsError if no row has the column."""
         if columns is None or self.column is None or self.column in columns:
             return
         raise SettingsError(
@@ -63,7 +63,7 @@ class AnswerCheck(ABC):
 
     @property
     def needs_target(self) -> bool:
-        """True = it compares with the environment's target."""
+        """True = compares with the environment's target."""
         return self.column is None
 
     def _count_event(self, name: str) -> None:
@@ -72,16 +72,18 @@ class AnswerCheck(ABC):
     def _read_target(self, target: str, row: Mapping[str, Any]) -> str:
         value = target if self.column is None else row.get(self.column)
         if value is None or not str(value).strip():
-            place = "no target" if self.column is None else f"nothing in the column '{self.column}'"
+            problem = (
+                "no target" if self.column is None else f"nothing in the column '{self.column}'"
+            )
             raise DataError(
-                f"verifier '{self.name}': the row of {str(row.get('prompt', ''))[:60]!r} has {place} to compare with; "
-                "name the column of the right answer (options.target, or `column` of the verifier)"
+                f"verifier '{self.name}': the row of {str(row.get('prompt', ''))[:60]!r} has {problem} to compare "
+                "with; name the column of the right answer (options.target, or `column` of the verifier)"
             )
         return str(value)
 
 
 class ExactCheck(AnswerCheck):
-    """Equal text; white space, and by default case, count for nothing."""
+    """Equal text, ignoring white space and, by default, case."""
 
     name = "exact"
 
@@ -90,14 +92,12 @@ class ExactCheck(AnswerCheck):
         self._settings = settings
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
-        """1 or 0."""
-        found, wanted = (
-            " ".join(t.split())
-            for t in (extract_answer(text, self._settings.find), self._read_target(target, row))
-        )
+        """Return 1 for equal text, else 0."""
+        answer = " ".join(extract_answer(text, self._settings.find).split())
+        expected = " ".join(self._read_target(target, row).split())
         if self._settings.ignore_case:
-            found, wanted = found.casefold(), wanted.casefold()
-        return float(found == wanted)
+            answer, expected = answer.casefold(), expected.casefold()
+        return float(answer == expected)
 
 
 class NumericCheck(AnswerCheck):
@@ -110,20 +110,19 @@ class NumericCheck(AnswerCheck):
         self._settings = settings
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
-        """1 or 0."""
-        stated = self._read_target(target, row)
-        wanted = _parse_last_number(extract_solution_final(stated) or stated)
-        if wanted is None:
-            raise DataError(f"verifier 'numeric': the target {stated[:60]!r} holds no number")
-        found = _parse_last_number(extract_answer(text, self._settings.find))
-        return float(
-            found is not None
-            and abs(found - wanted) <= Fraction(self._settings.tolerance) * abs(wanted)
-        )
+        """Return 1 for equal numbers, else 0."""
+        target_text = self._read_target(target, row)
+        expected = _parse_last_number(extract_solution_final(target_text) or target_text)
+        if expected is None:
+            raise DataError(f"verifier 'numeric': the target {target_text[:60]!r} holds no number")
+        number = _parse_last_number(extract_answer(text, self._settings.find))
+        if number is None:
+            return 0.0
+        return float(abs(number - expected) <= Fraction(self._settings.tolerance) * abs(expected))
 
 
 class RegexCheck(AnswerCheck):
-    """A pattern of the settings, or of each row, matched within a limit of processor time."""
+    """A pattern from the settings or from each row, matched within a limit of processor time."""
 
     name = "regex"
 
@@ -134,11 +133,11 @@ class RegexCheck(AnswerCheck):
 
     @property
     def needs_target(self) -> bool:
-        """True = neither a pattern nor its column is given."""
+        """True = neither a pattern nor its column is set."""
         return self._settings.pattern is None and self.column is None
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
-        """1 or 0; 0, counted in timed_out, where matching takes too long."""
+        """Return 1 for a match, else 0; a match that takes too long scores 0 and is counted in timed_out."""
         pattern = self._settings.pattern or self._read_target(target, row)
         if pattern not in self._patterns:
             if len(self._patterns) >= MAX_PATTERNS:
@@ -158,13 +157,12 @@ class RegexCheck(AnswerCheck):
 
 
 class _ChildProcessCheck(AnswerCheck):
-    """A verifier that works in child processes, which are started with the first answer."""
+    """A verifier that runs in child processes, started with the first answer."""
 
     blocking = True
     _script: ClassVar[str]
-    _probe: ClassVar[
-        tuple[dict[str, Any], Any]
-    ]  # a request and its answer, to tell a child that cannot work at all
+    # A request and its expected reply, which detect a child that cannot work at all.
+    _probe: ClassVar[tuple[dict[str, Any], Any]]
 
     def __init__(self, settings: MathSettings | CodeSettings, timeout_s: float) -> None:
         super().__init__(settings.column)
@@ -179,9 +177,9 @@ class _ChildProcessCheck(AnswerCheck):
         )
 
     def _request_child(self, request: dict[str, Any]) -> Any:
-        """The child's answer; None, counted, where it ran out of time or died of what the policy wrote.
+        """Return the child's reply; None, counted, if it timed out or died because of what the policy wrote.
 
-        Raises: SettingsError where it cannot work at all, so that this is no answer's fault.
+        Raises: SettingsError if it cannot work at all, which is not the fault of any answer.
         """
         with self._lock:
             if not self._works:
@@ -195,14 +193,14 @@ class _ChildProcessCheck(AnswerCheck):
         return None
 
     def _verify_children_work(self) -> None:
-        request, wanted = self._probe
+        request, expected = self._probe
         try:
-            found = self._children.request_reply(request)
+            reply = self._children.request_reply(request)
         except ChildFailed as error:
-            found = error
-        if found != wanted:
+            reply = error
+        if reply != expected:
             raise SettingsError(
-                f"verifier '{self.name}' does not work here: its first request gave {found}"
+                f"verifier '{self.name}' does not work here: its first request gave {reply}"
             )
         self._works = True
 
@@ -220,20 +218,20 @@ class MathCheck(_ChildProcessCheck):
         super().__init__(settings, settings.timeout_s)
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
-        """1 or 0; 0 where the comparison takes too long (counted in timed_out) or fails (failed)."""
-        wanted = self._read_target(target, row)
+        """Return 1 or 0; a comparison that times out or fails scores 0 and is counted in timed_out or failed."""
+        expected = self._read_target(target, row)
         reply = self._request_child(
-            {"target": extract_solution_final(wanted) or wanted, "text": strip_thought(text)}
+            {"target": extract_solution_final(expected) or expected, "text": strip_thought(text)}
         )
         if reply == "unreadable target":
             raise DataError(
-                f"verifier 'math': math-verify reads nothing in the target {wanted[:60]!r}"
+                f"verifier 'math': math-verify reads nothing in the target {expected[:60]!r}"
             )
         return float(reply is True)
 
 
 class CodeCheck(_ChildProcessCheck):
-    """A program and its tests: statements that must not raise, or inputs with the outputs wanted."""
+    """A program and its tests: statements that must not raise, or inputs with expected outputs."""
 
     name = "code"
     _script = "code_child.py"
@@ -243,12 +241,12 @@ class CodeCheck(_ChildProcessCheck):
     )
 
     def __init__(self, settings: CodeSettings) -> None:
-        super().__init__(settings, 2**20)  # the child keeps the limit of each program
+        super().__init__(settings, 2**20)  # the child itself limits the time of each program
         self._partial = settings.partial
         self.column: str = settings.column
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
-        """Share of the tests that pass, or 1 if all do; timed_out counts programs that ran out of time."""
+        """Return the share of tests that pass, or 1 if all do; timed_out counts programs that ran out of time."""
         tests = _read_row_tests(row, self.column)
         reply = self._request_child(
             {"program": _extract_program(strip_thought(text)), "tests": tests}
@@ -271,7 +269,7 @@ ANSWER_CHECKS: dict[str, tuple[type[Any], type[Any]]] = {
 
 
 def build_answer_check(name: str, options: Any = None) -> AnswerCheck:
-    """Verifier by name; `options`: its settings, or a mapping of them. Raises: SettingsError."""
+    """Build a verifier by name; `options`: its settings, or a mapping of them. Raises: SettingsError."""
     if name not in ANSWER_CHECKS:
         raise SettingsError(f"no verifier '{name}'; {suggest_name(name, ANSWER_CHECKS)}")
     cls, settings = ANSWER_CHECKS[name]
@@ -282,17 +280,14 @@ def build_answer_check(name: str, options: Any = None) -> AnswerCheck:
 
 
 def extract_answer(text: str, find: AnswerLocation) -> str:
-    """The answer in an action, after its thought; "" where it is not as `find` says."""
+    """Return the answer in an action, after its thought; "" if it is not where `find` says."""
     text = strip_thought(text).strip()
     if find == "auto":
-        return next(
-            (
-                found
-                for way in ("tag", "boxed", "hashes")
-                if (found := _extract_marked_answer(text, way)) is not None
-            ),
-            text,
-        )
+        for marker in ("tag", "boxed", "hashes"):
+            answer = _extract_marked_answer(text, marker)
+            if answer is not None:
+                return answer
+        return text
     return _extract_marked_answer(text, find) or ""
 
 
@@ -314,42 +309,40 @@ def _extract_marked_answer(text: str, marker: str) -> str | None:
 
 
 def _extract_boxed_answer(text: str) -> str | None:
-    r"""Content of the last \boxed{...}, with its inner braces."""
+    r"""Return the content of the last \boxed{...}, including inner braces."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
     depth = 0
-    for place in range(start + len(r"\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for index in range(start + len(r"\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
-            return text[start + len(r"\boxed{") : place].strip()
+            return text[start + len(r"\boxed{") : index].strip()
     return None
 
 
 def _parse_last_number(text: str) -> Fraction | None:
-    """Last number of a text: '$1,234.50' -> 2469/2, '1e3' -> 1000; None without one."""
-    for found in reversed(_NUMBER.findall(re.sub(r"[$€£¥]\s*", "", text))):
-        mantissa, _, exponent = found.lower().partition("e")
-        plain = parse_single_number(mantissa)
-        if plain is not None:
-            return Fraction(plain) * Fraction(10) ** int(exponent or 0)
+    """Return the last number of a text: '$1,234.50' -> 2469/2, '1e3' -> 1000; None without one."""
+    for number in reversed(_NUMBER.findall(re.sub(r"[$€£¥]\s*", "", text))):
+        mantissa, _, exponent = number.lower().partition("e")
+        digits = parse_single_number(mantissa)
+        if digits is not None:
+            return Fraction(digits) * Fraction(10) ** int(exponent or 0)
     return None
 
 
 def _extract_program(text: str) -> str:
-    """Program of an answer: its last fenced block, else all of it."""
+    """Return the program in an answer: its last fenced block, else the entire text."""
     end = text.rfind(_FENCE)
     start = text.rfind(_FENCE, 0, end) if end > 0 else -1
     if start < 0:
         return text
-    _, _, body = text[start + len(_FENCE) : end].partition(
-        "\n"
-    )  # the language stands on the first line
-    return body
+    _language, _, program = text[start + len(_FENCE) : end].partition("\n")
+    return program
 
 
 def _read_row_tests(row: Mapping[str, Any], column: str) -> list[Any]:
-    """Tests of a row: a list of statements or of inputs with outputs. Raises: DataError."""
+    """Return the tests of a row: statements, or inputs with outputs. Raises: DataError."""
     tests = row.get(column)
     tests = [tests] if isinstance(tests, str) else tests
     if isinstance(tests, list) and tests:

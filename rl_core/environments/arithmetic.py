@@ -77,7 +77,7 @@ class Arithmetic(DemonstratedQuestionEnvironment):
         skill: dict[str, float] | None = None,
         habit: float = 0.25,
     ) -> None:
-        """Chains hold numbers from 1 to `max_number`; the other options are those of `PixelGrid`."""
+        """Set up chains of numbers from 1 to `max_number`; the other options are those of `PixelGrid`."""
         if not 5 <= max_number <= 9999:
             raise SettingsError(f"options.max_number: {max_number} must be between 5 and 9999")
         self.max_number = max_number
@@ -93,7 +93,7 @@ class Arithmetic(DemonstratedQuestionEnvironment):
         )
 
     def episode(self, seed: int, level: str) -> ArithmeticEpisode:
-        """Episode for a level and seed."""
+        """Return the episode of a level and seed."""
         self.check_level(level)
         rng = random.Random(f"arithmetic/{level}/{seed}")
         kind = rng.choice(tuple(SIGNS) if LEVELS[level] > 2 else ("sum", "product"))
@@ -106,7 +106,7 @@ class Arithmetic(DemonstratedQuestionEnvironment):
         return ArithmeticEpisode(seed, level, kind, parts, self._tools, self._system, self._costs)
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
-        """Actions of the imperfect demonstrator; chains that start with an even number are the tempting ones."""
+        """Return the imperfect demonstrator's episode; chains that start with an even number are the tempting ones."""
         episode = self.episode(seed, level)
         rng = random.Random(f"arithmetic/demonstrator/{level}/{seed}")
         tempting = int(episode.parts[0]) % 2 == 0

@@ -1,13 +1,15 @@
-"""Exact arithmetic on policy output: a dedicated parser, never `eval`, with limits on size, depth and digits.
+"""Calculator on policy output, and worked solutions in GSM8K format that use it.
 
-sum     = product (("+" | "-") product)*
-product = signed (("*" | "x" | "/" | "//" | ...) signed)*    "//" rounds down; 2(3+4) is a product too
-signed  = ("-" | "+") signed | power
-power   = percent [("^" | "**") signed]
-percent = value ["%"]                                  20% is 0.2
-value   = number | "(" sum ")"
+The calculator is exact: a dedicated parser, never `eval`, with limits on size, depth and digits.
 
-Worked solutions in GSM8K format: extraction of final numbers, conversion of annotations to calculator calls.
+    sum     = product (("+" | "-") product)*
+    product = signed (("*" | "x" | "/" | "//" | ...) signed)*    "//" rounds down; 2(3+4) is a product too
+    signed  = ("-" | "+") signed | power
+    power   = percent [("^" | "**") signed]
+    percent = value ["%"]                                  20% is 0.2
+    value   = number | "(" sum ")"
+
+Worked solutions: extraction of final numbers, and conversion of annotations to calculator calls.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ MAX_DEPTH = 30  # nested brackets, signs and powers
 MAX_BITS = 512  # of a numerator or denominator after a power; other operations grow at most linearly with the input
 MAX_DIGITS = 30  # digits before the point of a result
 EXACT_DECIMALS = 12  # a decimal expansion of at most this many digits is shown in full,
-DECIMALS = (
-    6  # any other is rounded to this many digits (after the leading zeros of a number below 0.1)
-)
+# Any other is rounded to this many digits (after the leading zeros of a number below 0.1).
+DECIMALS = 6
+MAX_NUMBER_LENGTH = 40  # characters of a number in an answer
 
 _TOKEN = re.compile(r"\s*([0-9][0-9,]*\.?[0-9]*|\.[0-9]+|\*\*|//|[-+*/^()%x×·÷−])", re.ASCII)  # noqa: RUF001
 _GROUPED_TOKEN = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 _OPERATOR_SYNONYMS = {"x": "*", "×": "*", "·": "*", "÷": "/", "−": "-", "**": "^"}  # noqa: RUF001
+_ANNOTATION = re.compile(r"<<([^<>\n]*)>>")
+_HASHES = re.compile(r"####(.*)")
+_ANSWER_PHRASE = re.compile(r"(?:^\s*\**A\s*:|\banswer\b)(.*)", re.IGNORECASE)
+_NUMBER_IN_TEXT = re.compile(r"[-+−]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")  # noqa: RUF001
+_GROUPED_DIGITS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+")
 
 
 class CalculatorError(ValueError):
@@ -41,12 +48,12 @@ class CalculatorError(ValueError):
 
 
 def calculate_text(expression: str) -> str:
-    """Value of an expression as text: '24', '0.2', '0.333333'. Raises: CalculatorError."""
+    """Return the value of an expression as text: '24', '0.2', '0.333333'. Raises: CalculatorError."""
     return format_number(evaluate_expression(expression))
 
 
 def evaluate_expression(expression: str) -> Fraction:
-    """Exact value of an expression. Raises: CalculatorError."""
+    """Return the exact value of an expression. Raises: CalculatorError."""
     if len(expression) > MAX_CHARS:
         raise CalculatorError(
             f"the expression has {len(expression)} characters; at most {MAX_CHARS} are read"
@@ -59,7 +66,7 @@ def evaluate_expression(expression: str) -> Fraction:
 
 
 def format_number(value: Fraction) -> str:
-    """Decimal notation without exponent or trailing zeros; long expansions are rounded half to even.
+    """Format a number without exponent or trailing zeros; long expansions are rounded half to even.
 
     Raises: CalculatorError above MAX_DIGITS digits.
     """
@@ -80,15 +87,15 @@ def format_number(value: Fraction) -> str:
 def _tokenize_expression(expression: str) -> list[str]:
     text = expression.replace("$", "").strip().removesuffix("=").rstrip()
     tokens: list[str] = []
-    place = 0
-    while place < len(text):
-        match = _TOKEN.match(text, place)
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
         if match is None:
             raise CalculatorError(
-                f"'{text[place:].strip()[0]}' is no arithmetic; use numbers and + - * / ( )"
+                f"'{text[position:].strip()[0]}' is no arithmetic; use numbers and + - * / ( )"
             )
         tokens.append(_OPERATOR_SYNONYMS.get(match[1], match[1]))
-        place = match.end()
+        position = match.end()
     if not tokens:
         raise CalculatorError("the expression is empty")
     return tokens
@@ -118,11 +125,9 @@ class _ExpressionParser:
             raise CalculatorError(f"more than {MAX_DEPTH} levels of brackets or signs")
         value = self._parse_product(depth)
         while self.next_token in ("+", "-"):
-            value = (
-                value + self._parse_product(depth)
-                if self._take_token() == "+"
-                else value - self._parse_product(depth)
-            )
+            operator = self._take_token()
+            term = self._parse_product(depth)
+            value = value + term if operator == "+" else value - term
         return value
 
     def _parse_product(self, depth: int) -> Fraction:
@@ -139,11 +144,9 @@ class _ExpressionParser:
         if depth > MAX_DEPTH:
             raise CalculatorError(f"more than {MAX_DEPTH} levels of brackets or signs")
         if self.next_token in ("+", "-"):
-            return (
-                self._parse_signed(depth + 1)
-                if self._take_token() == "+"
-                else -self._parse_signed(depth + 1)
-            )
+            sign = self._take_token()
+            value = self._parse_signed(depth + 1)
+            return value if sign == "+" else -value
         value = self._parse_value(depth)
         if self.next_token == "%":
             self._take_token()
@@ -186,10 +189,12 @@ def _raise_to_power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise CalculatorError("division by zero")
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if base not in (-1, 0, 1) and bits * abs(exponent) > MAX_BITS:
+    if base == -1:  # these three bases allow any exponent and avoid computing huge ones
+        return base ** int(exponent % 2)
+    if base in (0, 1):
+        return base if exponent else Fraction(1)
+    if bits * abs(exponent) > MAX_BITS:
         raise CalculatorError("the power is too large")
-    if base in (-1, 0, 1):  # avoids computing huge exponents
-        return base ** int(exponent % 2) if base == -1 else (base if exponent else Fraction(1))
     return base ** int(exponent)
 
 
@@ -202,46 +207,41 @@ CALCULATOR = Tool(
 )
 
 
-_ANNOTATION = re.compile(r"<<([^<>\n]*)>>")
-_HASHES = re.compile(r"####(.*)")
-_ANSWER_PHRASE = re.compile(r"(?:^\s*\**A\s*:|\banswer\b)(.*)", re.IGNORECASE)
-_NUMBER_IN_TEXT = re.compile(r"[-+−]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")  # noqa: RUF001
-_GROUPED_DIGITS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+")
-_MAX_DIGITS = 40
-
-
 def parse_single_number(text: str) -> str | None:
-    """The only number in a text, in plain digits: '$1,234.50 a year' -> '1234.5'; None if there is none or several.
+    """Return the only number in a text, in plain digits ('$1,234.50 a year' -> '1234.5'); None for no or several
+    numbers.
 
     Currency signs, units, grouping commas and trailing zeros are ignored.
     """
-    found = _NUMBER_IN_TEXT.findall(re.sub(r"[$€£¥]\s*", "", text))
-    if len(found) != 1:
+    numbers = _NUMBER_IN_TEXT.findall(re.sub(r"[$€£¥]\s*", "", text))
+    if len(numbers) != 1:
         return None
-    number = found[0].rstrip(",").replace("−", "-").removeprefix("+")  # noqa: RUF001
-    whole, _, decimals = number.lstrip("-").partition(".")
-    if len(number) > _MAX_DIGITS or ("," in whole and not _GROUPED_DIGITS.fullmatch(whole)):
+    number = numbers[0].rstrip(",").replace("−", "-").removeprefix("+")  # noqa: RUF001
+    integer, _, decimals = number.lstrip("-").partition(".")
+    if len(number) > MAX_NUMBER_LENGTH:
         return None
-    whole = whole.replace(",", "").lstrip("0") or "0"
+    if "," in integer and not _GROUPED_DIGITS.fullmatch(integer):
+        return None
+    integer = integer.replace(",", "").lstrip("0") or "0"
     decimals = decimals.rstrip("0")
-    plain = f"{whole}.{decimals}" if decimals else whole
-    return f"-{plain}" if number.startswith("-") and plain != "0" else plain
+    digits = f"{integer}.{decimals}" if decimals else integer
+    return f"-{digits}" if number.startswith("-") and digits != "0" else digits
 
 
 def is_same_number(answer: str, target: str) -> bool:
-    """True if both texts hold exactly one number and the two are equal; several numbers are never right."""
+    """Return whether both texts hold exactly one number and the two are equal; several numbers are never right."""
     number = parse_single_number(answer)
     return number is not None and number == parse_single_number(target)
 
 
 def extract_solution_final(text: str) -> str | None:
-    """Text after the last '####'; None without one."""
-    found = _HASHES.findall(text)
-    return found[-1].strip() if found else None
+    """Return the text after the last '####'; None without one."""
+    finals = _HASHES.findall(text)
+    return finals[-1].strip() if finals else None
 
 
 def extract_final_answer(text: str) -> str | None:
-    """Final answer of an action, in plain digits if it is one number; None without an answer.
+    """Return the final answer of an action, in plain digits if it is one number; None without an answer.
 
     Read from the last '#### ...', else from the last line with 'A: ...' or '... answer is ...'.
     """
@@ -268,36 +268,35 @@ class ConvertedSolution:
 def convert_solution(
     answer: str, final: str, tools: Toolset, call_format: CallFormat
 ) -> ConvertedSolution:
-    """Conversion of each annotation <<expression=value>> into a call with the calculator's actual output.
+    """Convert each annotation <<expression=value>> into a call with the calculator's actual output.
 
     An annotation with a wrong value makes no call, since a demonstration must not contradict the tool's output. The
     last message ends in '#### final'.
     """
     conversion = ConvertedSolution(messages=[])
     text = ""  # current assistant message
-    place = 0
+    position = 0
     for match in _ANNOTATION.finditer(answer):
-        text += answer[place : match.start()]
-        place = match.end()
+        text += answer[position : match.start()]
+        position = match.end()
         expression, _, value = match[1].rpartition("=")
         verdict = _check_annotation(expression, value)
         conversion.counts[verdict] += 1
         if verdict in ("exact", "rounded"):
-            call = tools.format_call(
-                ToolCall(CALCULATOR.name, {"expression": expression.strip()}), call_format
-            )
+            call = ToolCall(CALCULATOR.name, {"expression": expression.strip()})
+            call_text = tools.format(call, call_format)
             conversion.messages += [
-                Message(role="assistant", content=f"{text.strip()}\n{call}".lstrip()),
+                Message(role="assistant", content=f"{text.strip()}\n{call_text}".lstrip()),
                 Message(role="tool", content=calculate_text(expression)),
             ]
             text = ""
-    text = _HASHES.sub("", text + answer[place:]).strip()
+    text = _HASHES.sub("", text + answer[position:]).strip()
     conversion.messages.append(Message(role="assistant", content=f"{text}\n#### {final}".lstrip()))
     return conversion
 
 
 def _check_annotation(expression: str, value: str) -> str:
-    """Comparison of an annotation's value with the calculator's result."""
+    """Compare an annotation's value with the calculator's result."""
     stated = parse_single_number(value)
     try:
         computed = evaluate_expression(expression)

@@ -1,8 +1,8 @@
-"""Child process of the verifier `code`: runs one program with its tests a request. See `answer_checks`.
+"""Child process of the verifier `code`: runs one program with its tests per request. See `answer_checks`.
 
-Each program is a process of its own, in a folder of its own that is removed, in a session that is killed at its end.
-Its time, memory and output are limited, and it sees no environment variables; that is no sandbox: it has the user's
-files and network.
+Each program runs in a separate process and session, in a temporary folder; all are removed or killed afterwards. Its
+time, memory and output are limited, and it sees no environment variables. That alone is not a sandbox: the program has
+the user's files and network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_OUTPUT = 2**20  # bytes of a program's output, and of its report
 _limits: dict[str, float] = {}
 
 # Runs in the program's process. The report goes to a file without a name; its token keeps a program from ending the
-# process early with a report of its own.
+# process early with a forged report.
 _RUNNER = r"""
 def main():
     import ctypes, json, os, resource, sys
@@ -59,12 +59,15 @@ main()
 
 
 def start(setup: dict[str, Any]) -> None:
-    """Take the limits."""
+    """Store the limits."""
     _limits.update(timeout_s=setup["timeout_s"], memory_gib=setup["memory_gib"])
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:
-    """{"passed": [bool for each test], "timed_out": bool} of a program; a test that was not reached did not pass."""
+    """Return {"passed": [bool for each test], "timed_out": bool} for a program.
+
+    A test that was not reached did not pass.
+    """
     tests = request["tests"]
     if isinstance(tests[0], str):
         passed, _, timed_out = _run_program(request["program"], tests, "")
@@ -80,18 +83,18 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split_output_lines(output: str) -> list[str]:
-    """Lines without white space at their ends, and without empty ones at the end."""
+    """Split into lines, ignoring trailing white space and trailing empty lines."""
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
 def _run_program(program: str, tests: list[str], stdin_text: str) -> tuple[list[bool], str, bool]:
-    """(passed, output, timed out) of one process."""
+    """Run one process and return (passed, output, timed out)."""
     token = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True)
         )
-        report, output, orders, entered = (
+        report, output, task_file, stdin_file = (
             stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)
         )
         limits = {
@@ -107,17 +110,17 @@ def _run_program(program: str, tests: list[str], stdin_text: str) -> tuple[list[
             "token": token,
             "report": report.fileno(),
         }
-        for file, content in ((orders, json.dumps(task)), (entered, stdin_text)):
+        for file, content in ((task_file, json.dumps(task)), (stdin_file, stdin_text)):
             file.write(content.encode("utf-8", "replace"))
             file.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", _RUNNER, str(orders.fileno())],
-            stdin=entered,
+            [sys.executable, "-I", "-B", "-c", _RUNNER, str(task_file.fileno())],
+            stdin=stdin_file,
             stdout=output,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={"HOME": folder, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"},
-            pass_fds=(report.fileno(), orders.fileno()),
+            pass_fds=(report.fileno(), task_file.fileno()),
             start_new_session=True,
         )
         try:
@@ -138,16 +141,16 @@ def _run_program(program: str, tests: list[str], stdin_text: str) -> tuple[list[
 
 
 def _parse_report(report: bytes, token: str) -> list[bool]:
-    """The tests' results; [] without a report that has the token."""
+    """Return the tests' results; [] for a report without the token."""
     try:
-        said, passed = json.loads(report)
+        reported_token, passed = json.loads(report)
     except ValueError:
         return []
-    return [value is True for value in passed] if said == token else []
+    return [value is True for value in passed] if reported_token == token else []
 
 
 def _kill_session(leader: int) -> None:
-    """Kill the program's processes, also those that go on after it."""
+    """Kill the program's processes, including those that outlive it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     if not Path("/proc").is_dir():

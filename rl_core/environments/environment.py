@@ -1,16 +1,16 @@
-"""Held-out questions: a digest of an episode's content decides its split, so that no question is on both sides.
+"""Environment protocol, and the separation of held-out questions from training.
 
-Different seeds may give the same question (`arithmetic` has 1,200 easy ones), so disjoint seeds alone hold nothing out.
-The seeds of a generated split come in blocks; each block stands for its first seed whose content belongs to the split.
-
-Environment protocol: seeded, single-use, multi-turn episodes; terminated and truncated as in Gymnasium.
+An environment is a task family; an episode is one instance, determined by (environment, level, seed) and used once.
+Episodes have several turns; terminated and truncated as in Gymnasium.
 
     episode = environment.episode(seed=7, level="easy")
     messages = episode.reset()
     step = episode.step("zoom 2 3")          # text of one action of the policy
     step.messages, step.reward, step.terminated, step.truncated, step.info
 
-An environment is a task family; an episode is one instance, determined by (environment, level, seed) and used once.
+Different seeds may give the same question (`arithmetic` has 1,200 easy ones), so disjoint seeds alone hold nothing out.
+Therefore a digest of an episode's content decides its split, and no question is in both. The seeds of a generated split
+come in blocks; each block stands for its first seed whose content belongs to the split.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ from rl_core.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
-PROBED_HELDOUT_EPISODES = 20  # held-out episodes expected among those looked at to see how much a level's questions differ
-MAX_REPEATED_SHARE = 0.05  # share of pairs of them that may be equal: fewer than about 20 different questions exceed it
-BALANCE = (0.15, 3.0)  # held-out share among them, in units of the share that is asked for
-BLOCK_SIZES = {
-    "train": 64,
-    "heldout": 1024,
-}  # seeds per block; the chance that none of them is of the split is below 1e-12
-MAX_FAILED_OPENINGS = 3  # in a row, after which the environment counts as broken
+# Enough episodes are probed to expect this many held-out ones among them.
+PROBED_HELDOUT_EPISODES = 20
+MAX_REPEATED_SHARE = (
+    0.05  # of equal pairs among them: fewer than about 20 different questions exceed it
+)
+BALANCE = (0.15, 3.0)  # allowed held-out share among them, in units of the requested share
+# Seeds per block; the probability that none of them belongs to the split is below 1e-12.
+BLOCK_SIZES = {"train": 64, "heldout": 1024}
+MAX_FAILED_OPENINGS = 3  # consecutive failures after which the environment counts as broken
 MIN_GENERATED_SEEDS = 2**20  # a split of fewer seeds is a list of rows, not a generator
+# Generated environments train on seeds below it and evaluate on seeds from it on.
+HELDOUT_START = 2**30
+_MAX_CACHED_QUESTIONS = 4096  # digests in memory
+_OPENING_TIMEOUT_S = 300.0  # for opening an episode only to read its question
 MAX_COMPARED_ROWS = {False: 20_000, True: 1_000}  # rows compared at most, by `Environment.blocking`
 _ESCAPED_SPACE = re.compile(r"\\[nrtf]")  # white space within the texts of JSON
 
@@ -55,20 +60,19 @@ HeldOutMethod = Literal["content", "seeds", "unchecked"]
 class HeldOutSeparation:
     """Separation of a level's held-out episodes from its training episodes."""
 
-    # content: no question is on both sides; seeds: only the seeds differ; unchecked: too many rows to compare
+    # content: no question is in both splits; seeds: only the seeds differ; unchecked: too many rows to compare
     by: HeldOutMethod
-    note: str = ""  # for people; "" where there is nothing to say
-    shared: frozenset[int] = field(
-        default=frozenset(), repr=False
-    )  # held-out seeds whose question is in training too
+    note: str = ""  # message for the user; "" = none
+    # Held-out seeds whose question is in training too.
+    shared: frozenset[int] = field(default=frozenset(), repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict with the number of shared seeds."""
+        """Convert to a plain dict with the number of shared seeds."""
         return {**asdict(self), "shared": len(self.shared)}
 
 
 def compute_content_digest(content: Any) -> str:
-    """Digest of an episode's content: case, white space and Unicode composition are ignored.
+    """Compute the digest of an episode's content, ignoring case, white space and Unicode composition.
 
     Args:
         content: text, numbers, None, and lists, tuples, sets, arrays, dataclasses and dicts of them.
@@ -82,7 +86,7 @@ def compute_content_digest(content: Any) -> str:
 
 
 def _convert_to_json_value(value: Any) -> Any:
-    """Replacement of a value that `json` cannot write."""
+    """Convert a value that `json` cannot write."""
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     if is_dataclass(value) and not isinstance(value, type):
@@ -95,12 +99,12 @@ def _convert_to_json_value(value: Any) -> Any:
 
 
 def is_heldout(key: str, share: float) -> bool:
-    """True for the share of contents that is held out; `key` is a `digest`."""
+    """Return whether a content is in the held-out share; `key`: its `compute_content_digest`."""
     return int(key[:16], 16) / 2**64 < share
 
 
 class ContentSeeds(Sequence[int]):
-    """Seeds of one split of a generated level: of each block of candidates the first whose content is of the split."""
+    """Seeds of one split of a generated level: the first of each block of candidates whose content is in the split."""
 
     def __init__(
         self, candidates: range, split: str, key_of: Callable[[int], str], share: float
@@ -118,24 +122,23 @@ class ContentSeeds(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[
-            index
-        ]  # counts from the end where it is negative; IndexError beyond either end
-        in_a_row = 0
-        for seed in self._candidates[place * self._block : (place + 1) * self._block]:
+        # A negative index counts from the end; may raise IndexError.
+        block = range(len(self))[index]
+        num_failures = 0  # consecutive
+        for seed in self._candidates[block * self._block : (block + 1) * self._block]:
             try:
                 key = self._compute_key(seed)
-            except EnvironmentFault as error:  # of neither split: the episode is not played
-                in_a_row += 1
-                if in_a_row == MAX_FAILED_OPENINGS:
+            except EnvironmentFault as error:  # in neither split: the episode is not played
+                num_failures += 1
+                if num_failures == MAX_FAILED_OPENINGS:
                     raise
-                logger.warning("an episode that cannot be opened is passed over: %s", error)
+                logger.warning("skipping an episode that cannot be opened: %s", error)
                 continue
-            in_a_row = 0
+            num_failures = 0
             if is_heldout(key, self._share) == self._is_heldout:
                 return seed
         raise EnvironmentFault(
-            f"{self._block} seeds from {self._candidates[place * self._block]} gave no "
+            f"{self._block} seeds from {self._candidates[block * self._block]} gave no "
             f"{'held-out' if self._is_heldout else 'training'} question; too few of the questions differ"
         )
 
@@ -145,14 +148,14 @@ class ContentSeeds(Sequence[int]):
     def __contains__(self, seed: object) -> bool:
         if not isinstance(seed, int) or seed not in self._candidates:
             return False
-        place = self._candidates.index(seed) // self._block
-        return place < len(self) and self[place] == seed
+        block = self._candidates.index(seed) // self._block
+        return block < len(self) and self[block] == seed
 
 
 def probe_separation(
     candidates: Sequence[int], key_of: Callable[[int], str], share: float
 ) -> HeldOutSeparation:
-    """`HeldOutSeparation` of a generated level, from its first episodes.
+    """Estimate the `HeldOutSeparation` of a generated level from its first episodes.
 
     Raises: SettingsError for a share out of range.
     """
@@ -162,25 +165,25 @@ def probe_separation(
         return HeldOutSeparation("seeds", "heldout_share is 0")
     seeds = candidates[: round(PROBED_HELDOUT_EPISODES / share)]
     keys = _compute_question_keys(seeds, key_of)
-    times = Counter(keys)
-    equal = sum(n * (n - 1) for n in times.values()) / (len(keys) * (len(keys) - 1))
-    if equal > MAX_REPEATED_SHARE:
+    counts = Counter(keys)
+    repeated_share = sum(n * (n - 1) for n in counts.values()) / (len(keys) * (len(keys) - 1))
+    if repeated_share > MAX_REPEATED_SHARE:
         return HeldOutSeparation(
             "seeds",
-            f"{len(keys)} episodes began with {len(times)} different question{'s' * (len(times) > 1)}, too few to hold "
-            "some out. If a hidden state makes episodes differ, set `self.hidden` in the episode",
+            f"{len(keys)} episodes began with {len(counts)} different question{'s' * (len(counts) > 1)}, too few to "
+            "hold some out. If a hidden state makes episodes differ, set `self.hidden` in the episode",
         )
-    held = sum(is_heldout(key, share) for key in keys) / len(keys)
-    if not BALANCE[0] * share <= held <= BALANCE[1] * share:
+    heldout_fraction = sum(is_heldout(key, share) for key in keys) / len(keys)
+    if not BALANCE[0] * share <= heldout_fraction <= BALANCE[1] * share:
         return HeldOutSeparation(
             "seeds",
-            f"a few questions are so frequent that {held:.0%} of all episodes would be held out",
+            f"a few questions are so frequent that {heldout_fraction:.0%} of all episodes would be held out",
         )
     return HeldOutSeparation("content")
 
 
 def _compute_question_keys(seeds: Sequence[int], key_of: Callable[[int], str]) -> list[str]:
-    """Keys of the episodes that can be opened. Raises: EnvironmentFault where more than a tenth cannot."""
+    """Compute the keys of the episodes that can be opened. Raises: EnvironmentFault if more than a tenth cannot."""
     keys, failed = [], 0
     for seed in seeds:
         try:
@@ -189,14 +192,14 @@ def _compute_question_keys(seeds: Sequence[int], key_of: Callable[[int], str]) -
             failed += 1
             if failed > len(seeds) / 10 or (not keys and failed == MAX_FAILED_OPENINGS):
                 raise
-            logger.warning("an episode that cannot be opened is passed over: %s", error)
+            logger.warning("skipping an episode that cannot be opened: %s", error)
     return keys
 
 
 def compare_splits(
     train: Sequence[int], heldout: Sequence[int], key_of: Callable[[int], str], *, blocking: bool
 ) -> HeldOutSeparation:
-    """The same for a level whose episodes are rows: the held-out ones are compared with those of training."""
+    """Compare the held-out rows of a level with its training rows."""
     if len(train) + len(heldout) > MAX_COMPARED_ROWS[blocking]:
         count = f"{len(train)} training and {len(heldout)} held-out episodes"
         return HeldOutSeparation(
@@ -206,8 +209,11 @@ def compare_splits(
     shared = frozenset(seed for seed in heldout if key_of(seed) in known)
     if shared and len(shared) == len(heldout):
         return HeldOutSeparation("seeds", "every held-out question is a training question too")
-    note = f"{len(shared)} of {len(heldout)} held-out episodes ask a question of the training episodes; they are left out"
-    return HeldOutSeparation("content", note if shared else "", shared)
+    if not shared:
+        return HeldOutSeparation("content")
+    counts = f"{len(shared)} of {len(heldout)} held-out episodes"
+    note = f"{counts} ask a question of the training episodes; they are left out"
+    return HeldOutSeparation("content", note, shared)
 
 
 @functools.lru_cache(maxsize=256)  # each message is logged once
@@ -217,7 +223,7 @@ def warn_once(message: str) -> None:
 
 
 def call_with_time_limit(seconds: float, description: str, function: Callable[[], Any]) -> Any:
-    """Result of a call into a blocking environment. Raises: EnvironmentFault after the time limit."""
+    """Call a function of a blocking environment. Raises: EnvironmentFault after the time limit."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -237,34 +243,24 @@ def call_with_time_limit(seconds: float, description: str, function: Callable[[]
         ) from None
 
 
-HELDOUT_START = (
-    2**30
-)  # generated environments train on seeds below it and evaluate on seeds at or above it
-_MAX_CACHED_QUESTIONS = 4096  # digests in memory
-_OPENING_TIMEOUT_S = 300.0  # of an episode that is opened only to see its question
-
-
 @dataclass(slots=True)
 class Step:
     """Result of one action."""
 
-    messages: list[Message] = field(
-        default_factory=list
-    )  # observations to append; [] when the episode ended
+    # Observations to append; [] when the episode ended.
+    messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
     terminated: bool = False  # the episode reached its end
     truncated: bool = False  # the environment cut the episode off
     tool_call: ToolCall | None = None  # the executed call, if the action was one
-    more_calls: list[ToolCall] = field(
-        default_factory=list
-    )  # those after it, of an action with several
+    # The calls after it, if the action made several.
+    more_calls: list[ToolCall] = field(default_factory=list)
     is_error: bool = False  # misuse: the action did not parse, named no tool, or its tool failed
     answer: str | None = None  # the final answer, if the action gave one
     success: bool | None = None  # set at the end of the episode
     is_grounded: bool | None = None  # the answer follows from the observations; None = unknown
-    info: dict[str, Any] = field(
-        default_factory=dict
-    )  # kept with the turn, for rewards and analysis: plain values
+    # Plain values stored with the turn, for rewards and analysis.
+    info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -293,9 +289,7 @@ class Episode(ABC):
         self.kind = ""
         self.prompt = ""
         self.target = ""
-        self.row: dict[
-            str, Any
-        ] = {}  # columns of the data row behind the episode, for reward functions
+        self.row: dict[str, Any] = {}  # columns of the episode's data row, for reward functions
         self._ended = False
 
     @property
@@ -305,7 +299,7 @@ class Episode(ABC):
 
     @abstractmethod
     def reset(self) -> list[Message]:
-        """The opening messages."""
+        """Return the opening messages."""
 
     @abstractmethod
     def act(self, text: str) -> Step:
@@ -325,7 +319,7 @@ class Episode(ABC):
         return step
 
     def close(self) -> None:  # noqa: B027 most hold nothing open
-        """End what the episode holds open (a session, a process); called once it is over, however that came about."""
+        """Close sessions or processes that the episode holds open; called after every episode, even a failed one."""
 
 
 class Environment(ABC):
@@ -333,26 +327,26 @@ class Environment(ABC):
 
     name: ClassVar[str]
     levels: tuple[str, ...]
-    # True = `reset` and `step` may wait for a server, a subprocess or a slow tool: they run in a thread pool, one call
+    # True = `reset` and `step` may block on a server, a subprocess or a slow tool: they run in a thread pool, one call
     # per episode at a time, with a time limit (settings: sampling.max_concurrent_steps, sampling.step_timeout_s).
-    # False = they only compute, for milliseconds: called directly on the decoding thread.
+    # False = they only compute, for milliseconds; called directly on the decoding thread.
     blocking: bool = True
     # False = episodes end without a notion of success (`Step.success` stays None), so no success rate is reported.
     knows_success: bool = True
-    # Share of the different questions that is held out from training; 0 = held-out episodes differ in their seed alone.
+    # Share of distinct questions held out from training; 0 = held-out episodes differ only in their seed.
     heldout_share: float = 0.2
-    # Columns of `Episode.row`, known before anything is played; () = episodes are no rows of data, None = not known.
+    # Columns of `Episode.row`, known before any episode; () = episodes are not data rows, None = unknown.
     columns: tuple[str, ...] | None = None
-    # True = `episode` itself gives training and held-out seeds different questions.
+    # True = the environment itself gives training and held-out seeds different questions.
     splits_itself: bool = False
 
     def __init__(self, data: Path | None = None) -> None:
-        """`data`: folder prepared by the data stage; unused by environments that generate their episodes."""
+        """Store `data`, the folder prepared by the data stage; unused by environments that generate their episodes."""
         self.data = data
 
     @classmethod
-    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Import paths among the options whose code runs when the environment is made."""
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """List the import paths among the options whose code runs when the environment is constructed."""
         return ()
 
     @property
@@ -362,21 +356,23 @@ class Environment(ABC):
 
     @abstractmethod
     def episode(self, seed: int, level: str) -> Episode:
-        """A new episode. Raises SettingsError for an unknown level."""
+        """Return a new episode. Raises: SettingsError for an unknown level."""
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
-        """Demonstration of an episode; None without a demonstrator."""
+        """Return the demonstration of an episode; None without a demonstrator."""
         return None
 
     def seeds(self, split: str) -> range:
-        """Candidates for the seeds of 'train' or 'heldout' episodes; the two are disjoint."""
+        """Return the candidate seeds of 'train' or 'heldout' episodes; the two are disjoint."""
         return range(HELDOUT_START) if split == "train" else range(HELDOUT_START, 2 * HELDOUT_START)
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
-        """Seeds of a split at a level: those candidates whose question is of the split, by a digest of its content.
+        """Return the seeds of a split at a level: the candidates whose question belongs to it, by a digest of the
+        content.
 
-        Environments over fixed rows override it, or `seeds`. Where the questions differ too little to be split, all
-        candidates, with a warning (`held_out`).
+        Environments over fixed rows override this method or `seeds`. If the questions differ too little to be split,
+        all
+        candidates are returned, with a warning (`held_out`).
         """
         candidates = self.seeds(split)
         if (
@@ -388,21 +384,24 @@ class Environment(ABC):
         return ContentSeeds(
             candidates,
             split,
-            lambda seed: self.compute_question_digest(seed, level),
+            lambda seed: self.question(seed, level),
             self.heldout_share,
         )
 
     def content(self, seed: int, level: str) -> Any:
-        """Opening messages and hidden state of an episode: equal contents are the same question.
+        """Return the opening messages and hidden state of an episode; equal contents are the same question.
 
-        Environments whose `reset` is slow, or leaves something open, override it.
+        Override it if `reset` is slow or leaves something open.
         """
         episode = self.episode(seed, level)
         messages = [[message["role"], message["content"]] for message in episode.reset()]
         return [messages, episode.hidden]
 
-    def compute_question_digest(self, seed: int, level: str) -> str:
-        """Digest of `content`: equal for episodes of the same question. Raises: EnvironmentFault naming the episode."""
+    def question(self, seed: int, level: str) -> str:
+        """Compute the digest of `content`, equal for episodes of the same question.
+
+        Raises: EnvironmentFault naming the episode.
+        """
         known: dict[tuple[int, str], str] = self.__dict__.setdefault("_questions", {})
         if (seed, level) not in known:
             if len(known) >= _MAX_CACHED_QUESTIONS:
@@ -411,27 +410,27 @@ class Environment(ABC):
         return known[seed, level]
 
     def held_out(self, level: str) -> HeldOutSeparation:
-        """Separation of a level's held-out episodes from training, with a warning where their questions are not."""
+        """Return how a level's held-out episodes are separated from training; warn if their questions are not."""
         self.check_level(level)
         known: dict[str, HeldOutSeparation] = self.__dict__.setdefault("_held_out", {})
         if level not in known:
-            train, held = self.seeds_of("train", level), self.seeds_of("heldout", level)
-            if self.splits_itself or isinstance(held, ContentSeeds):
+            train, heldout = self.seeds_of("train", level), self.seeds_of("heldout", level)
+            if self.splits_itself or isinstance(heldout, ContentSeeds):
                 known[level] = HeldOutSeparation("content")
-            elif len(held) >= MIN_GENERATED_SEEDS:
+            elif len(heldout) >= MIN_GENERATED_SEEDS:
                 known[level] = self._probe_level(level)
             else:
                 known[level] = compare_splits(
                     train,
-                    held,
-                    lambda seed: self.compute_question_digest(seed, level),
+                    heldout,
+                    lambda seed: self.question(seed, level),
                     blocking=self.blocking,
                 )
                 self._warn_about_separation(level, known[level])
         return known[level]
 
-    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
-        """Write episode data (validated and split rows) into the data stage's folder; returns a report."""
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+        """Write episode data (validated and split rows) into the data stage's folder and return a report."""
         return {}
 
     def check_level(self, level: str) -> None:
@@ -442,13 +441,13 @@ class Environment(ABC):
             )
 
     def _probe_level(self, level: str) -> HeldOutSeparation:
-        """`held_out` of a generated level, from its first episodes."""
+        """Probe the separation of a generated level on its first episodes."""
         known: dict[str, HeldOutSeparation] = self.__dict__.setdefault("_probes", {})
         if level not in known:
             self.check_level(level)
             known[level] = probe_separation(
                 self.seeds("train"),
-                lambda seed: self.compute_question_digest(seed, level),
+                lambda seed: self.question(seed, level),
                 self.heldout_share,
             )
             self._warn_about_separation(level, known[level])
@@ -456,23 +455,21 @@ class Environment(ABC):
 
     def _warn_about_separation(self, level: str, separation: HeldOutSeparation) -> None:
         if separation.note:
-            kept = {"content": "by content", "seeds": "by seed only", "unchecked": "unchecked"}[
-                separation.by
-            ]
+            methods = {"content": "by content", "seeds": "by seed only", "unchecked": "unchecked"}
             warn_once(
-                f"environment '{self.name}', level '{level}': held out {kept}: {separation.note}"
+                f"environment '{self.name}', level '{level}': held out {methods[separation.by]}: {separation.note}"
             )
 
     def _read_content(self, seed: int, level: str) -> Any:
-        """`content`, within a time limit if the environment may wait; errors name the episode."""
-        place = f"environment '{self.name}', level '{level}', seed {seed}"
+        """Return `content`, with a time limit if the environment may block; errors name the episode."""
+        label = f"environment '{self.name}', level '{level}', seed {seed}"
         try:
             if self.blocking:
                 return call_with_time_limit(
-                    _OPENING_TIMEOUT_S, place, lambda: self.content(seed, level)
+                    _OPENING_TIMEOUT_S, label, lambda: self.content(seed, level)
                 )
             return self.content(seed, level)
         except (SettingsError, EnvironmentFault):
             raise
         except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
-            raise EnvironmentFault(f"{place}: {type(error).__name__}: {error}") from error
+            raise EnvironmentFault(f"{label}: {type(error).__name__}: {error}") from error

@@ -1,7 +1,7 @@
-"""Failed episodes: what is kept of them, and the share beyond which a stage stops.
+"""Failed episodes: what is stored about them, and the failure share that stops a stage.
 
-An episode has failed if its environment raised, hung or broke its protocol, or if a reward function did so on it. It is
-left out of the update and of every rate; a stage stops where too many fail.
+An episode fails if its environment raises, hangs or breaks the protocol, or if a reward function does so on it. Failed
+episodes are excluded from the update and from every rate; a stage stops if too many fail.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from rl_core.errors import EnvironmentFault, PosttrainError
 from rl_core.types import Message, Trajectory
 
-MIN_EPISODES = 50  # a share of fewer says little: it is taken of as many
+MIN_EPISODES = 50  # smallest denominator of the share: fewer episodes say little
 WINDOW_COLLECTIONS = 10  # collections (iterations) whose episodes are counted together
 TRACE_CHARACTERS = 4000
 
 
 @dataclass(slots=True)
 class FailedEpisode:
-    """A failed episode, with all that is needed to play it again."""
+    """A failed episode, with everything needed to replay it."""
 
-    trajectory: Trajectory  # as far as it came; without success
-    messages: list[Message]  # opening messages; [] = it failed before
+    trajectory: Trajectory  # up to the failure; without success
+    messages: list[Message]  # opening messages; [] = failed before them
     failed_in: str  # "the environment's reset", "step 2 of the environment", "reward 'package.module:function'"
     error: str  # type and text of the exception
-    trace: str = ""  # traceback, addresses left out
+    trace: str = ""  # traceback without addresses
     iteration: int | None = None  # of the training; None = an evaluation
 
     @property
@@ -40,112 +40,112 @@ class FailedEpisode:
 
     @property
     def failure_label(self) -> str:
-        """The place of the failure and its error, for messages."""
-        return (
-            f"{self.failed_in}{' ' if self.failed_in.startswith('reward ') else ': '}{self.error}"
-        )
+        """Where the episode failed, and the error, for messages."""
+        separator = " " if self.failed_in.startswith("reward ") else ": "
+        return f"{self.failed_in}{separator}{self.error}"
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
+        """Convert to a plain dict."""
         return {**asdict(self), "trajectory": self.trajectory.to_json()}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> FailedEpisode:
-        """Inverse of `to_json`."""
+        """Read the result of `to_json`."""
         names = cls.__dataclass_fields__
         known = {name: value for name, value in row.items() if name in names}
         return cls(**{**known, "trajectory": Trajectory.from_json(row["trajectory"])})
 
 
-StoreFailedEpisode = Callable[
-    [FailedEpisode], str
-]  # stores it, and says how to look at it; "" = it was not stored
+# Stores an episode and returns how to view it; "" = not stored.
+StoreFailedEpisode = Callable[[FailedEpisode], str]
 
 
 def format_error_trace(error: BaseException) -> str:
-    """Traceback of an exception and of its causes: its end, and no addresses, which differ from process to process."""
+    """Format the end of a traceback, causes included, without addresses, which differ between processes."""
     text = "".join(traceback.format_exception(error))
     return re.sub(r"0x[0-9a-fA-F]{6,}", "0x...", text)[-TRACE_CHARACTERS:]
 
 
 @dataclass
 class EpisodeFailureMonitor:
-    """Counts failed episodes, has them kept, and ends a stage of which too many failed.
+    """Counter of failed episodes that has them stored and ends a stage if too many failed.
 
-    The share is that of the newest WINDOW collections, taken of LEAST_EPISODES where they are fewer. A `max_share` of 0
-    stops at the first failure; 1 never stops, unless every episode of a collection failed, which leaves nothing to use.
+    The share is taken over the newest WINDOW_COLLECTIONS collections, and over MIN_EPISODES if they have fewer. A
+    `max_share` of 0 stops at the first failure; 1 never stops, unless every episode of a collection failed, which
+    leaves
+    nothing to use.
     """
 
     max_share: float
     setting: str = "sampling.max_failed_share"  # its name, for messages
     error: type[PosttrainError] = EnvironmentFault  # raised beyond it
     store_episode: StoreFailedEpisode | None = None
-    iteration: int | None = None  # of the training, given to the episodes
-    is_refill: bool = (
-        False  # True = others of this iteration have been played: all of this collection may fail
-    )
-    total: int = 0  # failed since the beginning
-    played: int = 0  # of the open account, see `settle`
+    iteration: int | None = None  # of the training, recorded with the episodes
+    # True = other episodes of this iteration were played, so all of this collection may fail.
+    is_refill: bool = False
+    total: int = 0  # failed since the start
+    played: int = 0  # since the last `take_counts`
     failed: int = 0
     _recent_counts: deque[tuple[int, int]] = field(
         default_factory=lambda: deque(maxlen=WINDOW_COLLECTIONS - 1)
     )  # (failed, played)
 
     def has_too_many(self, failed: int, played: int) -> bool:
-        """True = with these failures of the present collection the stage stops."""
+        """Return whether these failures of the current collection stop the stage."""
         if not failed or ((failed < played or self.is_refill) and self.max_share == 1):
             return False
         if failed == played and not self.is_refill:
             return True
-        of_all, of_played = self._sum_recent_counts(failed, played)
-        return of_all > self.max_share * max(of_played, MIN_EPISODES) or self.max_share == 0
+        total_failed, total_played = self._sum_recent_counts(failed, played)
+        return (
+            total_failed > self.max_share * max(total_played, MIN_EPISODES) or self.max_share == 0
+        )
 
     def check_failures(self, failed: Sequence[FailedEpisode], played: int) -> None:
-        """Raise `error`, which names the first one, if the present collection's failures are too many; keeps them."""
+        """Raise `error`, naming the first failure, if the current collection has too many; they are stored first."""
         if self.has_too_many(len(failed), played):
-            raise self._build_error(
-                failed, played, [self._store_episode_with_iteration(episode) for episode in failed]
-            )
+            hints = [self._store_episode_with_iteration(episode) for episode in failed]
+            raise self._build_error(failed, played, hints)
 
     def close_collection(self, failed: Sequence[FailedEpisode], played: int) -> list[str]:
-        """Take a collection into account, and have its failures kept; what `keep` said of each.
+        """Count a collection and store its failures; return what `store_episode` answered for each.
 
-        Raises: `error` if they are too many.
+        Raises: `error` if too many failed.
         """
-        said = [self._store_episode_with_iteration(episode) for episode in failed]
+        hints = [self._store_episode_with_iteration(episode) for episode in failed]
         if self.has_too_many(len(failed), played):
-            raise self._build_error(failed, played, said)
+            raise self._build_error(failed, played, hints)
         self._recent_counts.append((len(failed), played))
         self.total += len(failed)
         self.failed += len(failed)
         self.played += played
-        return said
+        return hints
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset all counts."""
         self._recent_counts.clear()
         self.total = self.failed = self.played = 0
 
     def take_counts(self) -> tuple[int, int]:
-        """Failed and played episodes since the last call."""
+        """Return the failed and played episodes since the last call."""
         counts = self.failed, self.played
         self.failed = self.played = 0
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts of the window and in all."""
+        """Return the counts of the window and the total."""
         return {"past": [list(counts) for counts in self._recent_counts], "total": self.total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Load the result of `state_dict`."""
         self._recent_counts.clear()
         self._recent_counts.extend((int(failed), int(played)) for failed, played in state["past"])
         self.total = int(state["total"])
 
     def _sum_recent_counts(self, failed: int, played: int) -> tuple[int, int]:
-        return failed + sum(f for f, _ in self._recent_counts), played + sum(
-            p for _, p in self._recent_counts
-        )
+        recent_failed = sum(num_failed for num_failed, _ in self._recent_counts)
+        recent_played = sum(num_played for _, num_played in self._recent_counts)
+        return failed + recent_failed, played + recent_played
 
     def _store_episode_with_iteration(self, episode: FailedEpisode) -> str:
         episode.iteration = self.iteration
@@ -155,7 +155,7 @@ class EpisodeFailureMonitor:
         self, failed: Sequence[FailedEpisode], played: int, hints: Sequence[str]
     ) -> PosttrainError:
         first = failed[0]
-        count, of = self._sum_recent_counts(len(failed), played)
+        total_failed, total_played = self._sum_recent_counts(len(failed), played)
         limit = (
             "nothing is left to use"
             if len(failed) == played
@@ -163,8 +163,8 @@ class EpisodeFailureMonitor:
         )
         hint = next((f"; {text}" for text in hints if text), "")
         error = self.error(
-            f"{count} of the newest {of} episodes failed ({limit}). The first of this round: {first.episode_label}: "
-            f"{first.failure_label}{hint}"
+            f"{total_failed} of the newest {total_played} episodes failed ({limit}). The first of this round: "
+            f"{first.episode_label}: {first.failure_label}{hint}"
         )
         if first.trace:
             error.add_note(first.trace)

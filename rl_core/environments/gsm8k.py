@@ -47,23 +47,21 @@ _TASK = "Solve the problem step by step. End with a line '#### NUMBER'."
 
 
 def classify_level(num_steps: int) -> str:
-    """Level by the number of <<>> annotations in the worked solution."""
+    """Return the level for a number of <<>> annotations in the worked solution."""
     return "short" if num_steps <= 2 else "medium" if num_steps <= 4 else "long"
 
 
 def validate_question(row: Row) -> Row:
-    """Row with `final` as one number in plain digits. Raises: BadRow.
+    """Return the row with `final` as one number in plain digits. Raises: BadRow.
 
     `final` may be missing if the solution ends in a line `#### NUMBER`, as in the original files.
     """
     stated = extract_solution_final(row["answer"])
     final = parse_single_number(row["final"] or stated or "")
     if final is None:
-        where = "final" if row["final"] else "answer"
-        raise BadRow(
-            where,
-            "must hold one number" if row["final"] else "has no final and no line '#### NUMBER'",
-        )
+        if row["final"]:
+            raise BadRow("final", "must hold one number")
+        raise BadRow("answer", "has no final and no line '#### NUMBER'")
     if stated is not None and not is_same_number(stated, final):
         raise BadRow("final", f"is {final}, but the solution ends in '#### {stated}'")
     return {**row, "final": final}
@@ -84,7 +82,7 @@ class GSM8KEpisode(Episode):
         self._tools, self._system = tools, system
 
     def reset(self) -> list[Message]:
-        """Tool instructions and the question."""
+        """Return the tool instructions and the question."""
         return [
             Message(role="system", content=self._system),
             Message(role="user", content=self.prompt),
@@ -149,7 +147,7 @@ class GSM8K(Environment):
         self._heldout, self._on_bad_row, self._max_rows = heldout, on_bad_row, max_rows
         self._call_format: CallFormat = call_format
         self._tools = Toolset([CALCULATOR])
-        self._system = f"{_TASK} {self._tools.describe_tools(call_format)}"
+        self._system = f"{_TASK} {self._tools.instructions(call_format)}"
         self._splits: dict[str, list[Row]] | None = None
         self._by_level: dict[tuple[str, str], list[int]] = {}
 
@@ -158,8 +156,8 @@ class GSM8K(Environment):
         """The calculator."""
         return self._tools
 
-    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
-        """Validate and split the raw file; writes questions_train.jsonl and questions_heldout.jsonl, returns a report.
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+        """Validate and split the raw file; write questions_train.jsonl and questions_heldout.jsonl and return a report.
 
         Raises: DataError or RecordsError if the file cannot be used; then nothing is written.
         """
@@ -172,33 +170,30 @@ class GSM8K(Environment):
         return report
 
     def seeds(self, split: str) -> range:
-        """Seeds of all rows of 'train' or 'heldout'."""
+        """Return the seeds of all rows of 'train' or 'heldout'."""
         _check_split_name(split)
         start = HELDOUT_START if split == "heldout" else 0
         return range(start, start + len(self._load_split_rows(split)))
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
-        """Seeds of the rows of one level."""
+        """Return the seeds of the rows of one level."""
         self.check_level(level)
         _check_split_name(split)
         self._load_split_rows(split)
         return self._by_level.get((split, level), [])
 
     def episode(self, seed: int, level: str) -> GSM8KEpisode:
-        """Episode of one row. Raises: SettingsError if the row does not exist or has another level."""
+        """Return the episode of a row. Raises: SettingsError if the row does not exist or has another level."""
         row, kind = self._find_row(seed, level)
         return GSM8KEpisode(seed, level, row, kind, self._tools, self._system)
 
     def demonstration(self, seed: int, level: str) -> Demonstration:
-        """Worked solution of one row, with its annotations converted to calls."""
+        """Return the worked solution of a row, with its annotations converted to calls."""
         row, kind = self._find_row(seed, level)
-        messages = self.episode(seed, level).reset()
-        messages += convert_solution(
-            row["answer"], row["final"], self._tools, self._call_format
-        ).messages
+        opening = self.episode(seed, level).reset()
+        solution = convert_solution(row["answer"], row["final"], self._tools, self._call_format)
+        messages = [*opening, *solution.messages]
         return Demonstration(messages=messages, level=level, kind=kind, seed=seed, success=True)
-
-    # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _is_prepared(self) -> bool:
         return self.data is not None and all(
@@ -206,7 +201,7 @@ class GSM8K(Environment):
         )
 
     def _find_row(self, seed: int, level: str) -> tuple[Row, str]:
-        """Row of a seed, and its kind."""
+        """Return the row of a seed, and its kind."""
         self.check_level(level)
         split, index = (
             ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
@@ -225,13 +220,11 @@ class GSM8K(Environment):
         if self._splits is None:
             if self._is_prepared():
                 assert self.data is not None
-                paths = {name: self.data / file for name, file in _FILES.items()}
-                self._index_splits(
-                    {
-                        name: list(read_questions(path, check=validate_question).rows)
-                        for name, path in paths.items()
-                    }
-                )
+                splits: dict[str, list[Row]] = {}
+                for split_name, file in _FILES.items():
+                    records = read_questions(self.data / file, check=validate_question)
+                    splits[split_name] = list(records.rows)
+                self._index_splits(splits)
             else:
                 self._index_splits(self._read_raw_file(seed=0)[0])
         assert self._splits is not None
@@ -247,7 +240,7 @@ class GSM8K(Environment):
                 self._by_level.setdefault((split, level), []).append(start + index)
 
     def _read_raw_file(self, seed: int) -> tuple[dict[str, list[Row]], dict[str, Any]]:
-        """Both splits of the raw file, and the report."""
+        """Read both splits from the raw file, and return them with the report."""
         if self._path is None:
             raise SettingsError(
                 "options.path: environment 'gsm8k' needs a JSONL file of questions to prepare"
@@ -263,9 +256,8 @@ class GSM8K(Environment):
         )
         calls: Counter[str] = Counter()
         for row in records.rows:
-            calls += convert_solution(
-                row["answer"], row["final"], self._tools, self._call_format
-            ).counts
+            solution = convert_solution(row["answer"], row["final"], self._tools, self._call_format)
+            calls += solution.counts
         report: dict[str, Any] = {
             "file": str(self._path),
             "digest": records.digest,

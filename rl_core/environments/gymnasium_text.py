@@ -1,4 +1,4 @@
-"""`gymnasium`: Gymnasium environments with text observations and actions given as words.
+"""`gymnasium`: Gymnasium environments with text observations and actions named by words.
 
     user    S start, F ice, H hole, G goal; you are at [ ]. Write one of: left, down, right, up
             [S]FFF
@@ -28,11 +28,8 @@ from rl_core.types import Message
 
 _MAX_ACTIONS = 32  # of a Discrete space, named in the opening message
 _COLOURED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")
-_MARKS_BY_COLOUR = {
-    "42": "{}",
-    "34": "()",
-    "35": "<>",
-}  # by colour code; other backgrounds are [], other letters ()
+# Brackets by colour code; other backgrounds are [], other letters ().
+_MARKS_BY_COLOUR = {"42": "{}", "34": "()", "35": "<>"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +43,9 @@ class _ShippedMetadata:
 
 
 def _describe_blackjack(value: Any) -> str:
-    own, dealer, ace = value
-    return (
-        f"you have {int(own)}{' with a usable ace' if ace else ''}, the dealer shows {int(dealer)}"
-    )
+    player, dealer, has_usable_ace = value
+    ace = " with a usable ace" if has_usable_ace else ""
+    return f"you have {int(player)}{ace}, the dealer shows {int(dealer)}"
 
 
 _SHIPPED_ENVIRONMENTS = {
@@ -70,22 +66,24 @@ _SHIPPED_ENVIRONMENTS = {
 
 
 def replace_terminal_colours(text: str) -> str:
-    """Terminal colours converted to brackets, as they often mark the player: [] background, () letters, by _MARKS."""
+    """Replace terminal colours, which often mark the player, by brackets: [] background, () letters, by
+    _MARKS_BY_COLOUR.
+    """
 
-    def marked(match: re.Match[str]) -> str:
+    def mark_match(match: re.Match[str]) -> str:
         codes = match[1].split(";")
         mark = next((_MARKS_BY_COLOUR[code] for code in codes if code in _MARKS_BY_COLOUR), None)
         if mark is None:
             mark = "[]" if any(code.startswith("4") and len(code) == 2 for code in codes) else "()"
         return f"{mark[0]}{match[2]}{mark[1]}"
 
-    while (found := _COLOURED.sub(marked, text)) != text:  # colours may be nested
-        text = found
+    while (marked := _COLOURED.sub(mark_match, text)) != text:  # colours may be nested
+        text = marked
     return re.sub(r"\x1b\[[0-9;]*m", "", text).strip("\n")
 
 
 def extract_answer_text(text: str) -> str:
-    """Text after the thought, if there is one."""
+    """Return the text without its thought."""
     return strip_thought(text).strip()
 
 
@@ -99,7 +97,7 @@ class GymnasiumEpisode(Episode):
         self._steps = 0
 
     def reset(self) -> list[Message]:
-        """Task text, available actions and the first observation."""
+        """Return the task text, available actions and the first observation."""
         environment = self._environment
         self._inner = environment.build_inner_environment(self.level)
         value, _ = self._inner.reset(seed=self.seed)
@@ -135,17 +133,16 @@ class GymnasiumEpisode(Episode):
             )
             return Step([observation], reward=reward, info=dict(info))
         self.close()
-        told = info.get("is_success", info.get("success"))
-        success = (
-            bool(told) if told is not None else terminated and reward > environment.success_above
-        )
+        success = info.get("is_success", info.get("success"))
+        if success is None:
+            success = terminated and reward > environment.success_above
         answer = extract_answer_text(text).splitlines()[-1]
         return Step(
             reward=reward,
             terminated=terminated,
             truncated=truncated and not terminated,
             answer=answer,
-            success=success,
+            success=bool(success),
             info=dict(info),
         )
 
@@ -179,7 +176,7 @@ class GymnasiumText(Environment):
             actions: names of the actions 0, 1, ...; default: known names, else the numbers.
             task: first line of the opening message.
             observation: render = `ansi` rendering; value = observation value; auto = render if available.
-            max_steps: truncation after this many actions, in addition to the environment's own limit.
+            max_steps: truncation after this many actions, in addition to the environment's built-in limit.
             success_above: success threshold on the last reward if `info` does not report success; default: 0, or the
                 known threshold of the environment (in CliffWalking every step costs 1, the last one too).
             misuse_cost: subtracted from the reward for an invalid action.
@@ -203,20 +200,12 @@ class GymnasiumText(Environment):
         self.blocking = self._shipped_metadata is None  # an unknown environment may wait
         default = self._shipped_metadata.success_above if self._shipped_metadata else 0.0
         self.success_above = default if success_above is None else success_above
-        self._task = (
-            task
-            if task is not None
-            else self._shipped_metadata.task
-            if self._shipped_metadata
-            else ""
-        )
-        self._action_names = (
-            [*actions]
-            if actions is not None
-            else [*self._shipped_metadata.actions]
-            if self._shipped_metadata
-            else None
-        )
+        if task is None:
+            task = self._shipped_metadata.task if self._shipped_metadata else ""
+        self._task = task
+        if actions is None and self._shipped_metadata:
+            actions = list(self._shipped_metadata.actions)
+        self._action_names = None if actions is None else [*actions]
         self._renders = False
         for level in self.levels:
             inner = self._probe_level_options(level, observation)
@@ -224,8 +213,8 @@ class GymnasiumText(Environment):
             inner.close()
 
     @classmethod
-    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """The id, where it is an import path."""
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """List the id if it is an import path."""
         name = options.get("id")
         return (name,) if isinstance(name, str) and ":" in name else ()
 
@@ -235,19 +224,19 @@ class GymnasiumText(Environment):
         return Toolset([])
 
     def episode(self, seed: int, level: str) -> GymnasiumEpisode:
-        """Episode of a seed, which is passed to `reset`."""
+        """Return the episode of a seed, which is passed to `reset`."""
         self.check_level(level)
         return GymnasiumEpisode(self, seed, level)
 
     def content(self, seed: int, level: str) -> Any:
-        """Opening message; what later steps draw at random is not known before they are taken."""
+        """Return the opening message; later random draws are unknown before the steps are taken."""
         episode = self.episode(seed, level)
         messages = episode.reset()
         episode.close()
         return [message["content"] for message in messages]
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
-        """Demonstration of random actions; None for free-text actions."""
+        """Return a demonstration of random actions; None for free-text actions."""
         episode = self.episode(seed, level)
         messages = episode.reset()
         rng = random.Random(f"gymnasium/demonstrator/{level}/{seed}")
@@ -258,16 +247,13 @@ class GymnasiumText(Environment):
             messages += [Message(role="assistant", content=action), *step.messages]
             if step.terminated or step.truncated:
                 return Demonstration(messages, level, episode.kind, seed, bool(step.success))
-        while (
-            messages and messages[-1]["role"] != "assistant"
-        ):  # a conversation ends with the policy's message
+        # A conversation ends with the policy's message.
+        while messages and messages[-1]["role"] != "assistant":
             messages.pop()
         return Demonstration(messages, level, episode.kind, seed, False) if messages else None
 
-    # -- one Gymnasium environment -------------------------------------------------------------------------------------
-
     def build_inner_environment(self, level: str, render: bool | None = None) -> Any:
-        """New `gymnasium.Env` of a level."""
+        """Build a new `gymnasium.Env` of a level."""
         options = {**self._options, **self._by_level[level]}
         if self._renders if render is None else render:
             options["render_mode"] = "ansi"
@@ -276,16 +262,13 @@ class GymnasiumText(Environment):
         return self._import_environment_class()(**options)
 
     def describe_task(self, inner: Any) -> str:
-        """Task text and available actions."""
+        """Return the task text and available actions."""
         words = self.list_action_names(inner)
-        return " ".join(
-            part
-            for part in (self._task, f"Write one of: {', '.join(words)}" if words else "")
-            if part
-        )
+        actions = f"Write one of: {', '.join(words)}" if words else ""
+        return " ".join(part for part in (self._task, actions) if part)
 
     def render_observation(self, inner: Any, value: Any) -> str:
-        """Observation as text."""
+        """Render an observation as text."""
         if self._renders:
             return replace_terminal_colours(str(inner.render()))
         if self._shipped_metadata is not None and self._shipped_metadata.describe is not None:
@@ -293,13 +276,13 @@ class GymnasiumText(Environment):
         return _format_value(value)
 
     def list_action_names(self, inner: Any) -> list[str]:
-        """Action names of a Discrete space; [] = free text."""
+        """List the action names of a Discrete space; [] = free text."""
         if not _is_discrete(inner.action_space):
             return []
         return self._action_names or [str(number) for number in range(int(inner.action_space.n))]
 
     def parse_action(self, inner: Any, text: str) -> Any:
-        """Action named by a text; None = invalid."""
+        """Return the action named by a text; None = invalid."""
         text = extract_answer_text(text)
         words = self.list_action_names(inner)
         if not words:
@@ -311,7 +294,7 @@ class GymnasiumText(Environment):
         return int(getattr(inner.action_space, "start", 0)) + names.index(last)
 
     def _import_environment_class(self) -> type[Any]:
-        """The class at the import path. Nothing else that lies there is called, whatever it could do."""
+        """Import the class at the import path, and refuse anything but a `gymnasium.Env` without calling it."""
         module, _, name = self._id.partition(":")
         cls = getattr(importlib.import_module(module), name, None)
         if not (isinstance(cls, type) and issubclass(cls, self._gymnasium.Env)):
@@ -319,7 +302,7 @@ class GymnasiumText(Environment):
         return cls
 
     def _probe_level_options(self, level: str, observation: str) -> Any:
-        """Construct one environment of a level to validate the options."""
+        """Validate the options of a level by constructing one environment."""
         try:
             inner = self.build_inner_environment(level, render=False)
             can_render = "ansi" in (inner.metadata or {}).get("render_modes", ())
@@ -335,7 +318,9 @@ class GymnasiumText(Environment):
                 )
         except SettingsError:
             raise
-        except Exception as error:  # unknown or deprecated id, wrong option, missing dependency, the user's own class
+        except (
+            Exception
+        ) as error:  # unknown or deprecated id, wrong option, missing dependency, user code
             raise SettingsError(
                 f"options.id: '{self._id}' cannot be made for level '{level}': {error}"
             ) from error
@@ -364,7 +349,7 @@ def _is_discrete(space: Any) -> bool:
 
 
 def _format_value(value: Any) -> str:
-    """Compact text of numbers and arrays."""
+    """Format numbers and arrays compactly."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
         return ", ".join(f"{key} {_format_value(part)}" for key, part in value.items())

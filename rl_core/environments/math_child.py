@@ -1,4 +1,4 @@
-"""Child process of the verifier `math`: one comparison by math-verify a request. See `answer_checks`."""
+"""Child process of the verifier `math`: one comparison by math-verify per request. See `answer_checks`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ def start(setup: dict[str, Any]) -> None:
 
 
 def handle(request: dict[str, Any]) -> bool | str:
-    """True if the text's answer equals the target; "unreadable target" where nothing is found in that."""
+    """Compare the text's answer with the target; "unreadable target" if math-verify finds nothing in the target."""
     from math_verify import parse, verify
 
     target = request["target"]
-    # Its own limits are kept by signals and give no answer; the parent's end the process.
-    wanted = parse(target, parsing_timeout=None) or parse(f"${target}$", parsing_timeout=None)
-    if not wanted:
+    # The package's time limits use signals and give no answer; the parent's limit ends the process.
+    expected = parse(target, parsing_timeout=None) or parse(f"${target}$", parsing_timeout=None)
+    if not expected:
         return "unreadable target"
-    return bool(verify(wanted, parse(request["text"], parsing_timeout=None), timeout_seconds=None))
+    return bool(
+        verify(expected, parse(request["text"], parsing_timeout=None), timeout_seconds=None)
+    )

@@ -44,18 +44,21 @@ LOOPS = 0.15  # share of the inner walls that are removed from the spanning tree
 
 
 def carve_maze(rng: random.Random, size: int, loops: float = LOOPS) -> dict[MazeCell, set[str]]:
-    """Open directions of every cell: a random depth-first spanning tree with a share `loops` of the walls removed."""
+    """Generate the open directions of every cell.
+
+    A random depth-first spanning tree, with a share `loops` of the remaining walls removed.
+    """
     cells = [(row, column) for row in range(1, size + 1) for column in range(1, size + 1)]
     opened: dict[MazeCell, set[str]] = {cell: set() for cell in cells}
     stack, seen = [cells[0]], {cells[0]}
     while stack:
-        ways = [
+        unvisited = [
             (name, cell) for name, cell in _list_neighbours(stack[-1], opened) if cell not in seen
         ]
-        if not ways:
+        if not unvisited:
             stack.pop()
             continue
-        name, cell = rng.choice(ways)
+        name, cell = rng.choice(unvisited)
         _open_wall(opened, stack[-1], name)
         seen.add(cell)
         stack.append(cell)
@@ -73,8 +76,8 @@ def carve_maze(rng: random.Random, size: int, loops: float = LOOPS) -> dict[Maze
 def _list_neighbours(
     cell: MazeCell, opened: dict[MazeCell, set[str]]
 ) -> list[tuple[str, MazeCell]]:
-    found = [(name, (cell[0] + r, cell[1] + c)) for name, (r, c) in DIRECTIONS.items()]
-    return [(name, other) for name, other in found if other in opened]
+    neighbours = [(name, (cell[0] + r, cell[1] + c)) for name, (r, c) in DIRECTIONS.items()]
+    return [(name, other) for name, other in neighbours if other in opened]
 
 
 def _open_wall(opened: dict[MazeCell, set[str]], cell: MazeCell, name: str) -> None:
@@ -85,7 +88,7 @@ def _open_wall(opened: dict[MazeCell, set[str]], cell: MazeCell, name: str) -> N
 
 
 class MazeEpisode(QuestionEpisode):
-    """One maze; `opened`, `start` and `treasure` are for analysis, the policy observes only its own cell."""
+    """One maze; `opened`, `start` and `treasure` are for analysis, the policy observes only the cell it is in."""
 
     def __init__(
         self,
@@ -122,12 +125,12 @@ class MazeEpisode(QuestionEpisode):
 
     @staticmethod
     def describe_cell(opened: dict[MazeCell, set[str]], cell: MazeCell, treasure: MazeCell) -> str:
-        """Observation at a cell."""
+        """Return the observation at a cell."""
         ways = " ".join(name for name in DIRECTIONS if name in opened[cell])
         return f"at {cell[0]} {cell[1]} open {ways}" + (": treasure" if cell == treasure else "")
 
     def move_one_cell(self, direction: str) -> str:
-        """Tool: move one cell unless a wall blocks it; returns the new observation."""
+        """Move one cell unless a wall blocks it, and return the new observation (a tool)."""
         if direction not in DIRECTIONS:
             raise ValueError(f"{direction} is none of {' '.join(DIRECTIONS)}")
         if direction not in self.opened[self.position]:
@@ -139,7 +142,7 @@ class MazeEpisode(QuestionEpisode):
         return self.describe_cell(self.opened, self.position, self.treasure)
 
     def act(self, text: str) -> Step:
-        """As in QuestionEpisode, truncated after `max_moves` cells."""
+        """Act as QuestionEpisode does, and truncate after `max_moves` cells."""
         step = super().act(text)
         if not step.terminated and len(self.visited) > self.max_moves:
             return Step(
@@ -148,33 +151,33 @@ class MazeEpisode(QuestionEpisode):
         return step
 
     def is_answer_grounded(self) -> bool:
-        """True if the policy has visited the treasure's cell."""
+        """Return whether the policy has visited the treasure's cell."""
         return self.has_found_treasure
 
 
 def find_shortest_path(
     opened: dict[MazeCell, set[str]], start: MazeCell, goal: MazeCell
 ) -> list[str]:
-    """Directions of a shortest path; [] from a cell to itself."""
-    before: dict[MazeCell, tuple[MazeCell, str]] = {}
+    """Return the directions of a shortest path; [] if `start` is the goal."""
+    previous: dict[MazeCell, tuple[MazeCell, str]] = {}
     queue = deque([start])
     while queue:
         cell = queue.popleft()
         if cell == goal:
             break
         for name, other in _list_neighbours(cell, opened):
-            if name in opened[cell] and other not in before and other != start:
-                before[other] = (cell, name)
+            if name in opened[cell] and other not in previous and other != start:
+                previous[other] = (cell, name)
                 queue.append(other)
-    way: list[str] = []
+    path: list[str] = []
     while goal != start:
-        goal, name = before[goal]
-        way.append(name)
-    return way[::-1]
+        goal, name = previous[goal]
+        path.append(name)
+    return path[::-1]
 
 
 class Maze(DemonstratedQuestionEnvironment):
-    """Mazes whose treasure has to be found and its position reported."""
+    """Mazes whose treasure must be located and reported."""
 
     name = "maze"
     levels = tuple(LEVELS)
@@ -193,7 +196,7 @@ class Maze(DemonstratedQuestionEnvironment):
         skill: dict[str, float] | None = None,
         habit: float = 0.25,
     ) -> None:
-        """`loops`: share of walls removed; `max_moves`: move limit; the other options are those of `PixelGrid`."""
+        """Set up mazes; `loops`: share of walls removed; `max_moves`: move limit; other options as in `PixelGrid`."""
         if not 0 <= loops <= 1:
             raise SettingsError(f"options.loops: {loops} must be between 0 and 1")
         if max_moves < 8:
@@ -219,7 +222,7 @@ class Maze(DemonstratedQuestionEnvironment):
         )
 
     def episode(self, seed: int, level: str) -> MazeEpisode:
-        """Episode for a level and seed."""
+        """Return the episode of a level and seed."""
         self.check_level(level)
         rng = random.Random(f"maze/{level}/{seed}")
         opened = carve_maze(rng, LEVELS[level], self.loops)
@@ -237,7 +240,7 @@ class Maze(DemonstratedQuestionEnvironment):
         )
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
-        """Actions of the imperfect demonstrator, a faulty depth-first search; even rows are the tempting ones."""
+        """Return the imperfect demonstrator's episode, a faulty depth-first search; even rows are the tempting ones."""
         episode = self.episode(seed, level)
         rng = random.Random(f"maze/demonstrator/{level}/{seed}")
         tempting = episode.start[0] % 2 == 0
@@ -249,16 +252,16 @@ class Maze(DemonstratedQuestionEnvironment):
             moves = moves[: rng.randint(0, max(0, len(moves) - 1))]
         elif mistake == "guesses":
             moves = moves[:1]
-        place = episode.start
+        position = episode.start
         for name in moves:
-            place = (place[0] + DIRECTIONS[name][0], place[1] + DIRECTIONS[name][1])
+            position = (position[0] + DIRECTIONS[name][0], position[1] + DIRECTIONS[name][1])
         if mistake == "guesses":
-            place = rng.choice(sorted(episode.opened))
+            position = rng.choice(sorted(episode.opened))
         calls = [ToolCall("move", {"direction": name}) for name in moves]
-        return self._demonstrate_calls(episode, calls, f"{place[0]} {place[1]}", mistake)
+        return self._demonstrate_calls(episode, calls, f"{position[0]} {position[1]}", mistake)
 
     def render_maze(self, episode: MazeEpisode) -> str:
-        """Text drawing of the maze: S start, T treasure, . visited."""
+        """Draw the maze as text: S start, T treasure, . visited."""
         size = LEVELS[episode.level]
         lines = ["+" + "--+" * size]
         for row in range(1, size + 1):
@@ -274,23 +277,22 @@ class Maze(DemonstratedQuestionEnvironment):
 
 
 def _explore_maze(episode: MazeEpisode, rng: random.Random, *, circles: bool) -> list[str]:
-    """Depth-first moves from start to treasure with backtracking; `circles` keeps no memory of visited cells."""
-    place, moves = episode.start, []
-    seen, trail = {place}, []
-    while place != episode.treasure:
-        ways = [
-            (n, c) for n, c in _list_neighbours(place, episode.opened) if n in episode.opened[place]
-        ]
-        fresh = [way for way in ways if circles or way[1] not in seen]
-        if fresh:
-            name, cell = rng.choice(fresh)
+    """Return depth-first moves from start to treasure with backtracking; `circles` forgets visited cells."""
+    position, moves = episode.start, []
+    seen, trail = {position}, []
+    while position != episode.treasure:
+        neighbours = _list_neighbours(position, episode.opened)
+        reachable = [(name, cell) for name, cell in neighbours if name in episode.opened[position]]
+        unvisited = [(name, cell) for name, cell in reachable if circles or cell not in seen]
+        if unvisited:
+            name, cell = rng.choice(unvisited)
             trail.append(name)
         else:
             name = _reverse_direction(trail.pop())
-            cell = (place[0] + DIRECTIONS[name][0], place[1] + DIRECTIONS[name][1])
+            cell = (position[0] + DIRECTIONS[name][0], position[1] + DIRECTIONS[name][1])
         moves.append(name)
-        place = cell
-        seen.add(place)
+        position = cell
+        seen.add(position)
         if len(moves) > episode.max_moves:
             break
     return moves

@@ -1,9 +1,9 @@
-"""Tools of MCP servers, by the official package `mcp`: each episode has sessions of its own.
+"""Tools of MCP servers, through the official package `mcp`; each episode has separate sessions.
 
     mcp: {files: {command: [python, server.py]}, search: {url: "http://127.0.0.1:8000/mcp", tools: [find]}}
 
-A server on standard input and output is started with an episode's first call and ended with the episode; one behind a
-URL (streamable HTTP) is connected to. The tools are listed once, in a session for that alone.
+A server on standard input and output starts with an episode's first call and ends with the episode; the client connects
+to a server behind a URL (streamable HTTP). The tools are listed once, in a dedicated session.
 Source: Model Context Protocol, https://modelcontextprotocol.io/specification.
 """
 
@@ -28,17 +28,19 @@ from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
 
 T = TypeVar("T")
-MAX_PAGES = 100  # of a server's list of tools
+MAX_PAGES = 100  # of a server's tool list
 _OPTIONS = ("command", "url", "env", "cwd", "tools", "timeout_s", "start_timeout_s")
 _INVALID_NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9_-]")
+_connection_futures: set[Any] = set()  # of open connections, cancelled at the end of the process
+_loop_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class _ServerOptions:
-    """One server of the options."""
+    """Options of one server."""
 
     name: str
-    command: tuple[str, ...]  # () = it has a URL
+    command: tuple[str, ...]  # () = has a URL
     url: str
     env: Mapping[str, str]
     cwd: str | None
@@ -48,10 +50,13 @@ class _ServerOptions:
 
 
 class McpToolset(Toolset):
-    """Tools of MCP servers, and others beside them."""
+    """Tools of MCP servers, together with other tools."""
 
     def __init__(self, servers: Mapping[str, Any], others: Iterable[Tool] = ()) -> None:
-        """Nothing is started yet. Raises: SettingsError for options that name no server, or without the package."""
+        """Parse the options; nothing is started yet.
+
+        Raises: SettingsError for invalid options, or without the package.
+        """
         import_optional_package("mcp", "mcp", "options.mcp:")
         self._servers = [_parse_server_options(name, options) for name, options in servers.items()]
         self._others = list(others)
@@ -62,25 +67,23 @@ class McpToolset(Toolset):
 
     @property
     def _tools(self) -> dict[str, Tool]:  # type: ignore[override]
-        """Tools by name, listed at the first need. Raises: EnvironmentFault where a server does not start."""
+        """Tools by name, listed on first use. Raises: EnvironmentFault if a server does not start."""
         with self._lock:
             if self._tools_by_name is None:
-                found = [_ignore_session(tool) for tool in self._others]
+                tools = [_ignore_session(tool) for tool in self._others]
                 session = _McpSession(self._servers)
                 try:
                     for server in self._servers:
-                        found += _build_server_tools(
-                            server, session.list_tools(server), {tool.name for tool in found}
-                        )
+                        listed = session.list_tools(server)
+                        tools += _build_server_tools(server, listed, {tool.name for tool in tools})
                 finally:
                     session.close()
-                self._tools_by_name = {tool.name: tool for tool in found}
+                self._tools_by_name = {tool.name: tool for tool in tools}
             return self._tools_by_name
 
-    def open_session(self) -> Toolset:
-        """The tools with a session of their own, opened by the first call."""
-        bound = _EpisodeToolset(self._tools, _McpSession(self._servers))
-        return bound
+    def session(self) -> Toolset:
+        """Return the tools with a new session, opened by the first call."""
+        return _EpisodeToolset(self._tools, _McpSession(self._servers))
 
 
 class _EpisodeToolset(Toolset):
@@ -90,12 +93,12 @@ class _EpisodeToolset(Toolset):
         self._tools, self._context, self._session = tools, (session,), session
 
     def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         self._session.close()
 
 
 class _McpSession:
-    """Connections to some servers, opened one by one when they are needed. Thread-safe."""
+    """Connections to several servers, each opened on first use. Thread-safe."""
 
     def __init__(self, servers: Sequence[_ServerOptions]) -> None:
         self._servers = {server.name: server for server in servers}
@@ -104,15 +107,18 @@ class _McpSession:
         self._is_closed = False
 
     def call_tool(self, server: str, tool: str, arguments: dict[str, Any]) -> str:
-        """Text of a tool's result. Raises: EnvironmentFault where the server does not start; _ToolFailed."""
+        """Return the text of a tool's result.
+
+        Raises: EnvironmentFault if the server does not start; _ToolCallFailed.
+        """
         return self._open_connection(server).call_tool(tool, arguments)
 
     def list_tools(self, server: _ServerOptions) -> list[Any]:
-        """The server's tools."""
+        """List the server's tools."""
         return self._open_connection(server.name).list_tools()
 
     def close(self) -> None:
-        """Tell every server that this was all; nothing is waited for."""
+        """Ask every connection to close, without waiting."""
         with self._lock:
             self._is_closed = True
             connections, self._connections = list(self._connections.values()), {}
@@ -133,12 +139,13 @@ class _ToolCallFailed(Exception):
 
 
 class _ServerConnection:
-    """One server's client, in a task of the common event loop that both opens and closes it."""
+    """Client of one server, in a task of the shared event loop that both opens and closes it."""
 
     def __init__(self, server: _ServerOptions) -> None:
-        """Blocks until the server answers. Raises: EnvironmentFault."""
+        """Block until the server answers. Raises: EnvironmentFault."""
         self._server, self._loop = server, _ensure_event_loop()
-        is_linux = hasattr(os, "memfd_create")  # elsewhere what the server says is dropped
+        # On other systems the server's standard error is discarded.
+        is_linux = hasattr(os, "memfd_create")
         self._stderr_fd = os.memfd_create("stderr") if is_linux else os.open(os.devnull, os.O_RDWR)
         weakref.finalize(self, os.close, self._stderr_fd)
         self._client: Any = None
@@ -151,22 +158,22 @@ class _ServerConnection:
                 self._loop, asyncio.wait_for(asyncio.shield(ready), server.start_timeout_s)
             )
         except BaseException as error:
-            task.cancel()  # it may still wait for the server
-            found = _format_error_reason(error)
+            task.cancel()  # it may still be waiting for the server
+            reason = _format_error_reason(error)
             if isinstance(error, TimeoutError):
-                found = f"it did not answer within {server.start_timeout_s:g} s (start_timeout_s)"
-            if words := _read_last_stderr_line(self._stderr_fd):
-                found += f"; its last words: {words}"
-            place = " ".join(server.command) or server.url
+                reason = f"it did not answer within {server.start_timeout_s:g} s (start_timeout_s)"
+            if last_line := _read_last_stderr_line(self._stderr_fd):
+                reason += f"; last line on stderr: {last_line}"
+            address = " ".join(server.command) or server.url
             raise EnvironmentFault(
-                f"MCP server '{server.name}' ({place}) cannot be used: {found}"
+                f"MCP server '{server.name}' ({address}) cannot be used: {reason}"
             ) from error
 
     def call_tool(self, tool: str, arguments: dict[str, Any]) -> str:
-        """Text of a result. Raises: _ToolFailed."""
+        """Return the text of a result. Raises: _ToolCallFailed."""
         seconds = self._server.timeout_s
         with contextlib.suppress(OSError):
-            os.ftruncate(self._stderr_fd, 0)  # it takes memory
+            os.ftruncate(self._stderr_fd, 0)  # a memfd occupies memory
         try:
             result = _run_in_loop(
                 self._loop, asyncio.wait_for(self._client.call_tool(tool, arguments), seconds)
@@ -181,21 +188,22 @@ class _ServerConnection:
         return text
 
     def list_tools(self) -> list[Any]:
-        """All tools, page by page. Raises: EnvironmentFault."""
+        """List all tools, page by page. Raises: EnvironmentFault."""
 
-        async def pages() -> list[Any]:
-            found: list[Any] = []
+        async def read_pages() -> list[Any]:
+            tools: list[Any] = []
             cursor = None
             for _ in range(MAX_PAGES):
                 page = await self._client.list_tools(cursor=cursor)
-                found += page.tools
+                tools += page.tools
                 cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
                 if not cursor:
                     break
-            return found
+            return tools
 
         try:
-            return _run_in_loop(self._loop, asyncio.wait_for(pages(), self._server.start_timeout_s))
+            listing = asyncio.wait_for(read_pages(), self._server.start_timeout_s)
+            return _run_in_loop(self._loop, listing)
         except Exception as error:
             raise EnvironmentFault(
                 f"MCP server '{self._server.name}' lists no tools: {_format_error_reason(error)}"
@@ -227,7 +235,7 @@ class _ServerConnection:
 
 
 def _create_client(server: _ServerOptions, stderr_fd: int) -> Any:
-    """The package's client of a server. `said`: descriptor for what the server writes to standard error."""
+    """Create the package's client of a server; the server's standard error goes to `stderr_fd`."""
     import mcp
 
     if server.url:
@@ -245,12 +253,6 @@ async def _create_future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-_connection_futures: set[Any] = (
-    set()
-)  # futures of connections, waited for at the end of the process
-_loop_lock = threading.Lock()
-
-
 @functools.cache
 def _start_event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
@@ -260,7 +262,7 @@ def _start_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _ensure_event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all sessions, in a thread of its own."""
+    """Return the event loop shared by all sessions, which runs in a background thread."""
     with _loop_lock:
         _connection_futures.difference_update(
             [future for future in _connection_futures if future.done()]
@@ -269,7 +271,7 @@ def _ensure_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _cancel_sessions() -> None:
-    """Cancel what is still open, and give servers time to end."""
+    """Cancel open connections at the end of the process."""
     pending = [future for future in _connection_futures if not future.done()]
     for future in pending:
         future.cancel()
@@ -280,23 +282,22 @@ def _run_in_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any,
 
 
 def _read_last_stderr_line(stderr_fd: int) -> str:
-    """The last line that a server wrote to standard error."""
+    """Return the last line that a server wrote to standard error."""
     size = os.fstat(stderr_fd).st_size
-    lines = (
-        os.pread(stderr_fd, 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
-    )
+    tail = os.pread(stderr_fd, 4096, max(0, size - 4096)).decode(errors="replace")
+    lines = tail.strip().splitlines()
     return lines[-1].strip()[:300] if lines else ""
 
 
 def _format_error_reason(error: BaseException) -> str:
-    """Message of an error, the first one of a group."""
+    """Return the message of an error, or of the first one in a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)[:500] or type(error).__name__
 
 
 def _extract_result_text(result: Any) -> str:
-    """Text parts of a result; structured content where there is none; other kinds by name."""
+    """Return the text parts of a result, else its structured content; other kinds are named."""
     parts = [
         getattr(part, "text", None) or f"[{getattr(part, 'type', 'content')}]"
         for part in result.content
@@ -312,14 +313,14 @@ def _extract_result_text(result: Any) -> str:
 def _build_server_tools(
     server: _ServerOptions, listed: Sequence[Any], used_names: set[str]
 ) -> list[Tool]:
-    """Tools of a server that the options ask for. Raises: SettingsError for a name that it does not have."""
+    """Build the tools of a server that the options select. Raises: SettingsError for a name that it does not have."""
     known = {tool.name: tool for tool in listed}
     for name in server.tools or ():
         if name not in known:
             raise SettingsError(
                 f"options.mcp.{server.name}.tools: no tool '{name}'; {suggest_name(name, known)}"
             )
-    found: list[Tool] = []
+    tools: list[Tool] = []
     for name, tool in known.items():
         if server.tools is not None and name not in server.tools:
             continue
@@ -328,21 +329,21 @@ def _build_server_tools(
         properties = {
             key: {**value, **definitions} for key, value in schema.get("properties", {}).items()
         }
-        shown = _INVALID_NAME_CHARACTERS.sub("_", name)[:64]
-        if shown in used_names:
-            shown = f"{_INVALID_NAME_CHARACTERS.sub('_', server.name)}_{shown}"[:64]
+        shown_name = _INVALID_NAME_CHARACTERS.sub("_", name)[:64]
+        if shown_name in used_names:
+            shown_name = f"{_INVALID_NAME_CHARACTERS.sub('_', server.name)}_{shown_name}"[:64]
         required = schema.get("required", ())
-        found.append(
+        tools.append(
             Tool(
-                shown,
+                shown_name,
                 tool.description or name,
                 properties,
                 functools.partial(_call_session_tool, server.name, name),
                 optional=tuple(key for key in properties if key not in required),
-                is_blocking=True,
+                waits=True,
             )
         )
-    return found
+    return tools
 
 
 def _call_session_tool(server: str, tool: str, session: _McpSession, /, **arguments: Any) -> str:
@@ -350,7 +351,7 @@ def _call_session_tool(server: str, tool: str, session: _McpSession, /, **argume
 
 
 def _ignore_session(tool: Tool) -> Tool:
-    """The tool, called without the session that the toolset is bound to."""
+    """Wrap a tool so that it is called without the session to which the toolset is bound."""
 
     def function(_: _McpSession, /, **arguments: Any) -> Any:
         return tool.function(**arguments)
@@ -367,12 +368,12 @@ def _ignore_session(tool: Tool) -> Tool:
 
 
 def _parse_server_options(name: str, options: Any) -> _ServerOptions:
-    place = f"options.mcp.{name}"
+    key_path = f"options.mcp.{name}"
     if not isinstance(options, Mapping):
-        raise SettingsError(f"{place}: must be {{command: [PROGRAM, ...]}} or {{url: ADDRESS}}")
+        raise SettingsError(f"{key_path}: must be {{command: [PROGRAM, ...]}} or {{url: ADDRESS}}")
     for key in options:
         if key not in _OPTIONS:
-            raise SettingsError(f"{place}.{key}: no such option; {suggest_name(key, _OPTIONS)}")
+            raise SettingsError(f"{key_path}.{key}: no such option; {suggest_name(key, _OPTIONS)}")
     command, url = options.get("command", ()), options.get("url", "")
     command = command.split() if isinstance(command, str) else command
     if (
@@ -380,22 +381,22 @@ def _parse_server_options(name: str, options: Any) -> _ServerOptions:
         or not all(isinstance(word, str) for word in command)
         or not isinstance(url, str)
     ):
-        raise SettingsError(f"{place}: give either command, a list of words, or url")
+        raise SettingsError(f"{key_path}: give either command, a list of words, or url")
     limits = {
         key: options.get(key, default)
         for key, default in (("timeout_s", 30.0), ("start_timeout_s", 60.0))
     }
     for key, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-            raise SettingsError(f"{place}.{key}: {value!r} must be a number of seconds above 0")
-    wanted = options.get("tools")
+            raise SettingsError(f"{key_path}.{key}: {value!r} must be a number of seconds above 0")
+    tools = options.get("tools")
     return _ServerOptions(
         name,
         tuple(command),
         url,
         {str(k): str(v) for k, v in (options.get("env") or {}).items()},
         options.get("cwd"),
-        None if wanted is None else tuple(wanted),
+        None if tools is None else tuple(tools),
         float(limits["timeout_s"]),
         float(limits["start_timeout_s"]),
     )

@@ -10,27 +10,29 @@ from rl_core.errors import SettingsError
 
 
 def require_package(package: str, environment: str, user: str | None = None) -> None:
-    """Raise SettingsError with install instructions if `package` is missing. Nothing is imported.
+    """Raise SettingsError with install instructions if `package` is missing, without importing anything.
 
-    `user`: the part that needs it, where that is not the environment; the extra is named as `environment` is.
+    Args:
+        environment: names the extra to install.
+        user: the part that needs the package, if it is not the environment.
     """
     try:
-        found = importlib.util.find_spec(package) is not None
+        is_installed = importlib.util.find_spec(package) is not None
     except ValueError:  # a module built by hand has no spec
-        found = True
-    if not found:
+        is_installed = True
+    if not is_installed:
         extra = environment.replace("_", "-")
-        who = user or f"name: environment '{environment}'"
+        subject = user or f"name: environment '{environment}'"
         raise SettingsError(
-            f"{who} needs the package '{package}', which is not installed; pip install 'posttrain[{extra}]'"
+            f"{subject} needs the package '{package}', which is not installed; pip install 'posttrain[{extra}]'"
         )
 
 
 def import_optional_package(package: str, environment: str, user: str | None = None) -> ModuleType:
-    """The imported package. Raises: SettingsError as `require` does, and if the import fails."""
+    """Import a package. Raises: SettingsError as `require_package` does, and if the import fails."""
     require_package(package, environment, user)
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        who = user or f"name: environment '{environment}':"
-        raise SettingsError(f"{who} '{package}' cannot be imported: {error}") from error
+        subject = user or f"name: environment '{environment}':"
+        raise SettingsError(f"{subject} '{package}' cannot be imported: {error}") from error

@@ -1,16 +1,12 @@
-"""Imperfect demonstrator of `pixel_grid`: its actions and mistakes per kind of question.
-
-After a tool call it mostly reads its answer off the observation, so the right answer is within reach of a policy that
-imitates it.
-
-`pixel_grid`: questions about a hidden image, with tools that reveal parts of it.
+"""`pixel_grid`: questions about a hidden image, with tools that reveal parts of it, and an imperfect demonstrator.
 
     user    colour at row 2 column 3?
     policy  zoom 2 3
     tool    5 red
     policy  answer red
 
-Levels differ in grid size, in the tool a question needs, and in the number of tool calls.
+Levels differ in grid size, in the tool a question needs, and in the number of tool calls. After a tool call the
+demonstrator mostly reads its answer off the observation, so a policy that imitates it can reach the right answer.
 """
 
 from __future__ import annotations
@@ -44,6 +40,22 @@ from rl_core.types import ToolCall
 if TYPE_CHECKING:
     import numpy as np
 
+# level: (cells per side, kinds of question). Sides are even so that half of all lines have an even number, on which the
+# demonstrator's mistakes depend.
+LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "easy": (4, ("colour", "digit")),  # one call, on the named cell
+    "medium": (6, ("count", "last")),  # one call, of the right one of three tools
+    "hard": (6, ("larger", "most", "pointer")),  # two calls
+}
+SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
+
+_IMAGE_INSTRUCTIONS = (
+    f"An image is hidden: a square grid of cells, each with a colour ({', '.join(COLOURS)}) and a digit. Rows and "
+    f"columns count from 1. A cell points to the column of its own row that its digit names.\n"
+)
+_ANSWER_INSTRUCTIONS = (
+    f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour or a number."
+)
 
 # Mistakes by kind of question, the main one first. None is a correct look followed by a wrong comparison: from
 # contradictory comparisons a small policy learns none at all, and RL has nothing to build on.
@@ -70,7 +82,7 @@ class DemonstrationPlan:
 def plan_demonstration(
     grid: PixelGridImage, question: GridQuestion, rng: random.Random, *, skill: float, habit: float
 ) -> DemonstrationPlan:
-    """Random plan for a question."""
+    """Draw a random plan for a question."""
     mistakes = MISTAKES[question.kind]
     mistake = choose_mistake(
         rng, mistakes, skill=skill, habit=habit, tempting=is_tempting_question(question)
@@ -82,7 +94,7 @@ def plan_demonstration(
 
 
 def is_tempting_question(question: GridQuestion) -> bool:
-    """True if a question invites the main mistake of its kind (half of all do).
+    """Return whether a question invites the main mistake of its kind (half of all do).
 
     Questions about one line do if it is a column, since the demonstrator reads along rows; others do if their first
     number is even.
@@ -94,7 +106,8 @@ def is_tempting_question(question: GridQuestion) -> bool:
 
 
 def _can_make_mistake(mistake: str, question: GridQuestion) -> bool:
-    """False for a transposed cell on the diagonal, and for a row mistaken for a column (only the reverse is made).
+    """Return False for a transposed cell on the diagonal, and for a row mistaken for a column (only the reverse is
+    made).
 
     With swaps in both directions a policy would learn no link between the word in the question and the word in the
     call, and RL would have nothing to build on.
@@ -118,7 +131,7 @@ def _build_scan_call(line: GridLine) -> ToolCall:
 
 
 def _shift_index(grid: PixelGridImage, number: int) -> int:
-    """Next index, or the previous one at the edge."""
+    """Return the next index, or the previous one at the edge."""
     return number + 1 if number < grid.size else number - 1
 
 
@@ -137,9 +150,8 @@ def _plan_cell(
         mistake, (row, column)
     )
     colour, digit = grid.read_cell(*cell)
-    return [_build_zoom_call(cell)], colour if wants_colour != (
-        mistake == "wrong_attribute"
-    ) else str(digit)
+    answers_colour = wants_colour != (mistake == "wrong_attribute")
+    return [_build_zoom_call(cell)], colour if answers_colour else str(digit)
 
 
 def _plan_count(
@@ -148,10 +160,9 @@ def _plan_count(
     line, colour = question.lines[0], question.colour
     if mistake == "no_look":
         return [], str(rng.randint(0, 4))
-    if mistake == "miscounted":  # scans the line and counts by itself, off by one
-        return [_build_scan_call(line)], str(
-            abs(grid.count_colour(colour, *line) + rng.choice((-1, 1)))
-        )
+    if mistake == "miscounted":  # scans the line and counts without the tool, off by one
+        count = grid.count_colour(colour, *line) + rng.choice((-1, 1))
+        return [_build_scan_call(line)], str(abs(count))
     line = {
         "wrong_line": _swap_line_type(line),
         "too_far": (line[0], _shift_index(grid, line[1])),
@@ -212,9 +223,8 @@ def _plan_pointer(
         return [_build_zoom_call(cell)], colour
     pointed = (digit, column) if mistake == "wrong_line" else (row, digit)
     colour, digit = grid.read_cell(*pointed)
-    return [_build_zoom_call(cell), _build_zoom_call(pointed)], str(
-        digit
-    ) if mistake == "wrong_attribute" else colour
+    answer = str(digit) if mistake == "wrong_attribute" else colour
+    return [_build_zoom_call(cell), _build_zoom_call(pointed)], answer
 
 
 _PLANNERS: dict[
@@ -228,16 +238,6 @@ _PLANNERS: dict[
     "most": _plan_most,
     "pointer": _plan_pointer,
 }
-
-
-# level: (cells per side, kinds of question). Sides are even so that half of all lines have an even number, on which the
-# demonstrator's mistakes depend.
-LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "easy": (4, ("colour", "digit")),  # one call, on the named cell
-    "medium": (6, ("count", "last")),  # one call, of the right one of three tools
-    "hard": (6, ("larger", "most", "pointer")),  # two calls
-}
-SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
 
 
 class PixelGridEpisode(QuestionEpisode):
@@ -261,16 +261,18 @@ class PixelGridEpisode(QuestionEpisode):
 
     def observe_call(self, call: ToolCall) -> None:
         """Record the cells and counts revealed by a call."""
-        named = call.arguments
+        arguments = call.arguments
         if call.name == "zoom":
-            self._seen.add((named["row"], named["column"]))
+            self._seen.add((arguments["row"], arguments["column"]))
         elif call.name == "scan":
-            self._seen.update(self.grid.list_line_coordinates(named["line"], named["number"]))
+            self._seen.update(
+                self.grid.list_line_coordinates(arguments["line"], arguments["number"])
+            )
         else:
-            self._counted.add((named["colour"], (named["line"], named["number"])))
+            self._counted.add((arguments["colour"], (arguments["line"], arguments["number"])))
 
     def is_answer_grounded(self) -> bool:
-        """True if the calls revealed everything the question depends on."""
+        """Return whether the calls revealed everything the question depends on."""
         question = self.question
         if question.kind in ("count", "most"):
             return all(
@@ -287,7 +289,7 @@ class PixelGridEpisode(QuestionEpisode):
         return needed <= self._seen
 
     def image(self) -> np.ndarray:
-        """Hidden image for display, uint8 [height, width, 3]."""
+        """Render the hidden image for display, uint8 [height, width, 3]."""
         return render_grid(self.grid)
 
 
@@ -309,11 +311,16 @@ class PixelGrid(DemonstratedQuestionEnvironment):
         skill: dict[str, float] | None = None,
         habit: float = 0.25,
     ) -> None:
-        """`instructions`: start with a system message describing the tools, for models not trained on them.
+        """Set up the questions, the costs and the demonstrator.
 
-        `call_format`: call syntax of demonstrations and instructions. `look_cost`, `misuse_cost`: cost per call and
-        per misuse. `unsupported_reward`: reward of a right answer not supported by the calls. `skill`: share of right
-        demonstrations by level. `habit`: correlation of mistakes with the question, 0 to 1.
+        Args:
+            instructions: start with a system message describing the tools, for models not trained on them.
+            call_format: call syntax of demonstrations and instructions.
+            look_cost: cost per call.
+            misuse_cost: cost per misuse.
+            unsupported_reward: reward of a right answer not supported by the calls.
+            skill: share of right demonstrations by level.
+            habit: correlation of mistakes with the question, 0 to 1.
         """
         super().__init__(
             data,
@@ -328,7 +335,7 @@ class PixelGrid(DemonstratedQuestionEnvironment):
             self._system = _IMAGE_INSTRUCTIONS + self._system
 
     def episode(self, seed: int, level: str) -> PixelGridEpisode:
-        """Episode for a level and seed."""
+        """Return the episode of a level and seed."""
         self.check_level(level)
         size, kinds = LEVELS[level]
         grid, question = draw_question(random.Random(f"pixel_grid/{level}/{seed}"), size, kinds)
@@ -338,13 +345,13 @@ class PixelGrid(DemonstratedQuestionEnvironment):
         )
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
-        """Actions of the imperfect demonstrator."""
+        """Return the imperfect demonstrator's episode."""
         episode = self.episode(seed, level)
         rng = random.Random(f"pixel_grid/demonstrator/{level}/{seed}")
-        planned = plan_demonstration(
+        plan = plan_demonstration(
             episode.grid, episode.question, rng, skill=self.skill[level], habit=self.habit
         )
-        return self._demonstrate_calls(episode, planned.calls, planned.answer, planned.mistake)
+        return self._demonstrate_calls(episode, plan.calls, plan.answer, plan.mistake)
 
 
 def _run_zoom(grid: PixelGridImage, row: int, column: int) -> str:
@@ -372,12 +379,4 @@ _COUNT = Tool(
     "how many cells of a colour one line (row or column) has",
     {"colour": str, "line": str, "number": int},
     _run_count,
-)
-
-_IMAGE_INSTRUCTIONS = (
-    f"An image is hidden: a square grid of cells, each with a colour ({', '.join(COLOURS)}) and a digit. Rows and "
-    f"columns count from 1. A cell points to the column of its own row that its digit names.\n"
-)
-_ANSWER_INSTRUCTIONS = (
-    f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour or a number."
 )

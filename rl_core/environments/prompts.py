@@ -1,9 +1,9 @@
-"""Tasks over rows of data: the policy answers a prompt, in one turn or with tools, and verifiers or rewards judge it.
+"""Tasks over data rows: the policy answers a prompt, in one turn or with tools, and verifiers or rewards score it.
 
     environment: {name: prompts, options: {path: questions.jsonl, verifier: numeric}}
     Prompts([{"prompt": "2 + 3 = ?", "target": "5"}, ...])
 
-A row's target is the right answer as text, its level (in all rows or none) a level of difficulty. All columns reach
+A row's target is the right answer as text; its level (in all rows or none) is a level of difficulty. All columns reach
 reward functions as `trajectory.row`. Without a verifier the environment itself gives no reward and knows no success.
 """
 
@@ -32,7 +32,7 @@ from rl_core.user_code import import_object
 
 DEFAULT_LEVEL = "all"
 MAX_CALLS = 16  # of one turn
-_TARGET_COLUMNS = ("target", "answer")  # columns that are the right answer where no option says so
+_TARGET_COLUMNS = ("target", "answer")  # columns of the right answer unless an option names one
 PromptRowSequence = Sequence[Mapping[str, Any]]
 
 
@@ -41,15 +41,15 @@ class PromptEpisode(Episode):
 
     def __init__(self, seed: int, level: str, row: Mapping[str, Any], environment: Prompts) -> None:
         super().__init__(seed, level)
-        self._messages = environment.build_opening_messages(row)
+        self._messages = environment.opening(row)
         self.prompt = self._messages[-1]["content"]
-        self.target = environment.read_target(row)
+        self.target = environment.target_of(row)
         self.kind = str(row.get("kind", ""))
         self.row = dict(row)
-        self._answer_check, self._tools = environment.check, environment.open_episode_tools()
+        self._answer_check, self._tools = environment.check, environment.tools_of_episode()
 
     def reset(self) -> list[Message]:
-        """The prompt, after the system message where there is one."""
+        """Return the prompt, after the system message if there is one."""
         return list(self._messages)
 
     def act(self, text: str) -> Step:
@@ -60,13 +60,11 @@ class PromptEpisode(Episode):
             return Step([Message(role="tool", content=f"error: {misuse}")], is_error=True)
         if calls:
             results = self._tools.run_all(calls)
-            messages = [Message(role="tool", content=shown) for shown, _ in results]
+            messages = [Message(role="tool", content=observation) for observation, _ in results]
             is_error = any(failed for _, failed in results)
-            info = (
-                {"failed_calls": [n for n, (_, failed) in enumerate(results) if failed]}
-                if is_error
-                else {}
-            )
+            info = {}
+            if is_error:
+                info["failed_calls"] = [n for n, (_, failed) in enumerate(results) if failed]
             return Step(
                 messages, tool_call=calls[0], more_calls=calls[1:], is_error=is_error, info=info
             )
@@ -79,12 +77,12 @@ class PromptEpisode(Episode):
         )
 
     def close(self) -> None:
-        """End the tools' sessions."""
+        """Close the tools' sessions."""
         self._tools.close()
 
 
 class Prompts(Environment):
-    """One episode a row; held-out rows are episodes of the held-out split."""
+    """One episode per row; held-out rows are episodes of the held-out split."""
 
     name = "prompts"
     blocking = False
@@ -112,110 +110,105 @@ class Prompts(Environment):
         max_rows: int | None = None,
         data: Path | None = None,
     ) -> None:
-        """Rows of a file, or in memory as `data.records.read_prompts` gives them.
+        """Read rows from a file, or take them in memory as returned by `data.records.read_prompts`.
 
         Args:
-            rows: in place of a path.
-            heldout: share of the different questions that is held out (default 0.1 with a path, else none), a file of
-                held-out rows, or the rows.
+            rows: rows in memory, instead of a path.
+            heldout: share of distinct questions to hold out (default 0.1 with a path, else none), a file of held-out
+                rows,
+                or the rows.
             path: JSONL, JSON array, Parquet or CSV file, a folder of them, or with `revision` a hub data set.
-            files: pattern of the files that are read of a folder or data set, as 'data/train-*.parquet'.
+            files: pattern of the files to read from a folder or data set, such as 'data/train-*.parquet'.
             revision: commit of the hub data set, 40 hex digits.
             prompt: column of the prompt, text or a list of messages.
-            target: column of the right answer; default: target or answer, where the rows have one.
+            target: column of the right answer; default: target or answer, if the rows have one.
             level: column of the level of difficulty.
             system: system message before every prompt.
             verifier: exact, numeric, regex, math, code, or {name: options}: reward and success of an answer.
             tools: functions with type hints, a list of them or of `Tool`, or a `Toolset`, at an import path or file.
             mcp: MCP servers by name, see `environments.mcp_tools`.
             call_format: syntax of calls in the system message, line or hermes.
-            describe_tools: False leaves their description out of the system message (with model.native_tools).
+            describe_tools: False omits their description from the system message (with model.native_tools).
             demonstrations: column of an answer to imitate, text or the messages after the prompt.
-            on_bad_row: 'skip' leaves bad rows out; 'stop' refuses the file.
-            max_rows: rows read at most.
-        Raises: SettingsError; DataError where there is no row, or some rows have a level and others none.
+            on_bad_row: 'skip' drops bad rows; 'stop' refuses the file.
+            max_rows: maximum number of rows to read.
+        Raises: SettingsError; DataError if there are no rows, or only some rows have a level.
         """
         super().__init__(data)
-        self._prompt, self._target, self._level, self._demonstrations = (
-            prompt,
-            target,
-            level,
-            demonstrations,
-        )
+        self._prompt, self._target = prompt, target
+        self._level, self._demonstrations = level, demonstrations
         self.check = _build_verifier(verifier)
         self.knows_success = self.check is not None
         self._tools = _build_toolset(tools, mcp)
         self._has_tools = bool(mcp) or bool(self._tools.tools)
-        self._system_option, self._call_format, self._describe_tools = (
-            system,
-            call_format,
-            describe_tools,
-        )
+        self._system_option = system
+        self._call_format, self._describe_tools = call_format, describe_tools
         self._report: dict[str, Any] = {}
         reader = functools.partial(_read_rows_cached, prompt, on_bad_row, max_rows)
         self._rows = self._split_rows(rows, heldout, path, reader, files, revision)
-        every = [row for part in self._rows.values() for row in part]
-        self.columns = tuple(dict.fromkeys(name for row in every for name in row))
+        all_rows = [row for split_rows in self._rows.values() for row in split_rows]
+        self.columns = tuple(dict.fromkeys(name for row in all_rows for name in row))
         self._check_column_options()
-        self.levels = _list_levels([row.get(level) for row in every], level)
-        self._seeds = {
-            (split, one): [
-                seed
-                for seed, row in zip(self.seeds(split), part, strict=True)
-                if len(self.levels) == 1 or str(row[level]) == one
-            ]
-            for split, part in self._rows.items()
-            for one in self.levels
+        self.levels = _list_levels([row.get(level) for row in all_rows], level)
+        self._seeds: dict[tuple[str, str], list[int]] = {
+            (split, row_level): [] for split in self._rows for row_level in self.levels
         }
-        waits = bool(mcp) or any(tool.timeout_s is not None for tool in self._tools.tools.values())
-        self.blocking = waits or bool(self.check is not None and self.check.blocking)
+        for split, split_rows in self._rows.items():
+            for seed, row in zip(self.seeds(split), split_rows, strict=True):
+                row_level = self.levels[0] if len(self.levels) == 1 else str(row[level])
+                self._seeds[split, row_level].append(seed)
+        tools_block = bool(mcp) or any(
+            tool.timeout_s is not None for tool in self._tools.tools.values()
+        )
+        self.blocking = tools_block or bool(self.check is not None and self.check.blocking)
 
     @classmethod
-    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """The tools."""
-        named = options.get("tools")
-        paths = named if isinstance(named, list) else [named]
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """List the import paths of the tools."""
+        tools = options.get("tools")
+        paths = tools if isinstance(tools, list) else [tools]
         return tuple(path for path in paths if isinstance(path, str))
 
     @functools.cached_property
     def _system(self) -> str:
-        """System message: the option's, and the description of the tools, for which MCP servers are asked."""
+        """System message: the option's text and the description of the tools, which asks the MCP servers."""
         if not self._has_tools or not self._describe_tools:
             return self._system_option
-        described = self._tools.describe_tools(
-            self._call_format, 1 if self._call_format == "line" else MAX_CALLS
-        )
-        return "\n\n".join(part for part in (self._system_option, described) if part)
+        max_calls = 1 if self._call_format == "line" else MAX_CALLS
+        description = self._tools.instructions(self._call_format, max_calls)
+        return "\n\n".join(part for part in (self._system_option, description) if part)
 
     @property
     def tools(self) -> Toolset:
-        """Those of the options."""
+        """Tools of the options."""
         return self._tools
 
-    def open_episode_tools(self) -> Toolset:
-        """The tools with sessions of their own."""
-        return self._tools.open_session()
+    def tools_of_episode(self) -> Toolset:
+        """Open the tools with separate sessions."""
+        return self._tools.session()
 
     def episode(self, seed: int, level: str) -> Episode:
-        """The row of that seed."""
+        """Return the episode of the seed's row."""
         self.check_level(level)
         return PromptEpisode(seed, level, self._find_row(seed), self)
 
-    def build_opening_messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """Opening messages of a row."""
+    def opening(self, row: Mapping[str, Any]) -> list[Message]:
+        """Build the opening messages of a row."""
         messages = _read_prompt_messages(row)
         if self._system and messages[0]["role"] == "system":
             first = Message(role="system", content=f"{messages[0]['content']}\n\n{self._system}")
             return [first, *messages[1:]]
-        return [Message(role="system", content=self._system)] * bool(self._system) + messages
+        if self._system:
+            return [Message(role="system", content=self._system), *messages]
+        return messages
 
-    def read_target(self, row: Mapping[str, Any]) -> str:
-        """Right answer of a row as text; "" = it has none."""
+    def target_of(self, row: Mapping[str, Any]) -> str:
+        """Return the right answer of a row as text; "" = none."""
         columns = (self._target,) if self._target is not None else _TARGET_COLUMNS
         return next((str(row[name]) for name in columns if row.get(name) is not None), "")
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
-        """The row's answer in the column of demonstrations. Raises: DataError for a row without one."""
+        """Return the row's answer in the column of demonstrations. Raises: DataError for a row without one."""
         if self._demonstrations is None:
             return None
         row = self._find_row(seed)
@@ -228,42 +221,40 @@ class Prompts(Environment):
                 f"{str(row['prompt'])[:60]!r} holds no answer (text, or messages that end with the assistant's)"
             )
         return Demonstration(
-            [*self.build_opening_messages(row), *answer],
+            [*self.opening(row), *answer],
             level,
             str(row.get("kind", "")),
             seed,
             True,
         )
 
-    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
-        """Summary of what was read, for the data stage; the rows stay where they are."""
-        counts = {f"num_{split}_rows": len(part) for split, part in self._rows.items()}
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+        """Return a summary of the rows read, for the data stage; the rows stay in their file."""
+        counts = {f"num_{split}_rows": len(rows) for split, rows in self._rows.items()}
         return {**self._report, **counts, "levels": list(self.levels)} if self._report else {}
 
     def seeds(self, split: str) -> range:
-        """One seed a row."""
+        """Return one seed per row."""
         start = 0 if split == "train" else HELDOUT_START
         return range(start, start + len(self._rows[split]))
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
-        """Seeds of the rows of one level."""
+        """Return the seeds of the rows of one level."""
         self.check_level(level)
         return self._seeds[split, level]
 
-    def list_heldout_episodes(self) -> list[tuple[str, int]]:
-        """(level, seed) of every held-out row, in order."""
-        found = {seed: level for level in self.levels for seed in self._seeds["heldout", level]}
-        return [(found[seed], seed) for seed in self.seeds("heldout")]
-
-    # -- rows ----------------------------------------------------------------------------------------------------------
+    def heldout_levels(self) -> list[tuple[str, int]]:
+        """List (level, seed) of every held-out row, in order."""
+        levels = {seed: level for level in self.levels for seed in self._seeds["heldout", level]}
+        return [(levels[seed], seed) for seed in self.seeds("heldout")]
 
     def _find_row(self, seed: int) -> Mapping[str, Any]:
-        part, index = (
+        split, index = (
             ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
         )
-        if not 0 <= index < len(self._rows[part]):
-            raise SettingsError(f"seed {seed}: there are {len(self._rows[part])} {part} rows")
-        return self._rows[part][index]
+        if not 0 <= index < len(self._rows[split]):
+            raise SettingsError(f"seed {seed}: there are {len(self._rows[split])} {split} rows")
+        return self._rows[split][index]
 
     def _split_rows(
         self,
@@ -274,11 +265,11 @@ class Prompts(Environment):
         files: str | None,
         revision: str | None,
     ) -> dict[str, PromptRowSequence]:
-        """Training and held-out rows."""
+        """Split into training and held-out rows."""
         if (rows is None) == (path is None):
-            found = "both are given" if path is not None else "neither is given"
+            problem = "both are given" if path is not None else "neither is given"
             raise SettingsError(
-                f"options.path: {found}; name a file of rows with a prompt, or hand in rows"
+                f"options.path: {problem}; name a file of rows with a prompt, or hand in rows"
             )
         if path is not None:
             records = read(path, files, revision)
@@ -306,47 +297,44 @@ class Prompts(Environment):
     def _split_by_content(
         self, rows: PromptRowSequence, share: float
     ) -> dict[str, PromptRowSequence]:
-        """Rows split by the digest of their question, at least one question of each level on either side."""
+        """Split rows by the digest of their question, with at least one question of each level in both splits."""
         if not share:
             return {"train": rows, "heldout": ()}
-        keys = [
-            compute_content_digest([[m["role"], m["content"]] for m in _read_prompt_messages(row)])
-            for row in rows
-        ]
-        held = {key for key in keys if is_heldout(key, share)}
+        keys = []
+        for row in rows:
+            messages = [[m["role"], m["content"]] for m in _read_prompt_messages(row)]
+            keys.append(compute_content_digest(messages))
+        heldout = {key for key in keys if is_heldout(key, share)}
         for level in dict.fromkeys(str(row.get(self._level)) for row in rows):
-            own = sorted(
-                {
-                    key
-                    for key, row in zip(keys, rows, strict=True)
-                    if str(row.get(self._level)) == level
-                }
+            keyed_rows = zip(keys, rows, strict=True)
+            level_keys = sorted(
+                {key for key, row in keyed_rows if str(row.get(self._level)) == level}
             )
-            if len(own) > 1 and held.isdisjoint(own):
-                held.add(own[0])
-            elif len(own) > 1 and held.issuperset(own):
-                held.discard(own[-1])
-        if not held or held.issuperset(keys):
+            if len(level_keys) > 1 and heldout.isdisjoint(level_keys):
+                heldout.add(level_keys[0])
+            elif len(level_keys) > 1 and heldout.issuperset(level_keys):
+                heldout.discard(level_keys[-1])
+        if not heldout or heldout.issuperset(keys):
             raise SettingsError(
                 f"options.heldout: {len(set(keys))} different questions cannot be split into a training and a held-out "
                 "set; give more rows, or heldout: 0"
             )
-        parts: dict[str, list[Any]] = {"train": [], "heldout": []}
+        splits: dict[str, list[Any]] = {"train": [], "heldout": []}
         for key, row in zip(keys, rows, strict=True):
-            parts["heldout" if key in held else "train"].append(row)
-        return {name: part for name, part in parts.items()}
+            splits["heldout" if key in heldout else "train"].append(row)
+        return {name: split_rows for name, split_rows in splits.items()}
 
     def _check_column_options(self) -> None:
-        """Columns that the options name are there. Raises: SettingsError."""
+        """Raise SettingsError for options that name a missing column."""
         assert self.columns is not None
-        named = {"target": self._target, "demonstrations": self._demonstrations}
+        columns = {"target": self._target, "demonstrations": self._demonstrations}
         if self._level != "level":
-            named["level"] = self._level
-        for option, column in named.items():
+            columns["level"] = self._level
+        for option, column in columns.items():
             if column is not None and column not in self.columns:
-                known = ", ".join(self.columns)
+                known_columns = ", ".join(self.columns)
                 raise SettingsError(
-                    f"options.{option}: no row has a column '{column}', they have {known}; "
+                    f"options.{option}: no row has a column '{column}', they have {known_columns}; "
                     f"{suggest_name(column, self.columns)}"
                 )
         if self.check is None:
@@ -376,11 +364,14 @@ def _read_rows_cached(
     files: str | None,
     revision: str | None,
 ) -> PromptRows:
-    """Rows of a path, read once in a process as long as no file changes. Raises: SettingsError, DataError."""
-    place = Path(path).expanduser()
+    """Return the rows of a path, read once per process unless a file changes.
+
+    Raises: SettingsError, DataError.
+    """
+    source = Path(path).expanduser()
     stamps: tuple[Any, ...] = ()
-    if place.exists() and revision is None:
-        states = [(str(file), file.stat()) for file in list_table_files(place, files)]
+    if source.exists() and revision is None:
+        states = [(str(file), file.stat()) for file in list_table_files(source, files)]
         stamps = tuple((name, state.st_mtime_ns, state.st_size) for name, state in states)
     return _read_stamped_rows(prompt, on_bad_row, max_rows, path, files, revision, stamps)
 
@@ -419,29 +410,29 @@ def _build_verifier(verifier: str | dict[str, Any] | None) -> AnswerCheck | None
         raise SettingsError(f"options.verifier: {error}") from error
 
 
-def _build_toolset(named: str | list[Any] | None, mcp: dict[str, Any] | None) -> Toolset:
-    """Tools at import paths or handed in, and those of MCP servers."""
-    found: list[Tool] = []
-    for item in named if isinstance(named, list) else [named] if named is not None else []:
+def _build_toolset(sources: str | list[Any] | None, mcp: dict[str, Any] | None) -> Toolset:
+    """Build the toolset from import paths or objects, and from MCP servers."""
+    tools: list[Tool] = []
+    for item in sources if isinstance(sources, list) else [sources] if sources is not None else []:
         value = import_object(item, "options.tools") if isinstance(item, str) else item
         if isinstance(value, Toolset):
-            found += value.tools.values()
+            tools += value.tools.values()
             continue
-        for each in value if isinstance(value, Iterable) and not callable(value) else [value]:
-            if not isinstance(each, Tool) and not callable(each):
-                raise SettingsError(f"options.tools: {each!r} is neither a Tool nor a function")
-            found.append(each if isinstance(each, Tool) else Tool.from_function(each))
+        for tool in value if isinstance(value, Iterable) and not callable(value) else [value]:
+            if not isinstance(tool, Tool) and not callable(tool):
+                raise SettingsError(f"options.tools: {tool!r} is neither a Tool nor a function")
+            tools.append(tool if isinstance(tool, Tool) else Tool.from_function(tool))
     if mcp:
         from rl_core.environments.mcp_tools import McpToolset
 
-        return McpToolset(mcp, found)
-    return Toolset(found)
+        return McpToolset(mcp, tools)
+    return Toolset(tools)
 
 
 def _list_levels(levels: Sequence[Any], column: str) -> tuple[str, ...]:
-    """The different levels of rows, in order; a single one where no row has any.
+    """List the distinct levels of rows, in order; DEFAULT_LEVEL if no row has one.
 
-    Raises: DataError where some rows have one.
+    Raises: DataError if only some rows have one.
     """
     if any(level is None for level in levels) and any(level is not None for level in levels):
         count = sum(level is None for level in levels)

@@ -1,11 +1,7 @@
-"""Base of question-answering episodes: any number of tool calls, then one answer.
+"""Episodes of one question: tool calls, then one answer; and an imperfect demonstrator for them.
 
 An action is a tool call, an answer (`answer red`), or neither, which is misuse: an error message, and the episode
-continues.
-
-Single-question episodes scored in a child process; shared by `reasoning_gym` and `verifiers`.
-
-Imperfect demonstrator shared by question environments: frequency and kind of its mistakes per question.
+continues. `score_answer` serves episodes scored in a child process (`reasoning_gym`, `verifiers`).
 
 A demonstrator is right in a share `skill` of its episodes. Its mistakes depend on the question: on tempting ones (half
 of all) it mostly makes one main mistake. A policy that imitates it is therefore mediocre at every temperature, greedy
@@ -29,7 +25,12 @@ from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError, ToolMisuse, suggest_name
 from rl_core.types import Message, ToolCall
 
+logger = logging.getLogger(__name__)
+
 ANSWER_WORD = "answer"
+NO_ANSWER = f"error: no answer; write <answer>...</answer> or end with the line '{ANSWER_WORD} ...'"
+MAIN_MISTAKE_SHARE = 0.65  # share of the main mistake among the mistakes on tempting questions
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ NO_COSTS = QuestionCosts()
 
 
 def read_answer(text: str) -> str | None:
-    """Text after the word `answer` on the last non-empty line; None if that line does not start with it."""
+    """Return the text after the word `answer` on the last non-empty line; None if that line does not start with it."""
     lines = strip_thought(text).strip().splitlines()
     words = lines[-1].split(maxsplit=1) if lines else []
     if not words or words[0] != ANSWER_WORD:
@@ -65,7 +66,7 @@ def read_answer(text: str) -> str | None:
 
 
 def is_same_text(answer: str, target: str) -> bool:
-    """Equality up to case and white space."""
+    """Compare ignoring case and white space."""
     return answer.lower().split() == target.lower().split()
 
 
@@ -92,7 +93,7 @@ class QuestionEpisode(Episode):
         self._find_answer, self._is_right = find_answer, is_right
 
     def reset(self) -> list[Message]:
-        """System message, if any, and the question."""
+        """Return the system message, if any, and the question."""
         messages = [Message(role="system", content=self._system)] if self._system else []
         return [*messages, Message(role="user", content=self.prompt)]
 
@@ -121,10 +122,10 @@ class QuestionEpisode(Episode):
         )
 
     def observe_call(self, call: ToolCall) -> None:
-        """Hook called after a successful call, for episodes that track the evidence for an answer."""
+        """Observe a successful call; a hook for episodes that track the evidence for an answer."""
 
     def is_answer_grounded(self) -> bool | None:
-        """True if the observations determine the answer; None = unknown."""
+        """Return whether the observations determine the answer; None = unknown."""
         return None
 
     def _report_misuse(self, message: str) -> Step:
@@ -135,25 +136,16 @@ def _build_tool_message(content: str) -> list[Message]:
     return [Message(role="tool", content=content)]
 
 
-logger = logging.getLogger(__name__)
-
-NO_ANSWER = f"error: no answer; write <answer>...</answer> or end with the line '{ANSWER_WORD} ...'"
-
-_OPEN, _CLOSE = "<answer>", "</answer>"
-
-
 def read_tagged_answer(text: str) -> str | None:
-    """Text of the last <answer>...</answer>, else the text after `answer` on the last line; None = neither."""
-    said = strip_thought(text)
-    answer, start = None, said.find(_OPEN)
-    while (
-        start >= 0
-    ):  # a search by pattern would take the square of the length where tags are opened and not closed
-        end = said.find(_CLOSE, start)
+    """Return the text of the last <answer>...</answer>, else after `answer` on the last line; None = neither."""
+    visible = strip_thought(text)
+    answer, start = None, visible.find(_OPEN)
+    while start >= 0:  # a regular expression would need quadratic time for unclosed tags
+        end = visible.find(_CLOSE, start)
         if end < 0:
             break
-        answer = said[start + len(_OPEN) : end].strip()
-        start = said.find(_OPEN, end)
+        answer = visible[start + len(_OPEN) : end].strip()
+        start = visible.find(_OPEN, end)
     return read_answer(text) if answer is None else answer
 
 
@@ -165,28 +157,25 @@ def _warn_about_failed_scoring(episode: str, problem: str) -> None:
 def score_answer(
     episode: Episode, answer: str, score: Callable[[], float], success_threshold: float
 ) -> Step:
-    """End `episode` with the score of its answer; an answer that cannot be scored earns 0 and counts as misuse."""
+    """Finish `episode` with the score of its answer; an answer that cannot be scored earns 0 and counts as misuse."""
     try:
-        value, trouble = float(score()), ""
+        value, problem = float(score()), ""
     except ChildTimeout as error:
-        value, trouble = 0.0, f"scoring was given up: {error}"
+        value, problem = 0.0, f"scoring timed out: {error}"
     except (ChildFailed, TypeError, ValueError, LookupError, ArithmeticError) as error:
-        value, trouble = 0.0, f"scoring failed: {error}"
+        value, problem = 0.0, f"scoring failed: {error}"
     if not math.isfinite(value):
-        value, trouble = 0.0, f"scoring gave {value}"
-    if trouble:
-        _warn_about_failed_scoring(type(episode).__name__, trouble)
+        value, problem = 0.0, f"the score is {value}"
+    if problem:
+        _warn_about_failed_scoring(type(episode).__name__, problem)
     return Step(
         reward=value,
         terminated=True,
         answer=answer,
-        success=not trouble and value >= success_threshold,
-        is_error=bool(trouble),
-        info={"scoring": trouble} if trouble else {},
+        success=not problem and value >= success_threshold,
+        is_error=bool(problem),
+        info={"scoring": problem} if problem else {},
     )
-
-
-MAIN_MISTAKE_SHARE = 0.65  # share of the main mistake among the mistakes on tempting questions
 
 
 @dataclass(slots=True)
@@ -212,14 +201,14 @@ def record_demonstration(
 
 
 def compute_success_probability(skill: float, habit: float, *, tempting: bool) -> float:
-    """Probability of a right demonstration: `skill` on average, since half of all questions are tempting."""
+    """Compute the probability of a right demonstration: `skill` on average, as half of all questions are tempting."""
     return skill * (1 - habit) if tempting else skill * (1 + habit)
 
 
 def choose_mistake(
     rng: random.Random, mistakes: Sequence[str], *, skill: float, habit: float, tempting: bool
 ) -> str:
-    """Random mistake, '' for none; `mistakes[0]` is the main one."""
+    """Choose a random mistake, '' for none; `mistakes[0]` is the main one."""
     if rng.random() < compute_success_probability(skill, habit, tempting=tempting):
         return ""
     main, *others = mistakes
@@ -257,8 +246,11 @@ class DemonstratedQuestionEnvironment(Environment):
         skill: Mapping[str, float],
         habit: float,
     ) -> None:
-        """`instructions`: system message text after the tool list; None = no system message. `skill`: by level.
+        """Set up the tools, the system message and the demonstrator.
 
+        Args:
+            instructions: system message text after the tool list; None = no system message.
+            skill: share of right demonstrations by level.
         Raises: SettingsError for a skill or habit out of range.
         """
         super().__init__(data)
@@ -266,7 +258,7 @@ class DemonstratedQuestionEnvironment(Environment):
         validate_skill(self.skill, habit, self.levels)
         self._tools, self._costs = tools, costs
         self._system = (
-            "" if instructions is None else f"{tools.describe_tools(call_format)}\n{instructions}"
+            "" if instructions is None else f"{tools.instructions(call_format)}\n{instructions}"
         )
 
     @property
@@ -277,6 +269,6 @@ class DemonstratedQuestionEnvironment(Environment):
     def _demonstrate_calls(
         self, episode: Episode, calls: Sequence[ToolCall], answer: str, mistake: str
     ) -> MistakenDemonstration:
-        """Demonstration that makes `calls`, then answers."""
-        actions = [self._tools.format_call(call, self.call_format) for call in calls]
+        """Record a demonstration that makes `calls`, then answers."""
+        actions = [self._tools.format(call, self.call_format) for call in calls]
         return record_demonstration(episode, [*actions, f"{ANSWER_WORD} {answer}"], mistake)

@@ -17,7 +17,7 @@ def start(setup: dict[str, Any]) -> None:
 
 
 def handle(request: dict[str, Any]) -> Any:
-    """One request: {"do": "check" | "item" | "score", ...}."""
+    """Answer one request: {"do": "check" | "item" | "score", ...}."""
     if request["do"] == "check":
         for task, options in request["tasks"].items():
             _create_item(task, json.dumps(options), 0)
@@ -31,11 +31,12 @@ def handle(request: dict[str, Any]) -> Any:
 def draw_item(
     tasks: dict[str, dict[str, Any]], key: str, is_heldout: bool, share: float
 ) -> dict[str, Any]:
-    """Item of `split` determined by `key`.
+    """Draw the item of a split that `key` determines.
 
     Questions are split by a hash of their text, so that no item is in both splits, however few a task can generate.
-    (Splitting by seed would not do: item i of a dataset with seed s is generated from s + i, and different seeds can
-    generate equal items.)
+    Splitting by seed would not achieve that: item i of a dataset with seed s is generated from s + i, and different
+    seeds
+    can generate equal items.
     """
     rng = random.Random(key)
     task = rng.choice(sorted(tasks))
@@ -59,7 +60,7 @@ def draw_item(
 
 @functools.lru_cache(maxsize=256)
 def _create_item(task: str, options: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    """The only item of a dataset of size 1, and the dataset, which scores it."""
+    """Create the only item of a dataset of size 1; return the dataset, which scores it, and the item."""
     import reasoning_gym
 
     dataset = reasoning_gym.create_dataset(task, **json.loads(options), seed=seed, size=1)

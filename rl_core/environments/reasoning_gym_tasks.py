@@ -129,16 +129,14 @@ class ReasoningGymEpisode(Episode):
         self._item: dict[str, Any] = {}
 
     def reset(self) -> list[Message]:
-        """The question."""
+        """Return the question."""
         self._item = self._environment.generate_item(self.seed, self.level)
         self.kind, self.target = self._item["task"], self._item["answer"]
         self.prompt = self._item["question"]
-        system = (
-            [Message(role="system", content=_INSTRUCTIONS)]
-            if self._environment.instructions
-            else []
-        )
-        return [*system, Message(role="user", content=self.prompt)]
+        question = Message(role="user", content=self.prompt)
+        if self._environment.instructions:
+            return [Message(role="system", content=_INSTRUCTIONS), question]
+        return [question]
 
     def act(self, text: str) -> Step:
         """Score the answer."""
@@ -172,7 +170,7 @@ class ReasoningGym(Environment):
         workers: int = 2,
         timeout_s: float = 10.0,
     ) -> None:
-        """Either `tasks` with the package's default options and one level, 'default', or `levels`.
+        """Set up `tasks` with the package's default options and one level, 'default'; or `levels`.
 
         Args:
             levels: level -> task -> config options, as in {"easy": {"chain_sum": {"max_terms": 3}}}.
@@ -222,28 +220,24 @@ class ReasoningGym(Environment):
         return Toolset([])
 
     def episode(self, seed: int, level: str) -> ReasoningGymEpisode:
-        """Episode for a level and seed; the question is generated on reset."""
+        """Return the episode of a level and seed; the question is generated on reset."""
         self.check_level(level)
         return ReasoningGymEpisode(self, seed, level)
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
-        """Demonstration with the task's reference answer; None without one (its scorer accepts several)."""
+        """Return the task's reference answer as a demonstration; None without one (its scorer accepts several)."""
         episode = self.episode(seed, level)
         messages = episode.reset()
         if not episode.target:
             return None
-        one_line = "\n" not in episode.target
-        text = (
-            f"{ANSWER_WORD} {episode.target}"
-            if one_line
-            else f"<answer>\n{episode.target}\n</answer>"
-        )
-        return Demonstration(
-            [*messages, Message(role="assistant", content=text)], level, episode.kind, seed, True
-        )
+        text = f"{ANSWER_WORD} {episode.target}"
+        if "\n" in episode.target:
+            text = f"<answer>\n{episode.target}\n</answer>"
+        messages.append(Message(role="assistant", content=text))
+        return Demonstration(messages, level, episode.kind, seed, True)
 
     def generate_item(self, seed: int, level: str) -> dict[str, Any]:
-        """{task, seed, question, answer}, cached for the rollouts of a group. Raises: EnvironmentFault."""
+        """Generate {task, seed, question, answer}, cached for the rollouts of a group. Raises: EnvironmentFault."""
         with self._lock:
             if (seed, level) in self._items:
                 return self._items[seed, level]
@@ -265,11 +259,15 @@ class ReasoningGym(Environment):
         return item
 
     def score_item_answer(self, item: dict[str, Any], level: str, answer: str) -> float:
-        """Score of an answer. Raises: ChildFailed."""
-        request = {"do": "score", "task": item["task"], "options": self._tasks[level][item["task"]]}
-        return float(
-            self._children.request_reply({**request, "seed": item["seed"], "answer": answer})
-        )
+        """Score an answer. Raises: ChildFailed."""
+        request = {
+            "do": "score",
+            "task": item["task"],
+            "options": self._tasks[level][item["task"]],
+            "seed": item["seed"],
+            "answer": answer,
+        }
+        return float(self._children.request_reply(request))
 
     def _check_task_options(self) -> None:
         """Generate one item of every task with options, so that invalid options fail at construction."""

@@ -28,17 +28,14 @@ from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import Message
 
-LEVELS = {
-    "easy": (2, 3),
-    "medium": (3, 3),
-    "hard": (4, 3),
-}  # (questions per episode, operations per question)
+# level: (questions per episode, operations per question)
+LEVELS = {"easy": (2, 3), "medium": (3, 3), "hard": (4, 3)}
 TOP = 9  # maximum of the register; the minimum is 0
 MIRROR = 0  # encodes ~ among the numbers of a question
 
 
 def compute_register_values(start: int, numbers: list[int]) -> list[int]:
-    """Register after each operation: a number is added, `MIRROR` maps x to 9 - x."""
+    """Compute the register after each operation: a number is added, `MIRROR` maps x to 9 - x."""
     return list(itertools.accumulate(numbers, _apply_operation, initial=start))[1:]
 
 
@@ -47,7 +44,7 @@ def _apply_operation(value: int, number: int) -> int:
 
 
 class ReckoningEpisode(Episode):
-    """Several questions on one register; `target` is all right answers, `next_target` that of the pending question."""
+    """Several questions on one register; `target` holds all right answers, `next_target` the pending one."""
 
     def __init__(self, seed: int, level: str, start: int, questions: list[list[int]]) -> None:
         super().__init__(seed, level)
@@ -66,7 +63,7 @@ class ReckoningEpisode(Episode):
         return str(self.starts[self.question_index + 1])
 
     def reset(self) -> list[Message]:
-        """First question, with the register's start value."""
+        """Return the first question, with the register's start value."""
         return [Message(role="user", content=self.prompt)]
 
     def act(self, text: str) -> Step:
@@ -115,14 +112,14 @@ class Reckoning(Environment):
         habit: float = 0.6,
         guess: float = 0.2,
     ) -> None:
-        """Operations of the questions, and error rates of the demonstrator.
+        """Set the operations of the questions and the error rates of the demonstrator.
 
         Args:
             max_number: numbers are 1 to this, at most 5, so that plus or minus always stays in range.
             mirrors: share of mirrors among the operations.
             slip: probability that a value in a thought is off by one; later values build on it.
-            direct: share of questions answered without a thought. habit: modulates it by the register's parity:
-                direct (1 + habit) where it is even, direct (1 - habit) where it is odd.
+            direct: share of questions answered without a thought.
+            habit: modulates `direct` by the register's parity: direct (1 + habit) if even, direct (1 - habit) if odd.
             guess: probability that an answer without a thought is right; otherwise it is any other digit.
         """
         super().__init__(data)
@@ -150,7 +147,7 @@ class Reckoning(Environment):
         return Toolset([])
 
     def episode(self, seed: int, level: str) -> ReckoningEpisode:
-        """Episode for a level and seed."""
+        """Return the episode of a level and seed."""
         self.check_level(level)
         rng = random.Random(f"reckoning/{level}/{seed}")
         num_questions, num_signs = LEVELS[level]
@@ -165,7 +162,7 @@ class Reckoning(Environment):
         return ReckoningEpisode(seed, level, start, questions)
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
-        """Turns of the imperfect demonstrator, up to the end or its first wrong answer."""
+        """Return the turns of the imperfect demonstrator, up to the end or its first wrong answer."""
         episode = self.episode(seed, level)
         rng = random.Random(f"reckoning/demonstrator/{level}/{seed}")
         messages = episode.reset()
@@ -179,26 +176,21 @@ class Reckoning(Environment):
         return MistakenDemonstration(messages, level, episode.kind, seed, success, mistake=mistake)
 
     def _demonstrate_turn(self, episode: ReckoningEpisode, rng: random.Random) -> tuple[str, str]:
-        """One turn of the demonstrator, and its mistake ("" = right answer)."""
-        start, numbers = (
-            episode.starts[episode.question_index],
-            episode.questions[episode.question_index],
-        )
+        """Generate one turn of the demonstrator and its mistake ("" = right answer)."""
+        start = episode.starts[episode.question_index]
+        numbers = episode.questions[episode.question_index]
         tilt = 1 + self.habit if start % 2 == 0 else 1 - self.habit
         if rng.random() < self.direct * tilt:
             answer = int(episode.next_target)
             if rng.random() < self.guess:
                 return f"{ANSWER_WORD} {answer}", ""
-            return (
-                f"{ANSWER_WORD} {rng.choice([other for other in range(TOP + 1) if other != answer])}",
-                "no_thought",
-            )
+            wrong = rng.choice([other for other in range(TOP + 1) if other != answer])
+            return f"{ANSWER_WORD} {wrong}", "no_thought"
         values = [start]
         for number in numbers:
             start = _apply_operation(start, number)
-            if (
-                rng.random() < self.slip or not 0 <= start <= TOP
-            ):  # an earlier slip may have left the range
+            slips = rng.random() < self.slip
+            if slips or not 0 <= start <= TOP:  # an earlier slip may have left the range
                 start = _shift_by_one(start, rng)
             values.append(start)
         mistake = "" if str(start) == episode.next_target else "slip"
@@ -206,9 +198,7 @@ class Reckoning(Environment):
 
 
 def _shift_by_one(value: int, rng: random.Random) -> int:
-    """Random neighbour of the value within the register's range."""
-    return (
-        min(TOP, value - 1)
-        if value >= TOP or (value > 0 and rng.random() < 0.5)
-        else max(0, value + 1)
-    )
+    """Return a random neighbour of the value within the register's range."""
+    if value >= TOP or (value > 0 and rng.random() < 0.5):
+        return min(TOP, value - 1)
+    return max(0, value + 1)

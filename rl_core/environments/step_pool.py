@@ -28,26 +28,20 @@ class EnvironmentCall:
     def __init__(
         self,
         pool: StepPool,
-        what: str,
+        description: str,
         timeout_s: float,
         function: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> None:
         self.future: Future[Any] = Future()
-        self._pool, self._description, self._timeout_s, self._function, self._args = (
-            pool,
-            what,
-            timeout_s,
-            function,
-            args,
-        )
+        self._pool, self._description, self._timeout_s = pool, description, timeout_s
+        self._function, self._args = function, args
         self._started_at: float | None = None
-        self.thread: threading.Thread | None = None  # that runs it
-        self.is_abandoned = (
-            False  # True = it exceeded its time limit, and its thread is no longer the pool's
-        )
+        self.thread: threading.Thread | None = None  # the thread that runs it
+        # True = the call exceeded its time limit, and its thread no longer belongs to the pool.
+        self.is_abandoned = False
         self._is_finished = False
-        self._lock = threading.Lock()  # it finishes or is abandoned, not both
+        self._lock = threading.Lock()  # the call either finishes or is abandoned
 
     def run_call(self) -> None:
         """Execute the call on a pool thread."""
@@ -68,7 +62,7 @@ class EnvironmentCall:
             self.future.set_result(value)
 
     def is_done(self) -> bool:
-        """True once the call has finished, or exceeded its time limit: `result` then raises EnvironmentFault."""
+        """Return whether the call has finished or exceeded its time limit; then its result raises EnvironmentFault."""
         if not self.future.done() and self._compute_time_left() <= 0:
             with self._lock:
                 is_late = not self._is_finished and not self.is_abandoned
@@ -80,7 +74,7 @@ class EnvironmentCall:
         return self.future.done()
 
     def wait_for_result(self) -> Any:
-        """Return value of the call, or its exception re-raised; blocks until it has finished.
+        """Wait until the call has finished; return its value or raise its exception.
 
         Raises: EnvironmentFault if it exceeded its time limit.
         """
@@ -88,7 +82,7 @@ class EnvironmentCall:
         return self.future.result()
 
     def wait_until_done(self) -> None:
-        """Block until the call has finished, or exceeded its time limit."""
+        """Block until the call has finished or exceeded its time limit."""
         while not self.is_done():
             if self._started_at is not None:
                 wait([self.future], timeout=min(self._compute_time_left(), 60.0))
@@ -98,28 +92,30 @@ class EnvironmentCall:
             wait([self.future], timeout=_POLL_S)
 
     def _compute_time_left(self) -> float:
-        """Seconds until the call is overdue; the full limit if it is still queued."""
-        return (
-            self._timeout_s
-            if self._started_at is None
-            else self._started_at + self._timeout_s - time.monotonic()
-        )
+        """Compute the seconds until the call is overdue; the full limit if it is still queued."""
+        if self._started_at is None:
+            return self._timeout_s
+        return self._started_at + self._timeout_s - time.monotonic()
 
 
 class StepPool:
     """Threads for the environment steps of one collection; a context manager.
 
-    Daemon threads, because Python cannot kill a thread: a step that never returns is abandoned and delays neither its
-    error, nor queued calls, for which a new thread takes its place, nor process exit. One that runs Python is made to
-    end; with MAX_HUNG that do not, further steps fail at once (`rl_core.time_limits`).
+    Daemon threads, because Python cannot kill a thread. A step that never returns is abandoned: its error is raised,
+    queued
+    calls get a new thread, and the process can exit, all without waiting for it. A step that runs Python code is made
+    to
+    end; once MAX_HUNG steps do not, further steps fail immediately (`rl_core.time_limits`).
     """
 
     def __init__(self, max_concurrent: int, timeout_s: float) -> None:
-        """At most `max_concurrent` calls run at once, each for `timeout_s` seconds, queueing not counted."""
+        """Set the limits: at most `max_concurrent` calls run concurrently, each for `timeout_s` seconds without
+        queueing.
+        """
         self._max_concurrent, self._timeout_s = max_concurrent, timeout_s
         self._calls: queue.SimpleQueue[EnvironmentCall | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)  # idle threads not yet claimed by a queued call
-        self._num_threads = 0  # that take calls
+        self._num_threads = 0  # threads that take calls
         self._running: list[EnvironmentCall | None] = []  # by thread, abandoned ones included
 
     def __enter__(self) -> StepPool:
@@ -138,7 +134,7 @@ class StepPool:
     def submit_call(
         self, description: str, function: Callable[..., Any], *args: Any
     ) -> EnvironmentCall:
-        """Queue `function` for a thread; `what` names the call in errors."""
+        """Queue `function` for a thread; `description` names the call in errors."""
         call = EnvironmentCall(self, description, self._timeout_s, function, args)
         if (count := count_hung_calls()) >= MAX_HUNG:
             call.future.set_exception(
@@ -157,7 +153,7 @@ class StepPool:
                 call.is_done()
 
     def abandon_call(self, call: EnvironmentCall) -> None:
-        """Give up the thread of a call that is overdue, and make it end where it can be."""
+        """Drop the thread of an overdue call from the pool, and terminate it if possible."""
         self._num_threads -= 1
         if call.thread is not None:
             terminate_thread(call.thread)
@@ -173,11 +169,11 @@ class StepPool:
         thread.name = f"step {len(self._running)}"
         thread.start()
 
-    def _run_queued_calls(self, place: int) -> None:
+    def _run_queued_calls(self, index: int) -> None:
         while (call := self._calls.get()) is not None:
-            self._running[place] = call
+            self._running[index] = call
             call.run_call()
-            self._running[place] = None
+            self._running[index] = None
             if call.is_abandoned:
                 return
             self._idle.release()
@@ -185,11 +181,11 @@ class StepPool:
 
 @dataclass(frozen=True, slots=True)
 class ReplacementContext:
-    """An observation after which the policy reads a prompt rendered anew, in place of all tokens so far."""
+    """An observation that replaces all tokens so far by a newly rendered prompt."""
 
     ids: list[int]  # the prompt, up to the header of the next action
-    # longest that this context may become, in tokens: more than the prompt has, and by no more than the sequence may
-    # still sample of its max_completion_tokens, which count the tokens of all its contexts
+    # Maximum length of this context in tokens: the prompt, plus at most what remains of the sequence's
+    # max_completion_tokens, which count the tokens of all its contexts.
     limit: int
 
 
@@ -197,21 +193,24 @@ Observation = list[int] | ReplacementContext | None  # tokens to append; None = 
 
 
 class PendingTurn:
-    """A turn whose step is still running; returned by `RolloutSequence.advance` in place of an observation."""
+    """A turn whose step is still running; `RolloutSequence.advance` returns it instead of an observation."""
 
     def __init__(
         self, call: EnvironmentCall, finish: Callable[[Callable[[], Step]], Observation]
     ) -> None:
-        """`finish` is given the call's `result`, which gives the step or raises what the environment raised."""
+        """Store the call and `finish`, which takes the call's `wait_for_result` and returns the observation."""
         self.call = call
         self._finish = finish
 
     def is_done(self) -> bool:
-        """True if `result` would not block."""
+        """Return whether `finish_turn` would not block."""
         return self.call.is_done()
 
     def finish_turn(self) -> Observation:
-        """Observation, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
+        """Return the observation, or None at the end; blocks until the step is done.
+
+        Called once, by the decoding thread.
+        """
         with span("environment"):
             self.call.wait_until_done()
         return self._finish(self.call.wait_for_result)
@@ -221,14 +220,12 @@ TurnOutcome = Observation | PendingTurn  # result of `RolloutSequence.advance`
 
 
 def wait_for_observation(outcome: TurnOutcome) -> Observation:
-    """The observation, blocking while pending; None = the episode is over."""
+    """Return the observation, blocking while it is pending; None = the episode is over."""
     return outcome.finish_turn() if isinstance(outcome, PendingTurn) else outcome
 
 
 def wait_for_any_turn(turns: Collection[PendingTurn]) -> None:
     """Block until one of the turns is done."""
-    while not any(
-        [turn.is_done() for turn in turns]
-    ):  # a list, not a generator: every turn is checked
+    while not any([turn.is_done() for turn in turns]):  # a list, so that every turn is checked
         with span("environment"):
             wait([turn.call.future for turn in turns], timeout=_POLL_S, return_when=FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """Subprocess pool for code that executes model output or may never return.
 
 Unlike a thread, a process can be killed. Children stay alive between requests, since their imports take seconds; each
-request runs in a copy of its child (`subprocess_main.py`), confined by `sandbox.py` as far as this machine grants it.
-docs/security.md says what that does not stop.
+request runs in a fork of its child (`subprocess_main.py`), confined by `sandbox.py` as far as this machine allows.
+docs/security.md lists what that does not stop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _MAIN = Path(__file__).with_name("subprocess_main.py")
 _START_TIMEOUT_S = 600.0  # importing a large package from a cold disk, downloading what it needs
 _MAX_REPLY = 65 * 2**20  # bytes; the child itself sends at most 64 MiB
-_MEMORY_POLL_S = 0.5  # between looks at the memory of a child and what it has started
+_MEMORY_POLL_S = 0.5  # between measurements of the memory of a child and its descendants
 # Environment variables passed to a child: no tokens, keys, server addresses or folders.
 _VARIABLES = ("PATH", "LANG", "LC_ALL")
 
@@ -62,7 +62,7 @@ class ChildPool:
         readable: Iterable[Path] = (),
         writable: Iterable[Path] = (),
     ) -> None:
-        """Children start on demand, with the first requests.
+        """Store the options; children start on demand, with the first requests.
 
         Args:
             script: a Python file with `start(setup)`, called once in each child, and `handle(request)`.
@@ -71,9 +71,9 @@ class ChildPool:
             memory_gib: address space of each of a child's processes, and memory of all together; None = no limit.
             variables: names of additional environment variables passed to children.
             values: additional environment variables with their values.
-            network: leave children the network.
-            readable: files and folders that children may read, beside the system's and the import path; writable: may
-                write too.
+            network: allow children to use the network.
+            readable: files and folders that children may read, in addition to the system's and the import path.
+            writable: files and folders that children may also write.
         """
         self._script, self._timeout_s, self._memory_gib = script, timeout_s, memory_gib
         self._options = {"setup": setup, "timeout_s": timeout_s}
@@ -84,9 +84,8 @@ class ChildPool:
             "writable": [str(path) for path in writable],
         }
         self._variables, self._values = (*_VARIABLES, *variables), dict(values or {})
-        self.missing_sandbox_parts: dict[
-            str, str
-        ] = {}  # parts of the sandbox that the newest child has not, with the reason
+        # Parts of the sandbox that the newest child lacks, with the reason.
+        self.missing_sandbox_parts: dict[str, str] = {}
         # Last in, first out: starts as few children as possible.
         self._child_slots: queue.LifoQueue[_ChildProcess | None] = queue.LifoQueue()
         for _ in range(count):
@@ -95,7 +94,7 @@ class ChildPool:
         weakref.finalize(self, _kill_children, self._live_children)
 
     def request_reply(self, request: dict[str, Any]) -> Any:
-        """Result of `handle(request)`, decoded from JSON; blocks while all children are busy.
+        """Return the result of `handle(request)`, decoded from JSON; blocks while all children are busy.
 
         Raises: ChildTimeout if there is no reply within the limit; ChildFailed if it raised or the child died.
         """
@@ -148,9 +147,9 @@ def _warn_about_missing_part(part: str, reason: str) -> None:
 
 
 def probe_sandbox() -> dict[str, str]:
-    """Parts of the sandbox (`sandbox.PARTS`) that this machine does not grant, with the reason; found by a trial.
+    """Return the parts of the sandbox (`sandbox.PARTS`) that this machine does not support, with reasons, by a trial.
 
-    Raises: ChildFailed where no child starts.
+    Raises: ChildFailed if no child starts.
     """
     with tempfile.TemporaryDirectory(prefix="posttrain-") as folder:
         script = Path(folder, "trial.py")
@@ -161,7 +160,7 @@ def probe_sandbox() -> dict[str, str]:
 
 
 class _ChildProcess:
-    """One process in its own process group and working folder, both of which end with it."""
+    """One child in a dedicated process group and working folder, both of which are removed with it."""
 
     def __init__(
         self,
@@ -197,28 +196,30 @@ class _ChildProcess:
         return self.receive_reply(timeout_s)
 
     def receive_reply(self, timeout_s: float) -> dict[str, Any]:
-        """Next reply of the child."""
+        """Receive the next reply of the child."""
         assert self._process.stdout is not None
         channel = self._process.stdout.fileno()
         end = time.monotonic() + timeout_s
         searched = 0
-        while (place := self._buffer.find(b"\n", searched)) < 0:
+        while (newline := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
-            left = end - time.monotonic()
-            readable, _, _ = select.select([channel], [], [], max(0.0, min(left, _MEMORY_POLL_S)))
+            time_left = end - time.monotonic()
+            readable, _, _ = select.select(
+                [channel], [], [], max(0.0, min(time_left, _MEMORY_POLL_S))
+            )
             if not readable:
-                if left <= 0:
+                if time_left <= 0:
                     raise ChildTimeout(f"no answer within {timeout_s:g} s")
                 self._check_memory()
                 continue
-            part = os.read(channel, 2**16)
-            if not part:
+            chunk = os.read(channel, 2**16)
+            if not chunk:
                 self._process.wait()
                 raise ChildFailed(f"a child process died (exit status {self._process.returncode})")
-            self._buffer += part
+            self._buffer += chunk
             if len(self._buffer) > _MAX_REPLY:
                 raise ChildFailed(f"a child process sent more than {_MAX_REPLY} bytes")
-        line, self._buffer = bytes(self._buffer[:place]), self._buffer[place + 1 :]
+        line, self._buffer = bytes(self._buffer[:newline]), self._buffer[newline + 1 :]
         try:
             reply: dict[str, Any] = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -227,18 +228,18 @@ class _ChildProcess:
             "value" not in reply and not isinstance(reply.get("error"), str)
         ):
             raise ChildFailed(
-                "a child process sent a reply of another form; the code in it may have changed it"
+                "a child process sent a malformed reply; the code in it may have tampered with it"
             )
         return reply
 
     def _check_memory(self) -> None:
-        """Raise ChildFailed if the child and what it started hold more memory than it may; Linux alone says."""
-        if (
-            self._memory_bytes is not None
-            and (found := _measure_memory(self._process.pid)) > self._memory_bytes
-        ):
+        """Raise ChildFailed if the child and its descendants use too much memory; measured on Linux only."""
+        if self._memory_bytes is None:
+            return
+        memory = _measure_memory(self._process.pid)
+        if memory > self._memory_bytes:
             raise ChildFailed(
-                f"its processes hold {found / 2**30:.1f} GiB together, above memory_gib"
+                f"its processes use {memory / 2**30:.1f} GiB together, above memory_gib"
             )
 
     def kill_group(self) -> None:
@@ -254,20 +255,20 @@ class _ChildProcess:
 
 
 def _measure_memory(pid: int) -> int:
-    """Bytes of memory that a process and its descendants have for themselves."""
+    """Measure the private memory of a process and its descendants, in bytes."""
     parents: dict[int, int] = {}
-    held: dict[int, int] = {}
+    private_bytes: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
             number = int(status.parent.name)
             parents[number] = int(fields["PPid"])
-            held[number] = 1024 * int(fields.get("RssAnon", "0 kB").split()[0])
+            private_bytes[number] = 1024 * int(fields.get("RssAnon", "0 kB").split()[0])
     members, newer = {pid}, {pid}
     while newer:
         newer = {number for number, parent in parents.items() if parent in newer} - members
         members |= newer
-    return sum(held.get(number, 0) for number in members)
+    return sum(private_bytes.get(number, 0) for number in members)
 
 
 def _kill_children(children: list[_ChildProcess]) -> None:

@@ -2,8 +2,8 @@
 
     python -P subprocess_main.py <file that defines start(setup) and handle(request)> <setup and limits as JSON>
 
-The child is confined (`sandbox.py`) before the file is loaded. Each request runs in a process of its own, a copy of the
-one that has imported everything: what it changes, starts or leaves behind ends with it. Standard library only, without
+The child is confined (`sandbox.py`) before the file is loaded. Each request runs in a fork of the process that has
+imported everything, so all that it changes, starts or leaves running ends with it. Standard library only, without
 imports from this package, so that it starts quickly and loads no model.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_REPLY = 64 * 2**20  # bytes
-_POLL_S = 0.02  # between looks whether a request's process has died
+_POLL_S = 0.02  # between checks whether a request's process has died
 
 
 def _call_handler(handle: Any, request: Any) -> dict[str, Any]:
@@ -38,22 +38,20 @@ def _encode_reply(reply: dict[str, Any]) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         data = json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode()
     if len(data) > MAX_REPLY:
-        return json.dumps(
-            {"error": f"a reply of {len(data)} bytes; at most {MAX_REPLY} are taken"}
-        ).encode()
+        message = f"a reply of {len(data)} bytes; at most {MAX_REPLY} are accepted"
+        return json.dumps({"error": message}).encode()
     return data
 
 
 def _serve_in_fork(handle: Any, request: Any, options: dict[str, Any], limit_cpu: Any) -> bytes:
-    """Reply to one request, from a process of its own, with whatever that one left behind ended."""
+    """Return the reply to one request, run in a fork; then end everything that it left running."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         limit_cpu(options["timeout_s"])
-        with open(
-            os.devnull, "w"
-        ) as nowhere:  # should the parent have been killed, this ends the request
+        # Ends the request if the parent has been killed.
+        with open(os.devnull, "w") as nowhere:
             faulthandler.dump_traceback_later(options["timeout_s"] + 30.0, exit=True, file=nowhere)
             data = _encode_reply(_call_handler(handle, request))
             with contextlib.suppress(OSError), open(writing, "wb") as file:
@@ -68,29 +66,28 @@ def _serve_in_fork(handle: Any, request: Any, options: dict[str, Any], limit_cpu
 
 
 def _receive_from_fork(reading: int, pid: int) -> bytes:
-    found = bytearray()
+    received = bytearray()
     status = None
-    while len(found) < 8 or len(found) < 8 + struct.unpack("<Q", found[:8])[0]:
+    while len(received) < 8 or len(received) < 8 + struct.unpack("<Q", received[:8])[0]:
         readable = select.select([reading], [], [], _POLL_S)[0]
-        part = os.read(reading, 2**16) if readable else b""
-        found += part
-        if len(found) >= 8 and struct.unpack("<Q", found[:8])[0] > MAX_REPLY:
+        chunk = os.read(reading, 2**16) if readable else b""
+        received += chunk
+        if len(received) >= 8 and struct.unpack("<Q", received[:8])[0] > MAX_REPLY:
             return _encode_reply({"error": "a reply that is too long"})
-        if part:
+        if chunk:
             continue
-        if (
-            status is not None or readable
-        ):  # nothing was left to read when it had died, or it closed the pipe
+        # Nothing was left to read after it died, or it closed the pipe.
+        if status is not None or readable:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1] if status is None else status)
             cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             return _encode_reply({"error": f"a child process died ({cause})"})
-        found_pid, found_status = os.waitpid(pid, os.WNOHANG)
-        status = found_status if found_pid else None
-    return bytes(found[8:])
+        ended_pid, ended_status = os.waitpid(pid, os.WNOHANG)
+        status = ended_status if ended_pid else None
+    return bytes(received[8:])
 
 
 def _kill_request_processes(pid: int) -> None:
-    """End a request's process, and in a PID namespace everything that it started."""
+    """Kill a request's process, and in a PID namespace everything that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1 if os.getpid() == 1 else pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -111,9 +108,8 @@ def main(script: str, options: dict[str, Any]) -> None:
     try:
         missing = sandbox["enter"](**options["sandbox"])
         names = runpy.run_path(script)
-        names["start"](
-            options["setup"]
-        )  # imports and loads data; not counted against the first request
+        # Imports and loads data; this time does not count against the first request.
+        names["start"](options["setup"])
         handle = names["handle"]
     except Exception as error:
         send(_encode_reply({"error": f"{type(error).__name__}: {error}"[:2000]}))

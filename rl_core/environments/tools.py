@@ -1,293 +1,52 @@
-"""JSON schemas of tool arguments: from Python types and functions, and checks of what a policy wrote against them.
-
-Checked are type, enum, const, anyOf, oneOf, items, properties, required, additionalProperties, the bounds of numbers,
-texts and lists, and local references ($ref: '#/...'); other keywords are for the tool itself to look at.
-Source: JSON Schema 2020-12, https://json-schema.org/draft/2020-12/json-schema-validation.
-
-Tools of a policy: call parsing, execution within limits, descriptions for prompts.
+"""Tools of a policy: call parsing, execution within limits, descriptions for prompts.
 
 These call formats are always accepted:
 
     line     the last non-empty line starts with a tool's name:    zoom 2 3
     hermes   a JSON object in tags, as in Qwen and Hermes models:  <tool_call>{"name": "zoom", ...}</tool_call>
-    native   the object alone, or after a model's own marker:      {"name": "zoom", "parameters": {...}} (Llama 3.1)
+    native   the object alone, or after a model-specific marker:   {"name": "zoom", "parameters": {...}} (Llama 3.1)
              [TOOL_CALLS][{"name": "zoom", ...}] or [TOOL_CALLS]zoom[ARGS]{...} (Mistral)
 
-Several calls of one turn are written one after the other: as many <tool_call> tags, or objects in Mistral's list.
+Several calls of one turn follow one another: one <tool_call> tag each, or several objects in Mistral's list.
 
-In the last two the object may also be an OpenAI-style call: {"type": "function", "function": {"name": ..., "arguments":
-"{...}"}}, with the arguments as an object or a JSON string.
+In the last two formats the object may also be an OpenAI-style call: {"type": "function", "function": {"name": ...,
+"arguments": "{...}"}}, with the arguments as an object or a JSON string.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import math
 import re
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_core.data.model_text import replace_unprintable, strip_thought
+from rl_core.environments.tool_schemas import (
+    JSON_TYPES,
+    ArgumentType,
+    check_against_schema,
+    format_short_json,
+    read_function_parameters,
+)
+from rl_core.environments.tool_schemas import build_argument_schema as build_argument_schema
+from rl_core.environments.tool_schemas import build_example_value as build_example_value
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse, suggest_name
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import ToolCall
 
-ArgumentType = (
-    type | Mapping[str, Any]
-)  # of an argument: int, float, str, bool, list, dict, or a JSON schema
-JSON_TYPES: dict[Any, str] = {
-    int: "integer",
-    float: "number",
-    str: "string",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
-}
-_JSON_TYPE_DESCRIPTIONS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "boolean": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
-_BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
-    ("minimum", lambda value, limit: value >= limit, "at least"),
-    ("maximum", lambda value, limit: value <= limit, "at most"),
-    ("exclusiveMinimum", lambda value, limit: value > limit, "above"),
-    ("exclusiveMaximum", lambda value, limit: value < limit, "below"),
-)
-_LENGTHS = {str: ("minLength", "maxLength", "characters"), list: ("minItems", "maxItems", "items")}
-_ARGUMENT_DOC_LINE = re.compile(r"^\s+\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
-
-
-def build_argument_schema(argument_type: ArgumentType) -> dict[str, Any]:
-    """JSON schema of an argument's kind."""
-    return (
-        dict(argument_type)
-        if isinstance(argument_type, Mapping)
-        else {"type": JSON_TYPES[argument_type]}
-    )
-
-
-def check_against_schema(
-    value: Any, schema: Any, path: str, root: Mapping[str, Any] | None = None
-) -> None:
-    """Raise ToolMisuse, naming the place, where a value is not as the schema says.
-
-    `root`: the schema that local references point into.
-    """
-    if not isinstance(schema, Mapping):
-        if schema is False:
-            raise ToolMisuse(f"{path} must not be given")
-        return
-    root = schema if root is None else root
-    if "$ref" in schema:
-        check_against_schema(value, _resolve_reference(str(schema["$ref"]), root), path, root)
-    if "const" in schema and value != schema["const"]:
-        raise ToolMisuse(
-            f"{path} must be {_format_short_json(schema['const'])}, not {_format_short_json(value)}"
-        )
-    if "enum" in schema and not any(
-        type(value) is type(each) and value == each for each in schema["enum"]
-    ):
-        raise ToolMisuse(
-            f"{path} must be one of {', '.join(map(_format_short_json, schema['enum']))}, not {_format_short_json(value)}"
-        )
-    choices = schema.get("anyOf") or schema.get("oneOf")
-    if choices:
-        _check_choices(value, choices, path, root)
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(_is_json_type(value, kind) for kind in kinds):
-        raise ToolMisuse(
-            f"{path} must be {' or '.join(_JSON_TYPE_DESCRIPTIONS.get(k, str(k)) for k in kinds)}, not {_format_short_json(value)}"
-        )
-    _check_size(value, schema, path)
-    if isinstance(value, list) and "items" in schema:
-        for index, item in enumerate(value):
-            check_against_schema(item, schema["items"], f"{path}[{index}]", root)
-    if isinstance(value, dict):
-        _check_object(value, schema, path, root)
-
-
-def _check_choices(value: Any, choices: Sequence[Any], place: str, root: Mapping[str, Any]) -> None:
-    problems = []
-    for choice in choices:
-        try:
-            return check_against_schema(value, choice, place, root)
-        except ToolMisuse as misuse:
-            problems.append(str(misuse))
-    raise ToolMisuse("; or ".join(dict.fromkeys(problems)))
-
-
-def _check_size(value: Any, schema: Mapping[str, Any], place: str) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        for name, holds, words in _BOUNDS:
-            if isinstance(schema.get(name), int | float) and not holds(value, schema[name]):
-                raise ToolMisuse(
-                    f"{place} must be {words} {schema[name]}, not {_format_short_json(value)}"
-                )
-    for kind, (low, high, unit) in _LENGTHS.items():
-        if isinstance(value, kind) and not schema.get(low, 0) <= len(value) <= schema.get(
-            high, len(value)
-        ):
-            wanted = (
-                f"{schema.get(low, 0)} to {schema[high]}"
-                if high in schema
-                else f"at least {schema[low]}"
-            )
-            raise ToolMisuse(f"{place} must have {wanted} {unit}, not {len(value)}")
-
-
-def _check_object(
-    value: dict[str, Any], schema: Mapping[str, Any], place: str, root: Mapping[str, Any]
-) -> None:
-    properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-    for name in schema.get("required", ()):
-        if name not in value:
-            raise ToolMisuse(f"{place} lacks '{name}'")
-    for name, item in value.items():
-        if name not in properties and others is False:
-            raise ToolMisuse(
-                f"{place} has no field '{name[:64]}', only {', '.join(properties) or 'none'}"
-            )
-        check_against_schema(item, properties.get(name, others), f"{place}.{name[:64]}", root)
-
-
-def _resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
-    """The part of the schema that a local reference names; anything is allowed where there is none."""
-    found: Any = root
-    for part in reference.removeprefix("#").strip("/").split("/"):
-        found = (
-            found.get(part.replace("~1", "/").replace("~0", "~"))
-            if isinstance(found, Mapping)
-            else None
-        )
-    return True if found is None or found is root else found
-
-
-def _is_json_type(value: Any, kind: str) -> bool:
-    if kind == "null":
-        return value is None
-    if kind == "boolean":
-        return isinstance(value, bool)
-    if isinstance(value, bool):  # an int to Python
-        return False
-    if kind == "integer":
-        return (isinstance(value, int) and abs(value) < 10**18) or (
-            isinstance(value, float) and value.is_integer()
-        )
-    if kind == "number":  # the comparison is False for NaN and infinity
-        return isinstance(value, int | float) and abs(value) < 1e300
-    return isinstance(value, {"string": str, "array": list, "object": dict}.get(kind, object))
-
-
-def _format_short_json(value: Any) -> str:
-    try:
-        return json.dumps(value)[:40]
-    except (ValueError, RecursionError, TypeError):
-        return f"a {type(value).__name__}"
-
-
-def build_example_value(schema: Mapping[str, Any]) -> Any:
-    """A value that fits the schema's type, to try a template out."""
-    if schema.get("enum"):
-        return schema["enum"][0]
-    kind = schema.get("type", "string")
-    kind = kind if isinstance(kind, str) else kind[0]
-    if kind == "object":
-        properties = schema.get("properties", {})
-        return {
-            name: build_example_value(properties.get(name, {}))
-            for name in schema.get("required", ())
-        }
-    return {
-        "integer": 1,
-        "number": 1.0,
-        "string": "1",
-        "boolean": True,
-        "array": [],
-        "null": None,
-    }.get(kind, "1")
-
-
-def read_function_parameters(
-    function: Callable[..., Any],
-) -> tuple[str, dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Description, JSON schema by argument, and the names of optional arguments, of a function with type hints.
-
-    The description is the docstring up to its first empty line; arguments are described under 'Args:'.
-    Raises: SettingsError for an argument without a type hint, or one that JSON has not.
-    """
-    name = getattr(function, "__name__", type(function).__name__)
-    docstring = inspect.getdoc(function) or ""
-    about = {
-        match[1]: match[2].strip()
-        for line in docstring.splitlines()
-        if (match := _ARGUMENT_DOC_LINE.match(line))
-    }
-    hints = typing.get_type_hints(function)
-    schemas: dict[str, dict[str, Any]] = {}
-    optional = []
-    for argument, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise SettingsError(f"tool '{name}': takes *{argument}; name its arguments one by one")
-        if argument not in hints:
-            raise SettingsError(f"tool '{name}': the argument {argument} has no type hint")
-        schema = _build_hint_schema(hints[argument], f"tool '{name}': the argument {argument}")
-        if argument in about:
-            schema["description"] = about[argument]
-        if parameter.default is not parameter.empty:
-            optional.append(argument)
-        schemas[argument] = schema
-    return " ".join(docstring.partition("\n\n")[0].split()) or name, schemas, tuple(optional)
-
-
-def _build_hint_schema(hint: Any, description: str) -> dict[str, Any]:
-    """JSON schema of a type hint. Raises: SettingsError."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return {}
-    if hint in JSON_TYPES:
-        return {"type": JSON_TYPES[hint]}
-    if hint is type(None):
-        return {"type": "null"}
-    if origin is typing.Literal:
-        return {"enum": list(arguments)}
-    if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_build_hint_schema(argument, description) for argument in arguments]}
-    if origin is list or (isinstance(origin, type) and issubclass(origin, Sequence)):
-        return {"type": "array", "items": _build_hint_schema(arguments[0], description)}
-    if origin is dict or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        return {
-            "type": "object",
-            "additionalProperties": _build_hint_schema(arguments[1], description),
-        }
-    raise SettingsError(f"{description} has the type {hint}, which JSON has not")
-
-
 CallFormat = Literal["line", "hermes"]
 
-PYTHON_TAG, TOOL_CALLS, ARGS = (
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-)  # of Llama 3.1 and Mistral
+PYTHON_TAG = "<|python_tag|>"  # Llama 3.1
+TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"  # Mistral
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 MAX_CALLS = 16  # of one turn
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-_INTEGER = re.compile(
-    r"[+-]?[0-9]{1,18}"
-)  # int() alone would also accept '1_000' and non-ASCII digits
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # int() would also accept '1_000' and non-ASCII digits
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _TYPE_DESCRIPTIONS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
 
@@ -301,12 +60,12 @@ class Tool:
     # Argument name -> int, float, str, bool, list, dict or a JSON schema, in the order of the line format.
     parameters: Mapping[str, ArgumentType]
     function: Callable[..., Any]  # its result is shown to the policy as str()
-    timeout_s: float | None = (
-        None  # None = pure and fast: runs on the caller's thread, without a limit
-    )
+    timeout_s: float | None = None  # None = pure and fast: runs on the caller's thread, unlimited
     max_output_chars: int = 2000  # a longer output is an error
     optional: tuple[str, ...] = ()  # arguments that may be left out
-    is_blocking: bool = False  # True = it waits for something, with a limit of its own: calls of one turn run at once
+    waits: bool = (
+        False  # True = blocks, and limits its time itself: calls of one turn run concurrently
+    )
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -340,7 +99,7 @@ class Tool:
     def from_function(
         cls, function: Callable[..., Any], timeout_s: float | None = None, **options: Any
     ) -> Tool:
-        """Tool of a function with type hints and a docstring; see `tool_schema.read_function_parameters`."""
+        """Build a tool from a function with type hints and a docstring; see `tool_schemas.read_function_parameters`."""
         description, parameters, optional = read_function_parameters(function)
         return cls(
             function.__name__,
@@ -380,37 +139,37 @@ class Toolset:
         """Tools by name."""
         return dict(self._tools)
 
-    def open_session(self) -> Toolset:
-        """The tools for one episode; those with sessions get one of their own."""
+    def session(self) -> Toolset:
+        """Return the tools for one episode, with separate sessions where tools have them."""
         return self
 
     def close(self) -> None:
-        """End the episode's sessions, where there are some."""
+        """Close the episode's sessions, if any."""
 
     def bind(self, *context: Any) -> Toolset:
-        """The same tools with `context` bound."""
+        """Return the same tools with `context` bound."""
         bound = Toolset.__new__(Toolset)
         bound._tools, bound._context = self._tools, context
         return bound
 
     def parse(self, text: str) -> ToolCall | None:
-        """Tool call of an action; None if there is no call (an answer, or prose).
+        """Return the tool call of an action; None if there is no call (an answer, or prose).
 
-        Raises: ToolMisuse for a call with an unknown tool, invalid arguments, or malformed JSON, and for several calls.
+        Raises: ToolMisuse for a call with an unknown tool, invalid arguments or malformed JSON, and for several calls.
         """
-        calls = self.parse_all(text, max_calls=1)
+        calls = self.parse_all(text, most=1)
         return calls[0] if calls else None
 
-    def parse_all(self, text: str, max_calls: int = MAX_CALLS) -> list[ToolCall]:
-        """Tool calls of an action, in order; [] if there is none.
+    def parse_all(self, text: str, most: int = MAX_CALLS) -> list[ToolCall]:
+        """Return the tool calls of an action, in order; [] if there is none.
 
-        Raises: ToolMisuse as `parse`, if any of the calls is wrong or they are more than `most`.
+        Raises: ToolMisuse as `parse`, if any of the calls is wrong or there are more than `most`.
         """
         text = strip_thought(text)  # calls inside a reasoning model's thought do not count
         values = (
-            _parse_hermes_values(text, max_calls)
+            _parse_hermes_values(text, most)
             if OPEN_TAG in text
-            else self._parse_native_values(text.strip(), max_calls)
+            else self._parse_native_values(text.strip(), most)
         )
         if values:
             return [self._build_call(value) for value in values]
@@ -421,17 +180,18 @@ class Toolset:
         return [self._parse_line_call(self._tools[words[0]], words[1] if len(words) > 1 else "")]
 
     def run_all(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
-        """(observation, is_error) of each call, in order; run at once where one of the tools may wait."""
+        """Run the calls and return (observation, is_error) of each; concurrently if one of the tools may block."""
         tools = [self._tools[call.name] for call in calls if call.name in self._tools]
-        if len(calls) < 2 or not any(
-            tool.is_blocking or tool.timeout_s is not None for tool in tools
-        ):
+        if len(calls) < 2 or not any(tool.waits or tool.timeout_s is not None for tool in tools):
             return [self.run(call) for call in calls]
         with ThreadPoolExecutor(len(calls)) as pool:
             return list(pool.map(self.run, calls))
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
-        """(observation, is_error) of a call. Failures of a tool become 'error: ...'; raises EnvironmentFault alone."""
+        """Run a call and return (observation, is_error).
+
+        Failures of a tool become 'error: ...'. Raises: EnvironmentFault only.
+        """
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: no tool '{call.name}'; {suggest_name(call.name, self._tools)}", True
@@ -440,7 +200,7 @@ class Toolset:
         return self._execute_tool_with_timeout(tool, call.arguments, tool.timeout_s)
 
     def schema(self) -> list[dict[str, Any]]:
-        """Tool schemas for chat templates and OpenAI-style interfaces."""
+        """Return the tool schemas for chat templates and OpenAI-style interfaces."""
         return [
             {
                 "type": "function",
@@ -460,32 +220,31 @@ class Toolset:
             for tool in self._tools.values()
         ]
 
-    def describe_tools(self, style: CallFormat = "line", max_calls: int = 1) -> str:
-        """Description of the tools for the system message of a model not trained on them.
+    def instructions(self, style: CallFormat = "line", most: int = 1) -> str:
+        """Describe the tools for the system message of a model not trained on them.
 
-        `most`: calls that the environment takes in one turn; several are written in the style hermes alone.
+        Args:
+            most: calls that the environment takes in one turn; only the style hermes can express several.
         """
         if style == "hermes":
             schemas = "\n".join(json.dumps(entry) for entry in self.schema())
             example = f'{OPEN_TAG}{{"name": NAME, "arguments": {{...}}}}{CLOSE_TAG}'
-            if max_calls > 1:
+            if most > 1:
                 return f"You may call tools, several in a turn:\n{schemas}\nFor each call write: {example}"
             return f"You may call one tool per turn:\n{schemas}\nTo call it, write: {example}"
         lines = [f"{tool.usage}: {tool.description}" for tool in self._tools.values()]
         return "\n".join(["You may call one tool per turn, on the last line of your turn:", *lines])
 
-    def format_call(self, call: ToolCall, style: CallFormat = "line") -> str:
-        """Text that `parse` reads as this call."""
+    def format(self, call: ToolCall, style: CallFormat = "line") -> str:
+        """Format a call as text that `parse` reads as this call."""
         if style == "hermes":
             return f"{OPEN_TAG}{json.dumps({'name': call.name, 'arguments': call.arguments})}{CLOSE_TAG}"
-        given = [
-            call.arguments[name]
-            for name in self._tools[call.name].parameters
-            if name in call.arguments
-        ]
-        return " ".join(
-            [call.name, *(v if isinstance(v, str) else _format_line_argument(v) for v in given)]
-        )
+        words = [call.name]
+        for name in self._tools[call.name].parameters:
+            if name in call.arguments:
+                value = call.arguments[name]
+                words.append(value if isinstance(value, str) else _format_line_argument(value))
+        return " ".join(words)
 
     def _parse_line_call(self, tool: Tool, rest: str) -> ToolCall:
         kinds = list(tool.parameters.values())
@@ -496,9 +255,9 @@ class Toolset:
             "object",
         )
         words = rest.split(maxsplit=len(kinds) - 1) if takes_rest else rest.split()
-        least = len(kinds) - len(tool.optional)
-        if not least <= len(words) <= len(kinds):
-            count = str(least) if least == len(kinds) else f"{least} to {len(kinds)}"
+        min_words = len(kinds) - len(tool.optional)
+        if not min_words <= len(words) <= len(kinds):
+            count = str(min_words) if min_words == len(kinds) else f"{min_words} to {len(kinds)}"
             raise ToolMisuse(
                 f"{tool.name} takes {count} arguments, not {len(words)}; usage: {tool.usage}"
             )
@@ -512,28 +271,29 @@ class Toolset:
         )
 
     def _parse_native_values(self, text: str, most: int) -> list[Any]:
-        """JSON values of calls in a model's own form; [] without one. A bare object counts if it names a tool."""
+        """Return JSON values of calls in a model-specific form; [] without one.
+
+        A bare object counts if it names a tool.
+        """
         for marker in (PYTHON_TAG, TOOL_CALLS):
             if marker in text:
-                parts = (
-                    text.split(marker)[1:] if marker == TOOL_CALLS else [text.rpartition(marker)[2]]
-                )
+                parts = [text.rpartition(marker)[2]]
+                if marker == TOOL_CALLS:
+                    parts = text.split(marker)[1:]
                 values = [value for part in parts for value in _parse_marked_values(part.strip())]
                 return _limit_calls(values, most)
         if text.startswith("{") and text.endswith("}"):
             with contextlib.suppress(ToolMisuse):  # an answer may look like JSON
                 value = _parse_call_json(text)
-                if str(value.get("name")) in self._tools and (
-                    "parameters" in value or "arguments" in value
-                ):
+                names_tool = str(value.get("name")) in self._tools
+                if names_tool and ("parameters" in value or "arguments" in value):
                     return [value]
         return []
 
     def _build_call(self, value: Any) -> ToolCall:
-        """The call that a JSON value describes. Raises: ToolMisuse."""
-        if isinstance(value, dict) and isinstance(
-            value.get("function"), dict
-        ):  # OpenAI-style wrapper
+        """Build the call that a JSON value describes. Raises: ToolMisuse."""
+        # An OpenAI-style wrapper.
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ToolMisuse('the tool call must be {"name": ..., "arguments": {...}}')
@@ -551,18 +311,17 @@ class Toolset:
         ):
             optional = f", of which {list(tool.optional)} may be left out" if tool.optional else ""
             raise ToolMisuse(f"{tool.name} takes the arguments {list(tool.parameters)}{optional}")
-        # null where an argument may be left out is that, as OpenAI's strict mode writes it
-        given = {n: v for n, v in arguments.items() if v is not None or n in required}
-        kinds = ((name, kind) for name, kind in tool.parameters.items() if name in given)
-        return ToolCall(
-            tool.name,
-            {name: _convert_json_argument(tool, name, kind, given[name]) for name, kind in kinds},
-        )
+        converted = {}
+        for name, kind in tool.parameters.items():
+            # null for an optional argument means that it is left out, as in OpenAI's strict mode
+            if name in required or arguments.get(name) is not None:
+                converted[name] = _convert_json_argument(tool, name, kind, arguments[name])
+        return ToolCall(tool.name, converted)
 
     def _execute_tool(self, tool: Tool, arguments: dict[str, Any]) -> tuple[str, bool]:
         try:
             output = str(tool.function(*self._context, **arguments))
-        except EnvironmentFault:  # nothing that the policy did
+        except EnvironmentFault:  # not caused by the policy
             raise
         except (Exception, SystemExit) as error:  # SystemExit: a tool must not end the run
             message = str(error) or type(error).__name__
@@ -588,7 +347,7 @@ class Toolset:
 
 
 def _parse_hermes_values(text: str, most: int) -> list[Any]:
-    """JSON values within <tool_call> tags."""
+    """Return the JSON values within <tool_call> tags."""
     if text.count(OPEN_TAG) > most:
         _limit_calls(range(text.count(OPEN_TAG)), most)
     values = []
@@ -601,7 +360,7 @@ def _parse_hermes_values(text: str, most: int) -> list[Any]:
 
 
 def _parse_marked_values(text: str) -> list[Any]:
-    """JSON values after a marker: an object, a list of them, or a name and [ARGS]."""
+    """Parse JSON values after a marker: an object, a list of them, or a name and [ARGS]."""
     name, arguments, body = text.partition(ARGS)
     if arguments:
         return [{"name": name.strip(), "arguments": _parse_call_json(body)}]
@@ -610,6 +369,7 @@ def _parse_marked_values(text: str) -> list[Any]:
 
 
 def _limit_calls(values: Any, most: int) -> Any:
+    """Return the calls. Raises: ToolMisuse if there are more than `most`."""
     if len(values) <= most:
         return values
     if most == 1:
@@ -618,14 +378,14 @@ def _limit_calls(values: Any, most: int) -> Any:
 
 
 def _format_line_argument(value: Any) -> str:
-    """One argument of the line format, written: JSON without white space, but within its texts."""
+    """Format one argument of the line format: JSON without white space except within its texts."""
     if isinstance(value, bool | list | dict) or value is None:
         return json.dumps(value, separators=(",", ":"))
     return str(value)
 
 
 def _convert_line_argument(tool: Tool, name: str, kind: ArgumentType, word: str) -> Any:
-    """One argument of the line format, converted; other kinds than text and numbers are JSON."""
+    """Convert one argument of the line format; types other than text and numbers are JSON."""
     simple = build_argument_schema(kind).get("type")
     if kind is str:
         return word
@@ -639,7 +399,7 @@ def _convert_line_argument(tool: Tool, name: str, kind: ArgumentType, word: str)
         )
     value: Any = word
     if simple != "string":
-        with contextlib.suppress(ToolMisuse):  # what is no JSON is text
+        with contextlib.suppress(ToolMisuse):  # anything but JSON is text
             value = _parse_call_json(word.lower() if simple == "boolean" else word)
     return _convert_json_argument(tool, name, kind, value)
 
@@ -649,7 +409,7 @@ def _is_scalar_type(kind: ArgumentType) -> bool:
 
 
 def _convert_json_argument(tool: Tool, name: str, kind: ArgumentType, value: Any) -> Any:
-    """One argument of a JSON call, converted; an integer is accepted for a float."""
+    """Convert one argument of a JSON call; an integer is accepted for a float."""
     if not _is_scalar_type(kind):
         check_against_schema(value, build_argument_schema(kind), f"{tool.name}: {name}")
         return value
@@ -662,15 +422,8 @@ def _convert_json_argument(tool: Tool, name: str, kind: ArgumentType, value: Any
     if fits:
         return float(value) if kind is float else value
     raise ToolMisuse(
-        f"{tool.name}: {name} must be {_TYPE_DESCRIPTIONS[kind]}, not {_format_value(value)}"
+        f"{tool.name}: {name} must be {_TYPE_DESCRIPTIONS[kind]}, not {format_short_json(value)}"
     )
-
-
-def _format_value(value: Any) -> str:
-    try:
-        return json.dumps(value)[:40]
-    except (ValueError, RecursionError):  # nested or long beyond what the encoder takes
-        return f"a {type(value).__name__}"
 
 
 def _parse_call_json(text: str) -> Any:

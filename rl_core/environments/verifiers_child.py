@@ -1,7 +1,7 @@
 """Child process of `verifiers`: loads a task set and its environment, and plays episodes of one agent, the policy.
 
-An episode is played from its start each time, with the replies so far: each request runs in a process of its own, so
-nothing of a played turn is left. What the environment draws by `random` or numpy comes from the task's number.
+Each request runs in a separate process, so no state of an earlier turn remains: an episode is always played from its
+start, with the replies so far. Draws of the environment from `random` or numpy are seeded with the task's number.
 See `verifiers_tasks`.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 _tasks: list[Any] = []
 _tasksets: list[Any] = []
-_environments: list[Any] = []  # the one that plays them
+_environments: list[Any] = []  # a single one, which plays the tasks
 
 
 def start(setup: dict[str, Any]) -> None:
@@ -35,11 +35,13 @@ def start(setup: dict[str, Any]) -> None:
 
 
 def handle(request: dict[str, Any]) -> Any:
-    """One request: {"do": "rows"}, {"do": "tools"} or {"do": "play", "index", "replies"}.
+    """Answer one request: {"do": "rows"}, {"do": "tools"} or {"do": "play", "index", "replies"}.
 
-    A reply is {"text", "calls": [{"name", "arguments"}, ...], "misuse": why a call could not be read, or ""}; calls are
-    made before the next reply. A play gives the messages so far, the policy's among them, and `scores` once it is over,
-    or `failed`, the reason why the environment could not go on.
+    A reply is {"text", "calls": [{"name", "arguments"}, ...], "misuse": why a call could not be read, or ""}; its calls
+    are
+    executed before the next reply. A play returns the messages so far, the policy's included, and `scores` at its end,
+    or
+    `failed`, the reason why the environment could not continue.
     """
     if request["do"] == "rows":
         return [_build_row(index) for index in range(len(_tasks))]
@@ -48,11 +50,8 @@ def handle(request: dict[str, Any]) -> Any:
     return _play_seeded(request["index"], request["replies"])
 
 
-# ------------------------------------------------------------------------------------------------------- loading
-
-
 def _load_tasks(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
-    """First `max_tasks` tasks of an installed task set, or of a class at 'package.module:Class'."""
+    """Load the first `max_tasks` tasks of an installed task set, or of a class at 'package.module:Class'."""
     from verifiers.v1.utils import loaders
 
     cls = _import_attribute(name) if ":" in name else loaders.taskset_class(name)
@@ -60,19 +59,21 @@ def _load_tasks(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
         loaders.concrete_type(cls, loaders.TasksetConfig, origin=loaders.Taskset)
         or loaders.TasksetConfig
     )
-    taskset = cls(generic.model_validate({**config, **({} if ":" in name else {"id": name})}))
+    identity = {} if ":" in name else {"id": name}
+    taskset = cls(generic.model_validate({**config, **identity}))
     tasks = list(itertools.islice(taskset, max_tasks))
     if not tasks:
         raise ValueError("the task set has no tasks")
     _tasksets.append(taskset)
-    if servers := [*taskset.toolsets(taskset.config), *tasks[0].toolsets(tasks[0].config)]:
-        _import_from_toolsets_file("refuse")(servers)
+    servers = [*taskset.toolsets(taskset.config), *tasks[0].toolsets(tasks[0].config)]
+    if servers:
+        _import_from_toolsets_file("refuse_unsupported_servers")(servers)
     _refuse_runtime_tasks(tasks[0])
     return tasks
 
 
 def _import_from_toolsets_file(name: str) -> Any:
-    """A name of the file beside this one: packages of the project are not imported here."""
+    """Import a name from the neighbouring file by path, since packages of the project are not imported here."""
     return runpy.run_path(str(Path(__file__).with_name("verifiers_toolsets.py")))[name]
 
 
@@ -82,7 +83,7 @@ def _import_attribute(path: str) -> Any:
 
 
 def _refuse_runtime_tasks(task: Any) -> None:
-    """Raise for a task that needs a sandbox, without which some of its rewards would silently be omitted."""
+    """Refuse a task that needs a sandbox, without which some of its rewards would silently be omitted."""
     if task.NEEDS_CONTAINER:
         raise ValueError("its tasks need a container; only task sets without one are supported")
     for name in ("setup", "finalize"):
@@ -114,24 +115,21 @@ def _needs_runtime(function: Any) -> bool:
 
 
 def _build_environment(taskset: str, name: str, config: dict[str, Any]) -> Any:
-    """The environment named, else the task set's own, else one that asks for a single reply."""
+    """Build the named environment, else the task set's default, else one that asks for a single reply."""
     import verifiers.v1 as vf
     from verifiers.v1.utils import loaders
 
-    cls = (
-        _import_attribute(name)
-        if ":" in name
-        else loaders.environment_class("" if ":" in taskset else taskset, name)
-    )
+    package = "" if ":" in taskset else taskset
+    cls = _import_attribute(name) if ":" in name else loaders.environment_class(package, name)
     generic = loaders.concrete_type(cls, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
-    # Without its own __init__, which makes the programs and containers of agents that it would start.
+    # Skips __init__, which would create the programs and containers of agents.
     environment = cls.__new__(cls)
     environment.config = generic.model_validate(config)
-    seats = _list_agent_configs(environment.config)
-    if len(seats) != 1:
+    agents = _list_agent_configs(environment.config)
+    if len(agents) != 1:
         raise ValueError(
-            f"its environment {cls.__name__} has the agents {', '.join(seats) or '(none)'}; only environments with one "
-            "agent, which the policy plays, are supported"
+            f"its environment {cls.__name__} has the agents {', '.join(agents) or '(none)'}; only environments with "
+            "one agent, which the policy plays, are supported"
         )
     for hook in ("start", "stop"):
         if getattr(cls, hook) is not getattr(vf.Env, hook):
@@ -142,44 +140,35 @@ def _build_environment(taskset: str, name: str, config: dict[str, Any]) -> Any:
 
 
 def _list_agent_configs(config: Any) -> dict[str, Any]:
-    """The agents of an environment's config, by name."""
+    """List the agents of an environment's config, by name."""
     import verifiers.v1 as vf
 
     return {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
 
 
 def _build_row(index: int) -> dict[str, Any]:
-    """Opening, kind and target of a task, for the parent process."""
+    """Build a row for the parent process: opening, kind and target of a task."""
     data = _tasks[index].data
-    found = _play_seeded(index, [])
-    if "failed" in found:
-        raise ValueError(f"task {index}: {found['failed']}")
-    if "scores" in found:
-        raise ValueError(
-            f"task {index}: its episode is over before the agent was asked for anything"
-        )
+    play = _play_seeded(index, [])
+    if "failed" in play:
+        raise ValueError(f"task {index}: {play['failed']}")
+    if "scores" in play:
+        raise ValueError(f"task {index}: its episode ends before the agent's first reply")
     answer = getattr(data, "answer", None)
+    is_single_reply = type(_environments[0]).__name__ == "SingleAgentEnv"
     return {
-        "messages": found["messages"],
+        "messages": play["messages"],
         "kind": data.name or "",
         "target": answer if isinstance(answer, str) else "",
-        "hidden": _serialize_task_content(data)
-        if type(_environments[0]).__name__ != "SingleAgentEnv"
-        else "",
+        "hidden": "" if is_single_reply else _serialize_task_content(data),
     }
 
 
 def _serialize_task_content(data: Any) -> str:
-    """All fields of a task but its number: a later turn may depend on any of them."""
+    """Serialize all fields of a task except its number, since a later turn may depend on any of them."""
     fields = data.model_dump(mode="json") if hasattr(data, "model_dump") else vars(data)
-    return json.dumps(
-        {name: value for name, value in fields.items() if name != "idx"},
-        sort_keys=True,
-        default=str,
-    )
-
-
-# ------------------------------------------------------------------------------------------------------- playing
+    content = {name: value for name, value in fields.items() if name != "idx"}
+    return json.dumps(content, sort_keys=True, default=str)
 
 
 def _play_seeded(index: int, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -190,35 +179,37 @@ def _play_seeded(index: int, replies: Sequence[dict[str, Any]]) -> dict[str, Any
 
 
 async def _play_episode(task: Any, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The episode until a reply is missing, or to its end."""
+    """Play the episode until a reply is missing, or to its end."""
     environment = _environments[0]
     ((name, config),) = _list_agent_configs(environment.config).items()
-    seat = _PolicyAgent(name, config, replies)
-    running = asyncio.ensure_future(_run_episode(environment, task, seat))
-    await asyncio.wait({running, seat.waiting_for_reply}, return_when=asyncio.FIRST_COMPLETED)
+    agent = _PolicyAgent(name, config, replies)
+    running = asyncio.ensure_future(_run_episode(environment, task, agent))
+    await asyncio.wait({running, agent.waiting_for_reply}, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         running.cancel()
         with contextlib.suppress(BaseException):
             await running
-        return {"messages": seat.exchange.said(), "failed_calls": seat.exchange.failed}
+        messages = agent.exchange.list_messages()
+        return {"messages": messages, "failed_calls": agent.exchange.failed}
     error = running.exception()
     if isinstance(error, _ScoringFailed):
         raise error.__cause__ or error
     if error is not None:
         return {"messages": [], "failed": f"{type(error).__name__}: {error}"[:500]}
-    return {"messages": seat.exchange.said(), "scores": _collect_scores(seat.exchange.trace)}
+    messages = agent.exchange.list_messages()
+    return {"messages": messages, "scores": _collect_scores(agent.exchange.trace)}
 
 
-async def _run_episode(environment: Any, task: Any, seat: _PolicyAgent) -> None:
+async def _run_episode(environment: Any, task: Any, agent: _PolicyAgent) -> None:
     import verifiers.v1 as vf
 
-    agents = SimpleNamespace(**{seat.name: seat})
+    agents = SimpleNamespace(**{agent.name: agent})
     await environment.setup(agents)
     await environment.run(task, agents)
-    if seat.exchange is None:
-        raise ValueError("its environment ended without asking the agent for anything")
+    if agent.exchange is None:
+        raise ValueError("its environment ended without asking the agent for a reply")
     if type(environment).finalize is not vf.Env.finalize:
-        trace = seat.exchange.trace
+        trace = agent.exchange.trace
         await environment.finalize(task, vf.Episode(task=trace.task, traces=[trace]))
 
 
@@ -233,15 +224,15 @@ def _collect_scores(trace: Any) -> dict[str, Any]:
 
 
 async def _list_tool_schemas() -> list[dict[str, Any]]:
-    """Schemas of the tools that the policy may call."""
+    """List the schemas of the tools that the policy may call."""
     ((name, config),) = _list_agent_configs(_environments[0].config).items()
     exchange = _PolicyInteraction(_PolicyAgent(name, config, []), _tasks[0])
     await exchange.open()
-    return exchange.servers.schemas() if exchange.servers is not None else []
+    return exchange.servers.list_schemas() if exchange.servers is not None else []
 
 
 class _ScoringFailed(Exception):
-    """The task's own rewards raised, for which the reply may be to blame."""
+    """The task's rewards raised, possibly because of the reply."""
 
 
 class _PolicyAgent:
@@ -256,7 +247,7 @@ class _PolicyAgent:
     async def run(self, task: Any) -> Any:
         if task.data.prompt is None:
             raise ValueError(
-                "it has no prompt, and its environment says nothing before the agent does"
+                "it has no prompt, and its environment sends no message before the agent's reply"
             )
         async with self.interaction(task) as exchange:
             await exchange.turn()
@@ -266,7 +257,7 @@ class _PolicyAgent:
     async def interaction(self, task: Any) -> AsyncIterator[_PolicyInteraction]:
         if self.exchange is not None:
             raise ValueError(
-                "its environment takes the agent twice in an episode, which is not supported"
+                "its environment uses the agent twice in an episode, which is not supported"
             )
         self.exchange = _PolicyInteraction(self, task)
         if _has_override(task, "setup"):
@@ -278,36 +269,34 @@ class _PolicyAgent:
     async def take_reply(self) -> dict[str, Any]:
         if not self._replies:
             self.waiting_for_reply.set_result(None)
-            await asyncio.Event().wait()  # for good: this process ends
+            await asyncio.Event().wait()  # forever: this process ends
         return self._replies.pop(0)
 
 
 async def _call_hook(function: Any, task: Any, trace: Any) -> Any:
-    """Result of a hook, which takes what it names."""
+    """Call a hook with the arguments that it names, and return its result."""
     available = {"task": task.data, "trace": trace, "runtime": None}
-    found = function(
-        **{
-            name: available[name]
-            for name in inspect.signature(function).parameters
-            if name in available
-        }
-    )
-    return await found if inspect.isawaitable(found) else found
+    parameters = inspect.signature(function).parameters
+    arguments = {name: available[name] for name in parameters if name in available}
+    result = function(**arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 class _PolicyInteraction:
     """The package's `Interaction`: each turn is the environment's message and the policy's reply."""
 
-    def __init__(self, seat: _PolicyAgent, task: Any) -> None:
+    def __init__(self, agent: _PolicyAgent, task: Any) -> None:
         import verifiers.v1 as vf
         from verifiers.v1.state import state_cls
 
-        self._agent, self._task, self._is_over = seat, task, False
+        self._agent, self._task, self._is_over = agent, task, False
         self.servers: Any = None  # of its tools
-        self.failed: list[int] = []  # calls of the last reply, by their place in it
-        named = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        self.failed: list[int] = []  # indices of the last reply's failed calls
+        trace_task = vf.TraceTask(
+            type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
+        )
         self.trace = vf.Trace(
-            task=named, agent=vf.AgentInfo(config=seat.config), state=state_cls(type(task))()
+            task=trace_task, agent=vf.AgentInfo(config=agent.config), state=state_cls(type(task))()
         )
         if task.data.system_prompt is not None:
             self._add_message(vf.SystemMessage(content=task.data.system_prompt))
@@ -318,12 +307,12 @@ class _PolicyInteraction:
             )
 
     async def turn(self, message: Any = None) -> Any:
-        """The reply to a message (a text or a list), or to the task's prompt; `terminated` once a stop holds."""
+        """Return the reply to a message (text or list) or to the task's prompt; `terminated` once a stop applies."""
         import verifiers.v1 as vf
 
         if (message is None) != (self.trace.num_turns == 0 and self._task.data.prompt is not None):
             raise ValueError(
-                "the first turn of a task with a prompt has no message, every other one has"
+                "only the first turn of a task with a prompt may, and must, have no message"
             )
         if self._is_over or await self._should_stop():
             self._is_over = True
@@ -332,30 +321,31 @@ class _PolicyInteraction:
             self._add_message(
                 vf.UserMessage(content=part) if isinstance(part, str) else _convert_message(part)
             )
-        said = []
+        messages = []
         while True:
             reply = await self._agent.take_reply()
-            said.append(self._add_policy_message(reply["text"], reply["calls"]))
+            messages.append(self._add_policy_message(reply["text"], reply["calls"]))
             if not reply["calls"] and not reply["misuse"]:
-                return vf.Segment(messages=said)
-            said += await self._run_calls(reply)
+                return vf.Segment(messages=messages)
+            messages += await self._run_calls(reply)
             if await self._should_stop():
                 self._is_over = True
-                return vf.Segment(messages=said, terminated=True)
+                return vf.Segment(messages=messages, terminated=True)
 
     async def open(self) -> None:
-        """Start the tools of the task and of its task set, if there are any."""
-        of_task, taskset = self._task.toolsets(self._task.config), _tasksets[0]
-        if servers := [*taskset.toolsets(taskset.config), *of_task]:
-            self.servers = _import_from_toolsets_file("Servers")(servers, self.trace)
-            await self.servers.open(self._task, of_task)
+        """Start the tools of the task and of its task set, if any."""
+        task_servers, taskset = self._task.toolsets(self._task.config), _tasksets[0]
+        servers = [*taskset.toolsets(taskset.config), *task_servers]
+        if servers:
+            self.servers = _import_from_toolsets_file("ToolServers")(servers, self.trace)
+            await self.servers.open(self._task, task_servers)
 
     def _add_policy_message(self, text: str, calls: Sequence[dict[str, Any]]) -> Any:
-        """The policy's message, with its calls as the package has them."""
+        """Add the policy's message, with its calls in the package's form."""
         import verifiers.v1 as vf
 
         turn = self.trace.num_turns + 1
-        made = [
+        tool_calls = [
             vf.ToolCall(
                 id=f"call_{turn}_{number}",
                 name=call["name"],
@@ -363,36 +353,38 @@ class _PolicyInteraction:
             )
             for number, call in enumerate(calls)
         ]
-        answer = vf.AssistantMessage(content=text, **({"tool_calls": made} if made else {}))
+        answer = vf.AssistantMessage(
+            content=text, **({"tool_calls": tool_calls} if tool_calls else {})
+        )
         self._add_message(answer, sampled=True)
         return answer
 
     async def _run_calls(self, reply: dict[str, Any]) -> list[Any]:
-        """Messages of a reply's calls, made one after the other; or that of a call which could not be read."""
+        """Run a reply's calls one after the other and return their messages, or the error for an unreadable call."""
         import verifiers.v1 as vf
 
         turn, self.failed = self.trace.num_turns, []
         if reply["misuse"]:
-            found = [
+            messages = [
                 vf.ToolMessage(tool_call_id=f"call_{turn}_0", content=f"error: {reply['misuse']}")
             ]
         else:
-            found = []
+            messages = []
             for number, call in enumerate(reply["calls"]):
-                text, has_failed = await self.servers.call(call["name"], call["arguments"])
+                text, has_failed = await self.servers.call_tool(call["name"], call["arguments"])
                 self.failed += [number] * has_failed
-                found.append(
+                messages.append(
                     vf.ToolMessage(
                         tool_call_id=f"call_{turn}_{number}", content=text, name=call["name"]
                     )
                 )
-        for message in found:
+        for message in messages:
             self._add_message(message)
-        return found
+        return messages
 
     async def _should_stop(self) -> bool:
-        most = getattr(self._agent.config, "max_turns", None)
-        if most is not None and self.trace.num_turns >= most:
+        max_turns = getattr(self._agent.config, "max_turns", None)
+        if max_turns is not None and self.trace.num_turns >= max_turns:
             self.trace.stop("max_turns")
             return True
         for function in self._task.hooks("stop") if self.trace.num_turns else ():
@@ -402,7 +394,7 @@ class _PolicyInteraction:
         return False
 
     async def close(self) -> None:
-        """End of the exchange: the task's `finalize` and rewards."""
+        """Finish the exchange: run the task's `finalize` and rewards."""
         self.trace.stop("user_closed")
         if _has_override(self._task, "finalize"):
             await _call_hook(self._task.finalize, self._task, self.trace)
@@ -411,8 +403,8 @@ class _PolicyInteraction:
         except Exception as error:
             raise _ScoringFailed from error
 
-    def said(self) -> list[dict[str, str]]:
-        """Messages so far."""
+    def list_messages(self) -> list[dict[str, str]]:
+        """List the messages so far."""
         return [
             {"role": node.message.role, "content": _require_text(node.message.content)}
             for node in self.trace.nodes
@@ -428,7 +420,7 @@ class _PolicyInteraction:
 
 
 def _convert_message(message: Any) -> Any:
-    """A message of the package, of one or of a plain object."""
+    """Convert a plain object to a message of the package; messages of the package pass unchanged."""
     if not isinstance(message, dict):
         return message
     import verifiers.v1 as vf
@@ -436,7 +428,7 @@ def _convert_message(message: Any) -> Any:
     types = {"system": vf.SystemMessage, "user": vf.UserMessage}
     if message.get("role") not in types:
         raise ValueError(
-            f"its environment says something as '{message.get('role')}', which is not supported"
+            f"its environment sends a message as '{message.get('role')}', which is not supported"
         )
     return types[message["role"]](content=message["content"])
 

@@ -1,13 +1,13 @@
-"""`verifiers`: task sets and environments of the verifiers package (version 0.4), of one turn or several.
+"""`verifiers`: task sets and environments of the verifiers package (version 0.4), with one turn or several.
 
-    user    the task's prompt, or what its environment says first
+    user    the task's prompt, or the environment's first message
     policy  a reply, or calls of the task set's tools
     tool    the results
-    user    what the environment answers, and so on until it ends; the task's own reward functions and judges score it
+    user    the environment's answer, and so on until it ends; the task's reward functions and judges score it
 
 The package runs in subprocesses with a time limit (timeout = reward 0), since rewards may execute model output. Each
-turn is played in a fresh process from the start of the episode, with the replies so far; an environment that then says
-something else than before is refused. So are task sets that need containers or servers elsewhere, and environments of
+turn is played in a fresh process from the start of the episode, with the replies so far; an environment that then
+gives different messages is refused. So are task sets that need containers or remote servers, and environments of
 several agents.
 """
 
@@ -40,7 +40,7 @@ _LEVEL = "all"
 
 
 class VerifiersEpisode(Episode):
-    """One task: its opening, and an answer of the environment to each reply but the last."""
+    """One task: its opening, and the environment's answer to each reply but the last."""
 
     def __init__(self, environment: Verifiers, seed: int, index: int, row: dict[str, Any]) -> None:
         super().__init__(seed, _LEVEL)
@@ -51,45 +51,46 @@ class VerifiersEpisode(Episode):
         self.prompt = self._messages[-1]["content"]
 
     def reset(self) -> list[Message]:
-        """Messages before the first reply; the tools are described in the system message."""
-        told, opening = self._environment.instructions, self._messages[: self._opening]
-        if not told:
+        """Return the messages before the first reply; the system message describes the tools."""
+        instructions, opening = self._environment.instructions, self._messages[: self._opening]
+        if not instructions:
             return opening
-        first = [opening[0]["content"]] if opening[0]["role"] == "system" else []
-        return [Message(role="system", content="\n\n".join([*first, told])), *opening[len(first) :]]
+        system = [opening[0]["content"]] if opening[0]["role"] == "system" else []
+        return [
+            Message(role="system", content="\n\n".join([*system, instructions])),
+            *opening[len(system) :],
+        ]
 
     def act(self, text: str) -> Step:
-        """The environment's answer to a reply, or its scores. Raises: EnvironmentFault if it could not go on."""
+        """Return the environment's answer to a reply, or its scores. Raises: EnvironmentFault if it cannot continue."""
         calls, misuse = list[ToolCall](), ""
         try:
             calls = self._environment.tools.parse_all(text, MAX_CALLS)
-        except ToolMisuse as found_misuse:
-            misuse = str(found_misuse)
-        made = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-        self._replies.append({"text": text, "calls": made, "misuse": misuse})
+        except ToolMisuse as error:
+            misuse = str(error)
+        call_dicts = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        self._replies.append({"text": text, "calls": call_dicts, "misuse": misuse})
         self._messages.append(Message(role="assistant", content=text))
-        found: dict[str, Any] = {}
+        play: dict[str, Any] = {}
 
         def score() -> float:
-            found.update(self._environment.play_task(self._index, self._messages, self._replies))
-            return float(found["scores"]["reward"]) if "scores" in found else 0.0
+            play.update(self._environment.play_task(self._index, self._messages, self._replies))
+            return float(play["scores"]["reward"]) if "scores" in play else 0.0
 
         step = score_answer(self, text, score, self._environment.success_at)
-        if not step.is_error and "scores" not in found:
-            said = [
-                Message(role=m["role"], content=m["content"])
-                for m in found["messages"][len(self._messages) :]
-            ]
-            self._messages += said
-            failed = found["failed_calls"] if calls else []
+        if not step.is_error and "scores" not in play:
+            new_messages = play["messages"][len(self._messages) :]
+            observations = [Message(role=m["role"], content=m["content"]) for m in new_messages]
+            self._messages += observations
+            failed = play["failed_calls"] if calls else []
             return Step(
-                messages=said,
+                messages=observations,
                 tool_call=calls[0] if calls else None,
                 more_calls=calls[1:],
                 is_error=bool(misuse or failed),
                 info={"failed_calls": failed} if failed else {},
             )
-        step.info |= found.get("scores", {})
+        step.info |= play.get("scores", {})
         return step
 
 
@@ -118,24 +119,24 @@ class Verifiers(Environment):
         memory_gib: float = 16.0,
         describe_tools: bool = True,
     ) -> None:
-        """Task set, split and subprocess limits.
+        """Set the task set, its split and the subprocess limits.
 
         Args:
             taskset: id of an installed task set, or 'package.module:Class' of a `Taskset`.
             config: fields of the task set's config.
             environment: id of an installed environment, or 'package.module:Class' of an `Env` with one agent; "" = the
-                task set's own, else one reply a task.
+                task set's default, else one reply per task.
             environment_config: fields of the environment's config.
-            max_tasks: number of tasks loaded, from the first on.
+            max_tasks: number of tasks to load, from the first on.
             heldout: share of tasks, split by prompt, held out from training.
             success_at: minimum total reward of a success.
             workers: maximum number of subprocesses.
-            timeout_s: time limit for a turn, all earlier ones included, and its scoring; on timeout it earns 0.
+            timeout_s: time limit for a turn, including all earlier ones, and its scoring; on timeout it earns 0.
             pass_variables: names of environment variables needed by the rewards, such as a judge's API key.
             network: let the subprocesses use the network (a judge, a data set to download) and write into the cache of
-                Hugging Face, which they can read in any case.
-            memory_gib: memory of a subprocess and all that it starts.
-            describe_tools: False leaves the tools out of the system message (with model.native_tools).
+                Hugging Face, which they can always read.
+            memory_gib: memory of a subprocess and all its descendants.
+            describe_tools: False omits the tools from the system message (with model.native_tools).
         Raises: SettingsError if the package is missing or an option is out of range.
         """
         super().__init__(data)
@@ -170,70 +171,69 @@ class Verifiers(Environment):
             readable=[cache],
             writable=[cache] if network else [],
         )
-        self._splits: dict[str, list[tuple[int, dict[str, Any]]]] | None = (
-            None  # (index in the task set, row)
-        )
+        # (index in the task set, row) by split.
+        self._splits: dict[str, list[tuple[int, dict[str, Any]]]] | None = None
         self._lock = threading.Lock()
 
     @functools.cached_property
     def tools(self) -> Toolset:
-        """The task set's tools; their calls are made by the child."""
+        """Tools of the task set; the child executes their calls."""
         return Toolset(_build_tool(schema) for schema in self._request_child({"do": "tools"}))
 
     @functools.cached_property
     def instructions(self) -> str:
         """Description of the tools for the system message; "" without any."""
         has_any = self._describe_tools and self.tools.tools
-        return self.tools.describe_tools("hermes", MAX_CALLS) if has_any else ""
+        return self.tools.instructions("hermes", MAX_CALLS) if has_any else ""
 
     def seeds(self, split: str) -> range:
-        """Seeds of all tasks of 'train' or 'heldout'."""
+        """Return the seeds of all tasks of 'train' or 'heldout'."""
         start = 0 if split == "train" else HELDOUT_START
         return range(start, start + len(self._load_split_rows(split)))
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
-        """As `seeds`: there is only one level."""
+        """Return the same as `seeds`, since there is only one level."""
         self.check_level(level)
         return self.seeds(split)
 
     def episode(self, seed: int, level: str) -> VerifiersEpisode:
-        """Episode of the task with that seed. Raises: SettingsError if it does not exist."""
+        """Return the episode of the task with that seed. Raises: SettingsError if it does not exist."""
         self.check_level(level)
-        split, place = (
+        split, position = (
             ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
         )
         rows = self._load_split_rows(split)
-        if not 0 <= place < len(rows):
+        if not 0 <= position < len(rows):
             raise SettingsError(
                 f"seed {seed}: the {split} set of this task set has {len(rows)} tasks"
             )
-        index, row = rows[place]
+        index, row = rows[position]
         return VerifiersEpisode(self, seed, index, row)
 
     def play_task(
         self, index: int, messages: Sequence[Message], replies: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        """All messages of the task at `index` after these replies, and {reward, rewards, metrics} at its end.
+        """Play the task at `index` with these replies; return all messages, and {reward, rewards, metrics} at its end.
 
         Every child loads the task set itself.
         Args:
-            messages: what was said so far, the replies among it.
-        Raises: ChildFailed; EnvironmentFault if the environment failed, or if it says something else than before.
+            messages: the conversation so far, replies included.
+        Raises: ChildFailed; EnvironmentFault if the environment failed, or its messages differ from the earlier ones.
         """
-        found: dict[str, Any] = self._children.request_reply(
+        play: dict[str, Any] = self._children.request_reply(
             {"do": "play", "index": index, "replies": list(replies)}
         )
-        if "failed" in found:
+        if "failed" in play:
             raise EnvironmentFault(
-                f"options.taskset: '{self._taskset}', task {index}: {found['failed']}"
+                f"options.taskset: '{self._taskset}', task {index}: {play['failed']}"
             )
-        if found["messages"][: len(messages)] != list(messages):
+        if play["messages"][: len(messages)] != list(messages):
             changed = "task" if len(replies) == 1 else "conversation"
             raise EnvironmentFault(
                 f"options.taskset: '{self._taskset}' has a different {changed} {index} each time it is loaded; fix its "
                 "order and what it draws, for instance with a seed in options.config"
             )
-        return found
+        return play
 
     def _load_split_rows(self, split: str) -> list[tuple[int, dict[str, Any]]]:
         with self._lock:
@@ -242,7 +242,7 @@ class Verifiers(Environment):
         return self._splits[split]
 
     def _request_child(self, request: dict[str, Any]) -> Any:
-        """Answer of a child about the task set. Raises: SettingsError if it cannot be used."""
+        """Ask a child about the task set. Raises: SettingsError if the task set cannot be used."""
         try:
             return self._children.request_reply(request)
         except ChildFailed as error:
@@ -255,16 +255,11 @@ class Verifiers(Environment):
         name, rows = self._taskset, self._request_child({"do": "rows"})
         splits: dict[str, list[tuple[int, dict[str, Any]]]] = {"train": [], "heldout": []}
         for index, row in enumerate(rows):
-            split = (
-                "heldout"
-                if is_heldout(
-                    compute_content_digest([row["messages"], row["hidden"]]), self._heldout
-                )
-                else "train"
-            )
+            digest = compute_content_digest([row["messages"], row["hidden"]])
+            split = "heldout" if is_heldout(digest, self._heldout) else "train"
             splits[split].append((index, row))
-        for split, found in splits.items():
-            if not found:
+        for split, split_rows in splits.items():
+            if not split_rows:
                 raise SettingsError(
                     f"options.heldout: of the {len(rows)} tasks of '{name}' none is left for {split}"
                 )
@@ -272,7 +267,7 @@ class Verifiers(Environment):
 
 
 def _build_tool(schema: dict[str, Any]) -> Tool:
-    """A tool of the task set, for descriptions and for reading calls."""
+    """Build a tool of the task set, for descriptions and for reading calls."""
     properties = schema["parameters"].get("properties", {})
     required = schema["parameters"].get("required", ())
     optional = tuple(name for name in properties if name not in required)

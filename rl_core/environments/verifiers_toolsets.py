@@ -1,7 +1,7 @@
 """Tool servers of a `verifiers` task set, run within the child that plays it: see `verifiers_child`.
 
-The package starts each as an MCP server of its own process or container. Here its tools are registered and called
-through the package's own MCP classes, without a network; what a call changes in the rollout's state stays in its trace.
+The package starts each as an MCP server in a separate process or container. Here its tools are registered and called
+through the package's MCP classes, without a network; what a call changes in the rollout's state stays in its trace.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def refuse(servers: Sequence[Any]) -> None:
-    """Raise ValueError for a server that cannot run here: elsewhere, in a container, or inside an agent's."""
+def refuse_unsupported_servers(servers: Sequence[Any]) -> None:
+    """Refuse a server that cannot run here: remote, in a container, or inside an agent's container.
+
+    Raises: ValueError.
+    """
     for server in servers:
         config, name = server.config, type(server).__name__
         if getattr(config, "url", None):
@@ -28,23 +31,22 @@ def refuse(servers: Sequence[Any]) -> None:
             )
 
 
-class Servers:
+class ToolServers:
     """The servers of one episode."""
 
     def __init__(self, servers: Sequence[Any], trace: Any) -> None:
         self._servers, self._trace = servers, trace
-        self._tools: dict[
-            str, tuple[Any, Any]
-        ] = {}  # (MCP server, its tool) by the name that the policy sees
+        # (MCP server, its tool) by the name that the policy sees.
+        self._tools: dict[str, tuple[Any, Any]] = {}
 
-    async def open(self, task: Any, of_task: Sequence[Any]) -> None:
-        """Set the servers up as the package does. `of_task`: those that are made for a task, and see it."""
+    async def open(self, task: Any, task_servers: Sequence[Any]) -> None:
+        """Set the servers up as the package does; `task_servers` are made for a task and receive it."""
         from mcp.server.mcpserver import MCPServer
 
         for server in self._servers:
             self._share_state(server)
             await server.setup()
-            if server in of_task:
+            if server in task_servers:
                 await server.setup_task(task.data)
             prefix = server.server_name
             mcp = MCPServer(prefix or type(server).__name__)
@@ -56,7 +58,7 @@ class Servers:
                 self._tools[name] = (mcp, tool)
 
     def _share_state(self, server: Any) -> None:
-        """Calls see and change the state of the trace, for which the package has a channel between processes."""
+        """Let calls read and change the trace's state directly; the package uses a channel between processes."""
         state = self._trace.state
 
         async def pull() -> Any:
@@ -67,20 +69,20 @@ class Servers:
 
         server._pull_state, server._push_state = pull, push
 
-    def schemas(self) -> list[dict[str, Any]]:
-        """Name, description and JSON schema of the arguments of each tool."""
+    def list_schemas(self) -> list[dict[str, Any]]:
+        """List the name, description and JSON schema of the arguments of each tool."""
         return [
             {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
             for name, (_, tool) in self._tools.items()
         ]
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """Text that a call gives, and whether it is an error, as the package's own agent would see it."""
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """Call a tool; return its text and whether it is an error, as the package's agent would see them."""
         mcp, tool = self._tools[name]
         try:
-            found = mcp.call_tool(tool.name, arguments)
-            result = await found if inspect.isawaitable(found) else found
-        except Exception as error:  # of the tool; the policy reads it
+            call = mcp.call_tool(tool.name, arguments)
+            result = await call if inspect.isawaitable(call) else call
+        except Exception as error:  # raised by the tool; shown to the policy
             return f"Error: {type(error).__name__}: {error}"[:2000], True
         texts = [
             block.text if getattr(block, "type", "") == "text" else str(block)

@@ -225,7 +225,7 @@ def _build_layers(
 
 
 class PolicyNetwork(nn.Module):
-    """Distribution over actions for an observation: categorical, or a Gaussian with one learned deviation per number."""
+    """Distribution over actions: categorical, or a Gaussian with one learned deviation per number."""
 
     def __init__(self, shape: NetworkShape, generator: torch.Generator | None = None) -> None:
         super().__init__()

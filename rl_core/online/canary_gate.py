@@ -71,7 +71,7 @@ def is_canary(environment: Environment, level: str, seed: int) -> bool:
     environment.check_level(level)
     heldout_seeds = environment.seeds_of("heldout", level)
     if isinstance(heldout_seeds, ContentSeeds):
-        digest = environment.compute_question_digest(seed, level)
+        digest = environment.question(seed, level)
         return is_heldout(digest, environment.heldout_share)
     return seed in heldout_seeds
 

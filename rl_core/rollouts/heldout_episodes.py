@@ -38,7 +38,7 @@ def draw_heldout_seeds(
     by_content = held_out.by == "content"
     known_questions: set[str] = set()
     if by_content:
-        known_questions = {environment.compute_question_digest(seed, level) for seed in excluded}
+        known_questions = {environment.question(seed, level) for seed in excluded}
     picked: list[int] = []
     repeated: list[int] = []
     # Sample indices, because looking up a seed of a generated level takes several episodes.
@@ -50,7 +50,7 @@ def draw_heldout_seeds(
         if seed in excluded or seed in held_out.shared:
             continue
         if by_content:
-            question = environment.compute_question_digest(seed, level)
+            question = environment.question(seed, level)
             if question in known_questions:
                 repeated.append(seed)
                 continue

@@ -368,5 +368,5 @@ def _resolve_pair_use(context: StageContext) -> PreferenceUse:
 def _build_question_key(environment: Environment, request: EpisodeRequest) -> str:
     """Return the key of the split into training and held-out pairs: the question, or the seed if questions are few."""
     if environment.held_out(request.level).by == "content":
-        return environment.compute_question_digest(request.seed, request.level)
+        return environment.question(request.seed, request.level)
     return f"{request.level} {request.seed}"

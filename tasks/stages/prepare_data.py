@@ -196,7 +196,7 @@ def _check_preference_uses(source: str, folder: Path, uses: Iterable[str]) -> No
 def _prepare_all_data(context: StageContext) -> dict[str, Any]:
     environment = build_pipeline_environment(context.pipeline, None)
     summary: dict[str, Any] = {}
-    report = environment.prepare_data(context.folder, context.seed)
+    report = environment.prepare(context.folder, context.seed)
     if report:
         summary["environment"] = report
         environment = build_pipeline_environment(context.pipeline, context.folder)
@@ -290,7 +290,7 @@ def _load_demonstrations(
             **tools,
         }
         if environment.held_out(level).by == "content":
-            row["question"] = environment.compute_question_digest(seed, level)
+            row["question"] = environment.question(seed, level)
         else:
             row["question"] = f"{level} {seed}"
         table.rows.append(row)

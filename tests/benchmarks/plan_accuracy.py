@@ -198,7 +198,7 @@ def plan_case(case, output, machine_file):
 def format_table(rows, options):
     """Tabulate planned and measured values, with the share of cases within 10% and 30%."""
     lines = [
-        "# Plans against measurements",
+        "# Plans and measurements",
         "",
         f"`posttrain plan` on {describe_processor()}, one thread, seconds of processor time; "
         f"commit {read_commit()}. Written by "

@@ -125,7 +125,7 @@ def describe_file(path: Path, name: str) -> Iterator[str]:
 def list_tensors(path: Path) -> Iterator[str]:
     """Yield the names of a safetensors file's tensors and metadata, with `N` for numbers."""
     content = path.read_bytes()
-    (size,) = struct.unpack_tokens("<Q", content[:8])
+    (size,) = struct.unpack("<Q", content[:8])
     for name, about in json.loads(content[8 : 8 + size]).items():
         if name == "__metadata__":
             yield from (f"{name}.{key}" for key in about)

@@ -186,7 +186,7 @@ def collect_network_state(continuous: bool) -> dict[str, Any]:
 def save_states(folder: Path) -> None:
     """Write a checkpoint of tensors and plain values, and the files of a network."""
     with CheckpointStore(folder / "checkpoints") as store:
-        store.save(
+        store.save_version(
             {
                 "model": {"weight": torch.ones(2)},
                 "loop": {"iteration": 1, "pair": (1, b"x"), "none": None},
@@ -215,7 +215,7 @@ def learn_online(folder: Path, lora: LoraSettings | None = None) -> None:
         folder=str(folder),
     )
     learning_folder.write_settings(chosen)
-    learning_folder.note("promoted", "snapshot 2: no worse")
+    learning_folder.append_event("promoted", "snapshot 2: no worse")
     learning_folder.record_forwarded_orders({"gate.json": 1})
     write_traffic(folder / "buffer", range(13))
     with (
@@ -224,7 +224,7 @@ def learn_online(folder: Path, lora: LoraSettings | None = None) -> None:
     ):
         run_to_end(worker)
         (folder / METRICS_FILE).write_text(
-            json.dumps({"paused": worker.paused, **worker.metrics()})
+            json.dumps({"paused": worker.paused, **worker.collect_metrics()})
         )
     play_canaries(folder, chosen)
     replay_buffer(chosen, folder, output)
@@ -233,7 +233,7 @@ def learn_online(folder: Path, lora: LoraSettings | None = None) -> None:
 def play_canaries(folder: Path, chosen: Any) -> None:
     """Run the gate until it opens the newest snapshot, plays, and decides."""
     snapshots = WeightSnapshots(folder / "snapshots")
-    snapshots.set_live_version(snapshots.versions()[0])
+    snapshots.set_live_version(snapshots.list_versions()[0])
     environment = make_environment("arithmetic")
     gate = CanaryGate(folder, chosen, load_policy(chosen.model), environment, snapshots)
     gate.step()

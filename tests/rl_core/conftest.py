@@ -10,14 +10,14 @@ from rl_core.storage import faults
 
 @pytest.fixture(autouse=True)
 def no_faults():
-    """A fault point that one test set never fires in the next one."""
+    """Clear fault points after each test."""
     yield
     faults.configure_faults(None)
 
 
 @pytest.fixture(params=["torch", "compiled", "vectors", "tiles"])
 def way(request, monkeypatch):
-    """CPU implementation: torch's kernels, compiled code, compiled code with products by vectors or by tiles."""
+    """Select a CPU implementation: torch's kernels, compiled code, or that with products by vectors or by tiles."""
     products = {"vectors": gemm.load_vectors, "tiles": gemm.load_tiles}.get(
         request.param, lambda: None
     )
@@ -35,13 +35,13 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def in_threads():
-    """Runs work(0), work(1), ... at the same time."""
+    """Return a function that runs work(0), work(1), ... at the same time."""
 
-    def run(work, count):
+    def run_work(work, count):
         threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    return run
+    return run_work

@@ -1,4 +1,4 @@
-"""Our losses equal TRL's if both mean the same; skipped without TRL."""
+"""Our losses compared with TRL's where both mean the same; skipped without TRL."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from helpers import ROOT
 
 def test_losses_agree_with_trl():
     pytest.importorskip("trl")
-    completed = subprocess.run(  # a process of its own: TRL changes transformers' classes when it is imported
+    completed = subprocess.run(  # separate process: importing TRL changes transformers' classes
         [sys.executable, "tests/benchmarks/compare_trl.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},

@@ -80,7 +80,7 @@ class Scripted:
         self.policy = policy
 
     def refresh(self):
-        """It has no weights."""
+        """Do nothing, as it has no weights."""
 
     def run_sequences(self, sequences, sampling):
         observed = {}
@@ -94,7 +94,7 @@ class Scripted:
                 observation = None if after is None else "".join(map(chr, after))
 
 
-def play(policy, requests, samples=1):
+def evaluate_policy(policy, requests, samples=1):
     return evaluate(
         SumEnvironment(),
         Scripted(policy),
@@ -271,7 +271,7 @@ def test_validation_needs_episodes_that_are_left():
 
 
 def test_evaluate_by_hand():
-    result = play(fail_on_hard, REQUESTS)
+    result = evaluate_policy(fail_on_hard, REQUESTS)
     assert result.success_rate == 0.5 and result.reward_mean == 0.5
     assert_allclose(result.interval, wilson_interval(5, 10))
     assert result.by_level["easy"].rate == 1.0 and result.by_level["hard"].rate == 0.0
@@ -289,41 +289,41 @@ def test_evaluate_by_hand():
 
 
 def test_misuse_and_truncation_are_counted():
-    result = play(lambda prompt, observation, sample: "stare", REQUESTS[:2])
+    result = evaluate_policy(lambda prompt, observation, sample: "stare", REQUESTS[:2])
     assert result.misuse_rate == 1.0 and result.truncated_rate == 1.0 and result.success_rate == 0.0
 
 
 def test_several_samples_give_pass_at_k_and_a_wider_interval():
-    def lucky_once(prompt, observation, sample):
+    def succeed_once(prompt, observation, sample):
         return look_first(prompt, observation, sample) if sample == 2 else "answer 0"
 
-    result = play(lucky_once, REQUESTS, samples=4)
+    result = evaluate_policy(succeed_once, REQUESTS, samples=4)
     assert result.success_rate == 0.25 and result.samples == 40 and len(result.episodes) == 10
     assert result.pass_at_k == {1: 0.25, 2: 0.5, 4: 1.0}
-    # here whole episodes succeed or fail: 40 samples are worth 10 looks
-    agreeing = play(fail_on_hard, REQUESTS, samples=4)
+    # here whole episodes succeed or fail: 40 samples are worth 10 observations
+    agreeing = evaluate_policy(fail_on_hard, REQUESTS, samples=4)
     assert_allclose(agreeing.interval, wilson_interval(5, 10))
 
 
 def test_metrics_are_flat_and_named():
-    metrics = play(fail_on_hard, REQUESTS).metrics()
+    metrics = evaluate_policy(fail_on_hard, REQUESTS).metrics()
     assert metrics["eval/success_rate"] == 0.5 and metrics["eval/success_rate_by_level/hard"] == 0.0
     assert metrics["eval/pass_at_1"] == 0.5 and metrics["eval/episodes"] == 10
     assert all(
         name.startswith("eval/") and isinstance(value, float) for name, value in metrics.items()
     )
-    assert "greedy/success_rate" in play(fail_on_hard, REQUESTS).metrics("greedy")
+    assert "greedy/success_rate" in evaluate_policy(fail_on_hard, REQUESTS).metrics("greedy")
 
 
 def test_its_text_is_its_numbers_alone():
-    text = repr(play(fail_on_hard, REQUESTS))
+    text = repr(evaluate_policy(fail_on_hard, REQUESTS))
     assert "success_rate=0.5" in text and "EpisodeResult" not in text and "Trajectory" not in text
 
 
 def test_json_round_trip():
-    result = play(fail_on_hard, REQUESTS, samples=2)
+    result = evaluate_policy(fail_on_hard, REQUESTS, samples=2)
     back = Evaluation.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False)))
-    timed = {"eval/seconds": 0.0, "eval/tokens_per_second": 0.0}  # not kept
+    timed = {"eval/seconds": 0.0, "eval/tokens_per_second": 0.0}  # times are not compared
     assert (
         result.seconds > 0
         and back.trajectories == []
@@ -338,16 +338,16 @@ def test_json_round_trip():
 
 
 def test_played_again_its_json_is_the_same():
-    first, again = (play(fail_on_hard, REQUESTS) for _ in range(2))
-    again.seconds, again.tokens_per_second = (
+    first, repeated = (evaluate_policy(fail_on_hard, REQUESTS) for _ in range(2))
+    repeated.seconds, repeated.tokens_per_second = (
         2 * first.seconds,
         first.tokens_per_second / 2,
     )  # on a busier machine
-    assert first.to_json() == again.to_json()
+    assert first.to_json() == repeated.to_json()
     stored = first.to_json() | {
         "seconds": 3.0,
         "tokens_per_second": 7.0,
-    }  # as earlier versions wrote it
+    }  # as written by earlier versions
     assert Evaluation.from_json(stored).seconds == 3.0
 
 
@@ -358,7 +358,7 @@ def test_from_json_refuses(row):
 
 
 def test_compare_is_challenger_minus_champion():
-    better, worse = play(look_first, REQUESTS), play(fail_on_hard, REQUESTS)
+    better, worse = evaluate_policy(look_first, REQUESTS), evaluate_policy(fail_on_hard, REQUESTS)
     gain = compare(better, worse, bootstrap_samples=500)
     assert gain.success.difference == 0.5 and gain.success.low > 0 and gain.reward.difference == 0.5
     assert (gain.wins, gain.losses, gain.episodes, gain.unpaired) == (5, 0, 10, 0)
@@ -370,16 +370,24 @@ def test_compare_is_challenger_minus_champion():
 
 
 def test_compare_pairs_by_episode_not_by_position():
-    one, other = play(fail_on_hard, REQUESTS), play(fail_on_hard, REQUESTS[::-1])
-    result = compare(one, other)
+    first, second = (
+        evaluate_policy(fail_on_hard, REQUESTS),
+        evaluate_policy(fail_on_hard, REQUESTS[::-1]),
+    )
+    result = compare(first, second)
     assert result.success == (0.0, 0.0, 0.0) and result.wins == result.losses == 0
 
 
 def test_compare_on_the_common_episodes():
-    one, other = play(fail_on_hard, REQUESTS[:6]), play(look_first, REQUESTS[4:])
-    assert (compare(one, other).episodes, compare(one, other).unpaired) == (2, 8)
+    first, second = (
+        evaluate_policy(fail_on_hard, REQUESTS[:6]),
+        evaluate_policy(look_first, REQUESTS[4:]),
+    )
+    assert (compare(first, second).episodes, compare(first, second).unpaired) == (2, 8)
     with pytest.raises(DataError, match="no episode in common"):
-        compare(play(fail_on_hard, REQUESTS[:2]), play(fail_on_hard, REQUESTS[2:]))
+        compare(
+            evaluate_policy(fail_on_hard, REQUESTS[:2]), evaluate_policy(fail_on_hard, REQUESTS[2:])
+        )
 
 
 def test_summarize_needs_no_engine():
@@ -407,8 +415,8 @@ def test_summarize_needs_no_engine():
 
 def test_nothing_to_play_is_refused():
     with pytest.raises(DataError):
-        play(look_first, [])
+        evaluate_policy(look_first, [])
     with pytest.raises(SettingsError):
-        play(look_first, REQUESTS, samples=0)
+        evaluate_policy(look_first, REQUESTS, samples=0)
     with pytest.raises(DataError):
         summarize_trajectories([])

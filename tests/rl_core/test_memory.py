@@ -1,4 +1,4 @@
-"""Lack of memory: recognised wherever it comes from; batches halved with the same numbers; one row: a typed error."""
+"""Lack of memory: recognised from any source; batches are halved with the same numbers, a single row is an error."""
 
 import copy
 import dataclasses
@@ -42,13 +42,13 @@ from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.loop import run_loop
 
-CPU = RuntimeError(
+CPU_ERROR = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 )
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory"),
     MemoryError(),
-    CPU,
+    CPU_ERROR,
     OSError(errno.ENOMEM, "mmap"),
 ]
 
@@ -62,7 +62,7 @@ ERRORS = [
     ],
 )
 def test_a_refused_allocation_is_recognised(allocate):
-    """Real ones: the address space is limited to what is in use and 256 MiB."""
+    """Provoke real errors: the address space is limited to the used one and 256 MiB."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -75,7 +75,7 @@ def test_a_refused_allocation_is_recognised(allocate):
     assert is_out_of_memory(refused.value)
 
 
-def test_other_errors_are_none():
+def test_other_errors_are_not_out_of_memory():
     others = [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         OSError(errno.ENOSPC, "full"),
@@ -87,28 +87,28 @@ def test_other_errors_are_none():
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_halves_in_order_and_remembers_what_fits(caplog, error):
-    tried = []
+def test_batches_are_halved_in_order_and_the_size_is_remembered(caplog, error):
+    sizes = []
 
     def compute(part):
-        tried.append(len(part))
+        sizes.append(len(part))
         if len(part) > 3:
             raise error
         return sum(part)
 
     fit = MemoryFit("sums")
     with caplog.at_level(logging.WARNING), timing.collect_seconds() as counts:
-        found = fit.compute_batches([list(range(8)), [8], list(range(10, 16))], compute)
-    # 8 fails, 4 fails, then 2 at a time; 6 is beyond 3, hence 3 at a time without a try
-    assert tried == [8, 4, 2, 2, 2, 2, 1, 3, 3]
-    assert found == [0 + 1, 2 + 3, 4 + 5, 6 + 7, 8, 10 + 11 + 12, 13 + 14 + 15]
+        sums = fit.compute_batches([list(range(8)), [8], list(range(10, 16))], compute)
+    # 8 and 4 fail, then 2 rows at a time fit; 6 is more than 3, so 3 rows at a time without another attempt
+    assert sizes == [8, 4, 2, 2, 2, 2, 1, 3, 3]
+    assert sums == [0 + 1, 2 + 3, 4 + 5, 6 + 7, 8, 10 + 11 + 12, 13 + 14 + 15]
     assert fit.limit == 3 and counts["out_of_memory"] == 2
     assert "out of memory: sums: cut to at most 3 rows" in caplog.text
 
 
-def test_one_row_that_does_not_fit_names_what_it_was():
+def test_a_row_that_does_not_fit_is_described():
     def compute(part):
-        raise CPU
+        raise CPU_ERROR
 
     with pytest.raises(
         OutOfMemory,
@@ -117,14 +117,12 @@ def test_one_row_that_does_not_fit_names_what_it_was():
         MemoryFit("scores", "rest").compute_batches([[0, 1]], compute, lengths=[7, 5])
 
 
-# ------------------------------------------------------------------------------------------------------------- rollouts
-
 EOS = list(range(1, VOCAB, 5))
 ROOM = 24
 
 
-class Answered:
-    """An environment's answer that is there at the second look."""
+class DelayedAnswer:
+    """An answer of an environment that is ready at the second check."""
 
     def __init__(self, value):
         self.value, self.looks, self.future = value, 0, Future()
@@ -135,25 +133,23 @@ class Answered:
         return self.looks > 1
 
     def wait_until_done(self):
-        """It is there."""
+        """Return immediately, because the answer is ready."""
 
-    def result(self):
+    def wait_for_result(self):
         return self.value
 
 
-class Waiting(ScriptedSequence):
-    """Its environment takes its time."""
+class WaitingSequence(ScriptedSequence):
+    """A sequence whose environment answers later."""
 
     def take_action(self, action_ids, logprobs, hit_limit):
         observation = super().take_action(action_ids, logprobs, hit_limit)
-        return (
-            observation
-            if hit_limit
-            else PendingTurn(Answered(observation), lambda result: result())
-        )
+        if hit_limit:
+            return observation
+        return PendingTurn(DelayedAnswer(observation), lambda result: result())
 
 
-def play(backend, kind=ScriptedSequence, slots=100, **options):
+def play_sequences(backend, kind=ScriptedSequence, slots=100, **options):
     generator = np.random.default_rng(0)
     sequences = []
     for index in range(4):
@@ -169,115 +165,124 @@ def play(backend, kind=ScriptedSequence, slots=100, **options):
     return [(sequence.completion_ids, sequence.turns, sequence.logprobs) for sequence in sequences]
 
 
-def engine():
+def make_engine():
     return Engine(make_model("llama", head_dim=16), eos_ids=EOS, pad_id=0, max_length=128)
 
 
-def short_of_memory(monkeypatch, where, most, error):
-    """Make the decoder run out of memory beyond `most` rows; returns the sizes that it was asked for."""
-    plain = getattr(decoder.Decoder, where)
-    asked = []
+def limit_decoder_memory(monkeypatch, where, limit, error):
+    """Make the decoder run out of memory beyond `limit` rows, and return the list of sizes that it requests."""
+    original = getattr(decoder.Decoder, where)
+    requested = []
 
-    def limited(self, *arguments, **named):
+    def limited(self, *arguments, **options):
         size = {
-            "_zeros": lambda: arguments[0][2],
+            "_allocate_zeros": lambda: arguments[0][2],
             "step": lambda: arguments[2],
-            "prefill": lambda: len(arguments[0]),
-            "fill": lambda: len(arguments[0]),
+            "prefill_prompts": lambda: len(arguments[0]),
+            "fill_slots": lambda: len(arguments[0]),
             "sample_steps": lambda: arguments[1],
         }[where]()
-        asked.append(size)
-        if size > most:
+        requested.append(size)
+        if size > limit:
             raise error
-        return plain(self, *arguments, **named)
+        return original(self, *arguments, **options)
 
     monkeypatch.setattr(decoder.Decoder, where, limited)
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize(
-    ("kind", "rejoin"), [(ScriptedSequence, "together"), (Waiting, "together"), (Waiting, "ready")]
+    ("kind", "rejoin"),
+    [(ScriptedSequence, "together"), (WaitingSequence, "together"), (WaitingSequence, "ready")],
 )
 @pytest.mark.parametrize(
-    ("where", "most"),
-    [("_zeros", 4), ("step", 5), ("step", 1), ("sample_steps", 2), ("prefill", 1), ("fill", 1)],
+    ("where", "limit"),
+    [
+        ("_allocate_zeros", 4),
+        ("step", 5),
+        ("step", 1),
+        ("sample_steps", 2),
+        ("prefill_prompts", 1),
+        ("fill_slots", 1),
+    ],
 )
-def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, most, rejoin, kind):
-    expected = play(engine(), kind, rejoin=rejoin)
-    asked = short_of_memory(monkeypatch, where, most, CPU)
-    backend = engine()
+def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, limit, rejoin, kind):
+    expected = play_sequences(make_engine(), kind, rejoin=rejoin)
+    requested = limit_decoder_memory(monkeypatch, where, limit, CPU_ERROR)
+    backend = make_engine()
     with caplog.at_level(logging.WARNING), timing.collect_seconds() as counts:
-        found = play(backend, kind, rejoin=rejoin)
-    # prompts are read in other batches: the same tokens, log-probs to rounding
-    if where == "prefill":
-        assert [row[0] for row in found] == [row[0] for row in expected]
-        for row, other in zip(found, expected, strict=True):
-            assert row[2] == pytest.approx(other[2], abs=1e-5)
+        played = play_sequences(backend, kind, rejoin=rejoin)
+    # prompts are read in different batches: the same tokens, and log-probs equal up to rounding
+    if where == "prefill_prompts":
+        assert [row[0] for row in played] == [row[0] for row in expected]
+        for row, expected_row in zip(played, expected, strict=True):
+            assert row[2] == pytest.approx(expected_row[2], abs=1e-5)
     else:
-        assert found == expected
-    assert max(asked) > most and counts["out_of_memory"] >= 1 and "out of memory: " in caplog.text
-    if where in ("_zeros", "step", "sample_steps"):
-        asked.clear()
-        assert play(backend, kind, rejoin=rejoin) == expected  # what fits is remembered
-        assert not asked or max(asked) <= most
+        assert played == expected
+    assert (
+        max(requested) > limit and counts["out_of_memory"] >= 1 and "out of memory: " in caplog.text
+    )
+    if where in ("_allocate_zeros", "step", "sample_steps"):
+        requested.clear()
+        assert play_sequences(backend, kind, rejoin=rejoin) == expected  # the limit is remembered
+        assert not requested or max(requested) <= limit
 
 
-def test_a_step_with_observations_is_taken_up_again(monkeypatch):
-    """The step fails only where observations are appended, so what they moved must have been left alone."""
-    expected = play(engine())
-    plain, failures = decoder.Decoder.step, []
+def test_a_failed_step_with_observations_is_repeated(monkeypatch):
+    """Raise only in steps that append observations: a failed step must not have changed anything."""
+    expected = play_sequences(make_engine())
+    original, failures = decoder.Decoder.step, []
 
-    def limited(self, tokens, positions, count, length, appended=None, *rest, **named):
+    def fail_above_two(
+        self, tokens, positions, count, length, appended=None, *arguments, **options
+    ):
         if appended is not None and count > 2:
             failures.append(count)
             raise MemoryError
-        return plain(self, tokens, positions, count, length, appended, *rest, **named)
+        return original(self, tokens, positions, count, length, appended, *arguments, **options)
 
-    monkeypatch.setattr(decoder.Decoder, "step", limited)
-    assert play(engine()) == expected and failures
+    monkeypatch.setattr(decoder.Decoder, "step", fail_above_two)
+    assert play_sequences(make_engine()) == expected and failures
 
 
-@pytest.mark.parametrize("where", ["_zeros", "step", "sample_steps", "prefill"])
-def test_a_sequence_that_does_not_fit_alone_is_a_typed_error(monkeypatch, where):
-    short_of_memory(monkeypatch, where, 0, CPU)
+@pytest.mark.parametrize("where", ["_allocate_zeros", "step", "sample_steps", "prefill_prompts"])
+def test_a_sequence_that_does_not_fit_alone_raises_a_typed_error(monkeypatch, where):
+    limit_decoder_memory(monkeypatch, where, 0, CPU_ERROR)
     with pytest.raises(OutOfMemory, match="max_completion_tokens"):
-        play(engine())
+        play_sequences(make_engine())
 
 
-def test_weights_that_cannot_be_packed_are_a_typed_error(monkeypatch):
-    backend = engine()
+def test_weights_that_cannot_be_packed_raise_a_typed_error(monkeypatch):
+    backend = make_engine()
 
     def bind(self):
         raise MemoryError
 
     monkeypatch.setattr(decoder.Decoder, "bind_weights", bind)
     with pytest.raises(OutOfMemory, match="rollouts do not fit into memory"):
-        play(backend)
+        play_sequences(backend)
 
 
 def test_the_fallback_halves_its_batches_too(monkeypatch):
     model = make_model("llama", head_dim=16)
     backend = TransformersBackend(model, eos_ids=EOS, pad_id=0, max_length=128)
-    expected = play(backend)
-    plain, calls = type(model).forward, []
+    expected = play_sequences(backend)
+    original, calls = type(model).forward, []
 
-    def limited(self, *arguments, **named):
-        calls.append(len(named["input_ids"]))
+    def fail_above_limit(self, *arguments, **options):
+        calls.append(len(options["input_ids"]))
         if calls[-1] > 4 or (calls[-1] > 2 and len(calls) == 40):
-            raise CPU
-        return plain(self, *arguments, **named)
+            raise CPU_ERROR
+        return original(self, *arguments, **options)
 
-    monkeypatch.setattr(type(model), "forward", limited)
-    found = play(backend)
+    monkeypatch.setattr(type(model), "forward", fail_above_limit)
+    played = play_sequences(backend)
     assert max(calls) == 12 and len(calls) > 40
     for (ids, turns, logs), (other_ids, other_turns, other_logs) in zip(
-        found, expected, strict=True
+        played, expected, strict=True
     ):
         assert (ids, turns and [t[1] for t in turns]) == (other_ids, [t[1] for t in other_turns])
-        assert logs == pytest.approx(other_logs, abs=1e-5)  # other shapes: to rounding
-
-
-# -------------------------------------------------------------------------------------------------- evaluation, scoring
+        assert logs == pytest.approx(other_logs, abs=1e-5)  # other shapes, so equal up to rounding
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +290,7 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def pairs_of(count):
+def build_pairs(count):
     sides = [
         (
             PairSide([1, 2], [3] * (1 + i % 3), [True] * (1 + i % 3)),
@@ -293,31 +298,31 @@ def pairs_of(count):
         )
         for i in range(count)
     ]
-    return [PreferencePair(*both) for both in sides]
+    return [PreferencePair(*pair) for pair in sides]
 
 
-def limited(function, rows_of, most, calls):
-    """`function`, which cannot take more than `most` rows."""
+def limit_rows(function, count_rows, limit, calls):
+    """Wrap `function` so that it fails on more than `limit` rows."""
 
-    def call(*arguments, **named):
-        calls.append(rows_of(*arguments))
-        if calls[-1] > most:
+    def call(*arguments, **options):
+        calls.append(count_rows(*arguments))
+        if calls[-1] > limit:
             raise MemoryError
-        return function(*arguments, **named)
+        return function(*arguments, **options)
 
     return call
 
 
-def rows_of_batch(model, batch, *rest):
+def count_batch_rows(model, batch, *rest):
     return len(batch.input_ids_BS)
 
 
-def scoring_of(name, tokenizer):
-    """(computation, module and name of what it allocates in, rows of one call) of each place that scores."""
+def build_scoring(name, tokenizer):
+    """Return (computation, module and name of the function that allocates) of a place that scores."""
     rows = [[1, 2, 3 + i % 4, *[5] * (i % 5)] for i in range(8)]
     if name == "reference":
         model = nano()
-        pairs = pairs_of(8)
+        pairs = build_pairs(8)
         return (
             lambda: compute_reference_logprobs(model, pairs, pad_id=PAD, max_tokens=10**6),
             preference,
@@ -325,7 +330,7 @@ def scoring_of(name, tokenizer):
         )
     if name == "reward model":
         model = nano(model_class=LlamaForSequenceClassification, num_labels=1)
-        return lambda: heads.score_rows(model, rows), heads, "sequence_scores"
+        return lambda: heads.score_rows(model, rows), heads, "compute_sequence_scores"
     if name == "answers":
         model = nano()
         spans = [episodes.TokenSpan(i, 1, len(row)) for i, row in enumerate(rows)]
@@ -337,34 +342,38 @@ def scoring_of(name, tokenizer):
     model = nano()
     ends = [[1, len(row)] for row in rows]
 
-    def pooled():
-        return [
-            tuple(t.flatten().tolist())
-            for t in baseline.compute_pooled_states(model, rows, ends, pad_id=PAD)
-        ]
+    def pool_states():
+        pooled = baseline.compute_pooled_states(model, rows, ends, pad_id=PAD)
+        return [tuple(states.flatten().tolist()) for states in pooled]
 
-    return pooled, baseline, "hidden_states"
+    return pool_states, baseline, "compute_hidden_states"
 
 
 @pytest.mark.parametrize("name", ["reference", "reward model", "answers", "states"])
 def test_scoring_in_halves_gives_the_same_numbers(monkeypatch, tokenizer, name):
-    compute, module, function = scoring_of(name, tokenizer)
+    compute, module, function = build_scoring(name, tokenizer)
     expected, calls = compute(), []
-    rows_of = (lambda model, ids, *rest: len(ids)) if name == "reward model" else rows_of_batch
-    monkeypatch.setattr(module, function, limited(getattr(module, function), rows_of, 3, calls))
+    count_rows = (
+        (lambda model, ids, *rest: len(ids)) if name == "reward model" else count_batch_rows
+    )
+    monkeypatch.setattr(
+        module, function, limit_rows(getattr(module, function), count_rows, 3, calls)
+    )
     with timing.collect_seconds() as counts:
-        found = compute()
+        halved = compute()
     assert max(calls) > 3 and counts["out_of_memory"] >= 1
-    flat = [np.ravel(np.array(part, dtype=float)) for part in (found, expected)]
+    flat = [np.ravel(np.array(part, dtype=float)) for part in (halved, expected)]
     np.testing.assert_allclose(flat[0], flat[1], atol=1e-6)
-    monkeypatch.setattr(module, function, limited(getattr(module, function), rows_of, 0, calls))
+    monkeypatch.setattr(
+        module, function, limit_rows(getattr(module, function), count_rows, 0, calls)
+    )
     with pytest.raises(OutOfMemory, match="one row of"):
         compute()
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo", "kto"])
 def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
-    def made():
+    def make_evaluated_trainer():
         if kind == "sft":
             rows = [([1, 2, 3 + i % 5, 4], [False, True, True, True]) for i in range(9)]
             return SFTTrainer(nano(), PAD, rows, rows, SFTSettings(batch_size=9), 0)
@@ -374,7 +383,7 @@ def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
             return RewardModelTrainer(
                 model, PAD, pairs, pairs, RewardModelSettings(batch_size=9), 0
             )
-        pairs = pairs_of(9)
+        pairs = build_pairs(9)
         if kind == "kto":
             pairs = [
                 dataclasses.replace(pair, desirable=i % 2 == 0) for i, pair in enumerate(pairs)
@@ -383,24 +392,24 @@ def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
             nano(), PAD, pairs, pairs, PreferenceSettings(loss=kind, batch_size=9), 0
         )
 
-    trainer = made()
+    trainer = make_evaluated_trainer()
     expected = trainer.evaluate()
     calls = []
     for module in (logprobs, heads):
         monkeypatch.setattr(
             module,
             "compute_hidden_states",
-            limited(module.compute_hidden_states, rows_of_batch, 4, calls),
+            limit_rows(module.compute_hidden_states, count_batch_rows, 4, calls),
         )
-    found = trainer.evaluate()
+    halved = trainer.evaluate()
     assert max(calls) > 4
-    assert found == {name: pytest.approx(value, abs=1e-5) for name, value in expected.items()}
-    trainer.step()  # training, too
+    assert halved == {name: pytest.approx(value, abs=1e-5) for name, value in expected.items()}
+    trainer.step()  # training splits its batches too
     assert trainer.optimizer_step.max_tokens is not None
 
 
 def test_passes_of_a_policy_over_its_rollouts_in_halves(monkeypatch, tokenizer):
-    """Old and reference log-probs, and a local teacher's."""
+    """Compute old, reference and local teacher's log-probs in halves."""
     trainer = make_trainer(
         tokenizer, reference=make_trainer(tokenizer).policy, kl_coef=0.1, epochs=2
     )
@@ -410,7 +419,7 @@ def test_passes_of_a_policy_over_its_rollouts_in_halves(monkeypatch, tokenizer):
     ]
     trainer.actor_critic.teacher = LocalTeacher(copy.deepcopy(trainer.policy))
 
-    def measured():
+    def measure_logprobs():
         buffer = rollout_buffer.RolloutBuffer(trainer.actor_critic, trainer.settings, samples)
         plan = [list(range(8))]
         buffer.compute_old_logprobs(plan)
@@ -418,15 +427,15 @@ def test_passes_of_a_policy_over_its_rollouts_in_halves(monkeypatch, tokenizer):
         buffer.compute_teacher_logprobs(plan)
         return [buffer.old_logprobs_RS, buffer.ref_logprobs_RS, buffer.teacher_logprobs_RS]
 
-    expected, calls = measured(), []
+    expected, calls = measure_logprobs(), []
     for module in (rollout_buffer, teacher):
         monkeypatch.setattr(
             module,
             "completion_logprobs",
-            limited(logprobs.completion_logprobs, rows_of_batch, 3, calls),
+            limit_rows(logprobs.completion_logprobs, count_batch_rows, 3, calls),
         )
-    for found, plain in zip(measured(), expected, strict=True):
-        torch.testing.assert_close(found, plain, atol=1e-6, rtol=0)
+    for halved, complete in zip(measure_logprobs(), expected, strict=True):
+        torch.testing.assert_close(halved, complete, atol=1e-6, rtol=0)
     assert max(calls) == 8 and calls.count(2) >= 9
 
 
@@ -436,23 +445,23 @@ def test_probe_and_turn_states_in_halves(monkeypatch, tokenizer):
     rollouts = [rollout for group in trainer.groups for rollout in group.rollouts][:9]
     other = make_trainer(tokenizer, model_seed=1).policy
 
-    def measured():
+    def measure_states():
         spread = probe.measure_divergence(trainer.policy, other, rollouts, trainer.pad_id)
         states = compute_turn_embeddings(trainer.policy, rollouts, pad_id=trainer.pad_id)
         return [spread.entropy, spread.kl, *(float(s.states_NH.sum()) for s in states)]
 
-    expected, calls = measured(), []
+    expected, calls = measure_states(), []
     monkeypatch.setattr(
         probe,
         "iter_next_token_logprobs",
-        limited(logprobs.iter_next_token_logprobs, rows_of_batch, 4, calls),
+        limit_rows(logprobs.iter_next_token_logprobs, count_batch_rows, 4, calls),
     )
     monkeypatch.setattr(
         states_module,
         "compute_hidden_states",
-        limited(states_module.compute_hidden_states, rows_of_batch, 4, calls),
+        limit_rows(states_module.compute_hidden_states, count_batch_rows, 4, calls),
     )
-    assert measured() == pytest.approx(expected, abs=1e-4)
+    assert measure_states() == pytest.approx(expected, abs=1e-4)
     assert max(calls) == 9 and not any(map(math.isnan, expected))
 
 
@@ -462,10 +471,10 @@ def test_the_loop_reports_how_often_memory_ran_out(monkeypatch):
     monkeypatch.setattr(
         logprobs,
         "compute_hidden_states",
-        limited(logprobs.compute_hidden_states, rows_of_batch, 4, []),
+        limit_rows(logprobs.compute_hidden_states, count_batch_rows, 4, []),
     )
     tracker = MemoryTracker()
     run_loop(trainer, trainer.settings, iterations=2, tracker=tracker)
-    # neither 9 rows fit nor 5 of their halves of 4 and 5; training keeps the limit, an evaluation finds it out again
+    # 9 rows do not fit, nor does the half of 5; training remembers the limit, an evaluation discovers it again
     assert tracker.series("perf/out_of_memory") == [(1, 2.0)]
     assert tracker.series("perf/eval_out_of_memory") == [(1, 2.0), (2, 2.0)]

@@ -1,4 +1,4 @@
-"""Defaults that depend on the model: presets, full fine-tuning, LoRA."""
+"""Model-dependent defaults: presets, full fine-tuning, LoRA."""
 
 import copy
 import dataclasses
@@ -40,9 +40,11 @@ LORA = ModelSettings(path="org/name", lora=LoraSettings())
     ],
 )
 def test_learning_rates(settings, preset, full, lora):
-    found = [resolve_defaults(settings, model).learning_rate for model in (PRESET, FULL, LORA)]
-    assert found == [preset, full, lora]
-    assert settings.learning_rate == preset  # what holds while no model is known
+    learning_rates = [
+        resolve_defaults(settings, model).learning_rate for model in (PRESET, FULL, LORA)
+    ]
+    assert learning_rates == [preset, full, lora]
+    assert settings.learning_rate == preset  # the default while no model is known
 
 
 def test_lengths_and_epochs():
@@ -71,8 +73,8 @@ def test_an_explicit_value_wins_though_it_is_another_column_s(model):
     settings = PolicySettings(
         learning_rate=3e-4, sampling=SamplingSettings(max_completion_tokens=64)
     )
-    found = resolve_defaults(settings, model)
-    assert (found.learning_rate, found.sampling.max_completion_tokens) == (3e-4, 64)
+    resolved = resolve_defaults(settings, model)
+    assert (resolved.learning_rate, resolved.sampling.max_completion_tokens) == (3e-4, 64)
 
 
 def test_what_was_resolved_once_stays():
@@ -82,7 +84,7 @@ def test_what_was_resolved_once_stays():
     )
     assert (
         resolve_defaults(settings, FULL) == settings
-    )  # as when a retraining starts from the champion
+    )  # as in a retraining that starts from the champion
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_a_copy_is_as_open_as_the_original(copied):
     assert resolve_defaults(copied(PolicySettings(learning_rate=3e-4)), FULL).learning_rate == 3e-4
 
 
-def test_the_critic_has_a_rate_of_its_own_where_nobody_set_one():
+def test_the_critic_has_a_separate_rate_unless_one_is_set():
     ppo = PolicySettings(algorithm="ppo")
     assert [
         resolve_defaults(ppo, model).value_function.learning_rate for model in (PRESET, FULL, LORA)
@@ -102,12 +104,14 @@ def test_the_critic_has_a_rate_of_its_own_where_nobody_set_one():
         1e-5,
         1e-4,
     ]
-    given = PolicySettings(algorithm="ppo", learning_rate=2e-6)
-    assert resolve_defaults(given, FULL).value_function.learning_rate is None  # the policy's
-    own = PolicySettings(
+    with_policy_rate = PolicySettings(algorithm="ppo", learning_rate=2e-6)
+    assert (
+        resolve_defaults(with_policy_rate, FULL).value_function.learning_rate is None
+    )  # the policy's
+    with_critic_rate = PolicySettings(
         algorithm="ppo", critic=CriticSettings(learning_rate=3e-5, warmup_iterations=2)
     )
-    assert resolve_defaults(own, FULL).critic == own.critic
+    assert resolve_defaults(with_critic_rate, FULL).critic == with_critic_rate.critic
     assert resolve_defaults(PolicySettings(), FULL).critic is None
 
 
@@ -137,8 +141,8 @@ def test_the_meaning_of_a_setting_tells_its_defaults():
 def test_every_row_is_a_setting_and_every_source_is_named():
     for name, row in MODEL_DEFAULTS.items():
         block, _, field = name.partition(".")
-        found = getattr(rl_core.settings, block).__dataclass_fields__[field]
-        assert found.default == row.preset and row.source, name
+        setting = getattr(rl_core.settings, block).__dataclass_fields__[field]
+        assert setting.default == row.preset and row.source, name
 
 
 def test_the_document_is_the_table():

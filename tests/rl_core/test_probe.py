@@ -158,7 +158,7 @@ def test_states_and_kl_are_the_first_models(subject):
     ]
     narrow = CoherenceSettings(
         low=0.99, high=1.0
-    )  # a band in which no two states of these models lie
+    )  # a band that contains no two states of these models
     score = CoherenceReward(narrow)
     expected = {
         which: score(

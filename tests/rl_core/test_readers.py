@@ -1,4 +1,4 @@
-"""DataFrames of what runs left on disk."""
+"""DataFrames of the files that runs leave on disk."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def test_metrics_are_one_row_a_step(tmp_path):
         ],
     )
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "metr')  # being written just now
+        file.write('{"step": 3, "metr')  # still being written
     frame = rl_core.read_metrics(tmp_path)
     assert list(frame.index) == [1, 2] and frame.index.name == "step"
     assert frame["train/loss"].tolist() == [1.0, 0.75]
@@ -134,7 +134,7 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
-    def result(stage, key, age, name, rows):
+    def write_result(stage, key, age, name, rows):
         folder = tmp_path / "stages" / stage / key
         folder.mkdir(parents=True)
         write_lines(folder / name, rows)
@@ -143,15 +143,17 @@ def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
         os.utime(manifest, (1000 - age, 1000 - age))
         return folder
 
-    def loss(value):
+    def build_loss_row(value):
         return [{"step": 1, "metrics": {"train/loss": value}}]
 
-    result("sft", "aa", 1, "metrics.jsonl", loss(0.25))
-    result("sft", "bb", 2, "metrics.jsonl", loss(0.5))
-    result("sft", "zz.tracking", 0, "metrics.jsonl", loss(9.0))  # a journal, no result
+    write_result("sft", "aa", 1, "metrics.jsonl", build_loss_row(0.25))
+    write_result("sft", "bb", 2, "metrics.jsonl", build_loss_row(0.5))
+    write_result(
+        "sft", "zz.tracking", 0, "metrics.jsonl", build_loss_row(9.0)
+    )  # a journal, not a result
     assert rl_core.read_metrics(tmp_path)["train/loss"].tolist() == [0.25]
     row = {"iteration": 0, "rewards": {"task": 1.0}}
-    policy = result("policy", "cc", 0, "metrics.jsonl", loss(0.125))
+    policy = write_result("policy", "cc", 0, "metrics.jsonl", build_loss_row(0.125))
     write_lines(policy / "rewards.jsonl", [row])
     write_lines(
         policy / "recent_rollouts.jsonl",
@@ -163,7 +165,7 @@ def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
     assert len(rl_core.read_rewards(tmp_path)) == 1
     assert rl_core.read_history(tmp_path) == {"window": 10}
     assert rl_core.read_trajectories(tmp_path)["iteration"].tolist() == [3]
-    evaluated = result("evaluate", "dd", 0, "summary.json", [])
+    evaluated = write_result("evaluate", "dd", 0, "summary.json", [])
     write_trajectories(evaluated / "trajectories_policy.jsonl", [build_trajectory(1, "answer red")])
     assert rl_core.read_trajectories(tmp_path)["model"].tolist() == [
         "policy"

@@ -1,4 +1,4 @@
-"""Calls with a time limit end, or are counted."""
+"""Calls with a time limit, which end or are counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rl_core.types import ToolCall
 PATIENCE_S = 30.0
 
 
-def gone(threads: list[threading.Thread]) -> bool:
+def wait_until_ended(threads: list[threading.Thread]) -> bool:
+    """Wait for the end of all threads, and return whether they ended."""
     end = time.monotonic() + PATIENCE_S
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
         count_hung_calls()
@@ -27,33 +28,33 @@ def gone(threads: list[threading.Thread]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def stubborn(threads: list[threading.Thread]) -> None:
+def spin_forever(threads: list[threading.Thread]) -> None:
+    """Loop forever, ignoring exceptions."""
     threads.append(threading.current_thread())
     while True:
         try:
             sum(range(100))
-        except Exception:  # what user code does in its loops
+        except Exception:  # user code does this in its loops
             continue
 
 
 def test_values_errors_and_context_pass() -> None:
-    place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="")
-    place.set("here")
-    assert call_with_timeout(PATIENCE_S, "call", lambda x: (x, place.get()), 1) == (1, "here")
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+    variable.set("here")
+    assert call_with_timeout(PATIENCE_S, "call", lambda x: (x, variable.get()), 1) == (1, "here")
     with pytest.raises(KeyError, match="cell"):
         call_with_timeout(PATIENCE_S, "call", {}.__getitem__, "cell")
 
 
 def test_two_hundred_hanging_tools_leave_no_thread() -> None:
     threads: list[threading.Thread] = []
-    toolset = Toolset([Tool("spin", "", {}, lambda: stubborn(threads), timeout_s=0.01)])
+    toolset = Toolset([Tool("spin", "", {}, lambda: spin_forever(threads), timeout_s=0.01)])
     for _ in range(200):
         observation, is_error = toolset.run(ToolCall("spin", {}))
         assert is_error and "spin" in observation
-    assert 32 <= len(threads) <= 200 and gone(threads) and count_hung_calls() == 0
-    assert {thread.name for thread in threads} == {"tool spin"} and all(
-        thread.daemon for thread in threads
-    )
+    assert 32 <= len(threads) <= 200 and wait_until_ended(threads) and count_hung_calls() == 0
+    assert {thread.name for thread in threads} == {"tool spin"}
+    assert all(thread.daemon for thread in threads)
 
 
 def test_a_wait_outside_python_is_counted_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,30 +77,30 @@ def test_a_wait_outside_python_is_counted_until_it_returns(monkeypatch: pytest.M
         assert len(threads) == 2, "the third was not begun"
     finally:
         release.set()
-    assert gone(threads) and count_hung_calls() == 0
+    assert wait_until_ended(threads) and count_hung_calls() == 0
 
 
-def test_processor_time_is_counted_where_that_is_asked_for() -> None:
+def test_processor_time_is_counted_on_request() -> None:
     threads: list[threading.Thread] = []
-    assert (
-        call_with_timeout(0.05, "sleep", lambda: time.sleep(0.4) or "slept", counts_cpu_time=True)
-        == "slept"
+    result = call_with_timeout(
+        0.05, "sleep", lambda: time.sleep(0.4) or "slept", counts_cpu_time=True
     )
+    assert result == "slept"
     with pytest.raises(CallTimeout):
-        call_with_timeout(0.05, "spin", stubborn, threads, counts_cpu_time=True)
-    assert gone(threads)
+        call_with_timeout(0.05, "spin", spin_forever, threads, counts_cpu_time=True)
+    assert wait_until_ended(threads)
 
 
 def test_steps_that_spin_are_made_to_end() -> None:
     threads: list[threading.Thread] = []
     with StepPool(max_concurrent=4, timeout_s=0.05) as pool:
-        calls = [pool.submit_call(f"step {number}", stubborn, threads) for number in range(12)]
+        calls = [pool.submit_call(f"step {number}", spin_forever, threads) for number in range(12)]
         for call in calls:
             with pytest.raises(
                 EnvironmentFault, match=r"has not returned within 0.05 s|was not begun"
             ):
                 call.wait_for_result()
-    assert len(threads) <= 12 and gone(threads) and count_hung_calls() == 0
+    assert len(threads) <= 12 and wait_until_ended(threads) and count_hung_calls() == 0
 
 
 def test_no_step_is_begun_while_too_many_hang(monkeypatch: pytest.MonkeyPatch) -> None:

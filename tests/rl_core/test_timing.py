@@ -11,11 +11,11 @@ from rl_core.timing import add_to_total, collect_seconds, span
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that goes on by 1 at every look."""
+    """Replace the clock by one that advances by 1 at every reading."""
     monkeypatch.setattr(time, "perf_counter", iter(range(1000)).__next__)
 
 
-def test_spans_of_a_name_add_up_and_inner_ones_count_for_the_outer_too(clock):
+def test_spans_of_a_name_add_up_and_outer_spans_include_inner_ones(clock):
     with collect_seconds() as seconds:
         with span("rollout"):  # 0 .. 5
             for _ in range(2):
@@ -39,7 +39,7 @@ def test_nothing_is_counted_outside_or_on_other_threads():
     assert seconds == {}
 
 
-def test_a_collection_within_another_keeps_its_own():
+def test_a_nested_collection_is_separate():
     with collect_seconds() as outer:
         with collect_seconds() as inner:
             add_to_total("tokens", 1)
@@ -47,7 +47,7 @@ def test_a_collection_within_another_keeps_its_own():
     assert (outer, inner) == ({"tokens": 10}, {"tokens": 1})
 
 
-def test_a_span_counts_though_its_block_raises(clock):
+def test_a_span_counts_if_its_block_raises(clock):
     with (
         collect_seconds() as seconds,
         pytest.raises(ValueError, match="on purpose"),
@@ -57,6 +57,6 @@ def test_a_span_counts_though_its_block_raises(clock):
     assert seconds == {"reward": 1}
 
 
-def test_no_span_lies_within_one_that_lies_within_another():
+def test_spans_are_nested_at_most_two_deep():
     # the profile subtracts one level
     assert not set(timing.ENCLOSING_SPANS) & set(timing.ENCLOSING_SPANS.values())

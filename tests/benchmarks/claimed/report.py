@@ -65,7 +65,7 @@ def format_policies(name: str, part: Part, results: Results, seeds: int) -> list
         "each seed",
         "validation",
         *by_level,
-        "difference to the first [95%]",
+        "vs. the first [95%]",
         "better",
         *more,
     ]
@@ -206,7 +206,7 @@ def format_over_optimisation(results: Results, seeds: int) -> list[str]:
         f"## {name}: PPO against a reward model (held-out accuracy {right})",
         "",
         "| arm | success at the end [95%] | each seed | at the best look [95%] | each seed | "
-        "end, against stopping the first early [95%] | better | score at the end |",
+        "end, vs. stopping the first early [95%] | better | score at the end |",
         "|" + "---|" * 8,
     ]
     for arm in arms:

@@ -109,7 +109,7 @@ def format_report(processor, lines, checks, about, notes):
         notes: what could not be measured, and why.
     """
     text = [
-        f"# Speed beside TRL and transformers: {processor}",
+        f"# Speed compared with TRL and transformers: {processor}",
         "",
         *[f"- {entry}" for entry in about],
         "",

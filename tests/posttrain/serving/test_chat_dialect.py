@@ -174,7 +174,7 @@ def test_tools_are_called_as_environments_declare_them(served):
         == continued.ids
     )
     _, instructed = build_prompt(served, opening, tools=schema, style="instructions")
-    system = {"role": "system", "content": prompt.tools.describe_tools()}
+    system = {"role": "system", "content": prompt.tools.instructions()}
     assert instructed.ids == renderer.encode_history_prompt([system, opening])
 
 

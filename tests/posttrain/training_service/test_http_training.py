@@ -332,12 +332,12 @@ def test_the_optimizer_of_a_run_made_from_saved_weights(service):
     assert "grad_norm:mean" in service.result(service.post("optim_step", step))["metrics"]
     service.forward_backward(run, 2, random_data(1))
     invalid = service.post("optim_step", {**step, "model_id": run, "seq_id": 3})
-    assert "of muon, and the run was made with adamw" in service.result(invalid)["error"]
+    assert "for muon, but the run was created with adamw" in service.result(invalid)["error"]
     reload = {"model_id": created["model_id"], "seq_id": 3, "path": saved, "optimizer": False}
     foreign = service.result(
         service.post("load_weights", {**reload, "optimizer_config": {"type": "adamw"}})
     )
-    assert foreign["error"] == "optimizer_config: the run was made with dimuon"
+    assert foreign["error"] == "optimizer_config: the run was created with dimuon"
     muon_saved = service.result(
         service.post("save_weights", {"model_id": created["model_id"], "seq_id": 4, "path": "m"})
     )

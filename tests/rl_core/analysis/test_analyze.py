@@ -23,7 +23,7 @@ EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00\ud80
 
 
 class Page(html.parser.HTMLParser):
-    """Tags, attributes and text of a page; every tag that is opened has to be closed."""
+    """Tags, attributes and text of a page; every opened tag has to be closed."""
 
     void = frozenset({"meta", "img", "input"})
 
@@ -61,20 +61,20 @@ def result(tmp_path_factory):
         for i in range(40)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 40, "met')
-    found = analyze(
+    analysis = analyze(
         {name: folder / f"{name}.jsonl" for name in skills},
         folder / "out",
         SETTINGS,
         training={"policy": folder / "metrics.jsonl"},
         image_of=lambda level, seed: PNG,
     )
-    return found, folder
+    return analysis, folder
 
 
 def test_every_file_is_there(result):
-    found, _ = result
-    assert found.report.name == "report.html"
-    assert {path.name for path in found.files} == {
+    analysis, _ = result
+    assert analysis.report.name == "report.html"
+    assert {path.name for path in analysis.files} == {
         "report.html",
         "analysis.json",
         "analysis.csv",
@@ -87,31 +87,31 @@ def test_every_file_is_there(result):
         "rewards.png",
         "training_0.png",
     }
-    for path in found.files:
+    for path in analysis.files:
         assert path.stat().st_size > 500
         assert path.suffix != ".png" or path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_metrics_agree_with_the_rows(result):
-    found, _ = result
+    analysis, _ = result
     for name, skill in (("sft", 0.5), ("policy", 0.95)):
         rows = list(played(150, skill, seed=len(name)))
         assert_allclose(
-            found.metrics[f"analysis/{name}/success_rate"], sum(r.success for r in rows) / 150
+            analysis.metrics[f"analysis/{name}/success_rate"], sum(r.success for r in rows) / 150
         )
         assert_allclose(
-            found.metrics[f"analysis/{name}/reward_mean"], sum(r.reward for r in rows) / 150
+            analysis.metrics[f"analysis/{name}/reward_mean"], sum(r.reward for r in rows) / 150
         )
         hard = [r.success for r in rows if r.level == "hard"]
         assert_allclose(
-            found.metrics[f"analysis/{name}/success_rate_by_level/hard"], sum(hard) / len(hard)
+            analysis.metrics[f"analysis/{name}/success_rate_by_level/hard"], sum(hard) / len(hard)
         )
-    difference = found.metrics["analysis/policy_minus_sft/success"]
-    both = [found.metrics[f"analysis/{name}/success_rate"] for name in ("policy", "sft")]
+    difference = analysis.metrics["analysis/policy_minus_sft/success"]
+    both = [analysis.metrics[f"analysis/{name}/success_rate"] for name in ("policy", "sft")]
     assert_allclose(difference, both[0] - both[1])
-    assert 0 < found.metrics["analysis/policy_minus_sft/success_low"] < difference
-    assert [row["model"] for row in found.summary] == ["sft", "policy"]
-    [pair] = found.comparisons
+    assert 0 < analysis.metrics["analysis/policy_minus_sft/success_low"] < difference
+    assert [row["model"] for row in analysis.summary] == ["sft", "policy"]
+    [pair] = analysis.comparisons
     assert pair.total.wins - pair.total.losses == round(difference * 150) and pair.p_value < 1e-6
     rewards = [[r.reward for r in played(150, s, seed=n)] for s, n in ((0.5, 3), (0.95, 6))]
     gaps = [b - a for a, b in zip(*rewards, strict=True)]
@@ -121,8 +121,8 @@ def test_metrics_agree_with_the_rows(result):
 
 
 def test_report_is_self_contained_and_marks_the_turning_point(result):
-    found, _ = result
-    text = found.report.read_text(encoding="utf-8")
+    analysis, _ = result
+    text = analysis.report.read_text(encoding="utf-8")
     page = Page(text)
     assert "script" not in page.tags and "link" not in page.tags
     sources = [value for tag, name, value in page.attributes if name in ("src", "href")]
@@ -135,15 +135,15 @@ def test_report_is_self_contained_and_marks_the_turning_point(result):
 
 
 def test_json_and_csv(result):
-    found, _ = result
-    row = json.loads((found.files[1]).read_text(), parse_constant=lambda name: pytest.fail(name))
+    analysis, _ = result
+    row = json.loads((analysis.files[1]).read_text(), parse_constant=lambda name: pytest.fail(name))
     assert [model["name"] for model in row["models"]] == ["sft", "policy"] and len(
         row["cases"]
     ) == 3
     assert_allclose(
-        row["models"][1]["success"]["rate"], found.metrics["analysis/policy/success_rate"]
+        row["models"][1]["success"]["rate"], analysis.metrics["analysis/policy/success_rate"]
     )
-    with found.files[2].open(newline="") as file:
+    with analysis.files[2].open(newline="") as file:
         rows = list(csv.DictReader(file))
     [total] = [
         r
@@ -151,7 +151,7 @@ def test_json_and_csv(result):
         if (r["model"], r["group"], r["metric"]) == ("policy", "all", "success_rate")
     ]
     assert (
-        float(total["value"]) == found.metrics["analysis/policy/success_rate"]
+        float(total["value"]) == analysis.metrics["analysis/policy/success_rate"]
         and total["n"] == "150"
     )
     assert any(r["group"] == "minus sft" and r["name"] == "hard" for r in rows)
@@ -161,22 +161,22 @@ def test_json_and_csv(result):
 
 
 def test_same_input_gives_the_same_bytes(result, tmp_path):
-    found, folder = result
-    again = analyze(
+    analysis, folder = result
+    repeated = analyze(
         {name: folder / f"{name}.jsonl" for name in ("sft", "policy")},
         tmp_path / "again",
         SETTINGS,
         training={"policy": folder / "metrics.jsonl"},
         image_of=lambda level, seed: PNG,
     )
-    assert again.metrics == found.metrics
-    for one, other in zip(found.files, again.files, strict=True):
-        assert one.read_bytes() == other.read_bytes(), one.name
+    assert repeated.metrics == analysis.metrics
+    for file, repeated_file in zip(analysis.files, repeated.files, strict=True):
+        assert file.read_bytes() == repeated_file.read_bytes(), file.name
 
 
-def test_torn_training_rows_are_said(result):
-    found, _ = result
-    assert found.notes == ["1 unreadable rows of the training metrics of 'policy' were skipped."]
+def test_torn_training_rows_are_reported(result):
+    analysis, _ = result
+    assert analysis.notes == ["1 unreadable rows of the training metrics of 'policy' were skipped."]
 
 
 def test_markup_in_every_text_is_escaped(tmp_path):
@@ -200,8 +200,8 @@ def test_markup_in_every_text_is_escaped(tmp_path):
     write_trajectories(tmp_path / "a.jsonl", [row, trajectory(2, kind="$x_{")])
     write_trajectories(tmp_path / "b.jsonl", [other, trajectory(2, kind="$x_{")])
     models = {EVIL: tmp_path / "a.jsonl", "<b>": tmp_path / "b.jsonl"}
-    found = analyze(models, tmp_path / "out", SETTINGS, title=EVIL)
-    page = Page(found.report.read_text(encoding="utf-8"))
+    analysis = analyze(models, tmp_path / "out", SETTINGS, title=EVIL)
+    page = Page(analysis.report.read_text(encoding="utf-8"))
     assert "script" not in page.tags and "b" in page.tags
     assert not [attribute for attribute in page.attributes if attribute[1].startswith("on")]
     assert all(
@@ -217,23 +217,23 @@ def test_csv_cells_are_no_formulas(tmp_path):
     row.turns[0].tool_call.name = "=cmd()"
     row.level = row.kind = "@SUM(1)"
     write_trajectories(tmp_path / "a.jsonl", [row])
-    found = analyze({"-1+1": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS)
-    with found.files[2].open(newline="") as file:
+    analysis = analyze({"-1+1": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS)
+    with analysis.files[2].open(newline="") as file:
         for line in list(csv.reader(file))[1:]:
             assert not any(cell.startswith(("=", "@", "-1")) for cell in line)
 
 
 def test_one_model_alone_and_no_cases(tmp_path):
     write_trajectories(tmp_path / "a.jsonl", [trajectory(1, turns=[])])
-    found = analyze(
+    analysis = analyze(
         {"only": tmp_path / "a.jsonl"}, tmp_path / "out", AnalysisSettings(side_by_side=0)
     )
-    assert found.comparisons == [] and found.notes == []
-    assert "Episodes side by side" not in found.report.read_text()
-    assert found.metrics["analysis/only/success_rate"] == 1.0
+    assert analysis.comparisons == [] and analysis.notes == []
+    assert "Episodes side by side" not in analysis.report.read_text()
+    assert analysis.metrics["analysis/only/success_rate"] == 1.0
 
 
-def test_what_models_said_is_reported(tmp_path):
+def test_probe_results_are_reported(tmp_path):
     for name in ("sft", "policy"):
         write_trajectories(
             tmp_path / f"{name}.jsonl", [trajectory(1, name == "policy"), trajectory(2)]
@@ -259,8 +259,8 @@ def test_what_models_said_is_reported(tmp_path):
         ["'x' was left out."],
     )
     models = {name: tmp_path / f"{name}.jsonl" for name in ("sft", "policy")}
-    found = analyze(models, tmp_path / "out", SETTINGS, probes=probes)
-    metrics = found.metrics
+    analysis = analyze(models, tmp_path / "out", SETTINGS, probes=probes)
+    metrics = analysis.metrics
     assert (
         metrics["analysis/policy/kl_to_first"] == 0.125
         and metrics["analysis/sft/perplexity"] == 2.0
@@ -272,16 +272,16 @@ def test_what_models_said_is_reported(tmp_path):
         metrics["analysis/reward_model/accuracy"] == 1.0
         and metrics["analysis/reward_model/pairs"] == 1
     )
-    assert {"entropy_and_kl.png", "reward_model.png"} <= {path.name for path in found.files}
-    row = json.loads(found.files[1].read_text())
+    assert {"entropy_and_kl.png", "reward_model.png"} <= {path.name for path in analysis.files}
+    row = json.loads(analysis.files[1].read_text())
     assert row["models"][1]["probe"]["kl_by_turn"] == [0.125]
     assert (
         row["reward_model"]["pairs"] == 1 and row["reward_model"]["bins"][0]["right"]["rate"] == 1.0
     )
-    with found.files[2].open(newline="") as file:
+    with analysis.files[2].open(newline="") as file:
         cells = {(r["model"], r["metric"]): r["value"] for r in csv.DictReader(file)}
     assert cells["policy", "kl_to_first"] == "0.125" and cells["reward_model", "auc"] == "1.0"
-    words = " ".join(Page(found.report.read_text(encoding="utf-8")).words)
+    words = " ".join(Page(analysis.report.read_text(encoding="utf-8")).words)
     for expected in (
         "Reward model against true success",
         "KL from the first model",
@@ -294,23 +294,23 @@ def test_what_models_said_is_reported(tmp_path):
 def test_pass_at_k_is_reported(tmp_path):
     rows = [trajectory(1, sample < 1, sample=sample) for sample in range(4)]
     write_trajectories(tmp_path / "a.jsonl", rows)
-    found = analyze({"m": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS)
-    assert [found.metrics[f"analysis/m/pass_at_{k}"] for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    assert "pass@4" in found.report.read_text()
+    analysis = analyze({"m": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS)
+    assert [analysis.metrics[f"analysis/m/pass_at_{k}"] for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert "pass@4" in analysis.report.read_text()
     assert (tmp_path / "out" / "pass_at_k.png").is_file()
 
 
 def test_different_episodes_are_compared_on_the_common_ones(tmp_path):
     write_trajectories(tmp_path / "a.jsonl", [trajectory(seed, False) for seed in range(10)])
     write_trajectories(tmp_path / "b.jsonl", [trajectory(seed, True) for seed in range(4, 11)])
-    found = analyze(
+    analysis = analyze(
         {"a": tmp_path / "a.jsonl", "b": tmp_path / "b.jsonl"}, tmp_path / "out", SETTINGS
     )
-    assert found.metrics["analysis/b_minus_a/episodes"] == 6
-    assert found.metrics["analysis/b_minus_a/success"] == 1.0
-    [note] = found.notes
+    assert analysis.metrics["analysis/b_minus_a/episodes"] == 6
+    assert analysis.metrics["analysis/b_minus_a/success"] == 1.0
+    [note] = analysis.notes
     assert "compared on the 6 common ones (4 only 'a', 1 only 'b')" in note
-    assert note.replace("'", "&#x27;") in found.report.read_text()
+    assert note.replace("'", "&#x27;") in analysis.report.read_text()
 
 
 def test_nothing_in_common_is_an_error_and_leaves_nothing(tmp_path):
@@ -338,11 +338,13 @@ def test_bad_input_leaves_nothing(tmp_path):
 def test_a_failing_image_costs_only_the_image(tmp_path):
     write_trajectories(tmp_path / "a.jsonl", [trajectory(1)])
 
-    def broken(level, seed):
+    def fail_to_draw(level, seed):
         raise RuntimeError("no picture")
 
-    found = analyze({"a": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS, image_of=broken)
-    assert "class='image'" not in found.report.read_text()
+    analysis = analyze(
+        {"a": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS, image_of=fail_to_draw
+    )
+    assert "class='image'" not in analysis.report.read_text()
 
 
 def test_memory_does_not_grow_with_the_number_of_trajectories(tmp_path, monkeypatch):
@@ -351,7 +353,7 @@ def test_memory_does_not_grow_with_the_number_of_trajectories(tmp_path, monkeypa
     from rl_core.analysis.episode_index import EpisodeIndex
     from rl_core.analysis.runner import _summarize_model
 
-    def peak(count):
+    def measure_peak(count):
         path = tmp_path / f"{count}.jsonl"
         base = json.dumps(trajectory(0).to_json())
         with path.open("w") as file:
@@ -366,9 +368,9 @@ def test_memory_does_not_grow_with_the_number_of_trajectories(tmp_path, monkeypa
         return top
 
     small, large = (
-        peak(3000),
-        peak(9000),
-    )  # more than the reservoirs and one batch of the index hold
+        measure_peak(3000),
+        measure_peak(9000),
+    )  # more than the reservoirs and one index batch can hold
     assert large < 1.05 * small, (small, large)
 
 
@@ -444,7 +446,7 @@ def test_a_curve_of_one_point_or_of_zeros_is_no_picture(tmp_path):
 def test_parts_of_the_reward_are_drawn_where_there_are_several(tmp_path):
     path = tmp_path / "metrics.jsonl"
 
-    def drawn(*parts):
+    def draw_parts(*parts):
         metrics = {f"reward/weighted/{part}": 0.5 for part in parts}
         path.write_text("\n".join(json.dumps({"step": i, "metrics": metrics}) for i in range(9)))
         run = read_training_curves(
@@ -453,15 +455,15 @@ def test_parts_of_the_reward_are_drawn_where_there_are_several(tmp_path):
         assert sorted(run.curves) == sorted(metrics)
         return training_curves.draw_training_run(tmp_path / "x.png", run, "policy")
 
-    assert drawn("task", "curiosity") is not None and drawn("task") is None
+    assert draw_parts("task", "curiosity") is not None and draw_parts("task") is None
 
 
 def test_shades_run_from_light_to_dark():
-    def brightness(color):
-        return sum(int(color[place : place + 2], 16) for place in (1, 3, 5))
+    def compute_brightness(color):
+        return sum(int(color[start : start + 2], 16) for start in (1, 3, 5))
 
     for color in COLORS:
-        values = [brightness(shade) for shade in build_shades(color, 4)]
+        values = [compute_brightness(shade) for shade in build_shades(color, 4)]
         assert values == sorted(values, reverse=True) and len(set(values)) == 4
 
 

@@ -18,7 +18,7 @@ LOGIT_3 = math.log(3)  # sigmoid = 0.75
 
 
 def test_reliability_by_hand():
-    # sure with 0.75 four times, right three times: no gap. Sure with 0.9 twice, both wrong: a gap of 0.9.
+    # confidence 0.75 four times, right three times: no gap. Confidence 0.9 twice, both wrong: a gap of 0.9.
     bins, ece = compute_reliability(
         [LOGIT_3, LOGIT_3, LOGIT_3, -LOGIT_3, -math.log(9), -math.log(9)], 10
     )
@@ -29,7 +29,7 @@ def test_reliability_by_hand():
     assert bins[1].right.low == 0 and 0.6 < bins[1].right.high < 0.7  # Wilson at 0 of 2: 0.658
     assert (
         compute_reliability([0.0], 10)[1] == 0.0
-    )  # a tie is half right, and half is what it claims
+    )  # a tie is half right, and its confidence is one half
 
 
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=40), st.integers(1, 10))
@@ -56,14 +56,14 @@ def test_correlation_by_hand():
 
 def test_pairs_are_made_within_episodes_only():
     # episode a: success 2 against failures 0 and 3; episode b has a success alone: no pair
-    found = calibrate_reward_model(
+    calibration = calibrate_reward_model(
         [2.0, 0.0, 3.0, 9.0], [True, False, False, True], ["a", "a", "a", "b"]
     )
-    assert found.pairs == 2
-    assert found.accuracy.rate == 0.5 and found.accuracy.n == 2
-    assert found.auc == 0.75  # over all: 2 beats 0 and not 3, 9 beats both
-    assert len(found.bins) == 1  # too few pairs for more
-    assert found.collect_metrics().keys() == {
+    assert calibration.pairs == 2
+    assert calibration.accuracy.rate == 0.5 and calibration.accuracy.n == 2
+    assert calibration.auc == 0.75  # over all: 2 beats 0 and not 3, 9 beats both
+    assert len(calibration.bins) == 1  # too few pairs for more
+    assert calibration.collect_metrics().keys() == {
         "ece",
         "accuracy",
         "correlation",
@@ -71,12 +71,15 @@ def test_pairs_are_made_within_episodes_only():
         "pairs",
         "trajectories",
     }
-    assert "scores" not in found.to_json()
+    assert "scores" not in calibration.to_json()
 
 
 def test_without_pairs_nothing_is_made_up():
-    found = calibrate_reward_model([1.0, 2.0], [True, True], [1, 1])
-    assert found.bins == [] and found.collect_metrics() == {"pairs": 0.0, "trajectories": 2.0}
+    calibration = calibrate_reward_model([1.0, 2.0], [True, True], [1, 1])
+    assert calibration.bins == [] and calibration.collect_metrics() == {
+        "pairs": 0.0,
+        "trajectories": 2.0,
+    }
 
 
 @pytest.mark.parametrize("scores", [[], [1.0], [1.0, math.nan]])

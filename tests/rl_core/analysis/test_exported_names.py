@@ -1,4 +1,4 @@
-"""Names of metrics outside: one for each row of the reference, base units, labels."""
+"""Exported metric names: one for each row of the reference, base units, labels."""
 
 import re
 
@@ -35,8 +35,8 @@ from rl_core.analysis.metric_reference import METRIC_GROUPS, resolve_exported_me
     ],
 )
 def test_labels_and_units(inside, outside, labels, scale):
-    found = resolve_exported_metric(inside)
-    assert (found.name, dict(found.labels), found.scale) == (outside, labels, scale)
+    metric = resolve_exported_metric(inside)
+    assert (metric.name, dict(metric.labels), metric.scale) == (outside, labels, scale)
 
 
 def test_no_two_rows_leave_under_one_name():

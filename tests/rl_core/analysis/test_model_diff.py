@@ -11,7 +11,7 @@ from rl_core.errors import DataError
 from rl_core.types import Turn
 
 
-def files(tmp_path, first, second):
+def write_models(tmp_path, first, second):
     paths = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for path, episodes in zip(paths, (first, second), strict=True):
         write_trajectories(path, list(episodes))
@@ -29,21 +29,21 @@ def test_figures_by_hand(tmp_path):
         trajectory(4),
     ]
     first[2].level = "hard"
-    found = diff_models(files(tmp_path, first, second), ("sft", "policy"))
-    assert found.paired.total.success.difference == pytest.approx(-2 / 5)  # 1 won, 3 lost
-    assert (found.paired.total.wins, found.paired.total.losses) == (1, 3)
+    diff = diff_models(write_models(tmp_path, first, second), ("sft", "policy"))
+    assert diff.paired.total.success.difference == pytest.approx(-2 / 5)  # 1 won, 3 lost
+    assert (diff.paired.total.wins, diff.paired.total.losses) == (1, 3)
     # signs of four episodes: 2 (P(+ >= 3)) = 2 (4 + 1) / 16
-    assert [found.exact_p_value, found.paired.p_value] == pytest.approx([10 / 16, 10 / 16])
-    assert [(row.name, row.success.difference) for row in found.worse] == [
+    assert [diff.exact_p_value, diff.paired.p_value] == pytest.approx([10 / 16, 10 / 16])
+    assert [(row.name, row.success.difference) for row in diff.worse] == [
         ("hard", -1.0),
         ("colour", pytest.approx(-0.4)),
         ("easy", pytest.approx(-0.25)),
     ]
-    one, other = found.behaviour
-    assert (one.turns, one.tools, one.truncated_rate) == (2.0, {"zoom": 1.0}, 0.0)
-    assert (other.turns, other.tools, other.truncated_rate) == (2.0, {"zoom": 6 / 5}, 0.2)
-    parted = {episode.seed: episode for episode in found.lost}
-    assert set(parted) == {1, 2, 3} and [episode.seed for episode in found.won] == [4]
+    sft, policy = diff.behaviour
+    assert (sft.turns, sft.tools, sft.truncated_rate) == (2.0, {"zoom": 1.0}, 0.0)
+    assert (policy.turns, policy.tools, policy.truncated_rate) == (2.0, {"zoom": 6 / 5}, 0.2)
+    parted = {episode.seed: episode for episode in diff.lost}
+    assert set(parted) == {1, 2, 3} and [episode.seed for episode in diff.won] == [4]
     assert (parted[1].turn, parted[1].before, parted[1].actions) == (
         1,
         ("zoom 1 2",),
@@ -56,20 +56,20 @@ def test_figures_by_hand(tmp_path):
         ("terminated", "max_turns"),
     )
     assert (parted[3].turn, parted[3].actions) == (None, ("", ""))
-    plain = found.to_json()
-    assert plain["first"] == "sft" and plain["behaviour"]["policy"]["tools"] == {"zoom": 1.2}
-    assert [row["seed"] for row in plain["won"]] == [4] and plain["exact_p_value"] == pytest.approx(
-        0.625
-    )
+    as_json = diff.to_json()
+    assert as_json["first"] == "sft" and as_json["behaviour"]["policy"]["tools"] == {"zoom": 1.2}
+    assert [row["seed"] for row in as_json["won"]] == [4] and as_json[
+        "exact_p_value"
+    ] == pytest.approx(0.625)
 
 
 def test_the_exact_test_is_that_of_all_signs_with_several_samples(tmp_path):
-    """Rates of three samples: the distribution over all 2^n signs, enumerated."""
+    """Compare rates of three samples with the distribution over all 2^n signs, enumerated."""
     first, second = (
         list(played(12, 0.5, seed=1, samples=3)),
         list(played(12, 0.9, seed=2, samples=3)),
     )
-    found = diff_models(files(tmp_path, first, second), ("a", "b"))
+    diff = diff_models(write_models(tmp_path, first, second), ("a", "b"))
     rates = [
         {
             seed: sum(t.success for t in side if t.seed == seed) / 3
@@ -82,27 +82,27 @@ def test_the_exact_test_is_that_of_all_signs_with_several_samples(tmp_path):
     sums = [
         sum(s * abs(v) for s, v in zip(signs, moved, strict=True))
         for signs in itertools.product((1, -1), repeat=len(moved))
-    ]  # noqa: E501
+    ]
     more, less = (
         sum(total * sign >= sum(moved) * sign - 1e-9 for total in sums) / len(sums)
         for sign in (1, -1)
     )
-    assert len(moved) > 4 and found.exact_p_value == pytest.approx(min(1.0, 2 * min(more, less)))
-    assert found.paired.total.success.difference == pytest.approx(sum(differences) / 12)
+    assert len(moved) > 4 and diff.exact_p_value == pytest.approx(min(1.0, 2 * min(more, less)))
+    assert diff.paired.total.success.difference == pytest.approx(sum(differences) / 12)
 
 
 def test_a_model_and_itself_do_not_differ(tmp_path):
     episodes = list(played(9, 0.6))
-    found = diff_models(files(tmp_path, episodes, episodes), ("a", "a'"))
-    assert (found.exact_p_value, found.paired.total.success) == (1.0, (0.0, 0.0, 0.0))
-    assert found.worse == found.lost == found.won == []
+    diff = diff_models(write_models(tmp_path, episodes, episodes), ("a", "a'"))
+    assert (diff.exact_p_value, diff.paired.total.success) == (1.0, (0.0, 0.0, 0.0))
+    assert diff.worse == diff.lost == diff.won == []
 
 
-def test_episodes_of_one_alone_are_counted_and_none_in_common_is_an_error(tmp_path):
-    found = diff_models(files(tmp_path, played(6, 0.5), played(9, 0.5)), ("a", "b"))
-    assert (found.paired.only_first, found.paired.only_second) == (0, 3)
+def test_episodes_of_a_single_model_are_counted_and_none_in_common_is_an_error(tmp_path):
+    diff = diff_models(write_models(tmp_path, played(6, 0.5), played(9, 0.5)), ("a", "b"))
+    assert (diff.paired.only_first, diff.paired.only_second) == (0, 3)
     with pytest.raises(DataError, match="no episode in common"):
-        diff_models(files(tmp_path, [trajectory(1)], [trajectory(2)]), ("a", "b"))
+        diff_models(write_models(tmp_path, [trajectory(1)], [trajectory(2)]), ("a", "b"))
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(DataError):
         diff_models((tmp_path / "a.jsonl", tmp_path / "b.jsonl"), ("a", "b"))

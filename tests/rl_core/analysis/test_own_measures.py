@@ -1,4 +1,4 @@
-"""Measures of the user's in the analysis."""
+"""User-defined measures in the analysis."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.settings import AnalysisSettings
 
 
-def words_of_first(trajectory):
+def count_words_of_first(trajectory):
     """Words of the first action <b>
 
     More about it.
@@ -21,25 +21,27 @@ def words_of_first(trajectory):
 
 
 @pytest.fixture(autouse=True)
-def module(monkeypatch):
-    made = types.ModuleType("own_measures_of_a_test")
-    made.words_of_first = words_of_first
-    made.reward_mean = words_of_first
-    made.two = lambda trajectory, other: 1.0
-    made.bad = lambda trajectory: float("nan")
-    made.raises = lambda trajectory: trajectory.absent
-    monkeypatch.setitem(sys.modules, made.__name__, made)
+def install_module(monkeypatch):
+    module = types.ModuleType("measures_of_a_test")
+    module.words_of_first = count_words_of_first
+    module.reward_mean = count_words_of_first
+    module.two = lambda trajectory, other: 1.0
+    module.bad = lambda trajectory: float("nan")
+    module.raises = lambda trajectory: trajectory.absent
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def settings(*names):
-    paths = tuple(f"own_measures_of_a_test:{name}" for name in names)
+def build_settings(*names):
+    paths = tuple(f"measures_of_a_test:{name}" for name in names)
     return AnalysisSettings(bootstrap_samples=200, side_by_side=0, measures=paths)
 
 
 def test_the_mean_over_episodes_is_in_metrics_tables_and_report(tmp_path):
     trajectories = list(played(40, 0.5, seed=1))
     write_trajectories(tmp_path / "sft.jsonl", trajectories)
-    result = analyze({"sft": tmp_path / "sft.jsonl"}, tmp_path / "out", settings("words_of_first"))
+    result = analyze(
+        {"sft": tmp_path / "sft.jsonl"}, tmp_path / "out", build_settings("words_of_first")
+    )
     counts = [len(t.turns[0].action.split()) for t in trajectories if t.seed % 2]
     expected = pytest.approx(sum(counts) / len(counts))
     assert 0 < len(counts) < 40
@@ -60,7 +62,7 @@ def test_the_mean_over_episodes_is_in_metrics_tables_and_report(tmp_path):
 )
 def test_wrong_functions_are_refused_before_anything_is_read(tmp_path, name, message):
     with pytest.raises(SettingsError, match=message):
-        analyze({"sft": tmp_path / "absent.jsonl"}, tmp_path / "out", settings(name))
+        analyze({"sft": tmp_path / "absent.jsonl"}, tmp_path / "out", build_settings(name))
 
 
 @pytest.mark.parametrize(
@@ -69,4 +71,4 @@ def test_wrong_functions_are_refused_before_anything_is_read(tmp_path, name, mes
 def test_what_fails_on_an_episode_names_both(tmp_path, name, message):
     write_trajectories(tmp_path / "sft.jsonl", played(3, 0.5, seed=1))
     with pytest.raises(DataError, match=rf"measure '{name}' on \w+/\d+ {message}"):
-        analyze({"sft": tmp_path / "sft.jsonl"}, tmp_path / "out", settings(name))
+        analyze({"sft": tmp_path / "sft.jsonl"}, tmp_path / "out", build_settings(name))

@@ -17,8 +17,8 @@ from rl_core.analysis.significance_tests import (
 from rl_core.errors import DataError
 
 
-def enumerated(differences):
-    """Share of all 2^n sign patterns whose sum is at least the observed one."""
+def enumerate_sign_patterns(differences):
+    """Return the share of all 2^n sign patterns whose sum is at least the observed one."""
     sizes = np.abs(differences)
     sums = np.array(
         [np.dot(signs, sizes) for signs in itertools.product((-1, 1), repeat=len(sizes))]
@@ -44,32 +44,34 @@ def test_samples_against_all_sign_patterns(seed, grid):
     rng = np.random.default_rng([seed, grid])
     differences = rng.integers(-grid, grid + 1, 11) / grid
     values, counts = np.unique(differences, return_counts=True)
-    assert sign_flip_test(values, counts) == pytest.approx(enumerated(differences), rel=1e-9)
+    assert sign_flip_test(values, counts) == pytest.approx(
+        enumerate_sign_patterns(differences), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_real_rewards_against_all_sign_patterns(seed):
     rng = np.random.default_rng(seed)
     differences = rng.normal(0.3, 1.0, 12)
-    found = sign_flip_test(differences, np.ones(12, int), draws=200_000, seed=1)
-    exact = enumerated(differences)
-    assert abs(found - exact) < 5 * math.sqrt(exact * (1 - exact) / 200_000) + 1e-5
-    assert found != sign_flip_test(
+    p_value = sign_flip_test(differences, np.ones(12, int), draws=200_000, seed=1)
+    exact = enumerate_sign_patterns(differences)
+    assert abs(p_value - exact) < 5 * math.sqrt(exact * (1 - exact) / 200_000) + 1e-5
+    assert p_value != sign_flip_test(
         differences, np.ones(12, int), draws=200_000, seed=2
     )  # signs were drawn
     assert sign_flip_test([1e-3 * math.pi], [40], draws=999) == pytest.approx(1 / 1000)  # never 0
 
 
 def test_kinds_of_test_and_their_counts():
-    found = run_gain_test([1, 1, -1, 0, 0])
-    assert (found.name, found.episodes, found.discordant) == ("sign test", 5, 3)
-    assert found.p_value == pytest.approx(4 / 8)
+    result = run_gain_test([1, 1, -1, 0, 0])
+    assert (result.name, result.episodes, result.discordant) == ("sign test", 5, 3)
+    assert result.p_value == pytest.approx(4 / 8)
     assert run_gain_test([0.5, 1, -0.5]).name == "sign-flip test"
     assert run_gain_test([1, 1, -1], margin=0.1).name == "betting test"
     assert run_gain_test([1, 1, -1], margin=0.1, bounded=False).name == "sign-flip test"
-    # around the margin .5: .5, .5, -1.5; only +++, and ++- and its likes with a sum of at least -.5: 7 of 8
+    # around the margin .5: .5, .5, -1.5; only +++, and ++- and its permutations with a sum of at least -.5: 7 of 8
     assert run_gain_test([1, 1, -1], margin=0.5, bounded=False).p_value == pytest.approx(
-        enumerated([0.5, 0.5, -1.5])
+        enumerate_sign_patterns([0.5, 0.5, -1.5])
     )
     for wrong in ([], [math.nan], [[1.0]]):
         with pytest.raises(DataError):
@@ -81,7 +83,7 @@ def test_kinds_of_test_and_their_counts():
 @pytest.mark.parametrize("margin", [-0.2, -0.02, 0.05, 0.3])
 @pytest.mark.parametrize("level", [0.025, 0.1, 0.3])
 def test_the_betting_test_keeps_its_level_for_every_share_of_ties(margin, level):
-    """Exact size: over all outcomes of 20 episodes, with the mean at the margin and any share of losses."""
+    """Compute the exact size over all outcomes of 20 episodes, with the mean at the margin and any share of losses."""
     n = 20
     cases = [(wins, losses) for wins in range(n + 1) for losses in range(n + 1 - wins)]
     rejected = [
@@ -103,12 +105,14 @@ def test_the_betting_test_keeps_its_level_for_every_share_of_ties(margin, level)
             )
         )
     assert max(sizes) <= level
-    assert any(rejected)  # and it can reject
+    assert any(rejected)  # the test is able to reject
 
 
 def test_the_betting_test_finds_what_is_there():
     assert betting_test([1.0, -1.0, 0.0], [100, 20, 380], 0.02) < 1e-4
-    assert betting_test([0.0], [1000], -0.05) < 1e-9  # 1,000 episodes alike are no loss of 5 points
+    assert (
+        betting_test([0.0], [1000], -0.05) < 1e-9
+    )  # 1,000 equal episodes are not a loss of 5 points
     assert betting_test([1.0, -1.0, 0.0], [20, 100, 380], 0.02) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""The report as a reader meets it: order, contents list, differences, filters, size."""
+"""The report as readers see it: order, contents list, differences, filters, size."""
 
 import re
 
@@ -16,13 +16,15 @@ SETTINGS = AnalysisSettings(bootstrap_samples=200, side_by_side=12)
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Three models; the last is worse than the first on hard questions."""
+    """Analyse three models; the last is worse than the first on hard questions."""
     folder = tmp_path_factory.mktemp("report")
     skills = {"champion": 0.9, "sft": 0.4, "policy": 0.5}
     for name, skill in skills.items():
         write_trajectories(folder / f"{name}.jsonl", played(80, skill, seed=len(name)))
-    found = analyze({name: folder / f"{name}.jsonl" for name in skills}, folder / "out", SETTINGS)
-    return found, found.report.read_text(encoding="utf-8")
+    analysis = analyze(
+        {name: folder / f"{name}.jsonl" for name in skills}, folder / "out", SETTINGS
+    )
+    return analysis, analysis.report.read_text(encoding="utf-8")
 
 
 def test_the_verdict_comes_first_then_what_got_worse_and_the_contents_list_names_every_section(
@@ -38,22 +40,22 @@ def test_the_verdict_comes_first_then_what_got_worse_and_the_contents_list_names
 
 
 def test_differences_of_the_last_model_from_the_first_stand_in_every_table(report):
-    found, text = report
+    analysis, text = report
     [pair] = [
-        pair for pair in found.comparisons if (pair.first, pair.second) == ("champion", "policy")
+        pair for pair in analysis.comparisons if (pair.first, pair.second) == ("champion", "policy")
     ]
     for section in ("overview", "levels", "kinds"):
         table = text.partition(f"<section id='{section}'")[2].partition("</section>")[0]
         assert "<th>policy &minus; champion</th>" in table
     d = pair.total.success
-    shown = (
+    expected_cell = (
         f"{100 * d.difference:+.1f}</span> <small>[{100 * d.low:+.1f}, {100 * d.high:+.1f}]</small>"
     )
     assert (
         text.partition("<section id='overview'")[2]
         .partition("</tr>")[2]
         .partition("</tr>")[0]
-        .count(shown)
+        .count(expected_cell)
         == 1
     )
     levels = text.partition("<section id='levels'")[2].partition("</section>")[0]
@@ -62,9 +64,9 @@ def test_differences_of_the_last_model_from_the_first_stand_in_every_table(repor
 
 
 def test_measures_of_an_episode_have_paired_differences_with_intervals(report):
-    found, text = report
+    analysis, text = report
     [pair] = [
-        pair for pair in found.comparisons if (pair.first, pair.second) == ("champion", "policy")
+        pair for pair in analysis.comparisons if (pair.first, pair.second) == ("champion", "policy")
     ]
     rows = dict(
         re.findall(r"<tr><td class=text>([^<]+)</td>(.*?)</tr>", text.partition("id='overview'")[2])
@@ -79,14 +81,14 @@ def test_measures_of_an_episode_have_paired_differences_with_intervals(report):
         pair.measures["truncated_rate"].low > 0
         and "<span class='worse'>worse" in rows["Cut by a limit"]
     )
-    means = {one["model"]: one["turns_mean"] for one in found.summary}
+    means = {row["model"]: row["turns_mean"] for row in analysis.summary}
     assert pair.measures["turns_mean"].difference == pytest.approx(
         means["policy"] - means["champion"]
     )
-    assert "[" not in rows["Strategy entropy (nats)"]  # no episode has one
+    assert "[" not in rows["Strategy entropy (nats)"]  # no episode has entropies
 
 
-def test_better_and_worse_are_said_only_where_the_interval_leaves_out_zero():
+def test_better_and_worse_are_shown_only_if_the_interval_excludes_zero():
     assert "better" in format_difference(
         Difference(0.1, 0.05, 0.2)
     ) and "worse" in format_difference(Difference(-0.1, -0.2, -0.05))
@@ -117,27 +119,27 @@ def test_what_does_not_fit_is_counted(report, monkeypatch):
     from rl_core.analysis import report as report_cases
     from rl_core.analysis import runner
 
-    kept = []
+    analyses = []
     monkeypatch.setattr(
-        runner, "render_report", lambda analysis, figures, title: kept.append(analysis) or ""
+        runner, "render_report", lambda analysis, figures, title: analyses.append(analysis) or ""
     )
-    found, _ = report
-    folder = found.report.parent.parent
+    analysis, _ = report
+    folder = analysis.report.parent.parent
     analyze(
         {name: folder / f"{name}.jsonl" for name in ("champion", "policy")},
         folder / "again",
         SETTINGS,
     )
-    cases = kept[0].cases
+    cases = analyses[0].cases
     names = ["champion", "policy"]
-    whole = [part.count("<article") for part in render_cases(cases, names)]
-    assert sum(whole) == len(cases) and whole[0] >= len(cases) / 2
+    all_counts = [part.count("<article") for part in render_cases(cases, names)]
+    assert sum(all_counts) == len(cases) and all_counts[0] >= len(cases) / 2
     size = sum(len(part.encode()) for part in render_cases(cases, names))
     cut = render_cases(cases, names, size // 3)
     assert sum(part.count("<article") for part in cut) < len(cases)
     assert sum(len(part.encode()) for part in cut) < size // 3 + 400
     assert (
-        f"<p class='note'>{whole[1] - cut[1].count('<article'):,} more would make this page too large"
+        f"<p class='note'>{all_counts[1] - cut[1].count('<article'):,} more would make this page too large"
         in cut[1]
     )
     assert (
@@ -164,7 +166,7 @@ def test_two_thousand_episodes_of_eight_models_fit_into_five_megabytes(tmp_path)
             tmp_path / f"{name}.jsonl", played(2000, 0.95 - 0.05 * number, seed=number)
         )
     settings = AnalysisSettings(bootstrap_samples=200, side_by_side=10_000)
-    found = analyze(
+    analysis = analyze(
         {name: tmp_path / f"{name}.jsonl" for name in names}, tmp_path / "out", settings
     )
-    assert 1e6 < found.report.stat().st_size < 5e6
+    assert 1e6 < analysis.report.stat().st_size < 5e6

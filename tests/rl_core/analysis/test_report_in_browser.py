@@ -1,4 +1,4 @@
-"""The report in a real browser: on a phone, in dark, filtered, printed."""
+"""The report in a real browser: on a phone, in dark mode, filtered, printed."""
 
 import pytest
 from helpers import chromium
@@ -45,27 +45,27 @@ def test_nothing_is_cut_off_and_a_link_of_the_contents_goes_there(address, width
 
 
 def test_on_a_phone_tables_scroll_and_their_first_column_stays(address):
-    place = """(() => {
+    script = """(() => {
       const box = [...document.querySelectorAll('.scroll')].find(e => e.scrollWidth > e.clientWidth + 50);
       box.scrollLeft = 50; const row = box.querySelector('tbody tr');
       return [box.scrollLeft, row.children[0].getBoundingClientRect().left - box.getBoundingClientRect().left,
         row.children[1].getBoundingClientRect().left - row.children[0].getBoundingClientRect().right]; })()"""
     with open_at(address, 420) as page:
-        scrolled, first, second = page.run(place)
+        scrolled, first, second = page.run(script)
         assert (
             scrolled == 50 and abs(first) < 1.5 and second < -40
-        )  # the second column went below the first
+        )  # the second column moved below the first
 
 
 def test_lost_episodes_are_filtered_by_a_click(address):
     with open_at(address, 1400) as page:
-        whole = page.run(SHOWN)
+        unfiltered = page.run(SHOWN)
         label = page.run(
             "(() => { const l = [...document.querySelectorAll('.filters label')]"
             ".find(e => e.innerText.includes('hard (')); l.click(); return l.innerText; })()"
         )
         count = int(label.rpartition("(")[2].rstrip(")"))
-        assert 0 < page.run(SHOWN) == count < whole
+        assert 0 < page.run(SHOWN) == count < unfiltered
 
 
 def test_dark_follows_the_system_and_paper_is_white_with_every_episode_open(address):

@@ -69,7 +69,7 @@ def test_clustered_rate_is_wilson_with_one_sample_each():
 
 
 def test_clustered_rate_counts_identical_samples_once():
-    # every episode's 5 samples agree: 10 episodes are worth 10 looks, not 50
+    # every episode's 5 samples agree: 10 episodes are worth 10 observations, not 50
     rate = compute_clustered_rate([5] * 8 + [0] * 2, [5] * 10)
     assert rate.n == 50 and rate.rate == 0.8
     assert_allclose((rate.low, rate.high), wilson_interval(8, 10), rtol=1e-9)
@@ -112,7 +112,7 @@ def test_paired_bootstrap_is_narrower_than_unpaired():
     rng = np.random.default_rng(0)
     hard = rng.random(400)
     b = (hard < 0.5).astype(float)
-    a = (hard < 0.55).astype(float)  # solves what b solves, and a little more
+    a = (hard < 0.55).astype(float)  # solves all that b solves, and slightly more
     paired = bootstrap_paired_difference(a, b, 2000, seed=0)
     assert paired.low > 0
     shuffled = bootstrap_paired_difference(a, rng.permutation(b), 2000, seed=0)
@@ -136,9 +136,9 @@ def test_bootstrap_resamples_episodes_not_samples():
 
 def test_bootstrap_chunks_do_not_change_the_result(monkeypatch):
     values, counts = np.arange(50.0), np.full(50, 3)
-    whole = bootstrap_mean(values, counts, samples=200, seed=0)
+    unchunked = bootstrap_mean(values, counts, samples=200, seed=0)
     monkeypatch.setattr("rl_core.analysis.statistics._CELLS_PER_CHUNK", 1000)
-    assert bootstrap_mean(values, counts, samples=200, seed=0) == whole
+    assert bootstrap_mean(values, counts, samples=200, seed=0) == unchunked
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_find_loop_agrees_with_brute_force(steps):
                 repeats += 1
             if repeats > 1:
                 best = max(best, repeats * period)
-    found = find_loop(steps)
-    assert (found.period * found.repeats if found else 0) == best
+    loop = find_loop(steps)
+    assert (loop.period * loop.repeats if loop else 0) == best
 
 
 def test_moving_average_by_hand():
@@ -241,14 +241,18 @@ def test_moving_average_by_hand():
 
 def test_the_difference_of_two_shares_is_the_published_one():
     # Newcombe 1998, table II: 56/70 - 48/80, method 10: 0.2000 [0.0524, 0.3339]; 5/56 - 0/29: [-0.0381, 0.1926].
-    def rate(successes, n):
+    def make_rate(successes, n):
         return Rate(successes / n, *wilson_interval(successes, n), n)
 
     assert_allclose(
-        compute_rate_difference(rate(56, 70), rate(48, 80)), (0.2, 0.0524, 0.3339), atol=5e-5
+        compute_rate_difference(make_rate(56, 70), make_rate(48, 80)),
+        (0.2, 0.0524, 0.3339),
+        atol=5e-5,
     )
     assert_allclose(
-        compute_rate_difference(rate(5, 56), rate(0, 29)), (5 / 56, -0.0381, 0.1926), atol=5e-5
+        compute_rate_difference(make_rate(5, 56), make_rate(0, 29)),
+        (5 / 56, -0.0381, 0.1926),
+        atol=5e-5,
     )
-    found = compute_rate_difference(rate(48, 80), rate(56, 70))
-    assert_allclose(found, (-0.2, -0.3339, -0.0524), atol=5e-5)
+    difference = compute_rate_difference(make_rate(48, 80), make_rate(56, 70))
+    assert_allclose(difference, (-0.2, -0.3339, -0.0524), atol=5e-5)

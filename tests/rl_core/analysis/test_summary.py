@@ -24,7 +24,7 @@ ANSWER = Turn("answer red", num_tokens=3)
 MISUSE = Turn("zom 1", None, "error: no such tool", True, 4)
 
 
-def summary_of(*trajectories, **options):
+def summarize(*trajectories, **options):
     summary = TrajectorySummary(**options)
     for row in trajectories:
         summary.add_trajectory(row)
@@ -61,9 +61,9 @@ def test_shares_by_hand():
     lost = trajectory(
         4, False, [zoom(1, 1), zoom(1, 1)], answer=None, stop_reason=StopReason.MAX_TURNS
     )
-    metrics = summary_of(looked, guessed, wrong, lost).compute_metrics()
+    metrics = summarize(looked, guessed, wrong, lost).compute_metrics()
     assert metrics["answered_rate"] == 0.75 and metrics["truncated_rate"] == 0.25
-    assert metrics["looked_rate"] == 0.25  # the one that never answered looked before no answer
+    assert metrics["looked_rate"] == 0.25  # the episode without an answer does not count as looked
     assert_allclose(metrics["misuse_rate"], 1 / 7)  # of turns
     assert metrics["trajectories_with_misuse"] == 0.25
     assert metrics["tool_calls_mean"] == 0.75 and metrics["turns_mean"] == 7 / 4
@@ -77,27 +77,27 @@ def test_shares_by_hand():
 def test_looking_counts_image_tools_that_worked():
     calculated = Turn("calc 1+1", ToolCall("calc", {"expression": "1+1"}), "2")
     failed = zoom(99, 1, "error: row 99 is outside", is_error=True)
-    assert summary_of(trajectory(turns=[calculated, ANSWER])).compute_metrics()["looked_rate"] == 1
+    assert summarize(trajectory(turns=[calculated, ANSWER])).compute_metrics()["looked_rate"] == 1
     assert (
-        summary_of(trajectory(turns=[calculated, ANSWER]), image_tools={"zoom"}).compute_metrics()[
+        summarize(trajectory(turns=[calculated, ANSWER]), image_tools={"zoom"}).compute_metrics()[
             "looked_rate"
         ]
         == 0
     )
     assert (
-        summary_of(trajectory(turns=[zoom(1, 1), ANSWER]), image_tools={"zoom"}).compute_metrics()[
+        summarize(trajectory(turns=[zoom(1, 1), ANSWER]), image_tools={"zoom"}).compute_metrics()[
             "looked_rate"
         ]
         == 1
     )
-    assert summary_of(trajectory(turns=[failed, ANSWER])).compute_metrics()["looked_rate"] == 0
+    assert summarize(trajectory(turns=[failed, ANSWER])).compute_metrics()["looked_rate"] == 0
 
 
 def test_repeated_actions_and_answers_taken_back_by_hand():
     fine = trajectory(1, turns=[zoom(1, 1), zoom(1, 2), ANSWER])
-    again = trajectory(2, turns=[zoom(1, 1), zoom(1, 1), zoom(1, 1), ANSWER])
+    repeating = trajectory(2, turns=[zoom(1, 1), zoom(1, 1), zoom(1, 1), ANSWER])
     wavers = trajectory(3, turns=[Turn("answer blue\nanswer red"), ANSWER])
-    metrics = summary_of(fine, again, wavers).compute_metrics()
+    metrics = summarize(fine, repeating, wavers).compute_metrics()
     assert metrics["repetitions_mean"] == pytest.approx(2 / 3)
     assert metrics["contradictions_mean"] == pytest.approx(1 / 3)
     assert metrics["coherent_rate"] == pytest.approx(1 / 3)
@@ -113,10 +113,10 @@ def test_loops_are_cycles_of_states_and_actions():
         zoom(1, 1, "red"),
         zoom(1, 1, "green"),
         ANSWER,
-    ]  # the same action, but something new came of it
-    assert summary_of(trajectory(turns=back_and_forth)).loop_periods == {2: 1}
-    assert summary_of(trajectory(turns=spelled)).loop_periods == {1: 1}
-    assert not summary_of(trajectory(turns=progress)).loop_periods
+    ]  # the same action, but with a new observation
+    assert summarize(trajectory(turns=back_and_forth)).loop_periods == {2: 1}
+    assert summarize(trajectory(turns=spelled)).loop_periods == {1: 1}
+    assert not summarize(trajectory(turns=progress)).loop_periods
 
 
 def test_surprise_is_a_mean_over_tokens_not_trajectories():
@@ -124,13 +124,11 @@ def test_surprise_is_a_mean_over_tokens_not_trajectories():
         trajectory(mean_logprob=-1.0, num_action_tokens=30),
         trajectory(mean_logprob=-0.2, num_action_tokens=10),
     ]
-    assert_allclose(
-        summary_of(*rows).compute_metrics()["nll_per_token"], (30 * 1.0 + 10 * 0.2) / 40
-    )
+    assert_allclose(summarize(*rows).compute_metrics()["nll_per_token"], (30 * 1.0 + 10 * 0.2) / 40)
 
 
 def test_tools_by_level():
-    summary = summary_of(
+    summary = summarize(
         trajectory(turns=[zoom(1, 1), zoom(1, 2, "error", True), MISUSE, ANSWER]),
         trajectory(level="hard"),
     )
@@ -145,7 +143,7 @@ def test_names_that_a_policy_invents_are_bounded():
         trajectory(turns=[Turn("x", ToolCall(f"tool{i}", {}), "seen")])
         for i in range(2 * MAX_NAMES)
     )
-    summary = summary_of(*rows)
+    summary = summarize(*rows)
     calls = summary.tools["pixel_grid", "easy"].calls
     assert len(calls) == MAX_NAMES + 1 and calls[OTHER_NAME] == MAX_NAMES
     assert len(summary.strategies) == MAX_NAMES + 1
@@ -154,8 +152,7 @@ def test_names_that_a_policy_invents_are_bounded():
 def test_empty_summary_has_numbers():
     assert all(math.isfinite(value) for value in TrajectorySummary().compute_metrics().values())
     assert all(
-        math.isfinite(value)
-        for value in summary_of(trajectory(turns=[])).compute_metrics().values()
+        math.isfinite(value) for value in summarize(trajectory(turns=[])).compute_metrics().values()
     )
 
 
@@ -219,12 +216,12 @@ def test_measures_are_paired_over_samples_and_where_both_models_have_them(index)
             model, row := trajectory(seed, turns=turns), 0, summary.add_trajectory(row)
         )
     index.add_trajectory(1, trajectory(3), 0)
-    found = index.sum_paired_metrics(0, 1)
-    assert (found["turns_mean"].episodes, found["turns_mean"].total) == (2, 1.5 + 1.0)
-    assert found["turns_mean"].squares == 1.5**2 + 1.0
-    assert (found["looked_rate"].total, found["loop_rate"].total) == (0.5 + 1.0, 0.0)
+    sums = index.sum_paired_metrics(0, 1)
+    assert (sums["turns_mean"].episodes, sums["turns_mean"].total) == (2, 1.5 + 1.0)
+    assert sums["turns_mean"].squares == 1.5**2 + 1.0
+    assert (sums["looked_rate"].total, sums["loop_rate"].total) == (0.5 + 1.0, 0.0)
     # a guess has no step: no episode of the first model has an efficiency in all of its samples
-    assert "exploration_efficiency" not in found and set(found) < set(PAIRED_METRIC_DIRECTIONS)
+    assert "exploration_efficiency" not in sums and set(sums) < set(PAIRED_METRIC_DIRECTIONS)
 
 
 def test_index_tells_episodes_of_another_data_version_apart(index):

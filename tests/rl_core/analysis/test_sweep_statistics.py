@@ -1,4 +1,4 @@
-"""Statistics over seeds and over many comparisons: values of printed tables and worked by hand."""
+"""Statistics over seeds and over many comparisons: printed tables and values worked by hand."""
 
 import math
 
@@ -13,7 +13,7 @@ from rl_core.errors import DataError
 
 
 @pytest.mark.parametrize(
-    "probability, degrees, expected",  # of a printed table of Student's t
+    "probability, degrees, expected",  # from a printed table of Student's t
     [
         (0.975, 1, 12.7062),
         (0.975, 2, 4.30265),
@@ -34,9 +34,11 @@ def test_quantiles_approach_those_of_the_normal_distribution():
 
 def test_the_interval_over_three_seeds():
     # mean 0.6, s = 0.1, half = 4.30265 * 0.1 / sqrt(3) = 0.248414
-    found = compute_seed_interval([0.5, 0.6, 0.7])
-    assert found.n == 3 and found.rate == pytest.approx(0.6)
-    assert (found.low, found.high) == pytest.approx((0.6 - 0.248414, 0.6 + 0.248414), rel=1e-5)
+    interval = compute_seed_interval([0.5, 0.6, 0.7])
+    assert interval.n == 3 and interval.rate == pytest.approx(0.6)
+    assert (interval.low, interval.high) == pytest.approx(
+        (0.6 - 0.248414, 0.6 + 0.248414), rel=1e-5
+    )
     assert compute_seed_interval([0.25]) == (0.25, -math.inf, math.inf, 1), (
         "one seed tells nothing of others"
     )

@@ -17,12 +17,12 @@ from rl_core.types import ToolCall, Turn
 GOOD = json.dumps(trajectory(7).to_json()) + "\n"
 
 
-def changed(**fields):
+def build_changed_line(**fields):
     return json.dumps({**trajectory(7).to_json(), **fields}) + "\n"
 
 
 def with_turn(**fields):
-    return changed(turns=[{"action": "x", **fields}])
+    return build_changed_line(turns=[{"action": "x", **fields}])
 
 
 def test_round_trip_with_odd_text(tmp_path):
@@ -37,11 +37,14 @@ def test_round_trip_with_odd_text(tmp_path):
 def test_offsets_lead_back_to_their_rows(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(
-        b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n\n" + changed(seed=8).replace("\n", "\r\n").encode()
+        b"\xef\xbb\xbf"
+        + GOOD.encode()
+        + b"\r\n\n"
+        + build_changed_line(seed=8).replace("\n", "\r\n").encode()
     )
-    found = list(read_trajectories_with_offsets(path))
-    assert [row.seed for _, row in found] == [7, 8]
-    for offset, row in found:
+    rows = list(read_trajectories_with_offsets(path))
+    assert [row.seed for _, row in rows] == [7, 8]
+    for offset, row in rows:
         assert read_trajectory_at(path, offset) == row
 
 
@@ -78,21 +81,24 @@ def test_unwritable_number_names_the_trajectory(tmp_path):
         (b"version https://git-lfs.github.com/spec/v1\n", "LFS"),
         (b"3\n", r"t.jsonl:1: found the number 3, expected an object"),
         (b'{"level": "easy"}\n', "field 'environment' is missing"),
-        (changed(seed="7").encode(), "field 'seed': found text, expected int"),
-        (changed(seed=2**63).encode(), "64 bits"),
-        (changed(seed=True).encode(), "field 'seed': found true or false, expected int"),
-        (changed(success=1).encode(), "field 'success': found the number 1, expected bool"),
-        (changed(reward=None).encode(), "field 'reward': found null, expected float"),
+        (build_changed_line(seed="7").encode(), "field 'seed': found text, expected int"),
+        (build_changed_line(seed=2**63).encode(), "64 bits"),
+        (build_changed_line(seed=True).encode(), "field 'seed': found true or false, expected int"),
+        (
+            build_changed_line(success=1).encode(),
+            "field 'success': found the number 1, expected bool",
+        ),
+        (build_changed_line(reward=None).encode(), "field 'reward': found null, expected float"),
         (GOOD.replace('"reward": 1.0', '"reward": NaN').encode(), "NaN is not a JSON number"),
         (
             GOOD.replace('"reward": 1.0', '"reward": 1e999').encode(),
             "field 'reward': found the number inf",
         ),
-        (changed(rewards={"task": "1"}).encode(), "field 'rewards'"),
-        (changed(colour="red").encode(), "field 'colour' is unknown"),
-        (changed(turns={}).encode(), "field 'turns': found an object, expected a list"),
-        (changed(turns=[3]).encode(), r"field 'turns\[0\]': found the number 3"),
-        (changed(turns=[{}]).encode(), r"field 'turns\[0\].action' is missing"),
+        (build_changed_line(rewards={"task": "1"}).encode(), "field 'rewards'"),
+        (build_changed_line(colour="red").encode(), "field 'colour' is unknown"),
+        (build_changed_line(turns={}).encode(), "field 'turns': found an object, expected a list"),
+        (build_changed_line(turns=[3]).encode(), r"field 'turns\[0\]': found the number 3"),
+        (build_changed_line(turns=[{}]).encode(), r"field 'turns\[0\].action' is missing"),
         (
             with_turn(is_error=0).encode(),
             r"field 'turns\[0\].is_error': found the number 0, expected bool",
@@ -121,7 +127,7 @@ def test_missing_file_and_folder(tmp_path):
 
 def test_overlong_line_is_refused_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_core.analysis.trajectories.MAX_LINE", 1000)
-    (tmp_path / "t.jsonl").write_text(changed(prompt="x" * 5000))
+    (tmp_path / "t.jsonl").write_text(build_changed_line(prompt="x" * 5000))
     with pytest.raises(DataError, match=r"t.jsonl:1: the line is longer"):
         list(read_trajectories(tmp_path / "t.jsonl"))
 
@@ -140,5 +146,5 @@ def test_turning_point():
     assert find_turning_point(a, trajectory(turns=[zoom(1, 1), zoom(2, 3), end])) == 1
     assert (
         find_turning_point(a, trajectory(turns=[zoom(1, 1), zoom(2, 2)])) == 2
-    )  # the other one stops there
+    )  # the other reader stops there
     assert find_turning_point(trajectory(turns=[]), a) == 0

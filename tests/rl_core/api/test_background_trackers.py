@@ -1,4 +1,4 @@
-"""Trackers that may be slow, broken or unreachable neither stall nor fail a run; Weights & Biases."""
+"""Trackers that are slow, broken or unreachable never stall or fail a run; Weights & Biases."""
 
 import logging
 import sys
@@ -59,7 +59,9 @@ def test_one_that_hangs_is_left_behind_and_its_queue_does_not_grow(caplog):
 
     tracker = BackgroundTracker("wandb", Hanging, capacity=5)
     for step in range(100):
-        tracker.log_metrics({"x": 1.0}, step)  # returns immediately: 30 s would end the test
+        tracker.log_metrics(
+            {"x": 1.0}, step
+        )  # returns immediately; waiting 30 s would fail the test
     assert tracker.num_dropped >= 94 and tracker._queue.qsize() <= 5
     with caplog.at_level(logging.WARNING):
         tracker.close("KILLED", timeout_s=0.05)
@@ -144,8 +146,8 @@ def test_the_real_package_writes_offline(tmp_path, monkeypatch):
     tracker.begin("run", {"a": 1})
     tracker.log_metrics({"train/loss": 0.5}, 1)
     tracker.close("FINISHED")
-    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"train/loss" in written.read_bytes()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"train/loss" in file.read_bytes()
 
 
 def test_tensorboard_hides_the_points_that_a_resumed_run_measures_again(tmp_path):

@@ -86,10 +86,10 @@ def test_native_tools_are_in_the_prompt_of_rollouts_and_of_rows_alike() -> None:
     subject = build_policy(HERMES, native_tools=True)
     environment = make_environment("pixel_grid")
     level = environment.levels[0]
-    shown = environment.demonstration(5, level)
-    assert shown is not None
+    demonstration = environment.demonstration(5, level)
+    assert demonstration is not None
     (row,) = read_demonstrations(
-        [{"messages": shown.messages, "tools": environment.tools.schema()}]
+        [{"messages": demonstration.messages, "tools": environment.tools.schema()}]
     ).rows
     ((ids, mask),) = build_training_sequences(subject.renderer, row["messages"], row["tools"])
     (group,) = collect_rollouts(
@@ -131,7 +131,7 @@ def test_native_tools_that_no_call_would_reach_are_refused(template: str, reason
 
 
 def test_a_resumed_run_has_the_same_day_and_variables(tmp_path: Path) -> None:
-    def train(**settings: object) -> None:
+    def train_sft(**settings: object) -> None:
         options = SFTSettings(max_steps=2, batch_size=2, checkpoint_every=1)
         rl_core.sft(
             build_policy(DATED, **settings),
@@ -141,18 +141,18 @@ def test_a_resumed_run_has_the_same_day_and_variables(tmp_path: Path) -> None:
             output=tmp_path / "run",
         ).run()
 
-    train()
-    train()  # resumed at its end
+    train_sft()
+    train_sft()  # resumed after its end
     with pytest.raises(rl_core.ResumeRefused, match="chat"):
-        train(chat_template_date="2025-01-01")
+        train_sft(chat_template_date="2025-01-01")
     with pytest.raises(rl_core.ResumeRefused, match="chat"):
-        train(chat_template_kwargs={"date_string": "today"})
+        train_sft(chat_template_kwargs={"date_string": "today"})
 
 
 def test_a_distilled_policy_keeps_its_template_settings_and_resumes_with_them_alone(
     tmp_path: Path,
 ) -> None:
-    def distilled(date: str) -> rl_core.Training:
+    def distill_policy(date: str) -> rl_core.Training:
         return rl_core.distill(
             build_policy(DATED, chat_template_date=date),
             build_policy(DATED),
@@ -166,22 +166,22 @@ def test_a_distilled_policy_keeps_its_template_settings_and_resumes_with_them_al
             ),
         )
 
-    training = distilled("2025-01-01")
+    training = distill_policy("2025-01-01")
     assert training.policy.renderer.settings.chat_template_date == "2025-01-01"
     training.run()
     with pytest.raises(rl_core.ResumeRefused, match="chat"):
-        distilled("2025-01-02").run()
+        distill_policy("2025-01-02").run()
 
 
 def test_a_trained_policy_keeps_its_template_settings() -> None:
-    def nothing(trajectories: list[Trajectory]) -> list[float]:
+    def score_zero(trajectories: list[Trajectory]) -> list[float]:
         return [0.0 for _ in trajectories]
 
     subject = build_policy(DATED, chat_template_date="2025-01-01")
     training = rl_core.grpo(
         subject,
         prompts=["a", "b"],
-        reward=nothing,
+        reward=score_zero,
         settings=rl_core.PolicySettings(
             iterations=1,
             prompts_per_iteration=2,
@@ -191,7 +191,7 @@ def test_a_trained_policy_keeps_its_template_settings() -> None:
     )
     assert training.policy.renderer.settings.chat_template_date == "2025-01-01"
     assert training.policy.renderer.digest == subject.renderer.digest
-    again = load_policy(
+    reloaded = load_policy(
         (subject.model, subject.tokenizer), dataclasses.replace(subject.renderer.settings)
     )
-    assert again.renderer.digest == subject.renderer.digest
+    assert reloaded.renderer.digest == subject.renderer.digest

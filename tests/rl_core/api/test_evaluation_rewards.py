@@ -1,4 +1,4 @@
-"""An evaluation scores held-out episodes by the rewards that its settings name."""
+"""Rewards of held-out episodes: an evaluation scores them by the rewards in its settings."""
 
 import pytest
 
@@ -33,10 +33,12 @@ def test_a_function_of_columns_scores_both_evaluations(policy, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scored.py").write_text(REWARD)
     for result in evaluate_policy(policy, rewards={"scored.py:size": 0.5}):
-        wanted = [0.5 * t.num_action_tokens * t.row["scale"] for t in result.trajectories]
-        assert [t.reward for t in result.trajectories] == pytest.approx(wanted) and sum(wanted) > 0
-        assert result.reward_mean == pytest.approx(sum(wanted) / 6)
-    assert evaluate_policy(policy)[0].reward_mean == 0.0  # rows without a verifier give none
+        expected = [0.5 * t.num_action_tokens * t.row["scale"] for t in result.trajectories]
+        assert [t.reward for t in result.trajectories] == pytest.approx(expected) and sum(
+            expected
+        ) > 0
+        assert result.reward_mean == pytest.approx(sum(expected) / 6)
+    assert evaluate_policy(policy)[0].reward_mean == 0.0  # rows without a verifier give no reward
 
 
 def test_rewards_that_look_at_a_model_are_refused(policy):

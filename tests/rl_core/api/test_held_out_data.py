@@ -1,4 +1,4 @@
-"""Held-out rows of the Python API: no prompt is on both sides."""
+"""Held-out rows of the Python API: no prompt is on both sides of the split."""
 
 import pytest
 from helpers.library import small_policy
@@ -13,7 +13,7 @@ def policy():
     return load_policy(small_policy())
 
 
-def split(policy, rows, heldout=0.3, read=load_conversations):
+def split_rows(policy, rows, heldout=0.3, read=load_conversations):
     return read(rows, heldout, policy.renderer, 10_000, 0)
 
 
@@ -48,7 +48,7 @@ def test_prompts_longer_than_the_context_are_refused_before_anything_is_played(p
 def test_conversations_with_the_same_question_stay_together(policy):
     """Check the split key; it once was all but the last message, so a second turn put one question on both sides."""
     rows = [build_chat(f"{n} + {n} = ?", f"and {m} = ?") for n in range(8) for m in range(4)]
-    actual = split(policy, rows)
+    actual = split_rows(policy, rows)
     expected = [
         [policy.renderer.encode_conversation(row["messages"])[0] for row in rows[4 * n : 4 * n + 4]]
         for n in range(8)
@@ -64,7 +64,7 @@ def test_conversations_with_the_same_question_stay_together(policy):
 
 
 def test_conversations_that_all_begin_alike_are_distinguished_by_what_follows(policy):
-    actual = split(policy, [build_chat("look", f"it says {n}") for n in range(10)])
+    actual = split_rows(policy, [build_chat("look", f"it says {n}") for n in range(10)])
     assert (len(actual.train), len(actual.heldout)) == (7, 3)
 
 
@@ -74,7 +74,7 @@ def test_prompts_that_differ_in_case_and_space_stay_together(policy):
         for n in range(10)
         for word in ("Name ", "name  ", "NAME\n")
     ]
-    actual = split(policy, rows, read=load_preference_pairs)
+    actual = split_rows(policy, rows, read=load_preference_pairs)
     texts = [
         {
             "".join(policy.renderer.tokenizer.decode(pair.chosen.prompt_ids).lower().split())
@@ -87,8 +87,8 @@ def test_prompts_that_differ_in_case_and_space_stay_together(policy):
 
 def test_held_out_rows_with_a_training_prompt_are_counted(policy, caplog):
     rows = [build_chat(f"{n} = ?", "and") for n in range(5)]
-    split(policy, rows, [build_chat("3  =  ?", "or"), build_chat("7 = ?", "or")])
+    split_rows(policy, rows, [build_chat("3  =  ?", "or"), build_chat("7 = ?", "or")])
     assert "heldout: 1 of 2 rows have a prompt of the training rows" in caplog.text
     caplog.clear()
-    split(policy, rows, [build_chat("7 = ?", "or")])
+    split_rows(policy, rows, [build_chat("7 = ?", "or")])
     assert caplog.text == ""

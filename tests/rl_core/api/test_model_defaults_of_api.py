@@ -1,4 +1,4 @@
-"""Defaults by kind of model reach the trainers of the Python API; values that were set win."""
+"""Model-dependent defaults in the trainers of the Python API; explicit values win."""
 
 from helpers.library import length, small_policy
 

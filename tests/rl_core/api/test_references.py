@@ -21,7 +21,7 @@ def with_adapters(folder, **options):
     return rl_core.load_policy(rl_core.ModelSettings(path=str(folder), lora=lora, device="cpu"))
 
 
-def train(source, **options):
+def train_policy(source, **options):
     return rl_core.grpo(
         source, prompts=["say e"], reward=length, settings=settings(kl_coef=0.1, **options)
     )
@@ -34,11 +34,11 @@ def get_reference(training):
 def test_new_adapters_of_a_loaded_policy_are_switched_off(folder, monkeypatch):
     """Compare bit for bit with a copy of the starting model."""
     policy = with_adapters(folder)
-    training = train(policy)
+    training = train_policy(policy)
     assert get_reference(training) is policy.model
     training.run()
     monkeypatch.setattr(on_policy, "is_fresh_adapter", lambda model: False)
-    other = train(with_adapters(folder))
+    other = train_policy(with_adapters(folder))
     assert get_reference(other) is not other.model
     other.run()
     assert equal(weights(training), weights(other))
@@ -49,14 +49,14 @@ def test_new_adapters_of_a_loaded_policy_are_switched_off(folder, monkeypatch):
 
 def test_trained_adapters_are_part_of_the_start(folder):
     policy = with_adapters(folder)
-    train(policy).run()
+    train_policy(policy).run()
     assert not is_fresh_adapter(policy.model)
-    again = train(policy)
-    assert get_reference(again) is not policy.model
-    again.run()
-    assert again.metrics()["policy/ref_kl"].iloc[0] == pytest.approx(
+    continued = train_policy(policy)
+    assert get_reference(continued) is not policy.model
+    continued.run()
+    assert continued.metrics()["policy/ref_kl"].iloc[0] == pytest.approx(
         0.0, abs=1e-6
-    )  # held to where this one began
+    )  # the KL is to where this run began
 
 
 def test_modules_trained_as_a_whole_count(folder):
@@ -68,7 +68,7 @@ def test_modules_trained_as_a_whole_count(folder):
 
 
 def test_trainings_from_one_folder_share_a_copy(folder):
-    first, second = train(folder), train(rl_core.ModelSettings(path=str(folder)))
+    first, second = train_policy(folder), train_policy(rl_core.ModelSettings(path=str(folder)))
     assert get_reference(first) is get_reference(second)
     assert get_reference(first) is not first.model
     before = weights(first)
@@ -78,12 +78,12 @@ def test_trainings_from_one_folder_share_a_copy(folder):
 
 def test_a_reference_in_few_bits(folder):
     pytest.importorskip("torchao")
-    training = train(folder, reference_precision="int8")
+    training = train_policy(folder, reference_precision="int8")
     assert any(isinstance(part, QuantizedLinear) for part in get_reference(training).modules())
     training.run()
-    full = train(folder)
+    full = train_policy(folder)
     full.run()
-    # the rewards of the first iteration are those of the same rollouts; its KL is the reference's rounding alone
+    # the rewards of the first iteration are those of the same rollouts; its KL is only the reference's rounding
     assert training.metrics()["reward/mean"].iloc[0] == full.metrics()["reward/mean"].iloc[0]
     assert full.metrics()["policy/ref_kl"].iloc[0] == pytest.approx(0.0, abs=1e-9)
     assert 1e-9 < training.metrics()["policy/ref_kl"].iloc[0] < 1e-3
@@ -93,4 +93,4 @@ def test_few_bits_that_nothing_would_have_are_refused():
     with pytest.raises(SettingsError, match="no reference model if kl_coef is 0"):
         rl_core.PolicySettings(reference_precision="int8")
     with pytest.raises(SettingsError, match="already loaded is copied unchanged; pass its folder"):
-        train(small_policy(), reference_precision="int8")
+        train_policy(small_policy(), reference_precision="int8")

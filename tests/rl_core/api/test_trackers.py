@@ -11,7 +11,7 @@ import rl_core
 from rl_core.trackers import build_tracker_group
 
 
-def train(tracker, **options):
+def train_policy(tracker, **options):
     training = rl_core.grpo(
         small_policy(),
         prompts=["say e"],
@@ -26,7 +26,7 @@ def train(tracker, **options):
 
 def test_several_trackers_record_the_same(tmp_path, capsys):
     memory = rl_core.MemoryTracker()
-    training = train(
+    training = train_policy(
         [memory, "terminal", f"csv:{tmp_path / 'a.csv'}", str(tmp_path / "b.jsonl")],
         output=tmp_path / "out",
     )
@@ -49,7 +49,7 @@ def test_several_trackers_record_the_same(tmp_path, capsys):
 
 
 def test_a_name_alone_writes_into_the_output_folder(tmp_path):
-    train(["csv", "jsonl", "none"], output=tmp_path)
+    train_policy(["csv", "jsonl", "none"], output=tmp_path)
     with (tmp_path / "metrics.csv").open(newline="") as file:
         steps = [row["step"] for row in csv.DictReader(file) if row["reward/mean"]]
     assert steps == ["1", "2", "3"]
@@ -66,16 +66,16 @@ def test_a_name_alone_writes_into_the_output_folder(tmp_path):
 
 
 def test_no_tracker_by_name(capsys):
-    training = train("none")
+    training = train_policy("none")
     assert capsys.readouterr().out == "" and training.outcome is not None
 
 
 def test_a_csv_takes_new_columns_and_is_continued(tmp_path):
     path = tmp_path / "metrics.csv"
     rl_core.CsvTracker(path).log_metrics({"train/loss": 0.5}, 1)
-    again = rl_core.CsvTracker(path)
-    again.log_metrics({"train/loss": 0.25, "eval/loss": 1.0}, 2)
-    again.log_metrics({"eval/loss": 2.0}, 3)
+    continued = rl_core.CsvTracker(path)
+    continued.log_metrics({"train/loss": 0.25, "eval/loss": 1.0}, 2)
+    continued.log_metrics({"eval/loss": 2.0}, 3)
     with path.open(newline="") as file:
         rows = [(row["step"], row["train/loss"], row["eval/loss"]) for row in csv.DictReader(file)]
     assert rows == [("1", "0.5", ""), ("2", "0.25", "1.0"), ("3", "", "2.0")]
@@ -118,7 +118,7 @@ class Keeper(rl_core.MemoryTracker):
 
 def test_a_tracker_learns_when_a_run_begins_and_how_it_ends():
     keeper = Keeper()
-    train(keeper)
+    train_policy(keeper)
     assert keeper.calls == [("begin", "grpo", 1e-2), ("close", "FINISHED")]
     failing = Keeper()
     training = rl_core.grpo(
@@ -129,7 +129,7 @@ def test_a_tracker_learns_when_a_run_begins_and_how_it_ends():
     assert failing.calls[-1] == ("close", "FAILED")
 
 
-def test_tensorboard_is_asked_for_by_name_where_it_is_missing(monkeypatch, tmp_path):
+def test_a_missing_tensorboard_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(rl_core.SettingsError, match="needs the package tensorboard"):
         build_tracker_group(f"tensorboard:{tmp_path}")
@@ -142,7 +142,7 @@ def test_tensorboard_is_asked_for_by_name_where_it_is_missing(monkeypatch, tmp_p
 
 def test_tensorboard_reads_what_was_written(tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    training = train(f"tensorboard:{tmp_path}")
+    training = train_policy(f"tensorboard:{tmp_path}")
     events = reader.EventAccumulator(str(tmp_path)).Reload()
     actual = [(event.step, pytest.approx(event.value)) for event in events.Scalars("reward/mean")]
     assert actual == list(training.metrics()["reward/mean"].items())

@@ -21,11 +21,11 @@ def test_a_reward_and_prompts_are_enough(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     observed = []
 
-    def graded(trajectories):
+    def grade(trajectories):
         observed.extend(trajectories)
         return [float(t.row["answer"] in t.turns[0].action) for t in trajectories]
 
-    training = rl_core.grpo(small_policy(), prompts=path, reward=graded, settings=settings())
+    training = rl_core.grpo(small_policy(), prompts=path, reward=grade, settings=settings())
     outcome = training.run()
     assert (outcome.iterations, outcome.stop_reason) == (3, "iterations")
     assert len(observed) == 3 * 2 * 3
@@ -34,8 +34,7 @@ def test_a_reward_and_prompts_are_enough(tmp_path):
         ("e", "hard", "say e"),
     }
     assert (
-        list(training.metrics().index) == [1, 2, 3]
-        and "reward/graded" in training.metrics().columns
+        list(training.metrics().index) == [1, 2, 3] and "reward/grade" in training.metrics().columns
     )
 
 
@@ -78,7 +77,7 @@ def test_a_reward_takes_the_place_of_the_environment_s_unless_both_are_weighed(t
     assert both.settings.algorithm == "ppo"
 
 
-def train(output=None, stop_at=None, iterations=4, reward=length, **options):
+def train_policy(output=None, stop_at=None, iterations=4, reward=length, **options):
     training = rl_core.grpo(
         small_policy(),
         prompts=["say e", "1 + 2 ="],
@@ -89,28 +88,28 @@ def train(output=None, stop_at=None, iterations=4, reward=length, **options):
     if stop_at is not None:
         step = training.trainer.step
 
-        def stopping():
+        def step_and_stop():
             if training.trainer.iteration == stop_at:
                 os.kill(os.getpid(), signal.SIGINT)
             return step()
 
-        training.trainer.step = stopping
+        training.trainer.step = step_and_stop
     return training
 
 
 def test_ctrl_c_and_again_give_the_same_weights_with_and_without_a_folder(tmp_path):
-    full = train()
+    full = train_policy()
     full.run()
-    stopped = train(stop_at=1)
+    stopped = train_policy(stop_at=1)
     with pytest.raises(rl_core.Stopped, match="run\\(\\) continues from here"):
         stopped.run()
     assert stopped.memory.state.iteration == 2
     assert stopped.run().iterations == 4
     assert equal(weights(stopped), weights(full))
-    selected = train(tmp_path, stop_at=1)
+    selected = train_policy(tmp_path, stop_at=1)
     with pytest.raises(rl_core.Stopped, match="resumes"):
         selected.run()
-    fresh = train(tmp_path)  # as a new process would
+    fresh = train_policy(tmp_path)  # as a new process would
     outcome = fresh.run()
     assert (outcome.iterations, outcome.resumed_iteration) == (4, 2)
     assert equal(weights(fresh), weights(full))
@@ -119,7 +118,7 @@ def test_ctrl_c_and_again_give_the_same_weights_with_and_without_a_folder(tmp_pa
 
 
 def test_running_twice_trains_once():
-    training = train()
+    training = train_policy()
     outcome = training.run()
     before = weights(training)
     assert training.run() is outcome and equal(weights(training), before)
@@ -127,9 +126,9 @@ def test_running_twice_trains_once():
 
 
 def test_two_trainers_in_one_process_do_not_meet():
-    alone = train()
+    alone = train_policy()
     alone.run()
-    first, second = train(), train(learning_rate=1e-3)
+    first, second = train_policy(), train_policy(learning_rate=1e-3)
     first.run(), second.run()
     assert equal(weights(first), weights(alone)) and not equal(weights(first), weights(second))
 
@@ -149,15 +148,17 @@ def test_a_loss_of_the_user_s_by_path_and_by_hand(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine.py").write_text(LOSS)
     (tmp_path / "loss_scale.py").write_text("SCALE = 2.0\n")
-    first = train(tmp_path / "a", iterations=1, loss="mine.py:loss")
+    first = train_policy(tmp_path / "a", iterations=1, loss="mine.py:loss")
     first.run()
     assert first.metrics()["policy/scale"].iloc[-1] == pytest.approx(2.0)
-    assert train(tmp_path / "a", iterations=2, loss="mine.py:loss").run().resumed_iteration == 1
+    assert (
+        train_policy(tmp_path / "a", iterations=2, loss="mine.py:loss").run().resumed_iteration == 1
+    )
     (tmp_path / "loss_scale.py").write_text("SCALE = 3.0\n")
     with pytest.raises(rl_core.ResumeRefused, match=r"code\.loss_scale"):
-        train(tmp_path / "a", iterations=3, loss="mine.py:loss").run()
+        train_policy(tmp_path / "a", iterations=3, loss="mine.py:loss").run()
 
-    def plain(
+    def compute_loss(
         logprobs_BT,
         old_logprobs_BT,
         advantages_BT,
@@ -172,53 +173,53 @@ def test_a_loss_of_the_user_s_by_path_and_by_hand(tmp_path, monkeypatch):
         small_policy(),
         prompts=["say e", "1 + 2 ="],
         reward=length,
-        loss=plain,
+        loss=compute_loss,
         settings=settings(iterations=2),
     )
     by_hand.run()
-    assert by_hand.settings.loss == "plain"
+    assert by_hand.settings.loss == "compute_loss"
     with pytest.raises(rl_core.SettingsError, match="loss: 'nowhere' is not an import path"):
-        train(loss="nowhere")
+        train_policy(loss="nowhere")
 
 
 def test_a_resume_with_another_reward_or_setting_is_refused(tmp_path):
-    train(tmp_path, iterations=1).run()
+    train_policy(tmp_path, iterations=1).run()
 
-    def other(trajectories):
+    def score_zero(trajectories):
         return [0.0 for _ in trajectories]
 
-    with pytest.raises(rl_core.ResumeRefused, match=r"reward\.other"):
-        train(tmp_path, reward=other).run()
+    with pytest.raises(rl_core.ResumeRefused, match=r"reward\.score_zero"):
+        train_policy(tmp_path, reward=score_zero).run()
     with pytest.raises(rl_core.ResumeRefused, match=r"settings\.learning_rate"):
-        train(tmp_path, learning_rate=2e-2).run()
+        train_policy(tmp_path, learning_rate=2e-2).run()
     assert (
-        train(tmp_path, iterations=2).run().resumed_iteration == 1
-    )  # more iterations change none that was done
+        train_policy(tmp_path, iterations=2).run().resumed_iteration == 1
+    )  # more iterations change no earlier one
 
 
 def test_a_reward_that_raises_can_be_fixed_and_the_run_continues():
     state = {"broken": True}
 
-    def moody(trajectories):
+    def fail_while_broken(trajectories):
         if state["broken"]:
             raise KeyError("answer")
         return length(trajectories)
 
-    training = train(reward=moody)
-    with pytest.raises(rl_core.RewardError, match="reward 'moody' raised KeyError"):
+    training = train_policy(reward=fail_while_broken)
+    with pytest.raises(rl_core.RewardError, match="reward 'fail_while_broken' raised KeyError"):
         training.run()
     state["broken"] = False
     assert training.run().iterations == 4
 
 
 def test_a_reward_of_the_wrong_length_is_named():
-    training = train(reward=lambda trajectories: [1.0])
+    training = train_policy(reward=lambda trajectories: [1.0])
     with pytest.raises(rl_core.RewardError, match="'reward' gave 1 values for 6 trajectories"):
         training.run()
 
 
 def test_saving(tmp_path):
-    training = train(iterations=1)
+    training = train_policy(iterations=1)
     with pytest.raises(rl_core.CheckpointError, match="call run\\(\\) before save"):
         training.save(tmp_path / "model")
     training.run()
@@ -227,7 +228,7 @@ def test_saving(tmp_path):
     assert equal(weights(training), [p.detach() for p in loaded.model.parameters()])
     texts = rl_core.generate(
         tmp_path / "run", ["say e"], samples=2, seed=3
-    )  # a folder with model/ in it
+    )  # a folder that contains model/
     assert texts == training.generate(["say e"], samples=2, seed=3) and [
         len(part) for part in texts
     ] == [2]
@@ -296,8 +297,8 @@ def test_training_on_rows(kind, data, metric, tmp_path):
     start = training.evaluate()[metric]
     outcome = training.run()
     assert outcome.metrics[metric] < start
-    again = getattr(rl_core, kind)(small_policy(), data[3:], heldout=data[:3], settings=chosen)
-    assert again.run().steps == 12  # 9 rows in batches of at most 4, 4 epochs
+    repeated = getattr(rl_core, kind)(small_policy(), data[3:], heldout=data[:3], settings=chosen)
+    assert repeated.run().steps == 12  # 9 rows in batches of at most 4, 4 epochs
 
 
 def test_a_trained_reward_model_rewards(tmp_path):
@@ -309,7 +310,7 @@ def test_a_trained_reward_model_rewards(tmp_path):
     training.save(tmp_path / "rm")
     assert equal(
         before, list(policy.model.parameters())
-    )  # what was handed in is a start, and stays
+    )  # the policy passed in is only a start and stays unchanged
     learned = rl_core.grpo(
         policy, prompts=["1 + 1 ="], reward_model=tmp_path / "rm", settings=settings()
     )
@@ -468,18 +469,18 @@ def test_settings_name_the_slip(values, message):
 
 
 def test_a_changed_run_resumes_on_demand_or_starts_over_and_keeps_old_checkpoints(tmp_path, caplog):
-    train(tmp_path, iterations=1).run()
-    drifted = train(tmp_path, iterations=2, learning_rate=2e-2)
+    train_policy(tmp_path, iterations=1).run()
+    drifted = train_policy(tmp_path, iterations=2, learning_rate=2e-2)
     outcome = drifted.run(allow_drift=True)
     assert (outcome.iterations, outcome.resumed_iteration) == (2, 1)
     assert "settings.learning_rate: 0.01 in the checkpoint, 0.02 now" in caplog.text
-    fresh = train(tmp_path, iterations=2, learning_rate=3e-2)
+    fresh = train_policy(tmp_path, iterations=2, learning_rate=3e-2)
     assert fresh.run(fresh=True).resumed_iteration == 0
     (aside,) = tmp_path.glob("checkpoints.aside*")
     assert list(aside.glob("checkpoint-*/state.json")) and str(aside) in caplog.text
-    assert train(tmp_path, iterations=3, learning_rate=3e-2).run().resumed_iteration == 2
+    assert train_policy(tmp_path, iterations=3, learning_rate=3e-2).run().resumed_iteration == 2
     with pytest.raises(rl_core.SettingsError, match="has already started in this process"):
-        begun = train(iterations=2)
+        begun = train_policy(iterations=2)
         begun.run()
         begun.outcome = None
         begun.run(fresh=True)

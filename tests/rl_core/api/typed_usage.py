@@ -1,4 +1,4 @@
-"""The public API as a typed program uses it. Not run: `make lint` checks it with `mypy --strict`."""
+"""Public API used by a typed program. Never run: `make lint` checks it with `mypy --strict`."""
 
 from __future__ import annotations
 

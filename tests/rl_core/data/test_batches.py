@@ -49,7 +49,7 @@ def test_a_missing_padding_token_is_refused_and_not_taken_for_0() -> None:
 
 
 def test_packs_worked_by_hand() -> None:
-    # 7 | 6 | 4 fits neither: a bin of its own; 3 goes to 4 + 3; 1 to 6 + 1
+    # 7 | 6 | 4 fits neither: a separate bin; 3 goes to 4 + 3; 1 to 6 + 1
     assert pack_sequences([4, 7, 1, 6, 3]) == [[1], [3, 2], [0, 4]]
     assert pack_sequences([2, 2, 2], 4) == [[0, 1], [2]], "ties in order"
     assert pack_sequences([]) == []
@@ -66,7 +66,7 @@ def test_packs_hold_every_sequence_once_within_the_width(lengths: list[int]) -> 
     assert sorted(index for indices in bins for index in indices) == list(range(len(lengths)))
     filled = [sum(lengths[index] for index in indices) for indices in bins]
     assert max(filled) == max(lengths)
-    # no two bins could have been one: each sequence went into an open bin where it fitted
+    # no two bins can be merged: each sequence goes into an open bin if it fits
     assert len(bins) < 2 or sum(sorted(filled)[:2]) > max(lengths)
 
 

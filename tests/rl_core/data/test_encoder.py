@@ -1,4 +1,4 @@
-"""Token ids from a tokenizer's backend are those of its call."""
+"""Text encoder: a tokenizer's backend gives the token ids of its call."""
 
 import pytest
 from helpers.chat_templates import HERMES, family
@@ -24,32 +24,32 @@ def test_ids_are_those_of_a_call(tokenizer, text):
     assert encoder.encode_text(text, split_special_tokens=True) == spelled
     assert (
         encoder.encode_text(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
-    )  # not spelled any more
+    )  # no longer split
 
 
 def test_what_another_call_left_behind_does_not_count(tokenizer):
     encoder, text = TextEncoder(tokenizer), TEXTS[1]
-    whole = encoder.encode_text(text)
+    expected = encoder.encode_text(text)
     tokenizer(text, padding="max_length", truncation=True, max_length=3)
     assert (
         tokenizer.backend_tokenizer.truncation is not None
         and tokenizer.backend_tokenizer.padding is not None
     )
-    assert encoder.encode_text(text) == whole and len(whole) > 3
+    assert encoder.encode_text(text) == expected and len(expected) > 3
 
 
-def test_a_tokenizer_with_a_call_of_its_own_is_called(tokenizer):
+def test_a_tokenizer_with_a_custom_call_is_called(tokenizer):
     class Shouting(PreTrainedTokenizerFast):
         def __call__(self, text, **options):
             return super().__call__(text.upper(), **options)
 
-    own = Shouting(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    shouting = Shouting(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
     assert (
-        find_fast_backend(own) is None
+        find_fast_backend(shouting) is None
         and find_fast_backend(tokenizer) is tokenizer.backend_tokenizer
     )
     assert (
-        TextEncoder(own).encode_text("red")
+        TextEncoder(shouting).encode_text("red")
         == TextEncoder(tokenizer).encode_text("RED")
         != TextEncoder(tokenizer).encode_text("red")
     )

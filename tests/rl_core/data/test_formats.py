@@ -1,4 +1,4 @@
-"""Formats of common data sets: what is loaded from a row of each, and what is refused with which advice."""
+"""Data set formats: what is loaded from a row of each, and the advice when one is refused."""
 
 import json
 
@@ -12,11 +12,11 @@ USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "conte
 WRONG = {"role": "assistant", "content": "5"}
 
 
-def demonstration(row, **named):
+def read_demonstration(row, **named):
     return read_demonstrations([row], **named).rows[0]
 
 
-def preference(row):
+def read_preference(row):
     return read_preferences([row]).rows[0]
 
 
@@ -91,7 +91,7 @@ def preference(row):
 )
 def test_demonstrations(name, row, messages):
     assert detect_format(row, "demonstrations").name == name
-    assert demonstration(row) == {"messages": messages}
+    assert read_demonstration(row) == {"messages": messages}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_demonstrations(name, row, messages):
             ("2+2?", "4", "5"),
         ),
         (
-            "pairs, Alpaca",  # the instruction is no column beside the input, as of Orca's pairs
+            "pairs, Alpaca",  # the instruction is in the same column as the input, unlike Orca's pairs
             {"instruction": "Add.", "input": "2, 2", "chosen": "4", "rejected": "5"},
             ("Add.\n\n2, 2", "4", "5"),
         ),
@@ -173,17 +173,19 @@ def test_demonstrations(name, row, messages):
 )
 def test_preferences(name, row, expected):
     assert detect_format(row, "preferences").name == name
-    assert preference(row) == dict(zip(("prompt", "chosen", "rejected"), expected, strict=True))
+    assert read_preference(row) == dict(
+        zip(("prompt", "chosen", "rejected"), expected, strict=True)
+    )
 
 
 def test_labelled_completions_are_text_or_messages():
-    assert preference({"prompt": [USER], "completion": [ANSWER], "label": True}) == {
+    assert read_preference({"prompt": [USER], "completion": [ANSWER], "label": True}) == {
         "prompt": "2+2?",
         "completion": "4",
         "label": True,
     }
-    assert preference({"prompt": "2+2?", "completion": "5", "label": False})["label"] is False
-    assert preference({"messages": [USER, WRONG, USER, ANSWER], "label": True}) == {
+    assert read_preference({"prompt": "2+2?", "completion": "5", "label": False})["label"] is False
+    assert read_preference({"messages": [USER, WRONG, USER, ANSWER], "label": True}) == {
         "prompt": [USER, WRONG, USER],
         "completion": "4",
         "label": True,
@@ -194,23 +196,23 @@ def test_labelled_completions_are_text_or_messages():
     ("reader", "row", "words"),
     [
         (
-            demonstration,
+            read_demonstration,
             {"question": "a", "answer": "b"},
             "jq -c '{prompt: .question, completion: .answer}' FILE",
         ),
         (
-            demonstration,
+            read_demonstration,
             {"system_prompt": "S", "question": "a", "response": "b"},
             '{messages: [{role: "system", content: .system_prompt}, {role: "user", content: .question}, '
             '{role: "assistant", content: .response}]}',
         ),
         (
-            demonstration,
+            read_demonstration,
             {"prompt": "2+2?", "completion": "5", "label": False},
             "jq -c 'select(.label)' FILE",
         ),
         (
-            preference,
+            read_preference,
             {
                 "conversations": [{"from": "human", "value": "a"}],
                 "chosen": {"from": "human", "value": "b"},
@@ -219,58 +221,58 @@ def test_labelled_completions_are_text_or_messages():
             "chosen: must begin and end with the assistant's message",
         ),
         (
-            preference,
+            read_preference,
             {"messages": [ANSWER], "label": True},
             "messages: ends with the assistant's message",
         ),
         (
-            demonstration,
+            read_demonstration,
             {"my_query": "a", "x": "b"},
             "columns found: my_query, x; name them: jq -c '{prompt: .my_query",
         ),
         (
-            demonstration,
+            read_demonstration,
             {"conversations": [{"from": "human", "value": "a"}]},
             "jq -c '.conversations |= .[:-1]' FILE",
         ),
         (
-            demonstration,
+            read_demonstration,
             {"conversations": [{"from": "alien", "value": "a"}]},
             "must be one of human",
         ),
         (
-            demonstration,
+            read_demonstration,
             {"conversations": [{"from": "human", "value": "a", "loss": 1}]},
             "conversations[0].from",
         ),
         (
-            preference,
+            read_preference,
             {"instruction": "q", "completions": [{"response": "a", "overall_score": 1}]},
             "sort_by(.overall_",
         ),
         (
-            preference,
+            read_preference,
             {"question": "q", "better": "a", "worse": "b"},
             "{prompt: .question, chosen: .better, rejected: .worse}",
         ),
         (
-            preference,
+            read_preference,
             {"chosen": "4", "rejected": "5"},
             "prompt: is missing; columns found: chosen, rejected",
         ),
-        (preference, {"chosen": [ANSWER], "rejected": [WRONG]}, "there is no common prompt"),
+        (read_preference, {"chosen": [ANSWER], "rejected": [WRONG]}, "there is no common prompt"),
         (
-            preference,
+            read_preference,
             {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
             "is equal to rejected",
         ),
         (
-            preference,
+            read_preference,
             {"prompt": "2+2?", "chosen": [ANSWER], "rejected": "5"},
             "chosen: must be text, found a list",
         ),
         (
-            preference,
+            read_preference,
             {"prompt": "other", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
             "is not the text that chosen and rejected begin with",
         ),
@@ -285,9 +287,9 @@ def test_what_is_not_read_is_refused_with_the_line_that_mends_it(reader, row, wo
 def test_tools_may_be_bare_functions():
     function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
     row = {"messages": [USER, ANSWER], "tools": json.dumps([function])}
-    assert demonstration(row)["tools"] == [{"type": "function", "function": function}]
+    assert read_demonstration(row)["tools"] == [{"type": "function", "function": function}]
     with pytest.raises(RecordsError, match=r"tools\[0\]: must be"):
-        demonstration({"messages": [USER, ANSWER], "tools": [{"name": 3}]})
+        read_demonstration({"messages": [USER, ANSWER], "tools": [{"name": 3}]})
 
 
 def test_columns_that_are_not_read_are_named(caplog):
@@ -317,12 +319,12 @@ def test_csv(tmp_path):
     with pytest.raises(RecordsError, match=r"rows.csv:6"):
         read_preferences(path)  # the last row is empty
     path.write_text('prompt,completion,label\n"2+2?\nor ""two""?",4,true\n2+3?,5,False\n')
-    found = read_preferences(path)
-    assert found.rows == [
+    records = read_preferences(path)
+    assert records.rows == [
         {"prompt": '2+2?\nor "two"?', "completion": "4", "label": True},
         {"prompt": "2+3?", "completion": "5", "label": False},
     ]
-    assert found.lines == [2, 4]
+    assert records.lines == [2, 4]
     path.write_text("messages\n" + '"' + json.dumps([USER, ANSWER]).replace('"', '""') + '"\n')
     assert read_demonstrations(path).rows == [{"messages": [USER, ANSWER]}]
     path.write_text("messages\n\"[{'role': 'user'}]\"\n")

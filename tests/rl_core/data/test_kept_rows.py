@@ -1,4 +1,4 @@
-"""Rows kept as bytes are the rows that were put in, in less memory than their text takes."""
+"""Rows stored as bytes: equal to the originals, in less memory than their text takes."""
 
 import random
 import tracemalloc
@@ -26,7 +26,7 @@ def test_rows_come_back_as_they_were_put_in():
     assert rows != ROWS and rows != [*ROWS, {}] and rows != 5
     with pytest.raises(IndexError):
         rows[5]
-    rows[0]["level"] = "changed"  # of a copy
+    rows[0]["level"] = "changed"  # changes a copy
     assert rows[0] == ROWS[0]
 
 
@@ -49,16 +49,16 @@ def test_a_row_read_takes_less_than_its_text():
         for _ in range(1000)
     ]
     tracemalloc.start()
-    found = read_demonstrations(data).rows
-    taken = tracemalloc.get_traced_memory()[0] / len(data)
+    rows = read_demonstrations(data).rows
+    bytes_per_row = tracemalloc.get_traced_memory()[0] / len(data)
     tracemalloc.stop()
     # 3 bits a character are 375; deflate needs a little more, the object 33; dictionaries and lists took 1,900
-    assert 375 < taken < 700 and len(found) == 1000
+    assert 375 < bytes_per_row < 700 and len(rows) == 1000
 
 
 def test_prompts_may_hold_what_has_no_bytes():
-    def check(answer: str) -> bool:
+    def check_answer(answer: str) -> bool:
         return answer == "4"
 
-    (row,) = read_prompts([{"prompt": "2+2?", "check": check}]).rows
-    assert row["check"] is check
+    (row,) = read_prompts([{"prompt": "2+2?", "check": check_answer}]).rows
+    assert row["check"] is check_answer

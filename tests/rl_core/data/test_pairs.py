@@ -7,7 +7,7 @@ from rl_core.errors import DataError
 from rl_core.types import Rollout, RolloutGroup, Trajectory
 
 
-def rollout(tokens, success, grounded=None):
+def build_rollout(tokens, success, grounded=None):
     trajectory = Trajectory(
         environment="e",
         level="l",
@@ -23,7 +23,12 @@ def rollout(tokens, success, grounded=None):
 
 def test_every_success_beats_every_failure_once():
     group = RolloutGroup(
-        [rollout("a", True), rollout("b", True), rollout("c", False), rollout("d", False)]
+        [
+            build_rollout("a", True),
+            build_rollout("b", True),
+            build_rollout("c", False),
+            build_rollout("d", False),
+        ]
     )
     pairs = build_pairs_from_groups([group], per_group=10, seed=0)
     assert {("".join(p.chosen_ids[2:]), "".join(p.rejected_ids[2:])) for p in pairs} == {
@@ -36,7 +41,7 @@ def test_every_success_beats_every_failure_once():
 
 
 def test_both_sides_keep_their_prompt_and_loss_mask():
-    good, bad = rollout("abc", True), rollout("d", False)
+    good, bad = build_rollout("abc", True), build_rollout("d", False)
     good.loss_mask = [True, False, True]  # the policy wrote a and c, the environment b
     (pair,) = build_pairs_from_groups([RolloutGroup([bad, good])], per_group=1, seed=0)
     assert (pair.chosen.prompt_ids, pair.chosen.completion_ids, pair.chosen.loss_mask) == (
@@ -49,25 +54,35 @@ def test_both_sides_keep_their_prompt_and_loss_mask():
 
 
 def test_lucky_successes_equal_tokens_and_one_sided_groups_give_none():
-    lucky = RolloutGroup([rollout("a", True, grounded=False), rollout("c", False)])
+    lucky = RolloutGroup([build_rollout("a", True, grounded=False), build_rollout("c", False)])
     assert build_pairs_from_groups([lucky], per_group=4, seed=0) == []
     twice = RolloutGroup(
-        [rollout("a", True, True), rollout("a", True, True), rollout("c", False, False)]
+        [
+            build_rollout("a", True, True),
+            build_rollout("a", True, True),
+            build_rollout("c", False, False),
+        ]
     )
     assert len(build_pairs_from_groups([twice], per_group=4, seed=0)) == 1
     assert (
         build_pairs_from_groups(
-            [RolloutGroup([rollout("a", True)]), RolloutGroup([rollout("a", False)])], 4, 0
+            [RolloutGroup([build_rollout("a", True)]), RolloutGroup([build_rollout("a", False)])],
+            4,
+            0,
         )
         == []
     )
 
 
 def test_the_limit_holds_for_each_group_and_the_seed_decides_which():
-    group = RolloutGroup([rollout(c, True) for c in "abcd"] + [rollout(c, False) for c in "efgh"])
-    first, again, other = (build_pairs_from_groups([group, group], 3, seed) for seed in (0, 0, 1))
+    group = RolloutGroup(
+        [build_rollout(c, True) for c in "abcd"] + [build_rollout(c, False) for c in "efgh"]
+    )
+    first, repeated, other = (
+        build_pairs_from_groups([group, group], 3, seed) for seed in (0, 0, 1)
+    )
     assert len(first) == 6
-    assert [p.chosen_ids for p in first] == [p.chosen_ids for p in again]
+    assert [p.chosen_ids for p in first] == [p.chosen_ids for p in repeated]
     assert [(p.chosen_ids, p.rejected_ids) for p in first] != [
         (p.chosen_ids, p.rejected_ids) for p in other
     ]

@@ -30,7 +30,7 @@ GOOD = {"prompt": "Who?", "chosen": "Ada", "rejected": "Bob"}
 GOOD_LINE = json.dumps(GOOD).encode()
 
 
-def written(folder: Path, content: bytes | list[Any], name: str = "rows.jsonl") -> Path:
+def write_rows(folder: Path, content: bytes | list[Any], name: str = "rows.jsonl") -> Path:
     path = folder / name
     if isinstance(content, list):
         content = b"".join(json.dumps(row).encode() + b"\n" for row in content)
@@ -38,17 +38,17 @@ def written(folder: Path, content: bytes | list[Any], name: str = "rows.jsonl") 
     return path
 
 
-def problem_of(
-    path: Path, read: Callable[..., Records] = read_preferences, **options: Any
+def read_problem(
+    path: Path, read_rows: Callable[..., Records] = read_preferences, **options: Any
 ) -> tuple[int, str, str]:
-    """The one problem of a file whose other rows are good: line, field, reason."""
-    records = read(path, on_bad_row="skip", **options)
+    """Return the only problem of a file whose other rows are valid: line, field, reason."""
+    records = read_rows(path, on_bad_row="skip", **options)
     assert records.num_skipped == len(records.problems) == 1
     assert len(records.rows) == records.num_rows - 1
     problem = records.problems[0]
     assert problem.file == str(path)
     with pytest.raises(RecordsError):
-        read(path, **options)
+        read_rows(path, **options)
     return problem.line, problem.field, problem.reason
 
 
@@ -143,14 +143,14 @@ BAD_PREFERENCES = [
 def test_a_bad_row_is_named_with_line_field_and_reason(
     tmp_path: Path, line: bytes, field: str, reason: str
 ) -> None:
-    path = written(tmp_path, b"\n".join([GOOD_LINE, line, GOOD_LINE]))
-    found = problem_of(path)
-    assert found[:2] == (2, field)
-    assert reason in found[2]
+    path = write_rows(tmp_path, b"\n".join([GOOD_LINE, line, GOOD_LINE]))
+    problem = read_problem(path)
+    assert problem[:2] == (2, field)
+    assert reason in problem[2]
 
 
 def test_stop_lists_the_first_ten_and_the_count(tmp_path: Path) -> None:
-    path = written(tmp_path, [GOOD] + [{**GOOD, "chosen": ""} for _ in range(13)])
+    path = write_rows(tmp_path, [GOOD] + [{**GOOD, "chosen": ""} for _ in range(13)])
     with pytest.raises(RecordsError) as caught:
         read_preferences(path)
     lines = str(caught.value).splitlines()
@@ -161,7 +161,7 @@ def test_stop_lists_the_first_ten_and_the_count(tmp_path: Path) -> None:
 
 
 def test_skip_leaves_out_counts_and_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = written(tmp_path, [GOOD, {**GOOD, "chosen": "Bob"}, {**GOOD, "prompt": "Where?"}])
+    path = write_rows(tmp_path, [GOOD, {**GOOD, "chosen": "Bob"}, {**GOOD, "prompt": "Where?"}])
     with caplog.at_level(logging.WARNING):
         records = read_preferences(path, on_bad_row="skip")
     assert [row["prompt"] for row in records.rows] == ["Who?", "Where?"]
@@ -169,12 +169,14 @@ def test_skip_leaves_out_counts_and_logs(tmp_path: Path, caplog: pytest.LogCaptu
     assert records.digest == hashlib.sha256(path.read_bytes()).hexdigest()
     assert f"{path}:2: chosen: is equal to rejected" in caplog.text
     with pytest.raises(RecordsError, match="so none is left"):
-        read_preferences(written(tmp_path, b"x\n"), on_bad_row="skip")
+        read_preferences(write_rows(tmp_path, b"x\n"), on_bad_row="skip")
     with pytest.raises(SettingsError, match="on_bad_row: 'ignore'"):
         read_preferences(path, on_bad_row="ignore")
 
 
-def test_problems_found_elsewhere_are_reported_alike(caplog: pytest.LogCaptureFixture) -> None:
+def test_problems_from_elsewhere_are_reported_the_same_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     problem = RowProblem("demonstrations of x", 3, "", "is 9 tokens long, the context holds 8")
     report_row_problems("demonstrations of x", [], 5, "stop")
     with pytest.raises(
@@ -214,7 +216,7 @@ WHOLE_FILES = [
 def test_a_file_that_is_no_jsonl(
     tmp_path: Path, content: bytes, words: str, on_bad_row: str
 ) -> None:
-    path = written(tmp_path, content)
+    path = write_rows(tmp_path, content)
     with pytest.raises(DataError, match=words) as caught:
         read_preferences(path, on_bad_row=on_bad_row)
     assert str(caught.value).startswith(str(path)) and not isinstance(caught.value, RecordsError)
@@ -225,7 +227,7 @@ def test_what_is_no_file_at_all(tmp_path: Path) -> None:
         read_preferences(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="is a folder"):
         read_preferences(tmp_path)
-    os.mkfifo(tmp_path / "pipe.jsonl")  # opening it would wait for ever
+    os.mkfifo(tmp_path / "pipe.jsonl")  # opening it would block forever
     with pytest.raises(DataError, match="not a regular file"):
         read_preferences(tmp_path / "pipe.jsonl")
     with pytest.raises(DataError, match=r"cannot be read|no such file"):
@@ -235,49 +237,49 @@ def test_what_is_no_file_at_all(tmp_path: Path) -> None:
 def test_only_line_feeds_split_lines(tmp_path: Path) -> None:
     text = "one\u2028two\u2029three\x85four\u000bfive"
     row = json.dumps({**GOOD, "prompt": text}, ensure_ascii=False).encode()
-    records = read_preferences(written(tmp_path, row + b"\n" + GOOD_LINE))
+    records = read_preferences(write_rows(tmp_path, row + b"\n" + GOOD_LINE))
     assert [row["prompt"] for row in records.rows] == [text, "Who?"]
 
 
 def test_bom_crlf_and_blank_lines_are_fine(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf" + GOOD_LINE + b"\r\n\r\n" + GOOD_LINE + b"\r\n"
-    records = read_preferences(written(tmp_path, content))
+    records = read_preferences(write_rows(tmp_path, content))
     assert records.rows == [GOOD, GOOD] and records.lines == [1, 3]
 
 
-def test_other_columns_are_passed_over_and_known_ones_kept(tmp_path: Path) -> None:
+def test_unknown_columns_are_ignored_and_known_ones_preserved(tmp_path: Path) -> None:
     row = {**GOOD, "source": [1, None], "level": "easy", "kind": "k", "seed": 7}
-    records = read_preferences(written(tmp_path, [row, {**GOOD, "seed": None}]))
+    records = read_preferences(write_rows(tmp_path, [row, {**GOOD, "seed": None}]))
     assert records.rows == [{**GOOD, "level": "easy", "kind": "k", "seed": 7}, GOOD]
 
 
 def test_max_rows_stops_before_later_problems(tmp_path: Path) -> None:
-    path = written(tmp_path, GOOD_LINE + b"\n" + GOOD_LINE + b"\nbroken")
+    path = write_rows(tmp_path, GOOD_LINE + b"\n" + GOOD_LINE + b"\nbroken")
     records = read_preferences(path, max_rows=2)
     assert (records.num_rows, len(records.rows)) == (2, 2)
     assert records.digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_rows_too_long_for_the_context(tmp_path: Path) -> None:
-    path = written(tmp_path, [GOOD, {**GOOD, "chosen": "a b c d"}])
+    path = write_rows(tmp_path, [GOOD, {**GOOD, "chosen": "a b c d"}])
 
-    def refuses(rows: Sequence[dict[str, Any]]) -> list[str]:
+    def find_refusals(rows: Sequence[dict[str, Any]]) -> list[str]:
         return ["is too long" if " " in row["chosen"] else "" for row in rows]
 
-    assert problem_of(path, check_rows=refuses) == (2, "", "is too long")
-    records = read_preferences(path, on_bad_row="skip", check_rows=refuses)
+    assert read_problem(path, check_rows=find_refusals) == (2, "", "is too long")
+    records = read_preferences(path, on_bad_row="skip", check_rows=find_refusals)
     assert [row["chosen"] for row in records.rows] == [GOOD["chosen"]] and records.lines == [1]
-    path = written(
+    path = write_rows(
         tmp_path, [{**GOOD, "chosen": "a b"}, {"prompt": "p"}, {**GOOD, "chosen": "c d"}, GOOD]
     )
-    records = read_preferences(path, on_bad_row="skip", check_rows=refuses)
+    records = read_preferences(path, on_bad_row="skip", check_rows=find_refusals)
     assert [problem.line for problem in records.problems] == [
         1,
         2,
         3,
     ] and records.num_skipped == 3  # in order
     with pytest.raises(RecordsError, match=r"data\[1\]: is too long"):
-        read_preferences([GOOD, {**GOOD, "chosen": "a b"}], check_rows=refuses)
+        read_preferences([GOOD, {**GOOD, "chosen": "a b"}], check_rows=find_refusals)
 
 
 def test_demonstrations_come_as_messages(tmp_path: Path) -> None:
@@ -287,7 +289,7 @@ def test_demonstrations_come_as_messages(tmp_path: Path) -> None:
         {"role": "tool", "content": ""},
         {"role": "assistant", "content": "answer red"},
     ]
-    path = written(
+    path = write_rows(
         tmp_path, [{"messages": messages, "seed": 3}, {"prompt": "p", "completion": "c"}]
     )
     assert read_demonstrations(path).rows == [
@@ -327,25 +329,25 @@ USER = {"role": "user", "content": "u"}
     ],
 )
 def test_bad_demonstrations(tmp_path: Path, row: dict[str, Any], field: str, reason: str) -> None:
-    path = written(tmp_path, [{"prompt": "p", "completion": "c"}, row])
-    found = problem_of(path, read_demonstrations)
-    assert found[:2] == (2, field) and reason in found[2]
+    path = write_rows(tmp_path, [{"prompt": "p", "completion": "c"}, row])
+    problem = read_problem(path, read_demonstrations)
+    assert problem[:2] == (2, field) and reason in problem[2]
 
 
 def test_questions(tmp_path: Path) -> None:
     row = {"question": "1+1?", "answer": "2\n#### 2", "final": "2"}
-    path = written(tmp_path, [row, {**row, "final": 2}])
-    assert problem_of(path, read_questions) == (2, "final", "must be text, found a number (2)")
+    path = write_rows(tmp_path, [row, {**row, "final": 2}])
+    assert read_problem(path, read_questions) == (2, "final", "must be text, found a number (2)")
     assert read_questions(path, max_rows=1).rows == [row]
 
 
-def parquet(folder: Path, columns: dict[str, Any], name: str = "rows.parquet") -> Path:
+def write_parquet(folder: Path, columns: dict[str, Any], name: str = "rows.parquet") -> Path:
     pq.write_table(pa.table(columns), folder / name)
     return folder / name
 
 
 def test_parquet_is_read_with_row_numbers(tmp_path: Path) -> None:
-    path = parquet(
+    path = write_parquet(
         tmp_path,
         {
             "prompt": ["a", "b", None, "d"],
@@ -369,9 +371,9 @@ def test_parquet_is_read_with_row_numbers(tmp_path: Path) -> None:
 
 def test_parquet_holds_messages_and_wrong_types(tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]]
-    records = read_demonstrations(parquet(tmp_path, {"messages": messages, "level": [None]}))
+    records = read_demonstrations(write_parquet(tmp_path, {"messages": messages, "level": [None]}))
     assert records.rows == [{"messages": messages[0]}]
-    path = parquet(
+    path = write_parquet(
         tmp_path, {"prompt": ["a", "b"], "chosen": [float("nan"), 1.0], "rejected": ["x", "y"]}
     )
     with pytest.raises(
@@ -383,22 +385,22 @@ def test_parquet_holds_messages_and_wrong_types(tmp_path: Path) -> None:
 def test_parquet_with_broken_text_loses_one_row(tmp_path: Path) -> None:
     raw = pa.array([b"fine", b"\xff\xfe", b"good"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
-    path = parquet(
+    path = write_parquet(
         tmp_path, {"prompt": text, "chosen": ["1", "2", "3"], "rejected": ["x", "y", "z"]}
     )
-    assert problem_of(path) == (2, "prompt", "is not UTF-8: byte 0 of the text is 0xff")
+    assert read_problem(path) == (2, "prompt", "is not UTF-8: byte 0 of the text is 0xff")
 
 
 def test_files_that_are_no_parquet(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not Parquet despite its name"):
-        read_preferences(written(tmp_path, GOOD_LINE, "rows.parquet"))
-    whole = parquet(tmp_path, {"prompt": ["a"] * 100}, "whole.parquet").read_bytes()
+        read_preferences(write_rows(tmp_path, GOOD_LINE, "rows.parquet"))
+    content = write_parquet(tmp_path, {"prompt": ["a"] * 100}, "whole.parquet").read_bytes()
     with pytest.raises(DataError, match="cannot be read as Parquet"):
-        read_preferences(written(tmp_path, whole[:-20], "cut.parquet"))
+        read_preferences(write_rows(tmp_path, content[:-20], "cut.parquet"))
     with pytest.raises(DataError, match="none of the columns chosen, "):
-        read_preferences(parquet(tmp_path, {"text": ["a"]}))
+        read_preferences(write_parquet(tmp_path, {"text": ["a"]}))
     with pytest.raises(DataError, match="holds no row"):
-        read_preferences(parquet(tmp_path, {"prompt": pa.array([], pa.string())}))
+        read_preferences(write_parquet(tmp_path, {"prompt": pa.array([], pa.string())}))
 
 
 def test_a_folder_stands_for_its_data_files_by_name(tmp_path):
@@ -433,8 +435,8 @@ def test_copies_and_contradictions_are_counted_and_named(tmp_path, caplog):
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
-    found = read_preferences(path)
-    assert found.repeats.copies == [(2, 0)] and found.repeats.contradictions == [(3, 0), (6, 5)]
+    records = read_preferences(path)
+    assert records.repeats.copies == [(2, 0)] and records.repeats.contradictions == [(3, 0), (6, 5)]
     assert (
         f"{path}: 1 of 8 rows are exact copies of earlier ones and count more than once"
         in caplog.text
@@ -457,7 +459,7 @@ def test_copies_and_contradictions_are_counted_and_named(tmp_path, caplog):
 
 
 class CountedName(str):
-    """A name that counts its comparisons."""
+    """Name that counts its comparisons."""
 
     compared = 0
     __hash__ = str.__hash__
@@ -467,8 +469,8 @@ class CountedName(str):
         return str.__eq__(self, other)
 
 
-def test_a_doubled_key_among_thousands_is_found_in_one_pass():
-    """16,000 keys took 10.7 s, each compared with every other."""
+def test_a_duplicate_key_among_thousands_is_detected_in_one_pass():
+    """Check 16,000 keys: comparing each with every other took 10.7 s."""
     names = [CountedName(f"key {number}") for number in range(2000)]
     CountedName.compared = 0
     with pytest.raises(BadRow, match="key 1999: appears twice in one object"):

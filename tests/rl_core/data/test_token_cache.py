@@ -1,4 +1,4 @@
-"""Texts are tokenised once: what is kept on disk, by what, and what becomes of damage."""
+"""Token cache: texts are tokenised once; what is stored on disk, under which key, and how damage is handled."""
 
 import hashlib
 import logging
@@ -23,16 +23,16 @@ from rl_core.settings import ModelSettings
 SFT, DPO = TokenisationJob("demonstrations"), TokenisationJob("preferences")
 
 
-def said(*texts):
+def make_conversation(*texts):
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]}
 
 
 NO_LOSS = "no assistant message carries loss: all of them have weight 0"
 ROWS = [
-    said("red?", "blue"),
-    said("scan 1", "row", "scan 2", "cell 2"),
-    said("u", "<think>a</think>b", "v", "c"),
+    make_conversation("red?", "blue"),
+    make_conversation("scan 1", "row", "scan 2", "cell 2"),
+    make_conversation("u", "<think>a</think>b", "v", "c"),
 ]
 PAIRS = [
     {"prompt": "red?", "chosen": "blue", "rejected": "the cell"},
@@ -45,50 +45,52 @@ def renderer():
     return ChatRenderer(family(HERMES))
 
 
-def never():
+def fail_if_called():
     raise AssertionError("tokenised again")
 
 
-def made(cache, renderer, rows=ROWS, job=SFT):
+def tokenize_test_rows(cache, renderer, rows=ROWS, job=SFT):
     return cache.load_or_tokenize(compute_rows_digest(rows), lambda: rows, renderer, job, 0)
 
 
-@pytest.mark.parametrize(("kept", "sequences"), [("keep", 3), ("template", 5)])
-def test_rows_are_tokenised_as_one_by_one_and_once(tmp_path, kept, sequences):
-    renderer = ChatRenderer(family(OPENS_AND_STRIPS), ModelSettings(history_thoughts=kept))
-    found = made(TokenCache(tmp_path), renderer)
+@pytest.mark.parametrize(("history_thoughts", "sequences"), [("keep", 3), ("template", 5)])
+def test_rows_are_tokenised_as_one_by_one_and_once(tmp_path, history_thoughts, sequences):
+    renderer = ChatRenderer(
+        family(OPENS_AND_STRIPS), ModelSettings(history_thoughts=history_thoughts)
+    )
+    tokens = tokenize_test_rows(TokenCache(tmp_path), renderer)
     expected = [
         sequence for row in ROWS for sequence in build_training_sequences(renderer, row["messages"])
     ]
-    assert list(found.rows) == expected and len(expected) == sequences
-    assert found.compute_longest(3).tolist()[:1] == [len(expected[0][0])] and not found.refused
-    again = TokenCache(tmp_path).load_or_tokenize(
-        compute_rows_digest(ROWS), never, renderer, SFT, 0
+    assert list(tokens.rows) == expected and len(expected) == sequences
+    assert tokens.compute_longest(3).tolist()[:1] == [len(expected[0][0])] and not tokens.refused
+    cached = TokenCache(tmp_path).load_or_tokenize(
+        compute_rows_digest(ROWS), fail_if_called, renderer, SFT, 0
     )
-    assert list(again.rows) == expected and again.rows.rows.tolist() == found.rows.rows.tolist()
+    assert list(cached.rows) == expected and cached.rows.rows.tolist() == tokens.rows.rows.tolist()
     assert (
         list(TokenCache(None).load_or_tokenize("", lambda: ROWS, renderer, SFT, 0).rows) == expected
     )  # no folder
 
 
 def test_sides_of_preferences_and_labelled_completions(tmp_path, renderer):
-    found = made(TokenCache(tmp_path), renderer, PAIRS, DPO)
+    tokens = tokenize_test_rows(TokenCache(tmp_path), renderer, PAIRS, DPO)
     sides = [side for row in PAIRS for side, _ in build_row_sides(row, renderer)]
-    assert [ids for ids, _ in found.rows] == [side.ids for side in sides] and len(sides) == 3
-    assert found.rows.prompts.tolist() == [len(side.prompt_ids) for side in sides]
-    assert [mask for _, mask in found.rows] == [
+    assert [ids for ids, _ in tokens.rows] == [side.ids for side in sides] and len(sides) == 3
+    assert tokens.rows.prompts.tolist() == [len(side.prompt_ids) for side in sides]
+    assert [mask for _, mask in tokens.rows] == [
         [False] * len(s.prompt_ids) + s.loss_mask for s in sides
     ]
 
 
-def test_refused_rows_are_kept_with_their_reason(tmp_path, renderer):
+def test_refused_rows_are_stored_with_their_reason(tmp_path, renderer):
     rows = [ROWS[0], {"messages": [{"role": "user", "content": "alone"}]}, ROWS[1]]
     for cache in (TokenCache(tmp_path), TokenCache(tmp_path)):
-        found = made(cache, renderer, rows)
-        assert found.refused == [(1, NO_LOSS)]
-        assert found.rows.rows.tolist() == [0, 2] and found.compute_longest(3)[1] == 0
-    longest = int(found.compute_longest(3)[2])
-    assert found.list_refusal_reasons(3, longest - 1, "no more")[1:] == [
+        tokens = tokenize_test_rows(cache, renderer, rows)
+        assert tokens.refused == [(1, NO_LOSS)]
+        assert tokens.rows.rows.tolist() == [0, 2] and tokens.compute_longest(3)[1] == 0
+    longest = int(tokens.compute_longest(3)[2])
+    assert tokens.list_refusal_reasons(3, longest - 1, "no more")[1:] == [
         NO_LOSS,
         f"is {longest} tokens long, no more",
     ]
@@ -109,7 +111,7 @@ def test_whatever_decides_the_ids_is_another_entry(tmp_path, renderer):
     assert len(set(names)) == len(names) and all(names)
     renderer.tokenizer(
         "red", padding="max_length", truncation=True, max_length=3
-    )  # of a call, not of the tokenizer
+    )  # set by a call, not by the tokenizer
     assert (
         cache._compute_entry_name("rows", ChatRenderer(family(HERMES)), SFT)
         == cache._compute_entry_name("rows", renderer, SFT)
@@ -118,79 +120,85 @@ def test_whatever_decides_the_ids_is_another_entry(tmp_path, renderer):
 
 
 @pytest.mark.parametrize("name", [TABLE_FILE, "refused.json", "manifest.json"])
-def test_damage_is_noticed_and_made_anew(tmp_path, renderer, caplog, name):
-    expected = list(made(TokenCache(tmp_path), renderer).rows)
+def test_damage_is_noticed_and_rebuilt(tmp_path, renderer, caplog, name):
+    expected = list(tokenize_test_rows(TokenCache(tmp_path), renderer).rows)
     (entry,) = tmp_path.iterdir()
     content = bytearray((entry / name).read_bytes())
     content[len(content) // 2] ^= 1
     (entry / name).write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert list(made(TokenCache(tmp_path), renderer).rows) == expected
+        assert list(tokenize_test_rows(TokenCache(tmp_path), renderer).rows) == expected
     assert "token ids are damaged and made again" in caplog.text and name in caplog.text
-    assert TokenCache(tmp_path).load_or_tokenize(compute_rows_digest(ROWS), never, renderer, SFT, 0)
+    assert TokenCache(tmp_path).load_or_tokenize(
+        compute_rows_digest(ROWS), fail_if_called, renderer, SFT, 0
+    )
 
 
 def test_a_part_of_a_table(tmp_path, renderer, caplog):
     cache = TokenCache(tmp_path)
-    whole = made(cache, renderer)
-    cache.store_subset("part", renderer, SFT, whole, whole.rows.find_sequence_indices([0, 2]), 6)
-    part = TokenCache(tmp_path).load_or_tokenize("part", never, renderer, SFT, 0)
-    assert list(part.rows) == [(ids[:6], mask[:6]) for ids, mask in (whole.rows[0], whole.rows[2])]
+    table_rows = tokenize_test_rows(cache, renderer)
+    cache.store_subset(
+        "part", renderer, SFT, table_rows, table_rows.rows.find_sequence_indices([0, 2]), 6
+    )
+    part = TokenCache(tmp_path).load_or_tokenize("part", fail_if_called, renderer, SFT, 0)
+    assert list(part.rows) == [
+        (ids[:6], mask[:6]) for ids, mask in (table_rows.rows[0], table_rows.rows[2])
+    ]
     (table,) = (entry for entry in tmp_path.iterdir() if (entry / TABLE_FILE).exists())
-    first = whole.rows[0]
-    (table / TABLE_FILE).unlink()  # not cut: `whole` maps it
+    first = table_rows.rows[0]
+    (table / TABLE_FILE).unlink()  # not truncated: `table_rows` maps it
     (table / TABLE_FILE).write_bytes(b"")
     remade = TokenCache(tmp_path).load_or_tokenize("part", lambda: [ROWS[0]], renderer, SFT, 0)
     assert list(remade.rows) == [first] and "damaged" in caplog.text
 
 
 def test_two_that_make_the_same_table(tmp_path, renderer):
-    name = made(TokenCache(tmp_path / "other"), renderer).name
+    name = tokenize_test_rows(TokenCache(tmp_path / "other"), renderer).name
 
-    def rows():  # another process is faster
+    def load_rows():  # another process is faster
         shutil.copytree(tmp_path / "other" / name, tmp_path / "tokens" / name)
         return ROWS
 
-    found = TokenCache(tmp_path / "tokens").load_or_tokenize(
-        compute_rows_digest(ROWS), rows, renderer, SFT, 0
+    tokens = TokenCache(tmp_path / "tokens").load_or_tokenize(
+        compute_rows_digest(ROWS), load_rows, renderer, SFT, 0
     )
-    assert len(found.rows) == 3 and [entry.name for entry in (tmp_path / "tokens").iterdir()] == [
+    assert len(tokens.rows) == 3 and [entry.name for entry in (tmp_path / "tokens").iterdir()] == [
         name
     ]
 
 
 def test_a_disk_that_refuses(tmp_path, renderer, caplog):
     (tmp_path / "file").write_text("")
-    found = made(TokenCache(tmp_path / "file" / "tokens"), renderer)
-    assert len(found.rows) == 3 and found.name == "" and "token ids are not cached" in caplog.text
+    tokens = tokenize_test_rows(TokenCache(tmp_path / "file" / "tokens"), renderer)
+    assert len(tokens.rows) == 3 and tokens.name == "" and "token ids are not cached" in caplog.text
 
 
-def many(count=2 * CHUNK_ROWS + 100):
-    return [said(f"cell {n}?", f"row {n} " * (n % 5 + 1)) for n in range(count)]
+def make_rows(count=2 * CHUNK_ROWS + 100):
+    return [make_conversation(f"cell {n}?", f"row {n} " * (n % 5 + 1)) for n in range(count)]
 
 
-def table_digest(folder, renderer, rows, monkeypatch, processes):
+def compute_table_digest(folder, renderer, rows, monkeypatch, processes):
     monkeypatch.setattr(token_cache, "choose_num_processes", lambda size: processes)
-    found = made(TokenCache(folder), renderer, rows)
-    assert len(found.rows) == len(rows)
-    return hashlib.sha256((folder / found.name / TABLE_FILE).read_bytes()).hexdigest()
+    tokens = tokenize_test_rows(TokenCache(folder), renderer, rows)
+    assert len(tokens.rows) == len(rows)
+    return hashlib.sha256((folder / tokens.name / TABLE_FILE).read_bytes()).hexdigest()
 
 
 def test_several_processes_write_the_same_bytes(tmp_path, renderer, monkeypatch, caplog):
-    rows = many()
-    one = table_digest(tmp_path / "one", renderer, rows, monkeypatch, 1)
-    assert table_digest(tmp_path / "two", renderer, rows, monkeypatch, 2) == one
+    rows = make_rows()
+    expected = compute_table_digest(tmp_path / "one", renderer, rows, monkeypatch, 1)
+    assert compute_table_digest(tmp_path / "two", renderer, rows, monkeypatch, 2) == expected
     assert "is gone" not in caplog.text
 
 
 def test_processes_that_die_are_done_without(renderer, monkeypatch, caplog):
-    def short_lived():
+    def start_short_lived():
         return subprocess.Popen(
             [sys.executable, "-S", "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    monkeypatch.setattr(tokenising, "_start_child", short_lived)
-    rows = many()
+    monkeypatch.setattr(tokenising, "_start_child", start_short_lived)
+    rows = make_rows()
     chunks = [chunk for chunk, _ in tokenize_rows(rows, renderer, SFT, 2)]
     alone = [chunk for chunk, _ in tokenize_rows(rows, renderer, SFT, 1)]
     assert [chunk.ids.tolist() for chunk in chunks] == [
@@ -213,20 +221,20 @@ def test_processes_only_where_there_is_enough_text(monkeypatch):
 
 
 def test_a_tokenizer_that_a_stage_has_saved_is_the_same(tmp_path, renderer):
-    """Else each stage would tokenise the data stage's rows again."""
+    """Check that a later stage does not tokenise the data stage's rows again."""
     names = []
-    for place in ("data", "sft"):
+    for folder in ("data", "sft"):
         tokenizer = (
             renderer.tokenizer if not names else AutoTokenizer.from_pretrained(tmp_path / "data")
         )
-        tokenizer.save_pretrained(tmp_path / place)
-        later = ChatRenderer(AutoTokenizer.from_pretrained(tmp_path / place))
+        tokenizer.save_pretrained(tmp_path / folder)
+        later = ChatRenderer(AutoTokenizer.from_pretrained(tmp_path / folder))
         names.append(TokenCache(tmp_path)._compute_entry_name("rows", later, SFT))
     assert names[0] == names[1] != ""
 
 
 def test_two_answers_in_a_row_have_a_header_each_in_a_side_too(renderer):
-    """Before: the second answer of a preference's side followed the first without a header."""
+    """Check a former bug: the second answer of a preference's side followed the first without a header."""
     answers = [{"role": "assistant", "content": "blue"}, {"role": "assistant", "content": "row 1"}]
     side, _ = build_row_sides(
         {"prompt": "red?", "chosen": answers, "rejected": "the cell"}, renderer
@@ -236,20 +244,20 @@ def test_two_answers_in_a_row_have_a_header_each_in_a_side_too(renderer):
 
 
 def test_texts_that_are_encoded_together_are_encoded_as_one_by_one(renderer):
-    """Refusals, plain texts and settings between them change no other row."""
+    """Check that refusals, plain texts and settings between them change no other row."""
     rows = [
         *ROWS,
         {"messages": [{"role": "text", "content": "row 2"}]},
         {"messages": []},
-        said("a <|im_end|> b", "c"),
+        make_conversation("a <|im_end|> b", "c"),
     ] * 40
-    found = TokenCache(None).load_or_tokenize("", lambda: rows, renderer, SFT, 0)
+    tokens = TokenCache(None).load_or_tokenize("", lambda: rows, renderer, SFT, 0)
     expected = []
     for number, row in enumerate(rows):
         if row["messages"]:
             expected += [(number, s) for s in build_training_sequences(renderer, row["messages"])]
-    assert list(zip(found.rows.rows.tolist(), found.rows, strict=True)) == expected
-    assert [row for row, _ in found.refused] == [
+    assert list(zip(tokens.rows.rows.tolist(), tokens.rows, strict=True)) == expected
+    assert [row for row, _ in tokens.refused] == [
         n for n, row in enumerate(rows) if not row["messages"]
     ]
     assert (

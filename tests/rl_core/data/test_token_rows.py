@@ -1,4 +1,4 @@
-"""Sequences in compact form come back as they were."""
+"""Token rows: sequences in compact form are restored unchanged."""
 
 import pickle
 
@@ -25,7 +25,7 @@ def test_rows_come_back_as_lists_of_the_same_values():
     assert rows.num_tokens == 9
     assert rows.num_bytes == 9 * 4 + 9 + 4 * 8 + 3 * (
         8 + 4
-    )  # ids, masks, four places, row and prompt of each
+    )  # ids, masks, four offsets, row and prompt of each
     with pytest.raises(IndexError):
         rows[3]
     with pytest.raises(ValueError, match="2 token ids, but a loss mask of 1"):
@@ -33,8 +33,8 @@ def test_rows_come_back_as_lists_of_the_same_values():
     assert len(TokenRows()) == 0 and list(TokenRows()) == [] and TokenRows().num_rows == 0
 
 
-def two_chunks():
-    """Rows 0, 2 (two sequences) and 3, in chunks of three sequences and one; row 1 was refused."""
+def build_two_chunks():
+    """Build rows 0, 2 (two sequences) and 3, in chunks of three sequences and one; row 1 was refused."""
     first = [(0, 1, *ROWS[0]), (2, 0, *ROWS[1]), (2, 2, *ROWS[2])]
     return TokenRows(
         [build_token_chunk(first), build_token_chunk([(3, 0, [8, 9, 9], [False, True, False])])]
@@ -42,7 +42,7 @@ def two_chunks():
 
 
 def test_sequences_of_rows_cut_and_joined():
-    rows = two_chunks()
+    rows = build_two_chunks()
     assert (
         rows.rows.tolist() == [0, 2, 2, 3]
         and rows.row_starts.tolist() == [0, 1, 3]
@@ -65,13 +65,13 @@ def test_sequences_of_rows_cut_and_joined():
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_rows_travel_to_other_processes(tmp_path, mapped):
-    rows = two_chunks()
+    rows = build_two_chunks()
     if mapped:
         with (tmp_path / "rows.arrow").open("wb") as file:
             training_sequences.write_token_table(file, rows._chunks)
         rows = training_sequences.read_token_table(tmp_path / "rows.arrow")
         assert (
-            list(rows) == list(two_chunks()) and not rows.read_arrays(0)[0].flags.owndata
+            list(rows) == list(build_two_chunks()) and not rows.read_arrays(0)[0].flags.owndata
         )  # a view of the file
     part = rows.select_rows([2, 3], 3)
     for some in (rows, part, part.join_rows(rows)):

@@ -1,4 +1,4 @@
-"""The trained tokenizer: lossless, deterministic, and the same after it was saved and loaded."""
+"""The trained tokenizer: lossless, deterministic, and unchanged by saving and loading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER = train_tokenizer(TEXTS, 280)
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_any_text_decodes_to_itself(text: str) -> None:
+def test_any_text_is_decoded_unchanged(text: str) -> None:
     ids = TOKENIZER(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert TOKENIZER.decode(ids) == text
 

@@ -1,6 +1,6 @@
-"""Token ids and loss tokens of every format beside those that TRL 1.16.0 made of the same rows.
+"""Token ids and loss tokens of every format, compared with those of TRL 1.16.0 for the same rows.
 
-Recorded by `tests/benchmarks/format_table.py record`; the differences that are meant have a reason there.
+Recorded by `tests/benchmarks/format_table.py record`, which gives the reason for each intended difference.
 """
 
 import pytest
@@ -16,21 +16,21 @@ def renderer():
     return small_renderer()
 
 
-def sequences(file, renderer):
+def encode_rows(file, renderer):
     return [sides_of(row, renderer) for row in read(file.path, file.kind).rows]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_tokens_and_loss_tokens_are_trl_s_or_differ_for_a_reason(renderer, file):
     theirs = recorded()["files"][file.name]
-    found = {
+    differences = {
         format_table.describe_difference(a, b)
-        for a, b in zip(sequences(file, renderer), theirs, strict=True)
+        for a, b in zip(encode_rows(file, renderer), theirs, strict=True)
     }
     if file.name in format_table.REASONS:
-        assert found == {format_table.REASONS[file.name][0]}
+        assert differences == {format_table.REASONS[file.name][0]}
     else:
-        assert all(not word or word.startswith("not taken by TRL: ") for word in found)
+        assert all(not word or word.startswith("not taken by TRL: ") for word in differences)
 
 
 def test_most_formats_that_trl_takes_are_equal():
@@ -47,7 +47,7 @@ def test_most_formats_that_trl_takes_are_equal():
 def test_text_differs_by_the_first_label_alone(renderer):
     file = next(file for file in FILES if file.name == "text")
     for ((ids, mask),), theirs in zip(
-        sequences(file, renderer), recorded()["files"]["text"], strict=True
+        encode_rows(file, renderer), recorded()["files"]["text"], strict=True
     ):
         (side,) = theirs["sides"]
         assert (ids, [0, *places(mask)]) == (side["ids"], side["loss"])
@@ -60,7 +60,7 @@ def test_the_table_of_the_document_is_that_of_this_version():
 
 
 def test_a_side_of_several_turns_has_loss_on_the_assistants_turns_alone(renderer):
-    """TRL counts the user's turn within a side as well; here it is read only. Tokens are those of the conversation."""
+    """Check a side with a user's turn: TRL trains on it, we only read it. Tokens are those of the conversation."""
     user, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
     row = {"prompt": [user], "chosen": [answer, user, answer], "rejected": [answer]}
     pair = build_pair(read_preferences([row]).rows[0], renderer)
@@ -69,7 +69,7 @@ def test_a_side_of_several_turns_has_loss_on_the_assistants_turns_alone(renderer
         pair.chosen.ids == ids
         and [False] * len(pair.chosen.prompt_ids) + pair.chosen.loss_mask == mask
     )
-    assert sum(mask) == 4  # two answers of one token, with their ends of turn
+    assert sum(mask) == 4  # two answers of one token each, plus their ends of turn
     assert pair.rejected.ids == ids[: len(pair.rejected.ids)] and pair.rejected.loss_mask == [
         True,
         True,

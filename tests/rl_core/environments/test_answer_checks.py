@@ -1,4 +1,4 @@
-"""Verifiers by hand: what is found in an answer, what counts as equal, and what a program may not do."""
+"""Answer verifiers on cases worked by hand: extraction, equality, and what a program must not do."""
 
 import contextlib
 import os
@@ -143,7 +143,7 @@ def test_partial_credit_and_time():
     wait_for(lambda: not is_running(marker), "the end of what the program started")
     assert (
         check.score_action("def add(a, b):\n    return a + b", "", {"tests": ADDS}) == 1.0
-    )  # the child goes on
+    )  # the child continues
 
 
 def test_a_row_without_tests_is_no_zero(code):

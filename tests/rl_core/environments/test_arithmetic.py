@@ -1,4 +1,4 @@
-"""arithmetic: targets against Python's own arithmetic, looks, answers, determinism."""
+"""Tests of arithmetic: targets compared with Python's arithmetic, looks, answers, determinism."""
 
 import re
 
@@ -10,8 +10,8 @@ from rl_core.environments.environment import HELDOUT_START
 from rl_core.errors import EnvironmentFault, SettingsError
 
 
-def value_of(chain):
-    """A chain of + - * by hand: products first, then sums."""
+def compute_chain(chain):
+    """Compute a chain of + - * by hand: products first, then sums."""
     total = 0
     for sign, product in re.findall(r"(^|[+-])([\d* ]+)", chain.replace(" ", "")):
         term = 1
@@ -25,7 +25,7 @@ def value_of(chain):
     ("chain", "value"), [("3 + 4 * 2", 11), ("10 - 2 * 3 - 4", 0), ("2 * 3 * 4", 24)]
 )
 def test_chains_by_hand(chain, value):
-    assert value_of(chain) == value and calculate_text(chain) == str(value)
+    assert compute_chain(chain) == value and calculate_text(chain) == str(value)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -35,7 +35,7 @@ def test_targets_kinds_and_looks(level):
     for seed in range(300):
         episode = environment.episode(seed, level)
         chain = episode.prompt.removesuffix(" = ?")
-        assert episode.target == str(value_of(chain))
+        assert episode.target == str(compute_chain(chain))
         numbers = [int(number) for number in re.findall(r"\d+", chain)]
         assert len(numbers) == LEVELS[level] and all(1 <= number <= 30 for number in numbers)
         signs = set(re.findall(r"[-+*]", chain))

@@ -164,7 +164,7 @@ def test_every_mistake_is_what_it_is_called(monkeypatch, question, mistake, call
     tools = PixelGrid().tools
     for seed in range(10):
         planned = plan_demonstration(GRID, question, random.Random(seed), skill=0.5, habit=0.5)
-        assert [tools.format_call(call) for call in planned.calls] == calls
+        assert [tools.format(call) for call in planned.calls] == calls
         assert planned.answer in answers and planned.mistake == mistake
 
 

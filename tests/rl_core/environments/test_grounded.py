@@ -6,8 +6,8 @@ from rl_core.environments import make_environment
 from rl_core.errors import SettingsError
 
 
-def episode_of(kind, level, **options):
-    """An episode of that kind, the environment's own grid and question."""
+def build_episode(kind, level, **options):
+    """Return an episode of that kind, with its grid and question."""
     environment = make_environment("pixel_grid", options)
     for seed in range(200):
         episode = environment.episode(seed, level)
@@ -17,8 +17,8 @@ def episode_of(kind, level, **options):
     raise AssertionError(f"no {kind} among 200 episodes")
 
 
-def right_calls(episode):
-    """Required observations, as tool calls."""
+def list_required_calls(episode):
+    """Return the required observations, as tool calls."""
     question, grid = episode.question, episode.grid
     if question.kind in ("count", "most"):
         return [f"count {question.colour} {line} {number}" for line, number in question.lines]
@@ -44,9 +44,9 @@ KINDS = [
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
 def test_grounded_only_when_everything_needed_was_seen(kind, level):
-    calls = right_calls(episode_of(kind, level))
+    calls = list_required_calls(build_episode(kind, level))
     for shown in range(len(calls) + 1):
-        episode = episode_of(kind, level, unsupported_reward=0.5)
+        episode = build_episode(kind, level, unsupported_reward=0.5)
         for call in calls[:shown]:
             assert not episode.step(call).is_error
         step = episode.step(f"answer {episode.target}")
@@ -56,14 +56,14 @@ def test_grounded_only_when_everything_needed_was_seen(kind, level):
 
 
 def test_a_wrong_answer_earns_nothing_and_calls_that_failed_show_nothing():
-    episode = episode_of("colour", "easy", unsupported_reward=0.5)
+    episode = build_episode("colour", "easy", unsupported_reward=0.5)
     assert episode.step("zoom 99 99").is_error
     step = episode.step("answer nothing")
     assert (step.success, step.is_grounded, step.reward) == (False, False, 0.0)
 
 
 def test_a_scan_of_the_line_shows_its_cells_too():
-    episode = episode_of("count", "medium")
+    episode = build_episode("count", "medium")
     episode.step("scan {} {}".format(*episode.question.lines[0]))
     assert episode.step(f"answer {episode.target}").is_grounded
 

@@ -45,7 +45,7 @@ def environment(tmp_path: Path) -> GSM8K:
 
 
 def play(environment: GSM8K, seed: int, level: str) -> list[Any]:
-    """The messages of the episode in which the policy does what the demonstration does."""
+    """Play the episode with the demonstration's actions and return its messages."""
     demonstration = environment.demonstration(seed, level)
     episode = environment.episode(seed, level)
     messages = episode.reset()
@@ -105,7 +105,7 @@ def test_a_seed_of_another_level_or_of_no_row_is_refused(environment: GSM8K) -> 
         environment.seeds("test")
 
 
-def test_demonstrations_win_their_own_episodes(environment: GSM8K) -> None:
+def test_demonstrations_win_their_episodes(environment: GSM8K) -> None:
     assert replay_all(environment) == 70
     seed = environment.seeds_of("train", "medium")[0]
     demonstration = environment.demonstration(seed, "medium")
@@ -158,7 +158,7 @@ def test_wrong_several_or_no_numbers_end_without_reward(environment: GSM8K, acti
 def test_prepare_writes_what_a_later_environment_reads(tmp_path: Path) -> None:
     path = written(tmp_path, [*ROWS, ROWS[0], {**ROWS[1], "question": " what  is 1? "}])
     raw = GSM8K(path=path, heldout=0.2)
-    report = raw.prepare_data(tmp_path / "data", seed=5)
+    report = raw.prepare(tmp_path / "data", seed=5)
     expected = {
         "num_rows": 72,
         "num_prompts": 70,
@@ -184,7 +184,7 @@ def test_prepare_writes_what_a_later_environment_reads(tmp_path: Path) -> None:
     GSM8K(
         path=written(tmp_path, [*ROWS, ROWS[0], {**ROWS[1], "question": " what  is 1? "}]),
         heldout=0.2,
-    ).prepare_data(again, 5)
+    ).prepare(again, 5)
     for name in ("questions_train.jsonl", "questions_heldout.jsonl"):
         assert (again / name).read_bytes() == (tmp_path / "data" / name).read_bytes()
 
@@ -193,7 +193,7 @@ def test_another_seed_splits_otherwise(tmp_path: Path) -> None:
     path = written(tmp_path, ROWS)
     folders = [tmp_path / str(seed) for seed in range(2)]
     for seed, folder in enumerate(folders):
-        GSM8K(path=path).prepare_data(folder, seed)
+        GSM8K(path=path).prepare(folder, seed)
     heldout = [
         (folder / "questions_heldout.jsonl").read_text(encoding="utf-8") for folder in folders
     ]
@@ -223,9 +223,9 @@ def test_bad_questions_stop_before_anything_is_written(
 ) -> None:
     path = written(tmp_path, [*ROWS[:2], row])
     with pytest.raises(RecordsError, match=words):
-        GSM8K(path=path).prepare_data(tmp_path / "data", 0)
+        GSM8K(path=path).prepare(tmp_path / "data", 0)
     assert not (tmp_path / "data").exists()
-    report = GSM8K(path=path, on_bad_row="skip").prepare_data(tmp_path / "data", 0)
+    report = GSM8K(path=path, on_bad_row="skip").prepare(tmp_path / "data", 0)
     assert (report["num_rows"], report["num_skipped"], len(report["problems"])) == (2, 1, 1)
 
 
@@ -269,7 +269,7 @@ def test_every_real_question_converts_and_is_won_by_its_solution(
 ) -> None:
     environment = make_environment("gsm8k", {"path": str(REAL), "call_format": call_format})
     assert isinstance(environment, GSM8K)
-    report = environment.prepare_data(tmp_path, seed=0)
+    report = environment.prepare(tmp_path, seed=0)
     num_rows = sum(1 for line in REAL.open(encoding="utf-8") if line.strip())
     assert report["num_rows"] == report["num_train_rows"] + report["num_heldout_rows"] == num_rows
     assert (

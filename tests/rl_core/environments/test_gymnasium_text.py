@@ -84,7 +84,7 @@ def test_truncation(fake: None) -> None:
     episode = make_environment("gymnasium", {"id": "Line-v0"}).episode(0, "default")
     episode.reset()
     episode.step("0")
-    assert episode.step("0").truncated, "the environment's own"
+    assert episode.step("0").truncated, "the built-in limit"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_nothing_but_an_environment_class_is_called(fake: None, tmp_path: Path, 
     assert not made.exists()
 
 
-def test_code_that_a_config_names_is_told_without_importing_it() -> None:
+def test_code_that_a_config_names_is_listed_without_importing_it() -> None:
     assert list_environment_code("gymnasium", {"id": "some.module:Class"}) == ("some.module:Class",)
     assert list_environment_code("some.module:Own", {}) == ("some.module:Own",)
     for name, options in (

@@ -72,8 +72,8 @@ class Words(Environment):
         return Word(seed, level, word, rng.randrange(self.secrets) if self.secrets > 1 else None)
 
 
-def told_apart(environment, level):
-    """The question of an episode, from its fields."""
+def question_reader(environment, level):
+    """Return a function that reads an episode's question from its fields."""
     return {
         "arithmetic": lambda episode: episode.prompt,
         "reckoning": lambda episode: (episode.prompt, str(episode.questions)),
@@ -97,7 +97,7 @@ def test_no_question_is_on_both_sides(environment):
     """Before: 99% of arithmetic's easy held-out questions were among 6,000 training ones, 85% of the maze's."""
     question = None
     for level in environment.levels[: 1 if environment.name == "maze" else 2]:
-        question = told_apart(environment, level)
+        question = question_reader(environment, level)
         train, heldout = (environment.seeds_of(split, level) for split in ("train", "heldout"))
         learned = {question(environment.episode(seed, level)) for seed in train[:400]}
         asked = [question(environment.episode(seed, level)) for seed in heldout[:60]]
@@ -189,10 +189,13 @@ def test_too_few_questions_are_held_out_by_seed_and_say_so(caplog):
     warn_once.cache_clear()
     words = Words(3)
     assert words.seeds_of("train", "one") == range(HELDOUT_START)
-    found = words.held_out("one")
-    assert found.by == "seeds" and "100 episodes began with 3 different questions" in found.note
+    separation = words.held_out("one")
+    assert (
+        separation.by == "seeds"
+        and "100 episodes began with 3 different questions" in separation.note
+    )
     assert caplog.text.count("level 'one': held out by seed only: 100 episodes began with 3") == 1
-    assert "self.hidden" in found.note
+    assert "self.hidden" in separation.note
 
 
 def test_a_hidden_state_makes_the_difference():
@@ -206,8 +209,8 @@ def test_a_frequent_question_is_not_held_out_with_the_rest():
     keys = [compute_content_digest(text) for text in map(str, range(200))]
     left = [key for key in keys if not is_heldout(key, 0.2)]
     # 1,000 questions, none of which is on the held-out side; then the reverse
-    found = probe_separation(range(1000), lambda seed: left[seed % len(left)], 0.2)
-    assert found.by == "seeds" and "0% of all episodes" in found.note
+    separation = probe_separation(range(1000), lambda seed: left[seed % len(left)], 0.2)
+    assert separation.by == "seeds" and "0% of all episodes" in separation.note
     held = [
         compute_content_digest(str(n))
         for n in range(2000)
@@ -232,7 +235,7 @@ def test_nothing_is_held_out_where_nothing_is_asked_for():
 def test_another_share():
     words = Words(1000)
     words.heldout_share = 0.5
-    sides = [is_heldout(words.compute_question_digest(seed, "one"), 0.5) for seed in range(1000)]
+    sides = [is_heldout(words.question(seed, "one"), 0.5) for seed in range(1000)]
     assert 400 < sum(sides) < 600 and words.held_out("one").by == "content"
 
 
@@ -252,13 +255,13 @@ def test_rows_are_compared_and_shared_questions_left_out(caplog):
     rows = [{"prompt": f"question {n}"} for n in range(30)]
     heldout = [{"prompt": "Question  3"}, {"prompt": "question 30"}, {"prompt": "question 31"}]
     environment = Prompts(rows, heldout)
-    found = environment.held_out("all")
-    assert found.by == "content" and found.shared == {HELDOUT_START}
+    separation = environment.held_out("all")
+    assert separation.by == "content" and separation.shared == {HELDOUT_START}
     assert (
         "1 of 3 held-out episodes ask a question of the training episodes; they are left out"
         in caplog.text
     )
-    assert found.to_json() == {"by": "content", "note": found.note, "shared": 1}
+    assert separation.to_json() == {"by": "content", "note": separation.note, "shared": 1}
     assert set(draw_heldout_seeds(environment, "all", 5, random.Random(0))) == {
         HELDOUT_START + 1,
         HELDOUT_START + 2,
@@ -275,7 +278,7 @@ def test_rows_that_are_all_training_rows_stay_and_say_so(caplog):
     assert draw_heldout_seeds(environment, "all", 1, random.Random(0)) == [HELDOUT_START]
 
 
-def test_own_rows_are_compared():
+def test_user_rows_are_compared():
     class Rows(Words):
         def seeds_of(self, split, level):
             return [1, 2, 3, 4] if split == "train" else [4, 5, 6]
@@ -288,8 +291,8 @@ def test_own_rows_are_compared():
 
 
 def test_too_many_rows_are_said_to_be_unchecked():
-    found = compare_splits(range(20_000), range(1), str, blocking=False)
-    assert found.by == "unchecked" and "20000 training and 1 held-out" in found.note
+    separation = compare_splits(range(20_000), range(1), str, blocking=False)
+    assert separation.by == "unchecked" and "20000 training and 1 held-out" in separation.note
     assert compare_splits(range(1_000), range(1_000, 1_001), str, blocking=True).by == "unchecked"
     assert compare_splits(
         range(19_999), range(20_000, 20_001), str, blocking=False
@@ -323,12 +326,9 @@ def test_digests_tell_contents_apart():
 
 def test_a_digest_is_asked_for_once_per_episode():
     words = Words()
-    words.compute_question_digest(3, "one")
+    words.question(3, "one")
     opened = words.opened
-    assert (
-        words.compute_question_digest(3, "one") == words.compute_question_digest(3, "one")
-        and words.opened == opened
-    )
+    assert words.question(3, "one") == words.question(3, "one") and words.opened == opened
 
 
 def test_an_episode_that_cannot_be_opened_is_named():
@@ -355,11 +355,11 @@ def test_an_episode_that_cannot_be_opened_now_and_then_is_passed_over(caplog):
     assert not any(seed % 12 == 5 for seed in train[:200])
     assert all(train[index] == all_of[index] for index in range(200) if all_of[index] % 12 != 5)
     assert (
-        "passed over: environment 'words', level 'one', seed 5: ConnectionError: server"
+        "cannot be opened: environment 'words', level 'one', seed 5: ConnectionError: server"
         in caplog.text
     )
     broken = ContentSeeds(
-        range(128), "train", lambda seed: words.compute_question_digest(seed * 12 + 5, "one"), 0.2
+        range(128), "train", lambda seed: words.question(seed * 12 + 5, "one"), 0.2
     )
     with pytest.raises(EnvironmentFault, match="seed 29: ConnectionError"):
         broken[0]  # 5, 17, 29: three in a row
@@ -371,7 +371,7 @@ def test_an_episode_that_cannot_be_opened_now_and_then_is_passed_over(caplog):
         half.held_out("one")
 
 
-def test_a_reset_that_hangs_is_given_up(monkeypatch):
+def test_a_reset_that_hangs_times_out(monkeypatch):
     monkeypatch.setattr("rl_core.environments.environment._OPENING_TIMEOUT_S", 0.05)
     words, end = Words(), threading.Event()
     words.blocking = True
@@ -380,7 +380,7 @@ def test_a_reset_that_hangs_is_given_up(monkeypatch):
     with pytest.raises(
         EnvironmentFault, match=r"seed -5: its reset has not returned within 0.05 s"
     ):
-        words.compute_question_digest(-5, "one")
+        words.question(-5, "one")
     end.set()
 
     def late(seed, level):
@@ -388,7 +388,7 @@ def test_a_reset_that_hangs_is_given_up(monkeypatch):
 
     words.content = late
     with pytest.raises(EnvironmentFault, match="TimeoutError: server"):
-        words.compute_question_digest(-6, "one")
+        words.question(-6, "one")
 
 
 def test_making_an_environment_says_what_is_not_held_out(caplog):

@@ -61,11 +61,11 @@ def test_shipped_names():
     )
     assert make_environment("arithmetic", {"max_number": 9}).max_number == 9
     assert make_environment("pixel_grid", {}, data=Path("somewhere")).data == Path("somewhere")
-    own = {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k", "prompts"}
-    assert set(SHIPPED_ENVIRONMENTS) == own | {"gymnasium", "reasoning_gym", "verifiers"}
+    builtin = {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k", "prompts"}
+    assert set(SHIPPED_ENVIRONMENTS) == builtin | {"gymnasium", "reasoning_gym", "verifiers"}
 
 
-def test_own_environment_by_import_path():
+def test_custom_environment_by_import_path():
     values = dict(
         size=3, rate=1, fast=True, mode="b", label=None, names=["x"], weights={"x": 1, "y": 0.5}
     )

@@ -20,7 +20,7 @@ SERVER = str(Path(__file__).parents[2] / "helpers" / "mcp_server.py")
 ROWS = [{"prompt": "count", "answer": "3"}]
 
 
-PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # where the test found the package
+PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # where the test's package lies
 
 
 def environment(env=None, **options):
@@ -40,7 +40,7 @@ def is_alive(pid):
     return False
 
 
-def test_each_episode_has_a_session_of_its_own_that_ends_with_it(tmp_path, monkeypatch):
+def test_each_episode_has_a_session_that_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_FOR_TEST", "secret")
     started = tmp_path / "started"
     acting = environment(env={"STARTED": str(started), "GIVEN": "yes"})
@@ -55,8 +55,8 @@ def test_each_episode_has_a_session_of_its_own_that_ends_with_it(tmp_path, monke
         "add", {"numbers": [1, 2]}
     )
     assert second.step(call("add", numbers=[5])).messages[0]["content"] == "5"
-    pid, given, secret = first.step(call("whoami")).messages[0]["content"].split()
-    assert (given, secret) == ("yes", "-")  # it sees what it is given, and no other variable
+    pid, passed, secret = first.step(call("whoami")).messages[0]["content"].split()
+    assert (passed, secret) == ("yes", "-")  # it sees the passed variable and no other
     assert is_alive(int(pid))
     assert first.step("3").success
     wait_for(lambda: not is_alive(int(pid)), "the server's end")
@@ -136,13 +136,13 @@ def test_options_are_checked(options, message):
         Prompts(ROWS, mcp={"count": options})
 
 
-def test_the_last_words_of_a_server_that_does_not_start_are_told(tmp_path):
+def test_errors_show_the_last_line_of_a_server_that_does_not_start(tmp_path):
     server = tmp_path / "server.py"
     server.write_text("import no_such_package")
     acting = Prompts(
         ROWS, mcp={"shop": {"command": [sys.executable, str(server)]}}, verifier="exact"
     )
     with pytest.raises(
-        EnvironmentFault, match=r"cannot be used: .*; its last words: .*no_such_package"
+        EnvironmentFault, match=r"cannot be used: .*; last line on stderr: .*no_such_package"
     ):
         acting.episode(0, "all").reset()

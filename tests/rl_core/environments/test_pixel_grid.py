@@ -27,8 +27,8 @@ GRID = PixelGridImage(  # 3 x 3, worked by hand below
 )
 
 
-def independent_answer(prompt, colours, digits):
-    """The answer read off numpy arrays by the words of the prompt alone."""
+def read_answer_independently(prompt, colours, digits):
+    """Read the answer off numpy arrays by the words of the prompt alone."""
     numbers = [int(word) - 1 for word in re.findall(r"\d+", prompt)]
     colour = next((name for name in COLOURS if re.search(rf"\b{name}\b", prompt)), None)
 
@@ -64,7 +64,9 @@ def test_targets_agree_with_the_image(level):
         grid = episode.grid
         colours, digits = np.array(grid.colours), np.array(grid.digits)
         assert colours.shape == digits.shape == (LEVELS[level][0],) * 2
-        assert episode.target == independent_answer(episode.prompt, colours, digits), episode.prompt
+        assert episode.target == read_answer_independently(episode.prompt, colours, digits), (
+            episode.prompt
+        )
         assert episode.reset() == [{"role": "user", "content": episode.prompt}]
         kinds[episode.kind] += 1
     assert set(kinds) == set(LEVELS[level][1])
@@ -75,8 +77,8 @@ def test_every_kind_is_asked_somewhere():
     assert {kind for _, kinds in LEVELS.values() for kind in kinds} == set(QUESTION_BUILDERS)
 
 
-def right_actions(episode):
-    """Actions of a perfect policy, from the prompt and the observations alone."""
+def plan_right_actions(episode):
+    """Return the actions of a perfect policy, from the prompt and the observations alone."""
     numbers = re.findall(r"\d+", episode.prompt)
     colour = next((name for name in COLOURS if re.search(rf"\b{name}\b", episode.prompt)), "")
     where = re.search("row|column", episode.prompt)[0]
@@ -116,7 +118,7 @@ def test_a_policy_that_looks_can_always_be_right(level):
     environment = PixelGrid()
     for seed in range(150):
         episode = environment.episode(seed, level)
-        step = episode.step(f"answer {right_actions(episode)}")
+        step = episode.step(f"answer {plan_right_actions(episode)}")
         assert (
             step.success is True and step.reward == 1.0 and step.terminated and step.messages == []
         )
@@ -167,7 +169,7 @@ def test_answers_are_read_from_the_last_line_and_compared_loosely():
         ('<tool_call>{"name": "peek", "arguments": {}}</tool_call>', "no tool 'peek'"),
     ],
 )
-def test_misuse_is_answered_and_the_episode_goes_on(action, part):
+def test_misuse_is_answered_and_the_episode_continues(action, part):
     environment = PixelGrid(misuse_cost=0.25)
     episode = environment.episode(5, "easy")
     for _ in range(2):
@@ -256,7 +258,7 @@ def test_bad_options_are_refused(options, part):
 
 
 def read_png(data):
-    """uint8 [height, width, 3] of an 8-bit RGB PNG without filters."""
+    """Decode an 8-bit RGB PNG without filters to uint8 [height, width, 3]."""
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     place, chunks = 8, {}
     while place < len(data):
@@ -278,7 +280,7 @@ def test_pictures_show_the_right_colours_and_digits():
     image = render_grid(GRID, scale=2)
     assert (
         read_png(encode_png(image[:40])) == image[:40]
-    ).all()  # not square: width and height are told apart
+    ).all()  # not square, to distinguish width from height
     assert image.shape == (56, 56, 3)  # (3 cells of 9 dots + 1) * 2 pixels
     for row in range(3):
         for column in range(3):

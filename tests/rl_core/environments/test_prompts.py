@@ -236,7 +236,7 @@ def test_demonstrations_are_a_column():
 def test_what_was_read_is_reported(tmp_path):
     place = written(tmp_path, "a.jsonl", [*ROWS, {"prompt": 3}])
     environment = make_environment("prompts", {"path": place, "on_bad_row": "skip"})
-    report = environment.prepare_data(tmp_path, 0)
+    report = environment.prepare(tmp_path, 0)
     assert (report["num_rows"], report["num_skipped"], report["levels"]) == (
         41,
         1,

@@ -1,4 +1,4 @@
-"""reckoning: registers against Python's own arithmetic, questions that build on each other, the demonstrator."""
+"""reckoning: registers compared with Python's arithmetic, questions that build on each other, the demonstrator."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ from rl_core.errors import EnvironmentFault, SettingsError
 
 
 def play(episode, action_of):
-    """(questions, last step) of an episode in which `parse_action(question)` acts."""
+    """Play an episode in which `parse_action(question)` acts; return (questions, last step)."""
     message = episode.reset()[0]
     questions = []
     while True:
@@ -25,7 +25,7 @@ def play(episode, action_of):
 
 
 def thought(question):
-    """The register at the start and after each sign of '4 +3 ~ -1', worked out from the text."""
+    """Compute the register at the start and after each sign of '4 +3 ~ -1' from the text."""
     first, *signs = question.split()
     values = [int(first)]
     for sign in signs:
@@ -65,7 +65,7 @@ def test_right_answers_lead_to_the_end(level):
         assert step.success and step.terminated and step.reward == pytest.approx(1 / len(questions))
         assert len(questions) == LEVELS[level][0]
         for before, after in itertools.pairwise(questions):
-            assert after.split()[0] == value(before)  # goes on from there
+            assert after.split()[0] == value(before)  # continues from there
         for question in questions:
             _, *signs = question.split()
             assert len(signs) == LEVELS[level][1] and all(
@@ -129,7 +129,7 @@ def test_demonstrations_replay_to_what_they_claim():
 
 
 def turns(environment, count=800):
-    """(question, action) of many demonstrations."""
+    """Collect (question, action) of many demonstrations."""
     for seed in range(count):
         messages = environment.demonstration(seed, "hard").messages
         for question, action in zip(messages[::2], messages[1::2], strict=True):

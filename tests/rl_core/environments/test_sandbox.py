@@ -140,34 +140,34 @@ def missing() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChildPool]:
     os.environ["SANDBOX_SECRET"] = "s3cret"
-    yield made(tmp_path_factory.mktemp("script"))
+    yield make_pool(tmp_path_factory.mktemp("script"))
     del os.environ["SANDBOX_SECRET"]
 
 
-def made(folder: Path, **options: object) -> ChildPool:
+def make_pool(folder: Path, **options: object) -> ChildPool:
     (folder / "attack.py").write_text(SCRIPT)
     limits = {"timeout_s": 60.0, "memory_gib": 2.0, **options}
     return ChildPool(folder / "attack.py", setup={}, count=1, **limits)  # type: ignore[arg-type]
 
 
-def needs(missing: dict[str, str], *parts: str) -> None:
+def require_parts(missing: dict[str, str], *parts: str) -> None:
     for part in parts:
         if part in missing:
             pytest.skip(f"this machine does not grant the part {part}: {missing[part]}")
 
 
 def processes_named(token: str) -> list[str]:
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if token.encode() in path.read_bytes():
-                found.append(path.parent.name)
+                pids.append(path.parent.name)
         except OSError:
             continue
-    return found
+    return pids
 
 
-def ended(token: str) -> bool:
+def wait_until_ended(token: str) -> bool:
     end = time.monotonic() + 20
     while processes_named(token) and time.monotonic() < end:
         time.sleep(0.05)
@@ -180,9 +180,9 @@ def test_parts_that_are_missing_are_those_of_the_list(missing: dict[str, str]) -
     )
 
 
-def test_the_environment_holds_nothing_of_the_parents(pool: ChildPool) -> None:
-    found = pool.request_reply({"do": "environment"})
-    assert "s3cret" not in str(found) and set(found) <= {
+def test_the_parents_variables_are_not_inherited(pool: ChildPool) -> None:
+    replies = pool.request_reply({"do": "environment"})
+    assert "s3cret" not in str(replies) and set(replies) <= {
         "PATH",
         "LANG",
         "LC_ALL",
@@ -194,13 +194,13 @@ def test_the_environment_holds_nothing_of_the_parents(pool: ChildPool) -> None:
         "LOGNAME",
         "USER",
     }
-    assert found["HOME"] != os.environ.get("HOME")
+    assert replies["HOME"] != os.environ.get("HOME")
 
 
 def test_files_outside_are_neither_read_nor_written(
     pool: ChildPool, missing: dict[str, str], tmp_path: Path
 ) -> None:
-    needs(missing, "files")
+    require_parts(missing, "files")
     (tmp_path / "secret").write_text("s3cret")
     home = Path.home()
     secrets = [
@@ -238,7 +238,7 @@ def test_files_outside_are_neither_read_nor_written(
     assert not any((place / marker).exists() for place in places) and here.stat().st_size > 1000
 
 
-def test_modules_of_ones_own_folder_are_imported_and_hidden_files_stay_hidden(
+def test_modules_of_the_users_folder_are_imported_and_hidden_files_stay_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_module.py").write_text("VALUE = 7")
@@ -261,21 +261,21 @@ def test_modules_of_ones_own_folder_are_imported_and_hidden_files_stay_hidden(
     assert value == 7 and secret in ("FileNotFoundError", "PermissionError")
 
 
-def test_it_has_a_folder_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
+def test_its_working_folder_is_removed_with_it(tmp_path: Path) -> None:
     def left() -> set[Path]:
         return set(Path(tempfile.gettempdir()).glob("posttrain-sandbox-*"))
 
     before = left()
-    own = made(tmp_path)
-    work, written, listed = own.request_reply({"do": "work"})
+    custom_pool = make_pool(tmp_path)
+    work, written, listed = custom_pool.request_reply({"do": "work"})
     assert "written" in written and "mine" in listed and len(left() - before) >= 1
-    own_folder = Path(own._live_children[0]._folder)
-    del own
-    assert not own_folder.exists() and not Path(work).exists()
+    pool_folder = Path(custom_pool._live_children[0]._folder)
+    del custom_pool
+    assert not pool_folder.exists() and not Path(work).exists()
 
 
 def test_no_server_is_reached(pool: ChildPool, missing: dict[str, str], tmp_path: Path) -> None:
-    needs(missing, "network", "files")
+    require_parts(missing, "network", "files")
     name = uuid.uuid4().hex
     with (
         socket.socket() as tcp,
@@ -304,30 +304,30 @@ def test_no_server_is_reached(pool: ChildPool, missing: dict[str, str], tmp_path
 
 
 def test_the_network_is_there_where_it_is_asked_for(tmp_path: Path) -> None:
-    own = made(tmp_path, network=True)
+    custom_pool = make_pool(tmp_path, network=True)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        assert own.request_reply({"do": "tcp", "port": server.getsockname()[1]}) == "'sent'"
+        assert custom_pool.request_reply({"do": "tcp", "port": server.getsockname()[1]}) == "'sent'"
 
 
 def test_forks_are_limited_and_leave_nothing(pool: ChildPool, missing: dict[str, str]) -> None:
-    needs(missing, "user", "limits", "processes")
+    require_parts(missing, "user", "limits", "processes")
     assert 0 < pool.request_reply({"do": "fork"}) <= 256
-    assert 0 < pool.request_reply({"do": "fork"}) <= 256, "those of the first request are gone"
+    assert 0 < pool.request_reply({"do": "fork"}) <= 256, "those of the first request have ended"
 
 
 def test_memory_is_limited_for_all_processes_together(tmp_path: Path) -> None:
-    own = made(tmp_path, memory_gib=1.0)
+    custom_pool = make_pool(tmp_path, memory_gib=1.0)
     with pytest.raises(ChildFailed, match="MemoryError"):
-        own.request_reply({"do": "long", "size": 2**31})
+        custom_pool.request_reply({"do": "long", "size": 2**31})
     with pytest.raises(ChildFailed, match="GiB together, above memory_gib"):
-        own.request_reply({"do": "hold", "number": 4, "mib": 400})
-    assert own.request_reply({"do": "count"}) == 1
+        custom_pool.request_reply({"do": "hold", "number": 4, "mib": 400})
+    assert custom_pool.request_reply({"do": "count"}) == 1
 
 
 def test_the_disk_is_limited(pool: ChildPool, missing: dict[str, str]) -> None:
-    needs(missing, "files", "limits")
+    require_parts(missing, "files", "limits")
     assert pool.request_reply({"do": "one file"}) == 64 * 2**20
     assert 0 < pool.request_reply({"do": "fill", "size": 32 * 2**20}) <= 256 * 2**20
 
@@ -335,13 +335,13 @@ def test_the_disk_is_limited(pool: ChildPool, missing: dict[str, str]) -> None:
 def test_the_parent_is_neither_signalled_nor_traced(
     pool: ChildPool, missing: dict[str, str]
 ) -> None:
-    needs(missing, "processes")
+    require_parts(missing, "processes")
     pool.request_reply({"do": "count"})
     pids = [os.getpid(), os.getppid(), 1]
     assert "None" not in pool.request_reply({"do": "signal", "pids": pids[:2]})
     pool.request_reply(
         {"do": "signal", "pids": [1, -1]}
-    )  # its own first process takes no signal from within
+    )  # the first process of a PID namespace takes no signal from within
     assert pool.request_reply({"do": "ptrace", "pids": pids}) == [-1, -1, -1]
     assert (
         pool.request_reply({"do": "count"}) == 1 and pool._live_children[0]._process.poll() is None
@@ -351,14 +351,14 @@ def test_the_parent_is_neither_signalled_nor_traced(
 def test_what_ignores_signals_and_detaches_itself_is_ended(
     tmp_path: Path, missing: dict[str, str]
 ) -> None:
-    needs(missing, "processes")
+    require_parts(missing, "processes")
     token = uuid.uuid4().hex
-    own = made(tmp_path, timeout_s=2.0)
+    custom_pool = make_pool(tmp_path, timeout_s=2.0)
     with pytest.raises(ChildTimeout):
-        own.request_reply({"do": "ignore", "token": token})
-    assert ended(token)
-    assert own.request_reply({"do": "leave", "token": token}) == "left"
-    assert ended(token), "also where the request came to its end"
+        custom_pool.request_reply({"do": "ignore", "token": token})
+    assert wait_until_ended(token)
+    assert custom_pool.request_reply({"do": "leave", "token": token}) == "left"
+    assert wait_until_ended(token), "also where the request came to its end"
 
 
 def test_floods_and_long_replies(pool: ChildPool) -> None:
@@ -376,36 +376,36 @@ def test_it_has_no_privileges_and_gets_none(pool: ChildPool, missing: dict[str, 
         status["NoNewPrivs"] == ["1"]
         and int(status["CapEff"][0], 16) == int(status["CapPrm"][0], 16) == 0
     )
-    needs(missing, "user")
+    require_parts(missing, "user")
     assert int(status["Uid"][0]) != os.geteuid()
 
 
 def test_limits_cannot_be_raised(pool: ChildPool, missing: dict[str, str]) -> None:
-    needs(missing, "limits")
+    require_parts(missing, "limits")
     names = ["RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_NOFILE"]
-    found = pool.request_reply({"do": "limits", "names": names})
-    assert found["RLIMIT_CPU"] == [61, 61] and found["RLIMIT_AS"] == [2 * 2**30] * 2
+    limits = pool.request_reply({"do": "limits", "names": names})
+    assert limits["RLIMIT_CPU"] == [61, 61] and limits["RLIMIT_AS"] == [2 * 2**30] * 2
     assert set(pool.request_reply({"do": "raise limits", "names": names})) == {"ValueError"}
-    assert pool.request_reply({"do": "limits", "names": names}) == found
+    assert pool.request_reply({"do": "limits", "names": names}) == limits
 
 
 def test_a_request_cannot_change_the_next(pool: ChildPool) -> None:
     pool.request_reply({"do": "count"})
-    with pytest.raises(ChildFailed, match="a reply of another form"):
+    with pytest.raises(ChildFailed, match="a malformed reply"):
         pool.request_reply({"do": "poison"})
     assert pool.request_reply({"do": "count"}) == 1
 
 
-def test_several_threads_ask_children_of_their_own(tmp_path: Path) -> None:
+def test_several_threads_ask_separate_children(tmp_path: Path) -> None:
     (tmp_path / "attack.py").write_text(SCRIPT)
-    own = ChildPool(tmp_path / "attack.py", setup={}, count=3, timeout_s=60.0)
-    found: list[int] = []
+    custom_pool = ChildPool(tmp_path / "attack.py", setup={}, count=3, timeout_s=60.0)
+    replies: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(own.request_reply({"do": "count"})))
+        threading.Thread(target=lambda: replies.append(custom_pool.request_reply({"do": "count"})))
         for _ in range(6)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [1] * 6 and sys.version_info >= (3, 11)
+    assert replies == [1] * 6 and sys.version_info >= (3, 11)

@@ -1,4 +1,4 @@
-"""Children answer, fail, hang, die and flood; the pool goes on with new ones."""
+"""Children answer, fail, hang, die and flood; the pool continues with new ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def handle(request):
     if what == "odd": return {1, 2}
     if what == "variables": return sorted(os.environ)
     if what == "meet":  # returns once the other child has come too
-        open(request["own"], "w").close()
+        open(request["mine"], "w").close()
         while not os.path.exists(request["other"]): time.sleep(0.01)
         return "met"
 """
@@ -52,8 +52,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def ends(pid: int) -> bool:
-    """True if a process is gone, or a zombie, within some seconds."""
+def wait_until_ended(pid: int) -> bool:
+    """Return whether a process ends, or becomes a zombie, within some seconds."""
     for _ in range(200):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -65,14 +65,14 @@ def ends(pid: int) -> bool:
     return False
 
 
-def none_named(token: str) -> bool:
-    """True if no process has this argument, within some seconds."""
+def wait_until_unnamed(token: str) -> bool:
+    """Return whether no process has this argument, within some seconds."""
     for _ in range(200):
-        found = False
+        exists = False
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                found = found or token.encode() in path.read_bytes()
-        if not found:
+                exists = exists or token.encode() in path.read_bytes()
+        if not exists:
             return True
         time.sleep(0.05)
     return False
@@ -105,7 +105,7 @@ def test_a_child_that_hangs_is_killed_with_what_it_started(script: Path) -> None
     child = pool._live_children[0]._process.pid
     with pytest.raises(ChildTimeout, match="no answer within 1 s"):
         pool.request_reply({"what": "hang", "token": token})
-    assert ends(child) and none_named(token)
+    assert wait_until_ended(child) and wait_until_unnamed(token)
     assert pool.request_reply({"what": "hello"})[2] > first, "a new one"
 
 
@@ -138,22 +138,22 @@ def test_children_see_few_variables(script: Path, monkeypatch: pytest.MonkeyPatc
     assert "SECRET_TOKEN" not in seen and {"JUDGE_KEY", "PATH"} <= set(seen)
 
 
-def test_several_requests_at_once(script: Path, tmp_path: Path) -> None:
+def test_concurrent_requests(script: Path, tmp_path: Path) -> None:
     pool = ChildPool(script, setup={}, count=2, timeout_s=20, writable=[tmp_path / "meet"])
     (tmp_path / "meet").mkdir()
     (tmp_path / "meet").chmod(0o777)  # the child is another user where the tests run as root
     files = [str(tmp_path / "meet" / "a"), str(tmp_path / "meet" / "b")]
-    found: list[str] = []
+    replies: list[str] = []
 
-    def ask(own: str, other: str) -> None:
-        found.append(pool.request_reply({"what": "meet", "own": own, "other": other}))
+    def ask(mine: str, other: str) -> None:
+        replies.append(pool.request_reply({"what": "meet", "mine": mine, "other": other}))
 
     threads = [threading.Thread(target=ask, args=pair) for pair in (files, files[::-1])]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert found == ["met", "met"]
+    assert replies == ["met", "met"]
 
 
 def test_children_end_with_their_pool(script: Path) -> None:
@@ -161,4 +161,4 @@ def test_children_end_with_their_pool(script: Path) -> None:
     pool.request_reply({"what": "hello"})
     pid = pool._live_children[0]._process.pid
     del pool
-    assert ends(pid)
+    assert wait_until_ended(pid)

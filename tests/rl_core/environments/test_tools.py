@@ -191,7 +191,7 @@ def test_format_is_the_inverse_of_parse(style):
         ToolCall("say", {"times": 1, "text": "3 + 4"}),
         ToolCall("now", {}),
     ):
-        assert toolset.parse(toolset.format_call(call, style)) == call
+        assert toolset.parse(toolset.format(call, style)) == call
 
 
 def test_context_reaches_functions_and_is_not_shared():
@@ -269,7 +269,7 @@ def test_a_hanging_tool_is_left_behind(monkeypatch):
     assert quick.run(ToolCall("quick", {})) == (
         "here",
         False,
-    )  # once they are gone, timed tools work again
+    )  # once they end, timed tools work again
 
 
 def test_quick_tools_run_on_the_callers_thread():
@@ -306,10 +306,10 @@ def test_schema_and_instructions():
         {"times": {"type": "integer"}, "text": {"type": "string"}},
         {"value": {"type": "number"}},
     ]
-    assert "zoom ROW COLUMN: look at a cell" in toolset.describe_tools()
-    assert "<tool_call>" in toolset.describe_tools(
+    assert "zoom ROW COLUMN: look at a cell" in toolset.instructions()
+    assert "<tool_call>" in toolset.instructions(
         "hermes"
-    ) and '"name": "zoom"' in toolset.describe_tools("hermes")
+    ) and '"name": "zoom"' in toolset.instructions("hermes")
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def rich_tools(**options):
                 "put",
                 "put it",
                 {"place": nested, "mode": {"enum": ["a", "b"]}},
-                lambda **given: given,
+                lambda **arguments: arguments,
                 **options,
             ),
         ]
@@ -418,7 +418,7 @@ def test_lists_truth_values_objects_and_what_may_be_left_out(text, arguments):
     call = tools.parse(text)
     assert call.arguments == arguments
     for style in ("line", "hermes"):
-        assert tools.parse(tools.format_call(call, style)) == call
+        assert tools.parse(tools.format(call, style)) == call
 
 
 @pytest.mark.parametrize(
@@ -456,11 +456,11 @@ def test_nested_schemas_are_checked(place, mode, message):
         rich_tools().parse(hermes({"name": "put", "arguments": {"place": place, "mode": mode}}))
 
 
-def test_several_calls_of_a_turn_run_at_once_and_answer_in_order():
+def test_several_calls_of_a_turn_run_concurrently_and_answer_in_order():
     both = threading.Barrier(2)
 
     def meet(name: str):
-        both.wait(30)  # neither goes on alone
+        both.wait(30)  # neither continues alone
         return name
 
     tools = Toolset([Tool.from_function(meet, timeout_s=60.0)])

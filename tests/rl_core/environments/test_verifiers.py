@@ -65,7 +65,7 @@ def test_rewards_that_hang_or_raise_earn_nothing(
     }
     environment = make_environment("verifiers", {**options, "pass_variables": ["JUDGE_KEY"]})
     for reply, trouble in (
-        ("hang", "scoring was given up"),
+        ("hang", "scoring timed out"),
         ("boom", "scoring failed: RuntimeError: boom"),
     ):
         step = environment.episode(1, "all").step(reply)

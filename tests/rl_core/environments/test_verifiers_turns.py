@@ -1,4 +1,4 @@
-"""verifiers environments of several turns: each turn is played anew from the start of the episode."""
+"""verifiers environments of several turns: each turn replays the episode from its start."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def guessing(**options):
     )
 
 
-def with_answer(environment, wanted):
-    """An episode with that answer."""
+def find_episode_with_answer(environment, wanted):
+    """Return an episode with that answer."""
     episodes = (environment.episode(seed, "all") for seed in environment.seeds("train"))
     return next(episode for episode in episodes if episode.target == wanted)
 
@@ -36,7 +36,7 @@ def test_a_game_by_hand(fake: None) -> None:
         "equal prompts, other tasks"
     )
     assert 2 < len(environment.seeds("heldout")) < 18
-    episode = with_answer(environment, "4")
+    episode = find_episode_with_answer(environment, "4")
     assert episode.reset() == OPENING
     step = episode.step("7")
     assert step.messages == [{"role": "user", "content": "smaller"}]
@@ -45,18 +45,18 @@ def test_a_game_by_hand(fake: None) -> None:
     assert (step.messages, step.terminated, step.success, step.is_error) == ([], True, True, False)
     assert step.reward == 2.0  # right 1, and the game's 1 for two turns
     assert step.info["rewards"] == {"right": 1.0, "game": 1.0}
-    # its setup's 10 guesses less two turns; `length` is the fake's own
+    # its setup's 10 guesses less two turns; `length` is set by the fake
     assert step.info["metrics"] == {"length": 1.0, "finalized": 1.0, "left": 8.0, "stopped": 0.0}
     assert episode.reset() == OPENING
 
 
 def test_a_limit_and_a_stop_end_the_game(fake: None) -> None:
-    episode = with_answer(guessing(), "4")
+    episode = find_episode_with_answer(guessing(), "4")
     said = [episode.step(reply).messages for reply in ("5", "1", "5")]
     assert [messages[0]["content"] for messages in said] == ["smaller", "greater", "smaller"]
     step = episode.step("1")  # its fourth turn, the agent's limit
     assert step.terminated and step.reward == 0.5 and step.info["metrics"]["stopped"] == 1.0
-    step = with_answer(guessing(), "4").step("I give up")
+    step = find_episode_with_answer(guessing(), "4").step("I give up")
     assert (
         step.terminated
         and step.reward == 1.0
@@ -66,7 +66,7 @@ def test_a_limit_and_a_stop_end_the_game(fake: None) -> None:
 
 def test_its_settings_and_messages_as_objects(fake: None) -> None:
     environment = guessing(environment_config={"polite": True})
-    assert with_answer(environment, "4").step("5").messages == [
+    assert find_episode_with_answer(environment, "4").step("5").messages == [
         {"role": "user", "content": "please smaller"}
     ]
     with pytest.raises(SettingsError, match="extra inputs are not permitted: \\['rude'\\]"):
@@ -75,26 +75,26 @@ def test_its_settings_and_messages_as_objects(fake: None) -> None:
 
 def test_an_environment_that_speaks_first(fake: None) -> None:
     names = {"taskset": "guessing_tasks:Unprompted", "environment": "guessing_tasks:Asking"}
-    episode = with_answer(guessing(**names), "4")
+    episode = find_episode_with_answer(guessing(**names), "4")
     assert episode.reset() == [OPENING[0], {"role": "user", "content": "is it 4?"}]
     assert episode.step("4").reward == 1.0
 
 
 def test_what_it_draws_is_the_same_each_time_or_refused(fake: None) -> None:
-    episode = with_answer(guessing(), "4")
+    episode = find_episode_with_answer(guessing(), "4")
     first = episode.step("chance").messages[0]["content"]
     with pytest.raises(
         EnvironmentFault, match=r"has a different conversation .* each time it is loaded"
     ):
         episode.step("5")
-    again = with_answer(guessing(), "4").step("chance").messages[0]["content"]
+    again = find_episode_with_answer(guessing(), "4").step("chance").messages[0]["content"]
     assert again.split()[0] == first.split()[0] and again.split()[1] != first.split()[1]
 
 
 def test_faults_of_the_environment_are_no_zeros_and_those_of_a_reward_are(fake: None) -> None:
     with pytest.raises(EnvironmentFault, match=r"task \d+: KeyError: 'broken'"):
-        with_answer(guessing(), "4").step("bad environment")
-    episode = with_answer(guessing(), "4")
+        find_episode_with_answer(guessing(), "4").step("bad environment")
+    episode = find_episode_with_answer(guessing(), "4")
     for _ in range(3):
         episode.step("5")
     step = episode.step("bad reward")
@@ -125,8 +125,8 @@ def test_what_cannot_be_played_is_refused(fake: None, options: dict, part: str) 
 
 
 def test_an_agent_is_taken_once(fake: None) -> None:
-    episode = with_answer(guessing(environment="guessing_tasks:Repeated"), "4")
-    with pytest.raises(EnvironmentFault, match="takes the agent twice in an episode"):
+    episode = find_episode_with_answer(guessing(environment="guessing_tasks:Repeated"), "4")
+    with pytest.raises(EnvironmentFault, match="uses the agent twice in an episode"):
         episode.step("4")
 
 

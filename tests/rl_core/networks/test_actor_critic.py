@@ -96,14 +96,16 @@ def test_gaussian_sampling_and_mode():
 
 def test_the_first_weights_follow_the_seed_alone():
     torch.manual_seed(5)
-    one, same, other = (
+    first, same, other = (
         build_actor_critic(seed=3),
         build_actor_critic(seed=3),
         build_actor_critic(seed=4),
     )
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
-    assert not torch.equal(one.value.layers[0].weight, other.value.layers[0].weight)
-    last = one.policy.layers[
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True)
+    )
+    assert not torch.equal(first.value.layers[0].weight, other.value.layers[0].weight)
+    last = first.policy.layers[
         -1
     ].weight  # orthogonal rows of length 0.01, so all actions are about as likely
     torch.testing.assert_close(last @ last.T, 1e-4 * torch.eye(3))
@@ -134,7 +136,7 @@ def test_statistics_change_nothing_before_the_first_row_and_take_no_nan():
     with pytest.raises(NonFiniteTensor, match="observations: nan"):
         statistics.update(torch.tensor([[1.0, math.nan]]))
     assert int(statistics.count) == 0
-    statistics.update(raw)  # one row: no variance
+    statistics.update(raw)  # one row has no variance
     assert statistics(raw).tolist() == [[0.0, 0.0]]
 
 
@@ -143,12 +145,12 @@ def test_a_saved_network_acts_the_same(tmp_path, actions):
     model = build_actor_critic(actions, normalises=True, hidden=(5,), activation="relu")
     model.statistics.update(draw_rows() * 3)
     publish_network(model, tmp_path / "net", "Walk-v0")
-    again = load_network(tmp_path / "net")
-    assert again.shape.actions == actions
+    loaded = load_network(tmp_path / "net")
+    assert loaded.shape.actions == actions
     noise = torch.randn(7, actions.size, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(again.act(draw_rows(), noise), model.act(draw_rows(), noise))
-    assert torch.equal(again.values(draw_rows()), model.values(draw_rows()))
-    publish_network(model, tmp_path / "net", "Walk-v0")  # replaced as a whole
+    assert torch.equal(loaded.act(draw_rows(), noise), model.act(draw_rows(), noise))
+    assert torch.equal(loaded.values(draw_rows()), model.values(draw_rows()))
+    publish_network(model, tmp_path / "net", "Walk-v0")  # replaced entirely
     assert {path.name for path in (tmp_path / "net").iterdir()} == {
         CONFIG_FILE,
         WEIGHTS_FILE,
@@ -164,16 +166,16 @@ def test_what_is_no_network_is_refused(tmp_path):
     publish_network(build_actor_critic(), tmp_path / "net", "Walk-v0")
     config = json.loads((tmp_path / "net" / CONFIG_FILE).read_text())
     for change, message in (
-        ({"format": 2}, "no config of a network in format 1"),
-        ({"hidden": [8]}, "does not fit network.json"),
+        ({"format": 2}, "not a network.s config in format 1"),
+        ({"hidden": [8]}, "does not match the network.json"),
         ({"hidden": [-1]}, "must all be at least 1"),
-        ({"activation": "sin"}, "no network's config .KeyError"),
-        ({"actions": 3}, "no network's config .TypeError"),
+        ({"activation": "sin"}, "not a network's config .KeyError"),
+        ({"actions": 3}, "not a network's config .TypeError"),
     ):
         (tmp_path / "net" / CONFIG_FILE).write_text(json.dumps({**config, **change}))
         with pytest.raises(ModelError, match=message):
             load_network(tmp_path / "net")
     (tmp_path / "net" / CONFIG_FILE).write_text(json.dumps(config))
     (tmp_path / "net" / WEIGHTS_FILE).write_bytes(b"\0" * 20)
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="contains no weights"):
         load_network(tmp_path / "net")

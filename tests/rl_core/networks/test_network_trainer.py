@@ -32,11 +32,11 @@ SMALL = {
 def without_gymnasium(monkeypatch):
     """Replace gymnasium's vectors by vectors of walkers."""
 
-    def vector(maker, count, vectorization="sync"):
+    def build_vector(maker, count, vectorization="sync"):
         return WalkerVector([maker() for _ in range(count)])
 
-    monkeypatch.setattr(trainer_module, "make_vector_environment", vector)
-    monkeypatch.setattr(network_evaluation, "make_vector_environment", vector)
+    monkeypatch.setattr(trainer_module, "make_vector_environment", build_vector)
+    monkeypatch.setattr(network_evaluation, "make_vector_environment", build_vector)
 
 
 def build_trainer(seed=0, maker=Walker, **options):
@@ -109,22 +109,22 @@ def test_cut_anywhere_it_is_the_run_in_one_piece(tmp_path, name):
                 train_network(
                     first, 7, actual, checkpoints=store, callbacks=[build_killer(cut + 1)]
                 )
-            again = build_trainer(**options)
-            train_network(again, 7, actual, checkpoints=store)
-            assert copy_weights(again).keys() == copy_weights(uninterrupted).keys()
+            resumed = build_trainer(**options)
+            train_network(resumed, 7, actual, checkpoints=store)
+            assert copy_weights(resumed).keys() == copy_weights(uninterrupted).keys()
             for key, value in copy_weights(uninterrupted).items():
-                assert torch.equal(value, copy_weights(again)[key]), (cut, key)
+                assert torch.equal(value, copy_weights(resumed)[key]), (cut, key)
             assert select_comparable(actual) == select_comparable(expected), cut
 
 
 def build_killer(iteration):
     """Build a callback that ends the run after an iteration, before its checkpoint."""
 
-    def call(event):
+    def kill_run(event):
         if event.kind == "iteration" and event.iteration == iteration:
             raise RuntimeError("as kill -9 would")
 
-    return call
+    return kill_run
 
 
 def select_comparable(tracker):
@@ -142,18 +142,18 @@ def select_comparable(tracker):
 )
 def test_each_saved_item_is_missed(lost):
     options = {"advantages": "vtrace", "replay": 1, "normalise_observations": True}
-    one = build_trainer(**options)
+    trainer = build_trainer(**options)
     for _ in range(3):
-        one.step()
+        trainer.step()
     fresh = build_trainer(**options)
     state, model, step = (
-        one.state_dict(),
-        copy.deepcopy(one.model.state_dict()),
-        copy.deepcopy(one.optimizer_step.state_dict()),
+        trainer.state_dict(),
+        copy.deepcopy(trainer.model.state_dict()),
+        copy.deepcopy(trainer.optimizer_step.state_dict()),
     )
     stored = copy.deepcopy(state)
 
-    def outcome(changed):
+    def compute_outcome(changed):
         other = build_trainer(**options)
         other.model.load_state_dict(model)
         other.optimizer_step.load_state_dict(copy.deepcopy(step))
@@ -163,10 +163,10 @@ def test_each_saved_item_is_missed(lost):
         ]
         return metrics, other.state_dict()["rng"]
 
-    expected = outcome(stored)
-    assert outcome({**stored, lost: fresh.state_dict()[lost]}) != expected
+    expected = compute_outcome(stored)
+    assert compute_outcome({**stored, lost: fresh.state_dict()[lost]}) != expected
     with pytest.raises(KeyError, match=lost):
-        outcome({key: value for key, value in stored.items() if key != lost})
+        compute_outcome({key: value for key, value in stored.items() if key != lost})
 
 
 def test_statistics_of_observations_are_in_the_checkpoint(tmp_path):
@@ -178,19 +178,21 @@ def test_statistics_of_observations_are_in_the_checkpoint(tmp_path):
     rows = trainer._buffers[0].read_real_steps("observations").double()
     assert not torch.equal(
         state["model"]["statistics.mean_D"], rows.mean(0)
-    )  # of all three iterations, not the last
+    )  # over all three iterations, not only the last
 
 
 def test_the_best_weights_come_back_with_their_statistics():
     trainer = build_trainer(normalise_observations=True, eval_every=1, patience=50)
     observed = []
 
-    def note(event):
+    def record_evaluation(event):
         if event.kind == "evaluation":
             observed.append((event.metrics["eval/episode_return"], copy_weights(event.trainer)))
 
-    outcome = train_network(trainer, 6, best_metric="eval/episode_return", callbacks=[note])
-    best, selected = max(observed, key=lambda one: one[0])
+    outcome = train_network(
+        trainer, 6, best_metric="eval/episode_return", callbacks=[record_evaluation]
+    )
+    best, selected = max(observed, key=lambda entry: entry[0])
     assert outcome.best_metric == best
     assert all(torch.equal(value, copy_weights(trainer)[name]) for name, value in selected.items())
 
@@ -217,14 +219,15 @@ def test_seeds_of_training_validation_and_test_never_meet():
 
 
 def test_a_validation_changes_nothing_that_training_depends_on():
-    one, other = build_trainer(), build_trainer()
-    for trainer in (one, other):
+    first, second = build_trainer(), build_trainer()
+    for trainer in (first, second):
         for _ in range(3):
             trainer.step()
-            if trainer is other:
+            if trainer is second:
                 trainer.evaluate()
     assert all(
-        torch.equal(value, copy_weights(other)[name]) for name, value in copy_weights(one).items()
+        torch.equal(value, copy_weights(second)[name])
+        for name, value in copy_weights(first).items()
     )
 
 
@@ -302,7 +305,7 @@ def test_replay_keeps_so_many_iterations():
         ),
         (
             {"rollout_steps": 2**20, "num_environments": 64},
-            "67,108,864 steps in one iteration, and 16,777,216",
+            "67,108,864 steps in one iteration, more than 16,777,216",
         ),
         (
             {"environment_steps": 63},
@@ -310,18 +313,21 @@ def test_replay_keeps_so_many_iterations():
         ),
         ({"minibatches": 1000}, "minibatches: 1000 is more than the steps of one iteration"),
         ({"minibatches": 60}, "normalise_advantages: a minibatch of one step has no variance"),
-        ({"autocast": "bfloat16"}, "autocast: is for language models; leave it none"),
-        ({"dropout": True}, "dropout: is for language models; leave it false"),
+        ({"autocast": "bfloat16"}, "autocast: applies only to language models; leave it none"),
+        ({"dropout": True}, "dropout: applies only to language models; leave it false"),
         (
             {"replay": 1},
             "replay: steps of older policies need a correction; set advantages to vtrace",
         ),
         ({"vtrace_rho": 0.5}, "vtrace_c: 1.0 is above vtrace_rho 0.5"),
         ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: adapts the learning rate"),
-        ({"kl_target": 0.01, "epochs": 1}, "kl_target: the KL is measured before each optimizer step"),
+        (
+            {"kl_target": 0.01, "epochs": 1},
+            "kl_target: the KL is measured before each optimizer step",
+        ),
         (
             {"kl_target": 0.01, "learning_rate": 0.5},
-            "learning_rate: 0.5 lies outside learning_rate_low",
+            "learning_rate: 0.5 must lie between learning_rate_low",
         ),
         ({"hidden": (0,)}, "hidden: 0 must be at least 1"),
     ],

@@ -70,7 +70,7 @@ def run_plain_update(model, buffer, settings, rng):
     observed, actions, advantages, values = rows
     targets = advantages + values
 
-    def distribution():
+    def build_distribution():
         outputs = model.policy.layers(seen_now)
         if model.shape.actions.is_discrete:
             return torch.distributions.Categorical(logits=outputs)
@@ -79,7 +79,7 @@ def run_plain_update(model, buffer, settings, rng):
         )
 
     seen_now = observed
-    old = distribution().log_prob(actions).detach()
+    old = build_distribution().log_prob(actions).detach()
     optimizer = torch.optim.Adam(
         model.parameters(), lr=settings.learning_rate, betas=settings.betas, eps=settings.eps
     )
@@ -87,7 +87,7 @@ def run_plain_update(model, buffer, settings, rng):
         order = torch.from_numpy(rng.permutation(len(old)))
         for index in order.tensor_split(settings.minibatches):
             seen_now = observed[index]
-            law, A = distribution(), advantages[index]
+            law, A = build_distribution(), advantages[index]
             A = (A - A.mean()) / A.std()
             ratio = (law.log_prob(actions[index]) - old[index]).exp()
             low, high = 1 - settings.clip_eps, 1 + settings.clip_eps
@@ -95,10 +95,10 @@ def run_plain_update(model, buffer, settings, rng):
             v = model.value.layers(seen_now)[:, 0]
             errors = (v - targets[index]) ** 2
             if settings.value_clip_eps is not None:
-                held = values[index] + (v - values[index]).clamp(
+                clipped = values[index] + (v - values[index]).clamp(
                     -settings.value_clip_eps, settings.value_clip_eps
                 )
-                errors = torch.max(errors, (held - targets[index]) ** 2)
+                errors = torch.max(errors, (clipped - targets[index]) ** 2)
             loss = (
                 loss
                 + settings.value_coef * 0.5 * errors.mean()
@@ -137,7 +137,7 @@ def test_an_update_equals_a_plain_loop(continuous, options):
 def test_both_networks_together_are_each_by_itself():
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape):
+    def draw_parameter(*shape):
         return torch.randn(shape, generator=generator, requires_grad=True)
 
     for widths in ((), (6,), (6, 5, 6)):
@@ -150,10 +150,10 @@ def test_both_networks_together_are_each_by_itself():
                     [
                         part
                         for a, b in itertools.pairwise(layers)
-                        for part in (drawn(b, a), drawn(b))
+                        for part in (draw_parameter(b, a), draw_parameter(b))
                     ]
                 )
-            inputs = drawn(7, 4).detach()
+            inputs = draw_parameter(7, 4).detach()
             actual = compute_paired_layers(inputs, *nets, activation)
             expected = []
             for net in nets:
@@ -170,8 +170,10 @@ def test_both_networks_together_are_each_by_itself():
                 )
                 for outs in (actual, expected)
             )
-            for one, other in zip((*actual, *ours), (*expected, *theirs), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            for actual_part, expected_part in zip(
+                (*actual, *ours), (*expected, *theirs), strict=True
+            ):
+                torch.testing.assert_close(actual_part, expected_part, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +199,13 @@ def test_the_size_of_a_micro_batch_changes_rounding_alone():
         build_filled_trainer(minibatches=1, micro_batch_tokens=10),
     )
     actual = [
-        NetworkUpdate(one.model, one.optimizer_step, one.settings, one._buffers).run_update(
-            np.random.default_rng(1)
-        )
-        for one in (full, cut)
+        NetworkUpdate(
+            trainer.model, trainer.optimizer_step, trainer.settings, trainer._buffers
+        ).run_update(np.random.default_rng(1))
+        for trainer in (full, cut)
     ]
-    for one, other in zip(full.model.parameters(), cut.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for trainer, cut_parameter in zip(full.model.parameters(), cut.model.parameters(), strict=True):
+        torch.testing.assert_close(trainer, cut_parameter, rtol=1e-4, atol=1e-6)
     for name in (
         "train/loss",
         "policy/update_kl",
@@ -245,15 +247,15 @@ def test_advantages_are_normalised_over_the_configured_rows():
 
 
 def test_the_rewards_scale_is_that_of_learning_alone():
-    one, half = (
+    baseline, half = (
         build_filled_trainer(normalise_advantages="none"),
         build_filled_trainer(normalise_advantages="none", reward_scale=0.5),
     )
     rows = [
         NetworkUpdate(x.model, x.optimizer_step, x.settings, x._buffers)._build_rows()
-        for x in (one, half)
+        for x in (baseline, half)
     ]
-    assert np.array_equal(one._buffers[0].rewards, half._buffers[0].rewards)
+    assert np.array_equal(baseline._buffers[0].rewards, half._buffers[0].rewards)
     assert not torch.allclose(rows[0].targets_M1, rows[1].targets_M1)
 
 
@@ -287,30 +289,32 @@ def test_the_learning_rate_follows_the_kl(target, up):
 
 def test_vtrace_of_fresh_steps_is_gae_and_of_old_ones_is_corrected():
     gae, vtrace = build_filled_trainer(), build_filled_trainer(advantages="vtrace")
-    for made in (gae, vtrace):
-        buffer = made._buffers[0]
+    for trainer in (gae, vtrace):
+        buffer = trainer._buffers[0]
         buffer.behaviour_logprobs_M = compute_policy_logprobs(
-            made.model, buffer.read_real_steps("observations"), buffer.read_real_steps("actions")
+            trainer.model, buffer.read_real_steps("observations"), buffer.read_real_steps("actions")
         )
 
-    def rows(made):
+    def build_rows(trainer):
         return NetworkUpdate(
-            made.model, made.optimizer_step, made.settings, made._buffers
+            trainer.model, trainer.optimizer_step, trainer.settings, trainer._buffers
         )._build_rows()
 
-    fresh = rows(vtrace)
-    torch.testing.assert_close(rows(gae).advantages_M1, fresh.advantages_M1, rtol=1e-4, atol=1e-4)
+    fresh = build_rows(vtrace)
+    torch.testing.assert_close(
+        build_rows(gae).advantages_M1, fresh.advantages_M1, rtol=1e-4, atol=1e-4
+    )
     vtrace._buffers[
         0
     ].behaviour_logprobs_M += 1.0  # the steps were e times as likely: ratios of 1 / e
-    old = rows(vtrace)
+    old = build_rows(vtrace)
     assert torch.equal(old.old_logprobs_M1, fresh.old_logprobs_M1)
     parts = vtrace._buffers[0].split_into_segments()
     values, rewards = old.values_M1[:, 0], vtrace._buffers[0].read_real_steps("rewards")
     last, ratio = (
         parts.last_E[-1],
         np.exp(-1.0),
-    )  # of the last part: rho (r + gamma V' - V), with nothing behind it
+    )  # of the last step: rho (r + gamma V' - V), with nothing after it
     after = vtrace.model.values(vtrace._buffers[0].read_real_steps("after")[last][None])[0]
     alive = 1.0 - float(vtrace._buffers[0].read_real_steps("terminated")[last])
     delta = rewards[last] + vtrace.settings.gamma * alive * after - values[last]

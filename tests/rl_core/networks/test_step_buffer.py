@@ -52,7 +52,7 @@ def test_nothing_flows_over_the_end_of_an_episode_and_the_last_step_bootstraps()
     ends = {"terminated": [[False]] * 3, "truncated": [[True], [False], [False]]}
     buffer = fill_buffer([[1.0], [2.0], [4.0]], [[1.0]] * 3, **ends, after=[[3.0], [99.0], [8.0]])
     advantages, targets, _ = buffer.estimate_advantages(compute_value, gamma=1.0, trace_lambda=1.0)
-    # the first: 1 + 3 - 1 = 3; the last: 1 + 8 - 4 = 5; the one before: 1 + 4 - 2 + 5 = 8 (its `after` is not asked)
+    # the first: 1 + 3 - 1 = 3; the last: 1 + 8 - 4 = 5; the one before: 1 + 4 - 2 + 5 = 8 (its `after` is not used)
     assert advantages.tolist() == [3.0, 8.0, 5.0]
     assert targets.tolist() == [4.0, 10.0, 9.0]
 

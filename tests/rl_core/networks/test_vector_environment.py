@@ -1,4 +1,4 @@
-"""One interface over gymnasium's three autoreset modes, bounds of actions, faults, and replayed episodes."""
+"""One interface to gymnasium's three autoreset modes; bounds of actions, faults, and replayed episodes."""
 
 import numpy as np
 import pytest
@@ -23,8 +23,8 @@ def build_environment(vector, seeds=None):
     return environment
 
 
-def play(environment, actions):
-    """Steps, and (return, length) of the episodes that ended, in order."""
+def play_actions(environment, actions):
+    """Return steps, and (return, length) of the episodes that ended, in order."""
     steps, ended = [], []
     for action in actions:
         step = environment.step(np.asarray(action))
@@ -38,7 +38,7 @@ RIGHT = [[1, 1]] * 12
 
 @pytest.mark.parametrize("mode", ["Disabled", "SameStep", "NextStep"])
 def test_every_mode_hands_over_the_observation_before_the_reset(mode):
-    steps, ended = play(build_environment(walkers(2, mode)), RIGHT)
+    steps, ended = play_actions(build_environment(walkers(2, mode)), RIGHT)
     assert ended
     for before, step in zip([None, *steps[:-1]], steps, strict=True):
         over = step.terminated_N | step.truncated_N
@@ -49,7 +49,7 @@ def test_every_mode_hands_over_the_observation_before_the_reset(mode):
         assert (step.observations_ND[~over] == step.after_ND[~over]).all()
         if mode == "NextStep":
             assert (step.observations_ND[over] == step.after_ND[over]).all()
-            if before is not None:  # the step behind an end only resets: no action, no reward
+            if before is not None:  # the step after an end only resets: no action, no reward
                 was_over = before.terminated_N | before.truncated_N
                 assert (step.is_action_N == ~was_over).all() and (
                     step.rewards_N[was_over] == 0
@@ -69,21 +69,21 @@ def test_the_modes_give_the_same_episodes():
             "Fixed", (), {"integers": lambda *a: 0, "random": lambda *a: 0.0}
         )()
         vector.walkers[0].reset = lambda walker=vector.walkers[0], **_: Walker.reset(walker)
-        results[mode] = play(build_environment(vector), [[1]] * 13)[1]
+        results[mode] = play_actions(build_environment(vector), [[1]] * 13)[1]
     # from 0: rewards 1 + 2 + 3 + 4 in four steps; NextStep spends every fifth step on a reset
     assert results["Disabled"] == results["SameStep"] == [(10.0, 4)] * 3
     assert results["NextStep"] == [(10.0, 4)] * 2
 
 
 def test_a_limit_truncates_and_does_not_terminate():
-    steps, ended = play(build_environment(walkers(1, goal=99, limit=3)), [[0]] * 3)
+    steps, ended = play_actions(build_environment(walkers(1, goal=99, limit=3)), [[0]] * 3)
     assert steps[-1].truncated_N.all() and not steps[-1].terminated_N.any()
     assert [length for _, length in ended] == [3]
 
 
 def test_each_episode_has_a_separate_seed():
     environment = build_environment(walkers(2), seeds=[7, 8, 9, 10, 11, 12, 13, 14])
-    play(environment, [[1, 1]] * 4)
+    play_actions(environment, [[1, 1]] * 4)
     state = environment.state_dict()
     assert set(state["seeds"]) & {7, 8} == set() and all(
         seed in range(9, 15) for seed in state["seeds"]
@@ -107,8 +107,8 @@ def test_unbounded_numbers_are_left_as_they_are():
     assert space == ActionSpace(
         "continuous", 4, low=(-np.inf,) * 4, high=(np.inf,) * 4, shape=(2, 2)
     )
-    taken = convert_actions(np.array([[1e6, -1e6, 0, 1]], np.float32), space)
-    assert taken.tolist() == [[[1e6, -1e6], [0, 1]]]
+    converted = convert_actions(np.array([[1e6, -1e6, 0, 1]], np.float32), space)
+    assert converted.tolist() == [[[1e6, -1e6], [0, 1]]]
 
 
 def test_discrete_actions_and_observations_count_from_their_start():
@@ -138,7 +138,7 @@ def test_other_spaces_are_refused_by_name():
 def test_an_environment_that_raises_is_named_with_its_seeds():
     environment = build_environment(walkers(2, fails_at=3), seeds=range(40, 60))
     with pytest.raises(EnvironmentFault) as error_info:
-        play(environment, [[0, 0]] * 5)
+        play_actions(environment, [[0, 0]] * 5)
     assert str(error_info.value) == (
         "environment 'Walk' (seeds of the episodes: [40, 41], steps: [2, 2]) raised ValueError in step: the floor gave "
         "way. This iteration is discarded; fix the environment and run the same command again"
@@ -164,24 +164,24 @@ def test_a_restored_environment_continues_bit_for_bit(played):
     rng = np.random.default_rng(played)
     before, after = rng.integers(0, 2, (played, 3)), rng.integers(0, 2, (8, 3))
     uninterrupted = build_environment(walkers(3), seeds=range(1000))
-    play(uninterrupted, before)
+    play_actions(uninterrupted, before)
     state = uninterrupted.state_dict()
     resumed = VectorEnvironment(walkers(3), "Walk", lambda: 0)
     resumed.load_state_dict(state)
     assert np.array_equal(resumed.observations_ND, uninterrupted.observations_ND)
-    numbers = iter(range(max(state["seeds"]) + 1, 1000))  # the seeds that are left
+    numbers = iter(range(max(state["seeds"]) + 1, 1000))  # the remaining seeds
     resumed._next_seed = lambda: next(numbers)
-    expected, ended = play(uninterrupted, after)
-    actual, again = play(resumed, after)
-    assert again == ended
-    for one, other in zip(expected, actual, strict=True):
+    expected, ended = play_actions(uninterrupted, after)
+    actual, resumed_ended = play_actions(resumed, after)
+    assert ended == resumed_ended
+    for expected_step, actual_step in zip(expected, actual, strict=True):
         for name in ("observations_ND", "rewards_N", "terminated_N", "truncated_N", "after_ND"):
-            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+            assert np.array_equal(getattr(expected_step, name), getattr(actual_step, name)), name
 
 
 def test_an_environment_that_seeds_do_not_decide_is_not_resumed():
     environment = build_environment(walkers(2, drifts=True))
-    play(environment, [[0, 1]] * 3)
+    play_actions(environment, [[0, 1]] * 3)
     other = VectorEnvironment(walkers(2, drifts=True), "Walk", lambda: 0)
     other.inner.walkers[0].calls = 50
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_an_environment_that_seeds_do_not_decide_is_not_resumed():
 
 def test_modes_that_reset_by_themselves_begin_new_episodes(caplog):
     environment = build_environment(walkers(2, "NextStep"))
-    play(environment, [[0, 1]] * 3)
+    play_actions(environment, [[0, 1]] * 3)
     assert not environment.can_restore
     other = VectorEnvironment(walkers(2, "NextStep"), "Walk", lambda: 5)
     other.load_state_dict(environment.state_dict())

@@ -1,4 +1,4 @@
-"""Served answers become experiences: what is kept, what is not, labels of choices, restarts."""
+"""Served answers that become experiences: what is recorded and skipped, labels of choices, restarts."""
 
 import dataclasses
 
@@ -16,10 +16,10 @@ from rl_core.online.experience_writer import ExperienceWriter
 from rl_core.settings import OnlineServiceSettings, VotingSettings
 from rl_core.types import Rollout, Trajectory, Turn
 
-CHAT = settings({"first_update": 100}, service=OnlineServiceSettings(record_top=2))
+CHAT_SETTINGS = settings({"first_update": 100}, service=OnlineServiceSettings(record_top=2))
 
 
-def answer(text="red", *, choice=0, request="chatcmpl-1", tokens=(4, 5), **more):
+def build_answer(text="red", *, choice=0, request="chatcmpl-1", tokens=(4, 5), **fields):
     count = len(tokens)
     top = TopTokens(
         np.array([[token, 3] for token in tokens], np.int32),
@@ -38,12 +38,12 @@ def answer(text="red", *, choice=0, request="chatcmpl-1", tokens=(4, 5), **more)
             "text": text,
             "finish_reason": "stop",
             "top": top,
-            **more,
+            **fields,
         }
     )
 
 
-def session(level="easy", seed=1, *, text="red", request="chatcmpl-1", choice=0):
+def build_episode_answer(level="easy", seed=1, *, text="red", request="chatcmpl-1", choice=0):
     trajectory = Trajectory(
         "pixel_grid",
         level,
@@ -58,56 +58,65 @@ def session(level="easy", seed=1, *, text="red", request="chatcmpl-1", choice=0)
         rewards={"task": 1.0},
     )
     rollout = Rollout([1, 2], [4, 7, 5], [True, False, True], [-0.5, 0.0, -0.5], trajectory)
-    return answer(text, choice=choice, request=request, rollout=rollout, tokens=(4, 5))
+    return build_answer(text, choice=choice, request=request, rollout=rollout, tokens=(4, 5))
 
 
 def test_an_experience_has_every_sample_its_ballot_and_distribution():
     answers = [
-        answer("Red ", choice=0),
-        answer("red", choice=1),
-        answer("blue", choice=2, finish_reason="length"),
+        build_answer("Red ", choice=0),
+        build_answer("red", choice=1),
+        build_answer("blue", choice=2, finish_reason="length"),
     ]
-    answers = [dataclasses.replace(one, max_votes=5, caller="anna") for one in answers]
-    found = build_served_experience(answers, VotingSettings(), 7.0)
-    check_experience(found, vocab_size=11, max_tokens=100)
-    assert (found.vote.answer, found.vote.num_ballots, found.vote.is_early) == ("Red ", 3, True)
-    assert found.vote.confidence == pytest.approx(2 / 3)  # one that was cut off votes for nothing
-    assert found.returned_answers == ("Red ",) and (found.caller, found.time) == ("anna", 7.0)
-    assert found.vote.ballots[0].logprob == pytest.approx(2 * np.log(0.5))
-    plain = build_served_experience(
-        [dataclasses.replace(one, max_votes=0) for one in answers], VotingSettings(), 7.0
+    answers = [dataclasses.replace(answer, max_votes=5, caller="anna") for answer in answers]
+    experience = build_served_experience(answers, VotingSettings(), 7.0)
+    check_experience(experience, vocab_size=11, max_tokens=100)
+    assert (experience.vote.answer, experience.vote.num_ballots, experience.vote.is_early) == (
+        "Red ",
+        3,
+        True,
     )
-    assert plain.returned_answers == ("Red ", "red", None) and not plain.is_voted
-    assert type(found).from_json(found.to_json()).to_json() == found.to_json()
+    assert experience.vote.confidence == pytest.approx(2 / 3)  # the truncated answer has no vote
+    assert experience.returned_answers == ("Red ",) and (experience.caller, experience.time) == (
+        "anna",
+        7.0,
+    )
+    assert experience.vote.ballots[0].logprob == pytest.approx(2 * np.log(0.5))
+    unvoted = build_served_experience(
+        [dataclasses.replace(answer, max_votes=0) for answer in answers], VotingSettings(), 7.0
+    )
+    assert unvoted.returned_answers == ("Red ", "red", None) and not unvoted.is_voted
+    assert type(experience).from_json(experience.to_json()).to_json() == experience.to_json()
     with pytest.raises(DataError, match="one request"):
-        build_served_experience([answer(), answer(request="chatcmpl-2")], VotingSettings(), 7.0)
+        build_served_experience(
+            [build_answer(), build_answer(request="chatcmpl-2")], VotingSettings(), 7.0
+        )
 
 
-def test_callers_with_long_names_are_told_apart():
+def test_callers_with_long_names_stay_distinct():
     names = ["x" * 256, "x" * 999, "x" * 998, ""]
-    found = [
-        build_served_experience([dataclasses.replace(answer(), caller=name)], VotingSettings(), 7.0)
+    experiences = [
+        build_served_experience(
+            [dataclasses.replace(build_answer(), caller=name)], VotingSettings(), 7.0
+        )
         for name in names
     ]
-    for one in found:
-        check_experience(one, vocab_size=11, max_tokens=100)
+    for experience in experiences:
+        check_experience(experience, vocab_size=11, max_tokens=100)
     assert (
-        found[0].caller == names[0]
-        and found[3].caller == "anonymous"
-        and len({one.caller for one in found}) == 4
+        experiences[0].caller == names[0]
+        and experiences[3].caller == "anonymous"
+        and len({experience.caller for experience in experiences}) == 4
     )
 
 
 def test_a_session_keeps_its_rollout_and_what_the_environment_wrote_has_no_distribution():
-    found = build_served_experience([session()], VotingSettings(), 7.0)
-    check_experience(found, vocab_size=11, max_tokens=100)
-    assert found.recorded[0].ids_TK.tolist() == [[4, 3], [0, 0], [5, 3]]
-    assert found.vote.answer == "red" and found.rollouts[0].reward == 1.0
-    # of what the policy wrote
-    assert (found.vote.ballots[0].logprob, found.vote.ballots[0].num_tokens) == (
-        -1.0,
-        2,
-    )
+    experience = build_served_experience([build_episode_answer()], VotingSettings(), 7.0)
+    check_experience(experience, vocab_size=11, max_tokens=100)
+    assert experience.recorded[0].ids_TK.tolist() == [[4, 3], [0, 0], [5, 3]]
+    assert experience.vote.answer == "red" and experience.rollouts[0].reward == 1.0
+    # only the tokens that the policy sampled
+    ballot = experience.vote.ballots[0]
+    assert (ballot.logprob, ballot.num_tokens) == (-1.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -119,29 +128,28 @@ def test_a_session_keeps_its_rollout_and_what_the_environment_wrote_has_no_distr
     ],
 )
 def test_nothing_is_learned_from_answers_without_a_signal(tmp_path, change, why):
-    with ExperienceWriter(tmp_path, CHAT) as log:
-        log.record_answers([dataclasses.replace(answer(), **change)])
+    with ExperienceWriter(tmp_path, CHAT_SETTINGS) as log:
+        log.record_answers([dataclasses.replace(build_answer(), **change)])
         assert log.counts == {why: 1} and not log.knows("chatcmpl-1")
     assert list(ExperienceLogReader(tmp_path).read_records()) == []
 
 
 def test_canary_episodes_are_held_out_by_content_whatever_their_seed(tmp_path):
     environment = make_environment("pixel_grid", None)
-    asked = build_canary_requests(environment, (), 6, 3, 0)
+    requests = build_canary_requests(environment, (), 6, 3, 0)
     assert (
-        asked
+        requests
         == build_canary_requests(environment, (), 6, 3, 0)
         != build_canary_requests(environment, (), 6, 3, 1)
     )
-    assert sorted({request.level for request in asked}) == sorted(environment.levels)
-    assert all(is_canary(environment, request.level, request.seed) for request in asked)
-    # a seed of training
-    held = next(seed for seed in range(100) if is_canary(environment, "easy", seed))
-    other = next(seed for seed in range(100) if not is_canary(environment, "easy", seed))
-    with ExperienceWriter(tmp_path, CHAT, environment) as log:
-        log.record_answers([session(seed=held)])
-        log.record_answers([session(seed=other, request="chatcmpl-2")])
-        log.record_answers([answer(request="chatcmpl-3")])
+    assert sorted({request.level for request in requests}) == sorted(environment.levels)
+    assert all(is_canary(environment, request.level, request.seed) for request in requests)
+    heldout_seed = next(seed for seed in range(100) if is_canary(environment, "easy", seed))
+    training_seed = next(seed for seed in range(100) if not is_canary(environment, "easy", seed))
+    with ExperienceWriter(tmp_path, CHAT_SETTINGS, environment) as log:
+        log.record_answers([build_episode_answer(seed=heldout_seed)])
+        log.record_answers([build_episode_answer(seed=training_seed, request="chatcmpl-2")])
+        log.record_answers([build_answer(request="chatcmpl-3")])
         assert log.counts == {"canary": 1, "kept": 1, "other_environment": 1}
     assert [
         r.parse_experience().request_id for r in ExperienceLogReader(tmp_path).read_records()
@@ -149,23 +157,23 @@ def test_canary_episodes_are_held_out_by_content_whatever_their_seed(tmp_path):
 
 
 def test_labels_name_a_choice_and_are_taken_after_a_restart(tmp_path):
-    with ExperienceWriter(tmp_path, CHAT) as log:
-        log.record_answers([answer("red"), answer("blue", choice=1)])
+    with ExperienceWriter(tmp_path, CHAT_SETTINGS) as log:
+        log.record_answers([build_answer("red"), build_answer("blue", choice=1)])
         log.accept_label("chatcmpl-1", 1, FeedbackLabel(thumb="up"))
         with pytest.raises(DataError, match="2 choices"):
             log.accept_label("chatcmpl-1", 2, FeedbackLabel(thumb="up"))
-        with pytest.raises(DataError, match="nothing is learned"):
+        with pytest.raises(DataError, match="is not used for learning"):
             log.accept_label("chatcmpl-9", 0, FeedbackLabel(thumb="up"))
         with pytest.raises(DataError, match="from -1 to 1"):
             log.accept_label("chatcmpl-1", 0, FeedbackLabel(score=7.0))
-    with ExperienceWriter(tmp_path, CHAT) as again:
-        again.accept_label("chatcmpl-1", 0, FeedbackLabel(answer="green", score=0.3))
-        again.append_orders([{"order": "resume"}])
+    with ExperienceWriter(tmp_path, CHAT_SETTINGS) as restarted_log:
+        restarted_log.accept_label("chatcmpl-1", 0, FeedbackLabel(answer="green", score=0.3))
+        restarted_log.append_orders([{"order": "resume"}])
     records = list(ExperienceLogReader(tmp_path).read_records())
     assert [record.kind for record in records] == ["experience", "label", "label", "control"]
     assert [record.parse_label()[1].text for record in records[1:3]] == ["blue", "green"]
-    # and the worker takes all of it
-    with make_worker(tmp_path / "worker", tmp_path, CHAT) as worker:
+    # the worker accepts all of these records
+    with make_worker(tmp_path / "worker", tmp_path, CHAT_SETTINGS) as worker:
         run_to_end(worker)
         assert (
             worker.counts["refused"] == 0
@@ -173,12 +181,13 @@ def test_labels_name_a_choice_and_are_taken_after_a_restart(tmp_path):
         )
 
 
-def test_one_answer_takes_so_many_labels(tmp_path):
-    with ExperienceWriter(tmp_path, CHAT) as log:
-        log.record_answers([answer()]), log.record_answers([answer(request="chatcmpl-2")])
+def test_an_answer_accepts_at_most_16_labels(tmp_path):
+    with ExperienceWriter(tmp_path, CHAT_SETTINGS) as log:
+        log.record_answers([build_answer()])
+        log.record_answers([build_answer(request="chatcmpl-2")])
         for number in range(10):
             log.accept_label("chatcmpl-1", 0, FeedbackLabel(answer=f"a{number}"))
-    with ExperienceWriter(tmp_path, CHAT) as log:  # those of before are counted
+    with ExperienceWriter(tmp_path, CHAT_SETTINGS) as log:  # earlier labels are counted
         for number in range(6):
             log.accept_label("chatcmpl-1", 0, FeedbackLabel(answer=f"b{number}"))
         with pytest.raises(DataError, match="16 labels already"):
@@ -190,10 +199,11 @@ def test_one_answer_takes_so_many_labels(tmp_path):
 
 
 def test_a_full_log_refuses_and_counts(tmp_path):
-    small = dataclasses.replace(CHAT, buffer=dataclasses.replace(CHAT.buffer, max_bytes=4096))
-    with ExperienceWriter(tmp_path, small) as log:
+    small_buffer = dataclasses.replace(CHAT_SETTINGS.buffer, max_bytes=4096)
+    small_settings = dataclasses.replace(CHAT_SETTINGS, buffer=small_buffer)
+    with ExperienceWriter(tmp_path, small_settings) as log:
         for number in range(9):
-            log.record_answers([answer(request=f"chatcmpl-{number}")])
+            log.record_answers([build_answer(request=f"chatcmpl-{number}")])
         assert log.counts["full"] > 0 and log.counts["kept"] + log.counts["full"] == 9
         log.accept_label("chatcmpl-0", 0, FeedbackLabel(answer="x" * 9000))
         assert log.counts["labels_full"] == 1

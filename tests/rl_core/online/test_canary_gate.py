@@ -1,4 +1,4 @@
-"""The gate at work: pairs, decisions, orders, restarts, damage."""
+"""The running gate: pairs of episodes, decisions, orders, restarts, damaged files."""
 
 import json
 import shutil
@@ -16,8 +16,8 @@ from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.settings import OnlineGateSettings
 
 
-class Model:
-    """A policy whose success on every episode is written in its first weight."""
+class FakePolicy:
+    """A policy whose first weight contains its success in every episode."""
 
     def __init__(self):
         self.model = nano()
@@ -28,139 +28,155 @@ class Model:
     renderer = None
 
 
-class Place:
+class FakeEnvironment:
     name, levels, heldout_share = "fake", ("easy",), 0.2
 
 
 @pytest.fixture
-def played(monkeypatch):
-    """Versions in the order in which they played; success 1 unless `failing` says otherwise."""
-    found = {"versions": [], "failing": set()}
+def evaluations(monkeypatch):
+    """Record the evaluated versions in order; success is 1, except for versions in `failing`."""
+    evaluations = {"versions": [], "failing": set()}
 
     def evaluate(environment, backend, renderer, requests, *, policy_version, **options):
-        found["versions"].append(policy_version)
+        evaluations["versions"].append(policy_version)
 
         class Episode:
             def __init__(self, key):
-                self.key, self.success = key, 0.0 if policy_version in found["failing"] else 1.0
+                self.key, self.success = (
+                    key,
+                    0.0 if policy_version in evaluations["failing"] else 1.0,
+                )
 
-        return type("Found", (), {"episodes": [Episode((r.level, r.seed)) for r in requests]})
+        return type("Evaluation", (), {"episodes": [Episode((r.level, r.seed)) for r in requests]})
 
     def requests(environment, levels, count, seed, number):
         return [type("R", (), {"level": "easy", "seed": 1000 * number + i}) for i in range(count)]
 
     monkeypatch.setattr(canary_gate, "evaluate", evaluate)
     monkeypatch.setattr(canary_gate, "build_canary_requests", requests)
-    return found
+    return evaluations
 
 
-def publish(snapshots, version):
+def publish_version(snapshots, version):
     weights = {
         name: tensor + version
         for name, tensor in collect_trainable_weights(nano(), copy=True).items()
     }
-    snapshots.publish(version, weights)
+    snapshots.publish_snapshot(version, weights)
 
 
-def holds(gate, version):
-    """The worker keeps the candidate that the gate has asked for, and the gate opens it."""
+def hold_candidate(gate, version):
+    """Let the worker hold the candidate that the gate ordered, and return whether the gate opens it."""
     assert not gate.step() and gate.orders[-1]["order"] == {"order": "hold", "version": version}
-    assert not gate.step() and gate.gate.version is None  # it waits for the worker
+    assert not gate.step() and gate.gate.version is None  # the gate waits for the worker
     (gate.folder / METRICS_FILE).write_text(json.dumps({"online/held_version": float(version)}))
     return gate.step()
 
 
-def make_gate(folder, **options):
-    chosen = settings(
+def create_gate(folder, **options):
+    gate_settings = settings(
         gate=OnlineGateSettings(
             **{"episodes_per_look": 100, "margin": 0.1, "alpha": 0.05, **options}
         )
     )
-    return CanaryGate(folder, chosen, Model(), Place(), WeightSnapshots(folder / "snapshots"))
+    return CanaryGate(
+        folder,
+        gate_settings,
+        FakePolicy(),
+        FakeEnvironment(),
+        WeightSnapshots(folder / "snapshots"),
+    )
 
 
 @pytest.fixture
 def snapshots(tmp_path):
-    found = WeightSnapshots(tmp_path / "snapshots")
+    snapshots = WeightSnapshots(tmp_path / "snapshots")
     for version in (0, 10):
-        publish(found, version)
-    found.set_live_version(0)
-    return found
+        publish_version(snapshots, version)
+    snapshots.set_live_version(0)
+    return snapshots
 
 
-def test_an_equal_candidate_is_promoted_and_ordered(tmp_path, snapshots, played):
-    gate = make_gate(tmp_path)
-    assert holds(gate, 10)
+def test_an_equal_candidate_is_promoted_and_ordered(tmp_path, snapshots, evaluations):
+    gate = create_gate(tmp_path)
+    assert hold_candidate(gate, 10)
     while gate.gate.version is not None:
         gate.step()
-    assert played["versions"][:2] == [10, 0]  # live and champion are one snapshot, and play once
+    assert evaluations["versions"][:2] == [10, 0]  # live and champion are the same snapshot
     assert gate.decisions[-1]["verdict"] == "promoted" and gate.decisions[-1]["episodes"] >= 60
     assert gate.orders[-1] == {"number": 2, "order": {"order": "live", "version": 10}}
-    again = make_gate(tmp_path)
-    assert again.orders == gate.orders and not again.step()  # nothing newer to test
+    restarted_gate = create_gate(tmp_path)
+    # nothing newer to test
+    assert restarted_gate.orders == gate.orders and not restarted_gate.step()
     assert json.loads((tmp_path / GATE_FILE).read_text())["metrics"]["online/gate_promoted"] == 1.0
 
 
-def test_a_worse_candidate_is_rejected_and_the_error_stays_spent(tmp_path, snapshots, played):
-    played["failing"].add(10)
-    gate = make_gate(tmp_path)
-    holds(gate, 10)
+def test_a_worse_candidate_is_rejected_and_the_error_stays_spent(tmp_path, snapshots, evaluations):
+    evaluations["failing"].add(10)
+    gate = create_gate(tmp_path)
+    hold_candidate(gate, 10)
     while gate.gate.version is not None:
         gate.step()
     assert (
         gate.decisions[-1]["verdict"] == "rejected" and gate.orders[-1]["order"]["order"] == "hold"
     )
-    publish(snapshots, 20)
-    again = make_gate(tmp_path)  # a killed gate knows what it has spent
+    publish_version(snapshots, 20)
+    restarted_gate = create_gate(tmp_path)  # a killed gate restores the spent error
     assert (
-        holds(again, 20)
-        and again.gate.candidates == 2
-        and again.gate.level < gate.gate.settings.alpha / 5
+        hold_candidate(restarted_gate, 20)
+        and restarted_gate.gate.candidates == 2
+        and restarted_gate.gate.level < gate.gate.settings.alpha / 5
     )
 
 
-def test_a_rival_that_changes_ends_the_test_and_a_champion_plays_apart(tmp_path, snapshots, played):
-    gate = make_gate(tmp_path, episodes_per_look=5)
-    holds(gate, 10), gate.step()
-    publish(snapshots, 20)
+def test_a_rival_that_changes_ends_the_test_and_a_champion_plays_apart(
+    tmp_path, snapshots, evaluations
+):
+    gate = create_gate(tmp_path, episodes_per_look=5)
+    hold_candidate(gate, 10)
+    gate.step()
+    publish_version(snapshots, 20)
     snapshots.set_live_version(10)
     assert not gate.step() and gate.decisions[-1]["verdict"] == "abandoned"
     (tmp_path / METRICS_FILE).write_text('{"online/held_version": 20.0}')
     assert gate.step() and gate.live_opponent == 10
     assert gate.gate.version == 20 and gate.gate.candidates == 2
-    played["versions"].clear()
+    evaluations["versions"].clear()
     gate.step()
-    assert played["versions"] == [20, 10, 0]
+    assert evaluations["versions"] == [20, 10, 0]
 
 
-def test_a_candidate_that_is_worse_than_the_champion_alone_is_rejected(tmp_path, snapshots, played):
+def test_a_candidate_that_is_worse_than_the_champion_alone_is_rejected(
+    tmp_path, snapshots, evaluations
+):
     snapshots.set_live_version(10)
-    publish(snapshots, 20)
-    played["failing"] |= {10, 20}  # as bad as the live one, which is worse than the champion
-    gate = make_gate(tmp_path)
-    holds(gate, 20)
+    publish_version(snapshots, 20)
+    evaluations["failing"] |= {10, 20}  # as bad as the live one, which is worse than the champion
+    gate = create_gate(tmp_path)
+    hold_candidate(gate, 20)
     while gate.gate.version is not None:
         gate.step()
-    last = gate.decisions[-1]
-    assert (last["verdict"], last["difference_live"], last["difference_champion"]) == (
+    decision = gate.decisions[-1]
+    assert (decision["verdict"], decision["difference_live"], decision["difference_champion"]) == (
         "rejected",
         0.0,
         -1.0,
     )
 
 
-def test_a_damaged_candidate_costs_nothing_and_one_that_breaks_later_is_given_up(
-    tmp_path, snapshots, played
+def test_a_damaged_candidate_costs_nothing_and_one_damaged_later_is_abandoned(
+    tmp_path, snapshots, evaluations
 ):
     (tmp_path / "snapshots" / "snapshot-00000010" / "weights.safetensors").write_bytes(b"torn")
-    gate = make_gate(tmp_path)
-    assert not holds(gate, 10) and gate.gate.candidates == 0 and gate.newest_tested == 10
-    publish(snapshots, 15)
-    gate.step(), shutil.rmtree(snapshots.path(15))
+    gate = create_gate(tmp_path)
+    assert not hold_candidate(gate, 10) and gate.gate.candidates == 0 and gate.newest_tested == 10
+    publish_version(snapshots, 15)
+    gate.step()
+    shutil.rmtree(snapshots.build_path(15))
     assert not gate.step() and (gate.newest_tested, gate.gate.candidates) == (15, 0)
-    publish(snapshots, 20)
-    holds(gate, 20)
-    snapshots.path(20).joinpath("weights.safetensors").write_bytes(b"torn")
+    publish_version(snapshots, 20)
+    hold_candidate(gate, 20)
+    snapshots.build_path(20).joinpath("weights.safetensors").write_bytes(b"torn")
     gate.snapshots = WeightSnapshots(tmp_path / "snapshots", cached=0)
     with pytest.raises(CorruptError):
         gate.snapshots.load_weights(20)
@@ -168,21 +184,25 @@ def test_a_damaged_candidate_costs_nothing_and_one_that_breaks_later_is_given_up
     assert gate.decisions[-1]["verdict"] == "abandoned" and gate.gate.version is None
 
 
-def test_nothing_from_before_an_alarm_goes_live_after_it(tmp_path, snapshots, played):
-    gate = make_gate(tmp_path, episodes_per_look=5)
-    holds(gate, 10), gate.step()
-    publish(snapshots, 20)
+def test_nothing_from_before_an_alarm_goes_live_after_it(tmp_path, snapshots, evaluations):
+    gate = create_gate(tmp_path, episodes_per_look=5)
+    hold_candidate(gate, 10)
+    gate.step()
+    publish_version(snapshots, 20)
     (tmp_path / METRICS_FILE).write_text(
         '{"paused": "drift: length rises", "online/held_version": 10.0}'
     )
-    played["versions"].clear()
-    assert not gate.step() and not gate.step() and played["versions"] == []
-    assert [one["verdict"] for one in gate.decisions] == ["abandoned"] and gate.newest_tested == 20
+    evaluations["versions"].clear()
+    assert not gate.step() and not gate.step() and evaluations["versions"] == []
+    assert [decision["verdict"] for decision in gate.decisions] == [
+        "abandoned"
+    ] and gate.newest_tested == 20
     (tmp_path / METRICS_FILE).write_text('{"paused": "", "online/held_version": 10.0}')
-    again = make_gate(tmp_path, episodes_per_look=5)
-    assert not again.step() and again.orders == gate.orders  # nothing newer than the alarm
-    publish(snapshots, 30)
-    assert holds(again, 30)
+    restarted_gate = create_gate(tmp_path, episodes_per_look=5)
+    # nothing newer than the alarm
+    assert not restarted_gate.step() and restarted_gate.orders == gate.orders
+    publish_version(snapshots, 30)
+    assert hold_candidate(restarted_gate, 30)
 
 
 def test_a_torn_or_foreign_file_is_no_state(tmp_path):
@@ -195,7 +215,7 @@ def test_a_torn_or_foreign_file_is_no_state(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", '{"gate": {', '{"orders": []}', '{"gate": {"candidates": 3}}']
 )
-def test_a_damaged_file_does_not_give_the_spent_error_back(tmp_path, snapshots, played, text):
+def test_a_damaged_file_does_not_give_the_spent_error_back(tmp_path, snapshots, evaluations, text):
     (tmp_path / GATE_FILE).write_text(text)
     with pytest.raises(CorruptError, match=r"gate\.json: is damaged.*remove the file"):
-        make_gate(tmp_path)
+        create_gate(tmp_path)

@@ -1,4 +1,4 @@
-"""The log on the disk: nothing acknowledged is lost, torn ends are cut, damage costs one record, readers follow."""
+"""The log on disk: durable appends, torn ends, damaged records, readers that follow a writer."""
 
 import os
 import resource
@@ -21,18 +21,18 @@ from rl_core.storage import faults
 LABEL = Label("answer", "feedback", text="a")
 
 
-def numbers(folder, after=0):
+def read_numbers(folder, after=0):
     return [record.number for record in ExperienceLogReader(folder, after).read_records()]
 
 
-def write(folder, names, **options):
+def write_experiences(folder, names, **options):
     with ExperienceLog(folder, **options) as log:
         return [log.append_experience(experience(name)) for name in names]
 
 
 def test_records_come_back_in_order_over_segments(tmp_path):
     folder = tmp_path / "buffer with ünïcode"
-    assert write(folder, ["r1", "r2", "r3"], segment_bytes=2000) == [1, 2, 3]
+    assert write_experiences(folder, ["r1", "r2", "r3"], segment_bytes=2000) == [1, 2, 3]
     with ExperienceLog(folder, segment_bytes=2000) as log:
         assert log.append_label("r1", LABEL) == 4
         assert log.append(
@@ -42,19 +42,19 @@ def test_records_come_back_in_order_over_segments(tmp_path):
     assert [record.number for record in records] == [1, 2, 3, 4, 5, 6]
     assert records[1].parse_experience().rollouts == experience("r2").rollouts
     assert records[3].parse_label() == ("r1", LABEL) and records[4].value == {"order": "resume"}
-    assert len(list_segments(folder)) > 1 and numbers(folder, after=4) == [5, 6]
+    assert len(list_segments(folder)) > 1 and read_numbers(folder, after=4) == [5, 6]
     with pytest.raises(DataError):
         records[5].parse_label()
 
 
 def test_a_torn_end_is_cut_at_every_byte(tmp_path):
-    write(tmp_path, ["r1", "r2"])
+    write_experiences(tmp_path, ["r1", "r2"])
     path = list_segments(tmp_path)[0][1]
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    for size in [*range(first, len(whole), 97), len(whole) - 1]:
-        path.write_bytes(whole[:size])
-        assert numbers(tmp_path) == [1]
+    data = path.read_bytes()
+    first = data.index(b"\n") + 1
+    for size in [*range(first, len(data), 97), len(data) - 1]:
+        path.write_bytes(data[:size])
+        assert read_numbers(tmp_path) == [1]
         with ExperienceLog(tmp_path) as log:
             assert log.append_experience(experience("again")) == 2
         assert [r.value["request_id"] for r in ExperienceLogReader(tmp_path).read_records()] == [
@@ -63,17 +63,17 @@ def test_a_torn_end_is_cut_at_every_byte(tmp_path):
         ]
 
 
-def test_a_damaged_record_costs_itself_alone(tmp_path, caplog):
-    write(tmp_path, ["r1", "r2", "r3"])
+def test_a_damaged_record_loses_no_other(tmp_path, caplog):
+    write_experiences(tmp_path, ["r1", "r2", "r3"])
     path = list_segments(tmp_path)[0][1]
     data = bytearray(path.read_bytes())
     data[data.index(b"\n") + 40] ^= 1
     path.write_bytes(bytes(data))
     reader = ExperienceLogReader(tmp_path)
     assert [record.number for record in reader.read_records()] == [1, 3] and reader.num_damaged == 1
-    assert "left out" in caplog.text
+    assert "skipped" in caplog.text
     with ExperienceLog(tmp_path) as log:
-        assert log.append_experience(experience("r4")) == 4  # no number is given twice
+        assert log.append_experience(experience("r4")) == 4  # numbers are unique
 
 
 def test_a_reader_follows_the_writer(tmp_path):
@@ -86,15 +86,15 @@ def test_a_reader_follows_the_writer(tmp_path):
     assert list(reader.read_records()) == [] and reader.last_number == 3
 
 
-def test_a_reader_beside_a_writer_sees_every_record_once(tmp_path):
+def test_a_reader_parallel_to_a_writer_sees_every_record_once(tmp_path):
     seen, done = [], threading.Event()
 
     def follow():
         reader = ExperienceLogReader(tmp_path)
         while True:
-            last = done.is_set()
+            is_last = done.is_set()
             seen.extend(record.number for record in reader.read_records())
-            if last:
+            if is_last:
                 return
 
     thread = threading.Thread(target=follow)
@@ -146,11 +146,14 @@ def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path):
             signal.signal(signal.SIGXFSZ, handler)
         assert path.read_bytes() == before
         assert log.append_experience(experience("r2")) == 2
-    assert numbers(tmp_path) == [1, 2]
+    assert read_numbers(tmp_path) == [1, 2]
 
 
-def killed_writer(folder, fault="", lines=0):
-    """A forked writer that is killed after so many acknowledgements, or at a fault; the numbers it acknowledged."""
+def run_killed_writer(folder, fault="", lines=0):
+    """Run a forked writer that is killed after `lines` acknowledgements, or at a fault.
+
+    Returns: the acknowledged numbers.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -163,31 +166,31 @@ def killed_writer(folder, fault="", lines=0):
         finally:
             os._exit(1)
     os.close(writing)
-    got = []
+    acknowledged = []
     with os.fdopen(reading, "rb") as pipe:
         for line in pipe:
-            got.append(int(line))
-            if lines and len(got) >= lines:
+            acknowledged.append(int(line))
+            if lines and len(acknowledged) >= lines:
                 os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    return got
+    return acknowledged
 
 
-def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path):
-    acknowledged = killed_writer(tmp_path, fault="online.appended:5:kill")
+def test_a_killed_writer_loses_no_acknowledged_record(tmp_path):
+    acknowledged = run_killed_writer(tmp_path, fault="online.appended:5:kill")
     assert acknowledged == [1, 2, 3, 4]
-    assert numbers(tmp_path) == [1, 2, 3, 4, 5]  # the fifth is there, though nobody was told
-    acknowledged += killed_writer(tmp_path, lines=3)
-    there = numbers(tmp_path)
-    assert set(acknowledged) <= set(there) and there == list(range(1, len(there) + 1))
+    assert read_numbers(tmp_path) == [1, 2, 3, 4, 5]  # the fifth is stored but not acknowledged
+    acknowledged += run_killed_writer(tmp_path, lines=3)
+    stored = read_numbers(tmp_path)
+    assert set(acknowledged) <= set(stored) and stored == list(range(1, len(stored) + 1))
 
 
 def test_a_torn_record_is_cut_once(tmp_path):
-    write(tmp_path, ["r1", "r2"])
+    write_experiences(tmp_path, ["r1", "r2"])
     path = list_segments(tmp_path)[0][1]
     path.write_bytes(path.read_bytes()[:-20])
     faults.configure_faults("online.cut:1:raise")
     with pytest.raises(OSError, match="injected"):
         ExperienceLog(tmp_path).__enter__()
-    assert write(tmp_path, ["r3"]) == [2]  # the lock was given back
+    assert write_experiences(tmp_path, ["r3"]) == [2]  # the lock was released

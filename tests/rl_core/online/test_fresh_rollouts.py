@@ -1,4 +1,4 @@
-"""Fresh rollouts: on-policy, seeded, of requests with a right answer alone; a worker with them learns and resumes."""
+"""Fresh rollouts: on-policy, seeded, only of requests with a right answer, and learned from by a worker."""
 
 import math
 from collections import Counter
@@ -33,7 +33,7 @@ RIGHT = Label("answer", "feedback", text="a")
 
 
 class Renderer:
-    """Answers of the tiny vocabulary: "a" where the first token is below 8."""
+    """A renderer of the tiny vocabulary: the answer is "a" if the first token is below 8."""
 
     def prompt_ids(self, messages):
         return [1, 3 + len(messages[0]["content"]) % 5]
@@ -42,7 +42,7 @@ class Renderer:
         return "" if not ids else ("a" if ids[0] < 8 else "b") + "." * (len(ids) - 1)
 
 
-def fresh_of(model, *, environment=None, seed=0, samples=4, **sampling):
+def make_sampler(model, *, environment=None, seed=0, samples=4, **sampling):
     sampling = SamplingSettings(**{"max_completion_tokens": 3, **sampling})
     policy = SimpleNamespace(
         model=model,
@@ -54,15 +54,18 @@ def fresh_of(model, *, environment=None, seed=0, samples=4, **sampling):
     )
 
 
-def kept(number=1, label=RIGHT, **options):
+def build_buffered(number=1, label=RIGHT, **options):
     return BufferedExperience(number, experience(f"r{number}", **options), label=label)
 
 
-def tokens_of(found):
-    return {number: [r.completion_ids for r in one.rollouts] for number, one in found.items()}
+def collect_tokens(experiences):
+    return {
+        number: [r.completion_ids for r in experience.rollouts]
+        for number, experience in experiences.items()
+    }
 
 
-def test_only_requests_whose_right_answer_feedback_named_are_sampled():
+def test_only_requests_whose_right_answer_is_known_from_feedback_are_sampled():
     labels = [
         RIGHT,
         None,
@@ -70,66 +73,54 @@ def test_only_requests_whose_right_answer_feedback_named_are_sampled():
         create_feedback_label("a", score=0.5),
         Label("played", "environment"),
     ]
-    found = fresh_of(nano()).sample_rollouts(
-        [kept(number, label) for number, label in enumerate(labels)],
+    experiences = make_sampler(nano()).sample_rollouts(
+        [build_buffered(number, label) for number, label in enumerate(labels)],
         1,
         live_version=7,
         longest_answer_tokens=16,
     )
-    assert list(found) == [0] and [has_right_answer(kept(0, label)) for label in labels] == [
-        True
-    ] + 4 * [False]
-    (one,) = found.values()
-    assert len(one.rollouts) == len(one.recorded) == 4 and set(one.recorded) == {None}
-    assert one.request_id == "r0" and one.policy_version == 7
+    assert list(experiences) == [0] and [
+        has_right_answer(build_buffered(0, label)) for label in labels
+    ] == [True] + 4 * [False]
+    (fresh,) = experiences.values()
+    assert len(fresh.rollouts) == len(fresh.recorded) == 4 and set(fresh.recorded) == {None}
+    assert fresh.request_id == "r0" and fresh.policy_version == 7
     assert (
-        fresh_of(nano()).sample_rollouts(
-            [kept(1, None)], 1, live_version=0, longest_answer_tokens=16
+        make_sampler(nano()).sample_rollouts(
+            [build_buffered(1, None)], 1, live_version=0, longest_answer_tokens=16
         )
         == {}
     )
 
 
-def test_samples_follow_from_seed_update_and_request_alone():
-    model, both = nano(), [kept(1), kept(2)]
-    first = tokens_of(
-        fresh_of(model).sample_rollouts(both, 5, live_version=0, longest_answer_tokens=16)
-    )
-    assert (
-        tokens_of(
-            fresh_of(model).sample_rollouts(both[::-1], 5, live_version=3, longest_answer_tokens=16)
-        )
-        == first
-    )
-    assert tokens_of(
-        fresh_of(model).sample_rollouts(both[1:], 5, live_version=0, longest_answer_tokens=16)
-    ) == {2: first[2]}
-    assert first[1] != first[2] and len({tuple(ids) for ids in first[1]}) > 1
-    assert (
-        tokens_of(
-            fresh_of(model).sample_rollouts(both, 6, live_version=0, longest_answer_tokens=16)
-        )
-        != first
-    )
-    assert (
-        tokens_of(
-            fresh_of(model, seed=1).sample_rollouts(
-                both, 5, live_version=0, longest_answer_tokens=16
+def test_samples_depend_only_on_seed_update_and_request():
+    model, both = nano(), [build_buffered(1), build_buffered(2)]
+
+    def sample(requests, update, *, live_version=0, seed=0):
+        sampler = make_sampler(model, seed=seed)
+        return collect_tokens(
+            sampler.sample_rollouts(
+                requests, update, live_version=live_version, longest_answer_tokens=16
             )
         )
-        != first
-    )
+
+    first = sample(both, 5)
+    assert sample(both[::-1], 5, live_version=3) == first
+    assert sample(both[1:], 5) == {2: first[2]}
+    assert first[1] != first[2] and len({tuple(ids) for ids in first[1]}) > 1
+    assert sample(both, 6) != first
+    assert sample(both, 5, seed=1) != first
 
 
-def logprobs_now(model, rollouts):
+def compute_current_logprobs(model, rollouts):
     (batch,) = build_batches([build_train_row(rollout) for rollout in rollouts], 4096, PAD)
-    order = sorted(range(len(rollouts)), key=lambda place: batch.rows[place])
+    order = sorted(range(len(rollouts)), key=lambda index: batch.rows[index])
     with torch.no_grad():
-        found_BS, _ = completion_logprobs(model, batch)
-    return [found_BS[place][batch.loss_mask_BS[place]].tolist() for place in order]
+        logprobs_BS, _ = completion_logprobs(model, batch)
+    return [logprobs_BS[index][batch.loss_mask_BS[index]].tolist() for index in order]
 
 
-def sampled_logprobs(rollout):
+def collect_sampled_logprobs(rollout):
     return [
         x for x, counts in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True) if counts
     ]
@@ -137,79 +128,80 @@ def sampled_logprobs(rollout):
 
 @pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.parametrize("environment", [None, Letters()], ids=["chat", "episodes"])
-def test_samples_are_of_the_weights_as_they_are_and_at_the_recorded_temperatures(
-    environment, has_adapter
-):
+def test_samples_use_the_current_weights_and_the_recorded_temperatures(environment, has_adapter):
     model = (
         add_adapter(nano(), LoraSettings(rank=2, target_modules=("q_proj", "v_proj")))
         if has_adapter
         else nano()
     )
-    fresh = fresh_of(model, environment=environment)
-    chosen = [
-        kept(1, temperature=0.7, level="low"),
-        kept(2, temperature=1.3, level="low"),
-        kept(3, level="low"),
+    sampler = make_sampler(model, environment=environment)
+    requests = [
+        build_buffered(1, temperature=0.7, level="low"),
+        build_buffered(2, temperature=1.3, level="low"),
+        build_buffered(3, level="low"),
     ]
-    before = fresh.sample_rollouts(chosen, 1, live_version=0, longest_answer_tokens=16)
+    before = sampler.sample_rollouts(requests, 1, live_version=0, longest_answer_tokens=16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name if has_adapter else "lm_head" in name:
                 weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    after = fresh.sample_rollouts(chosen, 1, live_version=0, longest_answer_tokens=16)
+    after = sampler.sample_rollouts(requests, 1, live_version=0, longest_answer_tokens=16)
     for number, temperature in ((1, 0.7), (2, 1.3), (3, 1.0)):
         rollouts = after[number].rollouts
-        for rollout, found in zip(rollouts, logprobs_now(model, rollouts), strict=True):
+        for rollout, logprobs in zip(
+            rollouts, compute_current_logprobs(model, rollouts), strict=True
+        ):
             assert rollout.temperature == temperature
-            assert found == pytest.approx(sampled_logprobs(rollout), abs=1e-5)
-        assert [*map(sampled_logprobs, rollouts)] != [
-            *map(sampled_logprobs, before[number].rollouts)
+            assert logprobs == pytest.approx(collect_sampled_logprobs(rollout), abs=1e-5)
+        assert [*map(collect_sampled_logprobs, rollouts)] != [
+            *map(collect_sampled_logprobs, before[number].rollouts)
         ]
-    assert fresh.collect_metrics() == {"online/fresh/rollouts": 24.0, "online/fresh/failed": 0.0}
+    assert sampler.collect_metrics() == {"online/fresh/rollouts": 24.0, "online/fresh/failed": 0.0}
 
 
-def test_an_episode_that_cannot_be_played_costs_itself_alone(caplog):
-    fresh = fresh_of(nano(), environment=Letters())
-    found = fresh.sample_rollouts(
-        [kept(1, level="low"), kept(2, level="nowhere"), kept(3, level="high")],
+def test_an_episode_that_cannot_be_played_affects_no_other(caplog):
+    sampler = make_sampler(nano(), environment=Letters())
+    experiences = sampler.sample_rollouts(
+        [
+            build_buffered(1, level="low"),
+            build_buffered(2, level="nowhere"),
+            build_buffered(3, level="high"),
+        ],
         1,
         live_version=0,
         longest_answer_tokens=16,
     )
-    assert sorted(found) == [1, 3] and fresh.counts == Counter(rollouts=8, failed=1)
-    assert "request r2 is not sampled anew" in caplog.text and "nowhere" in caplog.text
+    assert sorted(experiences) == [1, 3] and sampler.counts == Counter(rollouts=8, failed=1)
+    assert "request r2 is not sampled again" in caplog.text and "nowhere" in caplog.text
 
 
-def test_a_conversation_without_room_is_learned_from_as_recorded(caplog):
-    long = kept(1)
+def test_a_conversation_without_space_is_not_sampled_again(caplog):
+    long = build_buffered(1)
     for rollout in long.experience.rollouts:
         rollout.prompt_ids[:] = [3] * 40
-    fresh = fresh_of(nano())
-    assert (
-        sorted(fresh.sample_rollouts([long, kept(2)], 1, live_version=0, longest_answer_tokens=16))
-        == [2]
-        and fresh.counts["failed"] == 1
+    sampler = make_sampler(nano())
+    experiences = sampler.sample_rollouts(
+        [long, build_buffered(2)], 1, live_version=0, longest_answer_tokens=16
     )
-    assert "request r1 is not sampled anew" in caplog.text
+    assert sorted(experiences) == [2] and sampler.counts["failed"] == 1
+    assert "request r1 is not sampled again" in caplog.text
 
 
 def test_answers_end_at_a_stop_text_which_is_not_part_of_them():
-    found = fresh_of(nano(), samples=32, stop=(".",)).sample_rollouts(
-        [kept(1)], 1, live_version=0, longest_answer_tokens=16
+    fresh = make_sampler(nano(), samples=32, stop=(".",)).sample_rollouts(
+        [build_buffered(1)], 1, live_version=0, longest_answer_tokens=16
     )[1]
-    lengths = {len(rollout.completion_ids) for rollout in found.rollouts}
-    assert lengths == {1, 2} and {rollout.trajectory.answer for rollout in found.rollouts} == {
-        "a",
-        "b",
-    }
+    lengths = {len(rollout.completion_ids) for rollout in fresh.rollouts}
+    answers = {rollout.trajectory.answer for rollout in fresh.rollouts}
+    assert lengths == {1, 2} and answers == {"a", "b"}
 
 
 @pytest.mark.parametrize("longest, expected", [(1, {1, 2}), (16, {1, 2, 3})])
 def test_fresh_answers_take_at_most_twice_the_tokens_of_the_longest_recorded_one(longest, expected):
-    found = fresh_of(nano(), samples=64).sample_rollouts([kept(1)], 1, 0, longest)[1]
-    assert {len(rollout.completion_ids) for rollout in found.rollouts} == expected
+    fresh = make_sampler(nano(), samples=64).sample_rollouts([build_buffered(1)], 1, 0, longest)[1]
+    assert {len(rollout.completion_ids) for rollout in fresh.rollouts} == expected
     assert all(
-        rollout.is_truncated == (rollout.completion_ids[-1] != END) for rollout in found.rollouts
+        rollout.is_truncated == (rollout.completion_ids[-1] != END) for rollout in fresh.rollouts
     )
 
 
@@ -222,22 +214,19 @@ def test_settings_that_cannot_be_learned_from_are_refused():
             OnlineRolloutSettings(**options)
 
 
-# ----------------------------------------------------------------------------------------------------------- the worker
-
-
-def traffic(folder, count=24):
-    """Requests whose recorded answers are all "b"; every caller says that "a" is right."""
+def write_wrong_answers(folder, count=24):
+    """Write requests whose recorded answers are all "b", with feedback that "a" is right."""
     with ExperienceLog(folder) as log:
         for number in range(count):
-            made = answered(number)
-            for rollout in made.rollouts:
+            experience_ = answered(number)
+            for rollout in experience_.rollouts:
                 rollout.completion_ids[0], rollout.trajectory.answer = 9, "b"
-            log.append_experience(made)
+            log.append_experience(experience_)
             log.append_label(f"r{number}", RIGHT)
     return folder
 
 
-def chosen(samples=8):
+def build_settings(samples=8):
     return settings(
         {"kl_limit": 50.0, "kl_target": 5.0, "snapshot_every": 100, "learning_rate": 3e-2},
         labels=OnlineLabelSettings(use_consensus=False),
@@ -248,58 +237,60 @@ def chosen(samples=8):
     )
 
 
-def worker_of(folder, log, samples):
+def make_rollout_worker(folder, log, samples):
     model = nano()
-    fresh = fresh_of(model, samples=samples, max_completion_tokens=2) if samples else None
-    return make_worker(folder, log, chosen(samples), model=model, rollouts=fresh)
+    sampler = make_sampler(model, samples=samples, max_completion_tokens=2) if samples else None
+    return make_worker(folder, log, build_settings(samples), model=model, rollouts=sampler)
 
 
-def share_right(model):
-    found = fresh_of(model, samples=200).sample_rollouts(
-        [kept(1)], 1, live_version=0, longest_answer_tokens=16
+def measure_right_share(model):
+    fresh = make_sampler(model, samples=200).sample_rollouts(
+        [build_buffered(1)], 1, live_version=0, longest_answer_tokens=16
     )[1]
-    return sum(r.trajectory.turns[0].action[0] == "a" for r in found.rollouts) / 200
+    return sum(r.trajectory.turns[0].action[0] == "a" for r in fresh.rollouts) / 200
 
 
-def test_where_all_recorded_answers_are_wrong_only_fresh_ones_teach(tmp_path):
-    log, shares = traffic(tmp_path / "log"), {}
+def test_if_all_recorded_answers_are_wrong_only_fresh_ones_teach(tmp_path):
+    log, shares = write_wrong_answers(tmp_path / "log"), {}
     for samples in (0, 8):
-        with worker_of(tmp_path / f"{samples}", log, samples) as worker:
-            before = share_right(worker.learner.model)
+        with make_rollout_worker(tmp_path / f"{samples}", log, samples) as worker:
+            before = measure_right_share(worker.learner.model)
             run_to_end(worker)
-            shares[samples] = share_right(worker.learner.model) - before
+            shares[samples] = measure_right_share(worker.learner.model) - before
             assert worker.learner.num_taken == worker.updates > 15
             assert (worker.collect_metrics().get("online/fresh/rollouts", 0.0) > 0) == (samples > 0)
     assert abs(shares[0]) < 0.02 and shares[8] > 0.2
 
 
-def test_killed_and_resumed_it_samples_and_computes_the_same(tmp_path, monkeypatch):
+def test_a_resumed_worker_samples_and_computes_the_same(tmp_path, monkeypatch):
     torch.set_num_threads(1)
-    log = traffic(tmp_path / "log", 12)
-    with worker_of(tmp_path / "whole", log, 4) as worker:
+    log = write_wrong_answers(tmp_path / "log", 12)
+    with make_rollout_worker(tmp_path / "whole", log, 4) as worker:
         run_to_end(worker)
-        whole = outcome(worker)
-    assert math.isfinite(whole[3]["online/mean_kl"]) and whole[3]["online/fresh/rollouts"] > 0
+        expected = outcome(worker)
+    assert math.isfinite(expected[3]["online/mean_kl"]) and expected[3]["online/fresh/rollouts"] > 0
 
     class Killed(BaseException):
         pass
 
-    with worker_of(tmp_path / "cut", log, 4) as worker:
+    with make_rollout_worker(tmp_path / "cut", log, 4) as worker:
         for _ in range(5):
             worker.step()  # saved at the third
-        monkeypatch.setattr(worker.learner, "update", lambda task: (_ for _ in ()).throw(Killed()))
+        monkeypatch.setattr(
+            worker.learner, "apply_update", lambda task: (_ for _ in ()).throw(Killed())
+        )
         with pytest.raises(Killed):
             worker.step()
-    with worker_of(tmp_path / "cut", log, 4) as worker:
+    with make_rollout_worker(tmp_path / "cut", log, 4) as worker:
         assert 0 < worker.updates < 5
         run_to_end(worker)
-        assert outcome(worker) == whole
+        assert outcome(worker) == expected
 
 
 def test_the_kl_of_fresh_answers_is_against_the_live_snapshot(tmp_path):
-    """Weights far from the live ones, near those that answered: the step's KL before it is that to the live ones."""
-    log = traffic(tmp_path / "log", 6)
-    with worker_of(tmp_path / "kl", log, 4) as worker:
+    """Train weights that differ from the live snapshot: the KL before a step is the KL to that snapshot."""
+    log = write_wrong_answers(tmp_path / "log", 6)
+    with make_rollout_worker(tmp_path / "kl", log, 4) as worker:
         other = {
             name: tensor + 0.3 * torch.randn_like(tensor)
             for name, tensor in collect_trainable_weights(worker.learner.model).items()

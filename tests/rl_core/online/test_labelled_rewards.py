@@ -1,4 +1,4 @@
-"""Online rewards: given the same trajectory and label, equal to offline ones to the last bit, with every component."""
+"""Online rewards, equal to offline rewards to the last bit for the same trajectory and label."""
 
 import copy
 import dataclasses
@@ -34,8 +34,8 @@ WEIGHTS = {
 ENVIRONMENT = Arithmetic(look_cost=0.01, misuse_cost=0.03)
 
 
-def orchestrator():
-    """Every component with a state of its own, and running scales."""
+def make_orchestrator():
+    """Build an orchestrator with every component that has state, and with running scales."""
     return RewardOrchestrator(
         WEIGHTS,
         scorer=lambda rows: [len(row) / 7 - sum(row) / 100 for row in rows],
@@ -44,8 +44,8 @@ def orchestrator():
     )
 
 
-def played(seed, actions, sample):
-    """An episode as `collect` leaves it: the environment knows the right answer."""
+def play_episode(seed, actions, sample):
+    """Build a rollout as `collect` returns it: the environment knows the right answer."""
     episode = ENVIRONMENT.episode(seed, "easy")
     episode.reset()
     turns, tokens, mask, reward, last = [], [], [], 0.0, None
@@ -76,26 +76,24 @@ def played(seed, actions, sample):
     return Rollout([1, 2, 7], tokens, mask, logprobs, trajectory)
 
 
-def requests():
-    """Two requests of three samples: calls, misuse, wrong and right answers."""
-    found = []
+def build_requests():
+    """Build two requests of three samples, with tool calls, misuse, and wrong and right answers."""
+    groups = []
     for seed in (5, 6):
-        chain, right = (
-            ENVIRONMENT.episode(seed, "easy").prompt[:-4],
-            ENVIRONMENT.episode(seed, "easy").target,
-        )
-        found.append(
+        episode = ENVIRONMENT.episode(seed, "easy")
+        chain, right = episode.prompt[:-4], episode.target
+        groups.append(
             [
-                played(seed, [f"calculator {chain}", f"answer {right}"], 0),
-                played(seed, ["what?", f"calculator {chain}", "answer 9999"], 1),
-                played(seed, [f"answer {right}"], 2),
+                play_episode(seed, [f"calculator {chain}", f"answer {right}"], 0),
+                play_episode(seed, ["what?", f"calculator {chain}", "answer 9999"], 1),
+                play_episode(seed, [f"answer {right}"], 2),
             ]
         )
-    return found
+    return groups
 
 
-def as_served(rollouts, number):
-    """The experience of a server that does not know the right answer, read back from the log."""
+def build_served(rollouts, number):
+    """Build the experience of a server that does not know the right answer, and read it back from the log."""
     unknown = []
     for rollout in rollouts:
         trajectory = dataclasses.replace(
@@ -108,28 +106,30 @@ def as_served(rollouts, number):
         )
         unknown.append(dataclasses.replace(rollout, trajectory=trajectory))
     vote = tally_votes([Ballot(r.trajectory.answer, sample=i) for i, r in enumerate(unknown)])
-    made = Experience(f"r{number}", "anna", 1.0, tuple(unknown), vote, (None,) * len(unknown))
-    record, _ = parse_checked_line(encode_checked_line({"value": made.to_json()}))
+    served = Experience(f"r{number}", "anna", 1.0, tuple(unknown), vote, (None,) * len(unknown))
+    record, _ = parse_checked_line(encode_checked_line({"value": served.to_json()}))
     return Experience.from_json(record["value"])
 
 
-def embed(rollouts):
+def compute_embeddings(rollouts):
     return compute_turn_embeddings(nano(), rollouts, pad_id=PAD)
 
 
 @pytest.mark.parametrize("source", ["feedback", "consensus"])
 def test_online_and_offline_rewards_are_equal_to_the_last_bit(source):
-    groups = requests()
+    groups = build_requests()
     pairs = [
-        (as_served(rollouts, i), Label("answer", source, text=rollouts[0].trajectory.target))
+        (build_served(rollouts, i), Label("answer", source, text=rollouts[0].trajectory.target))
         for i, rollouts in enumerate(groups)
     ]
     before = copy.deepcopy([pair[0].to_json() for pair in pairs])
-    online, offline = orchestrator(), orchestrator()
+    online, offline = make_orchestrator(), make_orchestrator()
     for _ in range(2):  # the second time with scales and a curiosity model that have moved
-        tables = ExperienceScorer(online, ENVIRONMENT, embed=embed).score_experiences(pairs)
+        tables = ExperienceScorer(online, ENVIRONMENT, embed=compute_embeddings).score_experiences(
+            pairs
+        )
         trained = copy.deepcopy([RolloutGroup(rollouts) for rollouts in groups])
-        offline.score(trained, embed=embed)
+        offline.score(trained, embed=compute_embeddings)
         for table, group in zip(tables, trained, strict=True):
             assert table.components == tuple(WEIGHTS)
             for index, rollout in enumerate(group.rollouts):
@@ -140,104 +140,98 @@ def test_online_and_offline_rewards_are_equal_to_the_last_bit(source):
                 ]
                 assert table.totals_R[index] == rollout.reward
     assert len({total for table in tables for total in table.totals_R.tolist()}) > 4
-    # the label stands in the reward and only there
+    # the label changes only the reward
     assert [pair[0].to_json() for pair in pairs] == before
 
 
 def test_the_copies_are_the_offline_trajectories():
-    (rollouts, _) = requests()
+    rollouts, _ = build_requests()
     label = Label("answer", "consensus", text=rollouts[0].trajectory.target)
-    found = apply_label(as_served(rollouts, 0), label, ENVIRONMENT)
-    assert [one.trajectory for one in found] == [one.trajectory for one in rollouts]
-    assert [one.trajectory.reward for one in found] == pytest.approx([1 - 0.01, -0.03 - 0.01, 1.0])
-    other = apply_label(
-        as_served(rollouts, 0), Label("answer", "consensus", text="9999"), ENVIRONMENT
+    labelled = apply_label(build_served(rollouts, 0), label, ENVIRONMENT)
+    assert [rollout.trajectory for rollout in labelled] == [
+        rollout.trajectory for rollout in rollouts
+    ]
+    assert [rollout.trajectory.reward for rollout in labelled] == pytest.approx(
+        [1 - 0.01, -0.03 - 0.01, 1.0]
     )
-    assert [one.success for one in other] == [False, True, False]  # a wrong label is believed
+    other = apply_label(
+        build_served(rollouts, 0), Label("answer", "consensus", text="9999"), ENVIRONMENT
+    )
+    # a wrong label is accepted
+    assert [rollout.success for rollout in other] == [False, True, False]
 
 
-def test_an_action_that_was_cut_off_is_not_shown_to_the_environment():
-    (rollouts, _) = requests()
+def test_a_truncated_action_is_not_passed_to_the_environment():
+    rollouts, _ = build_requests()
     trajectory = dataclasses.replace(rollouts[2].trajectory, stop_reason="max_tokens")
     cut = dataclasses.replace(rollouts[2], trajectory=trajectory)
-    (found,) = apply_label(
-        as_served([cut], 0), Label("answer", "feedback", text=trajectory.target), ENVIRONMENT
+    (labelled,) = apply_label(
+        build_served([cut], 0), Label("answer", "feedback", text=trajectory.target), ENVIRONMENT
     )
-    assert found.trajectory.reward == 0.0 and not found.success
+    assert labelled.trajectory.reward == 0.0 and not labelled.success
 
 
 def test_chat_scores_and_played_rewards():
-    made = experience(answers=("a", "A ", "b", None), task=0.25)
-    chat = apply_label(made, Label("answer", "feedback", text="a"), None)
-    assert [one.trajectory.rewards for one in chat] == [
-        {"task": 1.0},
-        {"task": 1.0},
-        {"task": 0.0},
-        {"task": 0.0},
-    ]
-    assert [one.trajectory.target for one in chat] == ["a"] * 4
-    down = apply_label(made, create_feedback_label("a", thumbs="down"), None)
-    assert [None if one is None else one.trajectory.reward for one in down] == [
-        0.0,
-        0.0,
+    served = experience(answers=("a", "A ", "b", None), task=0.25)
+    chat = apply_label(served, Label("answer", "feedback", text="a"), None)
+    assert [rollout.trajectory.rewards["task"] for rollout in chat] == [1.0, 1.0, 0.0, 0.0]
+    assert [rollout.trajectory.target for rollout in chat] == ["a"] * 4
+    down = apply_label(served, create_feedback_label("a", thumbs="down"), None)
+    rewards = [None if rollout is None else rollout.trajectory.reward for rollout in down]
+    assert rewards == [0.0, 0.0, None, None]
+    scored = apply_label(served, create_feedback_label("b", score=0.75), None)
+    assert [None if rollout is None else rollout.success for rollout in scored] == [
         None,
         None,
+        True,
+        None,
     ]
-    scored = apply_label(made, create_feedback_label("b", score=0.75), None)
-    assert [None if one is None else one.success for one in scored] == [None, None, True, None]
-    # of the answer given: "a"
-    silent = apply_label(made, Label("score", "feedback", None, 0.5), None)
-    assert [one is None for one in silent] == [False, False, True, True]
-    as_played = apply_label(made, Label("played", "environment"), None)
-    assert [one.trajectory.rewards for one in as_played] == [{"task": 0.25}] * 4
+    # a score without an answer belongs to the returned answer, "a"
+    silent = apply_label(served, Label("score", "feedback", None, 0.5), None)
+    assert [rollout is None for rollout in silent] == [False, False, True, True]
+    as_played = apply_label(served, Label("played", "environment"), None)
+    assert [rollout.trajectory.rewards for rollout in as_played] == [{"task": 0.25}] * 4
 
 
-def test_a_table_knows_what_it_does_not_know():
-    made = experience(answers=("a", "b", "a"))
+def test_a_table_marks_unknown_rewards():
+    served = experience(answers=("a", "b", "a"))
     scorer = ExperienceScorer(RewardOrchestrator({"task": 2.0}), None)
-    (table,) = scorer.score_experiences([(made, create_feedback_label("a", thumbs="down"))])
+    (table,) = scorer.score_experiences([(served, create_feedback_label("a", thumbs="down"))])
     assert table.is_known_R.tolist() == [True, False, True] and not table.totals_R.any()
     assert table.to_json()["rollouts"][1] is None
-    (table,) = scorer.score_experiences([(made, create_feedback_label("x", thumbs="down"))])
+    (table,) = scorer.score_experiences([(served, create_feedback_label("x", thumbs="down"))])
     assert not table.is_known_R.any()
 
 
-def test_what_cannot_be_scored_says_why_and_leaves_no_trace():
-    made = experience(answers=("1", "2"))
-    good, bad = (
-        create_feedback_label(None, right_answer="1"),
-        create_feedback_label(None, right_answer="one"),
+def test_an_experience_that_cannot_be_scored_gives_a_reason_and_changes_no_state():
+    served = experience(answers=("1", "2"))
+    good = create_feedback_label(None, right_answer="1")
+    bad = create_feedback_label(None, right_answer="one")
+    rewards, alone = (
+        RewardOrchestrator(
+            {"task": 1.0, "numeric": 1.0}, options=RewardSettings(normalise=("task",))
+        )
+        for _ in range(2)
     )
-    rewards = RewardOrchestrator(
-        {"task": 1.0, "numeric": 1.0}, options=RewardSettings(normalise=("task",))
-    )
-    alone = RewardOrchestrator(
-        {"task": 1.0, "numeric": 1.0}, options=RewardSettings(normalise=("task",))
-    )
-    tables = ExperienceScorer(rewards, None).score_experiences([(made, good), (made, bad)])
+    tables = ExperienceScorer(rewards, None).score_experiences([(served, good), (served, bad)])
     assert isinstance(tables[1], str) and "holds no number" in tables[1]
-    expected = ExperienceScorer(alone, None).score_experiences([(made, good)])[0]
+    expected = ExperienceScorer(alone, None).score_experiences([(served, good)])[0]
     assert (
         np.array_equal(tables[0].totals_R, expected.totals_R)
         and rewards.state_dict() == alone.state_dict()
     )
-    (wrong,) = ExperienceScorer(rewards, Arithmetic()).score_experiences(
-        [(dataclasses.replace(made, rollouts=tuple(foreign(r) for r in made.rollouts)), good)]
-    )
+    foreign = dataclasses.replace(served, rollouts=tuple(map(move_to_maze, served.rollouts)))
+    (wrong,) = ExperienceScorer(rewards, Arithmetic()).score_experiences([(foreign, good)])
     assert wrong == "an experience of environment 'maze'; this worker has 'arithmetic'"
     (unknown,) = ExperienceScorer(rewards, Arithmetic()).score_experiences(
         [(experience(level="impossible"), good)]
     )
     assert "has no level 'impossible'" in unknown
     with pytest.raises(DataError):
-        apply_label(
-            dataclasses.replace(made, rollouts=tuple(foreign(r) for r in made.rollouts)),
-            good,
-            Arithmetic(),
-        )
+        apply_label(foreign, good, Arithmetic())
 
 
-def foreign(rollout):
+def move_to_maze(rollout):
     return dataclasses.replace(
         rollout, trajectory=dataclasses.replace(rollout.trajectory, environment="maze")
     )

@@ -1,4 +1,4 @@
-"""The guarded update: loss and KL against numpy, guardrails one by one, resume to the last bit."""
+"""The guarded update: loss and KL compared with NumPy, every guardrail, resume to the last bit."""
 
 import copy
 import dataclasses
@@ -24,6 +24,7 @@ from rl_core.online.update_step import (
     RunningRewardBaseline,
     ScoredExperience,
     UpdateTask,
+    build_recorded_distribution,
     compute_adaptive_learning_rate,
     compute_request_advantages,
 )
@@ -35,25 +36,25 @@ from rl_core.storage.manifest import digest_bytes
 LABEL = Label("answer", "feedback", text="a")
 
 
-def table(rewards, known=None):
+def build_table(rewards, known=None):
     values = np.array(rewards, dtype=np.float64)
     known = np.ones(len(values), bool) if known is None else np.array(known)
     return RewardTable(("task",), values[:, None], values[:, None], values, known, values >= 0.5)
 
 
-def item(made, rewards, *, weight=1.0, known=None, method="dr_grpo"):
-    found = table(rewards, known)
-    advantages, errors = compute_request_advantages(found.totals_R, found.is_known_R, 0.5, method)
+def build_scored(served, rewards, *, weight=1.0, known=None, method="dr_grpo"):
+    table = build_table(rewards, known)
+    advantages, errors = compute_request_advantages(table.totals_R, table.is_known_R, 0.5, method)
     return ScoredExperience(
-        BufferedExperience(1, made, label=LABEL), made, LABEL, weight, found, advantages, errors
+        BufferedExperience(1, served, label=LABEL), served, LABEL, weight, table, advantages, errors
     )
 
 
-def task(*items, number=1, learning_rate=1e-2, kl_coef=0.1):
+def build_task(*items, number=1, learning_rate=1e-2, kl_coef=0.1):
     return UpdateTask(number, items, learning_rate, kl_coef)
 
 
-def learner(tmp_path, model=None, **options):
+def make_learner(tmp_path, model=None, **options):
     options = {
         "learning_rate": 1e-2,
         "max_learning_rate": 1.0,
@@ -64,22 +65,24 @@ def learner(tmp_path, model=None, **options):
     }
     model = model or nano()
     snapshots = WeightSnapshots(tmp_path / "snapshots")
-    made = GuardedLearner(model, OnlineUpdateSettings(**options), snapshots, pad_id=PAD)
+    learner = GuardedLearner(model, OnlineUpdateSettings(**options), snapshots, pad_id=PAD)
     if 0 not in snapshots.list_versions():
-        snapshots.publish_snapshot(0, made.copy_served_weights())
-    return made
+        snapshots.publish_snapshot(0, learner.copy_served_weights())
+    return learner
 
 
-# ------------------------------------------------------------------------------------------------------ pure functions
+def update_from_request(learner, request, rewards=(1.0, 0.0, 0.0), **options):
+    """Apply an update from one request with these rewards."""
+    return learner.apply_update(build_task(build_scored(experience(request), rewards), **options))
 
 
 def test_the_learning_rate_follows_the_error_within_its_bounds():
     options = {"base": 1e-4, "reference": 0.5, "low": 2e-5, "high": 3e-4}
-    found = [
+    rates = [
         compute_adaptive_learning_rate(error, **options)
         for error in (0.0, 0.1, 0.25, 0.5, 1.0, 9.0)
     ]
-    assert found == pytest.approx([2e-5, 2e-5, 5e-5, 1e-4, 2e-4, 3e-4])
+    assert rates == pytest.approx([2e-5, 2e-5, 5e-5, 1e-4, 2e-4, 3e-4])
     for bad in (math.nan, -1.0, math.inf):
         with pytest.raises(DataError):
             compute_adaptive_learning_rate(bad, **options)
@@ -98,23 +101,20 @@ def test_advantages_of_a_request_by_hand():
 
 
 def test_a_running_mean_is_right_from_its_first_value():
-    found = RunningRewardBaseline(0.5)
-    assert found.read_mean(("e", "l")) == 0.0
+    baseline = RunningRewardBaseline(0.5)
+    assert baseline.read_mean(("e", "l")) == 0.0
     for reward in (1.0, 0.0, 1.0):
-        found.add_reward(("e", "l"), reward)
-    assert found.read_mean(("e", "l")) == pytest.approx((0.25 * 1 + 0.5 * 0 + 1 * 1) / 1.75)
-    other = RunningRewardBaseline(0.5)
-    other.load_state_dict(found.state_dict())
+        baseline.add_reward(("e", "l"), reward)
+    assert baseline.read_mean(("e", "l")) == pytest.approx((0.25 * 1 + 0.5 * 0 + 1 * 1) / 1.75)
+    restored = RunningRewardBaseline(0.5)
+    restored.load_state_dict(baseline.state_dict())
     assert (
-        other.read_mean(("e", "l")) == found.read_mean(("e", "l"))
-        and other.read_mean(("e", "other")) == 0.0
+        restored.read_mean(("e", "l")) == baseline.read_mean(("e", "l"))
+        and restored.read_mean(("e", "other")) == 0.0
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- the update
-
-
-def row(temperature=1.0):
+def build_row(temperature=1.0):
     return TrainRow([1, 2, 5], [3, 4, 7], [True, False, True], [-1.0, 0.0, -2.0], temperature)
 
 
@@ -122,18 +122,20 @@ def row(temperature=1.0):
 def test_distributions_over_the_vocabulary_are_those_of_the_trainer(temperature):
     model = nano()
     (batch,) = build_batches(
-        [row(temperature), dataclasses.replace(row(temperature), prompt_ids=[1])], 100, PAD
+        [build_row(temperature), dataclasses.replace(build_row(temperature), prompt_ids=[1])],
+        100,
+        PAD,
     )
-    found = compute_vocabulary_logprobs(model, batch)
-    assert found.shape == (4, 11)
-    assert torch.allclose(found.exp().sum(1), torch.ones(4), atol=1e-6)
+    logprobs_NV = compute_vocabulary_logprobs(model, batch)
+    assert logprobs_NV.shape == (4, 11)
+    assert torch.allclose(logprobs_NV.exp().sum(1), torch.ones(4), atol=1e-6)
     ids = batch.input_ids_BS[batch.loss_mask_BS]
     expected = completion_logprobs(model, batch)[0][batch.loss_mask_BS]
-    assert torch.allclose(found.gather(1, ids[:, None])[:, 0], expected, atol=1e-6)
+    assert torch.allclose(logprobs_NV.gather(1, ids[:, None])[:, 0], expected, atol=1e-6)
 
 
-def numpy_loss(model, old, items):
-    """(rl, mean KL) of an update in float64, from logits of whole sequences."""
+def compute_numpy_loss(model, old, items):
+    """Compute (rl, mean KL) of an update in float64, from logits of complete sequences."""
 
     def logprobs(network, rollout):
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
@@ -144,14 +146,14 @@ def numpy_loss(model, old, items):
         return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
     rl = kl = count = 0.0
-    for one in items:
-        for index, rollout in enumerate(one.buffered.experience.rollouts):
+    for scored in items:
+        for row, rollout in enumerate(scored.buffered.experience.rollouts):
             new, before = logprobs(model, rollout), logprobs(old, rollout)
-            advantage = one.weight * one.advantages_R[index]
-            for place, token in enumerate(rollout.completion_ids):
-                ratio = np.exp(new[place, token] - rollout.sampler_logprobs[place])
+            advantage = scored.weight * scored.advantages_R[row]
+            for index, token in enumerate(rollout.completion_ids):
+                ratio = np.exp(new[index, token] - rollout.sampler_logprobs[index])
                 rl += max(-ratio * advantage, -np.clip(ratio, 0.8, 1.2) * advantage)
-                kl += (np.exp(before[place]) * (before[place] - new[place])).sum()
+                kl += (np.exp(before[index]) * (before[index] - new[index])).sum()
                 count += 1
     return rl / count, kl / count
 
@@ -159,43 +161,52 @@ def numpy_loss(model, old, items):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_losses_against_numpy(tmp_path, temperature):
     model, old = nano(seed=1), nano(seed=0)
-    made = learner(tmp_path, model)
-    made.snapshots.publish_snapshot(7, collect_trainable_weights(old, copy=True))
+    learner = make_learner(tmp_path, model)
+    learner.snapshots.publish_snapshot(7, collect_trainable_weights(old, copy=True))
     items = [
-        item(experience("r1", version=7, temperature=temperature), [1.0, 0.0, 0.0], weight=0.5),
-        item(experience("r2", ("a", "b"), version=7, temperature=temperature), [0.0, 1.0]),
+        build_scored(
+            experience("r1", version=7, temperature=temperature), [1.0, 0.0, 0.0], weight=0.5
+        ),
+        build_scored(experience("r2", ("a", "b"), version=7, temperature=temperature), [0.0, 1.0]),
     ]
     before = copy.deepcopy(model)
-    report = made.apply_update(task(*items))
-    rl, kl = numpy_loss(before, old, items)
+    report = learner.apply_update(build_task(*items))
+    rl, kl = compute_numpy_loss(before, old, items)
     assert report.refused == "" and not report.is_lower_bound
     assert (report.num_rollouts, report.num_tokens) == (5, 10)
     assert report.losses["rl"] == pytest.approx(rl, rel=1e-5)
     assert report.kl_control["before"] == pytest.approx(kl, rel=1e-5)
     assert report.losses["total"] == pytest.approx(rl + 0.1 * kl, rel=1e-5)
-    assert report.kl_control["mean_kl"] == pytest.approx(numpy_loss(model, old, items)[1], rel=1e-4)
+    assert report.kl_control["mean_kl"] == pytest.approx(
+        compute_numpy_loss(model, old, items)[1], rel=1e-4
+    )
     assert report.error == pytest.approx(math.sqrt((4 / 9 + 2 / 9 + 0.5) / 5))
 
 
 def test_it_learns_what_is_rewarded(tmp_path):
-    """Three answers of one token each to one prompt, the second is right."""
-    made = learner(tmp_path)
+    """Reward the second of three answers of one token each to one prompt."""
+    learner = make_learner(tmp_path)
 
     def distribution():
         (batch,) = build_batches([TrainRow([1, 2], [3], [True])], 100, PAD)
         with torch.no_grad():
-            return compute_vocabulary_logprobs(made.model, batch)[0]
+            return compute_vocabulary_logprobs(learner.model, batch)[0]
 
-    before, whole = distribution(), experience("r1")
+    before, original = distribution(), experience("r1")
     rollouts = [
         dataclasses.replace(
-            one, completion_ids=[3 + i], loss_mask=[True], sampler_logprobs=[float(before[3 + i])]
+            rollout,
+            completion_ids=[3 + i],
+            loss_mask=[True],
+            sampler_logprobs=[float(before[3 + i])],
         )
-        for i, one in enumerate(whole.rollouts)
+        for i, rollout in enumerate(original.rollouts)
     ]
-    group = item(dataclasses.replace(whole, rollouts=tuple(rollouts)), [0.0, 1.0, 0.0])
+    group = build_scored(dataclasses.replace(original, rollouts=tuple(rollouts)), [0.0, 1.0, 0.0])
     for number in range(1, 11):
-        assert made.apply_update(task(group, number=number, learning_rate=2e-3)).refused == ""
+        assert (
+            learner.apply_update(build_task(group, number=number, learning_rate=2e-3)).refused == ""
+        )
     moved = distribution() - before
     assert moved[4] > 0.1 and moved[3] < 0 and moved[5] < 0
 
@@ -203,10 +214,13 @@ def test_it_learns_what_is_rewarded(tmp_path):
 def test_micro_batches_change_nothing(tmp_path):
     reports = []
     for tokens in (4, 4096):
-        made = learner(tmp_path / str(tokens), micro_batch_tokens=tokens)
+        learner = make_learner(tmp_path / str(tokens), micro_batch_tokens=tokens)
         reports.append(
-            made.apply_update(
-                task(item(experience("r1"), [1.0, 0.0, 0.0]), item(experience("r2", ("a",)), [1.0]))
+            learner.apply_update(
+                build_task(
+                    build_scored(experience("r1"), [1.0, 0.0, 0.0]),
+                    build_scored(experience("r2", ("a",)), [1.0]),
+                )
             )
         )
     for name in ("losses", "gradients", "kl_control"):
@@ -216,68 +230,59 @@ def test_micro_batches_change_nothing(tmp_path):
 
 
 def test_without_a_snapshot_the_recorded_tokens_give_a_lower_bound(tmp_path):
-    made = learner(tmp_path)
-    exact = item(experience("r1"), [1.0, 0.0, 0.0])
-    only_recorded = item(experience("r2", version=99, top=True), [1.0, 0.0, 0.0])
-    nothing = item(experience("r3", version=98), [1.0, 0.0, 0.0])
-    report = made.apply_update(task(exact, only_recorded, nothing))
+    learner = make_learner(tmp_path)
+    exact = build_scored(experience("r1"), [1.0, 0.0, 0.0])
+    only_recorded = build_scored(experience("r2", version=99, top=True), [1.0, 0.0, 0.0])
+    nothing = build_scored(experience("r3", version=98), [1.0, 0.0, 0.0])
+    report = learner.apply_update(build_task(exact, only_recorded, nothing))
     assert report.is_lower_bound and report.without_old == 3 and report.num_rollouts == 6
-    assert (
-        made.apply_update(task(nothing, number=2)).refused == "empty" and made.refused["empty"] == 1
-    )
+    report = learner.apply_update(build_task(nothing, number=2))
+    assert report.refused == "empty" and learner.refused["empty"] == 1
 
 
-def test_what_is_not_known_is_not_learned_from(tmp_path):
-    made = learner(tmp_path)
-    report = made.apply_update(
-        task(item(experience("r1"), [1.0, 0.0, 5.0], known=[True, True, False]))
+def test_unknown_rewards_are_not_learned_from(tmp_path):
+    learner = make_learner(tmp_path)
+    report = learner.apply_update(
+        build_task(build_scored(experience("r1"), [1.0, 0.0, 5.0], known=[True, True, False]))
     )
     assert report.num_rollouts == 2 and report.num_tokens == 4
 
 
-# ----------------------------------------------------------------------------------------------------------- guardrails
-
-
-def state_bits(made):
-    state = made.state_dict()["optimizer_step"]
+def digest_state(learner):
+    state = learner.state_dict()["optimizer_step"]
     tensors = [
-        t
+        tensor
         for part in state["optimizer"]["state"].values()
-        for t in part.values()
-        if isinstance(t, torch.Tensor)
+        for tensor in part.values()
+        if isinstance(tensor, torch.Tensor)
     ]
     tensors += list((state["ema"] or {}).get("averages", {}).values())
-    return digest_bytes(b"".join(t.detach().numpy().tobytes() for t in tensors)), weights_digest(
-        made.model
-    )
+    return digest_bytes(
+        b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    ), weights_digest(learner.model)
 
 
-def test_a_step_beyond_the_kl_limit_is_taken_back_to_the_last_bit(tmp_path):
-    made = learner(tmp_path, kl_limit=0.0601, kl_tolerance=0.01, max_grad_norm=100.0)
-    made.apply_update(task(item(experience("r1"), [1.0, 0.0, 0.0]), learning_rate=1e-4))
-    before, coefficient = state_bits(made), made.kl_coef
-    report = made.apply_update(
-        task(item(experience("r2"), [1.0, 0.0, 0.0]), number=2, learning_rate=1.0)
-    )
+def test_a_step_beyond_the_kl_limit_is_undone_to_the_last_bit(tmp_path):
+    learner = make_learner(tmp_path, kl_limit=0.0601, kl_tolerance=0.01, max_grad_norm=100.0)
+    update_from_request(learner, "r1", learning_rate=1e-4)
+    before, coefficient = digest_state(learner), learner.kl_coef
+    report = update_from_request(learner, "r2", number=2, learning_rate=1.0)
     assert report.refused == "kl" and report.kl_control["mean_kl"] > 0.0601
-    assert state_bits(made) == before
-    assert made.kl_coef == pytest.approx(coefficient * 1.2)  # it was steered all the same
-    assert (made.refused["kl"], made.refused_in_row, made.num_taken) == (1, 1, 1)
-    made.apply_update(task(item(experience("r3"), [1.0, 0.0, 0.0]), number=3, learning_rate=1e-4))
-    assert made.refused_in_row == 0 and made.optimizer_step.num_steps == 3
-    assert made.collect_metrics()["online/update_success_rate"] == pytest.approx(2 / 3)
+    assert digest_state(learner) == before
+    # a refused step still changes the coefficient
+    assert learner.kl_coef == pytest.approx(coefficient * 1.2)
+    assert (learner.refused["kl"], learner.refused_in_row, learner.num_taken) == (1, 1, 1)
+    update_from_request(learner, "r3", number=3, learning_rate=1e-4)
+    assert learner.refused_in_row == 0 and learner.optimizer_step.num_steps == 3
+    assert learner.collect_metrics()["online/update_success_rate"] == pytest.approx(2 / 3)
 
 
 def test_the_coefficient_moves_by_its_factor_within_its_bounds(tmp_path):
-    made = learner(tmp_path, kl_coef=1e-4)
-    coefficients = [made.kl_coef]
+    learner = make_learner(tmp_path, kl_coef=1e-4)
+    coefficients = [learner.kl_coef]
     for number in range(1, 6):
-        report = made.apply_update(
-            task(
-                item(experience(f"r{number}"), [1.0, 0.0, 0.0]),
-                number=number,
-                learning_rate=3e-2 if number < 4 else 1e-5,
-            )
+        report = update_from_request(
+            learner, f"r{number}", number=number, learning_rate=3e-2 if number < 4 else 1e-5
         )
         after, before = report.kl_control["mean_kl"], report.kl_control["before"]
         expected = banded_kl_coef(
@@ -288,14 +293,14 @@ def test_the_coefficient_moves_by_its_factor_within_its_bounds(tmp_path):
             increase_factor=1.2,
             decrease_factor=1.2,
         )
-        coefficients.append(made.kl_coef)
-        assert made.kl_coef == expected and report.kl_control["coefficient"] == coefficients[-2]
+        coefficients.append(learner.kl_coef)
+        assert learner.kl_coef == expected and report.kl_control["coefficient"] == coefficients[-2]
     assert min(coefficients) == 1e-4 and len(set(coefficients)) > 1
 
 
-def test_the_coefficient_follows_where_the_kl_is_heading(tmp_path):
-    made = learner(tmp_path, kl_coef=0.01)
-    # (KL before the step, after it) -> factor: the level 4 steps on is above the band, in it, below it
+def test_the_coefficient_follows_the_trend_of_the_kl(tmp_path):
+    learner = make_learner(tmp_path, kl_coef=0.01)
+    # KL before the step, KL after it, factor: the KL extrapolated by 4 steps is above, in or below the band
     for before, after, factor in (
         (0.03, 0.045, 1.2),
         (0.05, 0.055, 1.2),
@@ -306,73 +311,66 @@ def test_the_coefficient_follows_where_the_kl_is_heading(tmp_path):
         (0.02, 0.025, 1),
         (0.09, 0.085, 1.2),
     ):
-        assert made._compute_next_kl_coef(after, before) == pytest.approx(0.01 * factor), (
+        assert learner._compute_next_kl_coef(after, before) == pytest.approx(0.01 * factor), (
             before,
             after,
         )
 
 
-def test_an_update_with_nothing_to_learn_from_does_not_steer(tmp_path):
-    made = learner(tmp_path, kl_coef=0.01)
+def test_an_update_without_a_signal_keeps_the_coefficient(tmp_path):
+    learner = make_learner(tmp_path, kl_coef=0.01)
     for number in range(1, 4):
-        report = made.apply_update(task(item(experience("r1"), [1.0, 1.0, 1.0]), number=number))
-        assert report.error == 0 and report.kl_control["mean_kl"] < 0.04 and made.kl_coef == 0.01
-    assert (
-        made.apply_update(
-            task(item(experience("r1"), [1.0, 0.0, 0.0]), number=4, learning_rate=1e-6)
-        ).refused
-        == ""
-    )
-    assert made.kl_coef == pytest.approx(0.01 / 1.2)
+        report = update_from_request(learner, "r1", [1.0, 1.0, 1.0], number=number)
+        assert report.error == 0 and report.kl_control["mean_kl"] < 0.04 and learner.kl_coef == 0.01
+    assert update_from_request(learner, "r1", number=4, learning_rate=1e-6).refused == ""
+    assert learner.kl_coef == pytest.approx(0.01 / 1.2)
 
 
 def test_the_gradient_norm_is_clipped(tmp_path):
-    made = learner(tmp_path, max_grad_norm=1e-3)
-    report = made.apply_update(task(item(experience("r1"), [1.0, 0.0, 0.0])))
+    learner = make_learner(tmp_path, max_grad_norm=1e-3)
+    report = update_from_request(learner, "r1")
     assert report.gradients["norm"] > 1e-3 and report.gradients["clipped"] == 1e-3
 
 
 def test_a_step_that_is_not_finite_is_refused_and_counted(tmp_path):
-    made = learner(tmp_path)
-    before = weights_digest(made.model)
-    handle = made.model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
-    report = made.apply_update(task(item(experience("r1"), [1.0, 0.0, 0.0])))
+    learner = make_learner(tmp_path)
+    before = weights_digest(learner.model)
+    handle = learner.model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
+    report = update_from_request(learner, "r1")
     handle.remove()
-    assert report.refused == "nonfinite" and weights_digest(made.model) == before
-    assert made.refused_in_row == 1 and made.optimizer_step.ema.updates == 0
+    assert report.refused == "nonfinite" and weights_digest(learner.model) == before
+    assert learner.refused_in_row == 1 and learner.optimizer_step.ema.updates == 0
     assert '"nan"' in json.dumps(report.to_json(), allow_nan=False)
-    assert made.apply_update(task(item(experience("r1"), [1.0, 0.0, 0.0]), number=2)).refused == ""
+    assert update_from_request(learner, "r1", number=2).refused == ""
 
 
-def test_weights_that_a_finite_step_broke_are_taken_back(tmp_path):
-    made = learner(tmp_path, max_grad_norm=1e9, max_learning_rate=1.0)
-    before = weights_digest(made.model)
-    report = made.apply_update(task(item(experience("r1"), [1.0, 0.0, 0.0]), learning_rate=1e38))
-    assert report.refused == "nonfinite" and weights_digest(made.model) == before
-    assert made.optimizer_step.skipped_steps == 0 and made.kl_coef == made.settings.kl_coef
+def test_a_finite_step_that_breaks_the_weights_is_undone(tmp_path):
+    learner = make_learner(tmp_path, max_grad_norm=1e9, max_learning_rate=1.0)
+    before = weights_digest(learner.model)
+    report = update_from_request(learner, "r1", learning_rate=1e38)
+    assert report.refused == "nonfinite" and weights_digest(learner.model) == before
+    assert learner.optimizer_step.skipped_steps == 0 and learner.kl_coef == learner.settings.kl_coef
 
 
-def test_the_average_alone_is_served_and_its_start_is_corrected(tmp_path):
-    made = learner(tmp_path, ema_decay=0.5)
+def test_only_the_average_is_served_and_its_bias_is_corrected(tmp_path):
+    learner = make_learner(tmp_path, ema_decay=0.5)
     seen = []
     for number in range(1, 4):
-        made.apply_update(task(item(experience(f"r{number}"), [1.0, 0.0, 0.0]), number=number))
-        seen.append(collect_trainable_weights(made.model, copy=True))
-    now = weights_digest(made.model)
-    served = made.copy_served_weights()
-    assert weights_digest(made.model) == now
+        update_from_request(learner, f"r{number}", number=number)
+        seen.append(collect_trainable_weights(learner.model, copy=True))
+    digest = weights_digest(learner.model)
+    served = learner.copy_served_weights()
+    assert weights_digest(learner.model) == digest
     for name, value in served.items():
         expected = (0.25 * seen[0][name] + 0.5 * seen[1][name] + seen[2][name]) / 1.75
         assert torch.allclose(value, expected, atol=1e-6), name
 
 
-def steps(made, numbers):
+def apply_updates(learner, numbers):
     reports = []
     for number in numbers:
         reports.append(
-            made.apply_update(
-                task(item(experience(f"r{number}"), [1.0, 0.0, float(number % 2)]), number=number)
-            )
+            update_from_request(learner, f"r{number}", [1.0, 0.0, float(number % 2)], number=number)
         )
     return reports
 
@@ -386,15 +384,17 @@ def steps(made, numbers):
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "autocast")),
     ],
 )
-def test_resumed_it_goes_on_to_the_last_bit(tmp_path, kind):
+def test_a_resumed_learner_continues_to_the_last_bit(tmp_path, kind):
     def model():
-        made = nano(dropout=0.2 if kind == "dropout" else 0.0)
+        network = nano(dropout=0.2 if kind == "dropout" else 0.0)
         if kind == "bfloat16":
-            made = made.bfloat16()
+            network = network.bfloat16()
         if kind == "lora":
             torch.manual_seed(0)
-            made = add_adapter(made, LoraSettings(rank=2, target_modules=("q_proj", "v_proj")))
-        return made
+            network = add_adapter(
+                network, LoraSettings(rank=2, target_modules=("q_proj", "v_proj"))
+            )
+        return network
 
     options = (
         {"dropout": True}
@@ -403,39 +403,36 @@ def test_resumed_it_goes_on_to_the_last_bit(tmp_path, kind):
         if kind == "autocast"
         else {}
     )
-    whole = learner(tmp_path, model(), **options)
-    steps(whole, range(1, 3))
-    state = copy.deepcopy(whole.state_dict())
-    weights = collect_trainable_weights(whole.model, copy=True)
-    torch.manual_seed(99)  # the rest of the process draws what it likes
-    expected = [report.to_json() for report in steps(whole, range(3, 5))]
-    resumed = learner(tmp_path, model(), **options)
+    uninterrupted = make_learner(tmp_path, model(), **options)
+    apply_updates(uninterrupted, range(1, 3))
+    state = copy.deepcopy(uninterrupted.state_dict())
+    weights = collect_trainable_weights(uninterrupted.model, copy=True)
+    torch.manual_seed(99)  # other code of the process may use the global generator
+    expected = [report.to_json() for report in apply_updates(uninterrupted, range(3, 5))]
+    resumed = make_learner(tmp_path, model(), **options)
     load_trainable_weights(resumed.model, weights)
     resumed.load_state_dict(state)
     torch.manual_seed(5)
-    assert [report.to_json() for report in steps(resumed, range(3, 5))] == expected
-    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    assert [report.to_json() for report in apply_updates(resumed, range(3, 5))] == expected
+    assert weights_digest(resumed.model) == weights_digest(uninterrupted.model)
 
 
-# ------------------------------------------------------------------------------------------------------------ snapshots
-
-
-def test_snapshots_are_whole_and_verified_and_equal_when_made_again(tmp_path):
-    found, model = WeightSnapshots(tmp_path / "snap shots"), nano(tie_word_embeddings=True)
+def test_snapshots_are_complete_verified_and_reproducible(tmp_path):
+    snapshots, model = WeightSnapshots(tmp_path / "snap shots"), nano(tie_word_embeddings=True)
     weights = collect_trainable_weights(model, copy=True)
-    assert found.publish_snapshot(3, weights) == found.publish_snapshot(3, weights)
-    back = WeightSnapshots(tmp_path / "snap shots").load_weights(3)
-    assert back.keys() == weights.keys() and all(
-        (back[name] == weights[name]).all() for name in weights
+    assert snapshots.publish_snapshot(3, weights) == snapshots.publish_snapshot(3, weights)
+    restored = WeightSnapshots(tmp_path / "snap shots").load_weights(3)
+    assert restored.keys() == weights.keys() and all(
+        (restored[name] == weights[name]).all() for name in weights
     )
     other = collect_trainable_weights(nano(seed=1, tie_word_embeddings=True), copy=True)
-    with pytest.raises(CheckpointError, match="other weights"):
-        found.publish_snapshot(3, other)
+    with pytest.raises(CheckpointError, match="its weights differ"):
+        snapshots.publish_snapshot(3, other)
     bad = {**weights, "lm_head.weight": torch.full((2,), math.nan)}
     with pytest.raises(NonFiniteError, match="lm_head"):
-        found.publish_snapshot(4, bad)
-    assert found.list_versions() == [3]
-    file = found.build_path(3) / "weights.safetensors"
+        snapshots.publish_snapshot(4, bad)
+    assert snapshots.list_versions() == [3]
+    file = snapshots.build_path(3) / "weights.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(bytes(data))
@@ -443,31 +440,29 @@ def test_snapshots_are_whole_and_verified_and_equal_when_made_again(tmp_path):
     assert fresh.load_weights_if_valid(3) is None and fresh.load_weights_if_valid(8) is None
     with pytest.raises(CorruptError):
         fresh.load_weights(3)
-    fresh.publish_snapshot(3, weights)  # set aside, and made again
+    fresh.publish_snapshot(3, weights)  # the damaged snapshot is set aside and recreated
     assert fresh.load_weights(3).keys() == weights.keys()
 
 
-def test_the_pointer_and_what_is_kept(tmp_path):
-    found, weights = WeightSnapshots(tmp_path), {"w": torch.ones(2)}
-    assert found.read_live_version() is None and found.list_versions() == []
+def test_the_live_pointer_and_pruning(tmp_path):
+    snapshots, weights = WeightSnapshots(tmp_path), {"w": torch.ones(2)}
+    assert snapshots.read_live_version() is None and snapshots.list_versions() == []
     for version in (0, 10, 20, 30, 40):
-        found.publish_snapshot(version, weights)
-    found.set_live_version(10)
-    assert found.read_live_version() == 10
+        snapshots.publish_snapshot(version, weights)
+    snapshots.set_live_version(10)
+    assert snapshots.read_live_version() == 10
     with pytest.raises(CorruptError):
-        found.set_live_version(15)
-    assert found.prune_snapshots(2, {20}) == [0]
-    assert found.list_versions() == [10, 20, 30, 40]
-    found.set_live_version(40)
-    assert found.prune_snapshots(1, set()) == [10, 20, 30]
+        snapshots.set_live_version(15)
+    assert snapshots.prune_snapshots(2, {20}) == [0]
+    assert snapshots.list_versions() == [10, 20, 30, 40]
+    snapshots.set_live_version(40)
+    assert snapshots.prune_snapshots(1, set()) == [10, 20, 30]
     (tmp_path / "LIVE").write_text("../../etc/passwd\n")
-    assert found.read_live_version() is None
+    assert snapshots.read_live_version() is None
 
 
-def test_recorded_tokens_of_a_rollout_stand_at_its_loss_tokens(tmp_path):
-    from rl_core.online.update_step import build_recorded_distribution
-
-    one = experience(top=True).rollouts[0]
-    found = build_recorded_distribution(recorded(one), [False, True])
-    assert found.top_ids_NK.shape == (1, 3) and not found.is_exact
-    assert found.rest_N.tolist() == pytest.approx([float(recorded(one).rest_T[1])])
+def test_recorded_tokens_are_aligned_with_the_loss_tokens():
+    rollout = experience(top=True).rollouts[0]
+    distribution = build_recorded_distribution(recorded(rollout), [False, True])
+    assert distribution.top_ids_NK.shape == (1, 3) and not distribution.is_exact
+    assert distribution.rest_N.tolist() == pytest.approx([float(recorded(rollout).rest_T[1])])

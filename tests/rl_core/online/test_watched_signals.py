@@ -1,4 +1,4 @@
-"""Signals for the alarms: KL to the champion against NumPy, reward components against success by hand."""
+"""Signals for the alarms: KL to the champion compared with NumPy, components that misrank by hand."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from rl_core.settings import OnlineDriftSettings, OnlineUpdateSettings
 from rl_core.training.optimizer_step import OptimizerStep
 
 
-def table(task, other, success, known=(True,) * 4):
+def build_table(task, other, success, known=(True,) * 4):
     weighted = np.array([task, other]).T
     return RewardTable(
         ("task", "tool_use"),
@@ -28,36 +28,36 @@ def table(task, other, success, known=(True,) * 4):
     )
 
 
-def test_components_that_tell_right_from_wrong_and_those_that_do_not():
+def test_components_that_rank_right_above_wrong_and_those_that_do_not():
     success = (True, False, False, True)
     task = (1.0, 0.0, 0.0, 1.0)
-    assert measure_component_misranking(table(task, (0.4, 0.1, 0.2, 0.3), success)) == 0.0
+    assert measure_component_misranking(build_table(task, (0.4, 0.1, 0.2, 0.3), success)) == 0.0
     # task does not count
-    assert measure_component_misranking(table(task, (0.1, 0.4, 0.3, 0.2), success)) == 1.0
+    assert measure_component_misranking(build_table(task, (0.1, 0.4, 0.3, 0.2), success)) == 1.0
     # two ties of four pairs
-    assert measure_component_misranking(table(task, (0.2, 0.2, 0.1, 0.2), success)) == 0.25
+    assert measure_component_misranking(build_table(task, (0.2, 0.2, 0.1, 0.2), success)) == 0.25
     known = (True, True, False, False)
-    assert measure_component_misranking(table(task, (0.3, 0.4, 0.0, 0.9), success, known)) == 1.0
-    assert measure_component_misranking(table(task, (0.1, 0.4, 0.3, 0.2), (True,) * 4)) is None
-    alone = table(task, (0.1, 0.4, 0.3, 0.2), success)
     assert (
-        measure_component_misranking(
-            RewardTable(
-                ("task",),
-                alone.raw_RC[:, :1],
-                alone.weighted_RC[:, :1],
-                alone.totals_R,
-                alone.is_known_R,
-                alone.success_R,
-            )
-        )
-        is None
+        measure_component_misranking(build_table(task, (0.3, 0.4, 0.0, 0.9), success, known)) == 1.0
     )
+    assert (
+        measure_component_misranking(build_table(task, (0.1, 0.4, 0.3, 0.2), (True,) * 4)) is None
+    )
+    both = build_table(task, (0.1, 0.4, 0.3, 0.2), success)
+    task_alone = RewardTable(
+        ("task",),
+        both.raw_RC[:, :1],
+        both.weighted_RC[:, :1],
+        both.totals_R,
+        both.is_known_R,
+        both.success_R,
+    )
+    assert measure_component_misranking(task_alone) is None
 
 
 @pytest.fixture
-def parts(tmp_path):
-    """A model that has moved, its optimizer step, and the snapshot of the champion that it began as."""
+def champion_parts(tmp_path):
+    """Return a model that has changed, its optimizer step, snapshots, and the champion weights that it started from."""
     model, snapshots = nano(), WeightSnapshots(tmp_path)
     champion = collect_trainable_weights(model, copy=True)
     snapshots.publish_snapshot(0, champion)
@@ -65,52 +65,45 @@ def parts(tmp_path):
     return model, OptimizerStep(model, OnlineUpdateSettings(), 10), snapshots, champion
 
 
-def test_kl_to_the_champion_is_the_mean_of_k3_over_all_answers(parts):
-    model, step, snapshots, champion = parts
-    made = [answered(0), answered(1, version=7), answered(2, version=7)]
-    found = measure_champion_kl(model, step, snapshots, made, pad_id=PAD)
+def test_kl_to_the_champion_is_the_mean_of_k3_over_all_answers(champion_parts):
+    model, step, snapshots, champion = champion_parts
+    experiences = [answered(0), answered(1, version=7), answered(2, version=7)]
+    kl = measure_champion_kl(model, step, snapshots, experiences, pad_id=PAD)
     moved = collect_trainable_weights(model, copy=True)
     load_trainable_weights(model, champion)
     total = 0.0
-    for one in made[1:]:
-        (batch,) = build_batches([build_train_row(rollout) for rollout in one.rollouts], 1000, PAD)
-        mask = batch.loss_mask_BS
-        d = (
-            (batch.sampler_logprobs_BS - completion_logprobs(model, batch)[0].detach())[mask]
-            .double()
-            .numpy()
+    for experience in experiences[1:]:
+        (batch,) = build_batches(
+            [build_train_row(rollout) for rollout in experience.rollouts], 1000, PAD
         )
+        mask = batch.loss_mask_BS
+        champion_logprobs = completion_logprobs(model, batch)[0].detach()
+        d = (batch.sampler_logprobs_BS - champion_logprobs)[mask].double().numpy()
         total += float((np.exp(-d) - 1 + d).sum())
-    assert found == pytest.approx(
-        total / sum(len(r.completion_ids) for one in made for r in one.rollouts), rel=1e-5
+    num_tokens = sum(
+        len(rollout.completion_ids) for experience in experiences for rollout in experience.rollouts
     )
-    assert found > 0.01
+    assert kl == pytest.approx(total / num_tokens, rel=1e-5)
+    assert kl > 0.01
     load_trainable_weights(model, moved)
-    measure_champion_kl(model, step, snapshots, made, pad_id=PAD)
+    measure_champion_kl(model, step, snapshots, experiences, pad_id=PAD)
     assert all((model.state_dict()[name] == value).all() for name, value in moved.items())
 
 
-def test_without_answers_or_champion_there_is_no_kl(parts, tmp_path):
-    model, step, snapshots, _ = parts
+def test_without_answers_or_champion_there_is_no_kl(champion_parts, tmp_path):
+    model, step, snapshots, _ = champion_parts
     assert measure_champion_kl(model, step, snapshots, [], pad_id=PAD) is None
-    assert (
-        measure_champion_kl(
-            model, step, WeightSnapshots(tmp_path / "none"), [answered(0, version=3)], pad_id=PAD
-        )
-        is None
-    )
-    assert (
-        measure_champion_kl(
-            model, step, WeightSnapshots(tmp_path / "none"), [answered(0)], pad_id=PAD
-        )
-        == 0.0
-    )
+    none = WeightSnapshots(tmp_path / "none")
+    assert measure_champion_kl(model, step, none, [answered(0, version=3)], pad_id=PAD) is None
+    assert measure_champion_kl(model, step, none, [answered(0)], pad_id=PAD) == 0.0
 
 
-def test_each_request_is_looked_at_once(tmp_path, monkeypatch):
-    chosen = settings({"first_update": 4}, drift=OnlineDriftSettings(watched=("components",)))
+def test_each_request_is_observed_once(tmp_path, monkeypatch):
+    drift_settings = settings(
+        {"first_update": 4}, drift=OnlineDriftSettings(watched=("components",))
+    )
     monkeypatch.setattr(update_worker, "measure_component_misranking", lambda table: 0.5)
-    with make_worker(tmp_path, tmp_path / "log", chosen) as worker:
+    with make_worker(tmp_path, tmp_path / "log", drift_settings) as worker:
         write_traffic(tmp_path / "log", range(12), feedback=10**9)
         drawn = []
         while worker.step():
@@ -118,13 +111,13 @@ def test_each_request_is_looked_at_once(tmp_path, monkeypatch):
         assert worker.drift.detectors["components"].count == len(set(drawn)) < len(drawn)
 
 
-def test_without_components_beside_the_task_there_is_no_signal(tmp_path):
-    chosen = settings(
+def test_without_components_other_than_the_task_there_is_no_signal(tmp_path):
+    drift_settings = settings(
         {"first_update": 4},
         drift=OnlineDriftSettings(watched=("components",)),
         rewards={"task": 1.0},
     )
-    with make_worker(tmp_path, tmp_path / "log", chosen) as worker:
+    with make_worker(tmp_path, tmp_path / "log", drift_settings) as worker:
         write_traffic(tmp_path / "log", range(12), feedback=10**9)
         run_to_end(worker)
         assert worker.drift.detectors["components"].count == 0 and worker.learner.num_taken > 0

@@ -1,4 +1,4 @@
-"""Krippendorff's alpha against published figures, and what the page shows of it."""
+"""Krippendorff's alpha compared with published values, and the agreement shown on the page."""
 
 import random
 
@@ -21,7 +21,7 @@ UNITS = [
 ]
 
 
-def rated(item, rater, choice, number=1, time=0.0, score=None):
+def make_rating(item, rater, choice, number=1, time=0.0, score=None):
     return Rating(number=number, item=item, rater=rater, choice=choice, time=time, score=score)
 
 
@@ -33,7 +33,7 @@ def test_published_example():
 def test_one_unit_by_hand():
     # two units, values (1, 1) and (1, -1): observed 1/4 (4 * 2) / 1 ... = 8 / 4; expected 3 * 1 * 4 * 2 / 12 = 2
     assert compute_krippendorff_alpha([[1, 1], [1, -1]]) == pytest.approx(1 - (8 / 4) / 2)
-    # nothing varies, so nothing can be expected
+    # constant values have no expected disagreement
     assert compute_krippendorff_alpha([[1, 1], [1, 1]]) is None
     assert compute_krippendorff_alpha([[1], [0]]) is None
     with pytest.raises(DataError, match="scale"):
@@ -41,40 +41,47 @@ def test_one_unit_by_hand():
 
 
 def test_interval_raters_repeats_and_time():
-    """Two people who agree on nine of ten pairs and a third who tosses a coin; each pair in 200."""
+    """Let two people agree on nine of ten pairs, and a third one toss a coin, on 200 pairs."""
     rng, ratings = random.Random(0), []
     for number in range(200):
         truth = rng.choice(["first", "second"])
         other = {"first": "second", "second": "first"}[truth]
-        said = {
+        choices = {
             "ann": truth if rng.random() < 0.95 else other,
             "bob": truth if rng.random() < 0.95 else other,
             "coin": rng.choice(["first", "second"]),
         }
         ratings += [
-            rated(f"p{number}", who, what, time=float(number)) for who, what in said.items()
+            make_rating(f"p{number}", rater, choice, time=float(number))
+            for rater, choice in choices.items()
         ]
     ratings += [
-        rated("p0", "ann", ratings[0].choice),
-        rated("p1", "ann", "tie"),
-        rated("p2", "ann", "skip"),
+        make_rating("p0", "ann", ratings[0].choice),
+        make_rating("p1", "ann", "tie"),
+        make_rating("p2", "ann", "skip"),
     ]
-    found = measure_agreement(ratings)
-    by_name = {one.rater: one for one in found.raters}
-    assert found.units == 200 and found.low < found.alpha < found.high
-    # two of three pairs of people are by chance: 0.81 / 3 = 0.27
-    assert found.low > 0.1 and found.high < 0.45
+    agreement = measure_agreement(ratings)
+    by_name = {rater_agreement.rater: rater_agreement for rater_agreement in agreement.raters}
+    assert agreement.units == 200 and agreement.low < agreement.alpha < agreement.high
+    # two of the three pairs of raters agree by chance: 0.81 / 3 = 0.27
+    assert agreement.low > 0.1 and agreement.high < 0.45
     assert by_name["coin"].alpha == pytest.approx(0, abs=0.15)
     assert by_name["ann"].alpha > by_name["coin"].alpha + 0.2
-    # the skipped one says nothing
-    assert (by_name["ann"].consistency, by_name["ann"].repeats) == (
-        0.5,
-        2,
-    )
-    assert [units for _, _, units in found.over_time] == [25] * 8 and found.over_time[-1][0] == 199
+    # a skipped question does not count as a repeat
+    assert (by_name["ann"].consistency, by_name["ann"].repeats) == (0.5, 2)
+    assert [units for _, _, units in agreement.over_time] == [25] * 8 and agreement.over_time[-1][
+        0
+    ] == 199
 
 
 def test_nothing_rated_twice():
-    found = measure_agreement([rated("a", "ann", "first"), rated("b", "bob", "tie")])
-    assert (found.alpha, found.low, found.units, found.over_time) == (None, None, 0, [])
-    assert [one.rater for one in found.raters] == ["ann", "bob"]
+    agreement = measure_agreement(
+        [make_rating("a", "ann", "first"), make_rating("b", "bob", "tie")]
+    )
+    assert (agreement.alpha, agreement.low, agreement.units, agreement.over_time) == (
+        None,
+        None,
+        0,
+        [],
+    )
+    assert [rater_agreement.rater for rater_agreement in agreement.raters] == ["ann", "bob"]

@@ -14,28 +14,30 @@ from rl_core.preferences.question_order import (
 from rl_core.preferences.rating_journal import Rating, RatingJournal
 
 
-def items(count):
+def make_items(count):
     return [RatedItem(f"{n} ?", (f"yes {n}", f"no {n}"), ("a", "b")) for n in range(count)]
 
 
 class Desk:
-    """An order with its journal, and people who answer."""
+    """An order with its journal, and raters who answer."""
 
     def __init__(self, folder, count=60, posterior=None, **options):
-        given = {"overlap": 0.2, "repeat": 0.0, "seed": 0, **options}
-        self.items, self.journal = items(count), RatingJournal(folder / "ratings.jsonl")
-        self.make = lambda: QuestionOrder(self.items, self.journal, posterior=posterior, **given)
-        self.order = self.make()
+        order_options = {"overlap": 0.2, "repeat": 0.0, "seed": 0, **options}
+        self.items, self.journal = make_items(count), RatingJournal(folder / "ratings.jsonl")
+        self.make_order = lambda: QuestionOrder(
+            self.items, self.journal, posterior=posterior, **order_options
+        )
+        self.order = self.make_order()
 
     def rate(self, rater, choice="first"):
         question = self.order.choose_next_question(rater)
         if question is None:
             return None
         item = self.items[question.item_index].id
-        kept = self.journal.add_rating(
+        rating = self.journal.add_rating(
             Rating(0, item, rater, choice, left=question.left, asked=question.times_asked)
         )
-        self.order.record_rating(kept)
+        self.order.record_rating(rating)
         return question
 
 
@@ -43,19 +45,17 @@ def test_shared_items_are_asked_of_everybody_and_the_others_of_one(tmp_path):
     desk = Desk(tmp_path)
     asked = {"ann": [], "bob": []}
     for _ in range(100):
-        for rater, places in asked.items():
+        for rater, indices in asked.items():
             question = desk.rate(rater)
             if question is not None:
-                places.append(question.item_index)
-    assert all(len(places) == len(set(places)) for places in asked.values())
+                indices.append(question.item_index)
+    assert all(len(indices) == len(set(indices)) for indices in asked.values())
     both = set(asked["ann"]) & set(asked["bob"])
     assert both == set(desk.order._shared) and 6 <= len(both) <= 20  # a fifth of 60
     assert set(asked["ann"]) | set(asked["bob"]) == set(range(60))
-    # the shared ones are for her as well
-    assert (
-        desk.order.choose_next_question("ann") is None
-        and desk.order.choose_next_question("eve") is not None
-    )
+    assert desk.order.choose_next_question("ann") is None
+    # eve is asked the shared items too
+    assert desk.order.choose_next_question("eve") is not None
 
 
 def test_the_same_question_after_a_reload_and_a_restart(tmp_path):
@@ -63,24 +63,23 @@ def test_the_same_question_after_a_reload_and_a_restart(tmp_path):
     for _ in range(25):
         desk.rate("ann")
     question = desk.order.choose_next_question("ann")
-    assert (
-        desk.order.choose_next_question("ann")
-        == question
-        == desk.make().choose_next_question("ann")
-    )
-    # open with somebody else
+    assert desk.order.choose_next_question("ann") == question
+    assert desk.make_order().choose_next_question("ann") == question
+    # the question is open with ann, so bob is asked another one
     assert desk.order.choose_next_question("bob").item_index != question.item_index
 
 
-def test_sides_are_random_and_an_item_asked_again_comes_late(tmp_path):
+def test_sides_are_random_and_items_are_repeated_late(tmp_path):
     desk = Desk(tmp_path, count=400, repeat=0.2)
     questions = [desk.rate("ann") for _ in range(300)]
     assert 110 < sum(question.left for question in questions) < 190
-    again = [(n, question) for n, question in enumerate(questions) if question.times_asked == 2]
-    assert 35 < len(again) < 85 and max(Counter(q.item_index for q in questions).values()) == 2
-    for number, question in again:
+    repeated = [(n, question) for n, question in enumerate(questions) if question.times_asked == 2]
+    assert 35 < len(repeated) < 85 and max(Counter(q.item_index for q in questions).values()) == 2
+    for number, question in repeated:
         earlier = next(
-            n for n, other in enumerate(questions) if other.item_index == question.item_index
+            n
+            for n, earlier_question in enumerate(questions)
+            if earlier_question.item_index == question.item_index
         )
         assert number - earlier >= MIN_QUESTIONS_BEFORE_REPEAT
 
@@ -93,38 +92,35 @@ def test_a_skipped_item_is_for_others(tmp_path):
     assert desk.order.choose_next_question("eve") is None
 
 
-def test_undo_opens_the_same_question_the_same_way_round(tmp_path):
+def test_undo_opens_the_same_question_with_the_same_sides(tmp_path):
     desk = Desk(tmp_path)
     for _ in range(5):
         question = desk.rate("ann")
-    taken = desk.journal.undo_last_rating("ann", 0.0)
-    assert (
-        desk.order.undo_rating(taken)
-        == question
-        == desk.order.choose_next_question("ann")
-        == desk.make().choose_next_question("ann")
-    )
+    undone = desk.journal.undo_last_rating("ann", 0.0)
+    assert desk.order.undo_rating(undone) == question
+    assert desk.order.choose_next_question("ann") == question
+    assert desk.make_order().choose_next_question("ann") == question
 
 
-def test_nothing_is_learned_from_a_rating_that_was_taken_back(tmp_path):
+def test_nothing_is_learned_from_an_undone_rating(tmp_path):
     features = np.random.default_rng(0).normal(size=(60, 3))
     desk = Desk(tmp_path, overlap=0.5, repeat=0.2, posterior=RewardPosterior(features))
     for choice in ("first", "tie", "skip", "second", "first"):
-        desk.rate("ann", choice), desk.rate("bob", choice)
+        desk.rate("ann", choice)
+        desk.rate("bob", choice)
     posterior = desk.order._posterior
     mean, information = posterior.mean_D.copy(), posterior.compute_information()
-    desk.rate("ann", "second"), desk.rate("ann", "both_bad")
+    desk.rate("ann", "second")
+    desk.rate("ann", "both_bad")
     assert not np.allclose(posterior.mean_D, mean)
     for _ in range(2):
         desk.order.undo_rating(desk.journal.undo_last_rating("ann", 0.0))
-    assert np.allclose(posterior.mean_D, mean) and np.allclose(
-        posterior.compute_information(), information
-    )
+    assert np.allclose(posterior.mean_D, mean)
+    assert np.allclose(posterior.compute_information(), information)
     question = desk.order.choose_next_question("ann")
-    desk.order = desk.make()  # a restart asks the same
-    assert desk.order.choose_next_question("ann") == question and np.allclose(
-        posterior.mean_D, mean
-    )
+    desk.order = desk.make_order()  # a restart asks the same question
+    assert desk.order.choose_next_question("ann") == question
+    assert np.allclose(posterior.mean_D, mean)
 
 
 def test_the_most_informative_pair_comes_first(tmp_path):
@@ -132,13 +128,13 @@ def test_the_most_informative_pair_comes_first(tmp_path):
     features[:, 0] = 0.05
     features[17] = [0.0, 2.0]
     desk = Desk(tmp_path, count=40, overlap=0.0, posterior=RewardPosterior(features))
-    if desk.rate("ann", "second").item_index != 17:  # two of forty candidates are drawn from
+    if desk.rate("ann", "second").item_index != 17:  # at most one question precedes it
         assert desk.rate("ann", "second").item_index == 17
     assert desk.order._posterior.mean_D[1] < -0.5
 
 
 def test_ten_thousand_pairs_stay_fast(tmp_path):
-    """Processor time of one question with its rating, with all the others rated before."""
+    """Measure the processor time of a question and its rating among 10,000 pairs."""
     rng = np.random.default_rng(0)
     posterior = RewardPosterior(rng.normal(size=(10_000, 32)))
     desk = Desk(tmp_path, count=10_000, posterior=posterior, overlap=0.0)

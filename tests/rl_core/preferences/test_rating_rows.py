@@ -1,4 +1,4 @@
-"""Items from files and trajectories; ratings as rows that training reads as they are."""
+"""Items from files and trajectories, and ratings as rows that training reads unchanged."""
 
 import json
 
@@ -26,7 +26,7 @@ ITEMS = [
 ]
 
 
-def rating(number, item, choice, **more):
+def make_rating(number, item, choice, **fields):
     return Rating(
         number=number,
         item=ITEMS[item].id,
@@ -34,17 +34,17 @@ def rating(number, item, choice, **more):
         choice=choice,
         time=7.0,
         seconds=2.5,
-        **more,
+        **fields,
     )
 
 
 def test_rows_are_read_by_training_with_ties_and_scores(tmp_path, caplog):
     ratings = [
-        rating(1, 0, "second", left=1, reason="clearer"),
-        rating(2, 1, "tie"),
-        rating(3, 1, "both_bad", comment="neither"),
-        rating(4, 0, "skip"),
-        rating(5, 1, "first"),
+        make_rating(1, 0, "second", left=1, reason="clearer"),
+        make_rating(2, 1, "tie"),
+        make_rating(3, 1, "both_bad", comment="neither"),
+        make_rating(4, 0, "skip"),
+        make_rating(5, 1, "first"),
     ]
     path = tmp_path / "preferences.jsonl"
     assert write_rating_rows(path, build_rating_rows(ITEMS, ratings)) == 4
@@ -53,11 +53,8 @@ def test_rows_are_read_by_training_with_ties_and_scores(tmp_path, caplog):
     assert (rows[0]["chosen"], rows[0]["rejected"]) == ("uno", "one") and "tie" not in rows[0]
     assert [bool(row.get("tie")) for row in rows] == [False, True, True, False]
     assert rows[3]["chosen"] == CALLS and rows[3]["prompt"][0]["role"] == "system"
-    assert (
-        records.unread_columns == set()
-        and "not read" not in caplog.text
-        and not records.repeats.contradictions
-    )
+    assert records.unread_columns == set() and "not read" not in caplog.text
+    assert not records.repeats.contradictions
     raw = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     assert raw[0]["judgement"] == {
         "rater": "ann",
@@ -71,11 +68,11 @@ def test_rows_are_read_by_training_with_ties_and_scores(tmp_path, caplog):
         "shown_left": 1,
     }
     scored = tmp_path / "scores.jsonl"
-    write_rating_rows(scored, build_rating_rows(ITEMS, [rating(1, 2, "score", score=4.0)]))
+    write_rating_rows(scored, build_rating_rows(ITEMS, [make_rating(1, 2, "score", score=4.0)]))
     assert read_preferences(scored).rows == [{"prompt": "3 ?", "completion": "three", "score": 4.0}]
 
 
-def test_items_of_a_file_and_again(tmp_path):
+def test_items_are_read_from_files_and_written_back(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [
         {"prompt": "1 ?", "answers": ["one", "uno"], "sources": ["a", "b"]},
@@ -84,14 +81,13 @@ def test_items_of_a_file_and_again(tmp_path):
         {"prompt": "3 ?", "answers": ["same", "same"]},
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    found = load_items(path, answers=2)
-    assert [item.answers[0] for item in found] == ["one", CALLS]
+    items = load_items(path, answers=2)
+    assert [item.answers[0] for item in items] == ["one", CALLS]
     assert len(load_items(path, answers=1)) == 5
     write_items(tmp_path / "kept" / "items.jsonl", ITEMS)
-    again = read_items(tmp_path / "kept" / "items.jsonl")
-    assert [item.id for item in again] == [item.id for item in ITEMS] and again[1].answers[
-        0
-    ] == CALLS
+    reread = read_items(tmp_path / "kept" / "items.jsonl")
+    assert [item.id for item in reread] == [item.id for item in ITEMS]
+    assert reread[1].answers[0] == CALLS
     preferences = tmp_path / "old.jsonl"
     preferences.write_text(json.dumps({"prompt": "p", "chosen": "good", "rejected": "bad"}) + "\n")
     assert load_items(preferences, answers=2)[0].answers == ("good", "bad")

@@ -1,4 +1,4 @@
-"""The posterior of a linear reward head: updates by hand, what it wants to know, and fewer labels than by chance."""
+"""The posterior of a linear reward head: updates and information by hand, and fewer labels than by chance."""
 
 import math
 
@@ -14,7 +14,10 @@ from rl_core.preferences.question_order import (
 
 
 def test_one_update_by_hand():
-    """One feature, prior N(0, 4), x = 1, the first is better: p = 1/2, curvature 1/4, variance 4 / (1 + 4 / 4) = 2."""
+    """Prefer the first answer with one feature, prior N(0, 4) and x = 1.
+
+    Then p = 1/2, the curvature is 1/4 and the variance is 4 / (1 + 4 / 4) = 2.
+    """
     posterior = RewardPosterior(np.array([[1.0], [2.0]]), prior_variance=4.0)
     posterior.update(0, 1.0)
     assert posterior._covariance_DD[0, 0] == pytest.approx(2.0)
@@ -24,22 +27,23 @@ def test_one_update_by_hand():
         [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))]
     )
     before = posterior.mean_D.copy()
-    posterior.update(0, 0.5)  # a tie pulls back
+    posterior.update(0, 0.5)  # a tie moves the mean towards 0
     assert 0 < posterior.mean_D[0] < before[0]
 
 
-def test_learned_anew_it_is_what_label_after_label_gave():
+def test_a_refit_equals_updates_label_by_label():
     rng = np.random.default_rng(0)
-    one, other = (
-        RewardPosterior(features, mean_D=np.ones(4)) for features in [rng.normal(size=(20, 4))] * 2
-    )
+    features = rng.normal(size=(20, 4))
+    updated, refitted = (RewardPosterior(features, mean_D=np.ones(4)) for _ in range(2))
     labels = [(int(rng.integers(20)), float(rng.choice([0, 0.5, 1]))) for _ in range(30)]
     for pair, label in labels:
-        one.update(pair, label)
-    other.update(3, 1.0)  # forgotten
-    other.refit(labels)
-    assert np.allclose(one.mean_D, other.mean_D) and np.allclose(one._variance_N, other._variance_N)
-    assert np.allclose(one.compute_information(), other.compute_information())
+        updated.update(pair, label)
+    refitted.update(3, 1.0)  # not part of the labels
+    refitted.refit(labels)
+    assert np.allclose(updated.mean_D, refitted.mean_D) and np.allclose(
+        updated._variance_N, refitted._variance_N
+    )
+    assert np.allclose(updated.compute_information(), refitted.compute_information())
 
 
 def test_information_by_numerical_integration():
@@ -54,10 +58,11 @@ def test_information_by_numerical_integration():
         p = np.clip(p, 1e-15, 1 - 1e-15)
         return -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
 
-    for x, found in zip((1.0, 0.2, 3.0), posterior.compute_information(), strict=True):
+    for x, information in zip((1.0, 0.2, 3.0), posterior.compute_information(), strict=True):
         p = 1 / (1 + np.exp(-grid * x))
         exact = entropy((weight * p).sum()) - (weight * entropy(p)).sum()
-        assert found == pytest.approx(exact, rel=0.1, abs=0.002)  # of the closed form
+        # tolerance of the closed form
+        assert information == pytest.approx(exact, rel=0.1, abs=0.002)
 
 
 def test_a_known_direction_is_not_asked_again():
@@ -81,7 +86,7 @@ def test_axes_keep_differences_and_heads():
 
 
 def test_fewer_labels_than_by_chance():
-    """Pairs of which most are nearly the same question: chosen ones tell more. 40 labels, noise-free, 5 seeds."""
+    """Compare informative with random questions about similar pairs, for 40 labels without noise and 5 seeds."""
     gains = []
     for seed in range(5):
         rng = np.random.default_rng(seed)
@@ -94,15 +99,15 @@ def test_fewer_labels_than_by_chance():
         accuracy = []
         for by_information in (True, False):
             posterior = RewardPosterior(pairs)
-            left = set(range(600))
+            remaining = set(range(600))
             for _ in range(40):
-                free = np.array(sorted(left))
+                candidates = np.array(sorted(remaining))
                 chosen = int(
-                    free[posterior.compute_information()[free].argmax()]
+                    candidates[posterior.compute_information()[candidates].argmax()]
                     if by_information
-                    else rng.choice(free)
+                    else rng.choice(candidates)
                 )
-                left.discard(chosen)
+                remaining.discard(chosen)
                 posterior.update(chosen, float(pairs[chosen] @ truth > 0))
             accuracy.append(
                 ((posterior.compute_probabilities(test) > 0.5) == (test @ truth > 0)).mean()

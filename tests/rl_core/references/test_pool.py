@@ -1,4 +1,4 @@
-"""Reference models: log-probabilities and scores, few bits, shared passes, a process of their own."""
+"""Reference models: log-probabilities and scores, quantized weights, shared passes, separate processes."""
 
 import json
 import math
@@ -27,7 +27,7 @@ FULL = ReferenceSettings(precision="full")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small model whose distribution is far from even."""
+    """Return the folder of a small model whose distribution is far from uniform."""
     policy = rl_core.create_policy(["abc xyz " * 9], ModelSettings(preset="nano"), seed=1)
     with torch.no_grad():
         for name, weight in policy.model.named_parameters():
@@ -39,50 +39,56 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reward_folder(folder, tmp_path_factory):
     model, tokenizer = heads.create_reward_model(folder, ModelSettings(), seed=3)
-    place = tmp_path_factory.mktemp("models") / "reward"
-    model.save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    return place
+    target = tmp_path_factory.mktemp("models") / "reward"
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
 
 
-def by_hand(folder, row, temperature=1.0):
-    """log p of each token but the first, from the model's own logits in float64."""
-    model, _ = load_reference_model(
-        ReferenceSource(path=str(folder), kind="policy", precision="full", model=ModelSettings())
-    )
+def compute_logprobs_by_hand(folder, row, temperature=1.0):
+    """Compute log p of each token but the first in float64, from the logits of the model."""
+    model = load_policy_model(folder)
     with torch.no_grad():
         logits = model(torch.tensor([row])).logits[0].double() / temperature
-    return [float(logits[place].log_softmax(0)[token]) for place, token in enumerate(row[1:])]
+    return [float(logits[position].log_softmax(0)[token]) for position, token in enumerate(row[1:])]
+
+
+def load_policy_model(folder, precision="full"):
+    source = ReferenceSource(
+        path=str(folder), kind="policy", precision=precision, model=ModelSettings()
+    )
+    model, _ = load_reference_model(source)
+    return model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_of_ragged_rows(folder, temperature):
-    found = ReferencePool(FULL).logprobs(folder, ROWS, temperature)
-    assert [len(row) for row in found] == [4, 0, 1, 7]
-    for row, values in zip(ROWS, found, strict=True):
-        assert values == pytest.approx(by_hand(folder, row, temperature), abs=1e-5)
+    logprobs = ReferencePool(FULL).logprobs(folder, ROWS, temperature)
+    assert [len(row) for row in logprobs] == [4, 0, 1, 7]
+    for row, values in zip(ROWS, logprobs, strict=True):
+        assert values == pytest.approx(compute_logprobs_by_hand(folder, row, temperature), abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dropout_is_off_in_any_precision(folder, tmp_path, dtype):
-    """A model whose configuration has dropout, in a folder with spaces and letters of other alphabets."""
-    place = shutil.copytree(folder, tmp_path / "mein Modell \u00e4\u4e2d")
-    (place / "manifest.json").unlink()  # of the files as they were saved
-    config = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    """Use a model whose configuration has dropout, in a folder with spaces and letters of other alphabets."""
+    copied = shutil.copytree(folder, tmp_path / "mein Modell \u00e4\u4e2d")
+    (copied / "manifest.json").unlink()  # the configuration is changed below
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     references = ReferencePool(FULL, ModelSettings(dtype=dtype))
     for _ in range(2):
-        found = references.logprobs(place, ROWS, 0.8)
-        for row, values in zip(ROWS, found, strict=True):
+        logprobs = references.logprobs(copied, ROWS, 0.8)
+        for row, values in zip(ROWS, logprobs, strict=True):
             assert values == pytest.approx(
-                by_hand(folder, row, 0.8), abs=1e-5 if dtype == "float32" else 0.2
+                compute_logprobs_by_hand(folder, row, 0.8), abs=1e-5 if dtype == "float32" else 0.2
             )
 
 
 def test_a_row_is_the_same_in_small_passes(folder):
-    whole = ReferencePool(FULL).logprobs(folder, ROWS)
+    one_pass = ReferencePool(FULL).logprobs(folder, ROWS)
     parts = ReferencePool(ReferenceSettings(precision="full", pass_tokens=3)).logprobs(folder, ROWS)
-    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(whole, parts, strict=True))
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(one_pass, parts, strict=True))
 
 
 def test_scores_of_a_reward_model(reward_folder):
@@ -96,7 +102,7 @@ def test_errors_name_what_is_wrong(folder, tmp_path):
     references = ReferencePool(FULL)
     with pytest.raises(DataError, match="row 1 has no tokens"):
         references.logprobs(folder, [[1], []])
-    with pytest.raises(DataError, match="row 0 holds token 99999; there are those below"):
+    with pytest.raises(DataError, match="row 0 holds token 99999; valid ones are below"):
         references.logprobs(folder, [[1, 99999]])
     with pytest.raises(ModelError, match="no model folder"):
         references.logprobs(tmp_path / "nothing", ROWS)
@@ -104,32 +110,29 @@ def test_errors_name_what_is_wrong(folder, tmp_path):
 
 
 def test_a_folder_that_is_replaced_is_read_again(folder, tmp_path):
-    place, references = tmp_path / "model", ReferencePool(FULL)
-    rl_core.load_policy(folder).save(place)
-    before = references.logprobs(place, ROWS)[0]
+    replaced, references = tmp_path / "model", ReferencePool(FULL)
+    rl_core.load_policy(folder).save(replaced)
+    before = references.logprobs(replaced, ROWS)[0]
     other = rl_core.load_policy(folder)
     with torch.no_grad():
         other.model.model.layers[0].mlp.down_proj.weight.mul_(3)
-    other.save(place)
-    assert not np.allclose(references.logprobs(place, ROWS)[0], before, atol=1e-3)
+    other.save(replaced)
+    assert not np.allclose(references.logprobs(replaced, ROWS)[0], before, atol=1e-3)
 
 
-# -- several askers ----------------------------------------------------------------------------------------------------
-
-
-def test_askers_who_wait_share_a_pass():
-    go, calls = threading.Event(), []
+def test_waiting_requests_share_a_pass():
+    may_finish, calls = threading.Event(), []
 
     def score(rows, temperature):
         calls.append((len(rows), temperature))
         if len(calls) == 1:
-            assert go.wait(20)
+            assert may_finish.wait(20)
         return [np.array([10.0 * row[0], temperature]) for row in rows]
 
-    shared, found = SharedScorer(score), {}
+    shared, scores = SharedScorer(score), {}
 
     def ask(number, temperature):
-        found[number] = shared.score_rows([[number], [number + 100]], temperature)
+        scores[number] = shared.score_rows([[number], [number + 100]], temperature)
 
     threads = [
         threading.Thread(target=ask, args=(number, 0.5 if number == 5 else 1.0))
@@ -140,10 +143,10 @@ def test_askers_who_wait_share_a_pass():
     for thread in threads[1:]:
         thread.start()
     wait_for(lambda: len(shared._pending) == 5)
-    go.set()
+    may_finish.set()
     for thread in threads:
         thread.join(20)
-    for number, rows in found.items():
+    for number, rows in scores.items():
         temperature = 0.5 if number == 5 else 1.0
         assert [row.tolist() for row in rows] == [
             [10.0 * number, temperature],
@@ -152,55 +155,52 @@ def test_askers_who_wait_share_a_pass():
     assert sorted(calls) == [(2, 0.5), (2, 1.0), (8, 1.0)] and shared.num_passes == 3
 
 
-def test_a_fault_is_that_of_its_asker_alone():
-    go, begun = threading.Event(), threading.Event()
+def test_an_error_reaches_only_its_request():
+    started, may_finish = threading.Event(), threading.Event()
 
     def score(rows, temperature):
-        begun.set()
-        assert go.wait(20)
+        started.set()
+        assert may_finish.wait(20)
         if any(row == [13] for row in rows):
             raise DataError("no 13 here")
         return [np.array(row) for row in rows]
 
-    shared, found = SharedScorer(score), {}
+    shared, results = SharedScorer(score), {}
 
     def ask(number):
         try:
-            found[number] = shared.score_rows([[number]])[0].tolist()
+            results[number] = shared.score_rows([[number]])[0].tolist()
         except DataError as error:
-            found[number] = str(error)
+            results[number] = str(error)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in (1, 12, 13, 14)]
     threads[0].start()
-    assert begun.wait(20)
+    assert started.wait(20)
     for thread in threads[1:]:
         thread.start()
     wait_for(lambda: len(shared._pending) == 3)
-    go.set()
+    may_finish.set()
     for thread in threads:
         thread.join(20)
-    assert found == {1: [1], 12: [12], 13: "no 13 here", 14: [14]}
+    assert results == {1: [1], 12: [12], 13: "no 13 here", 14: [14]}
 
 
-# -- few bits ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_layer_of_few_bits_is_the_product_with_its_rounded_weights():
-    """2 x 8 weights in 4 bits with two scales a row; by hand."""
+def test_a_quantized_layer_multiplies_by_its_rounded_weights():
+    """Check 2 x 8 weights in 4 bits with two scales per row, by hand."""
     rounded = torch.tensor(
         [[-8, 7, 0, 1, 2, 3, -4, 5], [1, 1, 1, 1, -1, -1, -1, -1]], dtype=torch.int8
     )
     scale = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
     layer = QuantizedLinear(rounded, scale, 4, torch.tensor([100.0, 200.0]))
     assert layer.numbers.shape == (2, 4) and layer.numbers.dtype == torch.uint8
-    wide = [
+    weights = [
         [-4.0, 3.5, 0.0, 0.5, 4.0, 6.0, -8.0, 10.0],
         [1.0, 1.0, 1.0, 1.0, -3.0, -3.0, -3.0, -3.0],
     ]
-    assert layer.dequantize().tolist() == wide
+    assert layer.dequantize().tolist() == weights
     assert layer(torch.ones(3, 1, 8)).tolist() == [[[112.0, 192.0]]] * 3
-    eight = QuantizedLinear(rounded, torch.tensor([[0.5], [2.0]]), 8, None)
-    assert eight.dequantize().tolist() == [
+    int8_layer = QuantizedLinear(rounded, torch.tensor([[0.5], [2.0]]), 8, None)
+    assert int8_layer.dequantize().tolist() == [
         [value / 2 for value in row] for row in rounded[:1].tolist()
     ] + [[2.0] * 4 + [-2.0] * 4]
 
@@ -208,53 +208,54 @@ def test_a_layer_of_few_bits_is_the_product_with_its_rounded_weights():
 @pytest.mark.parametrize(("precision", "bits", "levels"), [("int8", 8, 127), ("int4", 4, 7)])
 def test_weights_are_rounded_to_the_nearest_step(folder, precision, bits, levels):
     pytest.importorskip("torchao")
-    plain, few = (
-        load_reference_model(
-            ReferenceSource(
-                path=str(folder), kind="policy", precision=chosen, model=ModelSettings()
-            )
-        )[0]
-        for chosen in ("full", precision)
+    full, quantized_model = (load_policy_model(folder, each) for each in ("full", precision))
+    layer, weight = (
+        quantized_model.model.layers[1].mlp.up_proj,
+        full.model.layers[1].mlp.up_proj.weight,
     )
-    layer, weight = few.model.layers[1].mlp.up_proj, plain.model.layers[1].mlp.up_proj.weight
     assert type(layer) is QuantizedLinear and layer.bits == bits
     groups = weight.unflatten(1, (-1, 32)) if bits == 4 else weight[:, None]
-    # symmetric; the library may take half a level more
+    # symmetric; the library may use half a level more
     step = groups.abs().amax(-1, keepdim=True) / levels
     assert ((layer.dequantize() - weight).view_as(groups).abs() <= 0.5 * step * 1.01).all()
     assert (layer.dequantize() != weight).any()
-    assert few.lm_head.weight is few.model.embed_tokens.weight  # left as they are, and tied
-    assert torch.equal(few.lm_head.weight, plain.lm_head.weight)
+    # not quantized, and tied
+    assert quantized_model.lm_head.weight is quantized_model.model.embed_tokens.weight
+    assert torch.equal(quantized_model.lm_head.weight, full.lm_head.weight)
     expected = estimate_model_bytes(folder, torch.float32, precision)
-    # buffers of rotary frequencies beside it
-    assert count_weight_bytes(few) == pytest.approx(expected, rel=0.02)
-    assert count_weight_bytes(plain) == pytest.approx(
+    # the model also has buffers of rotary frequencies
+    assert count_weight_bytes(quantized_model) == pytest.approx(expected, rel=0.02)
+    assert count_weight_bytes(full) == pytest.approx(
         estimate_model_bytes(folder, torch.float32, "full"), rel=0.01
     )
 
 
-@pytest.mark.parametrize(("precision", "most"), [("int8", 0.2), ("int4", 3.0)])
-def test_few_bits_move_logprobs_a_little(folder, precision, most):
+@pytest.mark.parametrize(("precision", "limit"), [("int8", 0.2), ("int4", 3.0)])
+def test_quantization_changes_logprobs_slightly(folder, precision, limit):
     pytest.importorskip("torchao")
-    plain = ReferencePool(FULL).logprobs(folder, ROWS)
-    few = ReferencePool(ReferenceSettings(precision=precision)).logprobs(folder, ROWS)
-    difference = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(plain, few, strict=True))
-    assert 1e-6 < difference < most
+    full = ReferencePool(FULL).logprobs(folder, ROWS)
+    rounded = ReferencePool(ReferenceSettings(precision=precision)).logprobs(folder, ROWS)
+    difference = max(
+        float(np.abs(a - b).max(initial=0)) for a, b in zip(full, rounded, strict=True)
+    )
+    assert 1e-6 < difference < limit
 
 
-def test_few_bits_of_a_reward_model(reward_folder):
+def test_quantization_of_a_reward_model(reward_folder):
     pytest.importorskip("torchao")
-    plain = ReferencePool(FULL).scores(reward_folder, ROWS)
-    few = ReferencePool(ReferenceSettings(precision="int8")).scores(reward_folder, ROWS)
-    assert few == pytest.approx(plain, abs=0.2) and few != plain
+    full = ReferencePool(FULL).scores(reward_folder, ROWS)
+    rounded = ReferencePool(ReferenceSettings(precision="int8")).scores(reward_folder, ROWS)
+    assert rounded == pytest.approx(full, abs=0.2) and rounded != full
 
 
-def test_auto_is_full_with_a_warning_where_the_package_is_missing(folder, monkeypatch, caplog):
+def test_auto_is_full_with_a_warning_without_the_package(folder, monkeypatch, caplog):
     monkeypatch.setattr(pool, "is_torchao_installed", lambda: False)
     monkeypatch.setattr(quantized, "is_torchao_installed", lambda: False)
     pool._warn_full_precision.cache_clear()
     references = ReferencePool()
-    assert references.logprobs(folder, ROWS)[0] == pytest.approx(by_hand(folder, ROWS[0]), abs=1e-5)
+    assert references.logprobs(folder, ROWS)[0] == pytest.approx(
+        compute_logprobs_by_hand(folder, ROWS[0]), abs=1e-5
+    )
     assert caplog.text.count("keep full precision: the package torchao") == 1
     with pytest.raises(
         SettingsError, match=r"int4 needs the package torchao; install it, or posttrain\[quantize\]"
@@ -277,52 +278,35 @@ def test_odd_numbers_of_inputs_are_refused(monkeypatch, tmp_path):
     assert quantized._choose_group_size(tmp_path) == 16
 
 
-# -- a process of its own ----------------------------------------------------------------------------------------------
-
-
-def test_a_large_model_has_a_process_of_its_own(folder):
+def test_a_large_model_has_a_separate_process(folder):
     settings = ReferenceSettings(precision="full", own_process_gib=0.0, max_models=1)
     references = ReferencePool(settings)
-    found, inside = (
-        references.logprobs(folder, ROWS, 0.7),
-        ReferencePool(FULL).logprobs(folder, ROWS, 0.7),
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(found, inside, strict=True))
+    remote = references.logprobs(folder, ROWS, 0.7)
+    local = ReferencePool(FULL).logprobs(folder, ROWS, 0.7)
+    assert all(np.array_equal(a, b) for a, b in zip(remote, local, strict=True))
     with pytest.raises(DataError, match="row 0 holds token 99999"):
         references.logprobs(folder, [[99999]])
-    (kept,) = references._cache._cached.values()
-    child = kept.scorer._child
-    assert math.isclose(
-        references.state.bytes, count_weight_bytes(load_model_of(folder)), rel_tol=0.01
-    )
+    (cached,) = references._cache._cached.values()
+    child = cached.scorer._child
+    weight_bytes = count_weight_bytes(load_policy_model(folder))
+    assert math.isclose(references.state.bytes, weight_bytes, rel_tol=0.01)
     os.kill(child.pid, signal.SIGKILL)
-    again = references.logprobs(folder, ROWS, 0.7)  # started again
-    assert (
-        all(np.array_equal(a, b) for a, b in zip(again, inside, strict=True))
-        and kept.scorer._child is not child
-    )
-    child = kept.scorer._child
-    del kept
+    restarted = references.logprobs(folder, ROWS, 0.7)
+    assert all(np.array_equal(a, b) for a, b in zip(restarted, local, strict=True))
+    assert cached.scorer._child is not child
+    child = cached.scorer._child
+    del cached
     references.release_models()
     assert child.poll() == 0 and references.state.alive == 0
 
 
-def load_model_of(folder):
-    return load_reference_model(
-        ReferenceSource(path=str(folder), kind="policy", precision="full", model=ModelSettings())
-    )[0]
-
-
-def test_what_the_process_cannot_load_is_said(tmp_path, folder):
-    place = tmp_path / "model"
-    rl_core.load_policy(folder).save(place)
-    (place / "config.json").write_text("{}")
+def test_loading_errors_of_the_process_are_raised(tmp_path, folder):
+    damaged = tmp_path / "model"
+    rl_core.load_policy(folder).save(damaged)
+    (damaged / "config.json").write_text("{}")
     references = ReferencePool(ReferenceSettings(precision="full", own_process_gib=0.0))
     with pytest.raises(CorruptError, match="differs from the manifest of its folder"):
-        references.logprobs(place, ROWS)
-
-
-# -- for trainers ------------------------------------------------------------------------------------------------------
+        references.logprobs(damaged, ROWS)
 
 
 def test_trainers_share_one_frozen_copy(folder):

@@ -1,4 +1,4 @@
-"""The process of a reference model and its owner."""
+"""The process of a reference model, and its end with its owner."""
 
 import subprocess
 import sys
@@ -16,16 +16,16 @@ from rl_core.references import process_main
 class SlowScorer:
     model = torch.nn.Linear(1, 1)
 
-    def score(self, rows, temperature):
+    def score_rows(self, rows, temperature):
         time.sleep(600)
 
-process_main.start = lambda **source: SlowScorer()
+process_main.load_requested_scorer = lambda **source: SlowScorer()
 process_main.main(int(sys.argv[1]))
 """
 
 
-def test_a_process_ends_within_a_pass_when_its_owner_is_gone():
-    """As after SIGKILL: a run that is started again needs the memory."""
+def test_a_process_ends_during_a_pass_when_its_owner_ends():
+    """Close the owner's end, as after SIGKILL: a restarted run needs the memory."""
     ours, theirs = Pipe()
     command = [sys.executable, "-c", SLOW, str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT) as child:

@@ -1,4 +1,4 @@
-"""Correlation with success, the alarm, and the record on disk."""
+"""Reward-hacking monitor: correlation with success, the alarm, and the record on disk."""
 
 import json
 import logging
@@ -15,10 +15,10 @@ from rl_core.rewards.rollout_log import RewardRecord
 from rl_core.rewards.running_stats import RunningNorm
 
 
-def scored(success, total, part=None):
-    made = rollout(task=part if part is not None else total, success=success)
-    made.trajectory.reward = total
-    return made
+def build_scored_rollout(success, total, part=None):
+    scored_rollout = rollout(task=part if part is not None else total, success=success)
+    scored_rollout.trajectory.reward = total
+    return scored_rollout
 
 
 def test_point_biserial_by_hand():
@@ -38,14 +38,14 @@ def test_point_biserial_by_hand():
 @given(st.lists(st.tuples(st.integers(-50, 50), st.booleans()), min_size=2, max_size=20))
 def test_point_biserial_is_the_correlation_of_numbers(pairs):
     values, won = [float(v) for v, _ in pairs], [float(w) for _, w in pairs]
-    found = compute_point_biserial(
+    correlation = compute_point_biserial(
         RunningNorm([v for v, w in zip(values, won, strict=True) if not w]),
         RunningNorm([v for v, w in zip(values, won, strict=True) if w]),
     )
     if len(set(values)) == 1 or len(set(won)) == 1:
-        assert found is None
+        assert correlation is None
     else:
-        assert found == pytest.approx(statistics.correlation(values, won), abs=1e-9)
+        assert correlation == pytest.approx(statistics.correlation(values, won), abs=1e-9)
 
 
 def test_rise_by_hand():
@@ -58,10 +58,11 @@ def test_rise_by_hand():
 def test_correlations_over_the_window():
     watch = HackingMonitor(window=3, margin=0.05)
     assert "reward/correlation/task" not in watch.record_iteration(
-        [scored(True, 1.0)], ["task"]
-    )  # nothing failed yet
+        [build_scored_rollout(True, 1.0)], ["task"]
+    )  # no failure yet
     metrics = watch.record_iteration(
-        [scored(False, 3.0, part=-1.0), scored(True, 2.0, part=2.0)], ["task"]
+        [build_scored_rollout(False, 3.0, part=-1.0), build_scored_rollout(True, 2.0, part=2.0)],
+        ["task"],
     )
     # task: success 1 and 2, failure -1; total: success 1 and 2, failure 3
     assert metrics["reward/correlation/task"] == pytest.approx(
@@ -71,33 +72,37 @@ def test_correlations_over_the_window():
         statistics.correlation([1, 2, 3], [1, 1, 0])
     )
     for _ in range(3):
-        metrics = watch.record_iteration([scored(True, 1.0), scored(True, 2.0)], ["task"])
+        metrics = watch.record_iteration(
+            [build_scored_rollout(True, 1.0), build_scored_rollout(True, 2.0)], ["task"]
+        )
     assert "reward/correlation/task" not in metrics  # the failure has left the window
-    masked = scored(False, 9.0)
+    masked = build_scored_rollout(False, 9.0)
     masked.is_masked = True
     assert "reward/correlation/task" not in watch.record_iteration(
-        [masked, scored(True, 1.0)], ["task"]
+        [masked, build_scored_rollout(True, 1.0)], ["task"]
     )
 
 
-def iteration(successes, reward):
-    """Ten rollouts; the total is `reward` on average, 1 apart from each other."""
-    return [scored(n < successes, reward + (0.5 if n % 2 else -0.5)) for n in range(10)]
+def build_iteration(successes, reward):
+    """Build ten rollouts whose total is `reward` on average, with a spread of 1."""
+    return [
+        build_scored_rollout(n < successes, reward + (0.5 if n % 2 else -0.5)) for n in range(10)
+    ]
 
 
 def test_alarm_when_the_reward_rises_while_success_falls(caplog):
     watch = HackingMonitor(window=4, margin=0.05)
     course = [(8, 0.0), (7, 0.2), (6, 0.4), (5, 0.6), (4, 0.8)]
     with caplog.at_level(logging.WARNING, logger="rl_core.rewards.hacking_monitor"):
-        alarms = [watch.record_iteration(iteration(*at), [])["reward/alarm"] for at in course]
+        alarms = [watch.record_iteration(build_iteration(*at), [])["reward/alarm"] for at in course]
         assert alarms == [0, 0, 0, 1, 1]
         assert len(caplog.records) == 1 and "success fell by 0.3 over 4 iterations" in caplog.text
         recovered = [
-            watch.record_iteration(iteration(8, 0.8), [])["reward/alarm"] for _ in range(4)
+            watch.record_iteration(build_iteration(8, 0.8), [])["reward/alarm"] for _ in range(4)
         ]
         assert recovered[-1] == 0
-        again = [watch.record_iteration(iteration(*at), [])["reward/alarm"] for at in course]
-        assert again[-1] == 1 and len(caplog.records) == 2  # a new episode of alarm
+        alarms = [watch.record_iteration(build_iteration(*at), [])["reward/alarm"] for at in course]
+        assert alarms[-1] == 1 and len(caplog.records) == 2  # a new alarm period
 
 
 @pytest.mark.parametrize(
@@ -116,40 +121,47 @@ def test_alarm_when_the_reward_rises_while_success_falls(caplog):
 )
 def test_no_alarm(course, why):
     watch = HackingMonitor(window=4, margin=0.05)
-    assert [watch.record_iteration(iteration(*at), [])["reward/alarm"] for at in course] == [
+    assert [watch.record_iteration(build_iteration(*at), [])["reward/alarm"] for at in course] == [
         0
     ] * 4, why
 
 
 def test_another_phase_starts_afresh_and_state_resumes():
     course = [(8, 0.0), (7, 0.2), (6, 0.4), (5, 0.6), (4, 0.8)]
-    changed, whole, resumed = (HackingMonitor(window=4, margin=0.05) for _ in range(3))
+    changed, uninterrupted, resumed = (HackingMonitor(window=4, margin=0.05) for _ in range(3))
     for number, at in enumerate(course):
-        late = changed.record_iteration(iteration(*at), ["task"], "one" if number < 2 else "two")
-        expected = whole.record_iteration(iteration(*at), ["task"], "one")
+        late = changed.record_iteration(
+            build_iteration(*at), ["task"], "one" if number < 2 else "two"
+        )
+        expected = uninterrupted.record_iteration(build_iteration(*at), ["task"], "one")
         if number == 2:
-            resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+            resumed.load_state_dict(json.loads(json.dumps(uninterrupted.state_dict())))
         elif number > 2:
-            assert resumed.record_iteration(iteration(*at), ["task"], "one") == expected
+            assert resumed.record_iteration(build_iteration(*at), ["task"], "one") == expected
     assert late["reward/alarm"] == 0 and expected["reward/alarm"] == 1
-    assert resumed.state_dict() == whole.state_dict()
+    assert resumed.state_dict() == uninterrupted.state_dict()
 
 
-def test_the_record_goes_on_where_the_run_goes_on(tmp_path):
+def test_the_record_continues_where_the_run_continues(tmp_path):
     path = tmp_path / "rewards.jsonl"
 
-    def play(record, number):
-        record(number, group(scored(True, float(number)), scored(False, 0.5)).rollouts)
+    def record_rollouts(record, number):
+        record(
+            number,
+            group(
+                build_scored_rollout(True, float(number)), build_scored_rollout(False, 0.5)
+            ).rollouts,
+        )
 
     first = RewardRecord(path)
     for number in range(3):
-        play(first, number)
-    whole = path.read_bytes()
-    rows = [json.loads(line) for line in whole.splitlines()]
+        record_rollouts(first, number)
+    content = path.read_bytes()
+    rows = [json.loads(line) for line in content.splitlines()]
     assert [row["iteration"] for row in rows] == [0, 0, 1, 1, 2, 2]
     rows[2].pop("crc")
     assert len(rows[2].pop("turns")) == 1 + 2 * len(
-        group(scored(True, 1.0)).rollouts[0].trajectory.turns
+        group(build_scored_rollout(True, 1.0)).rollouts[0].trajectory.turns
     )
     assert rows[2] == {
         "iteration": 1,
@@ -161,10 +173,10 @@ def test_the_record_goes_on_where_the_run_goes_on(tmp_path):
         "masked": False,
         "rewards": {"task": 1.0},
     }
-    path.write_bytes(whole[:-7])  # torn in iteration 2
+    path.write_bytes(content[:-7])  # torn in iteration 2
     second = RewardRecord(path)
-    play(second, 1)  # the checkpoint was of the first iteration
-    play(second, 2)
-    assert path.read_bytes() == whole
-    play(RewardRecord(path), 0)  # no checkpoint at all
+    record_rollouts(second, 1)  # the checkpoint was saved after the first iteration
+    record_rollouts(second, 2)
+    assert path.read_bytes() == content
+    record_rollouts(RewardRecord(path), 0)  # no checkpoint at all
     assert len(path.read_bytes().splitlines()) == 2

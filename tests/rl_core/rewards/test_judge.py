@@ -1,4 +1,4 @@
-"""The judge, against a local server that fails, hangs, floods, trickles and answers nonsense."""
+"""The judge, against a local server that fails, hangs, floods, trickles and sends nonsense."""
 
 import json
 import threading
@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
             server.most_busy = max(server.most_busy, server.busy)
         try:
             server.behave(self, number, body["messages"][-1]["content"])
-        except OSError:  # the asker went away
+        except OSError:  # the client disconnected
             pass
         finally:
             with server.lock:
@@ -62,21 +62,21 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    running = Server()
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield made
-    made.let_go.set()
-    made.shutdown()
+    yield running
+    running.let_go.set()
+    running.shutdown()
     thread.join()
-    made.server_close()
+    running.server_close()
 
 
 @pytest.fixture
 def judge(server, tmp_path):
-    """Scores replies; gives their rewards and the metrics."""
+    """Return a function that scores replies and returns their rewards and the metrics."""
 
-    def run(replies, max_failed_share=0.0, **changed):
+    def score_replies(replies, max_failed_share=0.0, **changed):
         options = {
             "url": server.url,
             "model": "j",
@@ -89,18 +89,18 @@ def judge(server, tmp_path):
         settings = RewardSettings(
             judge=JudgeSettings(**{**options, **changed}), max_failed_share=max_failed_share
         )
-        made = []
+        rollouts = []
         for seed, reply in enumerate(replies):
-            one = rollout([say(reply)], seed=seed)
-            one.trajectory.row = {"gold": "g"}
-            made.append(one)
-        metrics = RewardOrchestrator({"judge": 1.0}, options=settings).score([group(*made)])
-        return [None if one.is_masked else one.reward for one in made], metrics
+            judged = rollout([say(reply)], seed=seed)
+            judged.trajectory.row = {"gold": "g"}
+            rollouts.append(judged)
+        metrics = RewardOrchestrator({"judge": 1.0}, options=settings).score([group(*rollouts)])
+        return [None if judged.is_masked else judged.reward for judged in rollouts], metrics
 
-    return run
+    return score_replies
 
 
-def test_scores_are_scaled_asked_for_once_and_kept(server, judge):
+def test_scores_are_scaled_requested_once_and_cached(server, judge):
     server.behave = lambda handler, number, text: handler.say(
         f"First score: 3. In the end\nscore: {len(text) - 8}"
     )
@@ -117,20 +117,20 @@ def test_scores_are_scaled_asked_for_once_and_kept(server, judge):
         0.0,
     )
     assert len(server.asked) == 2
-    judge(["a"], temperature=0.5)  # another question to the server
+    judge(["a"], temperature=0.5)  # a different request to the server
     assert len(server.asked) == 3
 
 
-def test_passing_failures_are_asked_again(server, judge, monkeypatch):
-    monkeypatch.setattr(json_client, "MAX_RETRY_WAIT_S", 0.05)  # the server asks for seven seconds
+def test_transient_failures_are_retried(server, judge, monkeypatch):
+    monkeypatch.setattr(json_client, "MAX_RETRY_WAIT_S", 0.05)  # the server requests seven seconds
 
-    def behave(handler, number, text):
+    def answer_request(handler, number, text):
         if number == 1:
             handler.say("", status=503, raw=b"busy", **{"Retry-After": "7"})
         else:
             handler.say("I cannot say" if number == 2 else "score: 10")
 
-    server.behave = behave
+    server.behave = answer_request
     assert judge(["a"])[0] == [1.0]
     assert len(server.asked) == 3
 
@@ -156,34 +156,34 @@ def test_nonsense_is_never_a_zero(server, judge, behave):
         judge(["a"])
     assert len(server.asked) == 3
     server.behave = lambda handler, number, text: handler.say("score: 0")
-    assert judge(["a"])[0] == [0.0]  # nothing of the nonsense was kept
+    assert judge(["a"])[0] == [0.0]  # no nonsense was cached
 
 
 def test_failures_are_left_out_of_the_loss_up_to_a_share(server, judge):
-    def behave(handler, number, text):
+    def answer_request(handler, number, text):
         handler.say("score: 8" if "bad" not in text else "?")
 
-    server.behave = behave
+    server.behave = answer_request
     rewards, metrics = judge(["good", "bad"], max_failed_share=0.5)
     assert rewards == [0.8, None]
     assert metrics["reward/judge/failed"] == 1.0 and metrics["reward/masked_rate"] == 0.5
-    assert metrics["reward/judge"] == 0.8  # the mean knows no zero for it
+    assert metrics["reward/judge"] == 0.8  # the failure does not count as zero in the mean
     with pytest.raises(RewardError, match="reward 'judge' could not judge it"):
         judge(["good", "bad"])
 
 
-def test_a_server_that_hangs_or_trickles_is_given_up(server, judge):
-    def hang(handler, number, text):
+def test_a_server_that_hangs_or_trickles_is_abandoned(server, judge):
+    def hang_request(handler, number, text):
         server.let_go.wait(60)
 
-    def trickle(handler, number, text):
+    def trickle_blanks(handler, number, text):
         handler.send_response(200)
         handler.end_headers()
         while not server.let_go.wait(0.02):
             handler.wfile.write(b" ")
             handler.wfile.flush()
 
-    for behave in (hang, trickle):
+    for behave in (hang_request, trickle_blanks):
         server.behave = behave
         with pytest.raises(RewardError, match="did not answer in 1 tries"):
             judge(["a"], timeout_s=0.2, retries=0)
@@ -193,18 +193,18 @@ def test_a_server_that_hangs_or_trickles_is_given_up(server, judge):
 def test_a_flood_is_cut_off(server, judge, monkeypatch):
     monkeypatch.setattr(json_client, "MAX_REPLY_BYTES", 2**20)
 
-    def flood(handler, number, text):
+    def send_flood(handler, number, text):
         handler.send_response(200)
         handler.end_headers()
         while not server.let_go.is_set():
             handler.wfile.write(b"x" * 2**16)
 
-    server.behave = flood
+    server.behave = send_flood
     with pytest.raises(RewardError, match="longer than 1 MiB"):
         judge(["a"], retries=0)
 
 
-def test_refusals_and_redirections_are_not_asked_again(server, judge, monkeypatch):
+def test_refusals_and_redirections_are_not_retried(server, judge, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY_FOR_TEST", "secret")
     for status in (401, 302):
         server.behave = lambda handler, number, text, status=status: handler.say(
@@ -219,14 +219,14 @@ def test_refusals_and_redirections_are_not_asked_again(server, judge, monkeypatc
         judge(["a"], key_variable="NOT_SET_FOR_TEST")
 
 
-def test_requests_at_once_are_bounded(server, judge):
+def test_concurrent_requests_are_bounded(server, judge):
     both = threading.Barrier(2)
 
-    def behave(handler, number, text):
-        both.wait(30)  # two at a time come here, or nobody goes on
+    def answer_request(handler, number, text):
+        both.wait(30)  # passes only if two requests are here at the same time
         handler.say("score: 1")
 
-    server.behave = behave
+    server.behave = answer_request
     assert judge([f"reply {n}" for n in range(6)], concurrency=2)[0] == [0.1] * 6
     assert server.most_busy == 2
 

@@ -1,4 +1,4 @@
-"""Components that a trajectory itself determines: task, tool_use, format, length. Numbers worked by hand."""
+"""Components computed from the trajectory alone: task, tool_use, format, length. Numbers worked by hand."""
 
 import pytest
 from helpers.reward_rollouts import call, rollout, say
@@ -19,7 +19,7 @@ def test_tool_use_by_hand():
     settings = ToolUseSettings(misuse=1.0, max_calls=2, excess=0.25, bonus=0.1, max_bonus=0.25)
     reward = ToolUseReward(settings)
     four = [call(row=1), call(row=1), call(row=2), call(row=3, error=True)]
-    # 1 misuse, 2 beyond 2, 2 different calls that worked: -1 - .5 + .2
+    # 1 misuse, 2 beyond 2, 2 distinct successful calls: -1 - .5 + .2
     assert reward([rollout([*four, say("answer x")])]) == [pytest.approx(-1.3)]
     assert reward.metrics == pytest.approx(
         {"misused_turns": 1.0, "excess_calls": 2.0, "bonus": 0.2}
@@ -33,7 +33,7 @@ def test_tool_use_by_hand():
     )  # .3 capped at .25, over three rollouts
 
 
-def test_tool_use_as_it_was_unless_more_is_asked_for():
+def test_tool_use_is_unchanged_unless_more_is_requested():
     reward = ToolUseReward(ToolUseSettings())
     many = [call(row=n) for n in range(9)]
     assert reward([rollout(many), rollout([*many, say("?", error=True), call(error=True)])]) == [
@@ -49,13 +49,17 @@ def test_no_sequence_of_calls_earns_more_than_the_cap(calls, max_calls):
     (value,) = ToolUseReward(settings)([rollout(turns)])
     assert value <= 0.5
     if turns and not turns[-1].is_error:
-        (again,) = ToolUseReward(settings)([rollout([*turns, turns[-1]])])
-        assert again <= value  # the same call again never pays
+        (repeated,) = ToolUseReward(settings)([rollout([*turns, turns[-1]])])
+        assert repeated <= value  # repeating a call never pays
 
 
 def test_format_by_hand():
     reward = FormatReward(FormatSettings())
-    good = [call(), call(error=True), say("answer 3")]  # a tool that failed was called well
+    good = [
+        call(),
+        call(error=True),
+        say("answer 3"),
+    ]  # a failing tool can still be called correctly
     assert reward([rollout(good), rollout([call(), say("hm", error=True)]), rollout()]) == [
         1.0,
         0.5,
@@ -75,14 +79,16 @@ def test_format_pattern_takes_the_whole_action():
 
 
 def test_a_pattern_that_blows_up_costs_a_second_and_is_counted(caplog, monkeypatch):
-    """26 letters took `re` half a minute, and each further one doubled it; no signal stops such a match."""
+    """Check a pattern that took `re` half a minute on 26 letters, doubling per letter; no signal interrupts it."""
     monkeypatch.setattr("rl_core.rewards.components.MATCH_TIME_LIMIT_S", 0.05)
     reward = FormatReward(FormatSettings(pattern="(a|a)*b"))
     fits, endless = say("aab"), say("a" * 60 + "bc")
     assert reward([rollout([fits]), rollout([fits, endless])]) == [1.0, 0.5]
     assert reward.metrics == {"malformed_turns": 0.5, "perfect": 0.5, "timed_out": 1.0}
     assert "pattern '(a|a)*b'" in caplog.text and "malformed" in caplog.text
-    assert reward([rollout([fits])]) == [1.0] and reward.metrics["timed_out"] == 0  # of each batch
+    assert (
+        reward([rollout([fits])]) == [1.0] and reward.metrics["timed_out"] == 0
+    )  # counted per batch
 
 
 def test_length_by_hand():

@@ -14,7 +14,7 @@ from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 
 
-def rollout(task, *, errors=(), seed=0, ids=(1, 2)):
+def build_rollout(task, *, errors=(), seed=0, ids=(1, 2)):
     trajectory = Trajectory(
         environment="fake",
         level="easy",
@@ -35,10 +35,14 @@ def rollout(task, *, errors=(), seed=0, ids=(1, 2)):
     )
 
 
-def groups():
+def build_groups():
     return [
-        RolloutGroup([rollout(1.0, errors=[True, False], seed=1), rollout(0.0, seed=1)]),
-        RolloutGroup([rollout(0.5, seed=2), rollout(-0.5, errors=[True, True], seed=2)]),
+        RolloutGroup(
+            [build_rollout(1.0, errors=[True, False], seed=1), build_rollout(0.0, seed=1)]
+        ),
+        RolloutGroup(
+            [build_rollout(0.5, seed=2), build_rollout(-0.5, errors=[True, True], seed=2)]
+        ),
     ]
 
 
@@ -53,18 +57,18 @@ def user_module():
 
 
 def test_weighted_sum_parts_and_metrics():
-    made = groups()
-    metrics = RewardOrchestrator({"task": 2.0, "tool_use": 0.25}).score(made)
-    rewards = [r.reward for g in made for r in g.rollouts]
+    groups = build_groups()
+    metrics = RewardOrchestrator({"task": 2.0, "tool_use": 0.25}).score(groups)
+    rewards = [r.reward for g in groups for r in g.rollouts]
     assert rewards == [1.75, 0.0, 1.0, -1.5]  # 2 task - 0.25 misuses
-    assert [g.rewards for g in made] == [[1.75, 0.0], [1.0, -1.5]]
-    assert made[1].rollouts[1].trajectory.rewards == {
+    assert [g.rewards for g in groups] == [[1.75, 0.0], [1.0, -1.5]]
+    assert groups[1].rollouts[1].trajectory.rewards == {
         "task": -0.5,
         "tool_use": -2.0,
         "weighted/task": -1.0,
         "weighted/tool_use": -0.5,
     }
-    assert made[1].rollouts[1].trajectory.reward == -1.5
+    assert groups[1].rollouts[1].trajectory.reward == -1.5
     assert metrics["reward/mean"] == pytest.approx(0.3125)
     assert metrics["reward/std"] == pytest.approx(
         math.sqrt(sum((r - 0.3125) ** 2 for r in rewards) / 4)
@@ -74,56 +78,60 @@ def test_weighted_sum_parts_and_metrics():
 
 
 def test_a_penalty_is_added_to_the_total_as_it_is():
-    """Limit 4, buffer 2: 2 tokens cost nothing, 3 cost 1/2, 4 cost 1."""
-    made = [RolloutGroup([rollout(1.0, ids=[1] * length) for length in (2, 3, 4)])]
+    """Check limit 4, buffer 2: 2 tokens cost nothing, 3 cost 1/2, 4 cost 1."""
+    groups = [RolloutGroup([build_rollout(1.0, ids=[1] * length) for length in (2, 3, 4)])]
     orchestrator = RewardOrchestrator({"task": 2.0}, options=RewardSettings(clip=0.25))
     metrics = orchestrator.score(
-        made, penalties={"overlong": OverlongPenalty(max_tokens=4, buffer=2)}
+        groups, penalties={"overlong": OverlongPenalty(max_tokens=4, buffer=2)}
     )
-    assert made[0].rewards == [0.5, 0.0, -0.5]  # 2 * 0.25, neither clipped nor weighed after it
-    assert made[0].rollouts[2].trajectory.rewards == {
+    assert groups[0].rewards == [
+        0.5,
+        0.0,
+        -0.5,
+    ]  # 2 * 0.25, neither clipped nor weighted afterwards
+    assert groups[0].rollouts[2].trajectory.rewards == {
         "task": 1.0,
         "weighted/task": 0.5,
         "overlong": -1.0,
     }
     assert (metrics["reward/overlong"], metrics["reward/mean"]) == (-0.5, 0.0)
     with pytest.raises(AttributeError):
-        made[0].rollouts[0].reward = 1.0  # it is the trajectory's
+        groups[0].rollouts[0].reward = 1.0  # the value is the trajectory's
 
 
 def test_weights_can_change_during_a_run():
-    made, played = RewardOrchestrator({"task": 1.0, "tool_use": 0.5}), groups()
-    made.set_weights({"tool_use": 0.25})
-    made.score(played)
+    orchestrator, played = RewardOrchestrator({"task": 1.0, "tool_use": 0.5}), build_groups()
+    orchestrator.set_weights({"tool_use": 0.25})
+    orchestrator.score(played)
     # task 1, .5 and tool_use -1, -2
     assert played[0].rewards == [0.75, 0.0] and played[1].rewards == [0.5, -1.0]
     with pytest.raises(
         SettingsError, match=r"rewards\.tsk: no component to weigh; did you mean 'task'"
     ):
-        made.set_weights({"tsk": 1.0})
+        orchestrator.set_weights({"tsk": 1.0})
 
 
 def test_scoring_twice_changes_nothing():
-    made = groups()
+    groups = build_groups()
     orchestrator = RewardOrchestrator({"task": 2.0})
-    assert orchestrator.score(made) == orchestrator.score(made)
+    assert orchestrator.score(groups) == orchestrator.score(groups)
 
 
 def test_the_environment_reward_stays_in_the_record():
-    made = groups()
-    RewardOrchestrator({"tool_use": 1.0}).score(made)
-    assert made[0].rollouts[0].trajectory.rewards == {
+    groups = build_groups()
+    RewardOrchestrator({"tool_use": 1.0}).score(groups)
+    assert groups[0].rollouts[0].trajectory.rewards == {
         "task": 1.0,
         "tool_use": -1.0,
         "weighted/tool_use": -1.0,
     }
-    assert made[0].rollouts[0].reward == -1.0
+    assert groups[0].rollouts[0].reward == -1.0
 
 
 def test_user_function_by_import_path(user_module):
-    made = groups()
-    metrics = RewardOrchestrator({"user_rewards_for_test:length": 1.0}).score(made)
-    assert [g.rewards for g in made] == [[2.0, 0.0], [0.0, 2.0]]
+    groups = build_groups()
+    metrics = RewardOrchestrator({"user_rewards_for_test:length": 1.0}).score(groups)
+    assert [g.rewards for g in groups] == [[2.0, 0.0], [0.0, 2.0]]
     assert metrics["reward/user_rewards_for_test.length"] == 1.0
 
 
@@ -140,17 +148,17 @@ def test_user_function_by_import_path(user_module):
 )
 def test_user_functions_that_fail_are_named(user_module, function, message):
     user_module.wrong = function
-    made = groups()
+    groups = build_groups()
     strict = RewardSettings(max_failed_share=0)
     with pytest.raises(
         RewardError, match=f"reward 'user_rewards_for_test:wrong' {message}"
     ) as caught:
         RewardOrchestrator({"task": 1.0, "user_rewards_for_test:wrong": 1.0}, options=strict).score(
-            made
+            groups
         )
     seed = {"gave nan": 2, "gave 'goo": 1, "raised Z": 2}.get(message[:8])
     assert seed is None or f"level 'easy', seed {seed}, sample 0: reward" in str(caught.value)
-    assert [g.rewards for g in made] == [[1.0, 0.0], [0.5, -0.5]]  # nothing half-scored
+    assert [g.rewards for g in groups] == [[1.0, 0.0], [0.5, -0.5]]  # no group is half scored
 
 
 @pytest.mark.parametrize(
@@ -167,7 +175,7 @@ def test_user_functions_that_fail_are_named(user_module, function, message):
         ({"user_rewards_for_test:not_callable": 1.0}, "no function 'not_callable'"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_played(user_module, weights, message):
+def test_mistakes_are_reported_before_anything_is_played(user_module, weights, message):
     with pytest.raises(SettingsError, match=message):
         RewardOrchestrator(weights)
 
@@ -185,34 +193,36 @@ def test_running_norm_equals_the_whole_sample():
 
 
 def test_learned_reward_scores_whole_sequences_and_resumes():
-    seen = []
+    scored_rows = []
 
-    def scorer(rows):
-        seen.extend(rows)
+    def score_rows(rows):
+        scored_rows.extend(rows)
         return [float(sum(row)) for row in rows]
 
-    def batch(*sums):
-        return [RolloutGroup([rollout(0.0, ids=(s,)) for s in sums])]
+    def build_batch(*sums):
+        return [RolloutGroup([build_rollout(0.0, ids=(s,)) for s in sums])]
 
-    orchestrator = RewardOrchestrator({"learned": 0.5}, scorer=scorer)
-    made = batch(1, 2, 3)
-    metrics = orchestrator.score(made)
-    assert seen == [[0, 1], [0, 2], [0, 3]]
-    assert made[0].rewards == pytest.approx([-0.5, 0.0, 0.5])  # mean 2, std 1, weight .5
+    orchestrator = RewardOrchestrator({"learned": 0.5}, scorer=score_rows)
+    groups = build_batch(1, 2, 3)
+    metrics = orchestrator.score(groups)
+    assert scored_rows == [[0, 1], [0, 2], [0, 3]]
+    assert groups[0].rewards == pytest.approx([-0.5, 0.0, 0.5])  # mean 2, std 1, weight .5
     assert metrics["reward/learned"] == pytest.approx(0.0)
-    other = RewardOrchestrator({"learned": 0.5}, scorer=scorer)
+    other = RewardOrchestrator({"learned": 0.5}, scorer=score_rows)
     other.load_state_dict(json.loads(json.dumps(orchestrator.state_dict())))
-    one, two = batch(4, 8), batch(4, 8)
-    orchestrator.score(one)
-    other.score(two)
-    assert one[0].rewards == two[0].rewards
+    first, second = build_batch(4, 8), build_batch(4, 8)
+    orchestrator.score(first)
+    other.score(second)
+    assert first[0].rewards == second[0].rewards
 
 
-def test_rollouts_that_are_alike_are_scored_once():
-    seen = []
-    reward = LearnedReward(lambda rows: seen.append(rows) or [float(sum(row)) for row in rows])
-    scores = reward([rollout(0.0, ids=ids) for ids in ((4,), (2,), (4,), (2, 2), (4,))])
-    assert seen == [[[0, 4], [0, 2], [0, 2, 2]]]
+def test_equal_rollouts_are_scored_once():
+    scored_rows = []
+    reward = LearnedReward(
+        lambda rows: scored_rows.append(rows) or [float(sum(row)) for row in rows]
+    )
+    scores = reward([build_rollout(0.0, ids=ids) for ids in ((4,), (2,), (4,), (2, 2), (4,))])
+    assert scored_rows == [[[0, 4], [0, 2], [0, 2, 2]]]
     assert reward.norm.count == 5 and reward.norm.mean == pytest.approx(
         18 / 5
     )  # sums 4, 2, 4, 4, 4
@@ -223,21 +233,23 @@ def test_rollouts_that_are_alike_are_scored_once():
 
 
 def test_learned_reward_refuses_bad_scores():
-    made = [rollout(0.0, ids=(1,)), rollout(1.0, ids=(2,))]
+    rollouts = [build_rollout(0.0, ids=(1,)), build_rollout(1.0, ids=(2,))]
     with pytest.raises(RewardError, match="1 scores for 2 different rollouts"):
-        LearnedReward(lambda rows: [1.0])(made)
+        LearnedReward(lambda rows: [1.0])(rollouts)
     reward = LearnedReward(lambda rows: [1.0, math.inf])
     with pytest.raises(RewardError, match="rollout 1 with inf"):
-        reward(made)
+        reward(rollouts)
     assert reward.norm.count == 0
 
 
 def test_observations_count_towards_the_length_that_is_punished():
-    """Six tokens of room, the last four cost: 2 tokens none, 4 a half, 6 all, whoever wrote them."""
+    """Check six tokens, the last four of which cost: 2 tokens none, 4 a half, 6 all, whoever wrote them."""
     penalty = OverlongPenalty(max_tokens=6, buffer=4)
     masks = [[True] * 2, [True, False, False, True], [True] + [False] * 5]
-    made = [
-        Rollout([0], list(range(len(mask))), mask, [-1.0] * len(mask), rollout(1.0).trajectory)
+    rollouts = [
+        Rollout(
+            [0], list(range(len(mask))), mask, [-1.0] * len(mask), build_rollout(1.0).trajectory
+        )
         for mask in masks
     ]
-    assert penalty(made) == [0.0, -0.5, -1.0]
+    assert penalty(rollouts) == [0.0, -0.5, -1.0]

@@ -6,18 +6,18 @@ from rl_core.rewards.rollout_log import RecentRollouts, build_combined_record
 from rl_core.types import Rollout, Trajectory, Turn
 
 
-def rollout(seed, reward):
+def build_rollout(seed, reward):
     trajectory = Trajectory(
         "maze", "easy", "walk", seed, "where?", "out", turns=[Turn("go east")], reward=reward
     )
     return Rollout([1], [2], [True], [0.0], trajectory)
 
 
-def test_the_newest_iterations_are_kept_spread_over_their_rollouts(tmp_path):
+def test_the_newest_iterations_remain_spread_over_their_rollouts(tmp_path):
     path = tmp_path / "recent.jsonl"
     record = RecentRollouts(path, iterations=2, per_iteration=3)
     for iteration in range(4):
-        record(iteration, [rollout(seed, 10.0 * iteration + seed) for seed in range(6)])
+        record(iteration, [build_rollout(seed, 10.0 * iteration + seed) for seed in range(6)])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["iteration"], row["seed"], row["reward"]) for row in rows] == [
         (2, 0, 20.0),
@@ -36,14 +36,15 @@ def test_fewer_rollouts_than_are_kept_and_none_at_all(tmp_path):
     record = RecentRollouts(path, iterations=2, per_iteration=8)
     record(0, [])
     assert path.read_text() == ""
-    record(1, [rollout(5, 1.0)])
+    record(1, [build_rollout(5, 1.0)])
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_a_folder_that_is_gone_stops_nothing_and_every_record_is_told(tmp_path):
-    seen = []
+def test_a_missing_folder_stops_nothing_and_every_record_is_reported(tmp_path):
+    calls = []
     record = build_combined_record(
-        RecentRollouts(tmp_path / "none" / "recent.jsonl"), lambda *told: seen.append(told)
+        RecentRollouts(tmp_path / "none" / "recent.jsonl"),
+        lambda *arguments: calls.append(arguments),
     )
-    record(3, (rollout(seed, 0.0) for seed in range(2)))
-    assert seen[0][0] == 3 and len(seen[0][1]) == 2
+    record(3, (build_rollout(seed, 0.0) for seed in range(2)))
+    assert calls[0][0] == 3 and len(calls[0][1]) == 2

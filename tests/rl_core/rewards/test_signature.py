@@ -1,4 +1,4 @@
-"""Reward functions with columns by name, TRL's signature, asynchronous ones, and functions in files."""
+"""Reward functions: columns by name, TRL's signature, asynchronous ones, and functions in files."""
 
 import asyncio
 
@@ -11,14 +11,14 @@ from rl_core.rewards.user_function import RewardSignature
 from rl_core.settings import RewardSettings
 
 
-def played(rows):
-    made = []
+def build_group(rows):
+    rollouts = []
     for seed, row in enumerate(rows):
-        one = rollout([say(f"reply {seed}")], seed=seed, mask=[True] * (seed + 1))
-        one.trajectory.row = row
-        one.trajectory.policy_version = 7
-        made.append(one)
-    return group(*made)
+        played = rollout([say(f"reply {seed}")], seed=seed, mask=[True] * (seed + 1))
+        played.trajectory.row = row
+        played.trajectory.policy_version = 7
+        rollouts.append(played)
+    return group(*rollouts)
 
 
 ROWS = [
@@ -27,45 +27,45 @@ ROWS = [
 ]
 
 
-def raw(function, rows=ROWS):
-    of_rows = played(rows)
+def compute_raw_rewards(function, rows=ROWS):
+    group = build_group(rows)
     options = RewardSettings(max_failed_share=0.0)
-    RewardOrchestrator({"own": 1.0}, functions={"own": function}, options=options).score([of_rows])
-    return [one.trajectory.rewards["own"] for one in of_rows.rollouts]
+    RewardOrchestrator({"own": 1.0}, functions={"own": function}, options=options).score([group])
+    return [each.trajectory.rewards["own"] for each in group.rollouts]
 
 
 def test_columns_are_handed_over_by_name():
-    def correct(trajectories, answer, level, hint, factor=10):
+    def score_correctness(trajectories, answer, level, hint, factor=10):
         assert hint == [None, "h"]  # a row without the column
-        right = [t.completion == wanted for t, wanted in zip(trajectories, answer, strict=True)]
+        right = [t.completion == target for t, target in zip(trajectories, answer, strict=True)]
         return [factor * lvl * ok for lvl, ok in zip(level, right, strict=True)]
 
-    assert raw(correct) == [20.0, 0.0]
+    assert compute_raw_rewards(score_correctness) == [20.0, 0.0]
 
-    def everything(trajectories, **columns):
+    def count_columns(trajectories, **columns):
         return [len(columns)] * len(trajectories)
 
-    assert raw(everything) == [4.0, 4.0]  # prompt, answer, level, hint
+    assert compute_raw_rewards(count_columns) == [4.0, 4.0]  # prompt, answer, level, hint
 
 
 def test_trl_signature_is_called_as_trl_does():
-    def graded(prompts, completions, completion_ids, answer, trainer_state, log_metric, **kwargs):
+    def grade(prompts, completions, completion_ids, answer, trainer_state, log_metric, **kwargs):
         assert (prompts, completions) == (["a", "b"], ["reply 0", "reply 1"])
         assert completion_ids == [[1], [1, 2]]
         assert trainer_state.global_step == 7
         assert sorted(kwargs) == ["hint", "level", "log_extra"]  # not `prompt`
         log_metric("seen", 4)
         return [
-            1.0 if done == wanted else None
-            for done, wanted in zip(completions, answer, strict=True)
+            1.0 if done == target else None
+            for done, target in zip(completions, answer, strict=True)
         ]
 
-    of_rows = played(ROWS)
-    metrics = RewardOrchestrator({"own": 1.0}, functions={"own": graded}).score([of_rows])
-    assert [one.reward for one in of_rows.rollouts] == [
+    of_rows = build_group(ROWS)
+    metrics = RewardOrchestrator({"own": 1.0}, functions={"own": grade}).score([of_rows])
+    assert [played.reward for played in of_rows.rollouts] == [
         1.0,
         0.0,
-    ]  # None: the function does not apply
+    ]  # None = the function does not apply
     assert metrics["reward/own/skipped"] == 0.5
     assert metrics["reward/own/seen"] == 4.0
 
@@ -73,29 +73,29 @@ def test_trl_signature_is_called_as_trl_does():
 def test_conversational_prompts_make_conversational_completions():
     rows = [{"prompt": [{"role": "user", "content": "a"}]}]
 
-    def graded(prompts, completions):
+    def grade(prompts, completions):
         assert prompts == [[{"role": "user", "content": "a"}]]
         assert completions == [[{"role": "assistant", "content": "reply 0"}]]
         return [0.5]
 
-    assert raw(graded, rows) == [0.5]
+    assert compute_raw_rewards(grade, rows) == [0.5]
 
 
 def test_asynchronous_functions_are_awaited():
-    async def slow(trajectories, level):
+    async def score_slowly(trajectories, level):
         await asyncio.sleep(0)
         return [float(number) for number in level]
 
-    async def of_trl(completions, level, **kwargs):
+    async def score_like_trl(completions, level, **kwargs):
         return await asyncio.gather(*(asyncio.sleep(0, float(number) + 1) for number in level))
 
-    assert raw(slow) == [2.0, 3.0]
-    assert raw(of_trl) == [3.0, 4.0]
+    assert compute_raw_rewards(score_slowly) == [2.0, 3.0]
+    assert compute_raw_rewards(score_like_trl) == [3.0, 4.0]
 
 
-def test_a_none_of_an_own_function_is_no_number():
+def test_a_none_of_a_user_function_is_no_number():
     with pytest.raises(RewardError, match="gave None, no finite number"):
-        raw(lambda trajectories: [1.0, None])
+        compute_raw_rewards(lambda trajectories: [1.0, None])
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_function_in_a_file(tmp_path, monkeypatch):
         "calls = []\ndef two(trajectories):\n    return [2.0] * len(trajectories)\n"
     )
     monkeypatch.chdir(tmp_path)
-    of_rows = played(ROWS)
+    of_rows = build_group(ROWS)
     metrics = RewardOrchestrator({"mine.py:two": 0.5}).score([of_rows])
-    assert [one.reward for one in of_rows.rollouts] == [1.0, 1.0]
+    assert [played.reward for played in of_rows.rollouts] == [1.0, 1.0]
     assert metrics["reward/mine.py.two"] == 2.0
     with pytest.raises(SettingsError, match=r"no function 'too' there; did you mean 'two'"):
         RewardOrchestrator({"mine.py:too": 1.0})

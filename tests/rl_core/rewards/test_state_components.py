@@ -43,7 +43,7 @@ def test_coherence_by_hand():
     )
     turns = [call(row=1), call(row=2), call(row=1), say("answer 3")]
     half = math.sqrt(3) / 2
-    # after the prompt's state, which has no part in it: cosines 0.5 (in), -0.5 (half), 1.0 (0); row 1 is repeated
+    # the prompt's state does not count: cosines 0.5 (in), -0.5 (half), 1.0 (0); row 1 is repeated
     states = walk([9, -9], [1, 0], [0.5, half], [0.5, -half], [1.0, -2 * half])
     assert reward([rollout(turns)], [states]) == [pytest.approx((1 + 0.5 + 0) / 3 - 0.5, abs=1e-6)]
     assert reward.metrics == pytest.approx(
@@ -52,64 +52,67 @@ def test_coherence_by_hand():
     draft = say("answer 3\nno\nanswer 4")
     single = walk([1, 0], [1, 1])
     assert reward([rollout([say("answer 3")]), rollout([draft])], [single, single]) == [1.0, 0.75]
-    assert "similarity" not in reward.metrics  # no pair of turns
+    assert "similarity" not in reward.metrics  # there is no pair of turns
 
 
 def test_repetitions_and_contradictions():
-    def counts(*turns):
+    def count_both(*turns):
         trajectory = rollout(turns).trajectory
         return count_repetitions(trajectory), count_contradictions(trajectory)
 
-    assert counts(call(row=1), call(row=2), say("answer x")) == (0, 0)
-    assert counts(call(action="Look  1"), call(action="look 1"), call(action="look 1")) == (2, 0)
-    assert counts(call(action="#### 5\nlook 1"), say("#### 6")) == (0, 1)
-    assert counts(call(action="#### 5\nlook 1"), say("so 5.0\n#### 5.0")) == (
+    assert count_both(call(row=1), call(row=2), say("answer x")) == (0, 0)
+    assert count_both(call(action="Look  1"), call(action="look 1"), call(action="look 1")) == (
+        2,
+        0,
+    )
+    assert count_both(call(action="#### 5\nlook 1"), say("#### 6")) == (0, 1)
+    assert count_both(call(action="#### 5\nlook 1"), say("so 5.0\n#### 5.0")) == (
         0,
         0,
     )  # the same number
-    assert counts(say("answer red\nanswer blue\nanswer red")) == (0, 2)
-    assert counts(say("<think>\nanswer red\n</think>\nanswer blue")) == (
+    assert count_both(say("answer red\nanswer blue\nanswer red")) == (0, 2)
+    assert count_both(say("<think>\nanswer red\n</think>\nanswer blue")) == (
         0,
         0,
-    )  # a thought states nothing
-    # an answer that was taken and followed by another question is the end of one part
-    assert counts(
+    )  # a thought makes no statement
+    # an accepted answer followed by another question ends a part
+    assert count_both(
         say("answer 3", observation="next?"), say("answer 4", observation="next?"), say("answer 4")
     ) == (0, 0)
-    assert counts(say("answer 3 ?", error=True, observation="no"), say("answer 4")) == (
+    assert count_both(say("answer 3 ?", error=True, observation="no"), say("answer 4")) == (
         0,
         1,
-    )  # it was not taken
+    )  # it was not accepted
 
 
-def curiosity(seed=0, **options):
+def build_curiosity(seed=0, **options):
     return CuriosityReward(
         CuriositySettings(**{"hidden": 16, "learning_rate": 1e-2, "steps": 8, **options}), seed
     )
 
 
-def walks(seed, count=6, size=8):
+def draw_walks(seed, count=6, size=8):
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(rows):
+    def draw_rows(rows):
         return torch.randn(rows, size, generator=generator).tolist()
 
-    return [walk(*draw(4), actions=draw(3)) for _ in range(count)]
+    return [walk(*draw_rows(4), actions=draw_rows(3)) for _ in range(count)]
 
 
 def test_curiosity_by_hand():
-    reward = curiosity()
+    reward = build_curiosity()
     reward._build_model(2)
     for parameter in reward.model.parameters():
         torch.nn.init.zeros_(
             parameter
         )  # predicts 0, so that the error of any layer-normed state [1, -1] is 1
-    one = walk([1.0, 0.0], [5.0, 0.0], [0.0, 3.0])  # layer-normed: [1, -1], [1, -1], [-1, 1]
-    still = walk([1.0, 0.0], [5.0, 0.0])  # nothing came back
+    moving = walk([1.0, 0.0], [5.0, 0.0], [0.0, 3.0])  # layer-normed: [1, -1], [1, -1], [-1, 1]
+    still = walk([1.0, 0.0], [5.0, 0.0])  # no observation
     with torch.no_grad():
         reward.model[-1].bias.copy_(torch.tensor([1.0, -1.0]))  # predicts [1, -1]
     other = walk([1.0, 0.0], [0.0, 2.0], [0.0, 2.0], observed=[True, True])  # errors 4 and 4
-    values = reward([rollout()] * 3, [one, still, other])
+    values = reward([rollout()] * 3, [moving, still, other])
     # means 0 and 4 of the two that have transitions: root mean square sqrt(8)
     assert values == pytest.approx([0.0, 0.0, 4 / math.sqrt(8)], abs=1e-3)
     assert reward.metrics == pytest.approx(
@@ -118,17 +121,17 @@ def test_curiosity_by_hand():
 
 
 def test_without_transitions_there_is_nothing_to_be_curious_about():
-    reward = curiosity()
+    reward = build_curiosity()
     assert reward([rollout()], [walk([1.0, 0.0], [1.0, 2.0])]) == [0.0]
     assert reward.model is None and reward.scale.count == 0
-    fresh = curiosity()
+    fresh = build_curiosity()
     fresh.load_state_dict(reward.state_dict())
     assert fresh.model is None
 
 
 def test_curiosity_falls_on_what_is_known_and_not_on_what_is_new():
-    reward = curiosity()
-    known, new = walks(0), walks(1)
+    reward = build_curiosity()
+    known, new = draw_walks(0), draw_walks(1)
     rollouts = [rollout()] * 6
     first = reward(rollouts, known)
     for _ in range(60):
@@ -140,44 +143,44 @@ def test_curiosity_falls_on_what_is_known_and_not_on_what_is_new():
 
 def test_curiosity_knows_the_action():
     left, right = [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]
-    seen = [
+    walks = [
         walk([0.0, 1.0, 0.0], after, actions=[action], observed=[True])
         for action, after in ((left, [2.0, 1.0, 0.0]), (right, [0.0, 1.0, 2.0]))
     ]
-    reward = curiosity()
+    reward = build_curiosity()
     for _ in range(200):
-        reward([rollout()] * 2, seen)
+        reward([rollout()] * 2, walks)
     assert (
         reward.metrics["error"] < 1e-3
     )  # from the state alone both are equally likely, which leaves about 1
 
 
 def test_curiosity_resumes_bit_for_bit_and_is_seeded():
-    whole, first, second = curiosity(), curiosity(), curiosity(seed=5)
+    uninterrupted, first, second = build_curiosity(), build_curiosity(), build_curiosity(seed=5)
     rollouts = [rollout()] * 6
-    expected = [whole(rollouts, walks(n)) for n in range(6)]
-    assert [first(rollouts, walks(n)) for n in range(3)] == expected[:3]
-    other = second(rollouts, walks(0))
+    expected = [uninterrupted(rollouts, draw_walks(n)) for n in range(6)]
+    assert [first(rollouts, draw_walks(n)) for n in range(3)] == expected[:3]
+    other = second(rollouts, draw_walks(0))
     assert other != expected[0]  # another seed, another forward model
     encoder = StateEncoder(1 << 20)
     text = json.dumps(
         encoder.encode_value(copy.deepcopy(first.state_dict()), "x", "x"), allow_nan=False
     )
     second.load_state_dict(StateDecoder(dict(encoder.iter_shards())).decode_value(json.loads(text)))
-    assert [second(rollouts, walks(n)) for n in range(3, 6)] == expected[3:]
+    assert [second(rollouts, draw_walks(n)) for n in range(3, 6)] == expected[3:]
     state = first.state_dict()
     for part in ("scale", "model", "optimizer"):  # each of them matters
-        broken = curiosity()
-        broken(rollouts, walks(0))
+        broken = build_curiosity()
+        broken(rollouts, draw_walks(0))
         broken.load_state_dict(
             {**copy.deepcopy(state), part: copy.deepcopy(broken.state_dict()[part])}
         )
-        assert [broken(rollouts, walks(n)) for n in range(3, 6)] != expected[3:], part
+        assert [broken(rollouts, draw_walks(n)) for n in range(3, 6)] != expected[3:], part
 
 
 def test_curiosity_moves_no_other_random_number():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    curiosity()([rollout()] * 6, walks(0))
+    build_curiosity()([rollout()] * 6, draw_walks(0))
     assert torch.equal(torch.rand(2), expected)

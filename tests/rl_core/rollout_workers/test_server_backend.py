@@ -552,33 +552,6 @@ def test_in_process_rollouts_do_not_import_it():
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": "server"}, "address: workers: server needs host:port"),
-        ({"workers": "server", "address": "auto"}, "must be host:port of an inference server"),
-        ({"workers": "server", "address": "a:65536"}, "must be host:port of an inference server"),
-        ({"workers": "server", "address": "a:0"}, "must be host:port of an inference server"),
-        ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
-        (
-            {"workers": "server", "address": "a:1", "independent": True},
-            "independent: applies to the built-in engine",
-        ),
-        (
-            {"workers": "server", "address": "a:1", "max_staleness": 1},
-            "max_staleness: 1 needs workers that play during",
-        ),
-        (
-            {"server": RolloutServerSettings(sleeps=True)},
-            "server: is of an inference server, and workers is in_process",
-        ),
-    ],
-)
-def test_settings_of_a_server(options, message):
-    with pytest.raises(SettingsError, match=message):
-        RolloutSettings(**options)
-
-
 def test_keys(monkeypatch, server):
     """A key from a file edited elsewhere, and one that is invalid in a header: http.client would print it."""
     settings = server_settings(server.url, key_variable="POSTTRAIN_TEST_KEY")

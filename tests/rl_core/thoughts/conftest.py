@@ -1,4 +1,4 @@
-"""A policy that knows the format of thoughts; no test changes it."""
+"""Policy that knows the format of thoughts; no test changes it."""
 
 import pytest
 from helpers.thinkers import renderer_of_texts, teach

@@ -88,23 +88,23 @@ def decode_text(renderer, ids):
 
 
 def test_turns_are_split_where_the_answer_begins(renderer):
-    one, two, three = list_right_answers(4, "medium", 3)
+    first, second, third = list_right_answers(4, "medium", 3)
     episode = build_episode(
-        renderer, 4, "medium", [f"3 1 4\nanswer {one}", f"answer {two}", "5\nanswer 99"]
+        renderer, 4, "medium", [f"3 1 4\nanswer {first}", f"answer {second}", "5\nanswer 99"]
     )
     thoughts = [decode_text(renderer, episode.ids[s.start : s.end]) for s in episode.steps]
     assert thoughts == ["3 1 4\n", "", "5\n"]
     assert [decode_text(renderer, episode.ids[s.end : s.stop]) for s in episode.steps] == [
-        f"answer {one}<|end|>",
-        f"answer {two}<|end|>",
+        f"answer {first}<|end|>",
+        f"answer {second}<|end|>",
         "answer 99<|end|>",
     ]
     assert [
         decode_text(renderer, s.target_ids[s.scored_from :]).strip() for s in episode.steps
     ] == [
-        f"{one}<|end|>",
-        f"{two}<|end|>",
-        f"{three}<|end|>",
+        f"{first}<|end|>",
+        f"{second}<|end|>",
+        f"{third}<|end|>",
     ]
     assert [s.num_thought_tokens for s in episode.steps] == [6, 0, 2]
     assert [len(s.thought_positions) for s in episode.steps] == [
@@ -130,7 +130,7 @@ def test_a_turn_without_an_answer_has_none(renderer, action):
     assert not step.answered and step.num_thought_tokens == 0
     assert list(step.thought_positions) == list(
         range(step.start, step.stop)
-    )  # all of it was chosen
+    )  # all of it was sampled
 
 
 def test_a_cut_turn_or_too_long_a_thought_is_no_answer(renderer):
@@ -145,7 +145,7 @@ def test_a_cut_turn_or_too_long_a_thought_is_no_answer(renderer):
 
 
 def compute_by_hand(model, ids, start, stop):
-    """log p of ids[start:stop], token by token, one full forward pass each."""
+    """Compute log p of ids[start:stop], token by token, one full forward pass each."""
     total = 0.0
     for index in range(start, stop):
         logits = model(torch.tensor([ids[:index]])).logits[0, -1].detach().double()
@@ -166,9 +166,9 @@ def test_span_logprobs_by_hand(model):
 
 
 def test_answers_with_and_without_the_thought_by_hand(renderer, model):
-    (one,) = list_right_answers(4, "easy", 1)
+    (answer,) = list_right_answers(4, "easy", 1)
     episodes = [
-        build_episode(renderer, 4, "easy", [f"3 1 4\nanswer {one}", "7\nanswer 99"]),
+        build_episode(renderer, 4, "easy", [f"3 1 4\nanswer {answer}", "7\nanswer 99"]),
         build_episode(renderer, 5, "easy", ["answer 99"]),
         build_episode(renderer, 6, "easy", ["no answer at all"]),
     ]
@@ -176,7 +176,7 @@ def test_answers_with_and_without_the_thought_by_hand(renderer, model):
     assert plan.steps == [(0, 0), (0, 1), (1, 0)]
     assert (
         len(plan.rows) == 3 + 1 + 2 + 1
-    )  # a right sampled answer needs none; an empty thought one in all
+    )  # a right sampled answer needs none; an empty thought needs one in total
     actual = compute_span_logprobs(
         model, plan.rows, [*plan.with_thought, *plan.without], pad_id=0
     ).tolist()
@@ -253,7 +253,9 @@ def test_gains_in_every_condition_by_hand(renderer, model):
     assert set(gains) == {"own", *CONTROL_CONDITIONS}
     for index, episode in enumerate(episodes):
         for turn, step in enumerate(episode.steps):
-            other = episodes[1 - index].steps[turn]  # two episodes: each gets the other's thoughts
+            other = episodes[1 - index].steps[
+                turn
+            ]  # with two episodes each gets the other's thoughts
             custom = episode.ids[step.start : step.end]
             thoughts = {
                 "own": custom,
@@ -262,7 +264,7 @@ def test_gains_in_every_condition_by_hand(renderer, model):
                 "truncated": custom[: max(0, len(custom) - 1) // 2] + custom[-1:],
             }
 
-            def score(thought, step=step, episode=episode):
+            def score_thought(thought, step=step, episode=episode):
                 ids = episode.ids[: step.start] + thought + step.target_ids
                 return compute_by_hand(
                     model, ids, len(ids) - len(step.target_ids) + step.scored_from, len(ids)
@@ -270,7 +272,7 @@ def test_gains_in_every_condition_by_hand(renderer, model):
 
             for name, thought in thoughts.items():
                 assert gains[name][index][turn] == pytest.approx(
-                    score(thought) - score([]), abs=1e-3
+                    score_thought(thought) - score_thought([]), abs=1e-3
                 ), name
     clipped = measure_gains(model, reader, episodes, **{**options, "clip": 1e-3})
     assert all(abs(g) <= 1e-3 + 1e-9 for turns in clipped["own"] for g in turns)

@@ -1,4 +1,4 @@
-"""The verdict on thoughts: a case that passes, and one for each way to fail."""
+"""The verdict on thoughts: one case that passes, and one for each way to fail."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,9 @@ def test_genuine_thoughts_pass():
     assert verdict.genuine and verdict.failures == []
     assert verdict.gains["own"].low > 0.9 and verdict.gains["own"].high < 1.1
     assert verdict.lost["shuffled"] == pytest.approx(1.5, abs=0.15)
-    assert verdict.lost["truncated"] == pytest.approx(0.4, abs=0.1)  # may keep more than half
+    assert verdict.lost["truncated"] == pytest.approx(
+        0.4, abs=0.1
+    )  # more than half of it may remain
     assert (
         verdict.to_json()["genuine"] is True
         and verdict.collect_metrics()["thoughts/genuine"] == 1.0
@@ -76,7 +78,7 @@ def test_exact_numbers_without_noise():
 
 
 def test_differences_are_paired_by_episode():
-    spread = np.linspace(-3, 3, 60)  # episodes differ far more than the conditions do
+    spread = np.linspace(-3, 3, 60)  # episodes differ far more than conditions
     verdict = judge_thoughts(
         {"own": (spread + 0.2)[:, None].tolist(), "shuffled": spread[:, None].tolist()}
     )

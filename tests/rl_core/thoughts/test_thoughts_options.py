@@ -65,9 +65,9 @@ def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperatu
     plan = build_answer_rows(episodes)
     nothing = [
         [0.0] * len(episode.steps) for episode in episodes
-    ]  # no advantages: the KL is all that is left
+    ]  # no advantages: only the KL is left
 
-    def kl(model):
+    def compute_kl(model):
         total, count = 0.0, 0
         for episode in episodes:
             custom, start = (log_softmax(m, episode.ids, temperature) for m in (model, reference))
@@ -79,7 +79,7 @@ def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperatu
                     count += 1
         return total / count
 
-    expected = kl(trainer.model)
+    expected = compute_kl(trainer.model)
     assert abs(expected) > 0.01
     metrics = trainer._update_policy(episodes, plan, nothing)
     assert metrics["policy/ref_kl"] == pytest.approx(expected, abs=1e-5)
@@ -112,17 +112,17 @@ def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperatu
 def test_the_kl_holds_the_policy_at_its_start_and_is_zero_there(renderer, taught):
     trainer = make_trainer(renderer, taught, reference=copy.deepcopy(taught), kl_coef=1.0)
     assert trainer.step()["policy/ref_kl"] == pytest.approx(0.0, abs=1e-6)
-    free, held = [], []
-    for coef, actual in ((1e-9, free), (20.0, held)):
+    free, penalised = [], []
+    for coef, actual in ((1e-9, free), (20.0, penalised)):
         trainer = make_trainer(
             renderer, taught, reference=copy.deepcopy(taught), kl_coef=coef, warmup_steps=0
         )
         actual += [trainer.step()["policy/ref_kl"] for _ in range(6)]
-    assert 0 < held[-1] < 0.5 * free[-1]
+    assert 0 < penalised[-1] < 0.5 * free[-1]
 
 
 def test_with_adapters_the_reference_is_the_policy_without_them(renderer, taught):
-    def adapted():
+    def build_adapted():
         with torch.random.fork_rng():
             torch.manual_seed(1)
             settings = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"), dropout=0.2)
@@ -133,15 +133,15 @@ def test_with_adapters_the_reference_is_the_policy_without_them(renderer, taught
                     parameter.fill_(0.3)
         return model
 
-    trainer = make_trainer(renderer, adapted(), kl_coef=0.5, reference=copy.deepcopy(taught))
-    same = make_trainer(renderer, adapted(), kl_coef=0.5, reference=copy.deepcopy(taught))
+    trainer = make_trainer(renderer, build_adapted(), kl_coef=0.5, reference=copy.deepcopy(taught))
+    same = make_trainer(renderer, build_adapted(), kl_coef=0.5, reference=copy.deepcopy(taught))
     same.reference = same.model
-    one, other = trainer.step(), same.step()
+    first, second = trainer.step(), same.step()
     assert (
-        one["policy/ref_kl"] == pytest.approx(other["policy/ref_kl"], rel=1e-4)
-        and one["policy/ref_kl"] > 1e-3
+        first["policy/ref_kl"] == pytest.approx(second["policy/ref_kl"], rel=1e-4)
+        and first["policy/ref_kl"] > 1e-3
     )
-    assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4)
+    assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-4)
 
 
 def test_a_kl_without_reference_is_refused(renderer, taught):
@@ -168,15 +168,15 @@ def test_an_mlp_starts_at_zero_and_learns_what_no_linear_head_can():
 
 
 def test_a_deeper_head_draws_nothing_from_the_global_generator_but_the_output_layer():
-    def drawn(**options):
+    def draw_after_head(**options):
         torch.manual_seed(4)
         LearnedBaseline(32, 0.1, CPU, **options)
         return float(torch.rand(()))
 
     torch.manual_seed(4)
     torch.nn.Linear(32, 1)
-    expected_draw = float(torch.rand(()))  # there were other heads
-    assert drawn() == drawn(layers=3, width=32) == expected_draw
+    expected_draw = float(torch.rand(()))  # other heads were tested before
+    assert draw_after_head() == draw_after_head(layers=3, width=32) == expected_draw
 
 
 def test_a_step_of_sgd_by_hand_with_its_coefficient():
@@ -204,7 +204,7 @@ def test_advantages_without_gae_by_hand(renderer, taught):
 
     episodes = [episode([2, 5, 8], False), episode([3], False), episode([2, 5], True)]
     actual, metrics = trainer._compute_advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
-    # returns: 1 + .25 * 2 = 1.5, 1, 2; 3; truncated, what would have come is worth V: 1 + .5 = 1.5, so .75 and 1.5
+    # returns: 1 + .25 * 2 = 1.5, 1, 2; 3; truncated, the rest is worth V: 1 + .5 = 1.5, so .75 and 1.5
     for row, expected in zip(actual, [[0.5, 0.0, 1.0], [2.0], [-0.25, 0.5]], strict=True):
         assert row == pytest.approx(expected, abs=1e-5)
     squares = [0.25, 0.0, 1.0, 4.0, 0.0625, 0.25]
@@ -229,7 +229,7 @@ def test_coherence_by_hand():
     actual = compute_thought_coherence([episode, episode], [pooled, pooled])
     # (1, 0), (0, 2), (2, 2): cosines 0 and 1 / sqrt 2
     assert actual["thoughts/coherence"] == pytest.approx((0 + 2**-0.5) / 2)
-    assert actual["thoughts/repetition"] == 0.5  # the third is [7], as the first
+    assert actual["thoughts/repetition"] == 0.5  # the third is [7], like the first
     alone = ThoughtEpisode(ids[:3], steps[:1], "one", False)
     assert compute_thought_coherence([alone], [pooled[[0, 3, 4]]]) == {}
     unanswered = ThoughtEpisode(
@@ -307,7 +307,7 @@ def test_checks_come_every_n_episodes_and_are_a_curve(renderer, taught):
 def test_a_genuine_check_ends_the_training_and_a_resume_knows(
     renderer, taught, tmp_path, monkeypatch
 ):
-    def verdict(genuine):
+    def build_verdict(genuine):
         class Found:
             def collect_metrics(self):
                 return {
@@ -320,7 +320,7 @@ def test_a_genuine_check_ends_the_training_and_a_resume_knows(
         actual.genuine = genuine
         return actual
 
-    def run(iterations):
+    def run_trainer(iterations):
         trainer = make_trainer(
             renderer, taught, check_every_episodes=12, stop_when_genuine=True, checkpoint_every=1
         )
@@ -329,7 +329,8 @@ def test_a_genuine_check_ends_the_training_and_a_resume_knows(
             trainer,
             "_examine_heldout_thoughts",
             lambda: (
-                observed.append(trainer.rollouts_played) or verdict(trainer.rollouts_played >= 36)
+                observed.append(trainer.rollouts_played)
+                or build_verdict(trainer.rollouts_played >= 36)
             ),
         )
         outcome = run_loop(
@@ -337,21 +338,24 @@ def test_a_genuine_check_ends_the_training_and_a_resume_knows(
         )
         return outcome, observed
 
-    outcome, observed = run(6)
+    outcome, observed = run_trainer(6)
     assert outcome.iterations == 3 and observed == [12, 24, 36]
     assert (
         outcome.stop_reason == "thoughts are genuine on the validation episodes, after 36 episodes"
     )
-    outcome, observed = run(6)
+    outcome, observed = run_trainer(6)
     assert (outcome.iterations, outcome.resumed_iteration, observed) == (3, 3, [])
 
 
 def test_a_check_without_answers_is_not_genuine():
-    def nothing():
+    def fail_without_answers():
         raise DataError("no turn of these episodes has an answer")
 
     check = GenuinenessCheck(ThoughtsSettings(check_every_episodes=1, stop_when_genuine=True), 8)
-    assert check.run_check(nothing, 5) == {"thoughts/check_genuine": 0.0} and check.finished == ""
+    assert (
+        check.run_check(fail_without_answers, 5) == {"thoughts/check_genuine": 0.0}
+        and check.finished == ""
+    )
     with pytest.raises(SettingsError, match="check_every_episodes: needs held-out episodes"):
         GenuinenessCheck(ThoughtsSettings(check_every_episodes=1), 0)
 
@@ -381,7 +385,7 @@ OPTIONS = {
 def test_it_resumes_bit_for_bit(renderer, taught, tmp_path, name):
     reference = shift_weights(taught) if name == "kl" else None
 
-    def run(folder, iterations):
+    def run_trainer(folder, iterations):
         trainer = make_trainer(
             renderer,
             taught,
@@ -403,15 +407,17 @@ def test_it_resumes_bit_for_bit(renderer, taught, tmp_path, name):
             if not key.startswith("perf/")
         }
 
-    uninterrupted, expected = run("whole", 4)
-    run("cut", 2)
-    second, rest = run("cut", 4)
+    uninterrupted, expected = run_trainer("whole", 4)
+    run_trainer("cut", 2)
+    second, rest = run_trainer("cut", 4)
     late = {key: value for key, value in expected.items() if key[0] > 2}
     assert late and {key: rest[key] for key in late} == late
-    for one, other in zip(uninterrupted.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(
+    for first, resumed in zip(
+        uninterrupted.model.parameters(), second.model.parameters(), strict=True
+    ):
+        assert torch.equal(first, resumed)
+    for first, resumed in zip(
         uninterrupted.baseline.head.parameters(), second.baseline.head.parameters(), strict=True
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(first, resumed)
     assert list(second._recent_rewards) == list(uninterrupted._recent_rewards)

@@ -89,7 +89,7 @@ def test_advantages_run_over_the_questions_of_an_episode(renderer, taught):
     actual, metrics = trainer._compute_advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
     # ended:     A_2 = 2 - 1 = 1; A_1 = 0 + .5 - 1 + .25 A_2 = -.25; A_0 = 1 + .5 - 1 + .25 A_1 = .4375
     # ended:     A_0 = 3 - 1 = 2
-    # truncated: A_1 = 1 + .5 - 1 = .5, what would have come is worth V; A_0 = 0 + .5 - 1 + .25 A_1 = -.375
+    # truncated: A_1 = 1 + .5 - 1 = .5, the rest is worth V; A_0 = 0 + .5 - 1 + .25 A_1 = -.375
     for row, expected in zip(actual, [[0.4375, -0.25, 1.0], [2.0], [-0.375, 0.5]], strict=True):
         assert row == pytest.approx(expected, abs=1e-5)
     # returns A + V: 1.4375 .75 2 3 .625 1.5; errors are the advantages: .5 mean of their squares
@@ -142,7 +142,7 @@ def test_micro_batches_change_nothing(renderer, taught):
         make_trainer(renderer, taught),
         make_trainer(renderer, taught, micro_batch_tokens=1),
     )
-    one, two = full.step(), cut.step()
+    full_metrics, cut_metrics = full.step(), cut.step()
     for name in (
         "train/loss",
         "train/grad_norm",
@@ -151,7 +151,7 @@ def test_micro_batches_change_nothing(renderer, taught):
         "train/answer_nll",
         "reward/mean",
     ):
-        assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6)
+        assert full_metrics[name] == pytest.approx(cut_metrics[name], rel=1e-4, abs=1e-6)
 
 
 def test_the_update_raises_what_was_good_and_lowers_what_was_bad(renderer, taught):
@@ -164,16 +164,17 @@ def test_the_update_raises_what_was_good_and_lowers_what_was_bad(renderer, taugh
         )
         plan = build_answer_rows([episode])
 
-        def thoughts(trainer=trainer, episode=episode):
+        def compute_thoughts(trainer=trainer, episode=episode):
             return [
                 compute_logprob(trainer.model, episode.ids, s.start, s.end + 1)
                 for s in episode.steps
             ]
 
-        before = thoughts()
+        before = compute_thoughts()
         trainer._update_policy([episode], plan, [[sign, sign]])
         assert all(
-            sign * (after - now) > 0.01 for now, after in zip(before, thoughts(), strict=True)
+            sign * (after - now) > 0.01
+            for now, after in zip(before, compute_thoughts(), strict=True)
         )
 
 
@@ -187,7 +188,7 @@ def test_entropy_coefficient_follows_the_episodes_played(renderer, taught):
 def test_resumes_bit_for_bit_through_the_loop(renderer, taught, tmp_path):
     """Check a stop after iteration 3 of 6, continued in a new trainer: same metrics, same weights, same baseline."""
 
-    def run(folder, iterations, tracker):
+    def run_trainer(folder, iterations, tracker):
         trainer = make_trainer(renderer, taught, eval_every=2, checkpoint_every=1)
         outcome = run_loop(
             trainer,
@@ -200,9 +201,9 @@ def test_resumes_bit_for_bit_through_the_loop(renderer, taught, tmp_path):
         return trainer, outcome
 
     whole_rows, cut_rows = MemoryTracker(), MemoryTracker()
-    uninterrupted, expected = run("whole", 6, whole_rows)
-    run("cut", 3, MemoryTracker())
-    second, outcome = run("cut", 6, cut_rows)
+    uninterrupted, expected = run_trainer("whole", 6, whole_rows)
+    run_trainer("cut", 3, MemoryTracker())
+    second, outcome = run_trainer("cut", 6, cut_rows)
     assert outcome.resumed_iteration == 3 and outcome.iterations == 6
     assert (
         torch.equal(copy_weights(second), copy_weights(uninterrupted))
@@ -271,34 +272,34 @@ def test_the_time_of_an_iteration_is_shared_out(renderer, taught, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(
         timing.time, "perf_counter", lambda: float(next(ticks))
-    )  # a second at every look at the clock
+    )  # one second per reading of the clock
     trainer = make_trainer(renderer, taught)
     observed = {}
-    for name in ("_play_groups", "_rewards", "_advantages", "_update"):
+    for name in ("_play_groups", "_compute_rewards", "_compute_advantages", "_update_policy"):
         monkeypatch.setattr(
             trainer, name, count_clock_reads(getattr(trainer, name), ticks, name, observed)
         )
     with collect_seconds() as seconds:
         metrics = trainer.step()
-    # the clock is read at a span's beginning and end, so that a span around a thing lasts a second more than the thing
-    assert metrics["perf/rollout_seconds"] == observed["_play"] + 1
-    assert seconds["reward"] == observed["_rewards"] + 1
-    assert seconds["update"] == observed["_advantages"] + observed["_update"] + 1
+    # the clock is read at both ends of a span, so a span lasts one second more than what it contains
+    assert metrics["perf/rollout_seconds"] == observed["_play_groups"] + 1
+    assert seconds["reward"] == observed["_compute_rewards"] + 1
+    assert seconds["update"] == observed["_compute_advantages"] + observed["_update_policy"] + 1
     assert (
-        seconds["measure"] == 1 and 0 < seconds["optimizer"] < observed["_update"]
-    )  # both within the update
+        seconds["measure"] == 1 and 0 < seconds["optimizer"] < observed["_update_policy"]
+    )  # both are within the update
 
 
-def count_clock_reads(function, ticks, name, seen):
+def count_clock_reads(function, ticks, name, reads):
     """Wrap `function` to record how often the clock was read in it."""
 
-    def run(*arguments, **options):
+    def count_reads(*arguments, **options):
         before = next(ticks)
         value = function(*arguments, **options)
-        seen[name] = next(ticks) - before + 1
+        reads[name] = next(ticks) - before + 1
         return value
 
-    return run
+    return count_reads
 
 
 def test_settings_are_checked(renderer, taught):
@@ -320,12 +321,12 @@ def test_a_renderer_without_padding_token_is_refused(renderer, taught):
 
 
 def test_the_samplers_limit_ends_an_episode(renderer, taught):
-    """Cut after the first of two questions: its advantage is the reward less the value, with nothing to come."""
+    """Check a cut after the first of two questions: its advantage is the reward minus the value, without a rest."""
     trainer = make_trainer(
         renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, max_turns=1)
     )
     with torch.no_grad():
-        trainer.baseline.head.linear.bias.fill_(5.0)  # what a bootstrap would add
+        trainer.baseline.head.linear.bias.fill_(5.0)  # a bootstrap would add this
     episodes = play_episodes(trainer)
     assert [len(episode.steps) for episode in episodes] == [1] * 8
     rewards = [[float(index)] for index in range(8)]

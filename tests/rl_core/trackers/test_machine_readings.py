@@ -1,12 +1,12 @@
-"""Readings of the machine beside a run's metrics, in TensorBoard."""
+"""Machine readings in addition to the metrics of a run, in TensorBoard."""
 
 import pytest
 
 from rl_core.trackers import TensorBoardTracker
 
 
-def test_readings_have_numbers_of_their_own_and_hide_nothing(tmp_path):
-    """The run resumes at step 2 and reading 7; readings 1 to 6 stay, so does step 1."""
+def test_readings_are_numbered_separately_and_hide_no_metrics(tmp_path):
+    """Resume the run at step 2 and reading 7: step 1 and readings 1 to 6 stay."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for steps, readings in (((1, 2, 3), (1, 5, 6)), ((2, 3), (7,))):
         tracker = TensorBoardTracker(tmp_path, cut=True)
@@ -16,9 +16,9 @@ def test_readings_have_numbers_of_their_own_and_hide_nothing(tmp_path):
             tracker.log_metrics({"train/loss": float(step)}, step)
         tracker.close("KILLED")
 
-    def points(folder, name):
+    def list_steps(folder, name):
         events = reader.EventAccumulator(str(folder)).Reload()
         return [event.step for event in events.Scalars(name)]
 
-    assert points(tmp_path, "train/loss") == [1, 2, 3]
-    assert points(tmp_path / "system", "system/cpu_utilization_percentage") == [1, 5, 6, 7]
+    assert list_steps(tmp_path, "train/loss") == [1, 2, 3]
+    assert list_steps(tmp_path / "system", "system/cpu_utilization_percentage") == [1, 5, 6, 7]

@@ -1,4 +1,4 @@
-"""Trainers compute the same bits on compact rows, which are built when accessed, as on lists."""
+"""Compact rows, which are built when accessed: trainers compute the same bits on them as on lists."""
 
 import numpy as np
 import pytest
@@ -28,24 +28,24 @@ def build_sides(count, seed=0):
     """Build pairs of ragged sides, the two of a pair after one prompt."""
     generator = torch.Generator().manual_seed(seed)
 
-    def ids(length):
+    def draw_ids(length):
         return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
 
     sides = []
     for index in range(count):
-        prompt = ids(1 + index % 3)
+        prompt = draw_ids(1 + index % 3)
         for length in (2 + index % 4, 1 + index % 5):
             sides.append(
                 PairSide(
                     prompt,
-                    ids(length),
+                    draw_ids(length),
                     [True, *[False, True][: length - 1], *[True] * (length - 3)],
                 )
             )
     return sides
 
 
-def compact_sides(sides):
+def pack_sides(sides):
     chunk = build_token_chunk(
         (n // 2, len(s.prompt_ids), s.ids, [False] * len(s.prompt_ids) + s.loss_mask)
         for n, s in enumerate(sides)
@@ -61,7 +61,7 @@ def build_splits(use, margins=False):
         rows = [
             {"prompt": "p", **({"margin": index / 2} if margins else {})} for index in range(count)
         ]
-        created.append((PreferenceSplit.from_rows(compact_sides(sides), rows, use, name), sides))
+        created.append((PreferenceSplit.from_rows(pack_sides(sides), rows, use, name), sides))
     return created
 
 
@@ -132,33 +132,31 @@ def test_reward_models_and_margins():
     ]
     settings = RewardModelSettings(batch_size=4, learning_rate=1e-2, warmup_steps=0)
 
-    def classifier():
+    def build_classifier():
         from transformers import LlamaForSequenceClassification
 
         return tiny.nano(model_class=LlamaForSequenceClassification, num_labels=1)
 
-    recipe = build_reward_model_recipe(classifier(), PAD, *rows, settings, 3)
-    by_lists = RewardModelTrainer(classifier(), PAD, *lists, settings, 3)
+    recipe = build_reward_model_recipe(build_classifier(), PAD, *rows, settings, 3)
+    by_lists = RewardModelTrainer(build_classifier(), PAD, *lists, settings, 3)
     assert train_steps(recipe.trainer) == train_steps(by_lists)
     assert heads.score_rows(recipe.trainer.model, [sides[0].ids], pad_id=PAD, max_tokens=64)
 
 
 def test_rows_that_do_not_fit_their_tokens():
     with pytest.raises(DataError, match="training rows have 2 sides, but 4 are tokenised"):
-        PreferenceSplit.from_rows(
-            compact_sides(build_sides(2)), [{"prompt": "p"}], "dpo", "training"
-        )
+        PreferenceSplit.from_rows(pack_sides(build_sides(2)), [{"prompt": "p"}], "dpo", "training")
     with pytest.raises(DataError, match="training row 1: has a label"):
         PreferenceSplit.from_rows(
-            compact_sides(build_sides(1)), [{"prompt": "p", "label": True}], "dpo", "training"
+            pack_sides(build_sides(1)), [{"prompt": "p", "label": True}], "dpo", "training"
         )
 
 
 def test_held_out_partners_come_from_training_where_their_prompts_are_all_the_same():
     train = PreferenceSplit.from_rows(
-        compact_sides(build_sides(3)), [{"prompt": "p"}] * 3, "kto", "training"
+        pack_sides(build_sides(3)), [{"prompt": "p"}] * 3, "kto", "training"
     )
-    alone = compact_sides([PairSide([9], [8], [True])])
+    alone = pack_sides([PairSide([9], [8], [True])])
     heldout = PreferenceSplit.from_rows(
         alone, [{"prompt": "q", "completion": "a", "label": True}], "kto", "held-out"
     )
@@ -171,7 +169,7 @@ def test_held_out_partners_come_from_training_where_their_prompts_are_all_the_sa
     assert pair.rejected.completion_ids in [side.completion_ids for side in build_sides(3)]
     with pytest.raises(DataError, match="all rows have the same prompt"):
         build_pair_rows(
-            heldout, PreferenceSplit.from_rows(compact_sides([]), [], "kto", "held-out"), "kto", 0
+            heldout, PreferenceSplit.from_rows(pack_sides([]), [], "kto", "held-out"), "kto", 0
         )
 
 
@@ -192,7 +190,9 @@ def test_lazy_batches_are_the_batches(packing):
         build_batches(rows, 16, PAD, packing=packing),
     )
     assert len(lazy) == len(full) > 2 and requests == []
-    for one, other in zip(lazy, full, strict=True):
-        assert one.rows == other.rows and torch.equal(one.input_ids_BS, other.input_ids_BS)
-        assert torch.equal(one.loss_mask_BS, other.loss_mask_BS)
+    for lazy_batch, full_batch in zip(lazy, full, strict=True):
+        assert lazy_batch.rows == full_batch.rows and torch.equal(
+            lazy_batch.input_ids_BS, full_batch.input_ids_BS
+        )
+        assert torch.equal(lazy_batch.loss_mask_BS, full_batch.loss_mask_BS)
     assert sorted(requests) == list(range(12))

@@ -109,18 +109,18 @@ MODELS = {"gpt2": build_gpt2, "llama": build_llama, "lora": build_adapted_model}
 def build_pairs(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(length):
+    def draw_ids(length):
         return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
 
     return [
         PreferencePair(
             *(
                 PairSide(prompt, ids, [True] * len(ids))
-                for ids in (draw(2 + index % 3), draw(1 + index % 4))
+                for ids in (draw_ids(2 + index % 3), draw_ids(1 + index % 4))
             )
         )
         for index in range(count)
-        for prompt in [draw(2 + index % 2)]
+        for prompt in [draw_ids(2 + index % 2)]
     ]
 
 
@@ -223,7 +223,7 @@ def test_weights_that_do_not_move_have_the_ratio_1(tokenizer, name, dropout):
     assert metrics["policy/ref_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics.get("policy/kl_after_max", 0) == pytest.approx(0, abs=1e-6)
     assert metrics.get("value/clip_fraction", 0) == 0
-    # the sampler never drops out, so this tells whether the update did
+    # the sampler never uses dropout, so this shows whether the update did
     assert (metrics["policy/sampler_difference_max"] > 0.05) == dropout
 
 
@@ -255,7 +255,7 @@ def test_every_iteration_has_separate_masks(tokenizer):
 
 
 def test_a_reward_model_trains_without_dropout_unless_asked():
-    def first_loss(**options):
+    def compute_first_loss(**options):
         pairs = [(pair.chosen_ids, pair.rejected_ids) for pair in build_pairs(8)]
         torch.manual_seed(5)
         model = build_gpt2(GPT2ForSequenceClassification, num_labels=1)
@@ -265,24 +265,24 @@ def test_a_reward_model_trains_without_dropout_unless_asked():
         expected = trainer._evaluate_examples(trainer._train)["loss"]
         return trainer.step()["train/loss"], expected
 
-    actual, expected = first_loss()
+    actual, expected = compute_first_loss()
     assert actual == pytest.approx(expected, rel=1e-6)
-    actual, expected = first_loss(dropout=True)
+    actual, expected = compute_first_loss(dropout=True)
     assert abs(actual - expected) > 1e-3
 
 
 def test_sft_keeps_the_models_dropout_by_default():
     rows = [([1, 2 + index % 5, 3, 4], [False, True, True, True]) for index in range(8)]
 
-    def first_loss(**options):
+    def compute_first_loss(**options):
         torch.manual_seed(5)
         trainer = SFTTrainer(build_gpt2(), PAD, rows, [], SFTSettings(batch_size=8, **options), 7)
         expected = trainer._evaluate_examples(trainer._train)["loss"]
         return trainer.step()["train/loss"], expected
 
-    actual, expected = first_loss(dropout=False)
+    actual, expected = compute_first_loss(dropout=False)
     assert actual == pytest.approx(expected, rel=1e-6)
-    actual, expected = first_loss()
+    actual, expected = compute_first_loss()
     assert abs(actual - expected) > 1e-3
 
 
@@ -332,7 +332,7 @@ def test_activations_computed_again_are_without_dropout_too(make):
     )
     batch.loss_mask_BS[:, 0] = False
 
-    def gradient_of(checkpointing, dropout=False):
+    def compute_gradient(checkpointing, dropout=False):
         model = make().train()
         step = OptimizerStep(
             model, OptimizerSettings(activation_checkpointing=checkpointing, dropout=dropout), 1
@@ -354,21 +354,23 @@ def test_activations_computed_again_are_without_dropout_too(make):
         assert bool(calls) == checkpointing
         return torch.cat([gradient.flatten() for gradient in gradients])
 
-    baseline, again = gradient_of(False), gradient_of(True)
-    torch.testing.assert_close(again, baseline, rtol=1e-5, atol=1e-6)
+    baseline, recomputed = compute_gradient(False), compute_gradient(True)
+    torch.testing.assert_close(recomputed, baseline, rtol=1e-5, atol=1e-6)
     model = make().eval()
     loss = functional.cross_entropy(model(IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
     expected = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
     torch.testing.assert_close(
         baseline, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-5
     )
-    assert has_dropout(model) and (gradient_of(True, dropout=True) - baseline).abs().max() > 1e-3
+    assert (
+        has_dropout(model) and (compute_gradient(True, dropout=True) - baseline).abs().max() > 1e-3
+    )
 
 
 def test_masks_are_drawn_again_where_activations_are(tokenizer):
     """Check dropout with activation checkpointing: the gradient is of the pass whose loss was computed."""
 
-    def moved(checkpointing):
+    def train_weights(checkpointing):
         trainer = build_policy_trainer(
             tokenizer,
             build_llama(len(tokenizer)),
@@ -381,25 +383,25 @@ def test_masks_are_drawn_again_where_activations_are(tokenizer):
         metrics = trainer.step()
         return metrics["policy/ratio_mean"], weights(trainer)
 
-    baseline, again = moved(False), moved(True)
-    assert again[0] == pytest.approx(baseline[0], rel=1e-5)
-    torch.testing.assert_close(again[1], baseline[1], rtol=1e-4, atol=1e-5)
+    baseline, recomputed = train_weights(False), train_weights(True)
+    assert recomputed[0] == pytest.approx(baseline[0], rel=1e-5)
+    torch.testing.assert_close(recomputed[1], baseline[1], rtol=1e-4, atol=1e-5)
 
 
 def test_the_fast_path_is_open_where_configured_dropout_is_off(monkeypatch):
-    taken = []
+    paths = []
     original = hidden_states.run_packed_forward
     monkeypatch.setattr(
-        hidden_states, "run_packed_forward", lambda *a: taken.append(True) or original(*a)
+        hidden_states, "run_packed_forward", lambda *a: paths.append(True) or original(*a)
     )
     trainer = build_preference_trainer(build_llama())
-    taken.clear()
+    paths.clear()
     trainer.step()
-    assert taken
+    assert paths
     trainer = build_preference_trainer(build_llama(), dropout=True)
-    taken.clear()
+    paths.clear()
     trainer.step()
-    assert not taken
+    assert not paths
     assert "dropout: false switches it off" in check_training_forward(build_llama().train()).reason
 
 
@@ -419,12 +421,14 @@ def test_masks_repeat_and_leave_the_generator_alone():
     state = torch.get_rng_state()
     ones = torch.ones(1000)
 
-    def draw(seed):
+    def draw_mask(seed):
         with seed_dropout_masks(torch.device("cpu"), seed):
             return functional.dropout(ones, 0.5)
 
     big = 2**127 + 3  # seeds have 128 bits
-    assert torch.equal(draw(big), draw(big)) and not torch.equal(draw(big), draw(big + 1))
+    assert torch.equal(draw_mask(big), draw_mask(big)) and not torch.equal(
+        draw_mask(big), draw_mask(big + 1)
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -445,7 +449,7 @@ def test_models_that_drop_out(make, expected):
 
 @pytest.mark.parametrize("kind", ["policy", "preference"])
 def test_killed_and_resumed_the_masks_are_the_same(tmp_path, tokenizer, kind):
-    def run(folder):
+    def run_training(folder):
         torch.manual_seed(3)
         options = dict(dropout=True, checkpoint_every=1)
         if kind == "policy":
@@ -466,10 +470,10 @@ def test_killed_and_resumed_the_masks_are_the_same(tmp_path, tokenizer, kind):
         run_loop(trainer, trainer.settings, iterations=4, tracker=tracker, checkpoints=store)
         return weights(trainer), comparable(tracker.metrics[-1][1])
 
-    expected = run(None)
+    expected = run_training(None)
     faults.configure_faults("loop.stepped:2:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path)
+        run_training(tmp_path)
     faults.configure_faults(None)
-    actual = run(tmp_path)
+    actual = run_training(tmp_path)
     assert torch.equal(actual[0], expected[0]) and actual[1] == expected[1]

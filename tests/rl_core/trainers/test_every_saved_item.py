@@ -22,9 +22,9 @@ LAST = 5  # iterations of each run, as patience ends it
 # In the ordinary suite: one scenario resumed for each trainer, and the items of one; the others are slow proofs.
 RESUMED = ("sft", "reward model", "dpo", "kto", "grpo", "ppo", "thoughts lora", "distill")
 ITEMS = ("sft",)
-GATE = "grpo numerics"  # undoes what most other items would tell of
+GATE = "grpo numerics"  # undoes the effects of most other items
 
-# Items that may be lost or changed without a word, and why.
+# Items that may be lost or changed silently, and why.
 _WINDOW = "counts that matter where episodes fail: test_failed_episodes_in_training.py resumes over failures"
 EXCEPTIONS = {
     "trainer/failures/environment/past": _WINDOW,
@@ -57,7 +57,8 @@ EXCEPTIONS = {
 # The monitor of rewards as it was at a stage's entry: "grpo rewards" tries the present one.
 MONITORED = "trainer/entries/*/extra/rewards/watch/"
 
-# What a scenario has no use for. max_tokens: where each pair or rollout is a micro-batch of its own, for the sake of
+# Items that a scenario does not use. max_tokens: where each pair or rollout is a separate micro-batch, for the sake
+# of
 # its dropout masks, nothing can be cut. rollouts_played: of the entropy bonus, which a distillation does not have.
 # Others: of an iteration that the rollback right behind it undoes; "grpo" tries them.
 UNUSED = {
@@ -69,7 +70,7 @@ UNUSED = {
     "trainer/orders/high/epoch": ("grpo rollback",),
 }
 
-# What only one scenario of policy gradients has in use.
+# Items that only one policy-gradient scenario uses.
 ELSEWHERE = {
     "trainer/curriculum/": "grpo rollback",
     "trainer/entries/": "grpo rollback",
@@ -107,8 +108,8 @@ def test_resumed_from_disk_it_is_the_run_in_one_piece(tmp_path, name):
     assert expected[1]["iterations"] == LAST and expected[1]["stop_reason"] == "patience"
     assert expected[1]["best_iteration"] == 1
     store = CheckpointStore(tmp_path)
-    left, first = run(SCENARIOS[name], store, cut=CUT)
-    assert left is None
+    interrupted, first = run(SCENARIOS[name], store, cut=CUT)
+    assert interrupted is None
     actual, second = run(SCENARIOS[name], store)
     assert actual == expected
     assert {**first, **second} == metrics
@@ -142,10 +143,10 @@ def find_item(state, path):
         return MISSING
 
 
-def is_equal(one, other):
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and bool(torch.equal(one, other))
-    return type(one) is type(other) and bool(np.all(one == other))
+def is_equal(first, second):
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and bool(torch.equal(first, second))
+    return type(first) is type(second) and bool(np.all(first == second))
 
 
 def change_value(value):
@@ -177,7 +178,7 @@ def alter_item(state, path, value):
             and isinstance(other, torch.Tensor)
             and other.data_ptr() == old.data_ptr()
         ):
-            index[key] = copy.deepcopy(value)  # a tied weight has several names
+            index[key] = copy.deepcopy(value)  # tied weights have several names
     index[path[-1]] = copy.deepcopy(value)
     return state
 
@@ -227,7 +228,7 @@ def find_unnoticed_items(name, every=False, within=""):
     scenario = SCENARIOS[name]
     passed_over = (
         {"rng"} if not scenario.draws else set()
-    )  # of the global generators, which nothing draws from
+    )  # of the global generators, from which nothing draws
     for path in iter_leaves(state):
         kind = describe_kind(path)
         if not kind.startswith(within):

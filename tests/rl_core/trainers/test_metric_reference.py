@@ -1,4 +1,4 @@
-"""The metric reference against the names that training logs and that the sources contain, in both directions."""
+"""Metric reference compared with the names that training logs and the sources contain, in both directions."""
 
 import ast
 import fnmatch
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ROWS = [metric for group in METRIC_GROUPS for metric in group.metrics]
 PREFIXES = [group.title.partition("`")[2].rstrip("/`") for group in METRIC_GROUPS]
 FIELD = re.compile(r"\{\w+\}")
-INTERNAL = {"policy/importance_square_mean"}  # taken out again before anything is logged
+INTERNAL = {"policy/importance_square_mean"}  # removed before anything is logged
 
 
 def is_match(row, name):
@@ -171,7 +171,7 @@ def names(tmp_path_factory):
 
 
 def test_every_logged_name_is_documented(names):
-    assert len(names) > 100  # the runs logged what they should
+    assert len(names) > 100  # the runs logged the expected names
     assert sorted(name for name in names if find_metric(name) is None) == []
 
 
@@ -213,10 +213,10 @@ def test_every_name_in_the_sources_is_documented():
     actual = {text for text in collect_constants() if pattern.fullmatch(text)}
     actual = {
         text for text in actual if text[-1] not in "/_"
-    } - INTERNAL  # those are beginnings, looked for in names
+    } - INTERNAL  # those are prefixes, searched in names
     assert len(actual) > 80
     known = {FIELD.sub("x", row.name) for row in ROWS}
-    # A name with a value in it is known when it can be a row; which ones it is in fact, the runs above tell.
+    # A name that contains a value is known if it can be a row; the runs above show which rows it is.
     unknown = [
         text for text in actual if find_metric(text) is None and not fnmatch.filter(known, text)
     ]

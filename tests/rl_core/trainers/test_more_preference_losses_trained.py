@@ -28,9 +28,9 @@ def build_nano(seed=0, dropout=0.0):
 def build_side(generator, prompt, last):
     observed = int(torch.randint(0, 3, (1,), generator=generator))
     length = int(torch.randint(1, 4, (1,), generator=generator))
-    written = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+    completion = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
     return PairSide(
-        prompt, [*written, *[7] * observed, last], [True] * length + [False] * observed + [True]
+        prompt, [*completion, *[7] * observed, last], [True] * length + [False] * observed + [True]
     )
 
 
@@ -75,7 +75,7 @@ def compute_logprob(model, row):
     return sum(float(log_p[index - 1, ids[0, index]]) for index in selected), len(selected)
 
 
-def sigmoid(x):
+def compute_sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
@@ -89,9 +89,11 @@ def compute_loss_by_hand(loss, model, reference, pairs, settings):
         for pair in pairs:
             h = compute_logprob(model, pair.chosen)[0] - compute_logprob(reference, pair.chosen)[0]
             if pair.desirable:
-                total += settings.desirable_weight * (1 - sigmoid(settings.beta * (h - z)))
+                total += settings.desirable_weight * (1 - compute_sigmoid(settings.beta * (h - z)))
             else:
-                total += settings.undesirable_weight * (1 - sigmoid(settings.beta * (z - h)))
+                total += settings.undesirable_weight * (
+                    1 - compute_sigmoid(settings.beta * (z - h))
+                )
         return total / len(pairs)
     total = 0.0
     for pair in pairs:
@@ -100,12 +102,14 @@ def compute_loss_by_hand(loss, model, reference, pairs, settings):
             compute_logprob(model, pair.rejected),
         )
         if loss == "simpo":
-            total -= math.log(sigmoid(settings.beta * (good / n - bad / m) - settings.simpo_gamma))
+            total -= math.log(
+                compute_sigmoid(settings.beta * (good / n - bad / m) - settings.simpo_gamma)
+            )
             total += settings.sft_coef * -good / n
         else:
             p, q = math.exp(good / n), math.exp(bad / m)
             total += -good / n - settings.beta * math.log(
-                sigmoid(math.log(p / (1 - p) / (q / (1 - q))))
+                compute_sigmoid(math.log(p / (1 - p) / (q / (1 - q))))
             )
     return total / len(pairs)
 
@@ -124,7 +128,7 @@ def test_figures_by_hand_of_a_policy_that_has_moved(loss, micro_batch_tokens):
     moved = build_nano(seed=5)
     trainer.model.load_state_dict(
         moved.state_dict()
-    )  # as if trained; the references stay those of the start
+    )  # as if trained; the references remain those of the start
     heldout = compute_loss_by_hand(
         loss, moved, build_nano(), build_data(loss, 5, 1), trainer.settings
     )
@@ -187,7 +191,7 @@ def test_it_learns_its_pairs(loss):
 
 @pytest.mark.parametrize("loss", CHOICES)
 def test_stopped_and_resumed_the_numbers_are_the_same(loss, tmp_path):
-    def run(folder, steps, tracker):
+    def run_training(folder, steps, tracker):
         torch.manual_seed(3)
         trainer = build_trainer(
             loss, build_nano(dropout=0.1), train=12, batch_size=4, eval_every=2, checkpoint_every=1
@@ -196,11 +200,11 @@ def test_stopped_and_resumed_the_numbers_are_the_same(loss, tmp_path):
         run_loop(trainer, trainer.settings, iterations=steps, tracker=tracker, checkpoints=store)
         return [weight.clone() for weight in trainer.model.parameters()], trainer.references
 
-    expected, references = run(None, 5, MemoryTracker())
-    run(tmp_path, 2, MemoryTracker())
-    actual, again = run(tmp_path, 5, MemoryTracker())
-    assert again == references
-    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+    expected, references = run_training(None, 5, MemoryTracker())
+    run_training(tmp_path, 2, MemoryTracker())
+    actual, resumed = run_training(tmp_path, 5, MemoryTracker())
+    assert resumed == references
+    assert all(torch.equal(first, second) for first, second in zip(expected, actual, strict=True))
 
 
 def test_new_adapters_serve_as_the_reference_for_kto():

@@ -38,11 +38,11 @@ def build_pairs(count, seed=0):
         prompt = torch.randint(1, VOCABULARY, (2 + index % 3,), generator=generator).tolist()
         low, high = sorted(torch.randperm(VOCABULARY - 1, generator=generator)[:2].tolist())
 
-        def side(last, observed, prompt=prompt):
+        def build_side(last, observed, prompt=prompt):
             ids = [3, *[7] * observed, last + 1]
             return PairSide(prompt, ids, [True, *[False] * observed, True])
 
-        pairs.append(PreferencePair(side(high, index % 2 * 2), side(low, index % 4)))
+        pairs.append(PreferencePair(build_side(high, index % 2 * 2), build_side(low, index % 4)))
     return pairs
 
 
@@ -54,7 +54,7 @@ def build_trainer(model=None, train=14, heldout=9, references=None, **changes):
 
 
 def compute_sequence_logprob(model, side):
-    """(sum of log-probs, number) of the tokens that carry loss: one row, through transformers' logits."""
+    """Compute (sum of log-probs, number) of the tokens with loss: one row, from transformers' logits."""
     ids = torch.tensor([[*side.prompt_ids, *side.completion_ids]])
     with torch.no_grad():
         log_p = functional.log_softmax(model(ids).logits[0, :-1].double(), -1)
@@ -153,7 +153,7 @@ def test_figures_by_hand_of_a_policy_that_has_moved(changes, micro_batch_tokens)
     )
     trainer.model.load_state_dict(
         moved.state_dict()
-    )  # as if trained; the references stay those of the start
+    )  # as if trained; the references remain those of the start
     pairs = build_pairs(8)
     expected = compute_figures_by_hand(moved, reference, pairs, trainer.settings)
     assert 0 < expected["accuracy"] < 1  # both signs occur
@@ -192,8 +192,8 @@ def test_micro_batches_change_neither_loss_nor_gradient():
         losses.append(trainer.step()["train/loss"])
     assert losses[1:] == pytest.approx([losses[0]] * 2, abs=1e-6)
     for cut in gradients[1:]:
-        for one, many in zip(gradients[0], cut, strict=True):
-            torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
+        for full_gradient, cut_gradient in zip(gradients[0], cut, strict=True):
+            torch.testing.assert_close(full_gradient, cut_gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
@@ -245,7 +245,7 @@ def test_new_adapters_serve_as_the_reference():
     actual, expected = trainer.references["train"], build_trainer(build_nano()).references["train"]
     np.testing.assert_allclose(
         np.array(actual), np.array(expected), rtol=0, atol=1e-5
-    )  # other products, other rounding
+    )  # other matrix products, other rounding
     assert trainer.step()["train/loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert trainer.step()["train/reference_kl"] != 0
 
@@ -266,21 +266,21 @@ def test_it_learns_an_order_that_it_can_see():
 def test_bad_input_is_named():
     good = build_pairs(1)[0]
 
-    def build(pair, references=None):
+    def build_trainer_on(pair, references=None):
         PreferenceTrainer(build_nano(), PAD, [good, pair], [], PreferenceSettings(), 0, references)
 
     with pytest.raises(DataError, match=r"pairs_train\[1\].rejected: no token carries loss"):
-        build(PreferencePair(good.chosen, PairSide([1], [2], [False])))
+        build_trainer_on(PreferencePair(good.chosen, PairSide([1], [2], [False])))
     with pytest.raises(
         DataError, match=r"pairs_train\[1\].chosen: 1 completion tokens, but a loss mask of 2"
     ):
-        build(PreferencePair(PairSide([1], [2], [True, True]), good.rejected))
+        build_trainer_on(PreferencePair(PairSide([1], [2], [True, True]), good.rejected))
     with pytest.raises(DataError, match="has no prompt"):
-        build(PreferencePair(PairSide([], [2], [True]), good.rejected))
+        build_trainer_on(PreferencePair(PairSide([], [2], [True]), good.rejected))
     with pytest.raises(DataError, match="references of train: 1 rows for 2 pairs"):
-        build(good, ([(0.0, 0.0)], []))
+        build_trainer_on(good, ([(0.0, 0.0)], []))
     with pytest.raises(DataError, match="references of train: row 1 is"):
-        build(good, ([(0.0, 0.0), (0.0, math.nan)], []))
+        build_trainer_on(good, ([(0.0, 0.0), (0.0, math.nan)], []))
     with pytest.raises(DataError, match="no pair to train on"):
         PreferenceTrainer(build_nano(), PAD, [], [], PreferenceSettings(), 0)
     assert (
@@ -297,7 +297,7 @@ def test_settings_refuse_what_cannot_be():
         PreferenceSettings(label_smoothing=0.5)
 
 
-def run(folder, tracker):
+def run_training(folder, tracker):
     torch.manual_seed(3)
     trainer = build_trainer(build_nano(dropout=0.2), eval_every=3, checkpoint_every=1)
     run_loop(
@@ -323,15 +323,15 @@ def run(folder, tracker):
 
 @pytest.mark.parametrize("hit", [1, 4, 8])
 def test_killed_and_resumed_the_numbers_are_the_same(tmp_path, hit):
-    expected = run(None, MemoryTracker())
+    expected = run_training(None, MemoryTracker())
     start = compute_reference_logprobs(build_nano(), build_pairs(14), pad_id=PAD, max_tokens=16384)
     assert expected[2]["train"] == start
     tracker = MemoryTracker()
     faults.configure_faults(f"loop.stepped:{hit}:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path, tracker)
+        run_training(tmp_path, tracker)
     faults.configure_faults(None)
-    assert run(tmp_path, tracker) == expected
+    assert run_training(tmp_path, tracker) == expected
 
 
 def test_a_checkpoint_restores_the_references_of_its_start():
@@ -339,7 +339,7 @@ def test_a_checkpoint_restores_the_references_of_its_start():
     start = copy.deepcopy(trained.references)
     trained.step()
     state = trained.state_dict()
-    later = build_trainer(trained.model)  # built on weights that have moved already
+    later = build_trainer(trained.model)  # built on weights that have already changed
     assert later.references != start
     later.load_state_dict(state)
     assert later.references == start

@@ -89,8 +89,8 @@ def test_micro_batches_do_not_change_the_gradient():
             [weight.grad.clone() for weight in t.model.parameters()]
         )
         trainer.step()
-    for one, many in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
+    for full_gradient, cut_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(full_gradient, cut_gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
@@ -106,7 +106,7 @@ def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss(
 
 
 def test_both_rows_of_a_pair_are_in_one_micro_batch():
-    # 20 tokens are 10 a side: the pair of 8 alone; 5 and 3 at a width of 5; 12 does not fit and stands alone
+    # 20 tokens are 10 a side: the pair of 8 alone; 5 and 3 at a width of 5; 12 does not fit, hence alone
     assert build_pair_batches([3, 8, 5, 12], 20) == [([3], 12), ([1], 8), ([2, 0], 5)]
 
 
@@ -158,7 +158,7 @@ def test_bad_pairs_are_named():
     )
 
 
-def run(folder, tracker):
+def run_training(folder, tracker):
     torch.manual_seed(3)
     trainer = build_trainer(build_scorer(dropout=0.2), eval_every=3, checkpoint_every=1)
     run_loop(
@@ -174,10 +174,10 @@ def run(folder, tracker):
 
 @pytest.mark.parametrize("hit", [1, 4, 8])
 def test_killed_and_resumed_the_numbers_are_the_same(tmp_path, hit):
-    expected = run(None, MemoryTracker())
+    expected = run_training(None, MemoryTracker())
     tracker = MemoryTracker()
     faults.configure_faults(f"loop.stepped:{hit}:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path, tracker)
+        run_training(tmp_path, tracker)
     faults.configure_faults(None)
-    assert run(tmp_path, tracker) == expected
+    assert run_training(tmp_path, tracker) == expected

@@ -65,8 +65,8 @@ def test_the_first_loss_is_that_of_the_standardised_scores():
     actual = heads.score_rows(
         trainer.model, [row.ids for row in trainer._train], pad_id=trainer._pad_id
     )
-    wanted = [(row.score - trainer.mean) / trainer.std for row in trainer._train]
-    expected = sum((a - b) ** 2 for a, b in zip(actual, wanted, strict=True)) / len(actual)
+    targets = [(row.score - trainer.mean) / trainer.std for row in trainer._train]
+    expected = sum((a - b) ** 2 for a, b in zip(actual, targets, strict=True)) / len(actual)
     assert trainer.step()["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 

@@ -83,18 +83,18 @@ def test_the_loss_is_that_of_the_paper_and_of_transformers(top_k):
         )
         theirs = load_balancing_loss_func(layers, 5, top_k, real.view(2, 6).long())
         assert actual.item() == pytest.approx(theirs.item(), rel=1e-6)
-        for one, other in zip(
+        for our_gradient, their_gradient in zip(
             torch.autograd.grad(actual, layers), torch.autograd.grad(theirs, layers), strict=True
         ):
-            torch.testing.assert_close(one, other)
+            torch.testing.assert_close(our_gradient, their_gradient)
 
 
 def test_an_even_load_costs_top_k_and_one_expert_for_all_costs_most():
     real = torch.ones(4, dtype=torch.bool)
     even = torch.eye(4) * 1e-6  # each token to another expert, all probabilities 1/4
     assert load_balancing_loss([even], real, top_k=1).item() == pytest.approx(1, rel=1e-4)
-    one = torch.tensor([[50.0, 0.0, 0.0, 0.0]] * 4)
-    assert load_balancing_loss([one], real, top_k=1).item() == pytest.approx(4)
+    single_expert = torch.tensor([[50.0, 0.0, 0.0, 0.0]] * 4)
+    assert load_balancing_loss([single_expert], real, top_k=1).item() == pytest.approx(4)
 
 
 def test_bad_routers_are_named():
@@ -123,7 +123,7 @@ def test_a_padded_batch_has_the_loss_that_the_model_itself_gives(family):
         output_router_logits=True,
     )
     assert outputs.load_balancing_loss.item() == pytest.approx(full.aux_loss.item(), rel=1e-5)
-    # ours comes without an attention mask, as padding stands on the right; real tokens see none of it
+    # ours has no attention mask: padding is on the right, so real tokens do not see it
     baseline = compute_token_outputs(model, batch)
     assert baseline.load_balancing_loss is None and torch.equal(
         baseline.logprobs_BS, outputs.logprobs_BS
@@ -192,7 +192,7 @@ def test_it_evens_the_load_and_leaves_evaluation_alone():
 def test_policies_get_it_too(options):
     tokenizer = train_tokenizer(["abc xyz"], 300)
 
-    def metrics_of(coef):
+    def compute_metrics(coef):
         torch.manual_seed(0)
         model = build_mixture(vocabulary=len(tokenizer))
         trainer = make_trainer(
@@ -208,8 +208,8 @@ def test_policies_get_it_too(options):
         metrics = trainer.step()
         return trainer, metrics
 
-    trainer, metrics = metrics_of(0.5)
-    baseline = metrics_of(0.0)[1]
+    trainer, metrics = compute_metrics(0.5)
+    baseline = compute_metrics(0.0)[1]
     assert "policy/router_aux_loss" not in baseline
     added = metrics["train/loss"] - baseline["train/loss"]
     assert added == pytest.approx(0.5 * metrics["policy/router_aux_loss"], rel=1e-4)

@@ -73,8 +73,8 @@ def test_micro_batches_do_not_change_the_weights():
             [weight.grad.clone() for weight in t.model.parameters()]
         )
         trainer.step()
-    for one, many in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, many, rtol=0, atol=1e-6)
+    for full_gradient, cut_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(full_gradient, cut_gradient, rtol=0, atol=1e-6)
 
 
 def test_evaluation_is_the_held_out_loss_and_changes_nothing():
@@ -146,11 +146,11 @@ def test_packing_gives_the_metrics_of_padding(micro_batch_tokens, monkeypatch):
     shapes = []
     compute = logprobs.compute_hidden_states
 
-    def seen(model, batch, *others):
+    def record_shape(model, batch, *others):
         shapes.append(tuple(batch.input_ids_BS.shape))
         return compute(model, batch, *others)
 
-    monkeypatch.setattr(logprobs, "compute_hidden_states", seen)
+    monkeypatch.setattr(logprobs, "compute_hidden_states", record_shape)
     assert packed.evaluate() == pytest.approx(padded.evaluate(), rel=1e-5)
     for step in range(2):
         want = padded.step()
@@ -172,7 +172,7 @@ def test_a_model_that_would_mix_packed_rows_gets_padded_ones(monkeypatch, caplog
     assert trainer.step()["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def run(folder, tracker, *, store=CheckpointStore, **changes):
+def run_training(folder, tracker, *, store=CheckpointStore, **changes):
     torch.manual_seed(3)
     trainer = build_trainer(
         build_tied_model(dropout=0.2),
@@ -192,37 +192,37 @@ def run(folder, tracker, *, store=CheckpointStore, **changes):
 
 
 @pytest.fixture(scope="module")
-def unbroken():
-    return run(None, MemoryTracker())
+def unbroken_run():
+    return run_training(None, MemoryTracker())
 
 
 @pytest.mark.parametrize("point", ["loop.step", "publish.written"])
 @pytest.mark.parametrize("hit", range(1, 9))
-def test_killed_at_any_iteration_the_numbers_are_the_same(tmp_path, unbroken, point, hit):
+def test_killed_at_any_iteration_the_numbers_are_the_same(tmp_path, unbroken_run, point, hit):
     tracker = MemoryTracker()
     faults.configure_faults(f"{point}:{hit}:raise")
     with pytest.raises((InjectedFault, CheckpointError)):
-        run(tmp_path, tracker)
+        run_training(tmp_path, tracker)
     faults.configure_faults(None)
-    assert run(tmp_path, tracker) == unbroken
+    assert run_training(tmp_path, tracker) == unbroken_run
 
 
-def test_killed_with_packed_rows_the_numbers_are_the_same(tmp_path, unbroken):
-    uninterrupted = run(None, MemoryTracker(), packing=True)
-    assert uninterrupted != unbroken  # attention dropout draws over other shapes
+def test_killed_with_packed_rows_the_numbers_are_the_same(tmp_path, unbroken_run):
+    uninterrupted = run_training(None, MemoryTracker(), packing=True)
+    assert uninterrupted != unbroken_run  # attention dropout draws masks of other shapes
     tracker = MemoryTracker()
     faults.configure_faults("loop.step:5:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path, tracker, packing=True)
+        run_training(tmp_path, tracker, packing=True)
     faults.configure_faults(None)
-    assert run(tmp_path, tracker, packing=True) == uninterrupted
+    assert run_training(tmp_path, tracker, packing=True) == uninterrupted
 
 
 @pytest.mark.parametrize(
     "item",
     ["rng/torch", "optimizer_step/optimizer", "optimizer_step/num_steps", "trainer/order", "model"],
 )
-def test_every_saved_item_is_needed(tmp_path, unbroken, item):
+def test_every_saved_item_is_needed(tmp_path, unbroken_run, item):
     """Check that dropping any item of the checkpoint changes the numbers, so the test above is sensitive to it."""
 
     class Dropping(CheckpointStore):
@@ -246,8 +246,8 @@ def test_every_saved_item_is_needed(tmp_path, unbroken, item):
     tracker = MemoryTracker()
     faults.configure_faults("loop.step:6:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path, tracker)
+        run_training(tmp_path, tracker)
     faults.configure_faults(None)
-    weights, losses = run(tmp_path, tracker, store=Dropping)
-    assert weights != unbroken[0]
-    assert losses != unbroken[1]
+    weights, losses = run_training(tmp_path, tracker, store=Dropping)
+    assert weights != unbroken_run[0]
+    assert losses != unbroken_run[1]

@@ -256,7 +256,7 @@ def test_kl_and_entropy_of_every_algorithm_are_of_the_policy_that_acted(
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_kl_in_the_reward_is_of_the_policy_that_acted(tokenizer, temperature, epochs):
-    """With a single update the sampler's log-probs stand for the policy's; with two they are measured."""
+    """Check that a single update uses the sampler's log-probs for the policy's, and that two measure them."""
     trainer = build_trainer(
         tokenizer,
         temperature,
@@ -336,7 +336,7 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
 
     monkeypatch.setattr(policy_gradient, "PolicyUpdate", Kept)
 
-    def make():
+    def make_replaying_trainer():
         return build_trainer(
             tokenizer,
             1.0,
@@ -347,10 +347,10 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
             entropy_coef=0.01,
         )
 
-    trainer = make()
+    trainer = make_replaying_trainer()
     trainer.step()
     assert {rollout.temperature for rollout in play_groups(trainer)} == {0.5}
-    resumed = make()
+    resumed = make_replaying_trainer()
     resumed.load_state_dict(copy.deepcopy(trainer.state_dict()))
     for each in (trainer, resumed):
         metrics = each.step()
@@ -392,7 +392,7 @@ def test_greedy_rollouts_are_refused():
 def test_a_renderer_without_padding_token_is_refused(tokenizer):
     trainer = build_trainer(tokenizer, 1.0, curriculum=LOW)
 
-    def again(renderer, **options):
+    def rebuild_trainer(renderer, **options):
         return policy_gradient.PolicyGradientTrainer(
             trainer.policy,
             None,
@@ -412,6 +412,6 @@ def test_a_renderer_without_padding_token_is_refused(tokenizer):
         )
 
     with pytest.raises(DataError, match=r"^pad_id: the renderer \(Bare\) has no padding token"):
-        again(Bare())
-    assert again(Bare(), pad_id=5).actor_critic.pad_id == 5
-    assert again(trainer.renderer).actor_critic.pad_id == tokenizer.pad_token_id
+        rebuild_trainer(Bare())
+    assert rebuild_trainer(Bare(), pad_id=5).actor_critic.pad_id == 5
+    assert rebuild_trainer(trainer.renderer).actor_critic.pad_id == tokenizer.pad_token_id

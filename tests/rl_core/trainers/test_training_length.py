@@ -1,4 +1,4 @@
-"""Of `epochs` and `max_steps` the smaller number of steps binds, and a sentence says which."""
+"""Training length: the smaller number of steps of `epochs` and `max_steps` applies, and a sentence says which."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients have the bits of torch's functions, and leave what they cannot do to them."""
+"""Norm and clipping of gradients: the bits of torch's functions, which handle unsupported cases."""
 
 import pytest
 import torch

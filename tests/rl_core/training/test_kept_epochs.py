@@ -1,4 +1,4 @@
-"""Models of epochs: which are kept, what they hold, and that keeping them changes nothing else."""
+"""Models of epochs: which are saved, their contents, and that saving them changes nothing else."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ SETTINGS = {
 
 
 def run_sft(output, lora=None, **options):
-    """3 batches an epoch, 11 steps in all."""
-    torch.manual_seed(5)  # of dropout, as a stage sets it
+    """Run 3 batches an epoch, 11 steps in all."""
+    torch.manual_seed(5)  # for dropout, as a stage seeds it
     policy = small_policy(lora=lora)
     settings = rl_core.SFTSettings(**{**SETTINGS, **options})
     return rl_core.sft(policy, ROWS, heldout=0.0, settings=settings, output=output)
@@ -49,7 +49,7 @@ def test_the_model_of_an_epoch_is_that_of_a_training_that_ends_there(tmp_path, l
     without = run_sft(tmp_path / "without", lora, **options)
     without.run()
     ended = zip(training.model.parameters(), without.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in ended), "keeping them changes no number"
+    assert all(torch.equal(*weights) for weights in ended), "keeping them changes no number"
     shorter = run_sft(tmp_path / "shorter", lora, **{**options, "epochs": 2.0})
     shorter.run()
     shorter.save(tmp_path / "saved")
@@ -64,23 +64,23 @@ def test_a_run_that_dies_between_a_model_and_its_checkpoint_leaves_the_same(
     tmp_path, monkeypatch, epoch
 ):
     run_sft(tmp_path / "whole", keep_epochs=2).run()
-    written = []
+    names = []
 
-    def dies(name):
-        written.append(name)
-        if len(written) == epoch:
+    def write_and_die(name):
+        names.append(name)
+        if len(names) == epoch:
             raise RuntimeError("killed")
 
     training = run_sft(tmp_path / "cut", keep_epochs=2)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "inject_fault", dies)
+        patched.setattr(checkpoints, "inject_fault", write_and_die)
         with pytest.raises(RuntimeError, match="killed"):
             training.run()
     (
         tmp_path / "cut/epochs/.tmp-3@elsewhere-1"
-    ).mkdir()  # of another machine: left alone, and no epoch
-    again = run_sft(tmp_path / "cut", keep_epochs=2)
-    again.run()
+    ).mkdir()  # from another machine: left unchanged, and not an epoch
+    resumed = run_sft(tmp_path / "cut", keep_epochs=2)
+    resumed.run()
     assert list_epochs(tmp_path / "cut") == [".tmp-3@elsewhere-1", "2", "3"]
     for name in ("2", "3"):
         assert read_weights(tmp_path / "cut/epochs" / name) == read_weights(

@@ -1,4 +1,4 @@
-"""The loop: equal results however a run is interrupted; resume, fingerprints, stop signals."""
+"""The loop: equal results after any interruption; resume, fingerprints, stop signals."""
 
 import itertools
 import logging
@@ -29,16 +29,16 @@ from rl_core.training.loop import run_loop
 
 
 @pytest.fixture(scope="module")
-def unbroken():
+def unbroken_run():
     """Return outcome, weights and metrics of a run that never failed and never saved."""
     outcome, digest, tracker = run(None)
     return outcome, digest, logged_bits(tracker)
 
 
-def check_same_as_unbroken(result, unbroken, tracker=None):
+def check_same_as_unbroken(result, unbroken_run, tracker=None):
     outcome, digest, last_tracker = result
-    assert digest == unbroken[1]
-    assert outcome.metrics == unbroken[0].metrics
+    assert digest == unbroken_run[1]
+    assert outcome.metrics == unbroken_run[0].metrics
     assert (
         outcome.iterations,
         outcome.steps,
@@ -46,17 +46,17 @@ def check_same_as_unbroken(result, unbroken, tracker=None):
         outcome.best_metric,
         outcome.best_iteration,
     ) == (
-        unbroken[0].iterations,
-        unbroken[0].steps,
-        unbroken[0].stop_reason,
-        unbroken[0].best_metric,
-        unbroken[0].best_iteration,
+        unbroken_run[0].iterations,
+        unbroken_run[0].steps,
+        unbroken_run[0].stop_reason,
+        unbroken_run[0].best_metric,
+        unbroken_run[0].best_iteration,
     )
-    assert logged_bits(tracker or last_tracker) == unbroken[2]
+    assert logged_bits(tracker or last_tracker) == unbroken_run[2]
 
 
-def test_saving_changes_nothing(tmp_path, unbroken):
-    check_same_as_unbroken(run(tmp_path), unbroken)
+def test_saving_changes_nothing(tmp_path, unbroken_run):
+    check_same_as_unbroken(run(tmp_path), unbroken_run)
 
 
 KILLS = [
@@ -72,7 +72,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("point", "hit"), KILLS)
-def test_a_run_that_dies_anywhere_gives_the_same_numbers(tmp_path, unbroken, point, hit):
+def test_a_run_that_dies_anywhere_gives_the_same_numbers(tmp_path, unbroken_run, point, hit):
     tracker = MemoryTracker()
     faults.configure_faults(
         f"{point}:{hit}:raise"
@@ -81,10 +81,10 @@ def test_a_run_that_dies_anywhere_gives_the_same_numbers(tmp_path, unbroken, poi
         run(tmp_path, tracker=tracker)
     faults.configure_faults(None)
     result = run(tmp_path, tracker=tracker)
-    check_same_as_unbroken(result, unbroken, tracker)
+    check_same_as_unbroken(result, unbroken_run, tracker)
 
 
-def test_a_run_that_dies_again_and_again(tmp_path, unbroken):
+def test_a_run_that_dies_again_and_again(tmp_path, unbroken_run):
     tracker = MemoryTracker()
     for _ in range(30):
         faults.configure_faults("loop.step:3:raise")  # two iterations and a checkpoint at a time
@@ -93,10 +93,10 @@ def test_a_run_that_dies_again_and_again(tmp_path, unbroken):
             break
         except InjectedFault:
             pass
-    check_same_as_unbroken(result, unbroken, tracker)
+    check_same_as_unbroken(result, unbroken_run, tracker)
 
 
-def test_kill_9_of_a_real_process(tmp_path, unbroken):
+def test_kill_9_of_a_real_process(tmp_path, unbroken_run):
     here, folder = str(Path(__file__).parent), str(tmp_path)
     code = f"import sys; sys.path.insert(0, {here!r}); import test_loop; test_loop.run({folder!r})"
     environment = {
@@ -110,10 +110,10 @@ def test_kill_9_of_a_real_process(tmp_path, unbroken):
     assert child.returncode == -signal.SIGKILL, child.stderr
     outcome, digest, _ = run(tmp_path)
     assert outcome.resumed_iteration == 6
-    assert (digest, outcome.metrics) == (unbroken[1], unbroken[0].metrics)
+    assert (digest, outcome.metrics) == (unbroken_run[1], unbroken_run[0].metrics)
 
 
-def drop(state, path):
+def drop_item(state, path):
     """Return the state with one item as a fresh trainer has it."""
     fresh = NoisyTrainer(ITERATIONS, seed=5)
     full = {
@@ -180,7 +180,7 @@ def test_every_saved_item_is_needed(tmp_path, item):
     class Dropping(CheckpointStore):
         def load_latest(self):
             state = super().load_latest()
-            return drop(state, item) if item else state
+            return drop_item(state, item) if item else state
 
     trainer = NoisyTrainer(ITERATIONS, seed=5)
     outcome = run_loop(
@@ -197,13 +197,13 @@ def test_every_saved_item_is_needed(tmp_path, item):
         outcome.iterations,
         logged_bits(tracker),
     )
-    wanted = (
+    expected_bits = (
         expected,
         expected_outcome.best_iteration,
         expected_outcome.iterations,
         logged_bits(expected_tracker),
     )
-    assert (actual == wanted) is (item is None)
+    assert (actual == expected_bits) is (item is None)
 
 
 def test_resume_is_refused_key_by_key_and_allowed_explicitly(tmp_path, caplog):
@@ -263,7 +263,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("iteration", [1, 3, 5, 12])
 def test_a_stop_signal_saves_raises_and_resumes_to_the_same_numbers(
-    tmp_path, unbroken, signum, iteration
+    tmp_path, unbroken_run, signum, iteration
 ):
     previous = signal.getsignal(signum)
     tracker = MemoryTracker()
@@ -273,21 +273,21 @@ def test_a_stop_signal_saves_raises_and_resumes_to_the_same_numbers(
         run(tmp_path, trainer=trainer, tracker=tracker)
     assert error.value.signum == signum
     assert signal.getsignal(signum) is previous
-    # iterations 3 and 12 are stopped before their evaluation, which the resumed run makes up for
+    # iterations 3 and 12 are stopped before their evaluation, which the resumed run makes
     result = run(tmp_path, tracker=tracker)
     assert result[0].resumed_iteration == iteration
-    check_same_as_unbroken(result, unbroken, tracker)
+    check_same_as_unbroken(result, unbroken_run, tracker)
 
 
 def test_the_second_signal_stops_immediately():
     trainer = NoisyTrainer()
 
-    def hook(_):
+    def send_signals(_):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("went on")
 
-    trainer.hook = hook
+    trainer.hook = send_signals
     with pytest.raises(
         Stopped, match=r"within iteration 1 \(a second SIGTERM\); no checkpoint yet"
     ) as error:
@@ -296,26 +296,26 @@ def test_the_second_signal_stops_immediately():
 
 
 def test_an_iteration_that_takes_too_long_is_abandoned_and_repeated(
-    tmp_path, unbroken, monkeypatch
+    tmp_path, unbroken_run, monkeypatch
 ):
     monkeypatch.setattr(signals, "GRACE_SECONDS", 0.05)
     previous = signal.getsignal(signal.SIGTERM)
     trainer, tracker, requests = NoisyTrainer(ITERATIONS), MemoryTracker(), send_at(6)
 
-    def hook(trainer):
+    def hang_once(trainer):
         requests(trainer)
         try:
             time.sleep(60.0 if trainer.optimizer_step.num_steps == 5 else 0.0)
-        except Exception as error:  # as a guard around a user's reward function does
+        except Exception as error:  # like a guard around a user's reward function
             raise AssertionError from error
 
-    trainer.hook = hook
+    trainer.hook = hang_once
     with pytest.raises(Stopped, match=r"within iteration 6 .*resumes after iteration 4") as error:
         run(tmp_path, trainer=trainer, tracker=tracker)
     assert error.value.signum == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is previous
     result = run(tmp_path, tracker=tracker)
     assert result[0].resumed_iteration == 4
-    check_same_as_unbroken(result, unbroken, tracker)
+    check_same_as_unbroken(result, unbroken_run, tracker)
 
 
 def test_no_signal_comes_after_the_block(monkeypatch):
@@ -359,22 +359,22 @@ def test_a_stop_without_a_checkpoint_folder_says_that_nothing_was_saved():
         run(None, trainer=trainer)
 
 
-def test_in_a_worker_thread_an_event_stops(tmp_path, unbroken):
+def test_in_a_worker_thread_an_event_stops(tmp_path, unbroken_run):
     event, errors = threading.Event(), []
     trainer = NoisyTrainer(ITERATIONS)
     trainer.hook = lambda trainer: event.set() if trainer.optimizer_step.num_steps == 6 else None
 
-    def work():
+    def run_in_thread():
         try:
             run(tmp_path, trainer=trainer, stop_event=event)
         except Stopped as error:
             errors.append(error)
 
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=run_in_thread)
     thread.start()
     thread.join(60)
     assert [error.signum for error in errors] == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
     outcome, digest, _ = run(tmp_path)
-    assert (outcome.resumed_iteration, digest) == (7, unbroken[1])
+    assert (outcome.resumed_iteration, digest) == (7, unbroken_run[1])

@@ -52,8 +52,8 @@ def test_a_tie_is_no_improvement():
     assert (outcome.iterations, outcome.best_iteration, weight) == (3, 1, 1.0)
 
 
-def test_small_gains_are_kept_but_do_not_buy_patience():
-    # from 0.5: +0.04 and +0.08 are below 0.1, so patience ends at iteration 3; its weights are the best all the same
+def test_small_gains_count_as_best_but_do_not_extend_patience():
+    # from 0.5: +0.04 and +0.08 are below 0.1, so patience ends at iteration 3; its weights are still the best
     outcome, weight, _ = run_scripted([0.5, 0.54, 0.58, 0.9], patience=2, min_improvement=0.1)
     assert (outcome.stop_reason, outcome.iterations, outcome.best_metric, weight) == (
         "patience",
@@ -94,12 +94,12 @@ def test_the_trainers_stop_comes_first():
     trainer = ScriptedTrainer([None, 0.1, 0.2, 0.3])
     original = trainer.step
 
-    def step():
+    def step_and_finish():
         metrics = original()
         trainer.finished = "curriculum finished" if trainer.done == 2 else None
         return metrics
 
-    trainer.step = step
+    trainer.step = step_and_finish
     outcome = run_loop(trainer, LoopSettings(), iterations=3)
     assert (outcome.stop_reason, outcome.iterations, outcome.metrics) == (
         "curriculum finished",
@@ -197,9 +197,9 @@ def test_the_time_of_a_checkpoint_is_reported_by_the_next_iteration(tmp_path):
 
 
 def test_frozen_weights_stay_out_of_the_checkpoint(tmp_path):
-    """As under LoRA: only what trains is saved; the rest comes with the model that is built again."""
+    """Check, as under LoRA, that only trained weights are saved; the others come with the rebuilt model."""
 
-    def build():
+    def build_trainer():
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
         model[0].requires_grad_(False)
@@ -211,13 +211,13 @@ def test_frozen_weights_stay_out_of_the_checkpoint(tmp_path):
         torch.manual_seed(4)
         return trainer
 
-    _, expected, _ = run(None, trainer=build())
+    _, expected, _ = run(None, trainer=build_trainer())
     faults.configure_faults("loop.step:8:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path, trainer=build())
+        run(tmp_path, trainer=build_trainer())
     faults.configure_faults(None)
     assert list(CheckpointStore(tmp_path).load_latest()["model"]) == ["3.weight", "3.bias"]
-    assert run(tmp_path, trainer=build())[1] == expected
+    assert run(tmp_path, trainer=build_trainer())[1] == expected
 
 
 def test_the_history_of_metrics_grows_while_training_and_survives_a_kill(tmp_path):
@@ -226,12 +226,12 @@ def test_the_history_of_metrics_grows_while_training_and_survives_a_kill(tmp_pat
     trainer = ScriptedTrainer([0.1] * 8)
     step = trainer.step
 
-    def watched():
+    def step_and_measure():
         sizes.append(lines.stat().st_size if lines.exists() else 0)
         assert not path.exists(), "written whole once, at the end"
         return step()
 
-    trainer.step = watched
+    trainer.step = step_and_measure
     settings = LoopSettings(eval_every=0, checkpoint_every=2)
     run(
         tmp_path / "a",
@@ -282,7 +282,7 @@ def test_a_killed_export_continues_at_the_checkpoint(tmp_path):
     settings = LoopSettings(eval_every=3, checkpoint_every=2, history_seconds=0)
     path, lines = tmp_path / "h.json", tmp_path / "h.jsonl"
 
-    def go(iterations, folder="c", **options):
+    def run_iterations(iterations, folder="c", **options):
         run(
             tmp_path / folder,
             trainer=ScriptedTrainer([0.1] * 9),
@@ -296,7 +296,7 @@ def test_a_killed_export_continues_at_the_checkpoint(tmp_path):
         "loop.step:6:raise"
     )  # five iterations done, the checkpoint is that of the fourth
     with pytest.raises(InjectedFault):
-        go(8)
+        run_iterations(8)
     faults.configure_faults(None)
     stored = lines.read_bytes()
     rows = stored.splitlines(keepends=True)
@@ -307,10 +307,10 @@ def test_a_killed_export_continues_at_the_checkpoint(tmp_path):
         3,
         4,
         5,
-    ]  # one of the evaluation
+    ]  # one row is the evaluation's
     rows[1] = rows[1].replace(b"train/loss", b"train/lost", 1)
     lines.write_bytes(b"".join(rows) + stored[:50])
-    go(8)
+    run_iterations(8)
     values, uninterrupted = read_history(lines), json.loads(path.read_text())
     steps = [step for step, _ in values["metrics"]["train/loss"]]
     assert steps == [1, 3, 4, 5, 6, 7, 8], "that of the damaged line is lost here"
@@ -319,7 +319,7 @@ def test_a_killed_export_continues_at_the_checkpoint(tmp_path):
         and values["summary"].keys() == uninterrupted["summary"].keys()
     )
     assert [step for step, _ in values["metrics"]["eval/score"]] == [3, 6, 8]
-    go(8, "d", history=tmp_path / "other.json")
+    run_iterations(8, "d", history=tmp_path / "other.json")
     undisturbed = read_history(tmp_path / "other.jsonl")["metrics"]["train/loss"]
     assert [point for point in undisturbed if point[0] != 2] == values["metrics"]["train/loss"]
 

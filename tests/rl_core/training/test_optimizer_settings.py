@@ -1,4 +1,4 @@
-"""Optimizer settings shared by all trainers: averaged weights, autocast, checkpointing, resume of it all."""
+"""Optimizer settings shared by all trainers: averaged weights, autocast, checkpointing, and their resume."""
 
 import math
 
@@ -124,7 +124,7 @@ def test_the_loop_evaluates_and_leaves_the_averaged_weights():
         for name, average in compute_averages(trainer).items()
     )
     assert trainer.evaluate()["eval/loss"] == outcome.metrics["eval/loss"]
-    # training itself never saw them
+    # training itself never used them
     baseline = build_sft_trainer()
     for weights in raw:
         baseline.step()
@@ -196,7 +196,7 @@ def test_rollouts_use_the_raw_weights_and_evaluation_the_average():
 # Resume
 
 
-def run(folder, tracker, store=CheckpointStore):
+def run_training(folder, tracker, store=CheckpointStore):
     torch.manual_seed(3)
     trainer = build_sft_trainer(
         build_nano(dropout=0.2), eval_every=3, checkpoint_every=2, schedule="cosine", **EVERYTHING
@@ -213,8 +213,8 @@ def run(folder, tracker, store=CheckpointStore):
 
 
 @pytest.fixture(scope="module")
-def unbroken():
-    return run(None, MemoryTracker())
+def unbroken_run():
+    return run_training(None, MemoryTracker())
 
 
 def are_same(left, right):
@@ -222,24 +222,25 @@ def are_same(left, right):
 
 
 @pytest.mark.parametrize(
-    "place", ["loop.step:2", "loop.step:6", "loop.evaluated:2", "loop.saved:3", "loop.finished:1"]
+    "fault_point",
+    ["loop.step:2", "loop.step:6", "loop.evaluated:2", "loop.saved:3", "loop.finished:1"],
 )
 def test_a_killed_run_with_muon_grokfast_and_average_gives_the_same_numbers(
-    tmp_path, unbroken, place
+    tmp_path, unbroken_run, fault_point
 ):
     tracker = MemoryTracker()
-    faults.configure_faults(f"{place}:raise")
+    faults.configure_faults(f"{fault_point}:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path, tracker)
+        run_training(tmp_path, tracker)
     faults.configure_faults(None)
-    assert are_same(run(tmp_path, tracker), unbroken)
+    assert are_same(run_training(tmp_path, tracker), unbroken_run)
     assert are_same(
-        run(tmp_path, tracker), unbroken
-    )  # once more: the finished run is not run again
+        run_training(tmp_path, tracker), unbroken_run
+    )  # a finished run is not run again
 
 
 @pytest.mark.parametrize("item", ["grokfast", "ema", "muon"])
-def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
+def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken_run, item):
     class Dropping(CheckpointStore):
         def load_latest(self):
             state = super().load_latest()
@@ -258,11 +259,11 @@ def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
     tracker = MemoryTracker()
     faults.configure_faults("loop.step:6:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path, tracker)
+        run_training(tmp_path, tracker)
     faults.configure_faults(None)
-    weights, _, series = run(tmp_path, tracker, Dropping)
-    assert not are_equal(weights, unbroken[0])
-    assert series != unbroken[2]
+    weights, _, series = run_training(tmp_path, tracker, Dropping)
+    assert not are_equal(weights, unbroken_run[0])
+    assert series != unbroken_run[2]
 
 
 # Autocast
@@ -293,36 +294,38 @@ def test_every_weight_gets_a_gradient_though_a_pass_without_one_came_first(monke
         lambda: observed.update({n: p.grad is not None for n, p in model.named_parameters()}),
     )
 
-    def loss_fn(batch):
+    def compute_loss(batch):
         with torch.no_grad():
             completion_logprobs(model, batch)
         logprobs, _ = completion_logprobs(model, batch)
         assert logprobs.dtype == torch.float32
         return -logprobs.sum(), {}
 
-    optimizer_step.run_step([batch_of()], loss_fn)
+    optimizer_step.run_step([batch_of()], compute_loss)
     assert len(observed) == 2 + 2 * 9 and all(observed.values())
 
 
 def test_old_reference_and_new_logprobs_are_all_taken_under_autocast(monkeypatch):
     enabled = []
 
-    def spy(function):
-        def call(*args, **kwargs):
+    def record_autocast(function):
+        def call_recorded(*args, **kwargs):
             enabled.append(torch.is_autocast_enabled("cpu"))
             return function(*args, **kwargs)
 
-        return call
+        return call_recorded
 
-    monkeypatch.setattr(rollout_buffer, "completion_logprobs", spy(completion_logprobs))
-    monkeypatch.setattr(policy_update, "compute_token_outputs", spy(compute_token_outputs))
+    monkeypatch.setattr(rollout_buffer, "completion_logprobs", record_autocast(completion_logprobs))
+    monkeypatch.setattr(
+        policy_update, "compute_token_outputs", record_autocast(compute_token_outputs)
+    )
     trainer = build_policy_trainer(
         autocast="bfloat16", kl_coef=0.1, learning_rate=1e-30
-    )  # stands still
+    )  # no change
     metrics = trainer.step()
     assert len(enabled) == 3 and all(
         enabled
-    )  # reference; new in each of two epochs, the first of which are the old
+    )  # reference; new in each of two epochs, of which the first is also the old
     assert metrics["policy/ratio_max"] == pytest.approx(
         1.0, abs=1e-5
     )  # the same precision on both sides
@@ -330,14 +333,14 @@ def test_old_reference_and_new_logprobs_are_all_taken_under_autocast(monkeypatch
 
 
 def test_a_reward_model_trains_and_is_evaluated_under_autocast():
-    def trainer_of(autocast):
+    def build_trainer(autocast):
         pairs = [(chosen, chosen[:1]) for chosen, _ in build_rows(6)]
         settings = RewardModelSettings(batch_size=6, autocast=autocast)
         return RewardModelTrainer(
             build_nano(LlamaForSequenceClassification), 0, pairs, pairs, settings, 0
         )
 
-    baseline, cast = trainer_of("none"), trainer_of("bfloat16")
+    baseline, cast = build_trainer("none"), build_trainer("bfloat16")
     actual, expected = cast.evaluate()["eval/loss"], baseline.evaluate()["eval/loss"]
     assert actual != expected and actual == pytest.approx(expected, rel=1e-2)
     assert cast.step()["train/loss"] == pytest.approx(actual, rel=1e-2)
@@ -360,7 +363,7 @@ def compute_gradients(model, is_on, monkeypatch):
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
     layer.register_forward_pre_hook(lambda *args: calls.append(torch.is_grad_enabled()))
 
-    def loss_fn(batch):
+    def compute_loss(batch):
         if isinstance(model, LlamaForSequenceClassification):
             return model.score(
                 model.base_model(batch.input_ids_BS).last_hidden_state[:, -1]
@@ -368,13 +371,13 @@ def compute_gradients(model, is_on, monkeypatch):
         return -completion_logprobs(model, batch)[0].sum(), {}
 
     torch.manual_seed(0)
-    optimizer_step.run_step([batch_of()], loss_fn)
+    optimizer_step.run_step([batch_of()], compute_loss)
     return observed, sum(calls)
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapters", "classifier", "wrapped"])
 def test_checkpointing_computes_layers_twice_and_gives_the_same_gradients(monkeypatch, kind):
-    def make():
+    def make_model():
         model = build_nano(
             LlamaForSequenceClassification if kind == "classifier" else LlamaForCausalLM,
             dropout=0.3,
@@ -393,8 +396,8 @@ def test_checkpointing_computes_layers_twice_and_gives_the_same_gradients(monkey
         OptimizerStep(model, OptimizerSettings(activation_checkpointing=True), 10)
         assert all(layer.gradient_checkpointing for layer in model["policy"].model.layers)
         return
-    expected, once = compute_gradients(make(), False, monkeypatch)
-    actual, twice = compute_gradients(make(), True, monkeypatch)
+    expected, once = compute_gradients(make_model(), False, monkeypatch)
+    actual, twice = compute_gradients(make_model(), True, monkeypatch)
     assert twice == once + 1
     assert actual.keys() == expected.keys() and len(actual) >= 19
     for name in expected:

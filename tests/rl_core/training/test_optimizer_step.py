@@ -95,11 +95,11 @@ def test_learning_rate_warms_up_and_falls_to_its_floor():
 
 
 def test_the_scale_multiplies_the_schedule_and_is_saved():
-    def made():
+    def build_step():
         settings = build_settings(learning_rate=0.8, warmup_steps=4)
         return OptimizerStep(nn.Linear(1, 1, bias=False), settings, 10)
 
-    optimizer_step, other = made(), made()
+    optimizer_step, other = build_step(), build_step()
     optimizer_step.num_steps, optimizer_step.learning_rate_scale = 1, 0.25
     assert optimizer_step.learning_rate == pytest.approx(0.1)  # 0.8 * 2/4 * 0.25
     batch = Rows(torch.tensor([[1.0]]), torch.tensor([0.0]), [0])
@@ -119,7 +119,7 @@ def test_metrics_of_micro_batches_add_up_and_extremes_stay_extremes():
 
 
 def test_first_adam_step_by_hand():
-    """From m = v = 0 the first step is lr * g / (|g| + eps): the learning rate with the gradient's sign."""
+    """Check the first step from m = v = 0: lr * g / (|g| + eps), the learning rate with the gradient's sign."""
     model = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -1.0]]))
@@ -163,7 +163,7 @@ def test_gradients_are_clipped_by_their_global_norm(monkeypatch):
         (1.001, 1.0),
         (0.995, 0.995),
         (0.5, 0.5),
-    ):  # the gradient's norm, and what is left of it
+    ):  # the gradient's norm, and the norm after clipping
         small = Rows(torch.tensor([[0.6, -0.8]]) * size, torch.tensor([0.0]), [0])
         optimizer_step.run_step([small], lambda b: (model(b.x).sum(), {}))
         assert float(observed[-1].norm()) == pytest.approx(expected, rel=1e-5)
@@ -184,33 +184,35 @@ def test_decay_on_matrices_only():
 def test_eight_micro_batches_of_one_equal_one_of_eight(monkeypatch):
     full = build_rows(8)
     singles = [Rows(full.x[i : i + 1], full.y[i : i + 1], [i]) for i in range(8)]
-    one, metrics_one = compute_gradients_after(
+    gradients, metrics_full = compute_gradients_after(
         monkeypatch, [full], lambda model: build_loss_fn(model, 8)
     )
     many, metrics_many = compute_gradients_after(
         monkeypatch, singles, lambda model: build_loss_fn(model, 8)
     )
-    assert metrics_one.keys() == metrics_many.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], many[name], rtol=0, atol=1e-6)
-    for name in metrics_one:
-        assert metrics_one[name] == pytest.approx(metrics_many[name], abs=1e-6), name
+    assert metrics_full.keys() == metrics_many.keys()
+    for name in gradients:
+        torch.testing.assert_close(gradients[name], many[name], rtol=0, atol=1e-6)
+    for name in metrics_full:
+        assert metrics_full[name] == pytest.approx(metrics_many[name], abs=1e-6), name
     assert metrics_many["size"] == 1.0
 
 
 def test_ragged_micro_batches_share_one_denominator(monkeypatch):
     full = build_rows(6)
     ragged = [Rows(full.x[:5], full.y[:5], list(range(5))), Rows(full.x[5:], full.y[5:], [5])]
-    one, _ = compute_gradients_after(monkeypatch, [full], lambda model: build_loss_fn(model, 6))
+    full_gradients, _ = compute_gradients_after(
+        monkeypatch, [full], lambda model: build_loss_fn(model, 6)
+    )
     two, _ = compute_gradients_after(monkeypatch, ragged, lambda model: build_loss_fn(model, 6))
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-6)
+    for name in full_gradients:
+        torch.testing.assert_close(full_gradients[name], two[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, where):
     class Exhausted(torch.autograd.Function):
-        """Runs out of memory in the middle of a backward pass, after some gradients have been added."""
+        """Function that runs out of memory during a backward pass, after some gradients have been added."""
 
         @staticmethod
         def forward(ctx, x):
@@ -222,7 +224,7 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
 
     sizes = []
 
-    def limited(model):
+    def build_limited_loss(model):
         baseline = build_loss_fn(model, 11)
 
         def loss_fn(batch):
@@ -241,12 +243,12 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
         monkeypatch, batches, lambda model: build_loss_fn(model, 11)
     )
     with caplog.at_level(logging.WARNING):
-        actual, actual_metrics = compute_gradients_after(monkeypatch, batches, limited)
+        actual, actual_metrics = compute_gradients_after(monkeypatch, batches, build_limited_loss)
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-6)
     for name in metrics:
         assert actual_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
-    # 8 fails; again from the start with 4 + 4: 4 fails; again with four times 2
+    # 8 fails; restart with 4 + 4: 4 fails; restart with four times 2
     assert sizes == [2, 8, 2, 4, 2, 2, 2, 2, 2, 1]
     assert "out of memory" in caplog.text
 
@@ -262,7 +264,7 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_the_measured_limit_is_kept_and_saved(error):
+def test_the_measured_limit_is_reused_and_saved(error):
     model = build_model()
     optimizer_step = OptimizerStep(model, build_settings(), 10)
     sizes = []
@@ -276,9 +278,9 @@ def test_the_measured_limit_is_kept_and_saved(error):
     optimizer_step.run_step([build_rows(8)], loss_fn)
     optimizer_step.run_step([build_rows(8)], loss_fn)
     assert sizes == [8, 4, 4, 4, 4]
-    again = OptimizerStep(build_model(), build_settings(), 10)
-    again.load_state_dict(optimizer_step.state_dict())
-    assert again.max_tokens == optimizer_step.max_tokens == 23  # 8 rows of 3, less one
+    loaded = OptimizerStep(build_model(), build_settings(), 10)
+    loaded.load_state_dict(optimizer_step.state_dict())
+    assert loaded.max_tokens == optimizer_step.max_tokens == 23  # 8 rows of 3, less one
 
 
 def test_a_single_row_that_does_not_fit_is_a_typed_error():
@@ -291,12 +293,12 @@ def test_a_single_row_that_does_not_fit_is_a_typed_error():
 
 
 def test_an_optimizer_state_that_does_not_fit_is_a_typed_error(monkeypatch):
-    def refuse():
+    def fail_to_allocate():
         raise MemoryError
 
     model = build_model()
     optimizer_step = OptimizerStep(model, build_settings(), 10)
-    monkeypatch.setattr(optimizer_step.optimizer, "step", refuse)
+    monkeypatch.setattr(optimizer_step.optimizer, "step", fail_to_allocate)
     with pytest.raises(OutOfMemory, match="the optimizer's state does not fit"):
         optimizer_step.run_step([build_rows(4)], build_loss_fn(model, 4))
 
@@ -363,7 +365,7 @@ def test_non_finite_steps_are_skipped_counted_named_and_stop_after_n(caplog, wha
     assert torch.equal(optimizer_step.state_dict()["optimizer"]["state"][0]["exp_avg"], moments)
     good = optimizer_step.run_step(
         [build_rows(4)], build_loss_fn(model, 4)
-    )  # one good step resets the count in a row
+    )  # one good step resets the count
     assert (good["train/skipped_steps"], optimizer_step.skipped_in_row) == (2.0, 0)
     after = {key: value.clone() for key, value in model.state_dict().items()}
     assert not torch.equal(after["0.weight"], before["0.weight"])
@@ -380,11 +382,11 @@ def test_bad_steps_in_a_row_are_counted_over_a_restart():
     first = OptimizerStep(model, build_settings(), 100, max_nonfinite=3)
     for _ in range(2):
         first.run_step([build_rows(4)], poison_model(model, "loss"))
-    again = OptimizerStep(other, build_settings(), 100, max_nonfinite=3)
-    again.load_state_dict(first.state_dict())
-    assert (again.num_steps, again.skipped_steps, again.skipped_in_row) == (2, 2, 2)
+    restarted = OptimizerStep(other, build_settings(), 100, max_nonfinite=3)
+    restarted.load_state_dict(first.state_dict())
+    assert (restarted.num_steps, restarted.skipped_steps, restarted.skipped_in_row) == (2, 2, 2)
     with pytest.raises(NonFiniteError, match="3 non-finite optimizer steps in a row"):
-        again.run_step([build_rows(4)], poison_model(other, "loss"))
+        restarted.run_step([build_rows(4)], poison_model(other, "loss"))
 
 
 def test_a_broken_weight_is_named_before_what_follows_from_it(caplog):
@@ -426,7 +428,7 @@ def test_low_precision_gradients_accumulate_in_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dict_continues_bit_for_bit(dtype):
-    def train(model, optimizer_step, steps):
+    def train_steps(model, optimizer_step, steps):
         return [
             optimizer_step.run_step([build_rows(4, seed)], build_loss_fn(model, 4))[
                 "train/loss"
@@ -437,18 +439,18 @@ def test_state_dict_continues_bit_for_bit(dtype):
     settings = build_settings(schedule="cosine", warmup_steps=2)
     model = build_model(dtype=dtype)
     optimizer_step = OptimizerStep(model, settings, 8)
-    train(model, optimizer_step, range(4))
+    train_steps(model, optimizer_step, range(4))
     state, weights = (
         optimizer_step.state_dict(),
         {key: value.clone() for key, value in model.state_dict().items()},
     )
     state = torch.load(save_and_load(state), weights_only=True)
-    expected = train(model, optimizer_step, range(4, 8))
+    expected = train_steps(model, optimizer_step, range(4, 8))
     other = build_model(seed=9, dtype=dtype)
     resumed = OptimizerStep(other, settings, 8)
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
-    assert train(other, resumed, range(4, 8)) == expected
+    assert train_steps(other, resumed, range(4, 8)) == expected
     assert all(
         torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items()
     )

@@ -58,7 +58,7 @@ def build_single_weight(value=1.0, dtype=torch.float32):
 BATCH = TrainBatch(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
 
 
-def push(optimizer_step, gradient):
+def push_gradient(optimizer_step, gradient):
     """Run one update under the gradient of a model of one weight."""
     weight = next(optimizer_step.model.parameters())
     return optimizer_step.run_step([BATCH], lambda batch: ((weight.float() * gradient).sum(), {}))
@@ -86,21 +86,21 @@ def test_a_quick_adamw_step_is_torchs_to_the_last_bit():
     )
     generator = torch.Generator().manual_seed(0)
     for turn in range(5):
-        for index, (one, other) in enumerate(
+        for index, (ours, theirs) in enumerate(
             zip(models[0].parameters(), models[1].parameters(), strict=True)
         ):
-            one.grad = torch.randn(one.shape, generator=generator)
-            other.grad = one.grad.clone()
+            ours.grad = torch.randn(ours.shape, generator=generator)
+            theirs.grad = ours.grad.clone()
             if turn == 3 and index == 2:
-                one.grad = other.grad = None  # a weight that had no part in the loss
+                ours.grad = theirs.grad = None  # a weight that is not in the loss
         for optimizer in (quick, baseline):
             optimizer.param_groups[1]["lr"] = 0.1 / (1 + turn)
         step_adamw(quick)
         baseline.step()
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
-        for name, value in quick.state[one].items():
-            assert torch.equal(value, baseline.state[other][name])
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for name, value in quick.state[ours].items():
+            assert torch.equal(value, baseline.state[theirs][name])
 
 
 # Muon
@@ -159,7 +159,7 @@ def test_first_muon_step_by_hand():
     for x in (0.6, -0.8):
         for _ in range(5):
             x = 3.4445 * x - 4.775 * x**3 + 2.0315 * x**5
-        # the warm-up halves the learning rate of 0.1; 1 - 0.05 * 0.5 is left by the decay
+        # the warm-up halves the learning rate of 0.1; the decay leaves 1 - 0.05 * 0.5
         expected.append(0.975 - 0.05 * 0.2 * math.sqrt(2.0) * x)
     assert torch.diag(model[0].weight.detach()).tolist() == pytest.approx(
         expected, abs=6e-4
@@ -186,7 +186,7 @@ def test_grokfast_by_hand(monkeypatch):
         10,
     )
     observed = record_optimizer_gradients(optimizer_step, monkeypatch)
-    metrics = [push(optimizer_step, gradient) for gradient in (1.0, 3.0, -1.0)]
+    metrics = [push_gradient(optimizer_step, gradient) for gradient in (1.0, 3.0, -1.0)]
     assert observed == pytest.approx([3.0, 7.0, 0.0])
     assert [row["train/grad_norm"] for row in metrics] == pytest.approx([1.0, 3.0, 1.0])
     assert [row["train/grokfast_grad_norm"] for row in metrics] == pytest.approx([3.0, 7.0, 0.0])
@@ -202,8 +202,8 @@ def test_the_amplified_gradient_is_clipped(monkeypatch):
     for gradient in (
         0.5,
         3.0,
-    ):  # amplified to 1.5, which stays, and to 3 + 2 * 1.75 = 6.5, which is cut to 2
-        push(optimizer_step, gradient)
+    ):  # amplified to 1.5, unchanged, and to 3 + 2 * 1.75 = 6.5, clipped to 2
+        push_gradient(optimizer_step, gradient)
     assert observed == pytest.approx([1.5, 2.0])
 
 
@@ -214,14 +214,16 @@ def test_a_bad_gradient_never_enters_grokfasts_average(monkeypatch):
         10,
     )
     observed = record_optimizer_gradients(optimizer_step, monkeypatch)
-    metrics = [push(optimizer_step, gradient) for gradient in (1.0, math.nan, math.inf, 3.0)]
+    metrics = [
+        push_gradient(optimizer_step, gradient) for gradient in (1.0, math.nan, math.inf, 3.0)
+    ]
     assert observed == pytest.approx([3.0, 7.0])
     assert metrics[-1]["train/skipped_steps"] == 2.0
 
 
 def test_an_amplified_gradient_that_overflows_is_skipped():
     optimizer_step = OptimizerStep(build_single_weight(), build_settings(grokfast_lambda=2.0), 10)
-    metrics = push(optimizer_step, 2e38)  # finite, but three times as much is not
+    metrics = push_gradient(optimizer_step, 2e38)  # finite, but three times as much is not
     assert metrics["train/skipped_steps"] == 1.0
     assert float(optimizer_step.model.weight.detach()) == 1.0
 
@@ -234,12 +236,12 @@ def test_weight_average_by_hand():
     optimizer_step = OptimizerStep(build_single_weight(), build_settings(ema_decay=0.5), 10)
     results = []
     for _ in range(3):
-        push(optimizer_step, 1.0)
+        push_gradient(optimizer_step, 1.0)
         with optimizer_step.ema.use_averages():
             results.append(float(optimizer_step.model.weight.detach()))
     assert results == pytest.approx([0.9, (0.45 + 0.8) / 1.5, 1.325 / 1.75], abs=1e-6)
     assert float(optimizer_step.model.weight.detach()) == pytest.approx(0.7, abs=1e-6)
-    push(optimizer_step, math.nan)  # skipped: no update, so nothing new to average
+    push_gradient(optimizer_step, math.nan)  # skipped: no update, so nothing new to average
     optimizer_step.ema.adopt_averages()
     assert float(optimizer_step.model.weight.detach()) == pytest.approx(1.325 / 1.75, abs=1e-6)
 
@@ -285,7 +287,7 @@ def test_small_moves_add_up_in_the_average_of_bfloat16_weights():
         200,
     )
     for _ in range(100):
-        push(optimizer_step, 1.0)
+        push_gradient(optimizer_step, 1.0)
     average = optimizer_step.state_dict()["ema"]["averages"]["weight"]
     assert float(average) == pytest.approx(
         0.9901, abs=2e-5
@@ -294,7 +296,7 @@ def test_small_moves_add_up_in_the_average_of_bfloat16_weights():
 
 def test_without_ema_the_weights_themselves_are_evaluated():
     optimizer_step = OptimizerStep(build_single_weight(), build_settings(), 10)
-    push(optimizer_step, 1.0)
+    push_gradient(optimizer_step, 1.0)
     with optimizer_step.ema.use_averages():
         assert float(optimizer_step.model.weight.detach()) == pytest.approx(0.9)
     assert optimizer_step.state_dict()["ema"] is None
@@ -304,7 +306,7 @@ def test_averages_of_another_model_are_refused():
     optimizer_step = OptimizerStep(
         build_single_weight(), build_settings(ema_decay=0.5, grokfast_lambda=1.0), 10
     )
-    push(optimizer_step, 1.0)
+    push_gradient(optimizer_step, 1.0)
     state = optimizer_step.state_dict()
     other = OptimizerStep(nn.Sequential(build_single_weight()), build_settings(ema_decay=0.5), 10)
     with pytest.raises(CheckpointError, match="no trainable parameter weight"):

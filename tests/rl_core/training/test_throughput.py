@@ -20,7 +20,7 @@ from rl_core.training.performance_metrics import (
 )
 
 
-def make(*, tied=False):
+def make_model(*, tied=False):
     config = LlamaConfig(
         hidden_size=8,
         num_hidden_layers=2,
@@ -41,20 +41,21 @@ MULTIPLYING = 2 * (64 + 64 + 32 + 32 + 3 * 96 + 16) + 8 + 160
 def test_flops_by_hand(tied):
     tokens, squares = 5 + 3, 25 + 9
     assert (
-        count_step_flops(make(tied=tied), [5, 3]) == 6 * MULTIPLYING * tokens + 6 * 2 * 8 * squares
+        count_step_flops(make_model(tied=tied), [5, 3])
+        == 6 * MULTIPLYING * tokens + 6 * 2 * 8 * squares
     )
 
 
 def test_frozen_parameters_need_no_gradients():
-    model = make().requires_grad_(False)
+    model = make_model().requires_grad_(False)
     model.lm_head.requires_grad_(True)
     assert count_step_flops(model, [4]) == (4 * (MULTIPLYING - 160) + 6 * 160) * 4 + 6 * 2 * 8 * 16
 
 
 def test_a_separate_critic_counts_only_its_trunk():
-    policy = make()
+    policy = make_model()
     critic = SeparateCritic(policy)
-    custom = sum(p.numel() for p in critic.parameters()) - 160  # without its embedding
+    custom = sum(p.numel() for p in critic.parameters()) - 160  # excluding its embedding
     assert count_step_flops(critic, [4]) == 6 * custom * 4 + 6 * 2 * 8 * 16
     assert count_step_flops(PolicyWithCritic(policy, critic), [4]) == count_step_flops(
         policy, [4]
@@ -75,7 +76,7 @@ def test_lengths_of_every_kind_of_batch():
 
 
 def test_an_optimizer_step_reports_what_it_did():
-    model = make()
+    model = make_model()
     optimizer_step = OptimizerStep(model, OptimizerSettings(), 1)
     (batch,) = build_batches([TrainRow([1, 2], [3, 4, 5], [True] * 3)], 64, 0)
     with collect_seconds() as spans:

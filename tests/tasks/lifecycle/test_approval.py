@@ -397,7 +397,7 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         promote, "request_approval", lambda tracking, request: calls.append(request) or request
     )
     pipeline_run = SimpleNamespace(
-        tracking=SimpleNamespace(registry=SimpleNamespace(version=lambda name, number: None)),
+        tracking=SimpleNamespace(registry=SimpleNamespace(fetch_version=lambda name, number: None)),
         parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__),
         await_approval=waiting.append,
         resumed=False,

@@ -44,7 +44,7 @@ def gate(monkeypatch):
     """A gate whose environment has 100 held-out episodes of each of two levels; 20 of each are for validation."""
     environment = make_environment("arithmetic")
     environment.seeds_of = lambda split, level: range(2**30, 2**30 + 100)
-    environment.compute_question_digest = lambda seed, level: str(seed)  # all different
+    environment.question = lambda seed, level: str(seed)  # all different
     monkeypatch.setattr(
         promotion_gate, "build_pipeline_environment", lambda settings, data: environment
     )

@@ -71,7 +71,7 @@ def build_trainer(tokenizer, teacher, **options):
 
 @pytest.mark.parametrize(("gamma", "temperature"), [(0.0, 1.0), (0.0, 0.7), (1.0, 1.0), (0.5, 1.5)])
 def test_advantages_of_tokens_equal_the_oracle(tokenizer, gamma, temperature):
-    """log p_teacher - log p_student of each token, at the temperature that it was sampled at."""
+    """Compare with log p_teacher - log p_student of each token, at the temperature that it was sampled at."""
     teacher = build_model(tokenizer, 5, sharper=8.0)
     sampling = SamplingSettings(temperature=temperature)
     trainer = build_trainer(
@@ -152,9 +152,7 @@ def test_a_student_comes_nearer_to_its_teacher(tokenizer, options):
     assert before > 0.3 and compute_reverse_kl(trainer, teacher, tokenizer) < 0.4 * before
     kl = [part["policy/teacher_kl"] for part in metrics]
     assert sum(kl[-5:]) < 0.4 * sum(kl[:5])
-    assert (
-        "reward/mean" in metrics[0] and "train/success_rate" in metrics[0]
-    )  # measured all the same
+    assert "reward/mean" in metrics[0] and "train/success_rate" in metrics[0]  # still measured
 
 
 def test_it_resumes_bit_for_bit_and_a_teacher_of_equal_weights_teaches_nothing(tokenizer):
@@ -178,8 +176,8 @@ def batch_of(temperature=1.0):
     return build_batches(rows, 1000, 0)[0]
 
 
-def build_settings(url, **more):
-    return TeacherSettings(url=url, model="theirs", retry_delay_s=0.0, **more)
+def build_settings(url, **changes):
+    return TeacherSettings(url=url, model="theirs", retry_delay_s=0.0, **changes)
 
 
 @pytest.mark.parametrize("api", ["prompt_logprobs", "echo"])
@@ -211,30 +209,32 @@ def test_a_student_learns_from_a_served_teacher(tokenizer):
 
 def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_times(tokenizer):
     teacher, batch = build_model(tokenizer, 5), batch_of()
-    with serving(teacher, before=lambda asked: (503, "busy") if len(asked) <= 2 else None) as (
+    with serving(
+        teacher, before=lambda requests: (503, "busy") if len(requests) <= 2 else None
+    ) as (
         url,
-        asked,
+        requests,
     ):
         actual = ServedTeacher(build_settings(url, retries=2, concurrency=1)).compute_logprobs(
             batch
         )
-        assert len(asked) == 5
+        assert len(requests) == 5
     assert torch.allclose(actual, LocalTeacher(teacher).compute_logprobs(batch), atol=1e-5)
     message = r"did not answer in 3 tries \(the last: 503 .*busy"
     with (
-        serving(teacher, before=lambda asked: (503, "busy")) as (url, _),
+        serving(teacher, before=lambda requests: (503, "busy")) as (url, _),
         pytest.raises(BackendError, match=message),
     ):
         ServedTeacher(build_settings(url, retries=2, concurrency=1)).compute_logprobs(batch)
     with pytest.raises(
         BackendError, match="did not answer in 1 tries"
-    ):  # nobody listens there any more
+    ):  # the server is no longer listening
         ServedTeacher(build_settings(url, retries=0)).compute_logprobs(batch)
-    with serving(teacher, before=lambda asked: (404, "no such model")) as (url, asked):
+    with serving(teacher, before=lambda requests: (404, "no such model")) as (url, requests):
         with pytest.raises(BackendError, match=r"refuses the request: 404 .*no such model"):
             ServedTeacher(build_settings(url, concurrency=1)).compute_logprobs(batch)
-        assert len({str(request["prompt"]) for request in asked}) == len(
-            asked
+        assert len({str(request["prompt"]) for request in requests}) == len(
+            requests
         )  # none was sent twice
 
 
@@ -329,7 +329,7 @@ def test_settings_of_a_distillation():
     assert custom == {
         "teacher",
         "levels",
-    }  # all others mean what they mean in the policy's settings
+    }  # all others mean the same as in the policy's settings
     with pytest.raises(SettingsError, match=r"temperature: 0\.5 with a served teacher"):
         DistillationSettings(
             teacher=TeacherSettings(url="http://h:1", model="m"),

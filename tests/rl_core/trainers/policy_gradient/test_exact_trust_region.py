@@ -24,7 +24,7 @@ def collect_penalties(trainer, monkeypatch):
     old = copy.deepcopy(trainer.policy)
     arguments = ExactTrustRegion.compute_penalty
 
-    def compare(self, batch, loss_weights_BS, num_loss_tokens):
+    def compare_penalty(self, batch, loss_weights_BS, num_loss_tokens):
         value, metrics = arguments(self, batch, loss_weights_BS, num_loss_tokens)
         if not self.is_first_step:
             parameters = list(self.policy.parameters())
@@ -33,7 +33,7 @@ def collect_penalties(trainer, monkeypatch):
             results.append((value.item(), baseline, gradient, plain_gradient))
         return value, metrics
 
-    monkeypatch.setattr(ExactTrustRegion, "compute_penalty", compare)
+    monkeypatch.setattr(ExactTrustRegion, "compute_penalty", compare_penalty)
     return results
 
 
@@ -42,7 +42,7 @@ def compute_from_logits(policy, old, batch, weights_BS):
     positions = batch.loss_mask_BS.nonzero().tolist()
     temperatures = batch.temperatures_BS
 
-    def distributions(model):
+    def compute_distributions(model):
         logits = model(input_ids=batch.input_ids_BS).logits
         rows = [
             logits[b, s - 1] / (1.0 if temperatures is None else temperatures[b, s])
@@ -50,8 +50,8 @@ def compute_from_logits(policy, old, batch, weights_BS):
         ]
         return torch.stack(rows).softmax(-1)
 
-    p_NV = distributions(old).detach()
-    q_NV = distributions(policy)
+    p_NV = compute_distributions(old).detach()
+    q_NV = compute_distributions(policy)
     weights_N = torch.stack([weights_BS[b, s] for b, s in positions])
     value = (weights_N * (p_NV * (p_NV.log() - q_NV.log())).sum(-1)).sum()
     return value.item(), torch.autograd.grad(value, list(policy.parameters()))
@@ -86,7 +86,7 @@ def test_it_holds_the_policy_near_the_old_one_and_the_metric_agrees_with_the_est
         rows = [trainer.step() for _ in range(3)]
         moved[coef] = sum(row["policy/update_kl_exact"] for row in rows)
         estimated = sum(row["policy/update_kl"] for row in rows)
-        # of one size; not equal, as the samples of the estimate are those that the policy moved on
+        # of similar size; not equal, as the estimate's samples are those that the policy was updated on
         assert 0.3 < estimated / moved[coef] < 3
     assert moved[10.0] < 0.7 * moved[1e-9]
 
@@ -110,7 +110,7 @@ def test_the_distribution_is_that_of_the_weights_before_the_update(tokenizer, mo
     observed = []
     begin = ExactTrustRegion.prepare_batch
 
-    def keep(self, batch):
+    def compare_distribution(self, batch):
         now = {name: value.detach().clone() for name, value in self.policy.state_dict().items()}
         begin(self, batch)
         assert all(
@@ -124,7 +124,7 @@ def test_the_distribution_is_that_of_the_weights_before_the_update(tokenizer, mo
                 )
             self.policy.load_state_dict(now)
 
-    monkeypatch.setattr(ExactTrustRegion, "prepare_batch", keep)
+    monkeypatch.setattr(ExactTrustRegion, "prepare_batch", compare_distribution)
     trainer.step()
     assert len(observed) >= 2 and all(observed)
 

@@ -60,14 +60,14 @@ def drop_bad_ones(trainer):
     """Make the trainer learn only from the rollouts that would not have failed."""
     play = trainer._play_groups
 
-    def without(*args, **options):
+    def play_without_failures(*args, **options):
         groups = [
             [r for r in g.rollouts if not is_failing_episode(r.trajectory)]
             for g in play(*args, **options)
         ]
         return [RolloutGroup(rollouts) for rollouts in groups if rollouts]
 
-    trainer._play_groups = without
+    trainer._play_groups = play_without_failures
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce", "ppo"])
@@ -78,11 +78,11 @@ def test_the_update_is_that_of_the_other_episodes(tokenizer, algorithm):
     drop_bad_ones(expected)
     for _ in range(2):
         metrics, other = trainer.step(), expected.step()
-        left = sum(len(group.rollouts) for group in trainer.groups)
-        assert 0 < left < 36
-        assert metrics.pop("train/failed_rate") == pytest.approx(1 - left / 36)
+        num_rollouts = sum(len(group.rollouts) for group in trainer.groups)
+        assert 0 < num_rollouts < 36
+        assert metrics.pop("train/failed_rate") == pytest.approx(1 - num_rollouts / 36)
         assert other.pop("train/failed_rate") == 0.0 == other.pop("train/failed_episodes")
-        assert metrics.pop("train/failed_episodes") >= 36 - left
+        assert metrics.pop("train/failed_episodes") >= 36 - num_rollouts
         assert comparable(metrics) == comparable(other)
     assert torch.equal(weights(trainer), weights(expected))
 
@@ -176,13 +176,13 @@ def test_a_refill_whose_episodes_all_fail_continues(tokenizer):
     assert metrics["train/dropped_group_rate"] == 1.0
 
 
-def test_episodes_that_no_reward_function_could_score_are_kept(tokenizer, monkeypatch):
-    def score(trajectories):
+def test_episodes_that_no_reward_function_could_score_remain(tokenizer, monkeypatch):
+    def score_by_sample(trajectories):
         return [1 / (trajectory.sample - 1) for trajectory in trajectories]
 
     rewards = RewardOrchestrator(
         {"task": 1.0, "mine": 1.0},
-        functions={"mine": score},
+        functions={"mine": score_by_sample},
         options=RewardSettings(max_failed_share=0.1),
     )
     trainer = make_trainer(tokenizer, rewards=rewards, curriculum=LOW)
@@ -192,7 +192,7 @@ def test_episodes_that_no_reward_function_could_score_are_kept(tokenizer, monkey
         trainer.step()
     assert len(stored) == 6 and {episode.trajectory.sample for episode in stored} == {
         1
-    }  # one of each group; 5 may fail
+    }  # one in each group; 5 may fail
     assert (
         stored[0].failed_in == "reward 'mine'"
         and stored[0].iteration == 0

@@ -96,7 +96,7 @@ def test_later_steps_of_reinforce_are_weighted_by_the_policy_as_it_is(tokenizer)
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, build_samples())
     measured = []
 
-    def apply(batches, loss):
+    def apply_and_scale(batches, loss):
         parts = [loss(batch)[1] for batch in batches]
         measured.append(sum(float(part["policy/importance_mean"]) for part in parts))
         if len(measured) == 1:
@@ -105,7 +105,7 @@ def test_later_steps_of_reinforce_are_weighted_by_the_policy_as_it_is(tokenizer)
                     parameter.mul_(3.0)
         return {"train/loss": 0.0}
 
-    trainer.optimizer_step.run_step = apply
+    trainer.optimizer_step.run_step = apply_and_scale
     expected = []
 
     def mean_weight():
@@ -237,7 +237,7 @@ def test_vtrace_learns_from_replayed_rollouts(tokenizer):
     metrics = [trainer.step() for _ in range(26)]
     rates = [part["train/success_rate"] for part in metrics]
     assert sum(rates[:3]) / 3 < 0.45 and sum(rates[-3:]) / 3 > 0.7
-    assert metrics[0]["policy/importance_mean"] == pytest.approx(1, abs=1e-4)  # fresh ones alone
+    assert metrics[0]["policy/importance_mean"] == pytest.approx(1, abs=1e-4)  # only fresh ones
     assert all(0 < part["policy/effective_sample_share"] <= 1 for part in metrics)
 
 

@@ -1,4 +1,4 @@
-"""Tokens without a finite log-probability from the sampler carry no loss, and are counted."""
+"""Tokens without a finite sampler log-probability: they carry no loss and are counted."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_they_are_left_out_and_counted():
     assert "train/nonfinite_sampler_tokens" not in clean.step()
     assert not torch.equal(
         weights(trainer), weights(clean)
-    )  # the two tokens were learned from there
+    )  # there the two tokens are learned from
     for group in trainer.groups[:2]:
         ((sample, *_),) = build_sample_groups([group])
         assert sample.row.loss_mask[-1] is False and sample.row.sampler_logprobs[-1] == 0.0

@@ -1,4 +1,4 @@
-"""Trainer and sampler on fixed prompts after weight updates: a sampler with other weights is refused."""
+"""Trainer and sampler on fixed prompts after weight updates: a sampler with other weights is rejected."""
 
 import copy
 
@@ -46,8 +46,8 @@ def disable_sync(trainer):
 
 
 def change_temperature(trainer):
-    run = trainer.backend.run_sequences
-    trainer.backend.run_sequences = lambda sequences, sampling: run(
+    run_sequences = trainer.backend.run_sequences
+    trainer.backend.run_sequences = lambda sequences, sampling: run_sequences(
         sequences, SamplingSettings(max_completion_tokens=sampling.max_completion_tokens)
     )
 
@@ -60,12 +60,12 @@ def use_old_adapter(trainer):
 
 
 def merge_adapter_twice(trainer):
-    def twice(policy):
+    def double_adapter(policy):
         for name, value in policy.state_dict().items():
             if ".lora_B." in name:
                 value *= 2
 
-    sample_with(trainer, twice)
+    sample_with(trainer, double_adapter)
 
 
 def drop_output_head(trainer):
@@ -73,12 +73,12 @@ def drop_output_head(trainer):
 
 
 def merge_exactly(trainer):
-    def without(policy):
+    def zero_adapter(policy):
         for name, value in policy.state_dict().items():
             if ".lora_B." in name:
                 value.zero_()
 
-    sample_with(trainer, without)
+    sample_with(trainer, zero_adapter)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_a_resumed_run_has_the_same_bits(tokenizer, action):
         )
     )
     rows += [comparable(uninterrupted.step()) for _ in range(3)]
-    again = build_trainer(tokenizer, every=2, action=action)
-    again.policy.load_state_dict(state[1])
-    again.optimizer_step.load_state_dict(state[2])
-    again.load_state_dict(state[0])
-    assert [comparable(again.step()) for _ in range(3)] == rows[3:]
-    assert torch.equal(weights(again), weights(uninterrupted))
+    resumed = build_trainer(tokenizer, every=2, action=action)
+    resumed.policy.load_state_dict(state[1])
+    resumed.optimizer_step.load_state_dict(state[2])
+    resumed.load_state_dict(state[0])
+    assert [comparable(resumed.step()) for _ in range(3)] == rows[3:]
+    assert torch.equal(weights(resumed), weights(uninterrupted))
 
 
 def test_a_gate_that_only_refuses_saves_nothing_and_may_begin_to_roll_back(tokenizer):
@@ -176,9 +176,11 @@ def test_a_gate_that_only_refuses_saves_nothing_and_may_begin_to_roll_back(token
     trainer.step()
     state = trainer.state_dict()
     assert state["numerics"] == {}
-    again = build_trainer(tokenizer, action="rollback")  # other settings, allowed by --allow-drift
-    again.load_state_dict(copy.deepcopy(state))
-    assert again.step()["policy/numerics_rollbacks"] == 0
+    resumed = build_trainer(
+        tokenizer, action="rollback"
+    )  # other settings, allowed by --allow-drift
+    resumed.load_state_dict(copy.deepcopy(state))
+    assert resumed.step()["policy/numerics_rollbacks"] == 0
 
 
 def test_a_rollback_goes_back_to_the_weights_of_the_last_agreement(tokenizer):
@@ -215,16 +217,16 @@ def test_a_sampler_that_does_not_follow_the_rollback_ends_the_run(tokenizer):
 def test_rollbacks_that_never_help_end_the_run(tokenizer):
     answers = iter([0.5, 0.0] * 3 + [0.5])
 
-    def failing():
+    def build_failing_trainer():
         trainer = build_trainer(tokenizer, action="rollback")
         trainer._numerics.measure_difference = lambda sampling: next(answers)
         return trainer
 
-    trainer = failing()
+    trainer = build_failing_trainer()
     for _ in range(2):
         trainer.step()
     state = copy.deepcopy(trainer.state_dict())
-    trainer = failing()  # as a resumed run is: it has to know how often in a row
+    trainer = build_failing_trainer()  # as in a resumed run, which has to know the number in a row
     trainer.load_state_dict(state)
     trainer.step()
     with pytest.raises(
@@ -237,12 +239,12 @@ def test_a_refused_iteration_is_not_saved(tokenizer, tmp_path):
     trainer = build_trainer(tokenizer, checkpoint_every=1)
     trainer.step_ = trainer.step
 
-    def step():
+    def step_and_drop():
         if trainer.iteration == 1:
             drop_output_head(trainer)
         return trainer.step_()
 
-    trainer.step = step
+    trainer.step = step_and_drop
     with CheckpointStore(tmp_path) as store:
         with pytest.raises(SamplerMismatch, match=REFUSED):
             run_loop(trainer, trainer.settings, iterations=3, checkpoints=store)

@@ -234,7 +234,7 @@ def test_signatures_and_paths_are_checked():
 
 
 def center_by_group(rewards_R, groups_R, lengths_R, *, scale=1.0):
-    """Rewards minus their group's mean: Dr. GRPO's."""
+    """Return rewards minus their group's mean, as in Dr. GRPO."""
     sums = torch.zeros(int(groups_R.max()) + 1, dtype=rewards_R.dtype)
     means = sums.index_add(0, groups_R, rewards_R) / torch.bincount(groups_R)
     return scale * (rewards_R - means[groups_R]), {"tokens": lengths_R.double().mean()}

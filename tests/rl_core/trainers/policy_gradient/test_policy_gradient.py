@@ -77,23 +77,23 @@ def test_loss_is_normalised_by_the_whole_step(tokenizer, algorithm):
 def test_micro_batches_change_nothing(tokenizer):
     full = make_trainer(tokenizer, micro_batch_tokens=100_000)
     cut = make_trainer(tokenizer, micro_batch_tokens=1)
-    one, two = full.step(), cut.step()
+    full_metrics, cut_metrics = full.step(), cut.step()
     for name in ("train/loss", "train/grad_norm", "policy/entropy", "policy/loss"):
-        assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6)
-    # Adam divides by the gradient's size, so rounding shows where a gradient is next to nothing
+        assert full_metrics[name] == pytest.approx(cut_metrics[name], rel=1e-4, abs=1e-6)
+    # Adam divides by the gradient's size, so rounding shows where a gradient is almost zero
     assert (weights(full) - weights(cut)).abs().mean() < 1e-5
 
 
 def test_rollouts_without_advantage_need_no_forward_pass(tokenizer, monkeypatch):
     lean, full = make_trainer(tokenizer), make_trainer(tokenizer)
-    one = lean.step()
+    metrics = lean.step()
     monkeypatch.setattr(
         policy_update.PolicyUpdate, "_select_trained_rows", lambda self, indices: list(indices)
     )
     two = full.step()
-    assert one["train/trained_rollouts"] < 36 and two["perf/update_seconds"] > 0
-    assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-6)
-    assert one["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-4)
+    assert metrics["train/trained_rollouts"] < 36 and two["perf/update_seconds"] > 0
+    assert metrics["train/loss"] == pytest.approx(two["train/loss"], abs=1e-6)
+    assert metrics["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-4)
     assert (weights(lean) - weights(full)).abs().mean() < 1e-5
 
 
@@ -109,15 +109,15 @@ def test_equal_rewards_leave_the_weights_alone(tokenizer):
 def test_ten_iterations_without_a_signal_are_warned_of_once(tokenizer, caplog):
     trainer = make_trainer(tokenizer, rewards=RewardOrchestrator({"tool_use": 1.0}), epochs=1)
 
-    def warned():  # the environment may say once a process that it has few questions
+    def select_warnings():  # the environment may warn once per process that it has few questions
         return [record for record in caplog.records if record.name.endswith(".advantages")]
 
     for _ in range(9):
         trainer.step()
-    assert not warned()
+    assert not select_warnings()
     trainer.step()
     trainer.step()
-    (record,) = warned()
+    (record,) = select_warnings()
     assert (
         "nothing is learned: in the last one every rollout has the reward 0." in record.getMessage()
     )
@@ -172,7 +172,7 @@ def test_kl_and_entropy_terms_enter_the_loss(tokenizer):
     metrics = trainer.step()
     assert metrics["policy/ref_kl"] == pytest.approx(
         0, abs=1e-9
-    )  # the reference is where it starts
+    )  # the reference is the starting policy
     assert metrics["train/trained_rollouts"] == 36
     metrics = trainer.step()
     assert metrics["policy/ref_kl"] > 1e-4
@@ -185,9 +185,11 @@ def test_kl_and_entropy_terms_enter_the_loss(tokenizer):
 
 def test_the_kl_term_holds_the_policy_back(tokenizer):
     reference = make_trainer(tokenizer).model
-    free, held = (make_trainer(tokenizer, kl_coef=c, reference=reference) for c in (1e-9, 10.0))
+    free, penalised = (
+        make_trainer(tokenizer, kl_coef=c, reference=reference) for c in (1e-9, 10.0)
+    )
     for _ in range(8):
-        loose, tight = free.step(), held.step()
+        loose, tight = free.step(), penalised.step()
     assert tight["policy/ref_kl"] < 0.3 * loose["policy/ref_kl"]
 
 
@@ -281,7 +283,7 @@ def test_resumes_bit_for_bit(tokenizer, cut):
     uninterrupted, first, second = (build_resumable_trainer(tokenizer) for _ in range(3))
     expected = [comparable(uninterrupted.step()) for _ in range(6)]
     actual = [comparable(first.step()) for _ in range(cut)]
-    second.step()  # whatever it did before is overwritten
+    second.step()  # its earlier state is overwritten
     second.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
     second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -308,12 +310,14 @@ def test_every_saved_item_matters(tokenizer, part):
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another(tokenizer):
-    one, two, other = make_trainer(tokenizer), make_trainer(tokenizer), make_trainer(tokenizer)
+    first, second, other = make_trainer(tokenizer), make_trainer(tokenizer), make_trainer(tokenizer)
     other.seed = 8
-    assert [comparable(one.step()) for _ in range(2)] == [comparable(two.step()) for _ in range(2)]
+    assert [comparable(first.step()) for _ in range(2)] == [
+        comparable(second.step()) for _ in range(2)
+    ]
     other.step()
     assert not torch.equal(weights(other), weights(make_trainer(tokenizer)))
-    played = [[r.completion_ids for g in t.groups for r in g.rollouts] for t in (one, other)]
+    played = [[r.completion_ids for g in t.groups for r in g.rollouts] for t in (first, other)]
     assert played[0] != played[1]
 
 
@@ -321,12 +325,12 @@ def test_non_finite_logprobs_skip_the_step(tokenizer, monkeypatch):
     trainer = make_trainer(tokenizer)
     before = weights(trainer)
 
-    def spoilt(*args, **options):
+    def compute_nan_outputs(*args, **options):
         outputs = compute_token_outputs(*args, **options)
         outputs.logprobs_BS = outputs.logprobs_BS * math.nan
         return outputs
 
-    monkeypatch.setattr(policy_update, "compute_token_outputs", spoilt)
+    monkeypatch.setattr(policy_update, "compute_token_outputs", compute_nan_outputs)
     metrics = trainer.step()
     assert metrics["train/skipped_steps"] == 1 and torch.equal(weights(trainer), before)
     monkeypatch.undo()

@@ -88,7 +88,7 @@ def test_importance_weights_follow_from_stale_samples(tokenizer):
     ] * 3
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, [group] * 6)
     metrics = update.run_optimizer_steps(np.random.default_rng(0))
-    # the first token was next to impossible for the sampler (weight 2, the cap), the second certain (weight pi)
+    # the first token was almost impossible for the sampler (weight 2, the cap), the second certain (weight pi)
     share = metrics["policy/importance_mean"]
     assert 1.0 < share < 1.5 and metrics["policy/effective_sample_share"] < 0.9
 
@@ -111,8 +111,8 @@ def test_replayed_samples_keep_their_advantage_and_are_drawn_once(tokenizer):
     copied = ReplayBuffer(trainer.settings.replay)
     copied.load_state_dict(trainer._replay.state_dict())
     assert copied.state_dict().keys() == trainer._replay.state_dict().keys()
-    again = [s for group in copied.draw_groups(np.random.default_rng(0), 6) for s in group]
-    assert again == [
+    redrawn = [s for group in copied.draw_groups(np.random.default_rng(0), 6) for s in group]
+    assert redrawn == [
         TrainingSample(
             TrainRow(
                 list(s.row.prompt_ids),
@@ -141,7 +141,7 @@ def test_replayed_samples_keep_their_advantage_and_are_drawn_once(tokenizer):
             StopReason.MAX_TOKENS,
             False,
             False,
-        ),  # else a policy earns the critic's value by never ending
+        ),  # otherwise a policy earns the critic's value by never ending
         (StopReason.MAX_TURNS, False, False),
         (StopReason.MAX_TOKENS, True, True),
         (StopReason.MAX_TURNS, True, True),
@@ -226,11 +226,11 @@ def test_a_kl_reward_takes_the_samplers_log_probs_where_they_are_the_policys(
     calls = []
     compute = RolloutBuffer.compute_old_logprobs
 
-    def spy(buffer, plan):
+    def count_calls(buffer, plan):
         calls.append(1)
         compute(buffer, plan)
 
-    monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", spy)
+    monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", count_calls)
     results = []
     for forced in (False, True):
         trainer = build_recipe(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo", **options)
@@ -382,10 +382,10 @@ def test_ppo_trains_adapters_and_the_critic_alone(tokenizer, kind):
 def test_ppo_under_autocast_stays_near_float32(tokenizer):
     baseline = make_trainer(tokenizer, algorithm="ppo", epochs=2, curriculum=LOW)
     cast = make_trainer(tokenizer, algorithm="ppo", epochs=2, curriculum=LOW, autocast="bfloat16")
-    one, two = baseline.step(), cast.step()
-    assert two["policy/loss"] == pytest.approx(one["policy/loss"], abs=0.02)
+    baseline_metrics, cast_metrics = baseline.step(), cast.step()
+    assert cast_metrics["policy/loss"] == pytest.approx(baseline_metrics["policy/loss"], abs=0.02)
     assert (
-        two["value/loss"] == pytest.approx(one["value/loss"], abs=0.02)
-        and two["value/loss"] != one["value/loss"]
+        cast_metrics["value/loss"] == pytest.approx(baseline_metrics["value/loss"], abs=0.02)
+        and cast_metrics["value/loss"] != baseline_metrics["value/loss"]
     )
     assert all(p.dtype == torch.float32 for p in cast.model.parameters())

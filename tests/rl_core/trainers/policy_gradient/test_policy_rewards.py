@@ -61,7 +61,7 @@ class TwoTurnLetters(Letters):
 
 
 @pytest.fixture
-def faulty(monkeypatch):
+def faulty_rewards(monkeypatch):
     """Return a reward of 0 that is NaN on the second sample of every group."""
     module = types.ModuleType("faulty_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample == 1 else 0.0 for t in trajectories]
@@ -82,13 +82,18 @@ def test_masked_rewards_by_hand():
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])
-def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm):
+def test_masked_rollouts_carry_no_loss(tokenizer, faulty_rewards, monkeypatch, algorithm):
     updates = capture_update(monkeypatch)
     options = (
         {"overlong_buffer": 1} if algorithm == "grpo" else {}
-    )  # a penalty that comes after the masking
+    )  # a penalty is added after the masking
     trainer = make_trainer(
-        tokenizer, rewards=faulty, algorithm=algorithm, entropy_coef=1e-9, curriculum=LOW, **options
+        tokenizer,
+        rewards=faulty_rewards,
+        algorithm=algorithm,
+        entropy_coef=1e-9,
+        curriculum=LOW,
+        **options,
     )
     metrics = trainer.step()
     buffer = updates[0].buffer
@@ -120,8 +125,10 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm
     assert metrics["train/loss"] == pytest.approx(-sum(a * n for a, n in credit) / tokens, abs=1e-6)
 
 
-def test_a_masked_rollout_has_the_mean_of_the_others_after_the_length_penalty(tokenizer, faulty):
-    trainer = make_trainer(tokenizer, rewards=faulty, overlong_buffer=2, curriculum=LOW)
+def test_a_masked_rollout_has_the_mean_of_the_others_after_the_length_penalty(
+    tokenizer, faulty_rewards
+):
+    trainer = make_trainer(tokenizer, rewards=faulty_rewards, overlong_buffer=2, curriculum=LOW)
     trainer.step()
     assert any(r.trajectory.rewards.get("overlong") for g in trainer.groups for r in g.rollouts)
     for group in trainer.groups:
@@ -131,8 +138,8 @@ def test_a_masked_rollout_has_the_mean_of_the_others_after_the_length_penalty(to
         assert masked.reward == masked.trajectory.reward == pytest.approx(sum(others) / 5)
 
 
-def test_replayed_samples_stay_masked(tokenizer, faulty):
-    trainer = make_trainer(tokenizer, rewards=faulty, curriculum=LOW)
+def test_replayed_samples_stay_masked(tokenizer, faulty_rewards):
+    trainer = make_trainer(tokenizer, rewards=faulty_rewards, curriculum=LOW)
     trainer.step()
     groups = build_sample_groups(trainer.groups)
     buffer, resumed = ReplayBuffer(ReplaySettings()), ReplayBuffer(ReplaySettings())
@@ -207,7 +214,7 @@ def test_resumes_bit_for_bit_with_every_component(tokenizer, tmp_path):
     saved = copy.deepcopy(
         (first.model.state_dict(), first.optimizer_step.state_dict(), first.state_dict())
     )
-    first.step()  # lost with the crash
+    first.step()  # lost in the crash
     second.model.load_state_dict(saved[0])
     second.optimizer_step.load_state_dict(saved[1])
     second.load_state_dict(saved[2])

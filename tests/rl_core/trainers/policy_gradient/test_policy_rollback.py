@@ -59,7 +59,7 @@ def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
     best = max(sum(ruined[i : i + 3]) / 3 for i in range(58))
     assert (
         best > 0.9 and min(sum(ruined[i : i + 3]) / 3 for i in range(10, 58)) < 0.1
-    )  # it learned, then collapsed
+    )  # it learns, then collapses
 
     rollback = RollbackSettings(
         window=3, margin=0.3, patience=2, cooldown=4, learning_rate_factor=0.02
@@ -121,11 +121,11 @@ ALGORITHMS = {
 }
 
 
-_draw = random.random  # of Python's global generator, which checkpoints hold
+_draw = random.random  # Python's global generator, which checkpoints save
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nobody_else_draws():
+def isolate_generator():
     """Make threads left by other tests, such as a retrying client's, draw from another generator."""
     other = random.Random(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +135,7 @@ def nobody_else_draws():
 
 
 def add_noise(rows):
-    """Scores that draw from all global generators."""
+    """Return scores that draw from all global generators."""
     return [sum(row) % 7 + _draw() + np.random.random() + float(torch.rand(())) for row in rows]
 
 
@@ -195,7 +195,7 @@ def run_in_loop(trainer, folder, iterations):
 
 
 @pytest.fixture(scope="module", params=ALGORITHMS)
-def whole(request, tokenizer, tmp_path_factory):
+def uninterrupted(request, tokenizer, tmp_path_factory):
     trainer = build_eventful_trainer(tokenizer, request.param)
     rows = run_in_loop(trainer, tmp_path_factory.mktemp("whole"), 12)
     kinds = [move["kind"] for move in trainer.curriculum.history]
@@ -204,10 +204,10 @@ def whole(request, tokenizer, tmp_path_factory):
 
 
 @pytest.mark.parametrize("cut", [1, 4, 7, 9])
-def test_resumes_bit_for_bit_across_rollbacks(tokenizer, whole, tmp_path, cut):
-    algorithm, expected, unbroken = whole
+def test_resumes_bit_for_bit_across_rollbacks(tokenizer, uninterrupted, tmp_path, cut):
+    algorithm, expected, unbroken = uninterrupted
     actual = run_in_loop(build_eventful_trainer(tokenizer, algorithm), tmp_path, cut)
-    random.seed(5), np.random.seed(5), torch.manual_seed(5)  # another process
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)  # as in another process
     resumed = build_eventful_trainer(tokenizer, algorithm)
     actual += run_in_loop(resumed, tmp_path, 12)
     assert actual == expected
@@ -283,14 +283,14 @@ def test_nothing_is_kept_without_a_rollback(tokenizer):
 
 def test_group_size_temperature_and_rewards_of_a_stage(tokenizer):
     rewards = RewardOrchestrator({"task": 1.0, "tool_use": 0.0})
-    one = build_stage(
+    first_stage = build_stage(
         "one",
         exit_conditions=(ExitCondition(window=1, threshold=0.0),),
         group_size=3,
         rewards={"task": 2.0},
     )
     trainer = make_trainer(
-        tokenizer, rewards=rewards, curriculum=(one, build_stage("two", temperature=0.01))
+        tokenizer, rewards=rewards, curriculum=(first_stage, build_stage("two", temperature=0.01))
     )
     trainer.step()
     assert [len(group.rollouts) for group in trainer.groups] == [3] * 6
@@ -299,7 +299,7 @@ def test_group_size_temperature_and_rewards_of_a_stage(tokenizer):
     trainer.step()
     assert [len(group.rollouts) for group in trainer.groups] == [6] * 6
     assert rewards.weights == {"task": 1.0, "tool_use": 0.0}
-    for group in trainer.groups:  # next to greedy: the rollouts of a prompt are alike
+    for group in trainer.groups:  # almost greedy: the rollouts of a prompt are equal
         assert len({tuple(rollout.completion_ids) for rollout in group.rollouts}) <= 2
     assert trainer.settings.group_size == 6 and trainer.settings.sampling.temperature == 1.0
 

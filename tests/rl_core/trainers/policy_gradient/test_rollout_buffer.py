@@ -19,7 +19,7 @@ from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 from rl_core.trainers.policy_gradient.samples import ReplayBuffer, TrainingSample
 
 
-def sample(number=0, temperature=1.0, **values):
+def build_sample(number=0, temperature=1.0, **values):
     row = TrainRow(
         [5, 6 + number],
         [7, 8, 9],
@@ -34,7 +34,9 @@ def test_values_of_cut_and_finished_rows_by_hand():
     """Check loss tokens at 2 and 4 with values 1 and 2; 4 after the row; gamma 1/2, lambda 1/4; final reward 8."""
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
     actor_critic = SimpleNamespace(device=torch.device("cpu"), teacher=None)
-    buffer = RolloutBuffer(actor_critic, settings, [[sample(is_truncated=True), sample()]])
+    buffer = RolloutBuffer(
+        actor_critic, settings, [[build_sample(is_truncated=True), build_sample()]]
+    )
     buffer.values_RS = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0]] * 2)
     buffer.value_after_R = torch.tensor([4.0, 4.0])
     metrics = buffer.estimate_advantages()
@@ -51,12 +53,16 @@ def test_values_of_cut_and_finished_rows_by_hand():
 def test_groups_of_unequal_size_are_compared_each_within_itself():
     settings = PolicySettings(algorithm="dr_grpo")
     groups = [
-        [sample(reward=1.0), sample(reward=0.0)],
-        [sample(reward=3.0), sample(reward=0.0), sample(reward=0.0)],
-        [sample(reward=9.0, advantage=0.75, is_replayed=True)],
-        [sample(reward=4.0, is_masked=True), sample(reward=1.0), sample(reward=3.0)],
+        [build_sample(reward=1.0), build_sample(reward=0.0)],
+        [build_sample(reward=3.0), build_sample(reward=0.0), build_sample(reward=0.0)],
+        [build_sample(reward=9.0, advantage=0.75, is_replayed=True)],
+        [
+            build_sample(reward=4.0, is_masked=True),
+            build_sample(reward=1.0),
+            build_sample(reward=3.0),
+        ],
     ]
-    no_code = SimpleNamespace(advantages=None)  # of the user's
+    no_code = SimpleNamespace(advantages=None)  # a user-defined function without advantages
     buffer = RolloutBuffer(
         SimpleNamespace(device=torch.device("cpu"), teacher=None, custom_functions=no_code),
         settings,
@@ -80,7 +86,7 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
 def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
     buffer = RolloutBuffer(
-        SimpleNamespace(device=torch.device("cpu"), teacher=None), settings, [[sample()]]
+        SimpleNamespace(device=torch.device("cpu"), teacher=None), settings, [[build_sample()]]
     )
     buffer.values_RS, buffer.value_after_R = torch.zeros(1, 5), torch.zeros(1)
     buffer.old_logprobs_RS = torch.tensor([[0.0, 0.0, -1.0, 0.0, -2.0]])
@@ -92,13 +98,13 @@ def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
     assert buffer.advantages_RS.tolist() == [[0, 0, 0.0625, 0, 8.5]]
 
 
-def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
+def test_the_replay_buffer_draws_uniformly_and_is_restored_completely():
     buffer = ReplayBuffer(ReplaySettings(iterations=2, share=0.5))
     for iteration in range(3):
         buffer.add_groups(
             [
                 [
-                    sample(
+                    build_sample(
                         10 * iteration + group,
                         reward=float(group),
                         is_truncated=group % 2 == 0,
@@ -112,7 +118,7 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
         )
     selected = [16 + group for group in range(6)] + [
         26 + group for group in range(6)
-    ]  # the oldest iteration went
+    ]  # the oldest iteration was dropped
     restored = ReplayBuffer(buffer.settings)
     restored.load_state_dict(buffer.state_dict())
     for each in (buffer, restored):
@@ -135,7 +141,7 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
 
 def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
     buffer = ReplayBuffer(ReplaySettings(iterations=1, share=1.0))
-    buffer.add_groups([[sample(temperature=0.5)]])
+    buffer.add_groups([[build_sample(temperature=0.5)]])
     state = buffer.state_dict()
     del state["temperatures"]
     buffer.load_state_dict(state)
@@ -156,11 +162,11 @@ def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
 def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, options, expected):
     requests = []
 
-    def noted(groups, *, bootstrap_limits=False, mask_truncated=False):
+    def record_limits(groups, *, bootstrap_limits=False, mask_truncated=False):
         requests.append(bootstrap_limits)
-        raise InterruptedError  # seen enough
+        raise InterruptedError  # enough was recorded
 
-    monkeypatch.setattr(policy_gradient, "build_sample_groups", noted)
+    monkeypatch.setattr(policy_gradient, "build_sample_groups", record_limits)
     trainer = make_trainer(
         train_tokenizer(["abc xyz"], 300), prompts_per_iteration=2, group_size=2, **options
     )
@@ -174,7 +180,7 @@ def test_each_measurement_counts_under_its_name(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
-    def takes(seconds):
+    def advance_clock(seconds):
         now[0] += seconds
         return torch.zeros(1, 5)
 
@@ -191,13 +197,13 @@ def test_each_measurement_counts_under_its_name(monkeypatch):
         optimizer_step=optimizer_step,
         critic_optimizer_step=None,
     )
-    buffer = RolloutBuffer(actor_critic, PolicySettings(algorithm="ppo"), [[sample()]])
+    buffer = RolloutBuffer(actor_critic, PolicySettings(algorithm="ppo"), [[build_sample()]])
     monkeypatch.setattr(
         buffer,
         "_compute_logprobs",
-        lambda model, plan: takes({"policy": 10, "reference": 100}[model]),
+        lambda model, plan: advance_clock({"policy": 10, "reference": 100}[model]),
     )
-    monkeypatch.setattr(buffer, "_run_on_each_batch", lambda plan, function: takes(1))
+    monkeypatch.setattr(buffer, "_run_on_each_batch", lambda plan, function: advance_clock(1))
     with collect_seconds() as seconds:
         buffer.compute_old_logprobs([[0]])
     assert seconds == {"measure": 10}

@@ -1,4 +1,4 @@
-"""Rollouts that are not from the trained distribution end the run, for any cause."""
+"""Rollouts that do not come from the trained distribution end the run, whatever the cause."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def disable_sync(trainer):
 
 def test_a_sync_that_does_nothing(tokenizer):
     trainer = disable_sync(make_trainer(tokenizer))
-    trainer.step()  # with the weights of the start in both
+    trainer.step()  # with the initial weights in both
     with pytest.raises(
         SamplerMismatch,
         match=r"is 0\.\d+ nats per token on fresh rollouts.*sampler_kl_max is 0\.001",
@@ -62,12 +62,12 @@ def test_weights_merged_twice(tokenizer):
     trainer = make_trainer(tokenizer)
     start = letters.weights_of(trainer.policy)
 
-    def twice(policy):
+    def merge_twice(policy):
         for name, value in policy.state_dict().items():
             value += value - start[name]
 
-    letters.sample_with(trainer, twice)
-    trainer.step()  # nothing is learned yet, so nothing is merged twice
+    letters.sample_with(trainer, merge_twice)
+    trainer.step()  # nothing is learned yet, so the merge changes nothing
     with pytest.raises(SamplerMismatch):
         trainer.step()
 

@@ -1,4 +1,4 @@
-"""Metrics that exits may watch are those that iterations log, under every algorithm; an evaluation counts once."""
+"""Watched metrics: exits may watch what iterations log, under every algorithm; an evaluation counts once."""
 
 from typing import get_args
 
@@ -29,7 +29,7 @@ LOGGED_SOMETIMES = (
     "reward/correlation/",
     "policy/numerics_difference",
 )
-BESIDE = ("perf/", "curriculum/")  # clocks, which nothing may depend on, and the curriculum itself
+IGNORED = ("perf/", "curriculum/")  # clocks, on which nothing may depend, and the curriculum
 
 SETTINGS = {
     **{name: {"algorithm": name} for name in get_args(Algorithm)},
@@ -54,7 +54,7 @@ def test_the_table_is_what_an_iteration_logs(tokenizer, case):
     if "kl_coef" in options:
         options["reference"] = make_trainer(tokenizer).policy
     trainer = make_trainer(tokenizer, prompts_per_iteration=2, **options)
-    logged = {name for name in trainer.step() if not name.startswith(BESIDE)}
+    logged = {name for name in trainer.step() if not name.startswith(IGNORED)}
     table = {
         name for name in list_watchable_metrics(trainer.settings) if not name.startswith("eval/")
     }
@@ -92,11 +92,11 @@ class OneTool(Letters):
 
 
 def test_the_share_of_a_tool_is_watched_and_of_a_tool_that_is_none_refused(tokenizer):
-    def trainer(tool):
+    def build_trainer(tool):
         early_stop = ExitCondition(metric=f"tool/share/{tool}", window=1, threshold=0.5)
         return make_trainer(tokenizer, OneTool(), early_stop=early_stop, prompts_per_iteration=2)
 
-    calm = trainer("look")
+    calm = build_trainer("look")
     assert (
         "tool/share/look" not in calm.step() and calm.finished is None
     )  # no call yet, and no error
@@ -104,7 +104,7 @@ def test_the_share_of_a_tool_is_watched_and_of_a_tool_that_is_none_refused(token
         SettingsError,
         match="'tool/share/lok': the environment has no tool 'lok'; did you mean 'look'",
     ):
-        trainer("lok")
+        build_trainer("lok")
 
 
 def test_an_exit_on_a_metric_of_a_component_holds(tokenizer):
