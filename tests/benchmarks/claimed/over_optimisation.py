@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 
-from claimed.arms import critic
+from claimed.arms import make_critic
 from claimed.policy_runs import Arm, train_arm
 from claimed.tasks import TASKS, find_start
 from rl_core.settings import RewardSettings
@@ -20,7 +20,7 @@ from rl_core.settings import RewardSettings
 TASK, ITERATIONS, QUESTIONS, PAIRS = "cells", 80, 300, 500
 PPO = dict(
     algorithm="ppo",
-    critic=critic(warmup_iterations=3),
+    critic=make_critic(warmup_iterations=3),
     rewards={"learned": 1.0},
     learning_rate=5e-4,
     gae_lambda=0.95,
