@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.letters import LOW, FewLetters, comparable, capture_update, make_trainer, weights
+from helpers.letters import LOW, FewLetters, capture_update, comparable, make_trainer, weights
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError

@@ -12,8 +12,8 @@ from helpers.letters import (
     LOW,
     LetterEpisode,
     Letters,
-    comparable,
     capture_update,
+    comparable,
     make_trainer,
     weights,
 )
