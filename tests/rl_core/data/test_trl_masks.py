@@ -34,7 +34,11 @@ def test_tokens_and_loss_tokens_are_trl_s_or_differ_for_a_reason(renderer, file)
 
 
 def test_most_formats_that_trl_takes_are_equal():
-    equal = [file.name for file, _, differences, _ in format_table.read_format_rows() if not any(differences)]
+    equal = [
+        file.name
+        for file, _, differences, _ in format_table.read_format_rows()
+        if not any(differences)
+    ]
     assert {
         "messages",
         "messages_tools",
