@@ -66,9 +66,12 @@ EXCEPTIONS = {
     ("tasks/tracking/plug_in.py", "tempfile.mkdtemp"): "a journal that the caller gave no place",
     (
         "tasks/tracking/journal.py",
-        "own_file",
+        "open_owned_file",
     ): "LineLog: appended, cut and synced through one locked descriptor",
-    ("tasks/processes/launch.py", "own_file"): "checked lines, appended through one descriptor",
+    (
+        "tasks/processes/launch.py",
+        "open_owned_file",
+    ): "checked lines, appended through one descriptor",
     ("flows/sweep/trial_process.py", "fdopen"): "a pipe",
     ("flows/sweep/worker.py", "fdopen"): "a pipe",
     ("posttrain/cli/main.py", "os.open"): "os.devnull",
@@ -132,7 +135,7 @@ FUNCTIONS = {
         "gettempdir",
     },
 }
-NAMES = {"save_file", "own_file", "fdopen"}
+NAMES = {"save_file", "open_owned_file", "fdopen"}
 
 
 def _read_mode(call: ast.Call, position: int) -> str:

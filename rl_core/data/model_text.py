@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-import regex
 
 # (opening, closing) of a thought: DeepSeek-R1, QwQ, Qwen3 and others; Magistral; Command A.
 THOUGHT_MARKERS = (
@@ -108,6 +107,8 @@ class TimeLimitedPattern:
     def __init__(self, pattern: str, match_s: float = MATCH_TIME_LIMIT_S) -> None:
         """Raises: regex.error."""
         # Not `re`, whose matching cannot be stopped, not even by a signal.
+        import regex  # here: tools and environments import this module without it
+
         self._compiled = regex.compile(pattern, regex.DOTALL)
         self.pattern, self.timed_out, self._match_s = pattern, 0, match_s
 

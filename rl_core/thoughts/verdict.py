@@ -46,11 +46,14 @@ class ThoughtVerdict:
     def collect_metrics(self) -> dict[str, float]:
         """Return scalars for tracking, named `thoughts/...`."""
         metrics = {"thoughts/genuine": float(self.genuine)}
-        for kind, differences in (("gain", self.gains), ("drop", self.drops)):
-            for name, value in differences.items():
-                metrics[f"thoughts/{kind}_{name}"] = value.difference
-                metrics[f"thoughts/{kind}_{name}_low"] = value.low
-                metrics[f"thoughts/{kind}_{name}_high"] = value.high
+        for name, gain in self.gains.items():
+            metrics[f"thoughts/gain_{name}"] = gain.difference
+            metrics[f"thoughts/gain_{name}_low"] = gain.low
+            metrics[f"thoughts/gain_{name}_high"] = gain.high
+        for name, drop in self.drops.items():
+            metrics[f"thoughts/drop_{name}"] = drop.difference
+            metrics[f"thoughts/drop_{name}_low"] = drop.low
+            metrics[f"thoughts/drop_{name}_high"] = drop.high
         metrics |= {f"thoughts/p_{name}": value for name, value in self.p_values.items()}
         return metrics
 

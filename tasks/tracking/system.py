@@ -52,16 +52,17 @@ def _find_loaded_torch() -> ModuleType | None:
 
 def _measure_gpu_memory(torch: ModuleType, index: int) -> dict[str, float]:
     """Measure the memory of a GPU. Without a CUDA context, which a reading must not create, ask the driver."""
-    prefix = f"system/gpu_{index}_memory"
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info(index)
         return {
-            f"{prefix}_usage_megabytes": (total - free) / MEBIBYTE,
-            f"{prefix}_usage_percentage": 100 * (total - free) / total,
-            f"{prefix}_reserved_megabytes": torch.cuda.memory_reserved(index) / MEBIBYTE,
+            f"system/gpu_{index}_memory_usage_megabytes": (total - free) / MEBIBYTE,
+            f"system/gpu_{index}_memory_usage_percentage": 100 * (total - free) / total,
+            f"system/gpu_{index}_memory_reserved_megabytes": torch.cuda.memory_reserved(index)
+            / MEBIBYTE,
         }
     try:
-        return {f"{prefix}_usage_megabytes": torch.cuda.device_memory_used(index) / MEBIBYTE}
+        used = torch.cuda.device_memory_used(index)
+        return {f"system/gpu_{index}_memory_usage_megabytes": used / MEBIBYTE}
     except Exception:  # see `_measure_gpu_utilization`
         return {}
 

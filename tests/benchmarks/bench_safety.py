@@ -99,18 +99,18 @@ def time_safety_functions(timer: Timer) -> None:
     }
     methods = {
         "checkpoints": [
-            (checkpoint.CheckpointStore, "save"),
+            (checkpoint.CheckpointStore, "save_version"),
             (checkpoint.CheckpointStore, "load_latest"),
         ],
         "journals": [
-            (journal.LineLog, "append"),
-            (journal.LineLog, "flush"),
+            (journal.LineLog, "append_record"),
+            (journal.LineLog, "flush_pending"),
             (journal.LineLog, "close"),
-            (journal.MetricsJournal, "append"),
+            (journal.MetricsJournal, "append_metrics"),
             (journal.DeliveryCursor, "save"),
-            (run_tracker.RunTracker, "_keep"),
+            (run_tracker.RunTracker, "_store_copy"),
         ],
-        "locks": [(locks.FolderLock, "_take"), (locks.FolderLock, "__exit__")],
+        "locks": [(locks.FolderLock, "_acquire_lock"), (locks.FolderLock, "__exit__")],
     }
     replace_everywhere(folders.publish_folder, timer.published(folders.publish_folder))
     for group, known in functions.items():

@@ -212,7 +212,9 @@ def test_a_policy_without_a_model_is_an_error(home):
 
     build_settings(build_values(home / "out", twin={"use": "twin.py:NO_MODEL"}), check_files=False)
     context = SimpleNamespace(name="twin", folder=home, process_group=SINGLE_PROCESS)
-    with pytest.raises(DataError, match="stage 'twin' gives a policy, but wrote no model"):
+    with pytest.raises(
+        DataError, match="stage 'twin' declares that it gives a policy, but wrote no model"
+    ):
         run_custom_body(context)
 
 

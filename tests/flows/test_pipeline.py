@@ -363,7 +363,7 @@ def test_an_unreachable_store_ends_no_run_and_receives_everything_later(
     assert not unreachable.ok
     assert "model_version" not in unreachable.results["sft"].summary
     table = unreachable.format_table(width=200)
-    assert "promote: not decided: the champion is known to the tracking store alone" in table
+    assert "promote: not decided: only the tracking store knows the champion" in table
     sync = f"`posttrain sync --output {tmp_path}` or the next run delivers them"
     assert "1 model version and" in table and sync in table
     assert [record.status for record in list_recorded_runs(tmp_path)] == ["postponed"]

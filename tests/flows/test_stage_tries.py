@@ -83,5 +83,5 @@ def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_retried(prefect_api
     tries, error = run_stage(work, succeed, timeouts={"sft": 0.5}, timeout_seconds=50.0)
     assert tries == 1
     assert isinstance(error, StageTimeout)
-    assert "stage 'sft' was stopped after 0.5 s, the limit that run.timeouts.sft sets" in str(error)
+    assert "stage 'sft' was stopped after 0.5 s, the limit set by run.timeouts.sft" in str(error)
     assert isinstance(error.__cause__, TimeoutError)

@@ -476,14 +476,14 @@ _CHECKPOINTS = [
     ),
     checkpoint(
         _state(1),
-        "is no regular file",
+        "is not a regular file",
         "weights that are a link to /dev/zero",
         _with(files={"model-0.safetensors": {"size": 1, "sha256": ""}}),
         **{"outputs/checkpoints/checkpoint-00000001/model-0.safetensors": device("zero")},
     ),
     checkpoint(
         _state(1),
-        "is no regular file",
+        "is not a regular file",
         "a pipe in the place of weights",
         _with(files={"model-0.safetensors": {"size": 1, "sha256": ""}}),
         **{"outputs/checkpoints/checkpoint-00000001/model-0.safetensors": fifo},
@@ -508,7 +508,7 @@ _NAMED = [
     _named("m", "contains no config.json", "folder without a config", **{"m/x": b""}),
     _named("m", "is a file", "a file", m=b""),
     _named("m", "is a file", "a pipe", m=fifo),
-    _named("./m", "no model folder", "a link to itself", m=link("m")),
+    _named("./m", "neither a model folder", "a link to itself", m=link("m")),
     _named("m/../../outside", "config.json", "folder outside"),
     _examined("lying header", ("m", _NO), _model(model__safetensors=_length(2**60))),
     _examined(

@@ -119,7 +119,7 @@ _YAML = [
     # -- shape
     config("", "is empty", "empty file"),
     config("---\n...\n", "is empty", "empty document"),
-    config("- a\n- b\n", "holds a list", "a list"),
+    config("- a\n- b\n", "contains a list", "a list"),
     config("42\n", "contains a single value", "a number"),
     config("null\n", "is empty", "null"),
     config("name: a\n---\nname: b\n", ":2: a second document", "two documents"),
@@ -140,8 +140,10 @@ _YAML = [
 ]
 
 _KEYS = [
-    config(BASE + BASE, "given twice", "every key twice"),
-    config(_with("seed: 1\nseed: 2"), (":10:", "given twice, first on line 9"), "seed twice"),
+    config(BASE + BASE, "the key occurs twice", "every key twice"),
+    config(
+        _with("seed: 1\nseed: 2"), (":10:", "the key occurs twice, first on line 9"), "seed twice"
+    ),
     config(
         _change("preset: nano", "preset: nano, preset: nano"),
         ":4: model.preset: the key occurs twice",
@@ -426,12 +428,14 @@ _IMPORTS = [
 
 _OTHER = "stages: {prepare_data: {demonstrations: %s}, sft: {max_steps: 2}}\n"
 _PLACES = [
-    Case("config is a pipe", ("validate", CONFIG), (CONFIG, "no regular file"), {CONFIG: fifo}),
+    Case(
+        "config is a pipe", ("validate", CONFIG), (CONFIG, "is not a regular file"), {CONFIG: fifo}
+    ),
     Case("config is a socket", ("validate", CONFIG), (CONFIG,), {CONFIG: bound_socket}),
     Case(
         "config is /dev/zero",
         ("validate", CONFIG),
-        (CONFIG, "no regular file"),
+        (CONFIG, "is not a regular file"),
         {CONFIG: device("zero")},
     ),
     Case("config is /dev/stdin", ("validate", "/dev/stdin"), ("/dev/stdin",)),

@@ -279,8 +279,8 @@ _ROWS = [
     rows(bound_socket, "is not a regular file", "socket"),
     rows(device("zero"), "is not a regular file", "/dev/zero"),
     rows(device("tty"), "data.jsonl", "/dev/tty"),
-    rows(link("nowhere"), "is no file", "broken link"),
-    rows(link("data.jsonl"), "is no file", "link to itself"),
+    rows(link("nowhere"), "is not a file", "broken link"),
+    rows(link("data.jsonl"), "is not a file", "link to itself"),
     rows(link("/etc/passwd"), "is not JSON", "link to the password file"),
     rows(link("/proc/self/environ"), "data.jsonl", "link to the environment"),
 ]

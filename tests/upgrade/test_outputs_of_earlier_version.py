@@ -110,9 +110,9 @@ def test_finished_runs_are_listed_and_compared(outputs: Path) -> None:
 def test_the_champion_stays_champion(outputs: Path, tmp_path: Path) -> None:
     expected = EXPECTED["pipelines"]
     tracking = Tracking(None, outputs / "pipelines/outputs", "finished")
-    champion = tracking.champion("finished")
+    champion = tracking.find_champion("finished")
     assert champion is not None and champion.version == expected["champion"]
-    assert len(tracking.versions("finished")) == expected["versions"]
+    assert len(tracking.list_versions("finished")) == expected["versions"]
     folder = tracking.download_version("finished", champion.version, tmp_path)
     assert digest_folder(Path(folder)) == champion.tags["model_sha256"] == expected["model_sha256"]
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 10_000
@@ -138,11 +138,11 @@ def test_a_promotion_that_waited_is_approved(outputs: Path) -> None:
     (waiting,) = [
         row for row in json.loads(run_command(["approve", "--output", "outputs", "--json"]))
     ]
-    assert (waiting["name"], waiting["state"]) == ("asked", "waiting") and tracking.champion(
+    assert (waiting["name"], waiting["state"]) == ("asked", "waiting") and tracking.find_champion(
         "asked"
     ) is None
     run_command(["approve", "asked", "--output", "outputs", "--yes", "--by", "ann"])
-    champion = tracking.champion("asked")
+    champion = tracking.find_champion("asked")
     assert champion is not None and champion.version == waiting["version"]
     assert champion.tags["approval.by"] == "ann"
 
@@ -202,9 +202,9 @@ def test_a_user_stage_runs_with_its_documented_imports(outputs: Path) -> None:
 def test_a_training_service_has_its_runs_and_weights(outputs: Path) -> None:
     expected, folder = EXPECTED["service"], outputs / "service/folder"
     with running_service(folder, outputs / "service/base", key="reader") as service:
-        run = service.store.run(expected["run"])
+        run = service.store.find_run(expected["run"])
         assert (run.steps, run.next_seq) == (expected["steps"], expected["next_seq"])
-        saved = service.store.checkpoints(None, 100, 0, expected["run"]).items
+        saved = service.store.list_checkpoints(None, 100, 0, expected["run"]).items
         assert {record.path for record in saved} == expected["saved"].keys()
         for record in saved:
             about = expected["saved"][record.path]
@@ -227,7 +227,7 @@ def check_training_continues(service: Any, expected: dict[str, Any], saved: list
     run = service.result(service.post("load_weights", body))["model_id"]
     service.result(service.forward_backward(run, 1, random_data(0)))
     service.result(service.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {}}))
-    assert service.store.run(run).steps == expected["steps"] + 1
+    assert service.store.find_run(run).steps == expected["steps"] + 1
 
 
 def test_a_folder_of_online_learning_has_its_records_and_continues(outputs: Path) -> None:
@@ -237,8 +237,11 @@ def test_a_folder_of_online_learning_has_its_records_and_continues(outputs: Path
     assert [event["kind"] for event in read_events(folder)] == ["promoted"]
     assert read_gate_state(folder)["decisions"]
     snapshots = WeightSnapshots(folder / "snapshots")
-    assert (snapshots.live(), snapshots.versions()) == (expected["live"], expected["versions"])
-    assert len(list(ExperienceLogReader(folder / "buffer").read())) == expected["records"]
+    assert (snapshots.read_live_version(), snapshots.list_versions()) == (
+        expected["live"],
+        expected["versions"],
+    )
+    assert len(list(ExperienceLogReader(folder / "buffer").read_records())) == expected["records"]
     with build_update_worker(settings, folder) as worker:
         assert worker.records == expected["records"]
         assert worker.updates == expected["updates"] and not worker.step()
@@ -247,4 +250,6 @@ def test_a_folder_of_online_learning_has_its_records_and_continues(outputs: Path
 def test_a_journal_of_ratings_has_its_counts(outputs: Path) -> None:
     journal = RatingJournal(outputs / "ratings/ratings.jsonl")
     assert len(journal) == EXPECTED["ratings"]["count"]
-    assert {name: journal.count(name) for name in journal.raters} == EXPECTED["ratings"]["raters"]
+    assert {name: journal.count_ratings_of(name) for name in journal.raters} == EXPECTED["ratings"][
+        "raters"
+    ]

@@ -61,7 +61,7 @@ class Line:
     others: float | None
 
     @property
-    def next_candidate(self):
+    def wanted_ratio(self):
         return WANTED[self.stage.partition("_")[0]][0 if self.size == "small" else 1]
 
 
@@ -142,11 +142,11 @@ def _format_rows(lines, size, threads):
         floors = "-" if ours is None else f"{ours:.1f} ({WANTED_FLOOR[size]:g}), {theirs:.1f}"
         peaks = ", ".join(f"{line.peak_mb[name]:,.0f}" for name in SIDES)
         starts = ", ".join(f"{line.start_s[name]:.1f}" for name in SIDES)
-        verdict = "met" if line.estimate_ratio >= line.next_candidate else "missed"
+        verdict = "met" if line.ratio >= line.wanted_ratio else "missed"
         others = "-" if line.others is None else f"{line.others:.2f}"
         yield (
-            f"| {line.stage} | {rates} | **{line.estimate_ratio:.2f}** [{line.pairs.low:.2f}, {line.pairs.high:.2f}] | "
-            f"{line.next_candidate:g} {verdict} | {line.cpu_ratio:.2f} | {floors} | {peaks} | {starts} | {others} |"
+            f"| {line.stage} | {rates} | **{line.ratio:.2f}** [{line.pairs.low:.2f}, {line.pairs.high:.2f}] | "
+            f"{line.wanted_ratio:g} {verdict} | {line.cpu_ratio:.2f} | {floors} | {peaks} | {starts} | {others} |"
         )
 
 
@@ -198,7 +198,7 @@ def draw_ratios(lines, file):
             ]
             axis.barh(
                 position,
-                line.estimate_ratio,
+                line.ratio,
                 xerr=error,
                 height=0.6,
                 color="#0060a0",

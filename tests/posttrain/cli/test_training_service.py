@@ -61,7 +61,7 @@ def test_keys_are_created_listed_and_revoked(config, capsys):
     )
     assert (
         run_service(config, "key", "create", "anna") == 2
-        and "there is one of this name" in capsys.readouterr().err
+        and "already exists" in capsys.readouterr().err
     )
     assert run_service(config, "key", "list") == 0
     listed = capsys.readouterr().out

@@ -303,7 +303,7 @@ def test_a_waiting_evaluation_is_cancelled_or_times_out(idle):
         "create_model", {"session_id": session, "model_seq_id": 0, "base_model": "base"}
     )["model_id"]
     with connect_client(idle) as client:
-        with pytest.raises(BackendError, match=r"not finished after 0.1 s; it goes on") as caught:
+        with pytest.raises(BackendError, match=r"not finished after 0.1 s; it continues") as caught:
             client.evaluate(run, model="base", texts=TEXTS, timeout=0.1)
         request = client.requests(run)[0]
         assert request.request_id in str(caught.value) and request.state == "waiting"
@@ -429,7 +429,7 @@ def test_key_and_address(monkeypatch):
         ServiceClient(ADDRESS)
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9/")
-    assert ServiceClient()._connection.address == "http://127.0.0.1:9"
+    assert ServiceClient()._endpoint.address == "http://127.0.0.1:9"
     with pytest.raises(SettingsError, match="is not an http address"):
         ServiceClient("localhost:8123")
 

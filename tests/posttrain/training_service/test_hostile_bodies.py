@@ -159,7 +159,7 @@ def test_a_truncated_body_is_refused_and_takes_no_number(service, run, next_seq)
 def test_bodies_of_100_megabytes_are_refused_without_being_kept(service, run, next_seq):
     stored = sum(path.stat().st_size for path in service.folder.rglob("*") if path.is_file())
     payload = loss(run, next_seq, [make_datum()], "ppo").payload + bytes(100 * MIB)
-    assert "at most 67108864 are taken" in read_error(
+    assert "at most 67108864 are accepted" in read_error(
         service, service.raw("forward_backward", payload)
     )
     body = b'{"model_id": "' + run.encode() + b'", "seq_id": 9, "x": "' + b"x" * (100 * MIB) + b'"}'

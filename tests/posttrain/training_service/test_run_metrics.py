@@ -156,5 +156,5 @@ def test_the_default_is_a_run_of_each(tmp_path):
 def test_settings_of_sinks_and_alerts_are_checked():
     with pytest.raises(SettingsError, match="'promotheus' is not a tracker; did you mean"):
         ServiceSettings(sinks=("promotheus",))
-    with pytest.raises(SettingsError, match=r"alerts\.policy/ref_kl: 'high' is no condition"):
+    with pytest.raises(SettingsError, match=r"alerts\.policy/ref_kl: 'high' is not a condition"):
         ServiceSettings(alerts={"policy/ref_kl": "high"})

@@ -45,7 +45,7 @@ def test_every_error_and_settings_class_is_public():
     error_classes = {
         name
         for name, value in vars(errors).items()
-        if getattr(value, "__module__", "") == errors.__name__
+        if isinstance(value, type) and value.__module__ == errors.__name__
     }
     settings_classes = {
         name for name in settings.__all__ if name[0].isupper() and not name.isupper()

@@ -31,7 +31,7 @@ print(faults(), keep_freed_memory(), min(faults() for _ in range(4)))
 
 
 def run_program(**environment: str) -> tuple[int, str, int]:
-    process = subprocess.run_program(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,

@@ -78,7 +78,7 @@ def test_date_by_setting_and_by_the_template_variable() -> None:
     assert "Today: 1 May\n" in decode_ids(named, named.prompt_ids([USER]))
     assert not named.facts.prints_date, "the template's variable replaces the date"
     with pytest.raises(
-        SettingsError, match=r"^chat_template_date: '3 Feb' is no day, as 2024-07-26"
+        SettingsError, match=r"^chat_template_date: '3 Feb' is not a date such as 2024-07-26"
     ):
         ModelSettings(chat_template_date="3 Feb")
 

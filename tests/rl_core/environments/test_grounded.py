@@ -27,7 +27,7 @@ def list_required_calls(episode):
     calls = [f"zoom {row} {column}" for row, column in question.cells]
     if question.kind == "pointer":
         row, column = question.cells[0]
-        calls.append(f"zoom {row} {grid.cell(row, column)[1]}")
+        calls.append(f"zoom {row} {grid.read_cell(row, column)[1]}")
     return calls
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.model_tokenizer import make_tokenizer
-from rl_core.build_settings import LoraSettings, ModelSettings
-from rl_core.build_settings.common import PRESETS
+from rl_core.settings import LoraSettings, ModelSettings
+from rl_core.settings.common import PRESETS
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_core.errors import CheckpointError, SettingsError

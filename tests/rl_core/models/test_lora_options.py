@@ -175,7 +175,9 @@ def test_what_cannot_be_adapted_is_named(tokenizer, options, message):
 
 
 def test_a_module_is_adapted_or_trained_as_a_whole():
-    with pytest.raises(SettingsError, match="modules_to_save: q_proj is one of target_modules too"):
+    with pytest.raises(
+        SettingsError, match="modules_to_save: q_proj is also one of target_modules"
+    ):
         LoraSettings(modules_to_save=("q_proj",))
 
 

@@ -183,7 +183,7 @@ def test_functions_of_trl_with_none_and_what_they_ask_for():
 
 def test_a_name_that_is_no_function_is_refused():
     with pytest.raises(
-        SettingsError, match=r"reward_options\.cache: 'task' is no function of yours"
+        SettingsError, match=r"reward_options\.cache: 'task' is not a user function"
     ):
         RewardOrchestrator({"task": 1.0}, options=RewardSettings(cache=("task",)))
     with pytest.raises(

@@ -234,7 +234,7 @@ def test_concurrent_requests_are_bounded(server, judge):
 def test_settings_are_checked(judge):
     with pytest.raises(SettingsError, match=r"needs reward_options.judge.url and model"):
         RewardOrchestrator({"judge": 1.0})
-    with pytest.raises(SettingsError, match="is no address of a server"):
+    with pytest.raises(SettingsError, match="is not an http"):
         judge(["a"], url="file:///etc/passwd")
     with pytest.raises(SettingsError, match="has no group"):
         JudgeSettings(pattern="score")

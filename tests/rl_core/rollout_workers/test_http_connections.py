@@ -101,7 +101,7 @@ def test_a_cut_ends_a_request_that_has_not_been_sent(script):
     connections = JsonConnections(server.url)
     num_closes = connections.num_closes
     connections.close()
-    with pytest.raises(ServerUnavailable, match="was cut"):
+    with pytest.raises(ServerUnavailable, match="was closed"):
         connections.post_json("/", {}, 5.0, num_closes)
     assert server.num_requests == 0 and connections.post_json("/", {}, 5.0) == {}
 

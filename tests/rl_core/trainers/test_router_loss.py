@@ -241,9 +241,7 @@ def test_adapters_are_trained_by_it():
 
 
 def test_models_without_routers_are_refused():
-    messages = (
-        "router_aux_loss_coef: 0.1 balances the experts of a mixture; LlamaForCausalLM gives none"
-    )
+    messages = "router_aux_loss_coef: 0.1 balances the experts of a mixture; LlamaForCausalLM returns no router logits"
     with pytest.raises(SettingsError, match=messages):
         run_sft(nano(), router_aux_loss_coef=0.1)
     tokenizer = train_tokenizer(["abc xyz"], 300)

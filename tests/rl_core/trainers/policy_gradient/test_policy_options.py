@@ -320,7 +320,7 @@ def test_a_refusal_without_weights_names_those_that_are_taken(options):
             ),
             "replay: needs a separate critic",
         ),
-        (dict(kl_controller="adaptive"), "kl_controller: needs kl_coef"),
+        (dict(kl_controller="adaptive"), "kl_controller: needs an initial kl_coef"),
         (dict(entropy_floor=0.1), "entropy_floor: 0.1 is above"),
         (
             dict(algorithm="ppo", dynamic_sampling_tries=1),

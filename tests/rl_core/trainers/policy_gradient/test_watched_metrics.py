@@ -145,7 +145,7 @@ def test_an_exit_on_an_evaluation_is_observed_once_for_each(tokenizer):
 
 def test_a_name_that_is_never_logged_is_refused_by_the_trainer_too(tokenizer):
     for metric, message in (
-        ("policy/reff_kl", "no metric of this stage"),
+        ("policy/reff_kl", "not a metric of this stage"),
         ("success_rate_ma100", "window: 100"),
     ):
         early_stop = ExitCondition(metric=metric, window=1)
