@@ -14,7 +14,7 @@ from bench_safety import Timer, time_safety_functions
 from rl_core.storage import folders
 timer = Timer()
 time_safety_functions(timer)
-folders.publish_folder({folder!r}, lambda target: folders.put_bytes(target / "rows", b"1"))
+folders.publish_folder({folder!r}, lambda target: folders.write_folder_file(target / "rows", b"1"))
 print(dict(timer.calls))
 """
 

@@ -133,7 +133,7 @@ def test_a_line_by_hand():
     assert line.start_s == {"ours": 3.5, "peer": 3.5}
     assert line.loss_gap == 0.25
     assert line.same_tokens is True
-    assert line.next_candidate == 2.5
+    assert line.wanted_ratio == 2.5
 
 
 def test_other_rows_are_seen():

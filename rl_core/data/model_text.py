@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-
 # (opening, closing) of a thought: DeepSeek-R1, QwQ, Qwen3 and others; Magistral; Command A.
 THOUGHT_MARKERS = (
     ("<think>", "</think>"),

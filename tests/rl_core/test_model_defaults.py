@@ -135,7 +135,7 @@ def test_checks_wait_for_the_default_that_they_need():
 
 def test_the_meaning_of_a_setting_tells_its_defaults():
     doc = {field.name: field.metadata["doc"] for field in dataclasses.fields(SamplingSettings)}
-    assert doc["max_completion_tokens"].endswith("observations included; left out: 512, presets 64")
+    assert doc["max_completion_tokens"].endswith("including observations; unset: 512, presets 64")
 
 
 def test_every_row_is_a_setting_and_every_source_is_named():

@@ -159,7 +159,7 @@ def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, c
         ("a.jsonl", b"\x1f\x8b\x08", "a.jsonl: the file is gzip-compressed; unpack it first"),
         ("a.jsonl", b'{"level": "easy"}\n', "a.jsonl:1: field 'environment' is missing"),
         ("a.jsonl", b"{\n", "a.jsonl:1: this is not JSON"),
-        ("folder/other.txt", b"", "folder: no trajectories*.jsonl there; name the files"),
+        ("folder/other.txt", b"", "folder: contains no trajectories*.jsonl; name the files"),
     ],
 )
 def test_unreadable_trajectories_exit_with_2_and_leave_nothing(

@@ -82,7 +82,7 @@ def test_shares_of_gpus(folder, capsys):
         (["--rates", "bad.yaml"], "bad.yaml:1: tokens.mean: "),
         (
             ["--rates", "tools.yaml"],
-            "tools.yaml:1: tools: an episode of one action waits for no tool; set turns",
+            "tools.yaml:1: tools: an episode of one action uses no tool; set turns",
         ),
         (
             ["--gpus", "1", "--rates", "rates.yaml"],

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.model_tokenizer import make_tokenizer
-from rl_core.settings import LoraSettings, ModelSettings
-from rl_core.settings.common import PRESETS
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_core.errors import CheckpointError, SettingsError
@@ -22,6 +20,8 @@ from rl_core.models.causal_lm import (
     use_eval_mode,
 )
 from rl_core.models.lora import is_lora
+from rl_core.settings import LoraSettings, ModelSettings
+from rl_core.settings.common import PRESETS
 
 
 def build_settings(**options: object) -> ModelSettings:
@@ -30,7 +30,7 @@ def build_settings(**options: object) -> ModelSettings:
 
 def compute_logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad(), use_eval_mode(model):
-        return model(torch.tensor([[3, 4, 5, 6]])).compute_logits
+        return model(torch.tensor([[3, 4, 5, 6]])).logits
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_none_of_a_user_function_is_no_number():
             "the column 'anwser', but .* did you mean 'answer'",
         ),
         (lambda completions, solution: [], ("prompt", "answer"), "the column 'solution'"),
-        (lambda completions, environments: [], ("prompt",), "TRL's own environments"),
+        (lambda completions, environments: [], ("prompt",), "which only TRL's environments have"),
         (lambda trajectories, answer: [], (), "no rows of data"),
     ],
 )

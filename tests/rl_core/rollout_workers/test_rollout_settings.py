@@ -11,12 +11,12 @@ from tasks.pipeline.stage_key import compute_stage_key
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 2}, "count: 2 is of workers, and there are none in_process"),
+        ({"count": 2}, "count: 2 applies to workers, but there are none in_process"),
         (
             {"max_staleness": 1},
-            "max_staleness: 1 needs rollouts beside the updates; set workers: ray",
+            "max_staleness: 1 needs rollouts that run during updates; set workers: ray",
         ),
-        ({"address": "127.0.0.1:6379"}, "address: '127.0.0.1:6379' is of workers"),
+        ({"address": "127.0.0.1:6379"}, "address: '127.0.0.1:6379' applies to workers"),
         (
             {"workers": "ray", "address": "head"},
             "address: 'head' must be host:port of a Ray cluster's head, or auto",
@@ -44,7 +44,7 @@ STALE = RolloutSettings(workers="ray", max_staleness=2)
     [
         (
             {"rollouts": STALE},
-            "max_staleness: 2 learns from rollouts of older weights; set importance",
+            "max_staleness: 2 trains on rollouts of older weights; set importance",
         ),
         ({"rollouts": STALE, "algorithm": "ppo"}, r"max_staleness: 2 with a critic \(ppo\)"),
         (
@@ -52,7 +52,7 @@ STALE = RolloutSettings(workers="ray", max_staleness=2)
                 "rollouts": RolloutSettings(workers="ray"),
                 "launch": LaunchSettings(kind="torchrun", processes=2),
             },
-            "rollouts.workers: ray serves a trainer of one process",
+            "rollouts.workers: ray serves a single trainer process",
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_the_key_depends_on_what_determines_numbers():
         ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
         (
             {"workers": "server", "address": "a:1", "independent": True},
-            "independent: is of the rollout engine",
+            "independent: applies to the built-in engine",
         ),
         (
             {"workers": "server", "address": "a:1", "max_staleness": 1},
@@ -107,7 +107,7 @@ def test_the_key_depends_on_what_determines_numbers():
         ),
         (
             {"server": RolloutServerSettings(sleeps=True)},
-            "server: is of an inference server, and workers is in_process",
+            "server: applies to an inference server, but workers is in_process",
         ),
     ],
 )

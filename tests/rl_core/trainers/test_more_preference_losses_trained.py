@@ -275,9 +275,9 @@ def test_pairs_and_labels_go_with_their_losses():
         ),
         (
             {"loss": "orpo", "sft_coef": 0.1},
-            r"sft_coef: 0\.1 does not go with orpo, which holds the chosen",
+            r"sft_coef: 0\.1 cannot be used with orpo, which already contains the chosen",
         ),
-        ({"loss": "kto", "sft_coef": 0.1}, r"sft_coef: 0\.1 does not go with kto"),
+        ({"loss": "kto", "sft_coef": 0.1}, r"sft_coef: 0\.1 cannot be used with kto"),
         ({"loss": "kto", "batch_size": 1}, "batch_size: kto estimates a divergence"),
         ({"loss": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0}, "nothing is learned"),
     ],

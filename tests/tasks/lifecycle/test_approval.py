@@ -423,10 +423,11 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         "rejected": "rejected by hand",
         "timed out": "approval timed out",
     }
-    told = _describe_decision(SimpleNamespace(postponed="", results={"promote": results}))
+    told = _describe_decision(SimpleNamespace(postponed_reason="", results={"promote": results}))
     assert told == words.get(results.summary["approval"], "awaiting approval")
     assert (
-        _describe_decision(SimpleNamespace(postponed="", results={"promote": plain})) == "promoted"
+        _describe_decision(SimpleNamespace(postponed_reason="", results={"promote": plain}))
+        == "promoted"
     )
 
 

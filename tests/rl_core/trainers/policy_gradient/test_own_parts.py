@@ -294,7 +294,7 @@ def test_an_estimator_that_fails_later_is_named():
         ({"loss": SAPO, "clip_eps": 0.1}, "clip_eps: not used by a custom loss"),
         (
             {"advantages": "a:b", "algorithm": "ppo"},
-            "advantages: stand for a comparison of rewards, and ppo has a crit",
+            "advantages: replaces a comparison of rewards, but ppo has a critic",
         ),
         (
             {"loss_options": {"x": 1}},
