@@ -8,7 +8,7 @@ MINUTES ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 # What users of the library see: checked strictly.
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
-	rl_core/service/client.py rl_core/service/client_calls.py rl_core/service/client_calls.py
+	rl_core/service/client.py rl_core/service/client_calls.py
 
 .PHONY: help setup demo readme-pictures test test-all sdk-test crash-test service-crash-test fuzz lint format docs clean
 
