@@ -32,7 +32,7 @@ _STAGES = {
     "promote": 2,
 }  # clauses of their notes
 _LINES = re.compile(r"(?:^    (?:sft|reward model|policy|evaluate|promote): .*\n)+", re.MULTILINE)
-_MACHINE = re.compile(r"^[^\n]*, seed \d+, \d+ s for the whole job;", re.MULTILINE)
+_MACHINE = re.compile(r"^[^\n]*, seed \d+, \d+ s in total;", re.MULTILINE)
 _TABLE = re.compile(r"(?:^    [┏┃┡│└].*\n)+", re.MULTILINE)
 _TOOK = re.compile(r"^On [^\n]*, seed \d+, it took \d+ s and ended with this table:$", re.MULTILINE)
 
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{result.seconds:.0f} s",
     )
     changed = {
-        README: {_LINES: told(result.rows), _MACHINE: f"{where} {seconds} for the whole job;"},
+        README: {_LINES: told(result.rows), _MACHINE: f"{where} {seconds} in total;"},
         QUICKSTART: {
             _TABLE: table_lines(result.format_table(80)),
             _TOOK: f"On {where} it took {seconds} and ended with this table:",

@@ -114,7 +114,7 @@ def test_faults_of_the_environment_are_no_zeros_and_those_of_a_reward_are(fake: 
         ({"environment": "guessing_tasks:Nothing"}, "AttributeError"),
         (
             {"taskset": "guessing_tasks:Unprompted"},
-            "it has no prompt, and its environment says nothing",
+            "it has no prompt, and its environment sends no message",
         ),
     ],
 )
