@@ -52,7 +52,7 @@ class Dimension:
 
     @property
     def is_range(self) -> bool:
-        """Whether the values are numbers between `low` and `high`."""
+        """True if the values are numbers between `low` and `high`."""
         return not self.choices
 
     def format_value(self, value: float | str) -> str:

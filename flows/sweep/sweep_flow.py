@@ -90,7 +90,7 @@ class SweepResult:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a winner, and its run succeeded."""
+        """True if there is a winner, and its run succeeded."""
         return self.choice is not None and (self.pipeline is None or self.pipeline.ok)
 
 

@@ -36,7 +36,7 @@ class TrialProcess(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is running."""
+        """True if the process is running."""
 
     def send(self, line: str) -> None:
         """Send a line; a process that has ended ignores it."""

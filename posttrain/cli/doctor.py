@@ -53,7 +53,7 @@ class DoctorFinding:
 
     @property
     def is_bad(self) -> bool:
-        """Whether pipelines cannot run."""
+        """True if pipelines cannot run."""
         return self.state == "bad"
 
 

@@ -60,7 +60,7 @@ class _ComparedRun:
 
     @property
     def knows_success(self) -> bool:
-        """Whether its evaluation knows success; otherwise it has only rewards."""
+        """True if its evaluation knows success; otherwise it has only rewards."""
         models = {}
         if "evaluate" in self.stages:
             path = self.stages["evaluate"] / "summary.json"

@@ -31,7 +31,7 @@ POOL_TYPE = "process"
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """What to register."""
+    """Request of one registration."""
 
     root: str  # base folder of entrypoints
     pool: str

@@ -261,7 +261,7 @@ class _EngineRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether a sequence has not ended."""
+        """True if a sequence has not ended."""
         return bool(self.queued_sequences or self.active or self.waiting_for_tools)
 
     @property

@@ -74,7 +74,7 @@ class ConditionStatus:
 
     @property
     def is_met(self) -> bool:
-        """Whether it has held for its patience."""
+        """True if it has held for its patience."""
         return self.streak >= self.condition.patience
 
     @property

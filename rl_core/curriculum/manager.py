@@ -250,7 +250,7 @@ class CurriculumManager:
 
     @property
     def is_last(self) -> bool:
-        """Whether the current stage is the last one."""
+        """True if the current stage is the last one."""
         return self.index == len(self.stages) - 1
 
     def draw_level(self, rng: np.random.Generator) -> str:

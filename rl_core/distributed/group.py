@@ -39,7 +39,7 @@ class ProcessGroup:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process writes metrics, checkpoints and models."""
+        """True if this process writes metrics, checkpoints and models."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:

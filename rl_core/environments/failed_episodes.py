@@ -40,7 +40,7 @@ class FailedEpisode:
 
     @property
     def failure_label(self) -> str:
-        """Where the episode failed, and the error, for messages."""
+        """Episode and error, for messages."""
         separator = " " if self.failed_in.startswith("reward ") else ": "
         return f"{self.failed_in}{separator}{self.error}"
 

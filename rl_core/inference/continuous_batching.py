@@ -107,7 +107,7 @@ class ContinuousBatcher(SlotTable):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no request, not even a paused one."""
+        """True if there is no request, not even a paused one."""
         return not self._paused and all(request is None for request in self._sequences)
 
     @property
@@ -234,7 +234,7 @@ class ContinuousBatcher(SlotTable):
 
     @property
     def can_step(self) -> bool:
-        """Whether some request can be decoded without waiting."""
+        """True if some request can be decoded without waiting."""
         return any(
             request is not None
             and (slot not in self._waiting_on_env or self._waiting_on_env[slot].is_done())

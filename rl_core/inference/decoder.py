@@ -103,7 +103,7 @@ class Decoder:
 
     @property
     def supports_adapters(self) -> bool:
-        """Whether slots may have their own adapters (see `set_adapters`)."""
+        """True if slots may have their own adapters (see `set_adapters`)."""
         return (
             isinstance(self._head, PackedOutputHead)
             and decoding.check_fused_step(self._base).allowed
@@ -394,7 +394,7 @@ class Decoder:
 
     @property
     def can_append_tokens(self) -> bool:
-        """Whether `append_tokens` can be called."""
+        """True if `append_tokens` can be called."""
         return self._fused is not None
 
     @torch.inference_mode()

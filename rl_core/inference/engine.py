@@ -398,7 +398,7 @@ class Engine:
 
     @property
     def supports_adapters(self) -> bool:
-        """Whether sequences may have their own adapters (see `run_sequences`)."""
+        """True if sequences may have their own adapters (see `run_sequences`)."""
         return self._decoder.supports_adapters
 
     def run_sequences(

@@ -140,7 +140,7 @@ class ServedRequest:
 
     @property
     def allows_multiple_steps(self) -> bool:
-        """Whether nothing has to happen between two of its tokens."""
+        """True if nothing has to happen between two of its tokens."""
         return not (
             self.top or self.has_stops or self.sampling.is_restricted or self.end_ids is not None
         )

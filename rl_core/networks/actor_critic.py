@@ -182,7 +182,7 @@ class ActionSpace:
 
     @property
     def is_discrete(self) -> bool:
-        """Whether an action is one of several alternatives."""
+        """True if an action is one of several alternatives."""
         return self.kind == "discrete"
 
 

@@ -321,7 +321,7 @@ class NetworkUpdate:
 
     @property
     def _is_one_minibatch(self) -> bool:
-        """Whether advantages are normalised over an optimizer step's rows, equal at every step."""
+        """True if advantages are normalised over an optimizer step's rows, equal at every step."""
         return self.settings.normalise_advantages == "minibatch" and self.settings.minibatches == 1
 
     def _run_optimizer_step(self, rows: NetworkBatch) -> dict[str, float]:

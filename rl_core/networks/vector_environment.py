@@ -140,7 +140,7 @@ class VectorEnvironment:
 
     @property
     def can_restore(self) -> bool:
-        """Whether `load_state_dict` restores exactly the episodes that were being played."""
+        """True if `load_state_dict` restores exactly the episodes that were being played."""
         return self.mode == DISABLED
 
     def reset(self) -> None:

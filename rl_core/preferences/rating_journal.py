@@ -47,7 +47,7 @@ class Rating:
 
     @property
     def is_opinion(self) -> bool:
-        """Whether it expresses an opinion of the answers."""
+        """True if it expresses an opinion of the answers."""
         return self.choice != "skip"
 
     @property

@@ -117,7 +117,7 @@ class RolloutTaskEpisodes:
 
     @property
     def is_over(self) -> bool:
-        """Whether every episode has ended or failed."""
+        """True if every episode has ended or failed."""
         return all(sequence.has_failed or sequence.is_over for sequence in self.sequences)
 
     def collect_result(self) -> FinishedRolloutTask:

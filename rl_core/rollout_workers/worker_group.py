@@ -101,7 +101,7 @@ class TaskQueue:
 
     @property
     def is_over(self) -> bool:
-        """Whether every task has been played."""
+        """True if every task has been played."""
         return all(row.result is not None for row in self._rows)
 
     @property

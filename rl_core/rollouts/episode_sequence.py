@@ -107,7 +107,7 @@ class EpisodeSequence:
 
     @property
     def is_over(self) -> bool:
-        """Whether the episode has ended."""
+        """True if the episode has ended."""
         return self._stop_reason is not None
 
     def begin_episode(self, max_length: int) -> None:

@@ -62,7 +62,7 @@ class SharedBaseModel:
 
     @property
     def batches_runs(self) -> bool:
-        """Whether rows of several training runs share a pass."""
+        """True if rows of several training runs share a pass."""
         return self._batching == "always" or (
             self._batching == "exact" and self._independence.allowed
         )

@@ -113,7 +113,7 @@ class SampleJob:
 
     @property
     def needs_distributions(self) -> bool:
-        """Whether the request asks for distributions at prescribed tokens."""
+        """True if the request asks for distributions at prescribed tokens."""
         request = self.request
         return bool(
             request.prompt_logprobs

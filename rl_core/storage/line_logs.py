@@ -47,7 +47,7 @@ class CheckedLine(NamedTuple):
 
     @property
     def is_intact(self) -> bool:
-        """Whether the line holds what was written."""
+        """True if the line holds what was written."""
         return self.record is not None
 
 

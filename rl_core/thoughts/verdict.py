@@ -33,7 +33,7 @@ class ThoughtVerdict:
 
     @property
     def genuine(self) -> bool:
-        """Whether the gain is significant and depends on the content of the thoughts."""
+        """True if the gain is significant and depends on the content of the thoughts."""
         return not self.failures
 
     def to_json(self) -> dict[str, Any]:

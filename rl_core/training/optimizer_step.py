@@ -134,14 +134,14 @@ class OptimizerStep:
 
     @property
     def computes_in_bfloat16(self) -> bool:
-        """Whether matrix products are computed in bfloat16, by autocast or because of the weights' dtype."""
+        """True if matrix products are computed in bfloat16, by autocast or because of the weights' dtype."""
         if self.settings.autocast == "bfloat16":
             return True
         return self.master_weights.first_weight.dtype == torch.bfloat16
 
     @property
     def computes_in_float32(self) -> bool:
-        """Whether matrix products and weights are in float32, including those of a frozen base model."""
+        """True if matrix products and weights are in float32, including those of a frozen base model."""
         if self.computes_in_bfloat16:
             return False
         return next(self.model.parameters()).dtype == torch.float32

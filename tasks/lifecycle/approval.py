@@ -74,7 +74,7 @@ class ApprovalRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nobody has answered yet, even if the deadline has passed."""
+        """True if nobody has answered yet, even if the deadline has passed."""
         return self.state == WAITING
 
     @property

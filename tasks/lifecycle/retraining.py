@@ -52,7 +52,7 @@ class Retraining:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it ended with a decision."""
+        """True if it ended with a decision."""
         return self.status not in ("open", "failed", "waiting")
 
 

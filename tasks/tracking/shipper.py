@@ -164,7 +164,7 @@ class Shipper:
 
     @property
     def is_drained(self) -> bool:
-        """Whether every record is delivered."""
+        """True if every record is delivered."""
         lines = (self._journal.lines, self._events)
         offsets = (self.state.metrics_offset, self.state.events_offset)
         return all(offset >= line.end for line, offset in zip(lines, offsets, strict=True))

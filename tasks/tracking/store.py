@@ -303,7 +303,7 @@ class TrackingStore:
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether the store did not answer the last delivery. Nobody waits long for an unreachable store."""
+        """True if the store did not answer the last delivery. Nobody waits long for an unreachable store."""
         return self._unreachable.is_set()
 
     @is_unreachable.setter
@@ -315,7 +315,7 @@ class TrackingStore:
 
     @property
     def is_local(self) -> bool:
-        """Whether the store is a database that this machine opens itself."""
+        """True if the store is a database that this machine opens itself."""
         return not self.uri.startswith(("http://", "https://"))
 
     @property

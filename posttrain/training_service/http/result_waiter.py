@@ -66,7 +66,7 @@ class ResultWaiter:
 
     @property
     def is_closing(self) -> bool:
-        """Whether the server is shutting down and clients should stop waiting."""
+        """True if the server is shutting down and clients should stop waiting."""
         return self._close_event.is_set()
 
     @contextlib.contextmanager

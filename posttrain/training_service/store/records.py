@@ -105,7 +105,7 @@ class StoredRequest(NewRequest):
 
     @property
     def is_final(self) -> bool:
-        """Whether the request is done, failed or cancelled."""
+        """True if the request is done, failed or cancelled."""
         return self.finished is not None
 
 

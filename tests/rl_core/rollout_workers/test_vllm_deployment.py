@@ -1,4 +1,4 @@
-"""What runs in vLLM's environment: the worker extension, the start command, the pinned versions."""
+"""Programs of vLLM's environment: the worker extension, the start command, the pinned versions."""
 
 import subprocess
 import sys
