@@ -1,6 +1,6 @@
 """File writing that is atomic, never follows links and checks who owns the target.
 
-Together with `folders`, this is the only code that writes files.
+Other rooms write files through this package; `tests/test_written_files.py` lists the exceptions with their reasons.
 
     write_text_atomic, write_json_atomic   replace a file; durable when the call returns
     replace_file                           the same for a file that is written in pieces

@@ -31,7 +31,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """State of one file: SHA-256 and number of its bytes, and its rows (non-blank lines)."""
+    """State of one file: SHA-256 and number of its bytes, and its rows (Parquet rows, else non-blank lines)."""
 
     sha256: str
     size: int
@@ -118,7 +118,10 @@ def _record_source(path: Path) -> SourceRecord:
 
 
 def _record_file(path: Path) -> FileRecord:
-    """Record a file in one pass, so that digest and row count refer to the same bytes while it is appended to."""
+    """Record digest, size and number of rows of a file.
+
+    Text is read in one pass, so that all three refer to the same bytes while the file is appended to.
+    """
     if path.suffix in PARQUET_SUFFIXES:
         import pyarrow.parquet
 
