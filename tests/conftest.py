@@ -11,6 +11,13 @@ os.environ.pop(
 )  # set in the workers of pytest-xdist; output that goes to no terminal is not wrapped
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed_torch():
+    """Seed torch's generator, so that a test draws the same weights alone as after any other test."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
