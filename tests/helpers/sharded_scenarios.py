@@ -33,7 +33,7 @@ from rl_core.tracking import MemoryTracker
 from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
-from rl_core.training import optimizer_step
+from rl_core.training import sharded_step
 from rl_core.training.loop import run_loop
 
 # 11 rows in batches of 5: the last batch of an epoch has one row, so one process has no row.
@@ -243,7 +243,7 @@ def list_scenarios(process_group, folder):
         return
     yield "cut for one", lambda: run_long(process_group, 3, folder / "of two")
     yield "taken over", lambda: run_long(process_group, 7, folder / "of one")
-    optimizer_step.Shards = functools.partial(Shards, by_layer=True)
+    sharded_step.Shards = functools.partial(Shards, by_layer=True)
     yield "by layer", lambda: collect_numbers(make_sft_trainer(process_group), process_group)
     yield (
         "by layer refused",

@@ -179,7 +179,7 @@ def make_trainer(
         backend,
     )
     if rollouts.independent:
-        trainer.backend.keep_apart()
+        trainer.backend.disable_cross_row_batching()
     if rollouts.workers == "in_process":
         return trainer, lambda: None
     parts = WorkerConfig(

@@ -129,7 +129,7 @@ def test_consolidation_waits_for_approval_and_registers_lineage(prefect_api, tmp
             thread.join(30)
         return result
 
-    assert consolidate(says_yes=True).status == "promoted"
+    assert consolidate(approve=True).status == "promoted"
     champion = tracking.find_champion("test")
     assert champion.tags["approval.by"] == "ada" and champion.tags["online.snapshot"] == "10"
     assert champion.tags["online.records"] == "3-7" and champion.tags["online.service"] == str(
@@ -138,7 +138,7 @@ def test_consolidation_waits_for_approval_and_registers_lineage(prefect_api, tmp
     skipped = consolidate()  # approval is not requested twice for the same weights
     assert skipped.status == "skipped" and "registered already" in skipped.message
     publish_snapshot(folder, settings, 20, 0.8)
-    refused = consolidate(says_yes=False)
+    refused = consolidate(approve=False)
     assert (refused.status, states) == ("rejected", ["approved", "rejected"])
     assert tracking.find_champion("test").version == champion.version
 
