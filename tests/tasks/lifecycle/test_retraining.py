@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from tasks.config import build_settings
-from tasks.lifecycle.data_lineage import format_record_tags, record_sources
+from tasks.lifecycle.data_lineage import format_record_tags, inspect_data_sources
 from tasks.lifecycle.retraining import (
     plan_retraining,
     read_retrainings,
@@ -34,7 +34,9 @@ def build_test_settings(file=None, stages=None, retrain=None, **data):
 
 
 def build_champion(version, typed):
-    return ModelVersion("x", version, None, None, tags=format_record_tags(record_sources(typed)))
+    return ModelVersion(
+        "x", version, None, None, tags=format_record_tags(inspect_data_sources(typed))
+    )
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def append_rows(path, count):
 
 
 def plan_with(typed, holder, earlier=(), **options):
-    return plan_retraining(typed, record_sources(typed), holder, list(earlier), **options)
+    return plan_retraining(typed, inspect_data_sources(typed), holder, list(earlier), **options)
 
 
 def test_without_a_champion_the_pipeline_runs_as_it_is(file):
