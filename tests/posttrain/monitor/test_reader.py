@@ -247,7 +247,7 @@ def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
     assert [stage.label for stage in run.stages if stage.status != "to come"] == ["sft", "policy"]
 
 
-def test_a_run_is_found_by_its_names(tmp_path):
+def test_a_run_is_selected_by_its_names(tmp_path):
     make_run(tmp_path, status="FINISHED")
     make_run(tmp_path, name="other", status="FINISHED", begun=START + 5)
     reader = RunReader(tmp_path)

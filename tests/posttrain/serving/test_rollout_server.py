@@ -72,7 +72,7 @@ def test_a_run_on_a_server_is_the_run_in_one_process(tokenizer, server):
     served.server.close()
 
 
-def test_trainer_has_its_own_time_limit(tokenizer, tmp_path):
+def test_trainer_has_a_separate_time_limit(tokenizer, tmp_path):
     """`serving.request_seconds` limits chats only: a trainer would mistake a 504 for a lost server."""
     with letters_server(tokenizer, tmp_path, request_seconds=1e-6) as server:
         refused = server.chat("abc", status=504)["error"]["message"]
@@ -300,9 +300,9 @@ def test_one_error_before_anything_starts(tokenizer, server, tmp_path, monkeypat
     monkeypatch.delenv(KEY)
     assert f"the environment variable {KEY} is not set" in read_refusal(settings)
     monkeypatch.setenv(KEY, TOKEN)
-    with running_server(tmp_path / "plain", tmp_path / "base", context=32) as plain:
-        assert "--set serving.rollouts=true" in read_refusal(server_settings(plain.url))
-        assert plain.client.post("/sleep").status_code == 404
+    with running_server(tmp_path / "ordinary", tmp_path / "base", context=32) as ordinary:
+        assert "--set serving.rollouts=true" in read_refusal(server_settings(ordinary.url))
+        assert ordinary.client.post("/sleep").status_code == 404
 
 
 def test_another_tokenizer_or_model_is_refused(tokenizer, tmp_path):

@@ -140,7 +140,7 @@ def test_the_first_model_stays_for_the_gate(tmp_path):
         assert 0 in versions and 1 not in versions
 
 
-def test_segments_of_evicted_experiences_are_removed_if_not_kept(tmp_path):
+def test_segments_of_evicted_experiences_are_removed_unless_retained(tmp_path):
     buffer = OnlineBufferSettings(capacity=4, segment_bytes=4096, keep_segments=False)
     worker_settings = settings({"update_every": 5, "checkpoint_every": 1}, buffer=buffer)
     log = tmp_path / "log"

@@ -180,7 +180,7 @@ def engine_rollouts(words):
     return play(create_backends(create_llama(words), words)[0], words)
 
 
-def test_each_prompt_is_the_template_s_own_and_the_turns_after_it_are_kept_as_sampled(
+def test_each_prompt_is_the_template_s_and_the_turns_after_it_stay_as_sampled(
     words, engine_rollouts
 ):
     renderer, num_contexts = ChatRenderer(words), 0

@@ -33,7 +33,7 @@ def build_test_attempt(
     )
 
 
-def test_each_comparison_counts_once_however_often_it_is_made():
+def test_each_comparison_counts_once_however_often_it_is_repeated():
     tags = ModelTags()
     assert claim_attempt(tags, "m", build_test_attempt("a")).number == 1
     # the stage was resumed, retried, or run again

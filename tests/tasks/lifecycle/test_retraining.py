@@ -152,15 +152,17 @@ def test_a_retraining_killed_after_its_promotion_is_resumed(file):
     append_rows(file, 1)
     first = plan_with(typed, build_champion(1, typed), force=True).record
     promoted = build_champion(2, typed)
-    own_champion = dataclasses.replace(promoted, tags={**promoted.tags, "retrain.number": "1"})
+    retrained_champion = dataclasses.replace(
+        promoted, tags={**promoted.tags, "retrain.number": "1"}
+    )
     for force in (True, False):
-        result = plan_with(typed, own_champion, [first], force=force, flow_run_id="b")
+        result = plan_with(typed, retrained_champion, [first], force=force, flow_run_id="b")
         assert result.is_continuation and result.record == dataclasses.replace(
             first, flow_run_id="b"
         )
         assert result.settings.model.path == "models:/x/1"  # what it began with
     ended = dataclasses.replace(first, status="promoted")
-    assert plan_with(typed, own_champion, [ended], force=True).record.number == 2
+    assert plan_with(typed, retrained_champion, [ended], force=True).record.number == 2
     # somebody else's champion
     assert plan_with(typed, promoted, [first], force=True).record.number == 2
 

@@ -11,10 +11,10 @@ from rl_core.environments.arithmetic import Arithmetic
 from rl_core.environments.pixel_grid import PixelGrid
 from rl_core.errors import SettingsError
 
-HERE = f"{__name__}:Own"
+HERE = f"{__name__}:Custom"
 
 
-class Own(Environment):
+class Custom(Environment):
     name = "own"
     levels = ("only",)
 
@@ -43,7 +43,7 @@ class Own(Environment):
         pytest.fail("making an environment plays nothing")
 
 
-class Open(Own):
+class Open(Custom):
     def __init__(self, **anything):
         super().__init__(size=1)
         self.anything = anything
@@ -93,7 +93,7 @@ def test_custom_environment_by_import_path():
         ("rl_core.environments.environment:Nothing", {}, "is not a subclass"),
         ("rl_core.environments.environment:Step", {}, "is not a subclass"),
         ("rl_core.environments.environment:", {}, "is not a subclass"),
-        (":Own", {}, "cannot be imported"),
+        (":Custom", {}, "cannot be imported"),
         (f"{__name__}:Unfinished", {}, "does not define episode, tools"),
         (HERE, {}, "options.size: environment"),
         (HERE, {"size": True}, "options.size: True is not a whole number"),
