@@ -9,7 +9,7 @@ import time
 
 import pytest
 import sqlalchemy as sa
-from helpers.postgres import missing, postgres
+from helpers.postgres import find_postgres_problem, postgres
 from helpers.service_clients import create, loss, open_sampler, sample, update
 
 from posttrain.training_service.store import (
@@ -519,7 +519,7 @@ def test_a_url_that_cannot_be_meant_is_refused(wrong):
         ServiceStore(wrong)
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(find_postgres_problem()), reason=find_postgres_problem())
 def test_on_postgresql(clock):
     """The statements that differ: upserts, counters, locks, positions. Two stores represent two processes."""
     with postgres() as address:

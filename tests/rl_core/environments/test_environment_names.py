@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from helpers.adapters import hide
+from helpers.adapters import hide_package
 
 from rl_core.environments import SHIPPED_ENVIRONMENTS, Environment, Toolset, make_environment
 from rl_core.environments.arithmetic import Arithmetic
@@ -121,6 +121,6 @@ def test_mistakes_are_named(name, options, part):
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, name, options, extra):
-    hide(monkeypatch, name)
+    hide_package(monkeypatch, name)
     with pytest.raises(SettingsError, match=rf"not installed; pip install 'posttrain\[{extra}\]'"):
         make_environment(name, options)

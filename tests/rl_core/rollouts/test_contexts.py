@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.chat_templates import OPENS_AND_STRIPS, OPENS_KEEPS_LAST, family
 from helpers.letters import make_trainer
-from helpers.teacher_server import serving
+from helpers.teacher_server import serve_teacher
 from helpers.tiny import weights_digest
 from transformers import (
     GPT2Config,
@@ -402,7 +402,7 @@ def test_teachers_judge_each_context_alone(words, engine_rollouts):
     local = LocalTeacher(
         model, context=max(len(ids) for r in engine_rollouts for ids, _, _ in iter_contexts(r))
     ).compute_logprobs(batch)
-    with serving(model) as (url, requests):
+    with serve_teacher(model) as (url, requests):
         served = ServedTeacher(TeacherSettings(url=url, model="m", api="echo")).compute_logprobs(
             batch
         )
