@@ -130,7 +130,7 @@ def evaluate_episodes(
 ) -> tuple[list[int], Any]:
     """Return the success of each episode, played once at temperature 1, and the evaluation."""
     backend = policy.backend()
-    backend.refresh()
+    backend.refresh_weights()
     evaluation = evaluate(
         environment,
         backend,

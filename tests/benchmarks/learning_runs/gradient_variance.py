@@ -124,7 +124,7 @@ def compute_gradient(
         update.buffer.estimate_advantages = use_rewards_alone
     caught: list[Any] = []
 
-    def apply(batches: Any, loss: Any) -> dict[str, float]:
+    def catch_gradient(batches: Any, loss: Any) -> dict[str, float]:
         updated.policy.zero_grad()
         for batch in batches:
             loss(batch)[0].backward()
@@ -132,10 +132,11 @@ def compute_gradient(
         updated.policy.zero_grad()
         return {}
 
-    original, updated.optimizer_step.apply = updated.optimizer_step.apply, apply
+    step = updated.optimizer_step
+    original, step.run_step = step.run_step, catch_gradient
     try:
-        update.run(np.random.default_rng(0))
+        update.run_optimizer_steps(np.random.default_rng(0))
     finally:
-        updated.optimizer_step.apply = original
+        step.run_step = original
     size = sum(p.numel() for p in updated.policy.parameters())
     return caught[0] if caught else torch.zeros(size)

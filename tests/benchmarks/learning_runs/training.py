@@ -78,7 +78,7 @@ class Bench:
         from rl_core.evaluation import evaluate
 
         backend = backend or self.policy.backend()
-        backend.refresh()
+        backend.refresh_weights()
         result = evaluate(
             self.environment,
             backend,
@@ -104,15 +104,18 @@ class LaggedBackend:
         self._past: collections.deque[dict[str, Any]] = collections.deque(maxlen=lag + 1)
         self.max_length = self._backend.max_length
 
-    def refresh(self) -> None:
-        """Refresh the weights; called once before the rollouts of each iteration."""
+    def refresh_weights(self) -> None:
+        """Load the weights of `lag` iterations ago; called once before the rollouts of each iteration."""
         self._past.append(
             {name: tensor.clone() for name, tensor in self._live.state_dict().items()}
         )
         self._copy.load_state_dict(self._past[0])
         self._backend.refresh_weights()
 
-    def run(self, sequences: Any, sampling: Any) -> None:
+    def set_end_tokens(self, eos_ids: Any) -> None:
+        self._backend.set_end_tokens(eos_ids)
+
+    def run_sequences(self, sequences: Any, sampling: Any) -> None:
         self._backend.run_sequences(sequences, sampling)
 
 
