@@ -33,7 +33,7 @@ from rl_core.errors import PosttrainError
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, digest_settings
-from tasks.lifecycle.data_lineage import record_sources
+from tasks.lifecycle.data_lineage import inspect_data_sources
 from tasks.lifecycle.retraining import (
     RetrainingPlan,
     plan_retraining,
@@ -121,7 +121,7 @@ def _retrain_and_promote(
         with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
             plan = plan_retraining(
                 settings,
-                record_sources(settings),
+                inspect_data_sources(settings),
                 tracking.find_champion(settings.registered_model),
                 settle_waiting_retrainings(tracking, settings.registered_model, home),
                 start=start,

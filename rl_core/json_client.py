@@ -1,13 +1,16 @@
-"""Clients for JSON servers over HTTP.
+"""Client for JSON servers over HTTP: single requests, and connections that stay open.
 
-`JsonConnections` keeps connections to one server alive for any number of threads and can close all of them at once.
-`post_with_retries` sends single requests, with bounded retries, time and size.
+`fetch_json` sends one request, `post_with_retries` repeats it. `JsonConnections` keeps connections to one server alive
+for any number of threads and can close all of them at once. Common to all: loopback addresses are never requested
+through a proxy, a timeout is that of a whole attempt from the connection to the last byte, and failures are
+`RequestError`s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import logging
 import socket
@@ -25,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_RESPONSE_BYTES = 256 * 2**20
-MAX_REPLY_BYTES = 64 * 2**20  # of `post_with_retries`
+MAX_REPLY_BYTES = 64 * 2**20  # of a single request
 MAX_RETRY_WAIT_S = 60.0  # between two attempts
 CONNECT_TIMEOUT_S = 60.0  # for a connection to be made, which `close` cannot interrupt
 _TRANSIENT_STATUSES = {408, 409, 425, 429}  # and 500 or above: another attempt may succeed
@@ -38,7 +41,21 @@ _STALE_CONNECTION_ERRORS = (
 )
 
 
-class ServerUnavailable(BackendError):
+class RequestError(BackendError):
+    """A request failed.
+
+    `status` of the response (0 = no complete one), `reason` without the address, `retry_after` in seconds (0 = not
+    specified). After a timeout, `__cause__` is a TimeoutError.
+    """
+
+    def __init__(
+        self, message: str, status: int = 0, retry_after: float = 0.0, *, reason: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status, self.retry_after, self.reason = status, retry_after, reason or message
+
+
+class ServerUnavailable(RequestError):
     """A request got no response: no connection, a broken one, or a server that is not ready."""
 
 
@@ -46,12 +63,8 @@ class StaleServerResponse(ServerUnavailable):
     """A request was answered by a different process than the one that holds the weights."""
 
 
-class ServerErrorResponse(BackendError):
-    """A request was answered with an error: `status` of the response, `retry_after` in seconds (0 = not specified)."""
-
-    def __init__(self, message: str, status: int, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+class ServerErrorResponse(RequestError):
+    """A request was answered with an error."""
 
 
 class JsonConnections:
@@ -87,8 +100,7 @@ class JsonConnections:
         Args:
             num_closes: value of `num_closes` when the request was decided; None = now. The request fails after a later
                 `close`.
-        Raises: ServerUnavailable without a complete response, or if no part of it arrives for `timeout_s`;
-            ServerErrorResponse for an error.
+        Raises: ServerUnavailable without a complete response after `timeout_s`; ServerErrorResponse for an error.
         """
         return self._send_with_retry("POST", path, json.dumps(body).encode(), timeout_s, num_closes)
 
@@ -123,21 +135,24 @@ class JsonConnections:
             connection, is_used = self._acquire_connection()
             try:
                 self._connect_socket(connection, num_closes, timeout_s)
-                response, data = self._send_request(connection, method, path, body)
+                response, data = self._send_request(connection, method, path, body, timeout_s)
             except (OSError, http.client.HTTPException) as error:
                 self._release_connection(connection, is_open=False)
                 # The server may have closed an idle connection.
                 is_stale = is_used and isinstance(error, _STALE_CONNECTION_ERRORS)
                 if is_stale and self._num_closes == num_closes:
                     continue
-                raise ServerUnavailable(
-                    f"{self.base_url}{path}: {_describe_error(error)}"
-                ) from error
+                raise _build_connection_error(self.base_url + path, error) from error
             except BaseException:
                 self._release_connection(connection, is_open=False)
                 raise
             self._release_connection(connection, is_open=not response.will_close)
-            return self._decode_response(path, response, data)
+            if response.status >= 300:
+                retry_after = response.getheader("Retry-After", "")
+                raise _build_response_error(
+                    self.base_url + path, response.status, response.reason, retry_after, data
+                )
+            return _decode_body(data)
 
     def _connect_socket(
         self, connection: http.client.HTTPConnection, num_closes: int, timeout_s: float
@@ -151,39 +166,19 @@ class JsonConnections:
             raise ConnectionAbortedError("the connection was closed")
 
     def _send_request(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
     ) -> tuple[http.client.HTTPResponse, bytes]:
+        deadline = time.monotonic() + timeout_s
         connection.request(method, path, body, self._headers)
         response = connection.getresponse()
-        data = response.read(MAX_RESPONSE_BYTES + 1)
-        if len(data) > MAX_RESPONSE_BYTES:
-            raise OSError(f"the response is longer than {MAX_RESPONSE_BYTES // 2**20} MiB")
-        if response.length:  # http.client does not report a premature end
-            raise http.client.IncompleteRead(data, response.length)
+        data = _read_body(response, MAX_RESPONSE_BYTES, deadline)
+        response.close()  # its end need not have been read, and the connection is to be used again
         return response, data
-
-    def _decode_response(self, path: str, response: http.client.HTTPResponse, data: bytes) -> Any:
-        """Return the content of a response. Raises: ServerUnavailable, ServerErrorResponse."""
-        if response.status >= 300:
-            self._raise_error_response(path, response, data)
-        if not data.strip():
-            return None
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError):
-            return data.decode(errors="replace")
-
-    def _raise_error_response(
-        self, path: str, response: http.client.HTTPResponse, data: bytes
-    ) -> None:
-        text = " ".join(_extract_error_message(data).split())[:500]
-        problem = f"{self.base_url}{path}: {response.status} {response.reason}"
-        if text:
-            problem += f": {text}"
-        if response.status in _UNAVAILABLE_STATUSES:
-            raise ServerUnavailable(problem)
-        retry_after = _parse_retry_after(response.getheader("Retry-After", ""))
-        raise ServerErrorResponse(problem, response.status, retry_after)
 
     def _acquire_connection(self) -> tuple[http.client.HTTPConnection, bool]:
         """Return a connection for one request, and whether it has been used before."""
@@ -204,6 +199,127 @@ class JsonConnections:
         connection.close()
 
 
+def fetch_json(
+    url: str,
+    body: Any = None,
+    *,
+    timeout_s: float = 5.0,
+    headers: Mapping[str, str] | None = None,
+) -> Any:
+    """Send a GET, or a POST of JSON, and return the decoded response; None for an empty one, text if it is not JSON.
+
+    Proxies of the environment are used, except for loopback addresses. Redirects of a GET are followed.
+    Args:
+        timeout_s: of the attempt, from the connection to the last byte.
+    Raises: ServerUnavailable without a complete response; ServerErrorResponse for an error.
+    """
+    encoded = None if body is None else json.dumps(body).encode()
+    all_headers = {"Content-Type": "application/json", **(headers or {})}
+    handlers: list[urllib.request.BaseHandler] = [_ProxyUnlessLoopback()]
+    if encoded is not None:
+        handlers.append(_NoRedirects())
+    opener = urllib.request.build_opener(*handlers)
+    deadline = time.monotonic() + timeout_s
+    try:
+        request = urllib.request.Request(url, encoded, all_headers)
+        with opener.open(request, timeout=timeout_s) as response:
+            return _decode_body(_read_body(response, MAX_REPLY_BYTES, deadline))
+    except urllib.error.HTTPError as error:
+        data = b""
+        with contextlib.suppress(OSError, http.client.HTTPException), error:
+            data = _read_body(error, MAX_REPLY_BYTES, deadline)
+        retry_after = error.headers.get("Retry-After", "")
+        raise _build_response_error(url, error.code, error.reason, retry_after, data) from error
+    # ValueError: an invalid address.
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        cause = reason if isinstance(reason, BaseException) else error
+        raise _build_connection_error(url, cause) from cause
+
+
+def is_loopback_address(url: str) -> bool:
+    """Return whether a URL names this machine by a loopback address or as localhost."""
+    host = urlsplit(url).hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def find_health_problem(url: str, timeout_s: float = 5.0) -> str:
+    """Return why a server's health check fails; "" = it is up, as is one that requires a token."""
+    try:
+        fetch_json(url, timeout_s=timeout_s)
+    except RequestError as error:
+        if error.status in (401, 403):
+            return ""
+        return f"answered {error.status}" if error.status else f"no answer ({error.reason})"
+    return ""
+
+
+class _ProxyUnlessLoopback(urllib.request.ProxyHandler):
+    """Handler of the environment's proxies that leaves out loopback addresses, also those of redirects."""
+
+    def proxy_open(self, req: urllib.request.Request, proxy: str, type: str) -> Any:
+        """Return None, so that the next handler connects directly, for a loopback address."""
+        if is_loopback_address(req.full_url):
+            return None
+        return super().proxy_open(req, proxy, type)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Handler that makes redirects errors: they would send the key elsewhere, and turn a POST into a GET."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Return None, so that the response itself is reported."""
+
+
+def _read_body(response: Any, max_bytes: int, deadline: float) -> bytes:
+    """Read the whole body of a response until `deadline`, of the monotonic clock.
+
+    Raises: OSError, http.client.IncompleteRead.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while part := response.read1(2**16):
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            raise OSError(f"the response is longer than {max_bytes // 2**20} MiB")
+        if response.length != 0 and time.monotonic() > deadline:
+            raise TimeoutError("the response was not complete in time")
+    if response.length:  # http.client does not report a premature end
+        raise http.client.IncompleteRead(b"".join(parts), response.length)
+    return b"".join(parts)
+
+
+def _decode_body(data: bytes) -> Any:
+    if not data.strip():
+        return None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return data.decode(errors="replace")
+
+
+def _build_response_error(
+    url: str, status: int, phrase: str, retry_after: str, data: bytes
+) -> RequestError:
+    reason = f"{status} {phrase}"
+    if text := " ".join(_extract_error_message(data).split())[:500]:
+        reason += f": {text}"
+    kind = ServerUnavailable if status in _UNAVAILABLE_STATUSES else ServerErrorResponse
+    # a date in Retry-After counts as not specified
+    seconds = float(retry_after) if retry_after.isdigit() else 0.0
+    return kind(f"{url}: {reason}", status, seconds, reason=reason)
+
+
+def _build_connection_error(url: str, error: BaseException) -> ServerUnavailable:
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, TimeoutError):
+        reason = "no response in time"
+    return ServerUnavailable(f"{url}: {reason}", reason=reason)
+
+
 def _extract_error_message(data: bytes) -> str:
     """Return the text of an error: OpenAI's {"error": {"message"}}, FastAPI's {"detail"}, or the raw text."""
     text = data.decode(errors="replace")
@@ -214,38 +330,12 @@ def _extract_error_message(data: bytes) -> str:
     return text
 
 
-def _parse_retry_after(text: str) -> float:
-    """Return the seconds of a Retry-After header; 0 if it is missing or a date."""
-    return float(text) if text.isdigit() else 0.0
-
-
-def _describe_error(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no response in time"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 class RequestLimits(NamedTuple):
     """Limits of one request with its retries."""
 
     timeout_s: float  # of one attempt, from the connection to the last byte
     retries: int
     retry_delay_s: float  # doubled with each retry
-
-
-class _RetryableError(Exception):
-    """An attempt without a usable response; another one may succeed."""
-
-    def __init__(self, problem: str, wait_s: float = 0.0) -> None:
-        super().__init__(problem)
-        self.wait_s = wait_s  # requested by the server
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Handler that makes redirects errors: they would send the key elsewhere, and turn a POST into a GET."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Return None, so that the response itself is reported."""
 
 
 def build_v1_address(url: str, path: str) -> str:
@@ -268,65 +358,28 @@ def post_with_retries(
     """Send a POST of JSON and return the parsed response.
 
     Args:
-        parse_response: takes the decoded JSON; raises ValueError, KeyError, IndexError or TypeError for a response that
-            is
-            worth a retry.
+        parse_response: takes the decoded response; raises ValueError, KeyError, IndexError or TypeError for one that
+            is worth a retry.
         stop: if set, stop retrying.
     Raises: BackendError after the last attempt, or immediately for a request that the server refuses.
     """
-    encoded = json.dumps(body).encode()
-    all_headers = {"Content-Type": "application/json", **(headers or {})}
     stop, problem = stop or threading.Event(), "nothing was sent"
     attempts = 0
     while attempts <= limits.retries and not stop.is_set():
         attempts += 1
-        request = urllib.request.Request(url, encoded, all_headers)
+        wait_s = 0.0
         try:
-            response = _post_once(request, limits.timeout_s)
-        except _RetryableError as error:
-            problem, wait_s = str(error), error.wait_s
-        else:
-            try:
-                return parse_response(response)
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                reason, wait_s = f"{type(error).__name__}: {str(error)[:200]}", 0.0
-                problem = f"unexpected response ({reason})"
+            return parse_response(
+                fetch_json(url, body, timeout_s=limits.timeout_s, headers=headers)
+            )
+        except RequestError as error:
+            if 0 < error.status < 500 and error.status not in _TRANSIENT_STATUSES:
+                raise BackendError(f"{url} refuses the request: {error.reason}") from error
+            problem, wait_s = error.reason, error.retry_after
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            problem = f"unexpected response ({type(error).__name__}: {str(error)[:200]})"
         if attempts <= limits.retries:
             logger.warning("%s: %s; retrying", url, problem)
             backoff_s = limits.retry_delay_s * 2 ** (attempts - 1)
             stop.wait(min(MAX_RETRY_WAIT_S, max(wait_s, backoff_s)))
     raise BackendError(f"{url} did not answer in {attempts} tries (the last: {problem})")
-
-
-def _post_once(request: urllib.request.Request, timeout_s: float) -> Any:
-    """Make one attempt. Raises: _RetryableError; BackendError for a refused request."""
-    deadline = time.monotonic() + timeout_s
-    opener = urllib.request.build_opener(_NoRedirects)
-    try:
-        with opener.open(request, timeout=timeout_s) as response:
-            return json.loads(_read_body(response, deadline, timeout_s))
-    except urllib.error.HTTPError as error:
-        text = _read_body(error, deadline, timeout_s, 500).decode(errors="replace")
-        problem = f"{error.code} {error.reason}: {text}"
-        if error.code < 500 and error.code not in _TRANSIENT_STATUSES:
-            raise BackendError(f"{request.full_url} refuses the request: {problem}") from error
-        wait_s = _parse_retry_after(error.headers.get("Retry-After", ""))
-        raise _RetryableError(problem, wait_s) from error
-    # ValueError: a truncated response is not JSON. RecursionError: nor is one with a thousand brackets.
-    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-        raise _RetryableError(f"{type(error).__name__}: {error}") from error
-
-
-def _read_body(response: Any, deadline: float, timeout_s: float, max_bytes: int = 0) -> bytes:
-    """Read the body of a response, at most `max_bytes` if set. Raises: OSError if it is too long or too slow."""
-    parts, size = [], 0
-    while part := response.read1(2**16):
-        parts.append(part)
-        size += len(part)
-        if max_bytes and size >= max_bytes:
-            break
-        if size > MAX_REPLY_BYTES:
-            raise OSError(f"the response is longer than {MAX_REPLY_BYTES // 2**20} MiB")
-        if time.monotonic() > deadline:
-            raise OSError(f"the response was not complete within {timeout_s:g} s")
-    return b"".join(parts)[: max_bytes or None]

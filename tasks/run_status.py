@@ -1,4 +1,4 @@
-"""Names for the status of a run, shared by the terminal, the live page, Prefect, and MLflow's own status.
+"""Status of a run: names shared by the terminal, the live page, Prefect and MLflow; the errors that mean "stopped".
 
     running     its process lives
     waiting     finished except for a person's approval
@@ -14,10 +14,15 @@ killed alike: a killed run has the tag `interrupted` with what was detected.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+
+from rl_core.errors import Stopped
 
 POSTPONED = "postponed"  # tag of a run: why its promotion was left open
 STALE_STOP_TAGS = ("error", "interrupted", POSTPONED)  # tags that a run loses when it is resumed
+# For the tracking store: a preempted run has few seconds; the rest waits in the journal.
+STOP_TIMEOUT_SECONDS = 1.5
 
 _STATUS_NAMES = {
     "RUNNING": "running",
@@ -37,3 +42,15 @@ def describe_run_status(status: str, tags: Mapping[str, str]) -> str:
     if status == "FINISHED" and tags.get(POSTPONED):
         return "postponed"
     return _STATUS_NAMES.get(status, "failed")
+
+
+def is_stop_error(error: BaseException | None) -> bool:
+    """Return whether the run was stopped by somebody: Ctrl-C, or SIGTERM within a flow or outside.
+
+    Prefect has an exception of its own for this.
+    """
+    kinds: tuple[type[BaseException], ...] = (Stopped, KeyboardInterrupt, SystemExit)
+    prefect = sys.modules.get("prefect.exceptions")  # if it is not imported, it cannot have raised
+    if prefect:
+        kinds += (prefect.TerminationSignal,)
+    return isinstance(error, kinds)

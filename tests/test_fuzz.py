@@ -11,7 +11,7 @@ from fuzz.targets import CORPUS, TARGETS, read_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-KEPT = [(name, path) for name in TARGETS for path in sorted((CORPUS / name).iterdir())]
+CASES = [(name, path) for name in TARGETS for path in sorted((CORPUS / name).iterdir())]
 EXAMPLES = {"config": 15, "data": 30, "tool_call": 150, "chat": 60, "template": 25}
 checked = settings(
     deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
@@ -19,7 +19,7 @@ checked = settings(
 
 
 @pytest.mark.parametrize(
-    ("name", "path"), [pytest.param(n, p, id=f"{n}: {p.name}") for n, p in KEPT]
+    ("name", "path"), [pytest.param(n, p, id=f"{n}: {p.name}") for n, p in CASES]
 )
 def test_stored_inputs_are_read_or_refused(name, path):
     data = path.read_bytes()

@@ -16,8 +16,8 @@ from helpers.import_graph import (
     list_edges,
     list_imported_rooms,
     list_imports,
-    modules,
-    parsed,
+    list_modules,
+    parse_module,
 )
 
 PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
@@ -97,7 +97,7 @@ def format_place(path: Path, line: int) -> str:
 
 
 def test_rl_core_imports_without_prefect_mlflow_pydantic_yaml():
-    names = sorted(modules("rl_core"))
+    names = sorted(list_modules("rl_core"))
     assert len(names) > 30  # the walk covers the package
     allowed = "import torch, transformers, peft\nfrom transformers import AutoModelForCausalLM, LlamaForCausalLM"
     # transformers itself reads YAML, so what it loads alone is no doing of ours.
@@ -114,8 +114,8 @@ def test_rl_core_imports_without_prefect_mlflow_pydantic_yaml():
 def test_optional_packages_are_imported_inside_functions_alone():
     wrong = [
         format_place(path, node.lineno)
-        for path in modules("rl_core").values()
-        for node in parsed(path).body
+        for path in list_modules("rl_core").values()
+        for node in parse_module(path).body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in (
             [alias.name for alias in node.names]
@@ -137,7 +137,7 @@ def test_imports_run_downwards(package):
     }[package]
     wrong = [
         f"{format_place(path, line)} imports {name}"
-        for path in modules(package).values()
+        for path in list_modules(package).values()
         for line, name in list_imports(path)
         if name.split(".")[0] in banned
     ]
@@ -148,7 +148,7 @@ def test_only_the_tracking_package_imports_mlflow():
     wrong = [
         format_place(path, line)
         for package in ("tasks", "flows", "posttrain")
-        for path in modules(package).values()
+        for path in list_modules(package).values()
         for line, name in list_imports(path)
         if name.split(".")[0] == "mlflow" and path.parent.name != "tracking"
     ]
@@ -168,7 +168,7 @@ def test_cycles_are_detected():
 def test_every_room_has_one_place_in_the_order(package):
     listed = [room for level in LEVELS[package] for room in level]
     assert len(listed) == len(set(listed))
-    assert {get_room(module) for module in modules(package)} - set(
+    assert {get_room(module) for module in list_modules(package)} - set(
         listed
     ) == set()  # a new room gets its place above
 
@@ -212,7 +212,7 @@ def test_no_trainer_imports_another():
             "",
         )
 
-    known = {trainer_of(module) for module in modules("rl_core")}
+    known = {trainer_of(module) for module in list_modules("rl_core")}
     assert known >= TRAINERS
     wrong = [
         f"{module} imports {other}"
@@ -272,8 +272,8 @@ for name in inner:
 def list_foreign_imports(package: str) -> dict[str, set[str]]:
     """Return modules of other projects that a package imports during its import, and the names it takes."""
     names_by_module: dict[str, set[str]] = defaultdict(set)
-    for path in modules(package).values():
-        for node in parsed(path).body:
+    for path in list_modules(package).values():
+        for node in parse_module(path).body:
             if isinstance(node, ast.Import):
                 names_by_module.update(
                     {alias.name: names_by_module[alias.name] for alias in node.names}
@@ -292,7 +292,7 @@ def test_importing_a_module_has_no_side_effect(tmp_path):
     for package in PACKAGES:
         for name, taken in list_foreign_imports(package).items():
             names_by_module[name] |= taken
-    our_modules = [name for package in PACKAGES for name in sorted(modules(package))]
+    our_modules = [name for package in PACKAGES for name in sorted(list_modules(package))]
     arguments = json.dumps(
         [sorted((name, sorted(taken)) for name, taken in names_by_module.items()), our_modules]
     )
@@ -314,8 +314,8 @@ def test_importing_a_module_has_no_side_effect(tmp_path):
 def test_no_class_name_occurs_twice():
     places = defaultdict(list)
     for package in PACKAGES:
-        for path in modules(package).values():
-            for node in ast.walk(parsed(path)):
+        for path in list_modules(package).values():
+            for node in ast.walk(parse_module(path)):
                 if isinstance(node, ast.ClassDef):
                     places[node.name].append(format_place(path, node.lineno))
     assert len(places) > 100

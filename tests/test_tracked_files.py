@@ -7,10 +7,10 @@ import subprocess
 import pytest
 from helpers import ROOT
 
-PLAIN = {"100644", "100755"}
+REGULAR_MODES = {"100644", "100755"}
 
 
-def test_every_tracked_file_is_a_plain_file() -> None:
+def test_every_tracked_file_is_a_regular_file() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no version control here")
     listed = subprocess.run(
@@ -20,4 +20,4 @@ def test_every_tracked_file_is_a_plain_file() -> None:
         name: line.split()[0] for line, name in (row.split("\t", 1) for row in listed.splitlines())
     }
     assert "pyproject.toml" in kinds
-    assert {name: kind for name, kind in kinds.items() if kind not in PLAIN} == {}
+    assert {name: kind for name, kind in kinds.items() if kind not in REGULAR_MODES} == {}

@@ -63,7 +63,10 @@ EXCEPTIONS = {
     ("tasks/tracking/models.py", "write_text"): "files of an upload",
     ("tasks/tracking/models.py", "mkdir"): "files of an upload",
     ("tasks/tracking/registry.py", "rename"): "within a folder that is being published",
-    ("tasks/tracking/plug_in.py", "tempfile.mkdtemp"): "a journal that the caller gave no place",
+    (
+        "tasks/tracking/mlflow_tracker.py",
+        "tempfile.mkdtemp",
+    ): "a journal that the caller gave no place",
     (
         "tasks/tracking/journal.py",
         "open_owned_file",

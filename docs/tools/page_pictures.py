@@ -188,13 +188,13 @@ def served(output: Path) -> Iterator[dict[str, str]]:
     monitor = [*posttrain, "monitor", "--output", str(output), "--port", str(MONITOR_PORT)]
     process = None
     try:
-        told = subprocess.run(
+        output_text = subprocess.run(
             up, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
         process = subprocess.Popen(monitor, env=environment, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        told += process.stdout.readline()
-        yield dict(re.findall(r"^(\w+)\s+(http\S+)", told, re.MULTILINE))
+        output_text += process.stdout.readline()
+        yield dict(re.findall(r"^(\w+)\s+(http\S+)", output_text, re.MULTILINE))
     finally:
         if process is not None:
             process.send_signal(signal.SIGINT)

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # called as a file, from a checkout
 
-__all__ = ["main", "machine", "table_lines", "told", "with_results"]
+__all__ = ["main", "machine", "format_stage_notes", "table_lines", "with_results"]
 
 README, QUICKSTART = ROOT / "README.md", ROOT / "docs" / "quickstart.md"
 PICTURES = ROOT / "tests" / "benchmarks" / "pictures"
@@ -37,8 +37,8 @@ _TABLE = re.compile(r"(?:^    [┏┃┡│└].*\n)+", re.MULTILINE)
 _TOOK = re.compile(r"^On [^\n]*, seed \d+, it took \d+ s and ended with this table:$", re.MULTILINE)
 
 
-def told(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Result lines of README: the first clauses of the stages' notes.
+def format_stage_notes(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Format the result lines of README: the first clauses of the stages' notes.
 
     Args:
         rows: of a run's result table, each with `stage` and `note`.
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{result.seconds:.0f} s",
     )
     changed = {
-        README: {_LINES: told(result.rows), _MACHINE: f"{where} {seconds} in total;"},
+        README: {_LINES: format_stage_notes(result.rows), _MACHINE: f"{where} {seconds} in total;"},
         QUICKSTART: {
             _TABLE: table_lines(result.format_table(80)),
             _TOOK: f"On {where} it took {seconds} and ended with this table:",

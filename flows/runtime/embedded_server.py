@@ -34,6 +34,7 @@ from typing import Any
 from flows.runtime import prefect_access
 from flows.runtime.prefect_home import build_embedded_access, build_prefect_environment
 from rl_core.errors import BackendError, PosttrainError
+from rl_core.json_client import RequestError, fetch_json
 from rl_core.storage.atomic_files import (
     REMEDIES,
     make_folder,
@@ -238,24 +239,20 @@ class _EmbeddedServer:
 
     def wait_until_healthy(self, limit: float) -> None:
         """Wait until the server answers. Raises: RuntimeError; _ServerExited."""
-        import httpx
-
         deadline = time.monotonic() + limit
         num_restarts = 0
-        # Loopback needs neither a proxy nor a certificate.
-        with httpx.Client(trust_env=False, verify=False) as client:
-            while time.monotonic() < deadline:
-                code = self.process.poll()
-                if code == PORT_TAKEN_EXIT_CODE and num_restarts < MAX_PORT_RETRIES:
-                    num_restarts += 1
-                    self.port = _find_free_port()
-                    self.process = self._start_process()
-                elif code is not None:
-                    raise _ServerExited(f"it exited with code {code}")
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{self.url}/health").status_code == 200:
-                        return
-                time.sleep(0.1)
+        while time.monotonic() < deadline:
+            code = self.process.poll()
+            if code == PORT_TAKEN_EXIT_CODE and num_restarts < MAX_PORT_RETRIES:
+                num_restarts += 1
+                self.port = _find_free_port()
+                self.process = self._start_process()
+            elif code is not None:
+                raise _ServerExited(f"it exited with code {code}")
+            with contextlib.suppress(RequestError):
+                fetch_json(f"{self.url}/health")
+                return
+            time.sleep(0.1)
         raise RuntimeError("It does not answer.")
 
     def stop_process(self) -> None:

@@ -14,8 +14,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -30,6 +28,7 @@ from packaging.version import Version
 from flows.runtime.terminal import StatusLine
 from posttrain.cli.tables import detect_terminal_columns
 from rl_core.errors import SettingsError
+from rl_core.json_client import find_health_problem
 from tasks.command_hints import format_posttrain_command
 from tasks.shipped import shipped
 
@@ -281,7 +280,7 @@ def _check_mlflow_store(uri: str | None, output: Path) -> DoctorFinding:
     shown = strip_uri_password(uri)
     scheme = urlsplit(uri).scheme
     if scheme in ("http", "https"):
-        problem = _probe_health(f"{uri.rstrip('/')}/health")
+        problem = find_health_problem(f"{uri.rstrip('/')}/health", HEALTH_TIMEOUT_SECONDS)
         advice = "start it, or leave MLFLOW_TRACKING_URI and tracking.uri out for a local database"
     elif scheme == "sqlite":
         path = Path(uri.removeprefix("sqlite:///"))
@@ -303,7 +302,7 @@ def _check_prefect_api() -> DoctorFinding:
         return DoctorFinding(
             "prefect api", "ok", "none set: every run starts its own server for its duration"
         )
-    problem = _probe_health(f"{url.rstrip('/')}/health")
+    problem = find_health_problem(f"{url.rstrip('/')}/health", HEALTH_TIMEOUT_SECONDS)
     if problem:
         advice = "start it (`prefect server start`), or unset PREFECT_API_URL"
         return DoctorFinding("prefect api", "bad", f"{url}: {problem}", advice)
@@ -351,18 +350,6 @@ def _check_crashed_runs(output: Path) -> Iterator[DoctorFinding]:
         detail = f"{stages} of earlier runs killed"
     repair = format_posttrain_command("doctor --repair", output)
     yield DoctorFinding("runs", "note", detail, f"{repair} marks them and shows how to resume")
-
-
-def _probe_health(url: str) -> str:
-    """Return the error of a server's health check; "" = healthy."""
-    try:
-        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_SECONDS):
-            return ""
-    except urllib.error.HTTPError as error:
-        # A server that requires a token is up.
-        return "" if error.code in (401, 403) else f"answered {error.code}"
-    except (OSError, ValueError) as error:
-        return f"no answer ({getattr(error, 'reason', None) or error})"
 
 
 def _probe_sqlite(path: Path) -> str:

@@ -227,7 +227,7 @@ def _print_simulation(arguments: argparse.Namespace) -> int:
         format_count,
         format_layout_table,
     )
-    from posttrain.planning.simulation import require_simpy
+    from posttrain.planning.policy_stage_simulation import require_simpy
 
     if arguments.machine is not None or isinstance(arguments.gpus, str):
         option = "--machine" if arguments.machine is not None else f"--gpus {arguments.gpus}"
@@ -296,7 +296,7 @@ def _refuse_unused_options(
 
 def _resolve_iterations(requested: int | None, bound: int) -> int:
     """Return the number of iterations to simulate. Raises: SettingsError if the warm-up leaves too few."""
-    from posttrain.planning.simulation import count_warm_up_iterations
+    from posttrain.planning.policy_stage_simulation import count_warm_up_iterations
 
     warm_up = count_warm_up_iterations(bound)
     minimum = warm_up + bound + 1

@@ -14,8 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,6 +21,7 @@ from types import FrameType, TracebackType
 from flows.runtime import prefect_access
 from flows.runtime.prefect_home import build_prefect_environment
 from rl_core.errors import BackendError, SettingsError
+from rl_core.json_client import find_health_problem
 from rl_core.storage.atomic_files import make_folder, open_log_file
 from tasks.mlflow_environment import build_server_options, record_served_page
 from tasks.tracking import Tracking, build_offline_environment
@@ -56,13 +55,7 @@ class PageServer:
 
     def is_healthy(self) -> bool:
         """Return whether the page is up."""
-        # Loopback must not go through a proxy.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(self.health, timeout=2) as response:
-                return bool(response.status == 200)
-        except (OSError, urllib.error.URLError, ValueError):
-            return False
+        return not find_health_problem(self.health, timeout_s=2.0)
 
     def read_log_tail(self) -> str:
         """Return the last output lines of the process."""

@@ -25,9 +25,10 @@ from posttrain.monitor.export import (
 )
 from posttrain.monitor.page_responses import PageResponses
 from posttrain.monitor.reader import RunReader
-from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment, fetch_json
+from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment
 from posttrain.web.server_setup import LOOPBACK_HOST, find_free_port, run_server
 from rl_core.errors import DataError, SettingsError
+from rl_core.json_client import RequestError, fetch_json
 
 DEFAULT_PORT = 7860
 PROCESS_NICENESS = 10  # lower priority than training
@@ -245,7 +246,7 @@ def build_page_services(port: int, output: Path, mlflow: str) -> list[ServiceSpe
     def check_health() -> bool:
         try:
             return bool(fetch_json(f"{url}/healthz") == "ok")
-        except (OSError, ValueError):
+        except RequestError:
             return False
 
     return [

@@ -5,9 +5,7 @@ Both are read from the services' files and store, and nothing is written.
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,7 @@ from posttrain.monitor.charts import (
 from posttrain.monitor.tail import read_json_object
 from posttrain.online.service_report import OnlineServiceRecord, read_service_record
 from rl_core.errors import BackendError
+from rl_core.json_client import RequestError, fetch_json
 from rl_core.online.learning_folder import read_events, read_service_facts
 
 if TYPE_CHECKING:
@@ -209,12 +208,11 @@ def _is_server_healthy(settings: dict[str, Any]) -> bool:
     if ":" in host:
         host = f"[{host}]"
     address = f"http://{host}:{server.get('port', 8123)}/api/v1/healthz"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(address, timeout=HEALTH_TIMEOUT_SECONDS) as response:
-            return bool(json.load(response).get("status") == "ok")
-    except (OSError, ValueError, AttributeError):
+        health = fetch_json(address, timeout_s=HEALTH_TIMEOUT_SECONDS)
+    except RequestError:
         return False
+    return isinstance(health, dict) and health.get("status") == "ok"
 
 
 def _build_service_tiles(

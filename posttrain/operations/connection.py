@@ -11,7 +11,6 @@ import shlex
 import sys
 import time
 import tomllib
-import urllib.error
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,15 +19,11 @@ from packaging.version import InvalidVersion, Version
 
 from flows.runtime.prefect_access import (
     CLIENT_AUTH_VARIABLE,
+    build_basic_auth_header,
     load_or_create_password,
     locate_password_file,
 )
-from posttrain.operations.services import (
-    GPU_LIMIT,
-    fetch_json,
-    format_mlflow_url,
-    format_prefect_url,
-)
+from posttrain.operations.services import GPU_LIMIT, format_mlflow_url, format_prefect_url
 from posttrain.operations.state import (
     ServiceState,
     StatePaths,
@@ -37,6 +32,7 @@ from posttrain.operations.state import (
     read_state,
 )
 from rl_core.errors import BackendError, SettingsError, suggest_name
+from rl_core.json_client import RequestError, fetch_json
 from tasks.command_hints import format_posttrain_command
 from tasks.mlflow_environment import strip_uri_password
 
@@ -94,19 +90,21 @@ def check_prefect_api(url: str, origin: str) -> str:
         )
     if not url.startswith("http://"):
         return ""  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
-    auth = os.environ.get(CLIENT_AUTH_VARIABLE, "")
+    headers = build_basic_auth_header(os.environ.get(CLIENT_AUTH_VARIABLE, ""))
     try:
-        version = fetch_json(f"{url.rstrip('/')}/admin/version", timeout=VERSION_SECONDS, auth=auth)
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):  # it wants a token; the client reports that clearly
+        version = fetch_json(
+            f"{url.rstrip('/')}/admin/version", timeout_s=VERSION_SECONDS, headers=headers
+        )
+    except RequestError as error:
+        if error.status in (401, 403):  # it wants a token; the client reports that clearly
             return ""
-        raise SettingsError(
-            f"{public_url} (from {origin}) is no Prefect API: it answered {error.code}; the address ends in /api, "
-            "as in http://127.0.0.1:4200/api"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        if isinstance(reason, TimeoutError):  # it accepts connections, so it is only slow
+        if error.status:
+            raise SettingsError(
+                f"{public_url} (from {origin}) is no Prefect API: it answered {error.status}; the address ends in "
+                "/api, as in http://127.0.0.1:4200/api"
+            ) from None
+        # it accepts connections, so it is only slow
+        if isinstance(error.__cause__, TimeoutError):
             return (
                 f"the Prefect server at {public_url} (from {origin}) took longer than {VERSION_SECONDS:g} s for its "
                 "version"
@@ -115,8 +113,8 @@ def check_prefect_api(url: str, origin: str) -> str:
         if not origin.isupper():
             setting = "the profile (prefect profile use ephemeral)"
         raise BackendError(
-            f"no Prefect server answers at {public_url} (from {origin}): {reason}; start it (`posttrain up`), or unset "
-            f"{setting} to run without one"
+            f"no Prefect server answers at {public_url} (from {origin}): {error.reason}; start it (`posttrain up`), "
+            f"or unset {setting} to run without one"
         ) from None
     return _check_prefect_version(str(version), public_url, origin)
 
@@ -146,23 +144,22 @@ def check_mlflow_server(url: str, origin: str) -> None:
     """Check that an MLflow server of the same major version responds. Raises: BackendError, SettingsError."""
     public_url = strip_uri_password(url)
     try:
-        version = str(fetch_json(f"{url.rstrip('/')}/version", timeout=VERSION_SECONDS)).strip()
+        version = str(fetch_json(f"{url.rstrip('/')}/version", timeout_s=VERSION_SECONDS)).strip()
         theirs = Version(version)
     except InvalidVersion:
         raise SettingsError(
             f"{public_url} (from {origin}) is no MLflow server: it does not report its version"
         ) from None
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
+    except RequestError as error:
+        if error.status in (401, 403):
             return
-        raise SettingsError(
-            f"{public_url} (from {origin}) is no MLflow server: it answered {error.code}"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
+        if error.status:
+            raise SettingsError(
+                f"{public_url} (from {origin}) is no MLflow server: it answered {error.status}"
+            ) from None
         raise BackendError(
-            f"no MLflow server answers at {public_url} (from {origin}): {reason}; start it, or unset {origin}, and "
-            "`posttrain up` starts one"
+            f"no MLflow server answers at {public_url} (from {origin}): {error.reason}; start it, or unset {origin}, "
+            "and `posttrain up` starts one"
         ) from None
     ours = Version(metadata.version("mlflow"))
     if theirs.major != ours.major:
@@ -325,13 +322,14 @@ def _describe_pool_problem(state: SupervisorState, output: Path, auth: str) -> s
     if not any(service.name == "prefect" and service.phase == "up" for service in state.services):
         return ""
     try:
-        entry = fetch_json(f"{format_prefect_url(state.options)}/api/work_pools/{pool}", auth=auth)
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
+        entry = fetch_json(
+            f"{format_prefect_url(state.options)}/api/work_pools/{pool}",
+            headers=build_basic_auth_header(auth),
+        )
+    except RequestError as error:
+        if error.status == 404:
             command = format_posttrain_command("up", output)
             return f"work pool '{pool}' was deleted, so no deployment can run; `{command}` creates it again"
-        return ""
-    except (OSError, ValueError):
         return ""
     if entry.get("is_paused"):
         return f"work pool '{pool}' is paused; prefect work-pool resume {pool}"

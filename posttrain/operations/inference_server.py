@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from posttrain.operations.services import ServiceSpec, build_base_environment, fetch_json
+from posttrain.operations.services import ServiceSpec, build_base_environment
 from rl_core.errors import SettingsError
+from rl_core.json_client import RequestError, fetch_json
 from rl_core.settings import RolloutSettings
 from tasks.config import PipelineSettings
 from tasks.config.machine_checks import compute_adapter_rank
@@ -81,7 +82,7 @@ def build_inference_specs(
     def check_health() -> bool:
         try:
             fetch_json(f"{rollouts.base_url}/health")
-        except (OSError, ValueError):
+        except RequestError:
             return False
         return True
 

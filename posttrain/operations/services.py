@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from flows.runtime.prefect_access import (
     CLIENT_AUTH_VARIABLE,
@@ -25,6 +20,7 @@ from flows.runtime.prefect_home import build_prefect_environment
 from posttrain.operations.database import DatabaseAddresses
 from posttrain.operations.processes import HOST, MARK_VARIABLE, format_mark
 from posttrain.operations.state import ServerOptions
+from rl_core.json_client import RequestError, fetch_json, find_health_problem
 from tasks.mlflow_environment import (
     build_default_uri,
     build_offline_environment,
@@ -87,39 +83,6 @@ def format_prefect_url(options: ServerOptions) -> str:
 def format_mlflow_url(options: ServerOptions) -> str:
     """Format the URL of the MLflow UI and API."""
     return f"http://{HOST}:{options.mlflow_port}"
-
-
-def fetch_json(url: str, body: Any = None, timeout: float = 5.0, auth: str = "") -> Any:
-    """Send a GET, or a POST of JSON, and return the response, parsed if it is JSON.
-
-    Loopback addresses are requested without a proxy.
-    Args:
-        auth: user:password; "" = none.
-    Raises: OSError, ValueError.
-    """
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        url, data, {"Content-Type": "application/json", **build_basic_auth_header(auth)}
-    )
-    is_loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-    handlers = [urllib.request.ProxyHandler({})] if is_loopback else []
-    opener = urllib.request.build_opener(*handlers)
-    with opener.open(request, timeout=timeout) as response:
-        text = response.read().decode()
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _is_responding(url: str) -> bool:
-    try:
-        fetch_json(url)
-    except urllib.error.HTTPError as error:
-        return error.code in (401, 403)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def build_base_environment(output: Path, name: str) -> dict[str, str]:
@@ -217,7 +180,7 @@ def _build_mlflow_spec(
         environment,
         output,
         url,
-        lambda: _is_responding(f"{url}/health"),
+        lambda: not find_health_problem(f"{url}/health"),
         "--mlflow-port",
         port,
     )
@@ -250,7 +213,7 @@ def _build_prefect_spec(
         environment,
         output,
         url,
-        lambda: _is_responding(f"{url}/api/health"),
+        lambda: not find_health_problem(f"{url}/api/health"),
         "--prefect-port",
         port,
     )
@@ -285,9 +248,11 @@ def _build_worker_spec(output: Path, options: ServerOptions, external_mlflow: st
         password = load_or_create_password(output)
         try:
             workers = fetch_json(
-                f"{api}/work_pools/{options.pool}/workers/filter", {}, auth=password
+                f"{api}/work_pools/{options.pool}/workers/filter",
+                {},
+                headers=build_basic_auth_header(password),
             )
-        except (OSError, ValueError):
+        except RequestError:
             return False
         return any(
             worker["name"] == format_worker_name() and worker["status"] == "ONLINE"
@@ -337,7 +302,7 @@ def _build_serve_spec(output: Path, options: ServerOptions, external_mlflow: str
         environment,
         ROOT,
         f"{url}/v1",
-        lambda: _is_responding(f"{url}/healthz"),
+        lambda: not find_health_problem(f"{url}/healthz"),
         "--serve-port",
         port,
         required_service="" if external_mlflow else "mlflow",

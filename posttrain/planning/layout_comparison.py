@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.planning.simulation import SimulatedRun, simulate_run
+from posttrain.planning.policy_stage_simulation import SimulatedRun, simulate_run
 from posttrain.planning.simulation_inputs import ClusterLayout, RolloutSizeDistributions
 from rl_core.errors import SettingsError
 from rl_core.settings.planning import ClusterRates

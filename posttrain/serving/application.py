@@ -15,7 +15,7 @@ from starlette.routing import Route
 from flows.runtime.prefect_access import LoopbackOnlyMiddleware
 from posttrain.serving.chat_routes import create_chat_completion, read_full_body
 from posttrain.serving.chat_server import ChatServer, find_chat_server
-from posttrain.serving.errors import ServingHTTPError, write_error_response
+from posttrain.serving.errors import ServingHTTPError, build_error_response
 from posttrain.serving.request_bodies import FeedbackBody, parse_json_body
 from posttrain.serving.trainer_routes import TRAINER_ROUTES, create_completion
 from posttrain.serving.weight_control import WeightController
@@ -38,7 +38,7 @@ def build_chat_app(server: ChatServer) -> LoopbackOnlyMiddleware:
         redoc_url=None,
         openapi_url=None,
         exception_handlers={
-            ServingHTTPError: write_error_response,
+            ServingHTTPError: build_error_response,
             HTTPException: _refuse_unknown_path,
         },
     )
@@ -65,7 +65,7 @@ async def _refuse_unknown_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = "is not served here" if error.status_code == 404 else str(error.detail)
     message = f"{request.method} {request.url.path[:200]}: {reason}"
-    return await write_error_response(request, ServingHTTPError(error.status_code, message))
+    return await build_error_response(request, ServingHTTPError(error.status_code, message))
 
 
 def _format_model_entry(server: ChatServer) -> dict[str, object]:

@@ -58,7 +58,7 @@ def format_error_body(error: ServingHTTPError) -> dict[str, Any]:
     }
 
 
-async def write_error_response(request: Request, error: Exception) -> Response:
-    """Answer a request whose handler raised `ServingHTTPError`; an exception handler of the application."""
+async def build_error_response(request: Request, error: Exception) -> Response:
+    """Build the answer to a request whose handler raised `ServingHTTPError` (an exception handler)."""
     assert isinstance(error, ServingHTTPError)
     return JSONResponse(format_error_body(error), error.status, headers=error.headers)

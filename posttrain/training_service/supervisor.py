@@ -15,9 +15,10 @@ from flows.runtime.prefect_access import build_python_path
 from flows.runtime.stopping import suspend_shutdown_bound
 from posttrain.operations.managed_service import ManagedService, MonotonicClock
 from posttrain.operations.processes import check_platform, check_port, format_mark, terminate_marked
-from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment, fetch_json
+from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment
 from posttrain.training_service.store import ServiceStore
 from rl_core.errors import BackendError
+from rl_core.json_client import RequestError, fetch_json
 from rl_core.settings import ServiceSettings
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
@@ -94,7 +95,7 @@ def _build_specs(settings: ServiceSettings) -> list[ServiceSpec]:
     def answers() -> bool:
         try:
             return bool(fetch_json(f"{url}/api/v1/healthz"))
-        except (OSError, ValueError):
+        except RequestError:
             return False
 
     def build_environment(name: str) -> dict[str, str]:

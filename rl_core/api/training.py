@@ -31,7 +31,13 @@ from rl_core.settings.rollouts import select_decisive_rollouts
 from rl_core.storage.atomic_files import make_folder
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folders import move_aside
-from rl_core.trackers import JsonlTracker, TrackerSource, begin_run, build_tracker_group, end_run
+from rl_core.trackers import (
+    JsonlTracker,
+    TrackerSource,
+    build_tracker_group,
+    notify_run_end,
+    notify_run_start,
+)
 from rl_core.training.callbacks import Callback, Trainer, check_callbacks
 from rl_core.training.checkpoints import EPOCHS_FOLDER, EpochModelWriter
 from rl_core.training.loop_state import LoopMemory, LoopOutcome
@@ -111,7 +117,7 @@ class ResumableTraining(Generic[TrainerT]):
         if self.output is not None:
             make_folder(self.output)
         parameters = {"settings": dataclasses.asdict(self.settings), **self.fingerprint}
-        begin_run(self._tracker, self.name, parameters)
+        notify_run_start(self._tracker, self.name, parameters)
         status = "FAILED"
         try:
             self.outcome = self.recipe.run(
@@ -140,7 +146,7 @@ class ResumableTraining(Generic[TrainerT]):
             status = "KILLED"
             raise
         finally:
-            end_run(self._tracker, status)
+            notify_run_end(self._tracker, status)
         return self.outcome
 
     def after_iteration(self) -> Callable[[int], None] | None:

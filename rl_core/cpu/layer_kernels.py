@@ -147,18 +147,18 @@ def apply_linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Ten
     """Apply several linear layers to one input, side by side: [N, sum of O]; layers with adapters are called
     normally.
 
-    Layer classes that can compute several of their kind together have a method `joined`.
+    Layer classes that can apply several of their kind at a time have a method `apply_together`.
     """
-    compute_joined = getattr(type(modules[0]), "joined", None)
-    if compute_joined is not None:
-        out_NO: torch.Tensor = compute_joined(modules[0], x_NI, modules)
+    apply_together = getattr(type(modules[0]), "apply_together", None)
+    if apply_together is not None:
+        out_NO: torch.Tensor = apply_together(modules[0], x_NI, modules)
         return out_NO
     if all(_is_unhooked_linear(module) for module in modules):
         weights = [module.weight for module in modules]
         biases = [module.bias for module in modules if module.bias is not None]
         if len(biases) in (0, len(weights)):
-            joined: torch.Tensor = _Linear.apply(x_NI, len(weights), *weights, *biases)
-            return joined
+            linear_NO: torch.Tensor = _Linear.apply(x_NI, len(weights), *weights, *biases)
+            return linear_NO
     if len(modules) == 1:
         single_NO: torch.Tensor = modules[0](x_NI)
         return single_NO

@@ -28,12 +28,11 @@ from rl_core.data.model_text import replace_unprintable, strip_thought
 from rl_core.environments.tool_schemas import (
     JSON_TYPES,
     ArgumentType,
+    build_argument_schema,
     check_against_schema,
     format_short_json,
     read_function_parameters,
 )
-from rl_core.environments.tool_schemas import build_argument_schema as build_argument_schema
-from rl_core.environments.tool_schemas import build_example_value as build_example_value
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse, suggest_name
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import ToolCall

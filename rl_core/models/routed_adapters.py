@@ -252,13 +252,13 @@ class _RoutedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x W^T + bias + scale x A^T B^T, the last for tokens with an adapter."""
         if x.ndim == 2:
-            return self.joined(x, [self])
+            return self.apply_together(x, [self])
         out = self.base_layer(x)
         flat = self._add_updates(out.flatten(0, -2), x.flatten(0, -2), [self], [out.shape[-1]])
         return flat.view(out.shape)
 
-    def joined(self, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear]) -> torch.Tensor:
-        """Compute the outputs of several routed layers of one input, side by side (see
+    def apply_together(self, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear]) -> torch.Tensor:
+        """Apply several routed layers to one input, side by side (see
         `cpu.layer_kernels.apply_linears`).
         """
         out_NO = apply_linears(x_NI, [layer.base_layer for layer in layers])

@@ -17,7 +17,8 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
 from rl_core.environments.step_pool import StepPool
-from rl_core.environments.tools import Toolset, build_argument_schema, build_example_value
+from rl_core.environments.tool_schemas import build_argument_schema, build_example_value
+from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, compute_sequence_seed
 from rl_core.rollouts.episode_sequence import EpisodeRequest, EpisodeSequence, Renderer

@@ -110,7 +110,7 @@ def setting(
     if isinstance(default, ModelDefault):
         metadata["by_model"] = default
         doc = f"{doc}; unset: {default.describe_values()}"
-        default = default.build_placeholder()
+        default = default.build_unresolved_value()
     metadata["doc"] = doc
     if is_code:
         metadata["code"] = True

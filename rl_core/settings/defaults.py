@@ -33,7 +33,7 @@ class ModelDefault:
             return min(value, max(1, context // 2))
         return value
 
-    def build_placeholder(self) -> float:
+    def build_unresolved_value(self) -> float:
         """Return the preset's value as a type that marks it as not set by the user."""
         assert self.preset is not None
         if isinstance(self.preset, int):

@@ -103,7 +103,7 @@ class RolloutServerSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Settings):
-    """Where rollouts are played: in the trainer's process or by workers (docs/scale-out.md)."""
+    """Processes that play the rollouts: the trainer's or those of workers (docs/scale-out.md)."""
 
     workers: Literal["in_process", "ray", "server"] = setting(
         "in_process",

@@ -21,7 +21,12 @@ from rl_core.trackers.dogstatsd import DogStatsdTracker
 from rl_core.trackers.experiment_trackers import TensorBoardTracker, WandbTracker
 from rl_core.trackers.local_trackers import CsvTracker, JsonlTracker, TerminalTracker
 from rl_core.trackers.prometheus import PrometheusTracker
-from rl_core.trackers.resolve import TrackerSource, begin_run, build_tracker_group, end_run
+from rl_core.trackers.resolve import (
+    TrackerSource,
+    build_tracker_group,
+    notify_run_end,
+    notify_run_start,
+)
 from rl_core.tracking import BackgroundTracker
 
 __all__ = [
@@ -34,7 +39,7 @@ __all__ = [
     "TerminalTracker",
     "TrackerSource",
     "WandbTracker",
-    "begin_run",
-    "end_run",
+    "notify_run_start",
+    "notify_run_end",
     "build_tracker_group",
 ]

@@ -81,7 +81,7 @@ def build_tracker_group(
     return TrackerGroup([*first_trackers, *(_build_tracker(part, folder) for part in sources)])
 
 
-def begin_run(trackers: TrackerGroup, name: str, params: Mapping[str, Any]) -> None:
+def notify_run_start(trackers: TrackerGroup, name: str, params: Mapping[str, Any]) -> None:
     """Notify trackers that support it of the start of a run: its name and settings."""
     for tracker in trackers.trackers:
         start: Callable[[str, Mapping[str, Any]], None] | None = getattr(tracker, "begin", None)
@@ -89,7 +89,7 @@ def begin_run(trackers: TrackerGroup, name: str, params: Mapping[str, Any]) -> N
             start(name, params)
 
 
-def end_run(trackers: TrackerGroup, status: str) -> None:
+def notify_run_end(trackers: TrackerGroup, status: str) -> None:
     """Notify trackers that support it of the end of a run: FINISHED, FAILED or KILLED."""
     for tracker in trackers.trackers:
         end: Callable[[str], None] | None = getattr(tracker, "close", None)

@@ -22,13 +22,9 @@ from rl_core.settings.framework_aliases import (
     list_trl_aliases,
 )
 from tasks import stage_registry
-from tasks.config.framework_converters import (
-    TRL_DEFAULTS,
-    TRL_RULES,
-    FrameworkValues,
-    sanitize_pipeline_name,
-)
+from tasks.config.conversion_rules import FrameworkValues, sanitize_pipeline_name
 from tasks.config.problems import ConfigError, ConfigProblem, join_key
+from tasks.config.trl_converters import TRL_DEFAULTS, TRL_RULES
 from tasks.config.verl_converters import VERL_DEFAULTS, VERL_RULES
 
 TRAINERS = tuple(name.lower() for name in TRAINER_STAGES)

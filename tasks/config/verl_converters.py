@@ -1,20 +1,16 @@
-"""Rules that convert values of verl's settings to ours where they differ (names: rl_core/settings/verl_aliases.csv).
-
-For the form of a rule, see `framework_converters`.
-"""
+"""Rules that convert values of verl's settings to ours where they differ (names: rl_core/settings/verl_aliases.csv)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tasks.config.framework_converters import (
+from tasks.config.conversion_rules import (
     LR_SCHEDULES,
     ConversionRule,
     ConvertedValues,
     FrameworkValues,
     build_sampling_rule,
     build_sinks_rule,
-    build_table_lookup,
     build_value_rule,
     convert_checkpoint_limit,
     sanitize_pipeline_name,
@@ -194,7 +190,7 @@ VERL_RULES: dict[str, ConversionRule] = {
     f"{_ACTOR_PATH}.optim.warmup_style": build_value_rule(
         f"{_POLICY_PATH}.schedule",
         f"{_ACTOR_PATH}.optim.warmup_style",
-        build_table_lookup(LR_SCHEDULES),
+        LR_SCHEDULES.get,
     ),
     f"{_ACTOR_PATH}.optim.lr_warmup_steps": build_value_rule(
         f"{_POLICY_PATH}.warmup_steps",
@@ -238,6 +234,6 @@ VERL_RULES: dict[str, ConversionRule] = {
         convert_checkpoint_limit,
     ),
     "trainer.device": build_value_rule(
-        "model.device", "trainer.device", build_table_lookup({"cuda": "cuda", "cpu": "cpu"})
+        "model.device", "trainer.device", {"cuda": "cuda", "cpu": "cpu"}.get
     ),
 }

@@ -99,26 +99,26 @@ def list_data_sources(settings: PipelineSettings) -> dict[str, Path]:
     return {name: Path(path) for name, path in paths.items() if isinstance(path, str)}
 
 
-def record_sources(settings: PipelineSettings) -> SourceRecords:
-    """Record the current state of a pipeline's data. Raises: DataError if a file cannot be read."""
-    return {name: _record_source(path) for name, path in list_data_sources(settings).items()}
+def inspect_data_sources(settings: PipelineSettings) -> SourceRecords:
+    """Return digest, size and rows of every data file of a pipeline. Raises: DataError if one cannot be read."""
+    return {name: _inspect_source(path) for name, path in list_data_sources(settings).items()}
 
 
-def _record_source(path: Path) -> SourceRecord:
+def _inspect_source(path: Path) -> SourceRecord:
     try:
         if path.is_dir():
             files = {
-                item.relative_to(path).as_posix(): _record_file(item)
+                item.relative_to(path).as_posix(): _inspect_file(item)
                 for item in list_data_files(path)
             }
             return SourceRecord(str(path), files)
-        return SourceRecord(str(path), {path.name: _record_file(path)})
+        return SourceRecord(str(path), {path.name: _inspect_file(path)})
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _record_file(path: Path) -> FileRecord:
-    """Record digest, size and number of rows of a file.
+def _inspect_file(path: Path) -> FileRecord:
+    """Return digest, size and number of rows of a file.
 
     Text is read in one pass, so that all three refer to the same bytes while the file is appended to.
     """

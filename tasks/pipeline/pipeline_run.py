@@ -26,17 +26,15 @@ from tasks.command_hints import format_posttrain_command
 from tasks.config import PipelineSettings, digest_settings
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.crashed_runs import CrashedRun, close_crashed_runs
-from tasks.lifecycle.data_lineage import format_record_tags, record_sources
+from tasks.lifecycle.data_lineage import format_record_tags, inspect_data_sources
 from tasks.pipeline.changed_conditions import check_unfinished_stages
-from tasks.pipeline.run_options import RunOptions
-from tasks.pipeline.run_record import (
-    RUN_RECORD,
-    PipelineRecord,
+from tasks.pipeline.cpu_threads import (
     choose_num_threads,
-    is_stop_error,
     read_default_threads,
     read_recorded_threads,
 )
+from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.run_record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.run_tracking import (
     ModelVersions,
     PipelineTracker,
@@ -46,7 +44,7 @@ from tasks.pipeline.run_tracking import (
     resolve_run_folder,
 )
 from tasks.pipeline.stage_result import StageResult
-from tasks.run_status import POSTPONED
+from tasks.run_status import POSTPONED, is_stop_error
 from tasks.tracking import RunTracker, Tracking, UndeliveredCounts
 
 logger = logging.getLogger(__name__)
@@ -139,9 +137,9 @@ class PipelineRun:
         )
         self._settle_earlier_runs(previous)
         # Before any stage reads them: rows that are added later count as unseen, never the other way round.
-        data_record = record_sources(self.settings)
+        data_record = inspect_data_sources(self.settings)
         started = previous or choose_start_time(self.home / "runs")
-        self._record.begin_run(
+        self._record.record_start(
             resolve_run_folder(self.home, started),
             started=started,
             digest=digest,

@@ -1,25 +1,15 @@
-"""Lock and record of a pipeline's folder, stop exceptions, and the number of CPU threads.
-
-One run at a time holds a pipeline's folder; run.json describes the newest one.
-The number of threads is chosen once, recorded, and reused on resume: floating-point sums depend on how many threads
-share them. An interrupted run resumes with the number that it started with, a stage with the number behind its
-checkpoints, however many processors are free by then.
-"""
+"""Lock and record of a pipeline's folder: one run at a time holds it, and run.json describes the newest one."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import logging
 import os
 import platform
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rl_core.errors import Stopped
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.pipeline.run_options import RunOptions
@@ -27,10 +17,6 @@ from tasks.pipeline.run_options import RunOptions
 logger = logging.getLogger(__name__)
 
 RUN_RECORD = "run.json"
-THREADS_FILE = "threads.json"  # in a stage's open folder, next to its checkpoints
-STOP_TIMEOUT_SECONDS = (
-    1.5  # for the tracking store: a preempted run has few seconds; the rest waits in the journal
-)
 # statuses from which a run with equal settings resumes
 _RESUMABLE_STATUSES = ("running", "stopped", "waiting", "postponed")
 
@@ -88,7 +74,7 @@ class PipelineRecord:
         logger.info("resuming the interrupted run of %s", record.get("started"))
         return str(record.get("started") or "")
 
-    def begin_run(self, folder: Path, *, started: str, digest: str, threads: int | None) -> None:
+    def record_start(self, folder: Path, *, started: str, digest: str, threads: int | None) -> None:
         """Write the record of a starting run, also into its own folder, before anything else of it exists.
 
         Otherwise a run that is killed in its first seconds would not be found again. The pipeline's copy comes first:
@@ -137,74 +123,3 @@ def find_finished_run(home: Path, digest: str) -> str:
         return ""
     same = record.get("config_digest") == digest and record.get("status") == "finished"
     return str(record.get("started") or "") if same else ""
-
-
-def is_stop_error(error: BaseException | None) -> bool:
-    """Return whether the run was stopped by somebody: Ctrl-C, or SIGTERM within a flow or outside.
-
-    Prefect has an exception of its own for this.
-    """
-    kinds: tuple[type[BaseException], ...] = (Stopped, KeyboardInterrupt, SystemExit)
-    prefect = sys.modules.get("prefect.exceptions")  # if it is not imported, it cannot have raised
-    if prefect:
-        kinds += (prefect.TerminationSignal,)
-    return isinstance(error, kinds)
-
-
-def choose_num_threads(
-    setting: int | Literal["auto"] | None, earlier: int | None
-) -> tuple[int | None, str]:
-    """Choose the number of threads of a run, and a sentence about it if it was determined here ("" otherwise).
-
-    Args:
-        setting: None = torch's default, returned as None (see `read_default_threads`); "auto" = as many as processors
-            are free, which takes a second to measure.
-        earlier: number of the run that is resumed; None = a new run.
-    """
-    if setting != "auto":
-        return setting, ""
-    read_default_threads()
-    from rl_core.cpu.openmp_spin import (  # imported here because it loads torch
-        count_usable_processors,
-        free_processors,
-    )
-
-    if earlier is not None:
-        return earlier, f"threads: {earlier}, the number that this run started with"
-    free = free_processors()
-    return free, f"threads: {free}, as {free} of {count_usable_processors()} processors are free"
-
-
-@functools.cache
-def read_default_threads() -> int:
-    """Return torch's default number of threads: the one it had before the first run of this process."""
-    import torch  # imported here: a fully cached run does not need it and saves seconds
-
-    return torch.get_num_threads()
-
-
-def read_recorded_threads(path: Path) -> int | None:
-    """Read the number of threads from a run's or a stage's record; None if there is none."""
-    try:
-        threads = json.loads(path.read_text()).get("threads")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return threads if isinstance(threads, int) and threads > 0 else None
-
-
-def record_num_threads(folder: Path, threads: int) -> None:
-    """Record a stage's number of threads in its open folder, before there are checkpoints."""
-    write_json_atomic(folder / THREADS_FILE, {"threads": threads})
-
-
-@contextlib.contextmanager
-def use_torch_threads(threads: int) -> Iterator[None]:
-    """Set torch's number of threads within the block and restore it afterwards."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

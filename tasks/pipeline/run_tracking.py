@@ -23,9 +23,9 @@ from tasks import stage_registry
 from tasks.config import PipelineSettings, digest_settings, dump_settings
 from tasks.config.displayed_settings import mask_secrets, non_default_settings
 from tasks.pipeline.run_options import RunOptions
-from tasks.pipeline.run_record import STOP_TIMEOUT_SECONDS
 from tasks.pipeline.stage_key import compute_code_version
 from tasks.pipeline.stage_result import StageResult
+from tasks.run_status import STOP_TIMEOUT_SECONDS
 from tasks.tracking import (
     PARENT_PLACEHOLDER,
     ModelRegistry,

@@ -45,10 +45,8 @@ from tasks.pipeline.changed_conditions import (
     reserve_checkpoints,
     resolve_checkpoints,
 )
-from tasks.pipeline.run_record import (
-    STOP_TIMEOUT_SECONDS,
+from tasks.pipeline.cpu_threads import (
     THREADS_FILE,
-    is_stop_error,
     read_recorded_threads,
     record_num_threads,
     use_torch_threads,
@@ -82,6 +80,7 @@ from tasks.pipeline.stage_result import (
     load_finished_stage,
 )
 from tasks.processes.launch import recover_events, run_in_workers
+from tasks.run_status import STOP_TIMEOUT_SECONDS, is_stop_error
 from tasks.stage_registry import find_stage, list_training_stages
 from tasks.tracking import RunTracker, read_metrics, shorten_result
 

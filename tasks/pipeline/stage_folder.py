@@ -38,7 +38,7 @@ from rl_core.storage.line_logs import RotatingLineLog, copy_intact_lines, read_c
 from rl_core.storage.manifest import digest_bytes, digest_file
 from tasks.config import dump_settings
 from tasks.pipeline.changed_conditions import ARCHIVED_FILE
-from tasks.pipeline.run_record import THREADS_FILE
+from tasks.pipeline.cpu_threads import THREADS_FILE
 from tasks.pipeline.stage_fingerprint import FINGERPRINT_FILE, read_stage_fingerprint
 from tasks.pipeline.stage_result import (
     EPOCH_MODELS,

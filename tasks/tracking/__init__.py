@@ -15,14 +15,14 @@ values           names, flat parameters, environment
 system           CPU, memory and GPU readings
 experiment_view  MLflow's page of the experiment
 extra_trackers   TensorBoard, Weights & Biases, Prometheus, Datadog and alerts
-plug_in          MlflowTracker: MLflow for the Python API
+mlflow_tracker   MlflowTracker: MLflow for the Python API
 server_app       MLflow's server without its Assistant
 """
 
 from tasks.mlflow_environment import build_default_uri, build_offline_environment
 from tasks.tracking.journal import read_metrics
+from tasks.tracking.mlflow_tracker import MlflowTracker
 from tasks.tracking.models import check_model_folder, digest_model
-from tasks.tracking.plug_in import MlflowTracker
 from tasks.tracking.registry import ModelRegistry, ModelVersion, is_registered_reference
 from tasks.tracking.replay import UndeliveredCounts
 from tasks.tracking.run_list import find_run, list_run_records, list_runs, list_stage_runs

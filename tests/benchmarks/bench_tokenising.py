@@ -144,7 +144,7 @@ def compare_speed(options: argparse.Namespace) -> None:
         fresh = ChatRenderer(renderer.tokenizer)
         return TokenRows([chunk for chunk, _ in tokenize_rows(rows, fresh, job, count)])
 
-    def kept(folder: str) -> TokenRows:
+    def load_cached(folder: str) -> TokenRows:
         fresh = ChatRenderer(renderer.tokenizer)
         return (
             TokenCache(Path(folder))
@@ -157,8 +157,8 @@ def compare_speed(options: argparse.Namespace) -> None:
             "one by one, twice": lambda: encode_one_by_one(rows, renderer.tokenizer),
             "once, 1 process": lambda: in_processes(1),
             f"once, {options.processes} processes": lambda: in_processes(options.processes),
-            "once, kept on disk": lambda: kept(folder),
-            "read again": lambda: kept(folder),
+            "once, kept on disk": lambda: load_cached(folder),
+            "read again": lambda: load_cached(folder),
         }
         expected, lists = None, 0
         for name, work in ways.items():

@@ -25,11 +25,11 @@ from helpers.format_files import (
     FILES,
     RECORDED,
     FormatFile,
+    list_loss_positions,
     make_renderer,
-    places,
     read,
     read_raw_rows,
-    recorded,
+    read_recorded_masks,
     sides_of,
     small_renderer,
 )
@@ -158,7 +158,7 @@ def record_masks(trl: str, questions: Path, pairs: Path, only: Collection[str]) 
         counts = {
             f.name: _count_tokens(f, path, renderer, theirs["files"][f.name]) for f, path in real
         }
-    previous = recorded() if only else {"files": {}, "real": {}}
+    previous = read_recorded_masks() if only else {"files": {}, "real": {}}
     versions = {"trl": masks["trl"], "transformers": masks["transformers"]}
     result = {
         **versions,
@@ -234,7 +234,7 @@ def describe_difference(ours: list[tuple[list[int], list[bool]]], theirs: Row) -
         return "other tokens"
     return (
         ""
-        if [places(mask) for _, mask in ours] == [side["loss"] for side in sides]
+        if [list_loss_positions(mask) for _, mask in ours] == [side["loss"] for side in sides]
         else "other loss tokens"
     )
 
@@ -243,7 +243,7 @@ def read_format_rows() -> Iterator[
     tuple[FormatFile, list[list[tuple[list[int], list[bool]]]], list[str], ChatRenderer]
 ]:
     """Return each file with the sequences of its rows, and their differences from TRL's."""
-    renderer, theirs = small_renderer(), recorded()["files"]
+    renderer, theirs = small_renderer(), read_recorded_masks()["files"]
     for file in FILES:
         sides = [sides_of(row, renderer) for row in read(file.path, file.kind).rows]
         yield (
@@ -256,7 +256,7 @@ def read_format_rows() -> Iterator[
 
 def format_table() -> str:
     """Format the table as Markdown."""
-    known = recorded()
+    known = read_recorded_masks()
     head = f"| format | file: first row as it is read, loss in « » | against TRL {known['trl']} | real text |\n"
     head += "|---|---|---|---|\n"
     lines = []

@@ -108,7 +108,7 @@ class Server:
                 *(["--sleeps"] if case.sleeps else []),
                 *(["--lora-rank", "16"] if case.lora else []),
             ]
-        self._own_key = output / "own" / "serving" / "token" if python == "own" else None
+        self._serving_key = output / "own" / "serving" / "token" if python == "own" else None
         self.start()
 
     def start(self):
@@ -127,7 +127,9 @@ class Server:
             if self.process.poll() is not None or time.monotonic() - began > START_S:
                 raise SystemExit(f"the server did not start; its log: {self._log}")
             time.sleep(0.5)
-        os.environ[KEY] = self._own_key.read_text().strip() if self._own_key is not None else "none"
+        os.environ[KEY] = (
+            self._serving_key.read_text().strip() if self._serving_key is not None else "none"
+        )
         return time.monotonic() - began
 
     def kill(self):

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers.chromium import Chromium  # noqa: E402
-from helpers.monitor_runs import CONFIG, journal  # noqa: E402
+from helpers.monitor_runs import CONFIG, write_journal  # noqa: E402
 
 from rl_core.storage.line_logs import encode_checked_line  # noqa: E402
 
@@ -151,11 +151,13 @@ def _make_run(output: Path, number: int, metrics: Path, iterations: int, *, is_l
     load = [
         (index, 5 * index, {"system/process_cpu_percentage": 100.0 + index}) for index in range(200)
     ]
-    journal(parent, f"demo · {started}", started=begun, ended=ended, events=texts, metrics=load)
+    write_journal(
+        parent, f"demo · {started}", started=begun, ended=ended, events=texts, metrics=load
+    )
     for position, stage in enumerate(STAGES):
         rows = [(step, step / 10, {"train/loss": 2.0 / step}) for step in range(1, 100)]
         folder = home / "stages" / stage / f"{number:04x}.tracking"
-        journal(
+        write_journal(
             folder,
             stage,
             started=begun + position,
@@ -164,7 +166,7 @@ def _make_run(output: Path, number: int, metrics: Path, iterations: int, *, is_l
             metrics=rows,
         )
     folder = home / "stages/policy" / f"{number:04x}.tracking"
-    journal(
+    write_journal(
         folder,
         "policy",
         started=begun + 10,

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers import chromium  # noqa: E402
-from helpers.rating import TOKEN, items, served  # noqa: E402
+from helpers.rating import TOKEN, items, serve_rating_page  # noqa: E402
 
 from posttrain.preferences.rating_session import RatingSession  # noqa: E402
 from rl_core.preferences.question_order import RewardPosterior  # noqa: E402
@@ -52,11 +52,11 @@ def main() -> None:
             "load": os.getloadavg()[0],
         }
         room, results["opened_s"] = open_room(Path(folder), pairs, options.choose)
-        with served(room) as address:
+        with serve_rating_page(room) as address:
             results["ms"] = measure_rating(address, options.pairs)
             results["agreement_ms"] = time_call(lambda: request_json(address, "agreement"))[1]
         room, results["opened_again_s"] = open_room(Path(folder), pairs, options.choose)
-        with served(room) as address:
+        with serve_rating_page(room) as address:
             results["browser_ms"] = measure_in_browser(address) if chromium.PROGRAM else None
     print(json.dumps(results, indent=1))
     if options.output:

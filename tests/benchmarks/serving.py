@@ -63,7 +63,7 @@ for clients in {counts}:
             for n in range(clients * 4)
         ]
         began = time.perf_counter()
-        backend.run(rows, SamplingSettings(max_completion_tokens={tokens}, slots=clients))
+        backend.run_sequences(rows, SamplingSettings(max_completion_tokens={tokens}, slots=clients))
         seconds = time.perf_counter() - began
         if attempt:
             speeds[clients] = max(speeds.get(clients, 0.0), sum(len(row.tokens) for row in rows) / seconds)

@@ -48,14 +48,14 @@ def children():
 def hook(event, arguments):
     path = str(arguments[0]) if event == "open" and arguments else ""
     if not began and "/stages/" in path and path.endswith(".lock"):
-        began.update(own=time.process_time())
+        began.update(process=time.process_time())
         began.update(children=children())
 sys.addaudithook(hook)
 from posttrain.cli.main import main
 code = main(sys.argv[2:])
 used = resource.getrusage(resource.RUSAGE_SELF)
-found = {"own": used.ru_utime + used.ru_stime, "before_stages": began, "loaded": sorted(sys.modules)}
-open(sys.argv[1], "w").write(json.dumps(found))
+report = {"process": used.ru_utime + used.ru_stime, "before_stages": began, "loaded": sorted(sys.modules)}
+open(sys.argv[1], "w").write(json.dumps(report))
 sys.exit(code)
 """
 
@@ -73,7 +73,7 @@ def run_pipeline(folder: Path) -> dict[str, object]:
         "importtime",
         "-c",
         RUNNER,
-        "found.json",
+        "report.json",
         "run",
         "small.yaml",
         "--quiet",
@@ -83,13 +83,13 @@ def run_pipeline(folder: Path) -> dict[str, object]:
             command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=log
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    report = json.loads((folder / "found.json").read_text())
+    report = json.loads((folder / "report.json").read_text())
     total = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     loaded = set(report["loaded"])
     return {
         "processor": round(total, 1),
-        "own": round(report["own"], 1),
-        "children": round(total - report["own"], 1),
+        "process": round(report["process"], 1),
+        "children": round(total - report["process"], 1),
         "before_stages": {name: round(value, 1) for name, value in report["before_stages"].items()},
         "wall": round(time.monotonic() - began, 1),
         "imports": parse_import_seconds((folder / "imports.txt").read_text()),

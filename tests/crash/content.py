@@ -36,7 +36,7 @@ MAY_DIFFER = {
     "lock files": "the process that held the lock last and was killed; whether it is held is looked at",
     "recent_rollouts.jsonl": "rollouts of the newest iterations; after a resume, of those since the checkpoint",
     "metrics_history.jsonl": "lines of the moments at which the history of metrics was exported",
-    "stage.log": "what a stage said, with times",
+    "stage.log": "what a stage printed, with times",
 }
 
 TIMED_METRICS = re.compile(r"(perf|system|pipeline|seconds)/.*|.*tokens_per_second|.*seconds")

@@ -32,7 +32,7 @@ class Request:
     """Request to run one process."""
 
     arguments: list[str]  # of the command line `posttrain`
-    said: str  # file of its output
+    printed: str  # file of its output
     fault: str = ""  # POSTTRAIN_FAULT
     log: str = ""  # POSTTRAIN_FAULT_LOG
     kill_after: float | None = None  # seconds
@@ -176,7 +176,7 @@ def _build_environment(request: Request) -> dict[str, str]:
 
 
 def _spawn_process(request: Request) -> int:
-    with open(request.said, "ab") as output:
+    with open(request.printed, "ab") as output:
         command = [sys.executable, "-m", "posttrain.cli.main", *request.arguments]
         environment = {**os.environ, **_build_environment(request)}
         return subprocess.Popen(
@@ -212,7 +212,7 @@ def _fork_process(request: Request) -> int:
 
 def _run_child(request: Request) -> int:
     os.setsid()
-    output = os.open(request.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(request.printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(output, 1)

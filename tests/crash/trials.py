@@ -1,4 +1,4 @@
-"""Trials: a run is killed at given points, resumed until it has ended, and compared with an undisturbed run."""
+"""Trials: a run is killed at chosen points, resumed until it has ended, and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Bench:
         self.folder, self.config, self.forks = folder, config, forks
         self.output = folder / "work" / "outputs"
         self.temporary = folder / "work" / "tmp"
-        self.log, self.said = folder / "work" / "reached.txt", folder / "work" / "said.txt"
+        self.log, self.printed = folder / "work" / "reached.txt", folder / "work" / "printed.txt"
         self.templates = folder / "templates"
         self.wanted: dict[str, dict[str, Any]] = {}  # content of an undisturbed run, by kind
         self.hits: dict[str, dict[str, int]] = {}  # by kind and point
@@ -89,7 +89,7 @@ class Bench:
             for turn in range(times):
                 self._begin(kind)
                 ended = self._run(kind, Kill())
-                assert ended.code == 0, f"{kind}: {ended}\n{self.said.read_text()}"
+                assert ended.code == 0, f"{kind}: {ended}\n{self.printed.read_text()}"
                 result = content(self.output)
                 if turn == 0:
                     self.wanted[kind], self.seconds[kind] = result, ended.seconds
@@ -117,7 +117,7 @@ class Bench:
             self._begin(starts)
             ended = self._run(starts, Kill(KINDS[starts].ended))
         killed = starts == "database" or KINDS[starts].ended
-        assert ended.code == (-9 if killed else 0), self.said.read_text()
+        assert ended.code == (-9 if killed else 0), self.printed.read_text()
         shutil.copytree(self.output, template, symlinks=True)
         return template
 
@@ -142,7 +142,7 @@ class Bench:
         after = None if kill.after is None else kill.after * self.seconds[kind]
         request = Request(
             arguments=command(self.config, kind),
-            said=str(self.said),
+            printed=str(self.printed),
             fault=kill.fault,
             log=str(self.log),
             kill_after=after,
@@ -156,13 +156,13 @@ class Bench:
     def also(self, *arguments: str, fault: str = "", code: int = 0) -> str:
         """Run another command on the output folder of the last run; return its output. It must end with this code."""
         self.log.write_text("")
-        self.said.write_text("")
+        self.printed.write_text("")
         ended = self.forks.run(
-            Request(list(arguments), str(self.said), fault=fault, log=str(self.log))
+            Request(list(arguments), str(self.printed), fault=fault, log=str(self.log))
         )
         self.seen |= {name for _, _, name in self._reached()}
-        assert ended.code == code, self.said.read_text()
-        return self.said.read_text()
+        assert ended.code == code, self.printed.read_text()
+        return self.printed.read_text()
 
     def _reached(self) -> list[tuple[int, float, str]]:
         """List the points that the last process and its children reached: pid, time, name."""
@@ -257,7 +257,7 @@ class Bench:
         ]
 
     def _read_last_line(self) -> str:
-        return " | ".join(self.said.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
+        return " | ".join(self.printed.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
 
 
 def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ CPU = "processor\t: 0\nmodel name\t: Some(R) Chip(TM) 9 CPU @ 2.0GHz\nflags\t\t:
 
 
 def test_the_lines_are_notes_of_the_stages():
-    assert tool.told(ROWS) == (
+    assert tool.format_stage_notes(ROWS) == (
         "    sft: 7 steps on 9 demonstrations, held-out loss 0.2 nats per token; bound\n"
         "    policy: 142 iterations (success 98% over ten); curriculum: hard from iteration 2\n"
         "    promote: version 2 of demo promoted: no champion yet; success 98.0% is at least 50%\n"

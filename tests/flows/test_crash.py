@@ -8,7 +8,7 @@ from crash.forks import Forks
 from crash.pipelines import command, write_inputs
 from crash.servers import environment
 from crash.trials import Bench, chains
-from helpers.prefect_tables import migrated
+from helpers.prefect_tables import create_migrated_database
 
 from flows import parameters
 from flows.runtime import embedded_server, prefect_access
@@ -111,7 +111,7 @@ def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
         embedded_server.start_embedded_server()
         embedded_server.stop_embedded_server()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    migrated(tmp_path / "one")
+    create_migrated_database(tmp_path / "one")
     assert embedded_server.cache_tables(tmp_path / "one", {})
     assert embedded_server.copy_cached_tables(tmp_path / "two", {})
     Tracking(None, tmp_path).store.import_mlflow()

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 from helpers import ROOT
-from helpers.prefect_tables import migrated
+from helpers.prefect_tables import create_migrated_database
 from rich.console import Console
 
 from flows.runtime import embedded_server
@@ -142,7 +142,7 @@ def test_the_tables_of_a_home_are_not_cached_if_a_profile_names_another_database
 
     monkeypatch.setattr(embedded_server, "_EmbeddedServer", FakeServer)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    migrated(tmp_path / "home")
+    create_migrated_database(tmp_path / "home")
     of_home = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True, PREFECT_HOME: tmp_path / "home"}
     elsewhere = {PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{tmp_path}/other.db"}
     for settings, is_cached in (({**of_home, **elsewhere}, False), (of_home, True)):

@@ -94,14 +94,14 @@ class Fuzzer:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         code = frame.f_code
         return (
-            self._print_plain_line
+            self._record_line
             if any(part in code.co_filename for part in SOURCES[self.name])
             else None
         )
 
-    def _print_plain_line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+    def _record_line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         self.lines.add((frame.f_code, frame.f_lineno))
-        return self._print_plain_line
+        return self._record_line
 
     def _smaller(self, data: bytes, cause: str) -> bytes:
         """Return a shorter input with the same cause, by leaving out parts."""

@@ -196,7 +196,7 @@ def read_chat(data: bytes) -> None:
     for renderer in _make_renderers():
         with_tools = _try(lambda renderer=renderer: renderer.with_tools(tools)) or renderer
         opening: Any = [message for message in messages if message["role"] != "assistant"]
-        prompt_ids = _try(lambda r=with_tools, given=opening: r.prompt_ids(given))
+        prompt_ids = _try(lambda r=with_tools, messages=opening: r.prompt_ids(messages))
         assert prompt_ids is None or all(token >= 0 for token in prompt_ids)
         encoded = _try(lambda r=with_tools: r.encode_conversation(messages))
         if encoded is not None:

@@ -47,7 +47,7 @@ def stand_in(package: str) -> Callable[[], Iterator[None]]:
     return fixture
 
 
-def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def hide_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Make `package` appear to be missing."""
     real = importlib.util.find_spec
     monkeypatch.setattr(

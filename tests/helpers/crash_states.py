@@ -336,11 +336,11 @@ def crash_states(ops: list[Any], tries: int, seed: int = 0) -> Iterator[tuple[Tr
                 yield tree, list(promises)
 
 
-def materialise(tree: Tree, folder: Path) -> None:
+def write_tree(tree: Tree, folder: Path) -> None:
     """Write a tree into a folder that is not there."""
     folder.mkdir()
     for name, content in tree.items():
         if isinstance(content, bytes):
             (folder / name).write_bytes(content)
         else:
-            materialise(content, folder / name)
+            write_tree(content, folder / name)

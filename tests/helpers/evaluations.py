@@ -4,7 +4,7 @@ from rl_core.evaluation import Evaluation, summarize_trajectories
 from rl_core.types import Trajectory
 
 
-def evaluation(successes, *, samples=1, rewards=None, first=0) -> Evaluation:
+def build_evaluation(successes, *, samples=1, rewards=None, first=0) -> Evaluation:
     """Make an evaluation of episodes first, first + 1, ... with these numbers of successes among `samples` samples."""
     return summarize_trajectories(
         Trajectory(

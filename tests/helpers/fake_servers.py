@@ -11,7 +11,8 @@ from flows.runtime import stopping
 from posttrain.cli import main as cli
 from posttrain.operations import commands, connection, supervisor
 from posttrain.operations.processes import MARK_VARIABLE, format_mark
-from posttrain.operations.services import ServiceSpec, fetch_json
+from posttrain.operations.services import ServiceSpec
+from rl_core.json_client import RequestError, fetch_json
 
 # Answers with its process id; has a child in a separate session, as a worker has.
 SERVER = """
@@ -48,7 +49,7 @@ def fake_services(output, options, databases, elsewhere):
         def works() -> bool:
             try:
                 fetch_json(url)
-            except OSError:
+            except RequestError:
                 return False
             return True
 

@@ -105,12 +105,12 @@ def sides_of(row: dict[str, Any], renderer: ChatRenderer) -> Sides:
     ]
 
 
-def places(mask: list[bool]) -> list[int]:
+def list_loss_positions(mask: list[bool]) -> list[int]:
     """Return the positions of the tokens that carry loss."""
     return [position for position, learns in enumerate(mask) if learns]
 
 
-def recorded() -> dict[str, Any]:
+def read_recorded_masks() -> dict[str, Any]:
     """Return the results of `tests/benchmarks/trl_masks.py`."""
     results: dict[str, Any] = json.loads(RECORDED.read_text())
     return results

@@ -454,13 +454,13 @@ def find_application(app: Any) -> FastAPI:
 def list_routes(app: Any) -> set[str]:
     """Return `METHOD /path` of every route of an application."""
     inner = find_application(app)
-    plain = [
+    undescribed = [
         (route.path, route.methods or ()) for route in inner.routes if isinstance(route, Route)
     ]
     described = [(path, map(str.upper, kinds)) for path, kinds in inner.openapi()["paths"].items()]
     return {
         f"{method} {path}"
-        for path, methods in [*plain, *described]
+        for path, methods in [*undescribed, *described]
         for method in methods
         if method != "HEAD"
     }

@@ -58,7 +58,7 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
 from tasks.config import PipelineSettings, load_settings
-from tasks.lifecycle.data_lineage import record_sources
+from tasks.lifecycle.data_lineage import inspect_data_sources
 from tasks.lifecycle.promotion import record_check
 from tasks.lifecycle.retraining import plan_retraining, record_outcome, record_start
 from tasks.pipeline.dag import run_dag, wrap_stage_call
@@ -88,7 +88,9 @@ def play_pipeline(folder: Path) -> set[str]:
     )
     assert run_command(["promote", "--config", str(config), "--version", "1", "--note", "back"])
     record_check(again.home, 1, None, Rate(0.5, 0.4, 0.6, 100))
-    plan = plan_retraining(load_settings(config), record_sources(load_settings(config)), None, [])
+    plan = plan_retraining(
+        load_settings(config), inspect_data_sources(load_settings(config)), None, []
+    )
     assert plan.record is not None
     record_start(again.home, plan.record)
     record_outcome(again.home, plan.record, note="finished")

@@ -39,7 +39,9 @@ def trajectory(
     return Trajectory(**{**values, **fields})
 
 
-def played(count: int, skill: float, seed: int = 0, samples: int = 1) -> Iterator[Trajectory]:
+def generate_trajectories(
+    count: int, skill: float, seed: int = 0, samples: int = 1
+) -> Iterator[Trajectory]:
     """`count` episodes x `samples` of a model with that skill; harder levels need more looks and succeed less."""
     for number in range(count):
         depth = number % 3

@@ -15,12 +15,12 @@ __all__ = [
     "list_edges",
     "list_imported_rooms",
     "list_imports",
-    "modules",
-    "parsed",
+    "list_modules",
+    "parse_module",
 ]
 
 
-def modules(package: str) -> dict[str, Path]:
+def list_modules(package: str) -> dict[str, Path]:
     """Return dotted name -> file of every module; a package has an entry, too."""
     files = {}
     for path in sorted((ROOT / package).rglob("*.py")):
@@ -31,7 +31,7 @@ def modules(package: str) -> dict[str, Path]:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
+def parse_module(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -41,7 +41,7 @@ def list_imports(path: Path) -> list[tuple[int, str]]:
     `from a.b import c` gives a.b and a.b.c: c may be a module.
     """
     imports = []
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(parse_module(path)):
         if isinstance(node, ast.Import):
             imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -56,7 +56,7 @@ def list_imports(path: Path) -> list[tuple[int, str]]:
 @cache
 def list_edges(package: str) -> dict[str, set[str]]:
     """Return module -> modules of the same package that it imports."""
-    known = modules(package)
+    known = list_modules(package)
     return {
         name: {other for _, other in list_imports(path)} & known.keys() - {name}
         for name, path in known.items()

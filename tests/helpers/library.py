@@ -60,5 +60,5 @@ def weights(training):
     return [parameter.detach().clone() for parameter in training.model.parameters()]
 
 
-def equal(a, b):
+def have_equal_tensors(a, b):
     return all(bool((x == y).all()) for x, y in zip(a, b, strict=True))

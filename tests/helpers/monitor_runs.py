@@ -115,7 +115,7 @@ def write_lines(path: Path, rows, *, torn: str = "") -> None:
         file.write("".join(json.dumps(row) + "\n" for row in rows) + torn)
 
 
-def journal(
+def write_journal(
     folder: Path,
     name: str,
     *,
@@ -168,7 +168,7 @@ def make_run(
     load = [
         (index, 5 * index, {"system/process_cpu_percentage": 100.0 + index}) for index in range(3)
     ]
-    journal(
+    write_journal(
         parent,
         f"{name} · {started}",
         started=begun,
@@ -181,7 +181,7 @@ def make_run(
         (step, step, {"train/loss": 2.0 / step, "perf/tokens_per_second": 100.0})
         for step in range(1, 5)
     ]
-    journal(
+    write_journal(
         home / "stages/sft/aaaa.tracking",
         "sft",
         started=begun + 1,
@@ -209,7 +209,7 @@ def make_run(
         for i in range(1, 6)
     ]
     moves = {"op": "text", "name": "curriculum.json", "text": json.dumps({"history": MOVES})}
-    journal(
+    write_journal(
         played,
         "policy",
         started=begun + 11,

@@ -52,7 +52,7 @@ def settings(update=None, **options):
     return OnlineSettings(update=OnlineUpdateSettings(**update), **options)
 
 
-def answered(number, *, version=0, seed=0, callers=3, singles=False):
+def build_answered_request(number, *, version=0, seed=0, callers=3, singles=False):
     """Make a request whose three samples depend on `seed` and its number alone."""
     rng = np.random.default_rng([seed, number])
     rollouts = []
@@ -90,7 +90,7 @@ def write_traffic(folder, numbers, *, version=0, feedback=4, segment_bytes=4096,
     """Write requests with these numbers; every `feedback`-th is answered by feedback two requests later."""
     with ExperienceLog(folder, segment_bytes=segment_bytes) as log:
         for number in numbers:
-            log.append_experience(answered(number, version=version, **options))
+            log.append_experience(build_answered_request(number, version=version, **options))
             if number % feedback == feedback - 1:
                 log.append_label(
                     f"r{number - 2}", Label("answer", "feedback", text="ab"[number // feedback % 2])
@@ -129,7 +129,7 @@ def run_to_end(worker):
     worker.save_checkpoint()
 
 
-def outcome(worker):
+def collect_compared_state(worker):
     """Return everything that two workers of the same records must have in common, to the last bit."""
     tensors = []
 
@@ -153,4 +153,11 @@ def outcome(worker):
     return tensors, state, worker.learner.kl_coef, worker.collect_metrics()
 
 
-__all__ = ["UpdateAudit", "answered", "make_worker", "outcome", "settings", "write_traffic"]
+__all__ = [
+    "UpdateAudit",
+    "build_answered_request",
+    "make_worker",
+    "collect_compared_state",
+    "settings",
+    "write_traffic",
+]

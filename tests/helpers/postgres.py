@@ -15,7 +15,7 @@ from pathlib import Path
 PASSWORD = "pass/word"  # a character that has to be escaped in an address
 
 
-def missing() -> str:
+def find_postgres_problem() -> str:
     """Return why no server can be started here; "" = one can."""
     if not _find_programs():
         return "PostgreSQL's initdb and pg_ctl are not on this machine"

@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 
-def migrated(home: Path, *names: str) -> Path:
+def create_migrated_database(home: Path, *names: str) -> Path:
     """Create the database of `home`; `names`: its rows."""
     home.mkdir(parents=True)
     with closing(sqlite3.connect(home / "prefect.db")) as database:

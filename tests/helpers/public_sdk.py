@@ -46,7 +46,7 @@ def sdk_environments(folder):
 
 
 @contextlib.contextmanager
-def serving(folder, bases):
+def run_service(folder, bases):
     """Run a service in a folder, as two processes; yield (address, key)."""
     port = next(number for number in range(8400, 8500) if is_port_free(number))
     values = {

@@ -46,7 +46,7 @@ def room_of(folder, count=12, answers=2, **options):
 
 
 @contextlib.contextmanager
-def served(room):
+def serve_rating_page(room):
     """Serve the room's page; yield its address with the token."""
     import uvicorn
 

@@ -60,7 +60,7 @@ def served_trainer(tokenizer, url, **options):
     return with_server(letters_trainer(tokenizer, **options), url, **of_server)
 
 
-def sampled(trainer):
+def list_sampled_tokens(trainer):
     """Return tokens and log-probabilities of the newest rollouts."""
     return [
         (r.completion_ids, r.sampler_logprobs) for group in trainer.groups for r in group.rollouts

@@ -135,7 +135,7 @@ def list_scenarios(process_group, folder, numbers):
         "advantages": "helpers.sharded_policies:center_rewards",
     }
     yield (
-        "own parts",
+        "custom functions",
         lambda: run(of(loss_aggregation="sequence_mean", importance="token", **custom, **TWICE)),
     )
     taught = {

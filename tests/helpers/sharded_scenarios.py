@@ -48,7 +48,7 @@ LONG = {
     "cut muon",
     "rest muon",
     "whole muon",
-    "own parts",
+    "custom functions",
     "sapo",
     "distill",
     "dynamic",

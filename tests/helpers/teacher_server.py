@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def serving(model, *, before=lambda requests: None, change=lambda answer: answer):
+def serve_teacher(model, *, before=lambda requests: None, change=lambda answer: answer):
     """Serve the model; yield the address and the requests received.
 
     Args:

@@ -9,13 +9,12 @@ import os
 import subprocess
 import sys
 import time
-import urllib.error
 from pathlib import Path
 
-from flows.runtime.prefect_access import load_or_create_password
+from flows.runtime.prefect_access import build_basic_auth_header, load_or_create_password
 from helpers import ROOT, waiting
 from posttrain.operations.processes import find_marked_processes, format_mark
-from posttrain.operations.services import fetch_json
+from rl_core.json_client import ServerUnavailable, fetch_json
 
 FLOW = """
 import os, time
@@ -114,11 +113,11 @@ class Team:
                 return fetch_json(
                     f"http://127.0.0.1:{self.prefect}/api{path}",
                     body,
-                    timeout=60,
-                    auth=load_or_create_password(self.output),
+                    timeout_s=60,
+                    headers=build_basic_auth_header(load_or_create_password(self.output)),
                 )
-            except urllib.error.HTTPError as error:
-                if error.code != 503:  # its sqlite file is busy; Prefect's client retries, too
+            except ServerUnavailable as error:
+                if error.status != 503:  # its sqlite file is busy; Prefect's client retries, too
                     raise
                 time.sleep(1)
         raise AssertionError(f"{path}: busy for too long")

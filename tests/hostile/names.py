@@ -90,9 +90,11 @@ def record(
     lines = b"".join(
         (e if isinstance(e, bytes) else json.dumps(e).encode()) + b"\n" for e in events
     )
-    made = {f"{folder}/.tracking/events.jsonl": lines, f"{folder}/metrics.jsonl": b""}
-    made |= {f"{folder}/{key.replace('__', '.')}": content for key, content in files.items()}
-    return Case(f"record: {name}", ("resume",), (says,) if isinstance(says, str) else says, made)
+    contents = {f"{folder}/.tracking/events.jsonl": lines, f"{folder}/metrics.jsonl": b""}
+    contents |= {f"{folder}/{key.replace('__', '.')}": content for key, content in files.items()}
+    return Case(
+        f"record: {name}", ("resume",), (says,) if isinstance(says, str) else says, contents
+    )
 
 
 _START = {"op": "start", "name": "p · 2026-01-01 00:00:00", "host": "h", "time": 1}

@@ -2,7 +2,7 @@ import json
 import logging
 
 import pytest
-from helpers.evaluations import evaluation
+from helpers.evaluations import build_evaluation
 from numpy.testing import assert_allclose
 
 from rl_core.analysis.statistics import wilson_interval
@@ -239,11 +239,14 @@ def test_draws_share_no_episode_and_end_with_the_pool(caplog):
 
 
 def test_differences_are_those_of_the_common_episodes():
-    ours, theirs = evaluation([2, 1, 0, 2], samples=2), evaluation([1, 1, 2], samples=2, first=1)
+    ours, theirs = (
+        build_evaluation([2, 1, 0, 2], samples=2),
+        build_evaluation([1, 1, 2], samples=2, first=1),
+    )
     assert compute_paired_differences(ours, theirs) == [0.0, -0.5, 0.0]
     assert compute_paired_differences(ours, theirs, "reward") == [0.0, -0.5, 0.0]
     with pytest.raises(DataError, match="no episode in common"):
-        compute_paired_differences(ours, evaluation([1], first=9))
+        compute_paired_differences(ours, build_evaluation([1], first=9))
 
 
 def test_validation_episodes_are_held_out_and_not_reported_on():

@@ -91,7 +91,7 @@ def test_processor_time_is_counted_on_request() -> None:
     assert wait_until_ended(threads)
 
 
-def test_steps_that_spin_are_made_to_end() -> None:
+def test_steps_that_spin_are_interrupted() -> None:
     threads: list[threading.Thread] = []
     with StepPool(max_concurrent=4, timeout_s=0.05) as pool:
         calls = [pool.submit_call(f"step {number}", spin_forever, threads) for number in range(12)]

@@ -45,7 +45,7 @@ from tasks.tracking import Tracking
 
 FIXTURES = Path(__file__).parent / "fixtures"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
-MADE_IN = "/tmp/posttrain-earlier-version"  # the folder whose path stands in the outputs
+ORIGINAL_FOLDER = "/tmp/posttrain-earlier-version"  # the folder whose path stands in the outputs
 KILLED = ("prepare_data", "sft", "distill", "preference", "reward_model", "policy", "thoughts")
 KILLED += ("evaluate", "analyze", "export", "promote")
 # How many sampled episodes have an answer depends on the processor: 12 were too few on some.
@@ -78,7 +78,7 @@ def move_paths(folder: Path) -> None:
     """Replace the outputs' original path by the folder's; lines with a checksum stay."""
     for name in ("shipped.json", "conditions.json", "online.yaml", "adapter_config.json"):
         for path in folder.rglob(name):
-            path.write_text(path.read_text().replace(MADE_IN, str(folder)))
+            path.write_text(path.read_text().replace(ORIGINAL_FOLDER, str(folder)))
     with closing(sqlite3.connect(folder / "pipelines/outputs/mlflow/mlflow.db")) as store, store:
         for (table,) in store.execute(
             "select name from sqlite_master where type = 'table'"
@@ -88,7 +88,7 @@ def move_paths(folder: Path) -> None:
                     change = f"update {table} set {column} = replace({column}, ?, ?)"
                     store.execute(
                         f"{change} where {column} like '%' || ? || '%'",
-                        (MADE_IN, str(folder), MADE_IN),
+                        (ORIGINAL_FOLDER, str(folder), ORIGINAL_FOLDER),
                     )
 
 

@@ -85,7 +85,7 @@ def build_service_app(settings: ServiceSettings, store: ServiceStore) -> Loopbac
         docs_url=None,
         redoc_url=None,
         exception_handlers={
-            kind: write_error_response for kind in (HTTPError, ServiceError, BackendError)
+            kind: build_error_response for kind in (HTTPError, ServiceError, BackendError)
         },
     )
     app.state.server = server
@@ -190,7 +190,7 @@ def translate_service_error(error: Exception) -> HTTPError:
     )
 
 
-async def write_error_response(request: Request, error: Exception) -> Response:
-    """Handle an exception: write its status and message."""
+async def build_error_response(request: Request, error: Exception) -> Response:
+    """Build the answer to a request whose handler raised: its status and message."""
     http_error = translate_service_error(error)
     return JSONResponse({"detail": str(http_error)}, http_error.status, headers=http_error.headers)

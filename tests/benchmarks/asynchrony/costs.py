@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_ray_settings, make_trainer
+from asynchrony.slow_tools import IN_PROCESS, SharedRay, make_ray_settings, make_trainer
 
 REPEATS = 12
 BEGIN_S = 25.0  # for processes to start and warm up before they are measured together
@@ -107,7 +107,7 @@ def measure_calls(shape):
 
     trainer, _ = make_trainer(IN_PROCESS, shape=shape)
     trainer.step()
-    cluster = KeptRay(make_ray_settings(1))
+    cluster = SharedRay(make_ray_settings(1))
     cluster.open_cluster(0)
     actor = cluster.create_actor(Echo, num_cpus=1)
     seconds = {}

@@ -98,7 +98,7 @@ class Killer(threading.Thread):
 
 def kill_workers(folder, kills, staleness, seed):
     """Run as many iterations as the kills take."""
-    from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_ray_settings, make_trainer
+    from asynchrony.slow_tools import IN_PROCESS, SharedRay, make_ray_settings, make_trainer
 
     before, schedule = list_leftovers(), folder / "schedule.jsonl"
     schedule.unlink(missing_ok=True)
@@ -127,7 +127,7 @@ def kill_workers(folder, kills, staleness, seed):
             results["stale_groups"] = team.stale_groups
     finally:
         close()
-        KeptRay.end()
+        SharedRay.end()
     results["left_over"] = sorted(list_leftovers() - before)
     if staleness:
         from rl_core.rollout_workers.async_worker_group import ScheduleReplay

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import torch
 
-from asynchrony.slow_tools import KeptRay
+from asynchrony.slow_tools import SharedRay
 
 WARM_UP = 2
 
@@ -132,5 +132,5 @@ if __name__ == "__main__":
             measure = {"steps": measure_steps, "learning": measure_learning}[job["kind"]]
         result = measure(job)
         print(json.dumps({**job, **result, "others": round(others, 2)}), flush=True)
-    if KeptRay.shared is not None:
-        KeptRay.shared.close()
+    if SharedRay.shared is not None:
+        SharedRay.shared.close()

@@ -186,9 +186,9 @@ def make_trainer(
         model, trainer.backend, renderer, SameEnvironment(trainer.environment), eos, renderer.pad_id
     )
     if rollouts.max_staleness:
-        trainer.stream = AsyncWorkerGroup(rollouts, KeptRay(rollouts), parts, schedule=schedule)
+        trainer.stream = AsyncWorkerGroup(rollouts, SharedRay(rollouts), parts, schedule=schedule)
         return trainer, trainer.stream.close
-    trainer.worker_group = WorkerGroup(rollouts, KeptRay(rollouts), parts)
+    trainer.worker_group = WorkerGroup(rollouts, SharedRay(rollouts), parts)
     return trainer, trainer.worker_group.close
 
 
@@ -197,16 +197,16 @@ def make_ray_settings(count, staleness=0, **more):
     return RolloutSettings(workers="ray", count=count, max_staleness=staleness, **more)
 
 
-class KeptRay(RayCluster):
+class SharedRay(RayCluster):
     """A cluster on a Ray that is started once in a process, until `end`; its actors end with it."""
 
     shared = None
 
     def open_cluster(self, num_bytes):
-        if KeptRay.shared is None:
-            KeptRay.shared = RayCluster(make_ray_settings(max(4, self._settings.count)))
-            KeptRay.shared.open_cluster(max(num_bytes, 300_000_000))
-        self._ray = KeptRay.shared._ray
+        if SharedRay.shared is None:
+            SharedRay.shared = RayCluster(make_ray_settings(max(4, self._settings.count)))
+            SharedRay.shared.open_cluster(max(num_bytes, 300_000_000))
+        self._ray = SharedRay.shared._ray
 
     def close(self):
         for handle in list(self._handles):

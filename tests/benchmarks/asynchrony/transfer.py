@@ -8,7 +8,7 @@ import time
 import torch
 
 from asynchrony.one_run import count_busy_cores
-from asynchrony.slow_tools import KeptRay, make_ray_settings, make_trainer
+from asynchrony.slow_tools import SharedRay, make_ray_settings, make_trainer
 
 if __name__ == "__main__":
     shape = sys.argv[1] if len(sys.argv) > 1 else "27M"
@@ -40,4 +40,4 @@ if __name__ == "__main__":
         )
     )
     close()
-    KeptRay.shared.close()
+    SharedRay.shared.close()

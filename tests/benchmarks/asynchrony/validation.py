@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from asynchrony.parts import fit_parts
-from posttrain.planning.simulation import simulate_run
+from posttrain.planning.policy_stage_simulation import simulate_run
 from posttrain.planning.simulation_inputs import ClusterLayout, RolloutSizeDistributions
 from rl_core.settings.planning import ClusterRates, LogNormalSpread
 

@@ -30,7 +30,7 @@ COMMON = dict(
     checkpoint_every=0,
 )
 WINDOW = 5  # iterations of the moving mean of training success
-KEPT = (
+RECORDED_METRICS = (
     "train/success_rate",
     "policy/ref_kl",
     "policy/kl_coef",
@@ -87,7 +87,7 @@ def train_arm(output: Path, task_name: str, arm: Arm, seed: int) -> Row:
     trainer, curves, looks, weights = training.trainer, {}, [], None
     for iteration in range(1, arm.iterations + 1):
         metrics = trainer.step()
-        for name in KEPT:
+        for name in RECORDED_METRICS:
             curves.setdefault(name, []).append(metrics.get(name))
         if arm.judged_every and iteration % arm.judged_every == 0:
             success = evaluate_episodes(training.policy, task, environment, held_out[1], seed)[0]
@@ -130,7 +130,7 @@ def evaluate_episodes(
 ) -> tuple[list[int], Any]:
     """Return the success of each episode, played once at temperature 1, and the evaluation."""
     backend = policy.backend()
-    backend.refresh()
+    backend.refresh_weights()
     evaluation = evaluate(
         environment,
         backend,

@@ -156,22 +156,24 @@ def read_machine_cpu_s():
 
 
 class Others:
-    """Cores that other programs kept busy since this was made, on average: above 0.2, distrust what was measured."""
+    """Cores that other programs kept busy since this was created, on average: above 0.2, distrust what was measured."""
 
     def __init__(self, workers):
         self._workers = workers
         self._start = self._now()
 
     def _now(self):
-        own_seconds = time.process_time() + sum(worker.cpu_s() for worker in self._workers)
-        return time.perf_counter(), read_machine_cpu_s(), own_seconds
+        process_s = time.process_time() + sum(worker.cpu_s() for worker in self._workers)
+        return time.perf_counter(), read_machine_cpu_s(), process_s
 
     def cores(self):
         """Return the busy cores; None if unknown."""
-        (began, busy, own_before), (now, busy_now, own_now) = self._start, self._now()
+        (began, busy, process_before), (now, busy_now, process_now) = self._start, self._now()
         if busy is None or now <= began:
             return None
-        return round(max(0.0, (busy_now - busy - (own_now - own_before)) / (now - began)), 2)
+        return round(
+            max(0.0, (busy_now - busy - (process_now - process_before)) / (now - began)), 2
+        )
 
 
 def take_turns(sides, steps, warmup):

@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from helpers.prefect_tables import migrated, rows
+from helpers.prefect_tables import create_migrated_database, rows
 
 from flows.runtime.embedded_server import (
     build_migration_environment,
@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_new_home_starts_from_the_tables_without_the_rows(tmp_path, cache):
-    migrated(tmp_path / "one", "secret")
+    create_migrated_database(tmp_path / "one", "secret")
     assert cache_tables(tmp_path / "one", {}) and copy_cached_tables(tmp_path / "two", {})
     (cached,) = cache.iterdir()
     for path in (cached, tmp_path / "two/prefect.db"):
@@ -35,9 +35,9 @@ def test_a_new_home_starts_from_the_tables_without_the_rows(tmp_path, cache):
 
 
 def test_nothing_is_repeated_or_overwritten(tmp_path, cache):
-    migrated(tmp_path / "one")
+    create_migrated_database(tmp_path / "one")
     assert cache_tables(tmp_path / "one", {}) and not cache_tables(tmp_path / "one", {})
-    migrated(tmp_path / "two", "mine")
+    create_migrated_database(tmp_path / "two", "mine")
     assert not copy_cached_tables(tmp_path / "two", {}) and rows(
         tmp_path / "two/prefect.db", "flow"
     ) == ["mine"]
@@ -47,7 +47,7 @@ def test_a_server_looks_for_migrations_unless_its_database_matches_the_cached_ta
     tmp_path,
 ):
     no_migration = {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
-    path = migrated(tmp_path / "one")
+    path = create_migrated_database(tmp_path / "one")
     assert (
         build_migration_environment(tmp_path / "one", {}) == {}
     )  # no cached tables tell the newest number
@@ -69,7 +69,7 @@ def test_a_server_looks_for_migrations_unless_its_database_matches_the_cached_ta
 
 
 def test_another_database_is_left_to_prefect(tmp_path):
-    migrated(tmp_path / "one")
+    create_migrated_database(tmp_path / "one")
     environment = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql://me@db/x"}
     assert not cache_tables(tmp_path / "one", environment)
     assert cache_tables(tmp_path / "one", {}) and not copy_cached_tables(
@@ -78,9 +78,9 @@ def test_another_database_is_left_to_prefect(tmp_path):
 
 
 def test_a_database_that_another_run_makes_meanwhile_stays(tmp_path, monkeypatch):
-    migrated(tmp_path / "one")
+    create_migrated_database(tmp_path / "one")
     assert cache_tables(tmp_path / "one", {})
-    theirs, sync = migrated(tmp_path / "theirs", "theirs"), atomic_files.fsync_path
+    theirs, sync = create_migrated_database(tmp_path / "theirs", "theirs"), atomic_files.fsync_path
 
     def create_meanwhile(path):
         if path.parent == tmp_path / "two":
@@ -96,7 +96,7 @@ def test_a_database_that_another_run_makes_meanwhile_stays(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("content", [b"", b"no database at all", b"SQLite format 3\0" + b"x" * 500])
 def test_damaged_cached_tables_are_ignored(tmp_path, cache, content):
-    migrated(tmp_path / "one")
+    create_migrated_database(tmp_path / "one")
     cache_tables(tmp_path / "one", {})
     (cached,) = cache.iterdir()
     cached.write_bytes(content)
@@ -107,14 +107,14 @@ def test_damaged_cached_tables_are_ignored(tmp_path, cache, content):
 
 
 def test_a_user_without_a_cache_does_without(tmp_path, monkeypatch):
-    migrated(tmp_path / "one")
+    create_migrated_database(tmp_path / "one")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one/prefect.db"))  # a file
     assert not cache_tables(tmp_path / "one", {}) and not copy_cached_tables(tmp_path / "two", {})
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):
     """Remove a partial copy: a file size limit once left a temporary file in each output folder."""
-    migrated(tmp_path / "one")
+    create_migrated_database(tmp_path / "one")
     assert cache_tables(tmp_path / "one", {})
 
     def copy_partly(source, target):

@@ -70,7 +70,7 @@ def test_a_name_that_python_cannot_import_is_refused(tmp_path, name, capsys):
     assert not (tmp_path / name).exists()
 
 
-def test_a_shipped_config_is_found_by_its_name_unless_there_is_a_file(tmp_path, monkeypatch):
+def test_a_shipped_config_is_resolved_by_its_name_unless_there_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_settings("test").name == "test"
     (tmp_path / "demo").write_text("name: mine\nstages: {sft: {}}\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from helpers.monitor_runs import MOVES, START, journal, make_run, write_lines
+from helpers.monitor_runs import MOVES, START, make_run, write_journal, write_lines
 
 from posttrain.monitor.reader import RunReader
 from posttrain.monitor.runs import is_process_alive
@@ -193,7 +193,7 @@ def test_folder_removed_while_viewed(tmp_path, monkeypatch):
 def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
     home = make_run(tmp_path, status="FINISHED")
     parent = home / "runs/2027-01-15-09-00-00"
-    journal(
+    write_journal(
         parent,
         "demo · 2027-01-15 09:00:00",
         started=START + 3600,
@@ -216,7 +216,7 @@ def test_reused_champion_has_its_reason_and_no_training_curves(tmp_path):
     home = make_run(tmp_path, status="FINISHED")
     reason = "version 2 of demo is the champion already"
     tags = {"cached.policy": "bbbb", "cached.promote": "bbbb", "gate.reason": reason}
-    journal(
+    write_journal(
         home / "runs/2027-01-15-09-00-00",
         "demo · 2027-01-15 09:00:00",
         started=START + 3600,
@@ -236,18 +236,20 @@ def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
     home = make_run(tmp_path)
     parent = home / "runs/2027-01-15-09-00-00"
     cached_event = {"op": "tags", "tags": {"cached.sft": "aaaa"}}
-    journal(
+    write_journal(
         parent,
         "demo · 2027-01-15 09:00:00",
         started=START + 3600,
         events=[cached_event, {**cached_event, "time": (START + 3800) * 1000}],
     )
-    journal(home / "stages/policy/cccc.tracking", "policy", started=START + 3601, parent=parent)
+    write_journal(
+        home / "stages/policy/cccc.tracking", "policy", started=START + 3601, parent=parent
+    )
     run = RunReader(tmp_path).load_run("")
     assert [stage.label for stage in run.stages if stage.status != "to come"] == ["sft", "policy"]
 
 
-def test_a_run_is_found_by_its_names(tmp_path):
+def test_a_run_is_selected_by_its_names(tmp_path):
     make_run(tmp_path, status="FINISHED")
     make_run(tmp_path, name="other", status="FINISHED", begun=START + 5)
     reader = RunReader(tmp_path)

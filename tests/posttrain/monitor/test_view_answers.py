@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from helpers.monitor_runs import EPISODES, journal, make_run
+from helpers.monitor_runs import EPISODES, make_run, write_journal
 
 from posttrain.monitor.charts import DEFAULT_WINDOW
 from posttrain.monitor.document import PageDocumentMiddleware
@@ -113,7 +113,7 @@ def test_fingerprint_of_lists_changes_with_their_entries(tmp_path, monkeypatch):
     responses = PageResponses(RunReader(tmp_path))
     offers_before = request_view(responses)["offers"]
     assert request_view(responses)["offers"] == offers_before
-    journal(
+    write_journal(
         tmp_path / "demo/runs/2027-01-16-08-00-00",
         "demo · 2027-01-16 08:00:00",
         started=1_800_086_400,

@@ -415,7 +415,7 @@ def test_rounding_differences_get_no_chart():
     assert _has_variation(build_series(1e-5, 2e-5)) and _has_variation(build_series(1e6, 1e6 + 1))
 
 
-def test_curves_of_another_scale_get_their_own_chart(tmp_path):
+def test_curves_of_another_scale_get_a_separate_chart(tmp_path):
     home = make_run(tmp_path, status="FINISHED")
     parts = {"reward/mean": 1.0, "reward/task": 0.9, "reward/format": 0.5, "reward/length": -64.0}
     rows = [{"step": step, "time": 1000 * step, "metrics": parts} for step in range(6, 9)]

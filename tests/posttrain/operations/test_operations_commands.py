@@ -158,7 +158,7 @@ def test_two_servers_on_one_port_are_refused(options, message, tmp_path):
     assert not (tmp_path / "outputs" / "logs").exists()
 
 
-def test_extra_server_needs_its_own_port(tmp_path):
+def test_an_extra_server_needs_a_separate_port(tmp_path):
     """Such as vLLM of `--rollouts`, whose address the config names."""
     address = "the config's stages.policy.rollouts.address"
     extra_server = ServiceSpec(

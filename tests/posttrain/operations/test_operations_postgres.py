@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from helpers.postgres import missing, postgres
+from helpers.postgres import find_postgres_problem, postgres
 
 from posttrain.operations.database import prepare_databases
 from rl_core.errors import BackendError, SettingsError
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = pytest.mark.skipif(bool(find_postgres_problem()), reason=find_postgres_problem())
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from helpers import ROOT
 from helpers.waiting import free_ports, wait_for
 
 from posttrain.operations.processes import find_marked_processes, format_mark
-from posttrain.operations.services import fetch_json
+from rl_core.json_client import fetch_json
 
 SCRIPT = ROOT / "tests/helpers/fake_servers.py"
 

@@ -10,11 +10,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from helpers.postgres import missing, postgres
+from helpers.postgres import find_postgres_problem, postgres
 from helpers.team import PREFECT_YAML, Team, wait_for
 
 from posttrain.operations.registration import count_gpus
-from posttrain.operations.services import fetch_json
+from rl_core.json_client import ServerErrorResponse, fetch_json
 
 
 def fetch_page(url: str) -> str:
@@ -32,8 +32,8 @@ def team(request, tmp_path):
         yield team
         team.call("down")
         return
-    if missing():
-        pytest.skip(missing())
+    if find_postgres_problem():
+        pytest.skip(find_postgres_problem())
     with postgres() as server:
         team = Team(tmp_path, f"postgresql://{server}/team")
         yield team
@@ -61,7 +61,7 @@ def test_life_of_the_servers(team, tmp_path):
     if count_gpus():
         assert team.api("/v2/concurrency_limits/gpu")["limit"] == count_gpus()
     else:  # no stage would take it
-        with pytest.raises(urllib.error.HTTPError, match="404"):
+        with pytest.raises(ServerErrorResponse, match="404"):
             team.api("/v2/concurrency_limits/gpu")
     assert "pass" not in (team.output / "operations" / "state.json").read_text()
 

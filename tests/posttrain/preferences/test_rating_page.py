@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from helpers import chromium
-from helpers.rating import Command, room_of, served
+from helpers.rating import Command, room_of, serve_rating_page
 
 from rl_core.data.records import read_preferences
 
@@ -39,7 +39,7 @@ def fits_width(page):
 
 def test_by_keyboard_alone(tmp_path):
     room = room_of(tmp_path, count=8, overlap=0.0)
-    with served(room) as address, chromium.Chromium(address, size=(1280, 900)) as page:
+    with serve_rating_page(room) as address, chromium.Chromium(address, size=(1280, 900)) as page:
         enter_name(page)
         assert page.run("location.hash") == "" and "token" not in page.run(
             "document.body.innerText"
@@ -92,7 +92,10 @@ def test_by_keyboard_alone(tmp_path):
 )
 def test_phone_and_dark(tmp_path, size, dark):
     room = room_of(tmp_path, count=8)
-    with served(room) as address, chromium.Chromium(address, size=size, dark=dark) as page:
+    with (
+        serve_rating_page(room) as address,
+        chromium.Chromium(address, size=size, dark=dark) as page,
+    ):
         enter_name(page)
         assert fits_width(page)
         tops = page.run(
@@ -117,7 +120,7 @@ def test_phone_and_dark(tmp_path, size, dark):
 
 def test_texts_of_models_are_not_interpreted(tmp_path):
     room = room_of(tmp_path, count=1, overlap=0.0)
-    with served(room) as address, chromium.Chromium(address) as page:
+    with serve_rating_page(room) as address, chromium.Chromium(address) as page:
         enter_name(page, "eve <b>")
         shown = page.run("document.getElementById('answers').innerText")
         assert (

@@ -6,7 +6,7 @@ from posttrain.preferences.rating_session import RatingSession
 from rl_core.preferences.items import RatedItem
 from rl_core.settings import RatingSettings
 from tasks.config import load_settings
-from tasks.lifecycle.data_lineage import find_new_data, record_sources
+from tasks.lifecycle.data_lineage import find_new_data, inspect_data_sources
 
 ITEMS = [
     RatedItem(f"question {n}", (f"good {n}", f"bad {n}"), ("models:/m/1", "models:/m/2"))
@@ -35,15 +35,15 @@ def test_later_ratings_are_appended_rows_without_skips(tmp_path):
         record_answer(room, "ann")
     room.write_data_file()
     settings = load_rating_settings(room)
-    seen = record_sources(settings)
-    assert find_new_data(seen, record_sources(settings)).rows == 0
+    seen = inspect_data_sources(settings)
+    assert find_new_data(seen, inspect_data_sources(settings)).rows == 0
     record_answer(room, "ann", "skip")
     room.write_data_file()
-    assert find_new_data(seen, record_sources(settings)).rows == 0
+    assert find_new_data(seen, inspect_data_sources(settings)).rows == 0
     for rater, choice in (("ann", "right"), ("bob", "tie"), ("bob", "both_bad"), ("ann", "left")):
         record_answer(room, rater, choice)
     room.write_data_file()
-    new_data = find_new_data(seen, record_sources(settings))
+    new_data = find_new_data(seen, inspect_data_sources(settings))
     assert str(
         new_data
     ) == "preferences: preferences.jsonl: 4 rows appended" and new_data.sources == {"preferences"}
@@ -55,13 +55,13 @@ def test_undo_of_a_new_rating_leaves_earlier_rows(tmp_path):
             record_answer(room, "ann")
     room = RatingSession(tmp_path, ITEMS, RatingSettings(choose="random", overlap=0.0))  # restarted
     settings = load_rating_settings(room)
-    seen = record_sources(settings)
+    seen = inspect_data_sources(settings)
     record_answer(room, "ann")
     record_answer(room, "ann")
     room.undo_rating("ann", 2.0)
     room.write_data_file()
     assert (
-        str(find_new_data(seen, record_sources(settings)))
+        str(find_new_data(seen, inspect_data_sources(settings)))
         == "preferences: preferences.jsonl: 1 rows appended"
     )
     room.undo_rating("ann", 2.0)
@@ -69,6 +69,6 @@ def test_undo_of_a_new_rating_leaves_earlier_rows(tmp_path):
     record_answer(room, "ann", "tie")
     room.write_data_file()
     assert (
-        str(find_new_data(seen, record_sources(settings)))
+        str(find_new_data(seen, inspect_data_sources(settings)))
         == "preferences: preferences.jsonl: rewritten of 3 rows"
     )

@@ -13,7 +13,7 @@ from helpers.letters import weights
 from helpers.rollout_server import (
     KEY,
     letters_server,
-    sampled,
+    list_sampled_tokens,
     served_trainer,
     server_settings,
     with_server,
@@ -62,7 +62,7 @@ def test_a_run_on_a_server_is_the_run_in_one_process(tokenizer, server):
     for _ in range(3):
         alone.step()
         metrics = served.step()
-        assert_same_rollouts(sampled(alone), sampled(served))
+        assert_same_rollouts(list_sampled_tokens(alone), list_sampled_tokens(served))
         assert (
             metrics["policy/server_difference"] < CLOSE
             and metrics["policy/numerics_difference"] < CLOSE
@@ -72,7 +72,7 @@ def test_a_run_on_a_server_is_the_run_in_one_process(tokenizer, server):
     served.server.close()
 
 
-def test_trainer_has_its_own_time_limit(tokenizer, tmp_path):
+def test_trainer_has_a_separate_time_limit(tokenizer, tmp_path):
     """`serving.request_seconds` limits chats only: a trainer would mistake a 504 for a lost server."""
     with letters_server(tokenizer, tmp_path, request_seconds=1e-6) as server:
         refused = server.chat("abc", status=504)["error"]["message"]
@@ -114,7 +114,7 @@ def test_tools_of_several_turns_on_threads(tmp_path):
         served = with_server(make_trainer(), server.url, max_length=200)
         alone.step(), served.step()
         assert any(len(r.trajectory.turns) > 1 for g in served.groups for r in g.rollouts)
-        assert_same_rollouts(sampled(alone), sampled(served))
+        assert_same_rollouts(list_sampled_tokens(alone), list_sampled_tokens(served))
 
 
 def test_stop_texts_end_an_action(tokenizer, server):
@@ -128,7 +128,7 @@ def test_stop_texts_end_an_action(tokenizer, server):
     alone.step(), served.step()
     texts = [turn.action for g in served.groups for r in g.rollouts for turn in r.trajectory.turns]
     assert any(text.endswith(("a", "x")) for text in texts)
-    assert_same_rollouts(sampled(alone), sampled(served))
+    assert_same_rollouts(list_sampled_tokens(alone), list_sampled_tokens(served))
 
 
 @pytest.mark.parametrize("kind", ["alone", "merged"])
@@ -149,7 +149,7 @@ def test_adapters(tokenizer, server, kind):
     names = []
     for _ in range(3):
         alone.step(), served.step()
-        assert_same_rollouts(sampled(alone), sampled(served))
+        assert_same_rollouts(list_sampled_tokens(alone), list_sampled_tokens(served))
         names.append(served.server.weights.name)
     bytes_sent = served.server.weights.sent_bytes
     if kind == "alone":
@@ -259,7 +259,7 @@ def test_weights_of_another_run_are_detected(tokenizer, server, tmp_path):
     served.step()  # the other run's weights are replaced before rollouts
     alone = letters_trainer(tokenizer)
     alone.step(), alone.step()
-    assert_same_rollouts(sampled(alone), sampled(served))
+    assert_same_rollouts(list_sampled_tokens(alone), list_sampled_tokens(served))
     sample_completion = served.server.server.sample_completion
     began = threading.Event()
 
@@ -300,9 +300,9 @@ def test_one_error_before_anything_starts(tokenizer, server, tmp_path, monkeypat
     monkeypatch.delenv(KEY)
     assert f"the environment variable {KEY} is not set" in read_refusal(settings)
     monkeypatch.setenv(KEY, TOKEN)
-    with running_server(tmp_path / "plain", tmp_path / "base", context=32) as plain:
-        assert "--set serving.rollouts=true" in read_refusal(server_settings(plain.url))
-        assert plain.client.post("/sleep").status_code == 404
+    with running_server(tmp_path / "ordinary", tmp_path / "base", context=32) as ordinary:
+        assert "--set serving.rollouts=true" in read_refusal(server_settings(ordinary.url))
+        assert ordinary.client.post("/sleep").status_code == 404
 
 
 def test_another_tokenizer_or_model_is_refused(tokenizer, tmp_path):
@@ -341,7 +341,7 @@ def test_server_loss_is_one_error_and_resume_continues(tokenizer, tmp_path):
         resumed = with_server(served, new_server.url)
         resumed.load_state_dict(state)
         resumed.step()
-        assert_same_rollouts(sampled(alone), sampled(resumed))
+        assert_same_rollouts(list_sampled_tokens(alone), list_sampled_tokens(resumed))
 
 
 def test_server_restart_changes_no_token(tokenizer, tmp_path):
@@ -364,14 +364,14 @@ def test_server_restart_changes_no_token(tokenizer, tmp_path):
         served.server.server.sample_completion = restart_at_twentieth_call
         metrics = served.step()
         assert metrics["perf/server_recoveries"] == 1.0
-        assert_same_rollouts(sampled(alone), sampled(served))
+        assert_same_rollouts(list_sampled_tokens(alone), list_sampled_tokens(served))
 
 
 def test_full_queue_loses_nothing(tokenizer, tmp_path):
     with letters_server(tokenizer, tmp_path, max_waiting=4, slots=2) as server:
         served = served_trainer(tokenizer, server.url)
         metrics = served.step()
-        assert metrics["perf/server_recoveries"] == 0.0 and len(sampled(served)) == 36
+        assert metrics["perf/server_recoveries"] == 0.0 and len(list_sampled_tokens(served)) == 36
 
 
 def test_tokens_in_and_out(tokenizer, server):

@@ -156,7 +156,7 @@ def test_a_truncated_body_is_refused_and_takes_no_number(service, run, next_seq)
     assert isinstance(service.result(service.raw("forward_backward", payload)), bytes)
 
 
-def test_bodies_of_100_megabytes_are_refused_without_being_kept(service, run, next_seq):
+def test_bodies_of_100_megabytes_are_refused_without_being_stored(service, run, next_seq):
     stored = sum(path.stat().st_size for path in service.folder.rglob("*") if path.is_file())
     payload = loss(run, next_seq, [make_datum()], "ppo").payload + bytes(100 * MIB)
     assert "at most 67108864 are accepted" in read_error(
@@ -203,7 +203,7 @@ def test_names_with_dots_and_slashes_leave_no_file(service, run, next_seq, route
     assert [path for path in after if path not in before and "snapshots" not in path.parts] == []
 
 
-def test_foreign_paths_with_dots_are_found_nowhere(service, run, next_seq):
+def test_foreign_paths_with_dots_lead_nowhere(service, run, next_seq):
     for number, path in enumerate(
         ("tinker://../weights/x", "tinker://x/weights/..", "tinker://x/weights/../../y", "/etc")
     ):

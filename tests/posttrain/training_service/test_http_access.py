@@ -68,8 +68,8 @@ def test_foreign_things_are_refused(idle, started):
     session, run = started
     path = TinkerPath(run, "weights", "a")
     idle.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
-    headers, own_session = create_other_key(idle), {}
-    own_session["session"] = idle.post("create_session", {}, headers=headers)["session_id"]
+    headers, other_session = create_other_key(idle), {}
+    other_session["session"] = idle.post("create_session", {}, headers=headers)["session_id"]
     posts = {
         "session_heartbeat": {"session_id": session},
         "create_model": {"session_id": session, "model_seq_id": 1, "base_model": "base"},
@@ -112,7 +112,7 @@ def test_foreign_things_are_refused(idle, started):
     for route in ("retrieve_future", "cancel_future"):
         idle.post(route, {"request_id": saved.request_id}, headers=headers, status=403)
     assert idle.call("GET", "training_runs", headers=headers)["training_runs"] == []
-    assert idle.call("GET", "sessions", headers=headers)["sessions"] == [own_session["session"]]
+    assert idle.call("GET", "sessions", headers=headers)["sessions"] == [other_session["session"]]
 
 
 def test_what_does_not_exist_is_404(idle, started):
@@ -307,7 +307,7 @@ def raise_error(error):
     raise error
 
 
-def test_a_result_whose_end_was_missed_is_found_by_the_second_poll(idle, started):
+def test_a_result_whose_end_was_missed_is_returned_by_the_second_poll(idle, started):
     """A result can be missed, for example if it expired while nobody asked for anything."""
     _, run = started
     promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
@@ -480,7 +480,7 @@ def test_other_hosts_and_pages_are_refused(idle):
     )
 
 
-def test_sessions_are_found_finished_and_moved(idle):
+def test_sessions_are_listed_finished_and_moved(idle):
     first = idle.post("create_session", {"display_name": "Grid A", "user_metadata": {"k": "v"}})[
         "session_id"
     ]

@@ -306,7 +306,7 @@ def test_weights_are_copied_once_and_outlive_their_source(service):
     service.forward_backward(copied_run, 1, random_data(1), status=422)
 
 
-def test_the_optimizer_of_a_run_made_from_saved_weights(service):
+def test_the_optimizer_of_a_run_created_from_saved_weights(service):
     """With optimizer state the optimizer is that of the weights; otherwise any, and AdamW by default."""
     session = service.session()
     run = service.new_run(session)

@@ -124,7 +124,7 @@ def test_runs_with_published_weights_are_accessible_to_all_keys(idle, other):
     assert list_run_ids(idle.call("GET", "training_runs", params=accessible, headers=other)) == []
 
 
-def test_sessions_of_other_owners_are_not_found(idle):
+def test_sessions_of_other_owners_are_hidden(idle):
     session = idle.session()
 
     def search(**asked):
@@ -207,7 +207,7 @@ def test_the_audit_of_a_day(idle):
         )
 
 
-def test_a_sampler_that_is_not_made_yet_is_known_however_much_is_asked_of_it(idle):
+def test_a_sampler_that_is_not_ready_yet_is_known_however_much_is_asked_of_it(idle):
     session = idle.session()
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
     sampler = idle.post("create_sampling_session", body)["sampling_session_id"]

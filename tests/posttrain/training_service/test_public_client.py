@@ -10,7 +10,7 @@ import sysconfig
 
 import pytest
 from helpers import ROOT
-from helpers.public_sdk import sdk_environments, serving
+from helpers.public_sdk import run_service, sdk_environments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -26,7 +26,7 @@ def environments(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, base_folder):
     """Run a service; yield (address, key, folder of the base model)."""
-    with serving(tmp_path_factory.mktemp("served"), {"base": str(base_folder)}) as (
+    with run_service(tmp_path_factory.mktemp("served"), {"base": str(base_folder)}) as (
         address,
         secret,
     ):

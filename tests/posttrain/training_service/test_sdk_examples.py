@@ -12,7 +12,7 @@ import sysconfig
 
 import pytest
 from helpers import ROOT
-from helpers.public_sdk import sdk_environments, serving
+from helpers.public_sdk import run_service, sdk_environments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 EXAMPLES = ROOT / "examples"
@@ -40,7 +40,7 @@ def grid(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, grid):
-    with serving(tmp_path_factory.mktemp("served"), {"grid": str(grid)}) as address:
+    with run_service(tmp_path_factory.mktemp("served"), {"grid": str(grid)}) as address:
         yield address
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.letters import Parity, make_trainer
-from helpers.public_sdk import sdk_environments, serving
+from helpers.public_sdk import run_service, sdk_environments
 from helpers.service import make_engine
 
 from rl_core.models import causal_lm
@@ -141,7 +141,7 @@ def test_losses_of_the_sdk_are_those_of_our_trainers(tmp_path_factory, base_fold
     folder = tmp_path_factory.mktemp("parity")
     (folder / "data.json").write_text(json.dumps(runs))
     python = sdk_environments(folder / "environments")("0.38")
-    with serving(folder, {"base": str(base_folder)}) as (address, key):
+    with run_service(folder, {"base": str(base_folder)}) as (address, key):
         environment = {
             name: value
             for name, value in os.environ.items()

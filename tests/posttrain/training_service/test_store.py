@@ -9,7 +9,7 @@ import time
 
 import pytest
 import sqlalchemy as sa
-from helpers.postgres import missing, postgres
+from helpers.postgres import find_postgres_problem, postgres
 from helpers.service_clients import create, loss, open_sampler, sample, update
 
 from posttrain.training_service.store import (
@@ -115,7 +115,7 @@ def test_training_waits_for_holes_and_samples_do_not(store):
 
 
 def test_a_cancelled_request_is_no_hole_and_what_runs_is_not_cancelled(store):
-    made, first, second = (
+    created, first, second = (
         store.accept_request(item) for item in (create("r"), update("r", 1), update("r", 2))
     )
     assert (
@@ -124,9 +124,9 @@ def test_a_cancelled_request_is_no_hole_and_what_runs_is_not_cancelled(store):
         and not store.cancel_request("r-none")
     )
     assert [request.seq for request in store.list_ready_requests()] == [0, 2]
-    store.claim_requests([made.request_id])
-    assert not store.cancel_request(made.request_id)
-    finish(store, made, second)
+    store.claim_requests([created.request_id])
+    assert not store.cancel_request(created.request_id)
+    finish(store, created, second)
     assert store.list_ready_requests() == [] and store.find_run("r").next_seq == 3
     stored = store.accept_request(update("r", 1))
     assert (stored.state, stored.error, stored.category) == ("cancelled", "cancelled", "user")
@@ -204,9 +204,9 @@ def test_what_a_dead_worker_computed_waits_again(store):
 
 
 def test_dropped_answers_stay_known_and_are_removed_in_the_end(store, clock):
-    made, drawn = store.accept_request(create("r")), store.accept_request(sample("s", 0))
-    finish(store, made, drawn)
-    store.drop_results([made.request_id, drawn.request_id])
+    created, drawn = store.accept_request(create("r")), store.accept_request(sample("s", 0))
+    finish(store, created, drawn)
+    store.drop_results([created.request_id, drawn.request_id])
     again = store.accept_request(sample("s", 0))
     assert again.forgotten and again.answer is None and again.request_id == drawn.request_id
     clock.now += 100
@@ -217,7 +217,7 @@ def test_dropped_answers_stay_known_and_are_removed_in_the_end(store, clock):
     )
     assert (
         store.find_request(drawn.request_id) is None
-        and store.find_request(made.request_id).forgotten
+        and store.find_request(created.request_id).forgotten
     )
     finish(store, store.accept_request(update("r", 1)), answer=ResultBody(b"{1}", "json"))
     for seq in (0, 1):
@@ -284,10 +284,10 @@ def test_limits_of_a_key(store, clock):
 def test_a_run_that_is_not_there_or_over_takes_nothing(store):
     with pytest.raises(ServiceError, match="no training run 'r'"):
         store.accept_request(update("r", 1))
-    made = store.accept_request(create("r"))
-    store.claim_requests([made.request_id])
+    created = store.accept_request(create("r"))
+    store.claim_requests([created.request_id])
     store.finish_requests(
-        [RequestOutcome(request_id=made.request_id, answer=DONE, run={"state": "unloaded"})]
+        [RequestOutcome(request_id=created.request_id, answer=DONE, run={"state": "unloaded"})]
     )
     with pytest.raises(ServiceError, match="was unloaded"):
         store.accept_request(update("r", 1))
@@ -438,10 +438,10 @@ def test_a_database_that_is_away_is_an_error_with_a_name_for_those_who_watch_it(
 
 
 def test_any_number_of_answers_is_dropped_together(store):
-    made = store.accept_request(create("r"))
-    finish(store, made)
-    store.drop_results([*(f"r-{number}" for number in range(300_000)), made.request_id])
-    assert store.find_request(made.request_id).forgotten
+    created = store.accept_request(create("r"))
+    finish(store, created)
+    store.drop_results([*(f"r-{number}" for number in range(300_000)), created.request_id])
+    assert store.find_request(created.request_id).forgotten
 
 
 def test_lists_of_sessions_runs_and_checkpoints(store, clock):
@@ -490,7 +490,7 @@ def test_lists_of_sessions_runs_and_checkpoints(store, clock):
     assert not store.delete_checkpoint(record.path)
 
 
-def test_keys_are_kept_as_digests_and_revoked_for_good(store, url, tmp_path):
+def test_keys_are_stored_as_digests_and_revoked_for_good(store, url, tmp_path):
     key, secret = store.create_key("ada", queue=5)
     assert (
         secret.startswith("tml-")
@@ -519,21 +519,22 @@ def test_a_url_that_cannot_be_meant_is_refused(wrong):
         ServiceStore(wrong)
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(find_postgres_problem()), reason=find_postgres_problem())
 def test_on_postgresql(clock):
     """The statements that differ: upserts, counters, locks, positions. Two stores represent two processes."""
     with postgres() as address:
         url = f"postgresql+psycopg2://{address}/postgres"
         first, second = ServiceStore(url, clock), ServiceStore(url, clock)
         seen = second.read_change_counter()
-        made = first.accept_request(create("r"))
+        created = first.accept_request(create("r"))
         assert (
-            second.wait_for_change(seen, 5.0) != seen and second.accept_request(create("r")) == made
+            second.wait_for_change(seen, 5.0) != seen
+            and second.accept_request(create("r")) == created
         )
         with pytest.raises(SequenceIdReused):
             second.accept_request(create("r", rank=8))
         requests = [
-            made,
+            created,
             second.accept_request(loss("r", 1, ())),
             first.accept_request(update("r", 2)),
             first.accept_request(sample("s", 0)),

@@ -5,7 +5,7 @@ import dataclasses
 import time
 
 import pytest
-from helpers.postgres import missing, postgres
+from helpers.postgres import find_postgres_problem, postgres
 from helpers.service_clients import create, loss, open_sampler, sample, update
 
 from posttrain.training_service.http.group_commit import GroupCommit, IntakeQueue
@@ -50,7 +50,7 @@ def test_what_waits_behind_a_hole_hides_nothing_that_is_ready(tmp_path):
     store.close()
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(find_postgres_problem()), reason=find_postgres_problem())
 def test_values_that_postgresql_does_not_take_are_the_fault_of_their_sender():
     """NaN in JSON and NUL in texts: the rest of the batch is accepted, errors are stored, and the worker continues."""
     with postgres() as address:

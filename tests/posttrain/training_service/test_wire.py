@@ -190,7 +190,7 @@ def test_bfloat16_and_an_absent_shape():
     assert request.data[0].inputs["weights"].tolist() == [1.5, -2.0]
 
 
-def test_a_million_empty_parts_are_counted_not_made(monkeypatch):
+def test_a_million_empty_parts_are_counted_not_built(monkeypatch):
     monkeypatch.setattr(request_header, "MAX_FIELDS", 1000)
     many = GOLDEN + b"\x1a\x00" * 1000
     with pytest.raises(ServiceError, match="more than 1000 parts"):

@@ -126,7 +126,7 @@ def test_chunks_that_come_early_wait_for_the_first(store, worker, tmp_path, base
 
 
 def test_a_request_that_fails_is_final_and_the_run_continues(store, worker):
-    made, bad, unread, good, stepped = execute(
+    published, bad, unread, good, stepped = execute(
         store,
         worker,
         create("r"),
@@ -137,7 +137,7 @@ def test_a_request_that_fails_is_final_and_the_run_continues(store, worker):
     )
     assert (bad.state, bad.category) == ("failed", "user") and "no_such_loss" in bad.error
     assert unread.state == "failed" and "ForwardBackwardRequest" in unread.error
-    assert [item.state for item in (made, good, stepped)] == ["done"] * 3 and store.find_run(
+    assert [item.state for item in (published, good, stepped)] == ["done"] * 3 and store.find_run(
         "r"
     ).steps == 1
     wrong, later = execute(store, worker, create("w", base="none"), loss("w", 1, random_data(0)))
@@ -182,30 +182,32 @@ def test_samplers_of_a_base_of_a_run_and_of_paths(store, worker):
         create("r"),
         *(item for n in (1, 3) for item in (loss("r", n, random_data(n)), update("r", n + 1))),
     )
-    made, named, saved = execute(
+    published, named, saved = execute(
         store,
         worker,
         publish("r", 5, "fresh"),
-        save_for_sampler("r", 6, "kept"),
+        save_for_sampler("r", 6, "named"),
         save("r", 7, "whole"),
     )
     assert (
-        read_body(made)["sampling_session_id"] == "fresh"
-        and read_body(named)["path"] == "tinker://r/sampler_weights/kept"
+        read_body(published)["sampling_session_id"] == "fresh"
+        and read_body(named)["path"] == "tinker://r/sampler_weights/named"
     )
     result = execute(
         store,
         worker,
         open_sampler("base", base="base"),
-        open_sampler("p", path="tinker://r/sampler_weights/kept"),
+        open_sampler("p", path="tinker://r/sampler_weights/named"),
         open_sampler("w", path=read_body(saved)["path"]),
         *(sample(name, 0) for name in ("base", "p", "w", "fresh")),
         sample("base", 1),
         sample("nobody", 0),
         open_sampler("no", path="tinker://r/weights/none"),
     )
-    base, kept, whole, fresh, other = (read_samples(item) for item in result[3:8])
-    assert kept == whole == fresh != base and other != base and len(base) == 2 and len(base[0]) == 4
+    base, by_name, whole, fresh, other = (read_samples(item) for item in result[3:8])
+    assert (
+        by_name == whole == fresh != base and other != base and len(base) == 2 and len(base[0]) == 4
+    )
     assert "no sampler 'nobody'" in result[8].error and "no saved weights" in result[9].error
     assert (
         store.find_sampler("fresh").folder == "weights/r/samplers/fresh"
@@ -354,7 +356,7 @@ def test_saved_weights_are_loaded_into_the_same_a_new_and_a_foreign_run(store, w
     execute(
         store, worker, create("r"), loss("r", 1, random_data(1)), update("r", 2), save("r", 3, "a")
     )
-    kept = read_weights(worker, "r")
+    saved = read_weights(worker, "r")
     execute(
         store, worker, loss("r", 4, random_data(2)), update("r", 5), loss("r", 6, random_data(3))
     )
@@ -365,7 +367,7 @@ def test_saved_weights_are_loaded_into_the_same_a_new_and_a_foreign_run(store, w
         read_body(loaded)["path"] == "tinker://r/weights/a" and read_body(fresh)["model_id"] == "n"
     )
     assert (
-        read_weights(worker, "r") == read_weights(worker, "n") == kept
+        read_weights(worker, "r") == read_weights(worker, "n") == saved
         and store.find_run("n").steps == 1
     )
     foreign = dataclasses.replace(load("f", 0, "tinker://r/weights/a"), owner="key-2")
@@ -476,8 +478,8 @@ def test_more_runs_than_fit_into_memory_take_turns(store, tmp_path, base_folder)
 
 
 def test_unused_samplers_go_with_their_weights(store, worker, tmp_path):
-    execute(store, worker, create("r"), publish("r", 1, "fresh"), save_for_sampler("r", 2, "kept"))
-    execute(store, worker, open_sampler("p", path="tinker://r/sampler_weights/kept"))
+    execute(store, worker, create("r"), publish("r", 1, "fresh"), save_for_sampler("r", 2, "named"))
+    execute(store, worker, open_sampler("p", path="tinker://r/sampler_weights/named"))
     folder = tmp_path / store.find_sampler("fresh").folder
     assert (
         worker._samplers.remove_unused_samplers(3600.0, store.find_sampler("fresh").touched) == []
@@ -493,7 +495,7 @@ def test_unused_samplers_go_with_their_weights(store, worker, tmp_path):
     )
 
 
-def test_updates_of_several_runs_are_one_round_and_a_fault_of_one_is_its_own(
+def test_updates_of_several_runs_are_one_round_and_a_fault_affects_one_run(
     store, worker, monkeypatch
 ):
     """One engine call and one transaction; the run with an infinite gradient has it cleared."""

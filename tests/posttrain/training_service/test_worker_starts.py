@@ -49,9 +49,9 @@ class WorkerFolder:
 
 @pytest.fixture
 def place(tmp_path, base_folder):
-    made = WorkerFolder(tmp_path / "place", base_folder)
-    yield made
-    made.store.close()
+    place_folder = WorkerFolder(tmp_path / "place", base_folder)
+    yield place_folder
+    place_folder.store.close()
 
 
 def test_a_worker_killed_at_the_end_of_a_run_leaves_no_snapshots(place):
@@ -88,7 +88,7 @@ def delete_path(place):
 
 
 @pytest.mark.parametrize("then", [overwrite_path, delete_path], ids=["overwritten", "deleted"])
-def test_loaded_weights_are_kept_before_their_path_may_change(place, then):
+def test_loaded_weights_are_copied_before_their_path_may_change(place, then):
     """Killed between the answer to `load_weights` and the run's snapshot: replay must not read the path again."""
     path = "tinker://a/weights/x"
     place.execute(

@@ -6,7 +6,7 @@ import sys
 import tracemalloc
 
 import pytest
-from helpers.handmade_trajectories import played, trajectory, zoom
+from helpers.handmade_trajectories import generate_trajectories, trajectory, zoom
 from numpy.testing import assert_allclose
 
 from rl_core.analysis import analyze, training_curves, write_trajectories
@@ -51,7 +51,9 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("analysis")
     skills = {"sft": 0.5, "policy": 0.95}
     for name, skill in skills.items():
-        write_trajectories(folder / f"{name}.jsonl", played(150, skill, seed=len(name)))
+        write_trajectories(
+            folder / f"{name}.jsonl", generate_trajectories(150, skill, seed=len(name))
+        )
     rows = [
         {
             "step": i,
@@ -95,7 +97,7 @@ def test_every_file_is_there(result):
 def test_metrics_agree_with_the_rows(result):
     analysis, _ = result
     for name, skill in (("sft", 0.5), ("policy", 0.95)):
-        rows = list(played(150, skill, seed=len(name)))
+        rows = list(generate_trajectories(150, skill, seed=len(name)))
         assert_allclose(
             analysis.metrics[f"analysis/{name}/success_rate"], sum(r.success for r in rows) / 150
         )
@@ -113,7 +115,9 @@ def test_metrics_agree_with_the_rows(result):
     assert [row["model"] for row in analysis.summary] == ["sft", "policy"]
     [pair] = analysis.comparisons
     assert pair.total.wins - pair.total.losses == round(difference * 150) and pair.p_value < 1e-6
-    rewards = [[r.reward for r in played(150, s, seed=n)] for s, n in ((0.5, 3), (0.95, 6))]
+    rewards = [
+        [r.reward for r in generate_trajectories(150, s, seed=n)] for s, n in ((0.5, 3), (0.95, 6))
+    ]
     gaps = [b - a for a, b in zip(*rewards, strict=True)]
     mean = sum(gaps) / 150
     half = 1.959964 * (sum((g - mean) ** 2 for g in gaps) / 149 / 150) ** 0.5

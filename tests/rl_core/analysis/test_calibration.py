@@ -54,7 +54,7 @@ def test_correlation_by_hand():
     )
 
 
-def test_pairs_are_made_within_episodes_only():
+def test_pairs_are_built_within_episodes_only():
     # episode a: success 2 against failures 0 and 3; episode b has a success alone: no pair
     calibration = calibrate_reward_model(
         [2.0, 0.0, 3.0, 9.0], [True, False, False, True], ["a", "a", "a", "b"]
@@ -74,7 +74,7 @@ def test_pairs_are_made_within_episodes_only():
     assert "scores" not in calibration.to_json()
 
 
-def test_without_pairs_nothing_is_made_up():
+def test_without_pairs_no_value_is_invented():
     calibration = calibrate_reward_model([1.0, 2.0], [True, True], [1, 1])
     assert calibration.bins == [] and calibration.collect_metrics() == {
         "pairs": 0.0,

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from helpers.handmade_trajectories import played, trajectory, zoom
+from helpers.handmade_trajectories import generate_trajectories, trajectory, zoom
 
 from rl_core.analysis import write_trajectories
 from rl_core.analysis.comparison import diff_models
@@ -66,8 +66,8 @@ def test_figures_by_hand(tmp_path):
 def test_the_exact_test_is_that_of_all_signs_with_several_samples(tmp_path):
     """Compare rates of three samples with the distribution over all 2^n signs, enumerated."""
     first, second = (
-        list(played(12, 0.5, seed=1, samples=3)),
-        list(played(12, 0.9, seed=2, samples=3)),
+        list(generate_trajectories(12, 0.5, seed=1, samples=3)),
+        list(generate_trajectories(12, 0.9, seed=2, samples=3)),
     )
     diff = diff_models(write_models(tmp_path, first, second), ("a", "b"))
     rates = [
@@ -92,14 +92,17 @@ def test_the_exact_test_is_that_of_all_signs_with_several_samples(tmp_path):
 
 
 def test_a_model_and_itself_do_not_differ(tmp_path):
-    episodes = list(played(9, 0.6))
+    episodes = list(generate_trajectories(9, 0.6))
     diff = diff_models(write_models(tmp_path, episodes, episodes), ("a", "a'"))
     assert (diff.exact_p_value, diff.paired.total.success) == (1.0, (0.0, 0.0, 0.0))
     assert diff.worse == diff.lost == diff.won == []
 
 
 def test_episodes_of_a_single_model_are_counted_and_none_in_common_is_an_error(tmp_path):
-    diff = diff_models(write_models(tmp_path, played(6, 0.5), played(9, 0.5)), ("a", "b"))
+    diff = diff_models(
+        write_models(tmp_path, generate_trajectories(6, 0.5), generate_trajectories(9, 0.5)),
+        ("a", "b"),
+    )
     assert (diff.paired.only_first, diff.paired.only_second) == (0, 3)
     with pytest.raises(DataError, match="no episode in common"):
         diff_models(write_models(tmp_path, [trajectory(1)], [trajectory(2)]), ("a", "b"))

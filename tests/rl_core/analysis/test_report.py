@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from helpers.handmade_trajectories import played, trajectory
+from helpers.handmade_trajectories import generate_trajectories, trajectory
 
 from rl_core.analysis import analyze, write_trajectories
 from rl_core.analysis.report import render_cases, render_filters
@@ -20,7 +20,9 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     skills = {"champion": 0.9, "sft": 0.4, "policy": 0.5}
     for name, skill in skills.items():
-        write_trajectories(folder / f"{name}.jsonl", played(80, skill, seed=len(name)))
+        write_trajectories(
+            folder / f"{name}.jsonl", generate_trajectories(80, skill, seed=len(name))
+        )
     analysis = analyze(
         {name: folder / f"{name}.jsonl" for name in skills}, folder / "out", SETTINGS
     )
@@ -163,7 +165,8 @@ def test_two_thousand_episodes_of_eight_models_fit_into_five_megabytes(tmp_path)
     names = [f"model {number}" for number in range(8)]
     for number, name in enumerate(names):
         write_trajectories(
-            tmp_path / f"{name}.jsonl", played(2000, 0.95 - 0.05 * number, seed=number)
+            tmp_path / f"{name}.jsonl",
+            generate_trajectories(2000, 0.95 - 0.05 * number, seed=number),
         )
     settings = AnalysisSettings(bootstrap_samples=200, side_by_side=10_000)
     analysis = analyze(

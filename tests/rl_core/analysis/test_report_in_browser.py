@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import chromium
-from helpers.handmade_trajectories import played
+from helpers.handmade_trajectories import generate_trajectories
 
 from rl_core.analysis import analyze, write_trajectories
 from rl_core.settings import AnalysisSettings
@@ -19,7 +19,9 @@ SHOWN = "[...document.querySelectorAll('#regressions article')].filter(e => e.of
 def address(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     for name, skill in {"champion": 0.9, "policy": 0.5}.items():
-        write_trajectories(folder / f"{name}.jsonl", played(80, skill, seed=len(name)))
+        write_trajectories(
+            folder / f"{name}.jsonl", generate_trajectories(80, skill, seed=len(name))
+        )
     models = {name: folder / f"{name}.jsonl" for name in ("champion", "policy")}
     return analyze(
         models, folder / "out", AnalysisSettings(bootstrap_samples=100, side_by_side=12)

@@ -3,7 +3,7 @@ import statistics
 
 import numpy as np
 import pytest
-from helpers.handmade_trajectories import played, trajectory, zoom
+from helpers.handmade_trajectories import generate_trajectories, trajectory, zoom
 from numpy.testing import assert_allclose
 
 from rl_core.analysis.episode_index import EpisodeIndex
@@ -163,7 +163,7 @@ def index():
 
 
 def test_index_rates_equal_those_in_memory(index):
-    rows = list(played(60, 0.6, samples=3))
+    rows = list(generate_trajectories(60, 0.6, samples=3))
     for offset, row in enumerate(rows):
         index.add_trajectory(0, row, offset)
     for level in ("easy", "medium", "hard"):

@@ -2,7 +2,7 @@ import gzip
 import json
 
 import pytest
-from helpers.handmade_trajectories import played, trajectory, zoom
+from helpers.handmade_trajectories import generate_trajectories, trajectory, zoom
 
 from rl_core.analysis import read_trajectories, write_trajectories
 from rl_core.analysis.trajectories import (
@@ -27,7 +27,7 @@ def with_turn(**fields):
 
 def test_round_trip_with_odd_text(tmp_path):
     rows = [
-        *played(20, 0.4),
+        *generate_trajectories(20, 0.4),
         trajectory(5, prompt="line\u2028separator \ud800 <script> ü\n\0", answer=None),
     ]
     assert write_trajectories(tmp_path / "t.jsonl", rows) == 21

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.library import equal, length, settings, small_policy, weights
+from helpers.library import have_equal_tensors, length, settings, small_policy, weights
 
 import rl_core
 from rl_core.api import on_policy
@@ -41,7 +41,7 @@ def test_new_adapters_of_a_loaded_policy_are_switched_off(folder, monkeypatch):
     other = train_policy(with_adapters(folder))
     assert get_reference(other) is not other.model
     other.run()
-    assert equal(weights(training), weights(other))
+    assert have_equal_tensors(weights(training), weights(other))
     for name in ("policy/ref_kl", "reward/mean"):
         assert list(training.metrics()[name]) == list(other.metrics()[name])
     assert training.metrics()["policy/ref_kl"].iloc[-1] > 0
@@ -73,7 +73,7 @@ def test_trainings_from_one_folder_share_a_copy(folder):
     assert get_reference(first) is not first.model
     before = weights(first)
     first.run()
-    assert equal([p.detach() for p in get_reference(second).parameters()], before)
+    assert have_equal_tensors([p.detach() for p in get_reference(second).parameters()], before)
 
 
 def test_a_reference_in_few_bits(folder):

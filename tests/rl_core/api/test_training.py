@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from helpers.library import Echo, equal, length, settings, small_policy, weights
+from helpers.library import Echo, have_equal_tensors, length, settings, small_policy, weights
 
 import rl_core
 
@@ -105,14 +105,14 @@ def test_ctrl_c_and_again_give_the_same_weights_with_and_without_a_folder(tmp_pa
         stopped.run()
     assert stopped.memory.state.iteration == 2
     assert stopped.run().iterations == 4
-    assert equal(weights(stopped), weights(full))
+    assert have_equal_tensors(weights(stopped), weights(full))
     selected = train_policy(tmp_path, stop_at=1)
     with pytest.raises(rl_core.Stopped, match="resumes"):
         selected.run()
     fresh = train_policy(tmp_path)  # as a new process would
     outcome = fresh.run()
     assert (outcome.iterations, outcome.resumed_iteration) == (4, 2)
-    assert equal(weights(fresh), weights(full))
+    assert have_equal_tensors(weights(fresh), weights(full))
     assert list(rl_core.read_metrics(tmp_path).index) == [1, 2, 3, 4]
     assert list(rl_core.read_rewards(tmp_path)["iteration"].unique()) == [0, 1, 2, 3]
 
@@ -121,7 +121,7 @@ def test_running_twice_trains_once():
     training = train_policy()
     outcome = training.run()
     before = weights(training)
-    assert training.run() is outcome and equal(weights(training), before)
+    assert training.run() is outcome and have_equal_tensors(weights(training), before)
     assert "iterations=" in repr(outcome) and "MetricHistory" not in repr(outcome)
 
 
@@ -130,7 +130,9 @@ def test_two_trainers_in_one_process_do_not_meet():
     alone.run()
     first, second = train_policy(), train_policy(learning_rate=1e-3)
     first.run(), second.run()
-    assert equal(weights(first), weights(alone)) and not equal(weights(first), weights(second))
+    assert have_equal_tensors(weights(first), weights(alone)) and not have_equal_tensors(
+        weights(first), weights(second)
+    )
 
 
 LOSS = """
@@ -225,7 +227,7 @@ def test_saving(tmp_path):
     training.run()
     saved = training.save(tmp_path / "run" / "model")
     loaded = rl_core.load_policy(saved)
-    assert equal(weights(training), [p.detach() for p in loaded.model.parameters()])
+    assert have_equal_tensors(weights(training), [p.detach() for p in loaded.model.parameters()])
     texts = rl_core.generate(
         tmp_path / "run", ["say e"], samples=2, seed=3
     )  # a folder that contains model/
@@ -268,8 +270,10 @@ def test_a_loaded_pair_is_used_as_it_is_and_its_reference_stays():
     )
     before = weights(training)
     training.run()
-    assert training.model is policy.model and not equal(weights(training), before)
-    assert equal([p.detach() for p in training.trainer.actor_critic.reference.parameters()], before)
+    assert training.model is policy.model and not have_equal_tensors(weights(training), before)
+    assert have_equal_tensors(
+        [p.detach() for p in training.trainer.actor_critic.reference.parameters()], before
+    )
 
 
 DEMONSTRATIONS = [{"prompt": f"{n} + 1 =", "completion": str(n + 1)} for n in range(12)]
@@ -308,7 +312,7 @@ def test_a_trained_reward_model_rewards(tmp_path):
     training = rl_core.reward_model(policy, PAIRS, settings=chosen)
     training.run()
     training.save(tmp_path / "rm")
-    assert equal(
+    assert have_equal_tensors(
         before, list(policy.model.parameters())
     )  # the policy passed in is only a start and stays unchanged
     learned = rl_core.grpo(

@@ -14,7 +14,7 @@ needs_glibc = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="tests glibc's allocator"
 )
 
-# Page faults of 3 tensors of 64 MiB, before and after the allocator is told to keep freed memory. The smallest of four
+# Page faults of 3 tensors of 64 MiB, before and after the allocator is set to keep freed memory. The smallest of four
 # counts is used, because an object allocated after a freed tensor occasionally makes the heap grow again.
 PROGRAM = """
 import resource

@@ -151,13 +151,13 @@ def test_a_layer_of_another_kind_is_called_itself(numbers):
         def forward(self, x):
             return 2 * super().forward(x)
 
-    plain, other, x = nn.Linear(16, 16), Doubled(16, 16), torch.randn(3, 16, generator=numbers)
+    linear, other, x = nn.Linear(16, 16), Doubled(16, 16), torch.randn(3, 16, generator=numbers)
     assert torch.equal(
-        layer_kernels.apply_linears(x, [plain, other]), torch.cat([plain(x), other(x)], dim=1)
+        layer_kernels.apply_linears(x, [linear, other]), torch.cat([linear(x), other(x)], dim=1)
     )
     events = []
-    plain.register_forward_hook(lambda *event: events.append("forward"))
-    layer_kernels.apply_linears(x, [plain])
+    linear.register_forward_hook(lambda *event: events.append("forward"))
+    layer_kernels.apply_linears(x, [linear])
     free = nn.Linear(16, 16)
     free.register_full_backward_hook(lambda *event: events.append("backward"))
     layer_kernels.apply_linears(x.requires_grad_(), [free]).sum().backward()

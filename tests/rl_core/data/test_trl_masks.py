@@ -5,7 +5,14 @@ Recorded by `tests/benchmarks/format_table.py record`, which gives the reason fo
 
 import pytest
 from benchmarks import format_table
-from helpers.format_files import FILES, places, read, recorded, sides_of, small_renderer
+from helpers.format_files import (
+    FILES,
+    list_loss_positions,
+    read,
+    read_recorded_masks,
+    sides_of,
+    small_renderer,
+)
 
 from rl_core.data.pairs import build_pair
 from rl_core.data.records import read_preferences
@@ -22,7 +29,7 @@ def encode_rows(file, renderer):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_tokens_and_loss_tokens_are_trl_s_or_differ_for_a_reason(renderer, file):
-    theirs = recorded()["files"][file.name]
+    theirs = read_recorded_masks()["files"][file.name]
     differences = {
         format_table.describe_difference(a, b)
         for a, b in zip(encode_rows(file, renderer), theirs, strict=True)
@@ -51,10 +58,10 @@ def test_most_formats_that_trl_takes_are_equal():
 def test_text_differs_by_the_first_label_alone(renderer):
     file = next(file for file in FILES if file.name == "text")
     for ((ids, mask),), theirs in zip(
-        encode_rows(file, renderer), recorded()["files"]["text"], strict=True
+        encode_rows(file, renderer), read_recorded_masks()["files"]["text"], strict=True
     ):
         (side,) = theirs["sides"]
-        assert (ids, [0, *places(mask)]) == (side["ids"], side["loss"])
+        assert (ids, [0, *list_loss_positions(mask)]) == (side["ids"], side["loss"])
 
 
 def test_the_table_of_the_document_is_that_of_this_version():

@@ -65,7 +65,7 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
 POLICIES = ["grpo", "limited", "inner rewards", "dropout", "thoughts", "whole policy"]
 FURTHER_POLICIES = [
     "thoughts adapters",
-    "own parts",
+    "custom functions",
     "sapo",
     "distill",
     "dynamic",

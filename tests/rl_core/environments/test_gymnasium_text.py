@@ -56,7 +56,7 @@ def test_an_episode_by_hand(fake: None) -> None:
         episode.step("on")
     import gymnasium
 
-    assert gymnasium.MADE[-1].closed == 1 and gymnasium.MADE[-1].seed == 2
+    assert gymnasium.CREATED[-1].closed == 1 and gymnasium.CREATED[-1].seed == 2
 
 
 def test_the_seed_goes_to_reset_and_levels_are_options(fake: None) -> None:
@@ -88,10 +88,12 @@ def test_truncation(fake: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "above", "success"), [(None, 0.0, True), (None, 1.0, False), (False, 0.0, False)]
+    ("reported", "above", "success"), [(None, 0.0, True), (None, 1.0, False), (False, 0.0, False)]
 )
-def test_what_counts_as_success(fake: None, told: bool | None, above: float, success: bool) -> None:
-    options = {"length": 1, "told": told}
+def test_what_counts_as_success(
+    fake: None, reported: bool | None, above: float, success: bool
+) -> None:
+    options = {"length": 1, "reported": reported}
     episode = make_environment(
         "gymnasium", {"id": "Line-v0", "options": options, "success_above": above}
     ).episode(0, "default")
@@ -129,9 +131,9 @@ def test_demonstrations_show_the_form(fake: None) -> None:
     assert shown[4].messages == environment.demonstration(4, "default").messages
     for row in shown:
         assert row.messages[-1]["role"] == "assistant"
-        said = [message["content"] for message in row.messages if message["role"] == "assistant"]
-        assert 1 <= len(said) <= 3 and set(said) <= {"back", "on"}
-        assert row.success == (said == ["on"] * 3 and row.seed % 2 == 0)
+        actions = [message["content"] for message in row.messages if message["role"] == "assistant"]
+        assert 1 <= len(actions) <= 3 and set(actions) <= {"back", "on"}
+        assert row.success == (actions == ["on"] * 3 and row.seed % 2 == 0)
 
 
 def test_a_class_by_import_path_may_wait(fake: None) -> None:
@@ -142,12 +144,12 @@ def test_a_class_by_import_path_may_wait(fake: None) -> None:
 
 @pytest.mark.parametrize("id", ["os:mkdir", "pathlib:Path", "gymnasium:make"])
 def test_nothing_but_an_environment_class_is_called(fake: None, tmp_path: Path, id: str) -> None:
-    made = tmp_path / "made"
+    created = tmp_path / "created"
     with pytest.raises(
         SettingsError, match=f"options.id: '{id}' is not a subclass of gymnasium.Env"
     ):
-        make_environment("gymnasium", {"id": id, "options": {"path": str(made)}})
-    assert not made.exists()
+        make_environment("gymnasium", {"id": id, "options": {"path": str(created)}})
+    assert not created.exists()
 
 
 def test_code_that_a_config_names_is_listed_without_importing_it() -> None:

@@ -290,7 +290,7 @@ def test_user_rows_are_compared():
     assert draw_heldout_seeds(Rows(), "one", 3, random.Random(0)) == [5]
 
 
-def test_too_many_rows_are_said_to_be_unchecked():
+def test_too_many_rows_are_reported_as_unchecked():
     separation = compare_splits(range(20_000), range(1), str, blocking=False)
     assert separation.by == "unchecked" and "20000 training and 1 held-out" in separation.note
     assert compare_splits(range(1_000), range(1_000, 1_001), str, blocking=True).by == "unchecked"

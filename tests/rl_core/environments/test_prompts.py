@@ -5,7 +5,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers.adapters import hide
+from helpers.adapters import hide_package
 
 from rl_core.data.records import read_prompt_rows
 from rl_core.environments import Tool, make_environment
@@ -246,7 +246,7 @@ def test_what_was_read_is_reported(tmp_path):
 
 
 def test_mcp_servers_without_the_package_are_refused_at_their_option(monkeypatch):
-    hide(monkeypatch, "mcp")
+    hide_package(monkeypatch, "mcp")
     with pytest.raises(
         SettingsError,
         match=r"^options\.mcp: needs the package 'mcp', .* pip install 'posttrain\[mcp\]'",

@@ -46,8 +46,8 @@ def test_an_episode_by_hand(fake: None) -> None:
         f"answer about {episode.target}": 0.5,
         "answer x": 0.0,
     }
-    for said, reward in rewards.items():
-        step = begun(environment, 3).step(said)
+    for reply, reward in rewards.items():
+        step = begun(environment, 3).step(reply)
         assert (step.reward, step.success, step.is_error) == (reward, reward == 1.0, False)
     assert "reasoning_gym" not in sys.modules, "the package stays out of this process"
 
@@ -111,12 +111,12 @@ def test_scorers_that_run_what_the_model_wrote(fake: None) -> None:
     environment = make_environment(
         "reasoning_gym", {"tasks": ["countdown"], "timeout_s": 1.0, "workers": 1}
     )
-    for said, trouble in (
+    for reply, trouble in (
         ("9**9**9**9", "scoring timed out: no answer within 1 s"),
         ("os._exit(3)", "died (exit status 3)"),
         ("1/0", "scoring failed: ZeroDivisionError"),
     ):
-        step = begun(environment, 5).step(f"answer {said}")
+        step = begun(environment, 5).step(f"answer {reply}")
         assert (step.reward, step.success, step.terminated, step.is_error) == (
             0.0,
             False,

@@ -290,13 +290,13 @@ def test_no_server_is_reached(pool: ChildPool, missing: dict[str, str], tmp_path
         abstract.bind("\0" + name)
         for server in (tcp, unix, abstract):
             server.listen()
-        said = [
+        results = [
             pool.request_reply({"do": "tcp", "port": tcp.getsockname()[1]}),
             pool.request_reply({"do": "udp", "port": udp.getsockname()[1]}),
             pool.request_reply({"do": "unix", "path": str(tmp_path / "s")}),
             pool.request_reply({"do": "abstract", "name": name}),
         ]
-        assert "'sent'" not in said
+        assert "'sent'" not in results
         for server in (tcp, udp, unix, abstract):
             server.setblocking(False)
             with pytest.raises(BlockingIOError):

@@ -91,13 +91,13 @@ REAL = '''
 import verifiers.v1 as vf
 __all__ = ["Shop"]
 
-class Told(vf.State):
+class ReportedState(vf.State):
     asked: int = 0
 
 class PriceConfig(vf.ToolsetConfig):
     tax: int = 1
 
-class Prices(vf.Toolset[PriceConfig, Told]):
+class Prices(vf.Toolset[PriceConfig, ReportedState]):
     @vf.tool
     def price(self, item: str, count: int = 1) -> str:
         """Price of some items."""
@@ -110,7 +110,7 @@ class Settings(vf.TaskConfig):
 class Data(vf.TaskData):
     answer: str
 
-class Shopper(vf.Task[Data, Told, Settings]):
+class Shopper(vf.Task[Data, ReportedState, Settings]):
     @classmethod
     def toolsets(cls, config):
         return [Prices(config.prices)]

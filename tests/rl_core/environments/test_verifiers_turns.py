@@ -52,8 +52,8 @@ def test_a_game_by_hand(fake: None) -> None:
 
 def test_a_limit_and_a_stop_end_the_game(fake: None) -> None:
     episode = find_episode_with_answer(guessing(), "4")
-    said = [episode.step(reply).messages for reply in ("5", "1", "5")]
-    assert [messages[0]["content"] for messages in said] == ["smaller", "greater", "smaller"]
+    replies = [episode.step(reply).messages for reply in ("5", "1", "5")]
+    assert [messages[0]["content"] for messages in replies] == ["smaller", "greater", "smaller"]
     step = episode.step("1")  # its fourth turn, the agent's limit
     assert step.terminated and step.reward == 0.5 and step.info["metrics"]["stopped"] == 1.0
     step = find_episode_with_answer(guessing(), "4").step("I give up")
@@ -138,10 +138,10 @@ __all__ = ["Counting", "CountingEnv"]
 class Data(vf.TaskData):
     answer: str = ""
 
-class Told(vf.State):
+class ReportedState(vf.State):
     hints: int = 0
 
-class Counter(vf.Task[Data, Told, vf.TaskConfig]):
+class Counter(vf.Task[Data, ReportedState, vf.TaskConfig]):
     async def setup(self, trace):
         trace.state.hints = 1
 

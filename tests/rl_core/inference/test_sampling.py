@@ -145,7 +145,7 @@ def draw_restricted(settings, logits, uniforms_B):
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 1, 2]])
 @pytest.mark.parametrize(("options", "shares"), RESTRICTED)
-def test_kept_tokens_by_hand(options, shares, order) -> None:
+def test_sampled_tokens_by_hand(options, shares, order) -> None:
     """Frequencies over an even grid of uniforms equal renormalised probabilities, and so do log-probabilities."""
     settings, count = SamplingSettings(**options), 4000
     expected = torch.tensor(shares, dtype=torch.float64)[order] / sum(shares)
@@ -158,7 +158,7 @@ def test_kept_tokens_by_hand(options, shares, order) -> None:
     assert torch.allclose(logprobs.double(), expected[tokens].log(), atol=1e-5)
 
 
-def test_greedy_ignores_what_is_kept() -> None:
+def test_greedy_ignores_restrictions() -> None:
     logits = torch.tensor(P).log()[None]
     for options in (
         dict(top_k=3),
@@ -172,7 +172,7 @@ def test_greedy_ignores_what_is_kept() -> None:
         assert tokens.tolist() == [0] and logprobs.item() == pytest.approx(math.log(0.4), rel=1e-5)
 
 
-def test_equally_likely_tokens_are_kept_together() -> None:
+def test_equally_likely_tokens_stay_together() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
     for options in (dict(top_k=2), dict(top_p=0.5)):
         _, logprob = draw_restricted(SamplingSettings(**options), logits, torch.zeros(1).double())

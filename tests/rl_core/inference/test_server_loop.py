@@ -344,7 +344,7 @@ def test_cancelling_frees_the_slot_immediately(engine):
     assert_equal_answers(long[1:], answer_offline(model, long[1:]))
 
 
-def test_deadlines_are_kept_in_the_queue_and_in_a_slot():
+def test_deadlines_hold_in_the_queue_and_in_a_slot():
     now = [0.0]
     served = SteppedLoop(make_model("llama", head_dim=16), slots=1, now=lambda: now[0])
     running, waiting = (
@@ -436,7 +436,7 @@ def test_a_request_ends_on_the_weights_that_it_began_on(kind):
     assert served.loop.state.versions == 1 and served.loop.state.policy_version == 3
 
 
-def test_weights_that_do_not_fit_beside_others_wait(monkeypatch):
+def test_weights_that_do_not_fit_next_to_others_wait(monkeypatch):
     old, new = (
         make_model("llama", head_dim=16),
         make_model("llama", head_dim=16, initializer_range=0.2),

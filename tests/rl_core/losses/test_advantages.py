@@ -120,7 +120,7 @@ def test_gae_bootstraps_truncated_episodes_only():
     gamma=st.sampled_from([0.0, 0.9, 1.0]),
     lam=st.sampled_from([0.0, 0.95, 1.0]),
 )
-def test_gae_equals_a_plain_loop_on_ragged_masks(rows, width, seed, gamma, lam):
+def test_gae_equals_a_reference_loop_on_ragged_masks(rows, width, seed, gamma, lam):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, width, generator=generator) < 0.6
     values = torch.randn(rows, width, generator=generator, dtype=torch.float64)

@@ -82,7 +82,7 @@ def test_exact_kl_gradcheck():
 @given(
     st.integers(1, 4), st.integers(1, 6), st.integers(0, 999), st.sampled_from(["k1", "k2", "k3"])
 )
-def test_penalty_equals_a_plain_loop(rows, width, seed, estimator):
+def test_penalty_equals_a_reference_loop(rows, width, seed, estimator):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, width, generator=generator) < 0.6
     logprobs = -torch.rand(rows, width, generator=generator, dtype=torch.float64)

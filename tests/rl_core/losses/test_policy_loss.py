@@ -116,7 +116,7 @@ def compute_reference_loss(logprobs, old, advantages, mask, eps, high, denominat
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 9999))
-def test_equals_a_plain_loop_however_it_is_cut(rows, width, seed):
+def test_equals_a_reference_loop_however_it_is_cut(rows, width, seed):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda: torch.randn(rows, width, generator=generator, dtype=torch.float64)  # noqa: E731
     logprobs, old, advantages = draw() / 3, draw() / 3, draw()

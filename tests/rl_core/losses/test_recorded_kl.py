@@ -15,9 +15,9 @@ def draw_distributions(count, size, seed):
     )
 
 
-def record_top_tokens(p, q, kept):
-    """Return the arguments of the function for the `kept` most likely tokens of p."""
-    order = np.argsort(-p, axis=1)[:, :kept]
+def record_top_tokens(p, q, count):
+    """Return the arguments of the function for the `count` most likely tokens of p."""
+    order = np.argsort(-p, axis=1)[:, :count]
     top, new = np.take_along_axis(p, order, 1), np.take_along_axis(q, order, 1)
     return torch.tensor(np.log(top)), torch.tensor(1 - top.sum(1)), torch.tensor(np.log(new))
 
@@ -29,10 +29,10 @@ def test_by_hand():
     assert actual.tolist() == pytest.approx([0.25 * np.log(2)])
 
 
-@pytest.mark.parametrize("kept", [1, 4, 19])
-def test_against_numpy_and_below_the_exact_value(kept):
+@pytest.mark.parametrize("count", [1, 4, 19])
+def test_against_numpy_and_below_the_exact_value(count):
     p, q = draw_distributions(50, 20, 1)
-    top, rest, new = record_top_tokens(p, q, kept)
+    top, rest, new = record_top_tokens(p, q, count)
     actual = truncated_forward_kl(top, rest, new).numpy()
     left, taken = 1 - np.exp(top.numpy()).sum(1), 1 - np.exp(new.numpy()).sum(1)
     expected = (np.exp(top.numpy()) * (top.numpy() - new.numpy())).sum(1) + left * np.log(
@@ -41,7 +41,7 @@ def test_against_numpy_and_below_the_exact_value(kept):
     assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
     exact = exact_forward_kl(torch.tensor(np.log(p)), torch.tensor(np.log(q))).numpy()
     assert (actual <= exact + 1e-12).all() and (actual >= -1e-12).all()
-    if kept == 19:  # one token is left: nothing is lost
+    if count == 19:  # one token is left: nothing is lost
         assert actual == pytest.approx(exact, rel=1e-9)
     else:
         assert actual.mean() < 0.99 * exact.mean()

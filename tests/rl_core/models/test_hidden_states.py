@@ -191,7 +191,7 @@ def list_prefixes(batch) -> list[tuple[int, ...]]:
     return [tuple(ids[: end + 1]) for ids, length in rows for end in range(length)]
 
 
-def test_what_rows_have_in_common_is_found():
+def test_the_common_beginning_of_rows_is_detected():
     batch = build_shared_batch()
     prefixes = list_prefixes(batch)
     shared = find_shared_prefixes(batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist())
@@ -217,7 +217,7 @@ def test_what_rows_have_in_common_is_found():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=2, max_size=7))
-def test_every_common_beginning_is_found(rows):
+def test_every_common_beginning_is_detected(rows):
     ids_BS = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     prefixes = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
     shared = find_shared_prefixes(ids_BS, [len(row) for row in rows])

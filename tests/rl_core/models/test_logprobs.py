@@ -256,9 +256,9 @@ def test_without_a_mask_the_attention_is_the_same_as_with_it() -> None:
         masked_BSH = model.model(
             batch.input_ids_BS, attention_mask=batch.attention_mask_BS.long()
         ).last_hidden_state
-        plain_BSH = model.model(batch.input_ids_BS).last_hidden_state
+        states_BSH = model.model(batch.input_ids_BS).last_hidden_state
     torch.testing.assert_close(
-        plain_BSH[batch.attention_mask_BS], masked_BSH[batch.attention_mask_BS], atol=1e-12, rtol=0
+        states_BSH[batch.attention_mask_BS], masked_BSH[batch.attention_mask_BS], atol=1e-12, rtol=0
     )
 
 
@@ -325,7 +325,7 @@ def test_autocast_computes_the_head_in_bfloat16() -> None:
 def test_logits_that_a_model_masks_itself_have_an_entropy() -> None:
     """A head that masks some tokens with minus infinity, so the model's own logits are used."""
     model, batch = make_model(), make_batch()
-    plain_entropy = completion_logprobs(model, batch, with_entropy=True)[1]
+    expected_entropy = completion_logprobs(model, batch, with_entropy=True)[1]
 
     class Masking(torch.nn.Module):
         def __init__(self, head: torch.nn.Linear) -> None:
@@ -340,7 +340,7 @@ def test_logits_that_a_model_masks_itself_have_an_entropy() -> None:
 
     model.lm_head = Masking(model.lm_head)
     logprobs, entropy = completion_logprobs(model, batch, with_entropy=True)
-    assert entropy is not None and plain_entropy is not None
-    torch.testing.assert_close(entropy, plain_entropy)
+    assert entropy is not None and expected_entropy is not None
+    torch.testing.assert_close(entropy, expected_entropy)
     grads = compute_gradients(model, logprobs.sum() + entropy.sum())
     assert all(bool(gradient.isfinite().all()) for gradient in grads.values())

@@ -24,7 +24,7 @@ from rl_core.models.heads import HeadShape, create_reward_model, load_reward_mod
 from rl_core.settings import ExportSettings, ModelSettings
 
 KIND = ModelSettings(preset="nano", context=64, device="cpu")
-PLAIN, DEEP = HeadShape(), HeadShape(layers=3, width=8)
+MATRIX, DEEP = HeadShape(), HeadShape(layers=3, width=8)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def verify(folder, records, call=in_this_process, **settings):
     return verify_scores("reward_model", folder, records, answer, ExportSettings(**settings))
 
 
-@pytest.mark.parametrize("shape", [PLAIN, DEEP], ids=["matrix", "layers"])
+@pytest.mark.parametrize("shape", [MATRIX, DEEP], ids=["matrix", "layers"])
 def test_a_written_reward_model_has_the_scores(written, shape):
     folder, records = written(shape)
     assert len({len(record.ids) for record in records}) == len(records) == 8, "several lengths"
@@ -63,7 +63,9 @@ def test_a_written_reward_model_has_the_scores(written, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "last"), [(PLAIN, "score.weight"), (DEEP, "score.4.weight")], ids=["matrix", "layers"]
+    ("shape", "last"),
+    [(MATRIX, "score.weight"), (DEEP, "score.4.weight")],
+    ids=["matrix", "layers"],
 )
 def test_another_head_and_another_trunk_are_refused_by_their_figure(written, shape, last):
     folder, records = written(shape)
@@ -79,7 +81,7 @@ def test_another_head_and_another_trunk_are_refused_by_their_figure(written, sha
 
 
 def test_a_head_that_was_dropped_is_named(written):
-    folder, records = written(PLAIN)
+    folder, records = written(MATRIX)
     path = folder / "model.safetensors"
     save_file(
         {k: v for k, v in load_file(path).items() if k != "score.weight"},
@@ -94,7 +96,7 @@ def test_a_head_that_was_dropped_is_named(written):
 
 
 def test_limits_count_in_units_of_the_largest_score(written):
-    folder, records = written(PLAIN)
+    folder, records = written(MATRIX)
     unit = max(abs(row.score) for row in records)
     assert unit > 1, "otherwise the unit is 1"
     for share, refused in ((0.002, True), (0.0001, False)):
@@ -105,14 +107,14 @@ def test_limits_count_in_units_of_the_largest_score(written):
 
 
 def test_nan_is_refused_and_without_records_only_weights_are_checked(written):
-    folder, records = written(PLAIN)
+    folder, records = written(MATRIX)
     with pytest.raises(ExportMismatch, match="by up to inf"):
         verify(folder, [ScoreRecord(records[0].ids, math.nan)])
     assert "trained" not in verify(folder, [])
 
 
 def test_sequences_do_not_end_in_padding(written, monkeypatch):
-    folder, records = written(PLAIN)
+    folder, records = written(MATRIX)
     model, _ = load_reward_model(folder, KIND)
     model.config.pad_token_id = records[2].ids[-1]
     del model.config.vocab_size

@@ -42,7 +42,7 @@ def build_filled_trainer(**options):
     return created
 
 
-def run_plain_update(model, buffer, settings, rng):
+def run_reference_update(model, buffer, settings, rng):
     """Run PPO as in the paper, written out: GAE by recursion, both nets one after the other, torch's Adam."""
     D = torch.from_numpy
     T, N = buffer.shape
@@ -114,10 +114,10 @@ def run_plain_update(model, buffer, settings, rng):
 @pytest.mark.parametrize(
     "options", [{}, {"entropy_coef": 0.02, "value_clip_eps": 0.1, "value_coef": 0.7}], ids=str
 )
-def test_an_update_equals_a_plain_loop(continuous, options):
+def test_an_update_equals_a_reference_loop(continuous, options):
     created = build_filled_trainer(continuous=continuous, learning_rate=3e-3, **options)
     baseline = copy.deepcopy(created.model)
-    run_plain_update(baseline, created._buffers[0], created.settings, np.random.default_rng(9))
+    run_reference_update(baseline, created._buffers[0], created.settings, np.random.default_rng(9))
     before = copy.deepcopy(created.model)
     metrics = NetworkUpdate(
         created.model, created.optimizer_step, created.settings, created._buffers

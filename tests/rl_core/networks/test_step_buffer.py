@@ -57,7 +57,7 @@ def test_nothing_flows_over_the_end_of_an_episode_and_the_last_step_bootstraps()
     assert targets.tolist() == [4.0, 10.0, 9.0]
 
 
-def run_plain_loop(rows, gamma, lam, rho_cap=1.0, c_cap=1.0):
+def run_reference_loop(rows, gamma, lam, rho_cap=1.0, c_cap=1.0):
     """Compute advantages and targets of one environment's steps by recursion, in float64."""
     results, error, next_value = [], 0.0, None
     for value, reward, terminated, truncated, after, ratio in reversed(rows):
@@ -74,7 +74,7 @@ def run_plain_loop(rows, gamma, lam, rho_cap=1.0, c_cap=1.0):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("off_policy", [False, True])
-def test_estimates_equal_a_plain_loop(seed, off_policy):
+def test_estimates_equal_a_reference_loop(seed, off_policy):
     rng = np.random.default_rng(seed)
     shape = (int(rng.integers(1, 40)), int(rng.integers(1, 5)))
     values, rewards, after = (rng.normal(size=shape) for _ in range(3))
@@ -105,7 +105,7 @@ def test_estimates_equal_a_plain_loop(seed, off_policy):
     expected = []
     for n in range(shape[1]):
         columns = (values, 0.5 * rewards, terminated, truncated, after, ratios)
-        expected += run_plain_loop(
+        expected += run_reference_loop(
             [[c[t, n] for c in columns] for t in range(shape[0]) if is_action[t, n]],
             gamma,
             lam,

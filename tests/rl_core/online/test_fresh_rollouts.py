@@ -8,7 +8,13 @@ import pytest
 import torch
 from helpers.letters import Letters
 from helpers.online import experience
-from helpers.online_worker import answered, make_worker, outcome, run_to_end, settings
+from helpers.online_worker import (
+    build_answered_request,
+    collect_compared_state,
+    make_worker,
+    run_to_end,
+    settings,
+)
 from helpers.tiny import PAD, nano
 
 from rl_core.errors import SettingsError
@@ -218,7 +224,7 @@ def write_wrong_answers(folder, count=24):
     """Write requests whose recorded answers are all "b", with feedback that "a" is right."""
     with ExperienceLog(folder) as log:
         for number in range(count):
-            experience_ = answered(number)
+            experience_ = build_answered_request(number)
             for rollout in experience_.rollouts:
                 rollout.completion_ids[0], rollout.trajectory.answer = 9, "b"
             log.append_experience(experience_)
@@ -267,7 +273,7 @@ def test_a_resumed_worker_samples_and_computes_the_same(tmp_path, monkeypatch):
     log = write_wrong_answers(tmp_path / "log", 12)
     with make_rollout_worker(tmp_path / "whole", log, 4) as worker:
         run_to_end(worker)
-        expected = outcome(worker)
+        expected = collect_compared_state(worker)
     assert math.isfinite(expected[3]["online/mean_kl"]) and expected[3]["online/fresh/rollouts"] > 0
 
     class Killed(BaseException):
@@ -284,7 +290,7 @@ def test_a_resumed_worker_samples_and_computes_the_same(tmp_path, monkeypatch):
     with make_rollout_worker(tmp_path / "cut", log, 4) as worker:
         assert 0 < worker.updates < 5
         run_to_end(worker)
-        assert outcome(worker) == expected
+        assert collect_compared_state(worker) == expected
 
 
 def test_the_kl_of_fresh_answers_is_against_the_live_snapshot(tmp_path):

@@ -51,7 +51,7 @@ def play_episode(environment, seed, request, *, right):
     )
 
 
-def test_right_episodes_are_kept_and_a_label_of_feedback_wins(tmp_path):
+def test_right_episodes_are_recorded_and_a_label_of_feedback_wins(tmp_path):
     environment = make_environment("pixel_grid", None)
     seeds = [seed for seed in range(60) if not is_canary(environment, "easy", seed)][:3]
     with ExperienceWriter(tmp_path, settings(labels=TRUSTING_SETTINGS), environment) as log:

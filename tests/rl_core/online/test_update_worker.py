@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 from helpers.online_worker import (
-    answered,
+    build_answered_request,
+    collect_compared_state,
     make_worker,
-    outcome,
     run_to_end,
     settings,
     write_traffic,
@@ -33,7 +33,7 @@ def undisturbed(traffic, tmp_path_factory):
     """Return the outcome of a worker that is never interrupted."""
     with make_worker(tmp_path_factory.mktemp("whole"), traffic) as worker:
         run_to_end(worker)
-        return outcome(worker)
+        return collect_compared_state(worker)
 
 
 def test_updates_are_due_by_records_alone(traffic, tmp_path):
@@ -56,7 +56,7 @@ def test_a_worker_parallel_to_the_writer_equals_a_later_one(tmp_path, undisturbe
                 while worker.step():
                     pass
         run_to_end(worker)
-        assert outcome(worker) == undisturbed
+        assert collect_compared_state(worker) == undisturbed
 
 
 def run_forked(work):
@@ -99,7 +99,7 @@ def test_a_worker_killed_at_any_point_and_resumed_computes_the_same_bits(
         assert os.WTERMSIG(run_forked(lambda fault=fault: run(fault))) == signal.SIGKILL, fault
     with make_worker(tmp_path, traffic) as worker:
         run_to_end(worker)
-        assert outcome(worker) == undisturbed
+        assert collect_compared_state(worker) == undisturbed
 
 
 def test_a_worker_stopped_between_two_updates_continues(traffic, undisturbed, tmp_path):
@@ -112,7 +112,7 @@ def test_a_worker_stopped_between_two_updates_continues(traffic, undisturbed, tm
         worker.save_checkpoint()
     with make_worker(tmp_path, traffic) as worker:
         run_to_end(worker)
-        assert outcome(worker) == undisturbed
+        assert collect_compared_state(worker) == undisturbed
 
 
 def test_without_its_snapshots_it_uses_the_recorded_tokens(traffic, tmp_path):
@@ -150,7 +150,7 @@ def make_worker_with_records(tmp_path, records, worker_settings=None):
 
 
 def test_feedback_wins_late_and_the_precision_is_measured(tmp_path):
-    first = answered(0)
+    first = build_answered_request(0)
     winner = first.vote.answer
     other = "b" if winner == "a" else "a"
     records = [
@@ -175,7 +175,11 @@ def test_untrusted_consensus_is_only_measured(tmp_path):
     worker_settings = settings(
         {"first_update": 2}, labels=OnlineLabelSettings(min_confidence=0.5, use_consensus=False)
     )
-    records = [answered(0), answered(1), ("r1", create_feedback_label(None, right_answer="a"))]
+    records = [
+        build_answered_request(0),
+        build_answered_request(1),
+        ("r1", create_feedback_label(None, right_answer="a")),
+    ]
     with make_worker_with_records(tmp_path, records, worker_settings) as worker:
         run_to_end(worker)
         assert worker.learner.refused["empty"] == 1 and worker.updates == 1  # nothing had a label
@@ -192,17 +196,19 @@ def test_pseudo_labels_refuted_by_feedback_are_revoked(tmp_path, caplog):
     """
 
     def build_feedback(number, is_right):
-        winner = answered(number).vote.answer
+        winner = build_answered_request(number).vote.answer
         right_answer = winner if is_right else "ab".replace(winner, "")
         return f"r{number}", create_feedback_label(winner, right_answer=right_answer)
 
-    votes = {number: answered(number).vote for number in range(40)}
+    votes = {number: build_answered_request(number).vote for number in range(40)}
     voted = [n for n, vote in votes.items() if vote.answer is not None and vote.confidence > 0.6]
     buffer = OnlineBufferSettings(capacity=32, max_caller_share=1.0)
     worker_settings = settings(
         {"first_update": 1000}, buffer=buffer, labels=OnlineLabelSettings(min_confidence=0.6)
     )
-    records = [answered(n) for n in voted[:8]] + [build_feedback(n, False) for n in voted[:3]]
+    records = [build_answered_request(n) for n in voted[:8]] + [
+        build_feedback(n, False) for n in voted[:3]
+    ]
     with make_worker_with_records(tmp_path, records, worker_settings) as worker:
         run_to_end(worker)
         sources = [buffered.label.source for buffered in worker.buffer.slots.values()]
@@ -212,7 +218,7 @@ def test_pseudo_labels_refuted_by_feedback_are_revoked(tmp_path, caplog):
         )
         with ExperienceLog(tmp_path / "log") as log:
             log.append_label(*build_feedback(voted[3], False))
-            log.append_experience(answered(voted[8]))
+            log.append_experience(build_answered_request(voted[8]))
         run_to_end(worker)
         assert worker.buffer.num_drawable == 4 and worker.buffer.tree.total == pytest.approx(
             4 * 1.001**0.6
@@ -231,7 +237,7 @@ def test_pseudo_labels_refuted_by_feedback_are_revoked(tmp_path, caplog):
         with ExperienceLog(tmp_path / "log") as log:
             for number in voted[4:6]:
                 log.append_label(*build_feedback(number, True))
-            log.append_experience(answered(voted[9]))
+            log.append_experience(build_answered_request(voted[9]))
         run_to_end(worker)
         assert worker.buffer.find_experience(f"r{voted[9]}").label.source == "consensus"
         # revoked pseudo-labels wait for feedback
@@ -239,18 +245,18 @@ def test_pseudo_labels_refuted_by_feedback_are_revoked(tmp_path, caplog):
 
 
 def test_bad_records_are_counted_and_affect_no_others(tmp_path, caplog):
-    bad_token = answered(1)
+    bad_token = build_answered_request(1)
     bad_token.rollouts[0].completion_ids[0] = 4711
-    without_version = answered(4)
+    without_version = build_answered_request(4)
     without_version.rollouts[0].trajectory.policy_version = None
     records = [
         without_version,
-        answered(0),
+        build_answered_request(0),
         bad_token,
-        answered(2, version=9),
+        build_answered_request(2, version=9),
         {"order": "dance"},
         {"order": "live", "version": 77},
-        answered(3),
+        build_answered_request(3),
     ]
     with make_worker_with_records(tmp_path, records) as worker:
         run_to_end(worker)
@@ -263,8 +269,8 @@ def test_a_label_that_no_component_can_use_affects_no_other_experience(tmp_path)
         {"first_update": 4, "batch_size": 8}, rewards={"task": 1.0, "numeric": 1.0}
     )
     records = [
-        answered(0),
-        answered(1),
+        build_answered_request(0),
+        build_answered_request(1),
         ("r0", create_feedback_label(None, right_answer="banana")),
         ("r1", create_feedback_label(None, right_answer="7")),
     ]
@@ -284,8 +290,8 @@ def test_an_alarm_stops_learning_and_restores_the_previous_snapshot(tmp_path):
     )
     log = tmp_path / "log"
     with make_worker(tmp_path, log, worker_settings) as worker:
-        agreed = [n for n in range(400) if answered(n).vote.confidence == 1.0][:12]
-        split = [n for n in range(400) if answered(n).vote.confidence < 1.0][:14]
+        agreed = [n for n in range(400) if build_answered_request(n).vote.confidence == 1.0][:12]
+        split = [n for n in range(400) if build_answered_request(n).vote.confidence < 1.0][:14]
         write_traffic(log, agreed, feedback=10**9)
         run_to_end(worker)
         live = worker.learner.snapshots.list_versions()[-1]
@@ -316,7 +322,7 @@ def test_an_alarm_stops_learning_and_restores_the_previous_snapshot(tmp_path):
         assert refused > 0 and worker.collect_metrics()["online/paused"] == 1.0
         with ExperienceLog(log) as writer:
             writer.append([("control", {"order": "resume"})])
-        later = [n for n in range(400, 900) if answered(n).vote.confidence == 1.0][:6]
+        later = [n for n in range(400, 900) if build_answered_request(n).vote.confidence == 1.0][:6]
         write_traffic(log, later, feedback=10**9)
         taken = worker.learner.num_taken
         run_to_end(worker)
@@ -327,7 +333,7 @@ def test_an_alarm_stops_learning_and_restores_the_previous_snapshot(tmp_path):
 
 def test_success_is_observed_once_per_request(tmp_path):
     drift = OnlineDriftSettings(watched=("success",))
-    first = answered(0)
+    first = build_answered_request(0)
     right = create_feedback_label(first.vote.answer, right_answer=first.vote.answer)
     with make_worker_with_records(
         tmp_path, [first, *[("r0", right)] * 5], settings({"first_update": 100}, drift=drift)
@@ -378,7 +384,7 @@ def test_an_unreadable_live_snapshot_is_skipped(tmp_path):
     )
     log = tmp_path / "log"
     lengths = {
-        number: [len(rollout.completion_ids) for rollout in answered(number).rollouts]
+        number: [len(rollout.completion_ids) for rollout in build_answered_request(number).rollouts]
         for number in range(4000)
     }
     short = [number for number, counts in lengths.items() if max(counts) == 1][:20]

@@ -2,7 +2,13 @@
 
 import numpy as np
 import pytest
-from helpers.online_worker import answered, make_worker, run_to_end, settings, write_traffic
+from helpers.online_worker import (
+    build_answered_request,
+    make_worker,
+    run_to_end,
+    settings,
+    write_traffic,
+)
 from helpers.tiny import PAD, nano
 
 from rl_core.models.logprobs import completion_logprobs
@@ -67,7 +73,11 @@ def champion_parts(tmp_path):
 
 def test_kl_to_the_champion_is_the_mean_of_k3_over_all_answers(champion_parts):
     model, step, snapshots, champion = champion_parts
-    experiences = [answered(0), answered(1, version=7), answered(2, version=7)]
+    experiences = [
+        build_answered_request(0),
+        build_answered_request(1, version=7),
+        build_answered_request(2, version=7),
+    ]
     kl = measure_champion_kl(model, step, snapshots, experiences, pad_id=PAD)
     moved = collect_trainable_weights(model, copy=True)
     load_trainable_weights(model, champion)
@@ -94,8 +104,11 @@ def test_without_answers_or_champion_there_is_no_kl(champion_parts, tmp_path):
     model, step, snapshots, _ = champion_parts
     assert measure_champion_kl(model, step, snapshots, [], pad_id=PAD) is None
     none = WeightSnapshots(tmp_path / "none")
-    assert measure_champion_kl(model, step, none, [answered(0, version=3)], pad_id=PAD) is None
-    assert measure_champion_kl(model, step, none, [answered(0)], pad_id=PAD) == 0.0
+    assert (
+        measure_champion_kl(model, step, none, [build_answered_request(0, version=3)], pad_id=PAD)
+        is None
+    )
+    assert measure_champion_kl(model, step, none, [build_answered_request(0)], pad_id=PAD) == 0.0
 
 
 def test_each_request_is_observed_once(tmp_path, monkeypatch):

@@ -5,9 +5,9 @@ import json
 
 import pytest
 from helpers.online_worker import (
-    answered,
+    build_answered_request,
+    collect_compared_state,
     make_worker,
-    outcome,
     run_to_end,
     settings,
     write_traffic,
@@ -105,12 +105,14 @@ def test_space_in_a_full_log_is_freed(tmp_path):
         capacity=8, max_caller_share=1.0, segment_bytes=4096, max_bytes=size, keep_segments=False
     )
     log, appended = tmp_path / "log", []
-    agreed = (number for number in range(9999) if answered(number).vote.confidence == 1.0)
+    agreed = (
+        number for number in range(9999) if build_answered_request(number).vote.confidence == 1.0
+    )
     worker_settings = settings({"checkpoint_every": 1, "update_every": 4}, buffer=buffer)
     with make_worker(tmp_path, log, worker_settings) as worker:
         for number in itertools.islice(agreed, 50):
             with ExperienceLog(log, segment_bytes=4096, max_bytes=size) as writer:
-                appended.append(writer.append_experience(answered(number)))
+                appended.append(writer.append_experience(build_answered_request(number)))
             while worker.step():
                 pass
             if worker.buffer.find_first_number() == 1:
@@ -140,7 +142,7 @@ def test_the_first_model_stays_for_the_gate(tmp_path):
         assert 0 in versions and 1 not in versions
 
 
-def test_segments_of_evicted_experiences_are_removed_if_not_kept(tmp_path):
+def test_segments_of_evicted_experiences_are_removed_unless_retained(tmp_path):
     buffer = OnlineBufferSettings(capacity=4, segment_bytes=4096, keep_segments=False)
     worker_settings = settings({"update_every": 5, "checkpoint_every": 1}, buffer=buffer)
     log = tmp_path / "log"
@@ -150,9 +152,9 @@ def test_segments_of_evicted_experiences_are_removed_if_not_kept(tmp_path):
             run_to_end(worker)
         segments = list_segments(log)
         assert 1 < segments[0][0] <= worker.buffer.find_first_number()
-        expected = outcome(worker)
+        expected = collect_compared_state(worker)
     with make_worker(tmp_path, log, worker_settings) as restarted:
-        assert outcome(restarted)[:3] == expected[:3]
+        assert collect_compared_state(restarted)[:3] == expected[:3]
     with pytest.raises(DataError, match="begins with record"):
         make_worker(tmp_path / "new", log, worker_settings).__enter__()
 

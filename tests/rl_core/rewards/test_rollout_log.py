@@ -31,7 +31,7 @@ def test_the_newest_iterations_remain_spread_over_their_rollouts(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["recent.jsonl"]
 
 
-def test_fewer_rollouts_than_are_kept_and_none_at_all(tmp_path):
+def test_fewer_rollouts_than_the_limit_and_none_at_all(tmp_path):
     path = tmp_path / "recent.jsonl"
     record = RecentRollouts(path, iterations=2, per_iteration=8)
     record(0, [])

@@ -30,8 +30,10 @@ ROWS = [
 def compute_raw_rewards(function, rows=ROWS):
     group = build_group(rows)
     options = RewardSettings(max_failed_share=0.0)
-    RewardOrchestrator({"own": 1.0}, functions={"own": function}, options=options).score([group])
-    return [each.trajectory.rewards["own"] for each in group.rollouts]
+    RewardOrchestrator({"custom": 1.0}, functions={"custom": function}, options=options).score(
+        [group]
+    )
+    return [each.trajectory.rewards["custom"] for each in group.rollouts]
 
 
 def test_columns_are_handed_over_by_name():
@@ -61,13 +63,13 @@ def test_trl_signature_is_called_as_trl_does():
         ]
 
     of_rows = build_group(ROWS)
-    metrics = RewardOrchestrator({"own": 1.0}, functions={"own": grade}).score([of_rows])
+    metrics = RewardOrchestrator({"custom": 1.0}, functions={"custom": grade}).score([of_rows])
     assert [played.reward for played in of_rows.rollouts] == [
         1.0,
         0.0,
     ]  # None = the function does not apply
-    assert metrics["reward/own/skipped"] == 0.5
-    assert metrics["reward/own/seen"] == 4.0
+    assert metrics["reward/custom/skipped"] == 0.5
+    assert metrics["reward/custom/seen"] == 4.0
 
 
 def test_conversational_prompts_make_conversational_completions():
@@ -112,7 +114,7 @@ def test_a_none_of_a_user_function_is_no_number():
     ],
 )
 def test_a_column_that_no_row_has_is_refused_before_training(function, columns, message):
-    rewards = RewardOrchestrator({"own": 1.0}, functions={"own": function})
+    rewards = RewardOrchestrator({"custom": 1.0}, functions={"custom": function})
     rewards.check_columns(None)  # not known before an episode is played
     with pytest.raises(SettingsError, match=message):
         rewards.check_columns(columns)
@@ -120,9 +122,9 @@ def test_a_column_that_no_row_has_is_refused_before_training(function, columns, 
 
 def test_signatures_that_take_no_trajectories_are_refused():
     with pytest.raises(SettingsError, match="first argument is the list of trajectories"):
-        RewardSignature(lambda *, answer: [], "own")
+        RewardSignature(lambda *, answer: [], "custom")
     with pytest.raises(SettingsError, match="TRL's signature has `completions`"):
-        RewardSignature(lambda rows, prompts: [], "own")
+        RewardSignature(lambda rows, prompts: [], "custom")
 
 
 def test_a_function_in_a_file(tmp_path, monkeypatch):

@@ -197,7 +197,7 @@ def list_processes(folder):
     return pids
 
 
-def test_a_folder_of_a_living_run_is_kept(tmp_path, monkeypatch):
+def test_a_folder_of_a_living_run_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     session = SessionFolder()
     assert remove_stale_session_folders() == [] and session.path.is_dir()

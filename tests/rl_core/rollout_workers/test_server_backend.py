@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.letters import weights
-from helpers.rollout_server import sampled, server_settings
+from helpers.rollout_server import list_sampled_tokens, server_settings
 from helpers.vllm_stand_in import INSTANCE, make_worker, vllm_stand_in
 from helpers.waiting import wait_for
 from helpers.worker_cluster import compiled_model, letters_trainer
@@ -99,7 +99,7 @@ def test_the_same_seeds_give_the_same_run(tokenizer):
         with vllm_stand_in(compiled_model(tokenizer), tokenizer) as server:
             trainer = connect_vllm(letters_trainer(tokenizer), server)
             trainer.step()
-            runs.append((sampled(trainer), weights(trainer).numpy().tobytes()))
+            runs.append((list_sampled_tokens(trainer), weights(trainer).numpy().tobytes()))
     assert runs[0] == runs[1]
     seeds = {_derive_turn_seed(seed, drawn) for seed in (0, 1, 2**127) for drawn in (0, 1, 7)}
     assert len(seeds) == 9 and all(0 <= seed < 2**63 for seed in seeds)
@@ -412,7 +412,7 @@ def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
 
     server.before = restart
     assert trainer.step()["perf/server_recoveries"] == 1.0
-    assert sampled(trainer) == sampled(other)
+    assert list_sampled_tokens(trainer) == list_sampled_tokens(other)
 
 
 @pytest.mark.parametrize("weights_then", ["", "0" * 64])
@@ -476,7 +476,7 @@ def test_after_a_loss_no_request_is_sent(tokenizer, server):
 
     server.before = fail
     assert trainer.step()["perf/server_recoveries"] == 1.0
-    assert 1 <= len(lost) < 12 and len(sampled(trainer)) == 36
+    assert 1 <= len(lost) < 12 and len(list_sampled_tokens(trainer)) == 36
 
 
 def empty_answer(answer):
@@ -503,7 +503,7 @@ def test_requests_that_a_stopping_server_returns(tokenizer, server):
 
     server.before = stop
     assert trainer.step()["perf/server_recoveries"] >= 1.0
-    assert sampled(trainer) == sampled(other) and len(returned) == 5
+    assert list_sampled_tokens(trainer) == list_sampled_tokens(other) and len(returned) == 5
     server.before = lambda path, body: change_completions(empty_answer)(server, path, body)
     with pytest.raises(
         BackendError, match=r"an answer has no token.* 9 times within one collection"

@@ -326,7 +326,7 @@ class TellingEnvironment(Looking):
         return TellingEpisode(seed, level)
 
 
-def test_info_and_further_calls_are_kept_and_episodes_are_closed(
+def test_info_and_further_calls_are_recorded_and_episodes_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TellingEpisode, "closed", [])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.chat_templates import OPENS_AND_STRIPS, OPENS_KEEPS_LAST, family
 from helpers.letters import make_trainer
-from helpers.teacher_server import serving
+from helpers.teacher_server import serve_teacher
 from helpers.tiny import weights_digest
 from transformers import (
     GPT2Config,
@@ -180,7 +180,7 @@ def engine_rollouts(words):
     return play(create_backends(create_llama(words), words)[0], words)
 
 
-def test_each_prompt_is_the_template_s_own_and_the_turns_after_it_are_kept_as_sampled(
+def test_each_prompt_is_the_template_s_and_the_turns_after_it_stay_as_sampled(
     words, engine_rollouts
 ):
     renderer, num_contexts = ChatRenderer(words), 0
@@ -402,7 +402,7 @@ def test_teachers_judge_each_context_alone(words, engine_rollouts):
     local = LocalTeacher(
         model, context=max(len(ids) for r in engine_rollouts for ids, _, _ in iter_contexts(r))
     ).compute_logprobs(batch)
-    with serving(model) as (url, requests):
+    with serve_teacher(model) as (url, requests):
         served = ServedTeacher(TeacherSettings(url=url, model="m", api="echo")).compute_logprobs(
             batch
         )

@@ -111,7 +111,7 @@ def test_failed_samples_are_left_out_of_their_groups_and_stored(fatal: str, erro
     assert FailedEpisode.from_json(first.to_json()) == first
 
 
-def test_an_episode_that_cannot_be_made_leaves_an_empty_group() -> None:
+def test_an_episode_that_cannot_start_leaves_an_empty_group() -> None:
     groups, failures, stored = play(
         build_script_by_sample(["A"]), [EpisodeRequest("easy", 13), EpisodeRequest("easy", 1)], 2
     )

@@ -269,7 +269,7 @@ def test_hostile_trajectories_are_analysed(tmp_path, renderer):
     assert page.count("<article ") == len(texts) and "<script" not in page and "\0" not in page
 
 
-def test_plain_json_by_hand():
+def test_bare_json_by_hand():
     deep = value = []
     for _ in range(500):
         value.append([])

@@ -222,7 +222,7 @@ def test_bad_sampling_requests(engine, case):
         raise bad
 
 
-def test_sparse_tensors_are_made_dense_or_refused():
+def test_sparse_tensors_become_dense_or_are_refused():
     dense = densify_rows(np.array([5, 6, 7]), np.array([0, 2, 2, 3]), np.array([0, 2, 1]), (3, 3))
     assert dense.tolist() == [[5, 0, 6], [0, 0, 0], [0, 7, 0]]
     one = np.array([1.0])

@@ -74,7 +74,7 @@ def test_manifest_says_version_parent_and_settings(tmp_path):
     ]
 
 
-def test_fewer_than_two_versions_cannot_be_kept(tmp_path):
+def test_fewer_than_two_versions_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="at least 2"):
         CheckpointStore(tmp_path, keep=1)
 

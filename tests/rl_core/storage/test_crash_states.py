@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.crash_states import Recorder, crash_states, materialise
+from helpers.crash_states import Recorder, crash_states, write_tree
 
 from rl_core.storage.atomic_files import (
     append_bytes,
@@ -278,7 +278,7 @@ def check_states(scenario, recorder, scratch, tries, *, stop_at_first=False, see
         for tree, promises in crash_states(recorder.ops, tries, seed):
             states += 1
             root = scratch / "state"
-            materialise(tree, root)
+            write_tree(tree, root)
             try:
                 SCENARIOS[scenario][1](root, promises[-1] if promises else 0)
             except Exception as error:

@@ -308,7 +308,7 @@ def test_a_genuine_check_ends_the_training_and_a_resume_knows(
     renderer, taught, tmp_path, monkeypatch
 ):
     def build_verdict(genuine):
-        class Found:
+        class StubVerdict:
             def collect_metrics(self):
                 return {
                     "thoughts/genuine": float(genuine),
@@ -316,7 +316,7 @@ def test_a_genuine_check_ends_the_training_and_a_resume_knows(
                     "thoughts/p_own": 0.1,
                 }
 
-        actual = Found()
+        actual = StubVerdict()
         actual.genuine = genuine
         return actual
 

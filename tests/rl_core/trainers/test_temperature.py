@@ -329,12 +329,12 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
     )
     updates = []
 
-    class Kept(PolicyUpdate):
+    class RecordedUpdate(PolicyUpdate):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             updates.append(self)
 
-    monkeypatch.setattr(policy_gradient, "PolicyUpdate", Kept)
+    monkeypatch.setattr(policy_gradient, "PolicyUpdate", RecordedUpdate)
 
     def make_replaying_trainer():
         return build_trainer(

@@ -227,11 +227,11 @@ def test_resolve_is_the_inverse_of_from_dict(tmp_path):
     settings = load_settings(
         write_config(tmp_path, f"{SMALL}  policy: {policy}\nmodel: {{vocab_size: 400}}\n")
     )
-    plain = dump_settings(settings)
-    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
-    assert plain["stages"]["policy"]["curriculum"][0]["exit_conditions"][0]["window"] == 3
-    assert build_settings(plain) == settings
-    assert build_settings(build_pipeline_model().model_validate(plain)) == settings
+    values = dump_settings(settings)
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    assert values["stages"]["policy"]["curriculum"][0]["exit_conditions"][0]["window"] == 3
+    assert build_settings(values) == settings
+    assert build_settings(build_pipeline_model().model_validate(values)) == settings
 
 
 def test_from_dict_reports_without_a_file():

@@ -72,10 +72,10 @@ def test_resolved_paths_stay_when_the_folder_changes(home, monkeypatch):
 def test_a_folder_of_data_files_stands_for_all_of_them(home):
     (home / "work" / "folder").mkdir()
     (home / "work" / "folder" / "a.jsonl").write_text("{}\n")
-    found = load_settings(
+    path = load_settings(
         write_config(home, data(home, "folder"))
     ).stages.prepare_data.demonstrations
-    assert found == str(home / "work" / "folder")
+    assert path == str(home / "work" / "folder")
 
 
 def test_data_file_that_is_none(home):
@@ -216,7 +216,7 @@ def test_context_of_frequencies_that_follow_the_length(home):
 # Output and device
 
 
-def test_output_folder_is_not_made(home):
+def test_output_folder_is_not_created(home):
     load_settings(write_config(home, "stages: {sft: {}}\n"))
     assert not (home / "work" / "outputs").exists()
 

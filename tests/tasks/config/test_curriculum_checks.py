@@ -79,8 +79,8 @@ def test_metrics_by_full_name():
         in list_policy_problems(early_stop=build_condition(metric="zzz"))["early_stop.metric"]
     )
     for old in ("policy/kl", "kl"):  # of one update here, to the reference in TRL
-        said = list_policy_problems(early_stop=build_condition(metric=old))["early_stop.metric"]
-        assert "policy/update_kl" in said and "policy/ref_kl" in said
+        problem = list_policy_problems(early_stop=build_condition(metric=old))["early_stop.metric"]
+        assert "policy/update_kl" in problem and "policy/ref_kl" in problem
     low = list_policy_problems(
         early_stop=build_condition(metric="policy/mean_logprob", threshold=0.5)
     )
@@ -103,45 +103,51 @@ def test_known_metrics_are_those_that_an_iteration_has():
 
 
 def test_any_logged_metric_may_be_watched_and_others_say_what_they_need():
-    def said(metric, **policy):
+    def describe_problem(metric, **policy):
         return list_policy_problems(
             early_stop=build_condition(metric=metric, threshold=0.1), **policy
         ).get("early_stop.metric", "")
 
     assert (
-        said("policy/entropy") == said("policy/update_kl") == said("train/right_action_rate") == ""
+        describe_problem("policy/entropy")
+        == describe_problem("policy/update_kl")
+        == describe_problem("train/right_action_rate")
+        == ""
     )
-    assert "never logged with these settings; it needs eval_every above 0" in said(
+    assert "never logged with these settings; it needs eval_every above 0" in describe_problem(
         "eval/success_rate"
     )
-    assert said("eval/success_rate", eval_every=2) == ""
+    assert describe_problem("eval/success_rate", eval_every=2) == ""
     assert (
-        "it needs kl_coef above 0" in said("policy/ref_kl")
-        and said("policy/ref_kl", kl_coef=0.1) == ""
+        "it needs kl_coef above 0" in describe_problem("policy/ref_kl")
+        and describe_problem("policy/ref_kl", kl_coef=0.1) == ""
     )
-    assert "it needs a critic" in said("value/loss") and said("value/loss", algorithm="ppo") == ""
+    assert (
+        "it needs a critic" in describe_problem("value/loss")
+        and describe_problem("value/loss", algorithm="ppo") == ""
+    )
     weighted = {"rewards": {"task": 1.0, "tool_use": 0.1, "mine.py:score": 0.5}}
     for metric in (
         "reward/tool_use/misused_turns",
         "reward/mine.py.score/parts",
         "reward/masked_rate",
     ):
-        assert said(metric, **weighted) == "" and said(metric) != "", metric
-    assert "has no tool 'zom'; did you mean 'zoom'?" in said("tool/share/zom")
+        assert describe_problem(metric, **weighted) == "" and describe_problem(metric) != "", metric
+    assert "has no tool 'zom'; did you mean 'zoom'?" in describe_problem("tool/share/zom")
     for metric in (
         "tool/share/zoom",
         "reward/alarm",
         "reward/correlation/total",
         "train/failed_rate",
     ):
-        assert said(metric) == "", metric
+        assert describe_problem(metric) == "", metric
     assert (
-        said("eval/success_rate_by_level/easy", eval_every=2)
+        describe_problem("eval/success_rate_by_level/easy", eval_every=2)
         == ""
-        != said("eval/success_rate_by_level/easy")
+        != describe_problem("eval/success_rate_by_level/easy")
     )
-    assert "measured by a clock" in said("perf/rollout_seconds")
-    text = said("success_rate_ma100")
+    assert "measured by a clock" in describe_problem("perf/rollout_seconds")
+    text = describe_problem("success_rate_ma100")
     assert "write metric: success_rate and window: 100" in text
     late = list_policy_problems(
         early_stop=build_condition(metric="eval/success_rate", window=30), eval_every=20
@@ -149,7 +155,7 @@ def test_any_logged_metric_may_be_watched_and_others_say_what_they_need():
     assert "30 evaluations never fit into" in late["early_stop.window"]
 
 
-def test_comparisons_by_name_are_said_in_signs():
+def test_comparisons_by_name_are_written_as_signs():
     for word, sign in (("greater", ">"), ("at least", ">="), ("less_than", "<"), ("LTE", "<=")):
         text = list_policy_problems(early_stop={"metric": "success_rate", "comparison": word})[
             "early_stop.comparison"

@@ -22,7 +22,7 @@ SECRETS = {
     "client": {"secret": "six-6"},
     "CREDENTIALS": {"user": "seven-7"},
 }
-PLAIN = {
+PUBLIC = {
     "max_tokens": 64,
     "tokenizer": "bytes",
     "keyboard": "qwerty",
@@ -36,7 +36,7 @@ PLAIN = {
 @pytest.fixture
 def settings(tmp_path) -> PipelineSettings:
     values = {"name": "secretive", "output": str(tmp_path), "stages": {"sft": {}}}
-    values["environment"] = {"name": "my_tasks:Env", "options": {**SECRETS, **PLAIN}}
+    values["environment"] = {"name": "my_tasks:Env", "options": {**SECRETS, **PUBLIC}}
     return build_settings(values, check_files=False, import_code=False)
 
 
@@ -50,7 +50,7 @@ def test_texts_of_secret_options_are_masked_and_nothing_else(settings):
         "API-Keys": ["***", {"x": "***"}],
         "client": {"secret": "***"},
         "CREDENTIALS": {"user": "***"},
-        **PLAIN,
+        **PUBLIC,
     }
     assert {**hidden, "environment": None} == {
         **whole,

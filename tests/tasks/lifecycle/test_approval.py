@@ -187,7 +187,7 @@ def test_requesting_runs_record_the_decision(tracking, model, tmp_path):
 
 
 @pytest.mark.parametrize("written", [0, 1, 4])
-def test_an_interrupted_answer_was_not_given(tracking, model, monkeypatch, written):
+def test_an_interrupted_answer_does_not_count(tracking, model, monkeypatch, written):
     """The state is the last of five tags: once it is written, all others are there."""
     request = request_approval_of(tracking, model)
     tag, done = tracking.store.client.set_model_version_tag, []
@@ -239,7 +239,7 @@ def test_an_answer_is_recorded_on_the_run_later(tracking, model, tmp_path, end):
         assert result["mlflow.note.content"] == f"| promote | {done.summary} |"
 
 
-def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, model, tmp_path):
+def test_repeating_the_answer_finishes_one_that_was_killed(tracking, model, tmp_path):
     from posttrain.cli.approvals import decide_approval
 
     with tracking.start_run(f"{model} · 1", tmp_path / "run") as run:
@@ -311,10 +311,10 @@ def test_a_run_is_selected_by_name_pipeline_or_id(tracking, model):
 def test_undecidable_requests_are_refused(tracking, model, tmp_path):
     from posttrain.cli.approvals import decide_approval, find_pending_request
 
-    with tracking.start_run("plain · 1", tmp_path / "run") as run:
+    with tracking.start_run("unasked · 1", tmp_path / "run") as run:
         delivered_run_id(run)
-    with pytest.raises(SettingsError, match="'plain' asked for no approval"):
-        find_pending_request(tracking, [], "plain")
+    with pytest.raises(SettingsError, match="'unasked' asked for no approval"):
+        find_pending_request(tracking, [], "unasked")
     request = request_approval_of(tracking, model, run=f"{model} · 2026", run_id="a" * 32)
     answer_request(tracking, request, approve=False, answered_by="ada")
     with pytest.raises(
@@ -323,7 +323,7 @@ def test_undecidable_requests_are_refused(tracking, model, tmp_path):
         find_pending_request(tracking, list_approval_requests(tracking), model)
     uri = tracking.store.uri
     with pytest.raises(SettingsError, match=r"is not pending: version 2 .* rejected by ada"):
-        # another answer than the one that was given
+        # another answer than the recorded one
         decide_approval(tracking.output, uri, model, approve=True)
     assert "answered before: version 2" in decide_approval(
         tracking.output, uri, model, approve=False, by="ada"
@@ -415,18 +415,20 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
             "stage-run",
             "k1",
         )
-    plain = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
-    assert promote._attach_approval_request(pipeline_run, plain, 1) is plain
+    promoted = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
+    assert promote._attach_approval_request(pipeline_run, promoted, 1) is promoted
     # The run's own tag is in the words of the answer, as whoever answered has written it on the run.
     words = {
         "approved": "promoted",
         "rejected": "rejected by hand",
         "timed out": "approval timed out",
     }
-    told = _describe_decision(SimpleNamespace(postponed_reason="", results={"promote": results}))
-    assert told == words.get(results.summary["approval"], "awaiting approval")
+    description = _describe_decision(
+        SimpleNamespace(postponed_reason="", results={"promote": results})
+    )
+    assert description == words.get(results.summary["approval"], "awaiting approval")
     assert (
-        _describe_decision(SimpleNamespace(postponed_reason="", results={"promote": plain}))
+        _describe_decision(SimpleNamespace(postponed_reason="", results={"promote": promoted}))
         == "promoted"
     )
 
@@ -475,7 +477,7 @@ def test_nobody_can_reject_what_was_approved_before_a_kill(tracking, model, poin
 
 @pytest.mark.parametrize("seconds", [60.0, -5.0])
 def test_the_clock_applies_an_approval_that_was_killed(tracking, model, monkeypatch, seconds):
-    """Also after the deadline: it was given in time, and the alias may have moved."""
+    """Also after the deadline: the answer was in time, and the alias may have moved."""
     request = request_approval_of(tracking, model)
     kill_approval("alias.moved", tracking, request)
     now = request.deadline - seconds

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from helpers.evaluations import evaluation
+from helpers.evaluations import build_evaluation
 from helpers.model_tags import ModelTags
 
 from tasks.lifecycle.promotion import (
@@ -28,12 +28,12 @@ def build_test_attempt(
         draw,
         version=version,
         champion=1,
-        challenger_evaluation=evaluation([1] * wins + [0] * (5 - wins), first=first),
-        champion_evaluation=evaluation([0] * 5, first=first),
+        challenger_evaluation=build_evaluation([1] * wins + [0] * (5 - wins), first=first),
+        champion_evaluation=build_evaluation([0] * 5, first=first),
     )
 
 
-def test_each_comparison_counts_once_however_often_it_is_made():
+def test_each_comparison_counts_once_however_often_it_is_repeated():
     tags = ModelTags()
     assert claim_attempt(tags, "m", build_test_attempt("a")).number == 1
     # the stage was resumed, retried, or run again

@@ -11,8 +11,8 @@ from tasks.lifecycle.data_lineage import (
     DataChange,
     find_new_data,
     format_record_tags,
+    inspect_data_sources,
     parse_record_tags,
-    record_sources,
 )
 
 
@@ -41,46 +41,49 @@ def file(tmp_path):
 
 
 def test_the_record_names_digest_size_and_rows_of_every_file(file):
-    records = record_sources(build_test_settings(file))
+    records = inspect_data_sources(build_test_settings(file))
     assert list(records) == ["demonstrations"]
     result = records["demonstrations"].files["mine.jsonl"]
     assert (result.sha256, result.size, result.rows) == (digest_file(file), file.stat().st_size, 3)
-    assert record_sources(build_test_settings()) == {}
+    assert inspect_data_sources(build_test_settings()) == {}
 
 
 def test_appended_rows_are_counted_and_an_unchanged_file_is_nothing_new(file):
-    before = record_sources(build_test_settings(file))
-    assert find_new_data(before, record_sources(build_test_settings(file))).changes == ()
+    before = inspect_data_sources(build_test_settings(file))
+    assert find_new_data(before, inspect_data_sources(build_test_settings(file))).changes == ()
     with file.open("a") as stream:
         stream.write(format_rows(3, 5))
-    new = find_new_data(before, record_sources(build_test_settings(file)))
+    new = find_new_data(before, inspect_data_sources(build_test_settings(file)))
     assert new.changes == (DataChange("demonstrations", "mine.jsonl", "appended", 2),)
     assert new.rows == 2 and new.sources == {"demonstrations"}
     assert str(new) == "demonstrations: mine.jsonl: 2 rows appended"
 
 
 def test_blank_lines_at_the_end_are_nothing_new(file):
-    before = record_sources(build_test_settings(file))
+    before = inspect_data_sources(build_test_settings(file))
     with file.open("a") as stream:
         stream.write("\n \n")
-    assert find_new_data(before, record_sources(build_test_settings(file))).changes == ()
+    assert find_new_data(before, inspect_data_sources(build_test_settings(file))).changes == ()
 
 
 def test_a_changed_first_row_makes_all_rows_new(file):
-    before = record_sources(build_test_settings(file))
+    before = inspect_data_sources(build_test_settings(file))
     file.write_text(file.read_text().replace("p0", "q0") + format_rows(3, 4))
-    (change,) = find_new_data(before, record_sources(build_test_settings(file))).changes
+    (change,) = find_new_data(before, inspect_data_sources(build_test_settings(file))).changes
     assert change == DataChange("demonstrations", "mine.jsonl", "rewritten", 4)
 
 
 def test_a_file_under_another_name_is_known_by_its_content(file):
-    before = record_sources(build_test_settings(file))
+    before = inspect_data_sources(build_test_settings(file))
     other = file.rename(file.with_name("other.jsonl"))
-    assert str(find_new_data(before, record_sources(build_test_settings(other)))) == "nothing new"
+    assert (
+        str(find_new_data(before, inspect_data_sources(build_test_settings(other))))
+        == "nothing new"
+    )
     with other.open("a") as stream:
         stream.write(format_rows(3, 4))
     assert (
-        find_new_data(before, record_sources(build_test_settings(other))).changes[0].kind
+        find_new_data(before, inspect_data_sources(build_test_settings(other))).changes[0].kind
         == "appended"
     )
 
@@ -91,18 +94,18 @@ def test_new_and_missing_files_of_a_folder(tmp_path):
     for name, start in (("a", 0), ("b", 10)):
         (folder / f"{name}.jsonl").write_text(format_rows(start, start + 2))
     (folder / "b.jsonl").rename(tmp_path / "b.jsonl")
-    before = record_sources(build_test_settings(folder))
+    before = inspect_data_sources(build_test_settings(folder))
     (tmp_path / "b.jsonl").rename(folder / "b.jsonl")
     # next to the only file so far
-    new = find_new_data(before, record_sources(build_test_settings(folder)))
+    new = find_new_data(before, inspect_data_sources(build_test_settings(folder)))
     assert (
         new.changes == (DataChange("demonstrations", "b.jsonl", "new file", 2),)
         and new.missing_files == ()
     )
-    before = record_sources(build_test_settings(folder))
+    before = inspect_data_sources(build_test_settings(folder))
     (folder / "a.jsonl").unlink()
     (folder / "c.jsonl").write_text(format_rows(20, 25))
-    new = find_new_data(before, record_sources(build_test_settings(folder)))
+    new = find_new_data(before, inspect_data_sources(build_test_settings(folder)))
     assert new.changes == (DataChange("demonstrations", "c.jsonl", "new file", 5),)
     assert new.missing_files == ("demonstrations: a.jsonl",)
 
@@ -112,13 +115,13 @@ def test_each_setting_that_names_a_file_is_a_source(file, tmp_path):
     pairs.write_text("{}\n")
     questions = tmp_path / "questions.jsonl"
     questions.write_text("{}\n{}\n")
-    records = record_sources(build_test_settings(file, pairs, path=str(questions)))
+    records = inspect_data_sources(build_test_settings(file, pairs, path=str(questions)))
     assert {name: next(iter(record.files.values())).rows for name, record in records.items()} == {
         "demonstrations": 3,
         "preferences": 1,
         "environment": 2,
     }
-    without = record_sources(build_test_settings(file))
+    without = inspect_data_sources(build_test_settings(file))
     assert find_new_data(without, records).sources == {"preferences", "environment"}
 
 
@@ -129,12 +132,13 @@ def test_parquet_rows_are_counted(tmp_path):
     path = tmp_path / "mine.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c", "d"]}), path)
     assert (
-        record_sources(build_test_settings(path))["demonstrations"].files["mine.parquet"].rows == 4
+        inspect_data_sources(build_test_settings(path))["demonstrations"].files["mine.parquet"].rows
+        == 4
     )
 
 
 def test_without_a_record_everything_is_new(file):
-    assert find_new_data(None, record_sources(build_test_settings(file))).rows == 3
+    assert find_new_data(None, inspect_data_sources(build_test_settings(file))).rows == 3
 
 
 def test_tags_hold_the_record_however_long_it_is(tmp_path):
@@ -142,7 +146,7 @@ def test_tags_hold_the_record_however_long_it_is(tmp_path):
     folder.mkdir()
     for number in range(80):
         (folder / f"part-{number:04d}.jsonl").write_text(format_rows(number, number + 1))
-    records = record_sources(build_test_settings(folder))
+    records = inspect_data_sources(build_test_settings(folder))
     tags = format_record_tags(records)
     assert tags["data.sources"] == "demonstrations"
     assert len(tags) > 2 and max(map(len, tags.values())) <= 4000
@@ -158,4 +162,4 @@ def test_tags_hold_the_record_however_long_it_is(tmp_path):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read"):
-        record_sources(build_test_settings(tmp_path / "missing.jsonl"))
+        inspect_data_sources(build_test_settings(tmp_path / "missing.jsonl"))

@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from tasks.config import build_settings
-from tasks.lifecycle.data_lineage import format_record_tags, record_sources
+from tasks.lifecycle.data_lineage import format_record_tags, inspect_data_sources
 from tasks.lifecycle.retraining import (
     plan_retraining,
     read_retrainings,
@@ -34,7 +34,9 @@ def build_test_settings(file=None, stages=None, retrain=None, **data):
 
 
 def build_champion(version, typed):
-    return ModelVersion("x", version, None, None, tags=format_record_tags(record_sources(typed)))
+    return ModelVersion(
+        "x", version, None, None, tags=format_record_tags(inspect_data_sources(typed))
+    )
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def append_rows(path, count):
 
 
 def plan_with(typed, holder, earlier=(), **options):
-    return plan_retraining(typed, record_sources(typed), holder, list(earlier), **options)
+    return plan_retraining(typed, inspect_data_sources(typed), holder, list(earlier), **options)
 
 
 def test_without_a_champion_the_pipeline_runs_as_it_is(file):
@@ -150,15 +152,17 @@ def test_a_retraining_killed_after_its_promotion_is_resumed(file):
     append_rows(file, 1)
     first = plan_with(typed, build_champion(1, typed), force=True).record
     promoted = build_champion(2, typed)
-    own_champion = dataclasses.replace(promoted, tags={**promoted.tags, "retrain.number": "1"})
+    retrained_champion = dataclasses.replace(
+        promoted, tags={**promoted.tags, "retrain.number": "1"}
+    )
     for force in (True, False):
-        result = plan_with(typed, own_champion, [first], force=force, flow_run_id="b")
+        result = plan_with(typed, retrained_champion, [first], force=force, flow_run_id="b")
         assert result.is_continuation and result.record == dataclasses.replace(
             first, flow_run_id="b"
         )
         assert result.settings.model.path == "models:/x/1"  # what it began with
     ended = dataclasses.replace(first, status="promoted")
-    assert plan_with(typed, own_champion, [ended], force=True).record.number == 2
+    assert plan_with(typed, retrained_champion, [ended], force=True).record.number == 2
     # somebody else's champion
     assert plan_with(typed, promoted, [first], force=True).record.number == 2
 

@@ -6,8 +6,8 @@ from rl_core.errors import Stopped
 from tasks.config import build_settings
 from tasks.pipeline import run_tracking
 from tasks.pipeline.run_options import FlowRunAddress, RunOptions
-from tasks.pipeline.run_record import STOP_TIMEOUT_SECONDS
 from tasks.pipeline.run_tracking import PipelineTracker
+from tasks.run_status import STOP_TIMEOUT_SECONDS
 
 
 class Tracking:

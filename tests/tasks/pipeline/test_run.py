@@ -185,7 +185,7 @@ def test_a_run_that_cannot_open_frees_the_lock(tmp_path, closed_statuses, monkey
     def refuse(settings):
         raise ValueError("no data")
 
-    monkeypatch.setattr(runs, "record_sources", refuse)
+    monkeypatch.setattr(runs, "inspect_data_sources", refuse)
     with pytest.raises(ValueError, match="no data"):
         make_run(tmp_path).__enter__()
     monkeypatch.undo()

@@ -25,8 +25,10 @@ from tasks.pipeline.stage_key import compute_stage_key, compute_stage_seed, dige
 from tasks.pipeline.stage_result import compute_content_digest
 
 
-def compute_key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
-    return compute_stage_key(name, settings, made or pipeline(), digests or {"data": "a"})
+def compute_key(name="sft", settings=SFTSettings(), pipeline_settings=None, digests=None):  # noqa: B008 frozen
+    return compute_stage_key(
+        name, settings, pipeline_settings or pipeline(), digests or {"data": "a"}
+    )
 
 
 def test_the_key_changes_with_everything_that_affects_the_result(monkeypatch):
@@ -34,24 +36,26 @@ def test_the_key_changes_with_everything_that_affects_the_result(monkeypatch):
         "stage": compute_key("preference"),
         "settings": compute_key(settings=dataclasses.replace(SFTSettings(), batch_size=7)),
         "environment": compute_key(
-            made=pipeline(environment={"name": "arithmetic", "options": {"max_number": 9}})
+            pipeline_settings=pipeline(
+                environment={"name": "arithmetic", "options": {"max_number": 9}}
+            )
         ),
-        "model": compute_key(made=pipeline(model={"preset": "nano"})),
+        "model": compute_key(pipeline_settings=pipeline(model={"preset": "nano"})),
         "content of an input": compute_key(digests={"data": "b"}),
         "name of an input": compute_key(digests={"model": "a"}),
-        "seed": compute_key(made=pipeline(seed=1)),
+        "seed": compute_key(pipeline_settings=pipeline(seed=1)),
     }
     same = compute_key()
     assert len({same, *changed.values()}) == 1 + len(changed), "each one counts"
     assert (
-        compute_key(made=pipeline(name="other", output="elsewhere")) == same
+        compute_key(pipeline_settings=pipeline(name="other", output="elsewhere")) == same
     )  # its location changes no numbers
     monkeypatch.setattr(keys, "digest_stage_code", lambda *_: "other")
     assert compute_key() != same
 
 
 def test_the_key_changes_with_what_a_chat_template_prints(tmp_path):
-    template = tmp_path / "own.jinja"
+    template = tmp_path / "chat.jinja"
     template.write_text("one")
     named = {"path": "org/model", "chat_template": str(template)}
     models = [
@@ -64,7 +68,9 @@ def test_the_key_changes_with_what_a_chat_template_prints(tmp_path):
     ]
 
     def key_of(model):
-        return compute_key(made=pipeline(model=model, stages={"prepare_data": {}, "sft": {}}))
+        return compute_key(
+            pipeline_settings=pipeline(model=model, stages={"prepare_data": {}, "sft": {}})
+        )
 
     distinct_keys = [key_of(model) for model in models]
     assert len(set(distinct_keys)) == len(models)
@@ -99,20 +105,20 @@ def test_the_code_version_is_that_of_every_source():
 
 def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
     data = tmp_path / "problems.jsonl"
-    made = pipeline()
-    made = dataclasses.replace(
-        made,
+    pipeline_settings = pipeline()
+    pipeline_settings = dataclasses.replace(
+        pipeline_settings,
         environment=dataclasses.replace(
-            made.environment, name="gsm8k", options={"path": str(data)}
+            pipeline_settings.environment, name="gsm8k", options={"path": str(data)}
         ),
     )
-    absent = compute_key(made=made)
+    absent = compute_key(pipeline_settings=pipeline_settings)
     data.write_text("1")
-    first = compute_key(made=made)
+    first = compute_key(pipeline_settings=pipeline_settings)
     data.write_text("2")
-    assert len({absent, first, compute_key(made=made)}) == 3
+    assert len({absent, first, compute_key(pipeline_settings=pipeline_settings)}) == 3
     data.write_text("1")
-    assert compute_key(made=made) == first
+    assert compute_key(pipeline_settings=pipeline_settings) == first
 
 
 def test_timings_are_not_part_of_the_content_digest():
@@ -304,7 +310,7 @@ def test_no_stage_begins_after_a_request_to_stop(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "kept"),
+    ("error", "status", "remaining"),
     [
         (DataError("bad row"), "FAILED", []),
         (
@@ -314,7 +320,7 @@ def test_no_stage_begins_after_a_request_to_stop(tmp_path):
         ),
     ],
 )
-def test_a_stage_that_ends_early_keeps_what_a_resume_needs(tmp_path, error, status, kept):
+def test_a_stage_that_ends_early_keeps_what_a_resume_needs(tmp_path, error, status, remaining):
     pipeline_run = PipelineRun(tmp_path)
 
     def body(context):
@@ -330,7 +336,7 @@ def test_a_stage_that_ends_early_keeps_what_a_resume_needs(tmp_path, error, stat
         "DataError: bad row" if status == "FAILED" else None
     )
     opened = list((tmp_path / "sft").glob("*.open"))
-    assert sorted(path.name for folder in opened for path in folder.iterdir()) == kept
+    assert sorted(path.name for folder in opened for path in folder.iterdir()) == remaining
 
 
 @pytest.mark.parametrize(
@@ -403,9 +409,9 @@ def test_models_of_epochs_are_named_and_do_not_count_for_the_digest(tmp_path):
             (context.folder / name / "weights").write_text("w")
         return {}
 
-    without_epochs = run_sft(PipelineRun(tmp_path / "plain"), body)
+    without_epochs = run_sft(PipelineRun(tmp_path / "without"), body)
     with_epochs = run_sft(
-        PipelineRun(tmp_path / "kept"), lambda context: body(context, ("epochs/10", "epochs/9"))
+        PipelineRun(tmp_path / "with"), lambda context: body(context, ("epochs/10", "epochs/9"))
     )
     assert with_epochs.digest == without_epochs.digest and "epochs" not in without_epochs.summary
     assert (

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from helpers import ROOT
-from helpers.import_graph import modules, parsed
+from helpers.import_graph import list_modules, parse_module
 
 from tasks import stage_registry
 from tasks.config import build_settings
@@ -20,7 +20,7 @@ from tasks.pipeline.stage_key import (
     list_stage_sources,
 )
 
-ALL = modules("rl_core") | modules("tasks")
+ALL = list_modules("rl_core") | list_modules("tasks")
 TRAINERS = {
     "sft": "rl_core/trainers/sft.py",
     "preference": "rl_core/losses/preference.py",
@@ -57,7 +57,7 @@ def test_statements_located_by_their_first_word_equal_those_of_the_syntax_tree()
         name: wrong
         for name, path in ALL.items()
         if (
-            wrong := (set(iter_imports(parsed(path))) & ALL.keys())
+            wrong := (set(iter_imports(parse_module(path))) & ALL.keys())
             - find_imported_names(path.read_text())
         )
     }

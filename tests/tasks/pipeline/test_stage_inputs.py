@@ -49,5 +49,5 @@ def test_results_are_located_anywhere_among_the_arguments():
         (("unknown", "sft"), ["unknown", "sft"]),
     ],
 )
-def test_what_another_input_was_made_from_is_left_out(inputs, expected):
+def test_inputs_of_another_input_are_left_out(inputs, expected):
     assert find_direct_inputs(inputs, INPUT_STAGES) == expected

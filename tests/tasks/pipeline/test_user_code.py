@@ -90,7 +90,7 @@ def test_an_edited_helper_of_a_package_is_another_stage(home):
     assert compute_key("custom_package.score:score") != first
 
 
-def test_relative_imports_of_a_package_s_own_file_start_within_it(home):
+def test_relative_imports_of_a_file_of_the_package_start_within_it(home):
     """In custom_outer/custom_inner/__init__.py one dot is custom_outer.custom_inner, two are custom_outer."""
     create_package(home, "custom_outer")
     create_package(home, "custom_outer/custom_inner")

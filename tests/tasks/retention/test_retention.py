@@ -19,7 +19,7 @@ from tasks.retention import compute_model_digest, plan_retention
 from tasks.tracking import Tracking, removal
 from tasks.tracking.removal import list_stored_runs
 
-SIZE = 1000  # bytes of every model file and checkpoint made here
+SIZE = 1000  # bytes of every model file and checkpoint in these tests
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +321,9 @@ def test_a_dry_run_changes_nothing_and_yes_removes_what_was_listed(pipeline):
     runs = record_three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
     pipeline.version(pipeline.children(runs[3])["policy"])
-    kept, dropped = (pipeline.logged_model(pipeline.children(run)["policy"]) for run in runs[2:4])
+    retained, dropped = (
+        pipeline.logged_model(pipeline.children(run)["policy"]) for run in runs[2:4]
+    )
     uri, output = pipeline.tracking.store.uri, pipeline.home.parent
     before = sorted(path for path in output.rglob("*") if path.name != ".lock")
     text = collect_garbage(output, uri, num_kept_runs=1).format_text()
@@ -352,7 +354,7 @@ def test_a_dry_run_changes_nothing_and_yes_removes_what_was_listed(pipeline):
         f"{pipeline.name} · 2026-01-04 10:00:00" not in left
         and f"{pipeline.name} · 2026-01-02 10:00:00" in left
     )
-    assert (kept / "weights").is_file() and not dropped.exists()
+    assert (retained / "weights").is_file() and not dropped.exists()
     assert (
         collect_garbage(output, uri, num_kept_runs=1)
         .format_text()
@@ -463,7 +465,7 @@ def test_an_old_sweep_goes_with_its_trials(pipeline):
     assert stages == names == set() and plan.paths == []
 
 
-def test_a_sweeps_trial_that_made_data_is_followed(pipeline):
+def test_a_sweeps_trial_that_prepared_data_is_followed(pipeline):
     """The champion was trained on data of a trial: the data stays, the trial's policy is removed."""
     pipeline.sweep("one", [("prepare_data", "a", {}), ("policy", "b", {"data": "0" * 16})])
     data = pipeline.digest("prepare_data", "a")
@@ -496,7 +498,7 @@ def test_token_ids_are_removed_with_their_data(pipeline):
         for letter in "ab"
     }
     sources = {
-        letter: found["model/model.safetensors"]["sha256"] for letter, found in files.items()
+        letter: files_of["model/model.safetensors"]["sha256"] for letter, files_of in files.items()
     }
     entry("old", kind="part", source=sources["a"], table="oldtable")
     entry("oldtable", kind="tokens", source="1")
@@ -512,8 +514,10 @@ def test_token_ids_are_removed_with_their_data(pipeline):
         "old",
         "oldtable",
     ]
-    kept, *_ = pipeline.plan_removals(keep=2)
-    assert {path.name for path in kept.paths if path.parent.name == "tokens.cache"} == {"damaged"}
+    retained, *_ = pipeline.plan_removals(keep=2)
+    assert {path.name for path in retained.paths if path.parent.name == "tokens.cache"} == {
+        "damaged"
+    }
 
 
 def key_folder(stage, letter):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.teacher_server import serving
+from helpers.teacher_server import serve_teacher
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make_environment
@@ -87,7 +87,7 @@ def test_a_teacher_here_and_the_same_one_behind_a_server_leave_the_same_model(mo
         build_context(student, tmp_path / "here", pipeline, teacher=teacher)
     )
     loaded, _ = causal_lm.load_model(teacher, ModelSettings(device="cpu"))
-    with serving(loaded.eval()) as (url, _):
+    with serve_teacher(loaded.eval()) as (url, _):
         pipeline = build_pipeline(student, model="served", url=url, tokenizer=str(teacher))
         there = distill._run_distillation(build_context(student, tmp_path / "there", pipeline))
     assert here["metrics"]["policy/teacher_kl"] == pytest.approx(

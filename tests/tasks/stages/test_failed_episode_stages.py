@@ -56,10 +56,10 @@ def test_a_stage_continues_after_failed_episodes_and_stores_them(base, tmp_path,
     )
     context = context_of(base, tmp_path / "stage", **OPTIONS, sampling=build_sampling(0.9))
     summary = policy._run_policy_training(context)
-    kept = list(read_failed_episodes(context.folder / FAILED_EPISODES))
+    saved = list(read_failed_episodes(context.folder / FAILED_EPISODES))
     total = context.tracker.series("train/failed_episodes")[-1][1]
-    assert len(kept) == total > 0 and summary["iterations"] == 2
-    name, first = kept[0]
+    assert len(saved) == total > 0 and summary["iterations"] == 2
+    name, first = saved[0]
     assert (
         name
         == f"policy/0/{first.trajectory.level}/{first.trajectory.seed}/{first.trajectory.sample}"
@@ -79,7 +79,7 @@ def test_a_stage_continues_after_failed_episodes_and_stores_them(base, tmp_path,
     assert [name for name, _ in read_failed_episodes(again.folder / FAILED_EPISODES)] == [name]
 
 
-def test_a_reward_that_fails_is_kept_too(base, tmp_path, monkeypatch):
+def test_a_failing_reward_is_saved_too(base, tmp_path, monkeypatch):
     module = types.ModuleType("failing_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample else 0.5 for t in trajectories]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -92,9 +92,9 @@ def test_a_reward_that_fails_is_kept_too(base, tmp_path, monkeypatch):
         RewardError, match=r"gave nan, no finite number; play it again: posttrain replay policy/0/"
     ):
         policy._run_policy_training(context)
-    kept = list(read_failed_episodes(context.folder / FAILED_EPISODES))
-    assert len(kept) == 8 and kept[0][1].failed_in == "reward 'failing_reward_for_test:score'"
-    assert kept[0][1].trajectory.turns
+    saved = list(read_failed_episodes(context.folder / FAILED_EPISODES))
+    assert len(saved) == 8 and saved[0][1].failed_in == "reward 'failing_reward_for_test:score'"
+    assert saved[0][1].trajectory.turns
 
 
 def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):
@@ -184,21 +184,21 @@ def pipeline(tmp_path, monkeypatch):
 
 def test_replay_of_an_evaluated_episode(pipeline, capsys):
     assert main(["replay", "evaluate/mine/easy/3/0", *pipeline]) == 0
-    said = capsys.readouterr().out
-    assert "the same result as recorded" in said and "turn 1: answer 1" in said
-    assert "evaluate/bb/trajectories_mine.jsonl:1" in said
+    output = capsys.readouterr().out
+    assert "the same result as recorded" in output and "turn 1: answer 1" in output
+    assert "evaluate/bb/trajectories_mine.jsonl:1" in output
 
 
 def test_replay_says_what_differs(pipeline, capsys):
     assert main(["replay", "policy/6/easy/4/0", *pipeline]) == 1
     assert "right answer (target): recorded another, now " in capsys.readouterr().out
     assert main(["replay", "policy/7/easy/5/0", *pipeline]) == 1
-    said = capsys.readouterr().out
-    assert "reward 'chance_for_test:score' gave 0.0 and 0.1 for the same trajectory" in said
-    assert "no global random numbers" in said
+    output = capsys.readouterr().out
+    assert "reward 'chance_for_test:score' gave 0.0 and 0.1 for the same trajectory" in output
+    assert "no global random numbers" in output
 
 
-def test_replay_refuses_what_is_not_kept_and_lists_what_is(pipeline, capsys, tmp_path):
+def test_replay_refuses_unsaved_episodes_and_lists_saved_ones(pipeline, capsys, tmp_path):
     assert main(["replay", "policy/6/easy/99/0", *pipeline]) == 2
     assert "is not stored in" in capsys.readouterr().err
     assert main(["replay", "policy/6", *pipeline]) == 2

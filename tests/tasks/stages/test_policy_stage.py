@@ -73,8 +73,8 @@ def test_the_result_says_what_the_reward_model_added(base, reward_model, tmp_pat
         name: context.tracker.series(f"reward/{name}/share")[-1][1] for name in ("task", "learned")
     }
     assert list(logged.values()) == shares
-    said = f"reward differences within a prompt: task {shares[0]:.0%}, learned {shares[1]:.0%}; reward model: "
-    assert summary["rewards"].startswith(f"{said}the only difference in {same:.0%} of the prompts")
+    text = f"reward differences within a prompt: task {shares[0]:.0%}, learned {shares[1]:.0%}; reward model: "
+    assert summary["rewards"].startswith(f"{text}the only difference in {same:.0%} of the prompts")
     assert summary["note"].endswith(f"; {summary['rewards']}")
     assert context.tracker.tags["rewards"] == summary["rewards"]
 
@@ -188,11 +188,11 @@ def test_the_reference_is_a_frozen_copy_or_the_policy_without_adapters(base, tmp
 
     monkeypatch.setattr(pool, "get_frozen_models", lambda: SimpleNamespace(load_model=get))
     monkeypatch.setattr(recipes, "build_policy_gradient_recipe", recipe)
-    plain = context_of(base, tmp_path / "plain", kl_coef=0.1)
-    lora = dataclasses.replace(plain.pipeline.model, lora=LoraSettings(rank=2))
+    whole = context_of(base, tmp_path / "whole", kl_coef=0.1)
+    lora = dataclasses.replace(whole.pipeline.model, lora=LoraSettings(rank=2))
     adapted = context_of(base, tmp_path / "adapted", kl_coef=0.1)
     adapted.pipeline = dataclasses.replace(adapted.pipeline, model=lora)
-    for context in (plain, adapted):
+    for context in (whole, adapted):
         with pytest.raises(Enough):
             policy._run_policy_training(context)
     assert asked == [(base, None, {"precision": "full"})]

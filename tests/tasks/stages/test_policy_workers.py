@@ -36,8 +36,8 @@ def test_the_stage_on_ray(tmp_path):
     assert [row["perf/rollout_workers"] for row in rows] == [2.0] * 3 and all(
         row["perf/weight_bytes"] for row in rows
     )
-    kept = sorted(path.name for path in (tmp_path / "ray").iterdir())
-    assert "schedule.jsonl" not in kept
+    names = sorted(path.name for path in (tmp_path / "ray").iterdir())
+    assert "schedule.jsonl" not in names
     assert compiled(base) is False or weights == alone
 
     late = {**RAY, "max_staleness": 1}

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from helpers.evaluations import evaluation
+from helpers.evaluations import build_evaluation
 
 from rl_core.errors import ExportMismatch
 from rl_core.storage.manifest import digest_folder
@@ -129,7 +129,7 @@ def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve
     registry = Registry()
     settings = PromotionSettings(min_success=0.5, approve=approve)
     summary = run_gate(
-        tmp_path, registry, settings, evaluation(([1] * wins + [0] * (10 - wins)) * 5)
+        tmp_path, registry, settings, build_evaluation(([1] * wins + [0] * (10 - wins)) * 5)
     )
     assert (summary["decision"], summary["model_version"], summary["champion_before"]) == (
         decision,
@@ -154,9 +154,9 @@ def build_opponent(folder, outcomes, version=3, comparison="c"):
 def test_the_same_comparison_is_one_attempt_and_other_ones_are_counted_on(tmp_path, monkeypatch):
     """15 better and 5 worse of 100: p = .0207, enough for the first attempt (.025), not for the second (.0083)."""
     monkeypatch.setattr(promote, "_write_evidence", lambda *arguments, **options: None)
-    theirs = evaluation([0] * 15 + [1] * 85)
-    ours = evaluation([1] * 15 + [0] * 5 + [1] * 80)
-    other = evaluation([1] * 14 + [0] + [0] * 4 + [1] * 81)
+    theirs = build_evaluation([0] * 15 + [1] * 85)
+    ours = build_evaluation([1] * 15 + [0] * 5 + [1] * 80)
+    other = build_evaluation([1] * 14 + [0] + [0] * 4 + [1] * 81)
     registry, settings, logged = Registry(), PromotionSettings(), {}
     registry.champion = ModelVersion("m", 3, "r", None)
     opponent = build_opponent(tmp_path, theirs)
@@ -192,8 +192,10 @@ def test_the_same_comparison_is_one_attempt_and_other_ones_are_counted_on(tmp_pa
 def test_too_few_episodes_decide_nothing_and_spend_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(promote, "_write_evidence", lambda *arguments, **options: None)
     registry = Registry(ModelVersion("m", 3, "r", None))
-    opponent = build_opponent(tmp_path, evaluation([0] * 20))
-    summary = run_gate(tmp_path, registry, PromotionSettings(), evaluation([1] * 20), opponent)
+    opponent = build_opponent(tmp_path, build_evaluation([0] * 20))
+    summary = run_gate(
+        tmp_path, registry, PromotionSettings(), build_evaluation([1] * 20), opponent
+    )
     assert (
         summary["decision"] == "rejected"
         and "20 held-out episodes are too few" in summary["reason"]
@@ -210,12 +212,12 @@ def test_the_review_lists_the_attempts_before(tmp_path, monkeypatch):
 
     monkeypatch.setattr(promote, "_write_evidence", explained)
     for wins in (5, 6, 7):
-        opponent = build_opponent(tmp_path, evaluation([0] * 60))
+        opponent = build_opponent(tmp_path, build_evaluation([0] * 60))
         run_gate(
             tmp_path,
             registry,
             PromotionSettings(),
-            evaluation([1] * wins + [0] * (60 - wins)),
+            build_evaluation([1] * wins + [0] * (60 - wins)),
             opponent,
         )
     assert [[attempt.number for attempt in result] for result in shown] == [[1], [1, 2], [1, 2, 3]]

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers.evaluations import evaluation
+from helpers.evaluations import build_evaluation
 
 from rl_core.evaluation import compare
 from tasks.config.settings import PromotionSettings
@@ -13,7 +13,7 @@ from tasks.stages.promotion_gate import compute_attempt_level, decide_promotion
 
 @pytest.mark.parametrize(("wins", "promoted"), [(6, True), (5, True), (4, False)])
 def test_without_a_champion_the_minimum_decides(wins, promoted):
-    outcomes = evaluation(([1] * wins + [0] * (10 - wins)) * 5)
+    outcomes = build_evaluation(([1] * wins + [0] * (10 - wins)) * 5)
     is_promoted, reason, numbers = decide_promotion(
         outcomes, None, PromotionSettings(min_success=0.5), None, seed=0
     )
@@ -23,7 +23,7 @@ def test_without_a_champion_the_minimum_decides(wins, promoted):
 
 
 def test_a_clear_gain_is_promoted_and_a_clear_loss_is_not():
-    weak, strong = evaluation([1, 0] * 50), evaluation([1, 1] * 40 + [1, 0] * 10)
+    weak, strong = build_evaluation([1, 0] * 50), build_evaluation([1, 1] * 40 + [1, 0] * 10)
     settings = PromotionSettings(min_gain=0.0)
     up, reason, numbers = decide_promotion(strong, weak, settings, 3, seed=0)
     assert up
@@ -40,8 +40,8 @@ def test_a_clear_gain_is_promoted_and_a_clear_loss_is_not():
 
 
 def test_a_gain_within_the_noise_is_not_promoted():
-    champion = evaluation([1, 0] * 20)
-    challenger = evaluation([1, 0] * 18 + [0, 1, 1, 1])  # two episodes more, of 40
+    champion = build_evaluation([1, 0] * 20)
+    challenger = build_evaluation([1, 0] * 18 + [0, 1, 1, 1])  # two episodes more, of 40
     promoted, reason, numbers = decide_promotion(
         challenger, champion, PromotionSettings(), 1, seed=0
     )
@@ -51,13 +51,13 @@ def test_a_gain_within_the_noise_is_not_promoted():
 
 
 def test_min_gain_raises_the_bar():
-    weak, strong = evaluation([1, 0] * 50), evaluation([1, 1] * 40 + [1, 0] * 10)
+    weak, strong = build_evaluation([1, 0] * 50), build_evaluation([1, 1] * 40 + [1, 0] * 10)
     assert not decide_promotion(strong, weak, PromotionSettings(min_gain=0.39), 1, seed=0)[0]
 
 
 def test_no_difference_at_all_is_not_above_zero():
     """Every resample of equal outcomes has the gain 0: the bound equals min_gain, which is not above it."""
-    both = evaluation([1, 0] * 200)
+    both = build_evaluation([1, 0] * 200)
     promoted, _, numbers = decide_promotion(both, both, PromotionSettings(min_gain=0.0), 1, seed=0)
     assert not promoted and (numbers["gain_low"], numbers["gain_high"]) == (0.0, 0.0)
     # 400 episodes alike: a loss of 1 point would have left that many alike in 2% of cases (.99^400) and of 5 never
@@ -73,7 +73,7 @@ def test_confidence_samples_and_seed_are_those_of_the_settings(monkeypatch):
         return compare(*models, **options)
 
     monkeypatch.setattr(promotion_gate, "compare", noted)
-    new, old = evaluation([1, 1, 0] * 20), evaluation([1, 0, 0] * 20)
+    new, old = build_evaluation([1, 1, 0] * 20), build_evaluation([1, 0, 0] * 20)
     settings = PromotionSettings(confidence=0.6, bootstrap_samples=150)
     numbers = decide_promotion(new, old, settings, 1, seed=7)[2]
     assert asked == [((new, old), {"bootstrap_samples": 150, "seed": 7, "confidence": 0.6})]
@@ -85,7 +85,7 @@ def build_pair(wins, losses, both=0, neither=0):
     """Build challenger and champion with these numbers of episodes."""
     ours = [1] * wins + [0] * losses + [1] * both + [0] * neither
     theirs = [0] * wins + [1] * losses + [1] * both + [0] * neither
-    return evaluation(ours), evaluation(theirs)
+    return build_evaluation(ours), build_evaluation(theirs)
 
 
 @pytest.mark.parametrize("episodes", [2, 3])
@@ -156,8 +156,8 @@ def test_the_levels_of_all_attempts_add_up_to_alpha():
 
 def test_rewards_are_compared_where_the_setting_says_so():
     """The reward grows on 70 of 100 episodes by .5 and falls on 30 by .25; success stays as it is."""
-    ours = evaluation([1] * 100, rewards=[0.75] * 70 + [0.25] * 30)
-    theirs = evaluation([1] * 100, rewards=[0.25] * 70 + [0.5] * 30)
+    ours = build_evaluation([1] * 100, rewards=[0.75] * 70 + [0.25] * 30)
+    theirs = build_evaluation([1] * 100, rewards=[0.25] * 70 + [0.5] * 30)
     assert not decide_promotion(ours, theirs, PromotionSettings(), 1, seed=0)[0]
     promoted, reason, numbers = decide_promotion(
         ours, theirs, PromotionSettings(metric="reward"), 1, seed=0
@@ -170,7 +170,11 @@ def test_samples_of_an_episode_count_once():
     """50 episodes of four samples: one success more on 12 of them, one less on 3; that is 15 episodes, not 200."""
     ours, theirs = [2] * 12 + [1] * 3 + [2] * 35, [1] * 12 + [2] * 3 + [2] * 35
     numbers = decide_promotion(
-        evaluation(ours, samples=4), evaluation(theirs, samples=4), PromotionSettings(), 1, seed=0
+        build_evaluation(ours, samples=4),
+        build_evaluation(theirs, samples=4),
+        PromotionSettings(),
+        1,
+        seed=0,
     )[2]
     assert numbers["p_value"] == pytest.approx(sum(math.comb(15, k) for k in range(12, 16)) / 2**15)
     assert numbers["discordant"] == 15
@@ -178,7 +182,7 @@ def test_samples_of_an_episode_count_once():
 
 def test_the_first_champion_needs_the_episodes_too():
     promoted, reason, _ = decide_promotion(
-        evaluation([1, 1]), None, PromotionSettings(min_success=0.5), None, seed=0
+        build_evaluation([1, 1]), None, PromotionSettings(min_success=0.5), None, seed=0
     )
     assert (
         not promoted

@@ -1,4 +1,4 @@
-"""Reference log-probabilities on disk: made once, read back bit for bit, never read when damaged or of other inputs."""
+"""Reference log-probabilities on disk: computed once, read back bit for bit, not read if damaged or of other inputs."""
 
 import pytest
 import torch
@@ -35,14 +35,14 @@ PARTS = ([pair(5), pair(6), pair(7)], [pair(8)])
 @pytest.fixture
 def calls(monkeypatch):
     """Count scored parts in a list."""
-    made = []
+    batches = []
 
     def counted(model, pairs, **named):
-        made.append(len(pairs))
+        batches.append(len(pairs))
         return compute_reference_logprobs(model, pairs, **named)
 
     monkeypatch.setattr(preference_pairs, "compute_reference_logprobs", counted)
-    return made
+    return batches
 
 
 def get(folder, model=None, parts=PARTS, max_tokens=64, code=""):
@@ -78,7 +78,7 @@ def test_other_weights_pairs_masks_batches_or_code_are_another_entry(tmp_path, c
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "manifest", "missing"])
-def test_a_damaged_entry_is_made_again_and_said(tmp_path, calls, caplog, damage):
+def test_a_damaged_entry_is_computed_again_and_reported(tmp_path, calls, caplog, damage):
     first = get(tmp_path)
     (entry,) = tmp_path.iterdir()
     file = entry / REFERENCES_FILE

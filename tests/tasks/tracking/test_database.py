@@ -36,7 +36,7 @@ def file_size_limit(monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_size_limit_leaves_no_half_made_database(tmp_path, file_size_limit):
+def test_a_file_size_limit_leaves_no_partial_database(tmp_path, file_size_limit):
     tracking = Tracking(None, tmp_path, "e")
     tracking.store.import_mlflow()
     file_size_limit(100_000)

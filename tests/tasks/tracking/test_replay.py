@@ -287,7 +287,7 @@ def test_a_champion_that_was_chosen_by_hand_is_one_again_in_a_store_that_lost_it
     assert (champion.version, champion.tags["gate.reason"]) == (1, "it reads better")
 
 
-def test_a_choice_by_hand_that_was_killed_before_the_alias_moved_is_made_at_the_next_delivery(
+def test_a_choice_by_hand_that_was_killed_before_the_alias_moved_is_completed_at_the_next_delivery(
     tracking, by_hand
 ):
     settings, journal = by_hand

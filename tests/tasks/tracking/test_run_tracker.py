@@ -144,7 +144,7 @@ def test_a_resumed_run_is_the_same_run_without_gap_or_duplicate(tracking, tmp_pa
     assert json.loads(run.data.tags["changed_params"]) == {"b": "3"}
 
 
-def test_a_run_whose_id_was_never_noted_is_found_again(tracking, tmp_path):
+def test_a_run_whose_id_was_never_recorded_is_resumed(tracking, tmp_path):
     first = tracking.start_run("r", tmp_path)
     first.log_metrics({"a": 1.0}, 0)
     first.log_traces(make_trajectories())

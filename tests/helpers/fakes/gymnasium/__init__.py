@@ -27,8 +27,8 @@ class Line(Env):
     metadata: ClassVar = {"render_modes": ["ansi"]}
     action_space = Discrete(2, start=5)
 
-    def __init__(self, render_mode=None, length=3, told=None):
-        self.render_mode, self.length, self.told, self.closed = render_mode, length, told, 0
+    def __init__(self, render_mode=None, length=3, reported=None):
+        self.render_mode, self.length, self.reported, self.closed = render_mode, length, reported, 0
 
     def reset(self, *, seed):
         self.place, self.goal, self.seed = 0, self.length + seed % 2, seed
@@ -37,7 +37,7 @@ class Line(Env):
     def step(self, action):
         self.place += {5: -1, 6: 1}[action]
         done = self.place == self.goal
-        info = {} if self.told is None else {"is_success": self.told}
+        info = {} if self.reported is None else {"is_success": self.reported}
         return self.place, 1.0 if done else -0.5, done, self.place < -1, info
 
     def render(self):
@@ -71,7 +71,7 @@ class Cliff(Line):
         return 0, -1.0, action == 1, False, {}
 
 
-MADE = []
+CREATED = []
 
 
 def make(id, **options):
@@ -84,5 +84,5 @@ def make(id, **options):
     }
     if id not in classes:
         raise LookupError(f"no environment {id}")
-    MADE.append(classes[id](**options))
-    return MADE[-1]
+    CREATED.append(classes[id](**options))
+    return CREATED[-1]

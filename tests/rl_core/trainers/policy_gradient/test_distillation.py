@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.letters import Letters, make_trainer, resumes_bit_for_bit, weights
-from helpers.teacher_server import serving
+from helpers.teacher_server import serve_teacher
 from oracles import policy_oracles as oracle
 
 import rl_core
@@ -184,7 +184,7 @@ def build_settings(url, **changes):
 def test_a_served_teacher_tells_what_the_same_model_tells_here(tokenizer, api):
     teacher = build_model(tokenizer, 5)
     batch = batch_of()
-    with serving(teacher) as (url, requests):
+    with serve_teacher(teacher) as (url, requests):
         served = ServedTeacher(build_settings(url, api=api)).compute_logprobs(batch)
     local = LocalTeacher(teacher).compute_logprobs(batch)
     assert torch.equal(local, completion_logprobs(teacher, batch)[0])
@@ -199,7 +199,7 @@ def test_a_served_teacher_tells_what_the_same_model_tells_here(tokenizer, api):
 def test_a_student_learns_from_a_served_teacher(tokenizer):
     teacher = build_model(tokenizer, 5, sharper=8.0)
     here = build_trainer(tokenizer, LocalTeacher(teacher))
-    with serving(teacher) as (url, _):
+    with serve_teacher(teacher) as (url, _):
         there = build_trainer(tokenizer, ServedTeacher(build_settings(url)))
         pairs = [(here.step(), there.step()) for _ in range(2)]
     for ours, theirs in pairs:
@@ -209,7 +209,7 @@ def test_a_student_learns_from_a_served_teacher(tokenizer):
 
 def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_times(tokenizer):
     teacher, batch = build_model(tokenizer, 5), batch_of()
-    with serving(
+    with serve_teacher(
         teacher, before=lambda requests: (503, "busy") if len(requests) <= 2 else None
     ) as (
         url,
@@ -222,7 +222,7 @@ def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_time
     assert torch.allclose(actual, LocalTeacher(teacher).compute_logprobs(batch), atol=1e-5)
     message = r"did not answer in 3 tries \(the last: 503 .*busy"
     with (
-        serving(teacher, before=lambda requests: (503, "busy")) as (url, _),
+        serve_teacher(teacher, before=lambda requests: (503, "busy")) as (url, _),
         pytest.raises(BackendError, match=message),
     ):
         ServedTeacher(build_settings(url, retries=2, concurrency=1)).compute_logprobs(batch)
@@ -230,7 +230,7 @@ def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_time
         BackendError, match="did not answer in 1 tries"
     ):  # the server is no longer listening
         ServedTeacher(build_settings(url, retries=0)).compute_logprobs(batch)
-    with serving(teacher, before=lambda requests: (404, "no such model")) as (url, requests):
+    with serve_teacher(teacher, before=lambda requests: (404, "no such model")) as (url, requests):
         with pytest.raises(BackendError, match=r"refuses the request: 404 .*no such model"):
             ServedTeacher(build_settings(url, concurrency=1)).compute_logprobs(batch)
         assert len({str(request["prompt"]) for request in requests}) == len(
@@ -271,7 +271,7 @@ def make_logprobs_infinite(answer):
 )
 def test_an_answer_without_every_log_prob_is_an_error(tokenizer, change, message):
     with (
-        serving(build_model(tokenizer, 5), change=change) as (url, _),
+        serve_teacher(build_model(tokenizer, 5), change=change) as (url, _),
         pytest.raises(BackendError, match=message),
     ):
         ServedTeacher(build_settings(url)).compute_logprobs(batch_of())

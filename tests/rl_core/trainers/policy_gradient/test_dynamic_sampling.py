@@ -55,7 +55,7 @@ def test_it_ends_with_enough_or_after_the_last_round():
     )
 
 
-def test_without_further_rounds_every_group_is_kept_and_a_round_without_groups_scores_nothing():
+def test_without_further_rounds_every_group_counts_and_a_round_without_groups_scores_nothing():
     actual, requests = play_rounds([[build_group(1, 1)]], num_groups=1, tries=0)
     assert requests == [(1, 0)] and len(actual.selected_groups) == 1
     actual, requests = play_rounds(

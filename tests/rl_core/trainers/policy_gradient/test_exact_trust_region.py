@@ -29,8 +29,10 @@ def collect_penalties(trainer, monkeypatch):
         if not self.is_first_step:
             parameters = list(self.policy.parameters())
             gradient = torch.autograd.grad(value, parameters, retain_graph=True)
-            baseline, plain_gradient = compute_from_logits(self.policy, old, batch, loss_weights_BS)
-            results.append((value.item(), baseline, gradient, plain_gradient))
+            baseline, expected_gradient = compute_from_logits(
+                self.policy, old, batch, loss_weights_BS
+            )
+            results.append((value.item(), baseline, gradient, expected_gradient))
         return value, metrics
 
     monkeypatch.setattr(ExactTrustRegion, "compute_penalty", compare_penalty)
@@ -71,9 +73,9 @@ def test_value_and_gradient_are_those_of_both_policies_logits(tokenizer, monkeyp
     actual = collect_penalties(trainer, monkeypatch)
     metrics = trainer.step()
     assert len(actual) > 1 and metrics["policy/update_kl_exact"] > 0
-    for value, baseline, gradient, plain_gradient in actual:
+    for value, baseline, gradient, expected_gradient in actual:
         assert value == pytest.approx(baseline, rel=1e-3, abs=1e-7) and baseline > 0
-        for ours, theirs in zip(gradient, plain_gradient, strict=True):
+        for ours, theirs in zip(gradient, expected_gradient, strict=True):
             assert torch.allclose(ours, theirs, atol=1e-6, rtol=1e-3)
 
 

@@ -129,13 +129,13 @@ def test_failures_of_several_iterations_are_counted_together(tokenizer):
 
 
 def test_an_iteration_in_which_every_episode_fails_stops(tokenizer):
-    class Gone(LetterEpisode):
+    class FailingEpisode(LetterEpisode):
         def act(self, text):
             raise OSError("no server")
 
     class Dead(BreakingLetters):
         def episode(self, seed, level):
-            return Gone(seed, level)
+            return FailingEpisode(seed, level)
 
     trainer = make_trainer(tokenizer, Dead(), sampling=SamplingSettings(max_failed_share=1.0))
     with pytest.raises(

@@ -224,7 +224,7 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
         expected.append(
             advantage / (36 * length) if algorithm in ("gspo", "sapo") else advantage / tokens
         )
-    actual = compute_plain_gradient(fresh.policy, rollouts, expected)
+    actual = compute_reference_gradient(fresh.policy, rollouts, expected)
     assert torch.allclose(gradients[0], actual, atol=1e-6, rtol=1e-4)
     assert actual.norm() > 1e-3
 
@@ -236,7 +236,7 @@ def compute_gradient(model, batches, loss):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def compute_plain_gradient(model, rollouts, factors):
+def compute_reference_gradient(model, rollouts, factors):
     """Compute the gradient of -sum factor log pi(token), one full forward pass for each rollout."""
     model.zero_grad()
     for rollout, factor in zip(rollouts, factors, strict=True):

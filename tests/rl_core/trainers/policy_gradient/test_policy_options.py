@@ -55,10 +55,10 @@ def test_a_step_beyond_the_kl_limit_is_rolled_back(tokenizer):
     assert trainer.optimizer_step.num_steps == 3  # the x axis continues
     free = make_trainer(tokenizer, kl_max=100.0, epochs=3, curriculum=LOW)
     baseline = make_trainer(tokenizer, epochs=3, curriculum=LOW)
-    free_metrics, plain_metrics = free.step(), baseline.step()
+    free_metrics, baseline_metrics = free.step(), baseline.step()
     assert free_metrics["policy/refused_steps"] == 0
     assert torch.equal(weights(free), weights(baseline))  # a limit that is not met changes nothing
-    assert free_metrics["train/loss"] == plain_metrics["train/loss"]
+    assert free_metrics["train/loss"] == baseline_metrics["train/loss"]
 
 
 def test_the_limit_ends_the_epochs_but_keeps_what_was_within_it(tokenizer):

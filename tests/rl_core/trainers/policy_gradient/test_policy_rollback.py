@@ -271,7 +271,7 @@ def test_a_checkpoint_without_the_entry_is_refused(tokenizer):
         trainer._snapshots.restore_stage(7)
 
 
-def test_nothing_is_kept_without_a_rollback(tokenizer):
+def test_no_state_is_copied_without_a_rollback(tokenizer):
     trainer = make_trainer(tokenizer)
     trainer.step()
     assert trainer.state_dict()["entries"] == {}

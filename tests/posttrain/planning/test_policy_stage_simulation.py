@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.planning import simulation
-from posttrain.planning.simulation import simulate_run
+from posttrain.planning import policy_stage_simulation
+from posttrain.planning.policy_stage_simulation import simulate_run
 from posttrain.planning.simulation_inputs import ClusterLayout, RolloutSizeDistributions
 from rl_core.errors import SettingsError
 from rl_core.settings.planning import ClusterRates, LogNormalSpread
@@ -158,7 +158,7 @@ def test_groups_that_begin_together_finish_by_length_and_are_not_counted():
     )
     assert result.iteration_s == (result.end_seconds[-1] - 18) / 54 > 4
     assert (
-        simulation.count_warm_up_iterations(0) == 2
+        policy_stage_simulation.count_warm_up_iterations(0) == 2
         and simulate({}, 5).warm_up == 2
         and simulate({"max_staleness": 4}, 5).warm_up == 4
     )
@@ -361,11 +361,11 @@ def test_the_schedule_matches_the_rollout_workers():
     from rl_core.rollout_workers import async_worker_group, worker_group
 
     assert (
-        simulation.MAX_STALE_RESTARTS == async_worker_group.MAX_STALE_PLAYS
+        policy_stage_simulation.MAX_STALE_RESTARTS == async_worker_group.MAX_STALE_PLAYS
         and ClusterLayout(prompts=1, group_size=1).tasks_each == worker_group.BATCHES_PER_WORKER
     )
     for count, workers in ((5, 1), (5, 2), (16, 3), (2, 4)):
-        assert simulation._split_into_tasks(
+        assert policy_stage_simulation._split_into_tasks(
             list(range(count)), workers, worker_group.BATCHES_PER_WORKER
         ) == worker_group._split_batches(count, workers)
 

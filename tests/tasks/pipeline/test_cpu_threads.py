@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rl_core.cpu import openmp_spin
-from tasks.pipeline import run_record
-from tasks.pipeline.run_record import (
+from tasks.pipeline import cpu_threads
+from tasks.pipeline.cpu_threads import (
     THREADS_FILE,
     choose_num_threads,
     read_default_threads,
@@ -18,9 +18,9 @@ from tasks.pipeline.run_record import (
 @pytest.fixture(autouse=True)
 def reset_default_threads():
     """Forget torch's default, which is cached for the process, before and after these tests."""
-    run_record.read_default_threads.cache_clear()
+    cpu_threads.read_default_threads.cache_clear()
     yield
-    run_record.read_default_threads.cache_clear()
+    cpu_threads.read_default_threads.cache_clear()
 
 
 def test_null_is_torch_s_default_whatever_an_earlier_run_set(monkeypatch):

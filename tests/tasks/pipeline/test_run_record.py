@@ -11,10 +11,10 @@ from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.run_record import PipelineRecord, find_finished_run
 
 
-def begin_run(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 frozen
+def start_run(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 frozen
     """Begin a run at noon that ends in `status`, and return its record."""
     record = PipelineRecord(home, options)
-    record.begin_run(home / "runs", started="noon", digest=digest, threads=3)
+    record.record_start(home / "runs", started="noon", digest=digest, threads=3)
     assert (
         PipelineRecord(home, RunOptions(only=options.only)).find_interrupted_run(digest) == "noon"
     )  # with no run id yet
@@ -42,7 +42,7 @@ def begin_run(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 
 def test_an_interrupted_run_with_equal_settings_is_resumed(
     tmp_path, status, options, digest, started
 ):
-    begin_run(tmp_path, status=status)
+    start_run(tmp_path, status=status)
     assert PipelineRecord(tmp_path, options).find_interrupted_run(digest) == started
 
 
@@ -58,12 +58,12 @@ def test_an_unreadable_record_is_no_run(tmp_path):
 )
 def test_a_finished_run_is_looked_up_by_its_settings(tmp_path, status, digest, started):
     assert find_finished_run(tmp_path, digest) == ""
-    begin_run(tmp_path, status=status)
+    start_run(tmp_path, status=status)
     assert find_finished_run(tmp_path, digest) == started
 
 
 def test_the_record_is_written_for_the_pipeline_and_for_the_run(tmp_path):
-    record = begin_run(
+    record = start_run(
         tmp_path, RunOptions(only="sft", evaluated_models={"a": "models:/m@champion"})
     )
     first = json.loads((tmp_path / "run.json").read_text())
@@ -104,7 +104,7 @@ def test_a_run_killed_while_its_record_is_written_is_resumed(tmp_path, hit):
     faults.configure_faults(f"text.done:{hit}:raise")
     try:
         with pytest.raises(faults.InjectedFault):
-            record.begin_run(tmp_path / "runs" / "noon", started="noon", digest="d", threads=3)
+            record.record_start(tmp_path / "runs" / "noon", started="noon", digest="d", threads=3)
     finally:
         faults.configure_faults(None)
     assert PipelineRecord(tmp_path, RunOptions()).find_interrupted_run("d") == "noon"
@@ -114,7 +114,7 @@ def test_a_run_killed_while_its_record_is_written_is_resumed(tmp_path, hit):
 def test_a_run_killed_while_its_end_is_written_is_ended_in_both_files_or_resumed(
     tmp_path, hit, started
 ):
-    record = begin_run(tmp_path)
+    record = start_run(tmp_path)
     faults.configure_faults(f"text.done:{hit}:raise")
     try:
         with pytest.raises(faults.InjectedFault):

@@ -28,7 +28,7 @@ def fail():
     raise DataError("row 3")
 
 
-def test_the_result_is_kept_although_it_cannot_be_reported(caplog):
+def test_the_result_is_preserved_although_it_cannot_be_reported(caplog):
     assert prefect_outage.run_flow(lambda: run_as_flow(lambda: 5)) == 5 and caplog.text == ""
     assert prefect_outage.run_flow(lambda: run_as_flow(lambda: 5, ConnectionError("refused"))) == 5
     assert "Prefect's API is unreachable" in caplog.text and "refused" in caplog.text

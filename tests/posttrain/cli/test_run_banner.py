@@ -75,7 +75,7 @@ def test_a_changed_setting_is_not_called_cached(tmp_path):
     ]  # the older result
 
 
-def test_a_stage_made_from_other_inputs_is_not_called_cached(tmp_path):
+def test_a_stage_with_other_inputs_is_not_called_cached(tmp_path):
     """Train again: the policy's settings are unchanged, but it would start from another SFT model, or without one."""
     finish_stages(tmp_path, "sft", "policy", learning_rate=2e-3)
     finish_stages(tmp_path, "sft")

@@ -1,13 +1,21 @@
-"""JSON over keep-alive connections: cuts, incomplete answers, idle connections that the server has closed."""
+"""JSON over HTTP: closed connections, incomplete answers, idle connections that the server has closed, error forms."""
 
 import contextlib
 import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
-from helpers.waiting import wait_for
+from helpers.waiting import free_ports, wait_for
 
-from rl_core.json_client import JsonConnections, ServerUnavailable
+from rl_core.json_client import (
+    JsonConnections,
+    ServerErrorResponse,
+    ServerUnavailable,
+    fetch_json,
+    find_health_problem,
+)
 from rl_core.rollout_workers.inference_server import InferenceServer
 from rl_core.settings import RolloutSettings, SamplingSettings
 
@@ -47,9 +55,12 @@ class ScriptedServer:
                 self.num_requests += 1
                 if answer is SILENCE:
                     self.ended.wait(60)
-                connection.sendall(answer)
+                self.send(connection, answer)
                 if answer is not OK and answer is not BUSY:
                     return
+
+    def send(self, connection, answer):
+        connection.sendall(answer)
 
     def end(self):
         self.ended.set()
@@ -131,3 +142,59 @@ def test_an_incomplete_answer_is_a_loss(script):
     with pytest.raises(ServerUnavailable, match="IncompleteRead"):
         JsonConnections(server.url).post_json("/", {}, 5.0)
     assert server.num_requests == 1
+
+
+LATE = b'HTTP/1.1 503 Busy\r\nRetry-After: 7\r\nContent-Length: 18\r\n\r\n{"detail": "late"}'
+REFUSAL = b'HTTP/1.1 422 Bad\r\nContent-Length: 34\r\n\r\n{"error": {"message": "no model"}}'
+SENDERS = {
+    "single": lambda server, timeout_s: fetch_json(f"{server.url}/x", {}, timeout_s=timeout_s),
+    "connection": lambda server, timeout_s: JsonConnections(server.url).post_json(
+        "/x", {}, timeout_s
+    ),
+}
+
+
+@pytest.mark.parametrize("send", SENDERS.values(), ids=SENDERS)
+def test_failures_have_one_form(script, send):
+    server = script(LATE)
+    with pytest.raises(ServerUnavailable) as late:
+        send(server, 5.0)
+    assert str(late.value) == f"{server.url}/x: 503 Busy: late"
+    assert (late.value.status, late.value.retry_after) == (503, 7.0)
+    assert late.value.reason == "503 Busy: late"
+    server = script(REFUSAL)
+    with pytest.raises(ServerErrorResponse) as refusal:
+        send(server, 5.0)
+    assert str(refusal.value) == f"{server.url}/x: 422 Bad: no model"
+    assert (refusal.value.status, refusal.value.retry_after) == (422, 0.0)
+    with pytest.raises(ServerUnavailable, match=r"/x: no response in time$") as timeout:
+        send(script(SILENCE), 0.2)
+    assert timeout.value.status == 0 and isinstance(timeout.value.__cause__, TimeoutError)
+    with pytest.raises(ServerUnavailable, match="/x: IncompleteRead"):
+        send(script(OK.replace(b": 2", b": 9")), 5.0)
+    closed = SimpleNamespace(url=f"http://127.0.0.1:{free_ports(1)[0]}")
+    with pytest.raises(ServerUnavailable, match="/x: ConnectionRefusedError"):
+        send(closed, 5.0)
+
+
+@pytest.mark.parametrize("send", SENDERS.values(), ids=SENDERS)
+def test_a_timeout_is_that_of_the_whole_attempt(script, send):
+    """A body that arrives slowly, but never pauses for as long as the timeout."""
+    server = script(OK)
+    server.send = lambda connection, answer: [
+        (connection.sendall(part), time.sleep(0.05))
+        for part in [b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n", *[b" "] * 200]
+    ]
+    start = time.monotonic()
+    with pytest.raises(ServerUnavailable, match="no response in time"):
+        send(server, 0.3)
+    assert time.monotonic() - start < 3
+
+
+def test_a_server_that_wants_a_token_is_healthy(script):
+    assert find_health_problem(script(OK).url) == ""
+    assert find_health_problem(script(REFUSAL.replace(b"422", b"401")).url) == ""
+    assert find_health_problem(script(REFUSAL).url) == "answered 422"
+    closed = f"http://127.0.0.1:{free_ports(1)[0]}"
+    assert find_health_problem(closed).startswith("no answer (ConnectionRefusedError")
+    assert find_health_problem("nonsense").startswith("no answer (")

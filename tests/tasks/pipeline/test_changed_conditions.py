@@ -20,7 +20,7 @@ from tasks.pipeline.stage_fingerprint import (
     read_finished_fingerprint,
 )
 
-ALLOW, ANEW = RunOptions(on_drift="resume"), RunOptions(on_drift="anew")
+ALLOW, START_OVER = RunOptions(on_drift="resume"), RunOptions(on_drift="anew")
 
 
 def run_sft(pipeline_run, body, inputs=None, **changes):
@@ -110,7 +110,7 @@ def test_a_permission_survives_a_kill_and_covers_no_other_change(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [ANEW, RunOptions(fresh=True), RunOptions(restart=True, on_drift="anew")]
+    "options", [START_OVER, RunOptions(fresh=True), RunOptions(restart=True, on_drift="anew")]
 )
 def test_starting_over_archives_the_checkpoint_and_the_old_settings_resume_it(tmp_path, options):
     interrupt_stage(tmp_path, learning_rate=1e-3)
@@ -313,7 +313,7 @@ def test_drift_is_detected_before_anything_runs_including_earlier_stages(tmp_pat
     assert "stages.sft.epochs: 1.0 -> 2.0" in str(refused.value)  # before SFT runs for hours
     for options in (
         ALLOW,
-        ANEW,
+        START_OVER,
         RunOptions(fresh=True),
         RunOptions(only="sft"),
         RunOptions(fresh=True, only="preference"),

@@ -1,39 +1,21 @@
-"""Rules that convert values of TRL's settings to ours where they differ (names: rl_core/settings/trl_aliases.csv).
-
-A rule takes all values of the framework's file and returns {dotted path of ours: value}. The result is empty if our
-default does the same. None means that these values alone do not determine ours, so the reader gets the note.
-"""
+"""Rules that convert values of TRL's settings to ours where they differ (names: rl_core/settings/trl_aliases.csv)."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
 from typing import Any
 
-ConvertedValues = dict[str, Any] | None
-ConversionRule = Callable[["FrameworkValues"], ConvertedValues]
-
-
-class FrameworkValues(dict[str, Any]):
-    """Values of a framework's file by name (verl's dotted), TRL's trainer, and the stage that they are for."""
-
-    def __init__(self, values: Mapping[str, Any], stage: str, trainer: str = "") -> None:
-        super().__init__(values)
-        self.trainer = trainer
-        self.stage = f"stages.{stage}"
-        self.is_policy = stage == "policy" or stage == "distill"  # stages with rollouts
-
-    def read_number(self, name: str, default: float) -> float:
-        """Return a value if it is a number, else `default`."""
-        value = self.get(name)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
-
-
-def sanitize_pipeline_name(text: object) -> str:
-    """Return a valid pipeline name: replace other characters by '-'."""
-    return re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", str(text)).strip("-._")[:64] or "converted"
-
+from tasks.config.conversion_rules import (
+    LR_SCHEDULES,
+    ConversionRule,
+    ConvertedValues,
+    FrameworkValues,
+    build_sampling_rule,
+    build_sinks_rule,
+    build_value_rule,
+    convert_checkpoint_limit,
+    sanitize_pipeline_name,
+)
 
 # The framework's defaults that differ from ours, for settings that a file leaves out.
 TRL_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -71,12 +53,6 @@ TRL_DEFAULTS: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 8,
         "center_rewards_coefficient": 0.0,
     },
-}
-LR_SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine": "cosine",
-    "linear": "linear",
 }
 
 
@@ -213,21 +189,6 @@ def _convert_rewards(values: FrameworkValues) -> ConvertedValues:
     return {f"{values.stage}.rewards": rewards}
 
 
-def build_value_rule(target: str, name: str, convert: Callable[[Any], Any]) -> ConversionRule:
-    """Build the rule of one value.
-
-    Args:
-        convert: returns None if the value has no equivalent.
-    """
-
-    def rule(values: FrameworkValues) -> ConvertedValues:
-        value = convert(values[name])
-        path = target.replace("STAGE", values.stage)
-        return None if value is None else {path: value}
-
-    return rule
-
-
 def _convert_count(value: Any) -> Any:
     """Return a count of at least 1; a share of all steps has no equivalent."""
     return int(value) if isinstance(value, int | float) and value >= 1 else None
@@ -238,30 +199,6 @@ def _convert_dtype(value: Any) -> Any:
     return name if name in ("float32", "bfloat16", "float16") else None
 
 
-def build_table_lookup(table: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Build a conversion by a table; None if the value is not in it."""
-    return table.get
-
-
-def build_sampling_rule(name: str, disabled_values: tuple[Any, ...]) -> ConversionRule:
-    """Build the rule of a sampling restriction: {} if it is off. Rollouts that train a policy accept none."""
-    return lambda values: {} if values[name] in disabled_values else None
-
-
-def build_sinks_rule(name: str) -> ConversionRule:
-    """Build the rule of additional sinks of metrics; MLflow has every run anyway."""
-
-    def rule(values: FrameworkValues) -> ConvertedValues:
-        value = values[name]
-        sinks = set(value if isinstance(value, list) else [value])
-        sinks -= {"mlflow", "none", "console", None}
-        if not sinks <= {"wandb", "tensorboard"}:
-            return None
-        return {"tracking.sinks": sorted(sinks)} if sinks else {}
-
-    return rule
-
-
 def _convert_betas(values: FrameworkValues) -> ConvertedValues:
     betas = [values.read_number("adam_beta1", 0.9), values.read_number("adam_beta2", 0.999)]
     return {f"{values.stage}.betas": betas}
@@ -269,11 +206,6 @@ def _convert_betas(values: FrameworkValues) -> ConvertedValues:
 
 def _convert_optimizer(value: Any) -> Any:
     return next((name for name in ("adamw", "muon") if name in str(value)), None)
-
-
-def convert_checkpoint_limit(value: Any) -> Any:
-    """Return the number of checkpoints to keep, which is at least 2 here."""
-    return max(2, int(value))
 
 
 def _convert_loss_type(values: FrameworkValues) -> ConvertedValues:
@@ -330,12 +262,8 @@ TRL_RULES: dict[str, ConversionRule] = {
     "adam_beta1": _convert_betas,
     "adam_beta2": _convert_betas,
     "optim": build_value_rule("STAGE.optimizer", "optim", _convert_optimizer),
-    "bf16": build_value_rule(
-        "STAGE.autocast", "bf16", build_table_lookup({True: "bfloat16", False: "none"})
-    ),
-    "use_cpu": build_value_rule(
-        "model.device", "use_cpu", build_table_lookup({True: "cpu", False: "auto"})
-    ),
+    "bf16": build_value_rule("STAGE.autocast", "bf16", {True: "bfloat16", False: "none"}.get),
+    "use_cpu": build_value_rule("model.device", "use_cpu", {True: "cpu", False: "auto"}.get),
     "run_name": build_value_rule("name", "run_name", sanitize_pipeline_name),
     "report_to": build_sinks_rule("report_to"),
     "project": build_value_rule("tracking.experiment", "project", str),
@@ -349,7 +277,7 @@ TRL_RULES: dict[str, ConversionRule] = {
     "dtype": build_value_rule("model.dtype", "dtype", _convert_dtype),
     "torch_dtype": build_value_rule("model.dtype", "torch_dtype", _convert_dtype),
     "disable_dropout": build_value_rule(
-        "STAGE.dropout", "disable_dropout", build_table_lookup({True: False, False: True})
+        "STAGE.dropout", "disable_dropout", {True: False, False: True}.get
     ),
     **dict.fromkeys(
         (

@@ -102,7 +102,7 @@ def test_appending_cutting_and_copying(tmp_path):
     assert (tmp_path / "out" / "kept").read_text() == "kept"
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file: cannot be made: File exists; remove it"):
         make_folder(tmp_path / "file" / "inner")

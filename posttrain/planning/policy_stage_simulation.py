@@ -36,8 +36,8 @@ MAX_STALE_RESTARTS = 2
 def count_warm_up_iterations(bound: int) -> int:
     """Return the number of initial iterations that are not representative under this staleness bound.
 
-    bound + 1 batches start together, and the shortest of their groups are learned from first. The longest follow
-    later: a group that becomes too old twice is awaited in the iteration 2 * (bound + 1) after its start, or sooner.
+    bound + 1 batches start together, and the shortest of their groups are learned from first; the longest follow
+    later. The number is a rule of thumb: about four times the batches that start together.
     """
     return 2 + 4 * bound
 

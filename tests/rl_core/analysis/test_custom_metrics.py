@@ -5,7 +5,7 @@ import sys
 import types
 
 import pytest
-from helpers.handmade_trajectories import played
+from helpers.handmade_trajectories import generate_trajectories
 
 from rl_core.analysis import analyze, write_trajectories
 from rl_core.errors import DataError, SettingsError
@@ -37,7 +37,7 @@ def build_settings(*names):
 
 
 def test_the_mean_over_episodes_is_in_metrics_tables_and_report(tmp_path):
-    trajectories = list(played(40, 0.5, seed=1))
+    trajectories = list(generate_trajectories(40, 0.5, seed=1))
     write_trajectories(tmp_path / "sft.jsonl", trajectories)
     result = analyze(
         {"sft": tmp_path / "sft.jsonl"}, tmp_path / "out", build_settings("words_of_first")
@@ -69,6 +69,6 @@ def test_wrong_functions_are_refused_before_anything_is_read(tmp_path, name, mes
     ("name", "message"), [("bad", "gave nan"), ("raises", "raised AttributeError")]
 )
 def test_what_fails_on_an_episode_names_both(tmp_path, name, message):
-    write_trajectories(tmp_path / "sft.jsonl", played(3, 0.5, seed=1))
+    write_trajectories(tmp_path / "sft.jsonl", generate_trajectories(3, 0.5, seed=1))
     with pytest.raises(DataError, match=rf"measure '{name}' on \w+/\d+ {message}"):
         analyze({"sft": tmp_path / "sft.jsonl"}, tmp_path / "out", build_settings(name))

@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from helpers.adapters import hide
+from helpers.adapters import hide_package
 
 from rl_core.environments import SHIPPED_ENVIRONMENTS, Environment, Toolset, make_environment
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.environments.pixel_grid import PixelGrid
 from rl_core.errors import SettingsError
 
-HERE = f"{__name__}:Own"
+HERE = f"{__name__}:Custom"
 
 
-class Own(Environment):
+class Custom(Environment):
     name = "own"
     levels = ("only",)
 
@@ -43,7 +43,7 @@ class Own(Environment):
         pytest.fail("making an environment plays nothing")
 
 
-class Open(Own):
+class Open(Custom):
     def __init__(self, **anything):
         super().__init__(size=1)
         self.anything = anything
@@ -93,7 +93,7 @@ def test_custom_environment_by_import_path():
         ("rl_core.environments.environment:Nothing", {}, "is not a subclass"),
         ("rl_core.environments.environment:Step", {}, "is not a subclass"),
         ("rl_core.environments.environment:", {}, "is not a subclass"),
-        (":Own", {}, "cannot be imported"),
+        (":Custom", {}, "cannot be imported"),
         (f"{__name__}:Unfinished", {}, "does not define episode, tools"),
         (HERE, {}, "options.size: environment"),
         (HERE, {"size": True}, "options.size: True is not a whole number"),
@@ -121,6 +121,6 @@ def test_mistakes_are_named(name, options, part):
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, name, options, extra):
-    hide(monkeypatch, name)
+    hide_package(monkeypatch, name)
     with pytest.raises(SettingsError, match=rf"not installed; pip install 'posttrain\[{extra}\]'"):
         make_environment(name, options)
