@@ -24,14 +24,18 @@ from flows.runtime import prefect_outage, stopping
 from flows.runtime.import_setup import append_working_directory, disable_bytecode_under_file_limit
 from flows.runtime.stopping import TerminatedBySignal, bound_shutdown_time, unwind_on_sigterm
 from flows.runtime.terminal import escape_control_characters
-from posttrain.cli.evaluate_commands import (
+from posttrain.cli.analyze import (
     run_analyze_command,
     run_approve_command,
     run_evaluate_command,
     run_promote_command,
     run_replay_command,
 )
-from posttrain.cli.inspect_commands import (
+from posttrain.cli.online import run_online_command
+from posttrain.cli.parser import build_parser, format_first_commands
+from posttrain.cli.plan import run_plan_command
+from posttrain.cli.prefer import run_prefer_command
+from posttrain.cli.runs import (
     run_compare_command,
     run_diff_command,
     run_profile_command,
@@ -39,8 +43,16 @@ from posttrain.cli.inspect_commands import (
     run_verify_resume_command,
     run_why_command,
 )
-from posttrain.cli.online_command import run_online_command
-from posttrain.cli.operate_commands import (
+from posttrain.cli.serve import run_serve_command
+from posttrain.cli.service import run_service_command
+from posttrain.cli.sweep import (
+    run_pipeline_command,
+    run_resume_command,
+    run_retrain_command,
+    run_stage_command,
+    run_sweep_command,
+)
+from posttrain.cli.up import (
     run_doctor_command,
     run_down_command,
     run_gc_command,
@@ -50,23 +62,11 @@ from posttrain.cli.operate_commands import (
     run_ui_command,
     run_up_command,
 )
-from posttrain.cli.parser import build_parser, format_first_commands
-from posttrain.cli.plan_command import run_plan_command
-from posttrain.cli.prefer_command import run_prefer_command
-from posttrain.cli.prepare_commands import (
+from posttrain.cli.validate import (
     run_convert_command,
     run_data_command,
     run_init_command,
     run_validate_command,
-)
-from posttrain.cli.serve_command import run_serve_command
-from posttrain.cli.service_command import run_service_command
-from posttrain.cli.train_commands import (
-    run_pipeline_command,
-    run_resume_command,
-    run_retrain_command,
-    run_stage_command,
-    run_sweep_command,
 )
 from rl_core.errors import (
     DataError,

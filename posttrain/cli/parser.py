@@ -12,17 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from posttrain.cli import (
+    analyze,
     completion,
-    evaluate_commands,
-    inspect_commands,
-    online_command,
-    operate_commands,
-    plan_command,
-    prefer_command,
-    prepare_commands,
-    serve_command,
-    service_command,
-    train_commands,
+    online,
+    plan,
+    prefer,
+    runs,
+    serve,
+    service,
+    sweep,
+    up,
+    validate,
 )
 
 # Commands in the order of `--help`.
@@ -187,16 +187,16 @@ def build_parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", parser_class=SuggestingParser
     )
     tables = (
-        prepare_commands.PARSERS,
-        plan_command.PARSERS,
-        train_commands.PARSERS,
-        online_command.PARSERS,
-        inspect_commands.PARSERS,
-        evaluate_commands.PARSERS,
-        prefer_command.PARSERS,
-        serve_command.PARSERS,
-        service_command.PARSERS,
-        operate_commands.PARSERS,
+        validate.PARSERS,
+        plan.PARSERS,
+        sweep.PARSERS,
+        online.PARSERS,
+        runs.PARSERS,
+        analyze.PARSERS,
+        prefer.PARSERS,
+        serve.PARSERS,
+        service.PARSERS,
+        up.PARSERS,
         completion.PARSERS,
     )
     add_parser = {name: add for table in tables for name, add in table.items()}

@@ -150,22 +150,18 @@ def test_texts_of_models_and_environments_are_wrapped_and_escaped(tmp_path, monk
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     text = "it failed: \x1b[2J" + " word" * 40
+    monkeypatch.setattr("posttrain.cli.replay.load_newest_run_settings", lambda output: None)
+    monkeypatch.setattr("posttrain.cli.replay.format_failed_episodes", lambda settings: text)
     monkeypatch.setattr(
-        "posttrain.cli.episode_replay.load_newest_run_settings", lambda output: None
+        "posttrain.cli.replay.replay_recorded_episode", lambda *_, **__: (text, True)
     )
     monkeypatch.setattr(
-        "posttrain.cli.episode_replay.format_failed_episodes", lambda settings: text
-    )
-    monkeypatch.setattr(
-        "posttrain.cli.episode_replay.replay_recorded_episode", lambda *_, **__: (text, True)
-    )
-    monkeypatch.setattr(
-        "posttrain.cli.housekeeping.collect_garbage",
+        "posttrain.cli.gc.collect_garbage",
         lambda *_, **__: SimpleNamespace(format_text=lambda: text),
     )
-    monkeypatch.setattr("posttrain.cli.approvals.decide_approval", lambda *_, **__: text)
-    monkeypatch.setattr("posttrain.cli.run_comparison.compare_tracked_runs", lambda *_: {})
-    monkeypatch.setattr("posttrain.cli.run_comparison.format_comparison", lambda comparison: text)
+    monkeypatch.setattr("posttrain.cli.approve.decide_approval", lambda *_, **__: text)
+    monkeypatch.setattr("posttrain.cli.compare.compare_tracked_runs", lambda *_: {})
+    monkeypatch.setattr("posttrain.cli.compare.format_comparison", lambda comparison: text)
     for command in (
         ["replay"],
         ["replay", "policy/1/easy/2/0"],

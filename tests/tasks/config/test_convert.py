@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 from posttrain.cli.main import main
-from posttrain.cli.prepare_commands import TRL_TRAINERS as OFFERED
+from posttrain.cli.validate import TRL_TRAINERS as OFFERED
 from rl_core import PolicySettings
 from rl_core.errors import SettingsError
 from rl_core.settings.framework_aliases import (

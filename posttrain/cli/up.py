@@ -276,7 +276,7 @@ def _add_ui_parser(commands: Any) -> None:
 def run_ui_command(arguments: argparse.Namespace) -> int:
     """Serve the MLflow and the Prefect pages until Ctrl-C."""
     settings = run_setup.load_optional_settings(arguments)
-    from posttrain.cli.tracking_pages import serve_tracking_pages
+    from posttrain.cli.ui import serve_tracking_pages
     from posttrain.operations.connection import find_running_servers, format_links
 
     output = Path(settings.output if settings else arguments.output)
@@ -337,7 +337,7 @@ def _add_sync_parser(commands: Any) -> None:
 def run_sync_command(arguments: argparse.Namespace) -> int:
     """Deliver records that the tracking store has not received yet."""
     settings = run_setup.load_optional_settings(arguments)
-    from posttrain.cli.housekeeping import deliver_journals
+    from posttrain.cli.gc import deliver_journals
 
     text, is_complete = deliver_journals(*run_setup.resolve_tracking_store(arguments, settings))
     run_setup.print_wrapped(text)
@@ -370,7 +370,7 @@ def _add_gc_parser(commands: Any) -> None:
 def run_gc_command(arguments: argparse.Namespace) -> int:
     """List or remove unreferenced data."""
     settings = run_setup.load_optional_settings(arguments)
-    from posttrain.cli.housekeeping import collect_garbage
+    from posttrain.cli.gc import collect_garbage
 
     output, uri = run_setup.resolve_tracking_store(arguments, settings)
     report = collect_garbage(

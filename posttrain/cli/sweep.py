@@ -175,7 +175,7 @@ def run_resume_command(arguments: argparse.Namespace) -> int:
     config_settings = run_setup.load_optional_settings(arguments)
     output = Path(config_settings.output if config_settings else arguments.output)
     run_setup.refuse_unreadable_folder(output)
-    from posttrain.cli.resumable_runs import find_resumable_run, load_recorded_settings
+    from posttrain.cli.recorded_settings import find_resumable_run, load_recorded_settings
 
     record = find_resumable_run(output, arguments.run)
     settings = load_recorded_settings(record, output)

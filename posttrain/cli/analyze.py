@@ -103,7 +103,7 @@ def run_analyze_command(arguments: argparse.Namespace) -> int:
         return _evaluate_and_analyze_models(settings, models, Path(arguments.out), arguments.quiet)
     if settings:
         run_setup.connect_mlflow(settings.output)
-    from posttrain.cli.model_diff import analyze_trajectory_files
+    from posttrain.cli.diff import analyze_trajectory_files
 
     paths = [Path(path) for path in arguments.paths]
     report = analyze_trajectory_files(paths, settings, Path(arguments.out))
@@ -151,7 +151,7 @@ def _add_replay_parser(commands: Any) -> None:
 def run_replay_command(arguments: argparse.Namespace) -> int:
     """Replay a recorded episode, or list the failed ones."""
     settings = run_setup.load_optional_settings(arguments, import_code=True)
-    from posttrain.cli.episode_replay import (
+    from posttrain.cli.replay import (
         format_failed_episodes,
         list_failed_episodes,
         load_newest_run_settings,
@@ -227,7 +227,7 @@ def _add_approve_parser(commands: Any) -> None:
 def run_approve_command(arguments: argparse.Namespace) -> int:
     """Decide on a pending promotion, or list the pending ones."""
     settings = run_setup.load_optional_settings(arguments)
-    from posttrain.cli.approvals import decide_approval, list_pending_approvals
+    from posttrain.cli.approve import decide_approval, list_pending_approvals
 
     output, uri = run_setup.resolve_tracking_store(arguments, settings)
     if arguments.json:

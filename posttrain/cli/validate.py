@@ -158,7 +158,7 @@ def _add_data_parser(commands: Any) -> None:
 
 def run_data_command(arguments: argparse.Namespace) -> int:
     """Print a report on a data file."""
-    from posttrain.cli.data_report import describe_data_file
+    from posttrain.cli.data import describe_data_file
 
     options: dict[str, Any] = {}
     if arguments.model is not None:

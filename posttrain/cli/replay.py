@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.cli.resumable_runs import load_recorded_settings
+from posttrain.cli.recorded_settings import load_recorded_settings
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import DataError, PosttrainError, SettingsError
 from rl_core.rewards.user_function import RewardFunction, import_reward_function

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.cli.inspect_commands import _resolve_profiled_stage
-from posttrain.cli.time_profile import (
+from posttrain.cli.profile import (
     build_profile_record,
     compute_phase_times,
     format_profile_table,
     profile_stage,
     shorten_stage,
 )
+from posttrain.cli.runs import _resolve_profiled_stage
 from rl_core.errors import SettingsError
 from tasks.config import dump_settings, load_settings
 

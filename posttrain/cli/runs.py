@@ -152,7 +152,7 @@ def run_why_command(arguments: argparse.Namespace) -> int:
         # The code of custom stages declares their settings and their position.
         settings = run_setup.load_pipeline_settings(arguments)
     from flows.runtime.progress import wrap_to_terminal
-    from posttrain.cli.stage_explanations import explain_pipeline, explain_stage
+    from posttrain.cli.why import explain_pipeline, explain_stage
 
     explanation = (
         explain_stage(settings, arguments.name) if arguments.name else explain_pipeline(settings)
@@ -188,7 +188,7 @@ def _add_compare_parser(commands: Any) -> None:
 def run_compare_command(arguments: argparse.Namespace) -> int:
     """Compare runs."""
     settings = run_setup.load_optional_settings(arguments)
-    from posttrain.cli.run_comparison import compare_tracked_runs, format_comparison
+    from posttrain.cli.compare import compare_tracked_runs, format_comparison
 
     output, uri = run_setup.resolve_tracking_store(arguments, settings)
     report_folder = Path(arguments.out) if arguments.out else None
@@ -232,10 +232,10 @@ def run_diff_command(arguments: argparse.Namespace) -> int:
     """Compare two models on the same held-out episodes."""
     settings = run_setup.load_optional_settings(arguments, import_code=True)
     if settings is None:
-        from posttrain.cli.episode_replay import load_newest_run_settings
+        from posttrain.cli.replay import load_newest_run_settings
 
         settings = load_newest_run_settings(Path(arguments.output))
-    from posttrain.cli.model_diff import format_diff, resolve_diffed_models
+    from posttrain.cli.diff import format_diff, resolve_diffed_models
 
     models = resolve_diffed_models(settings, (arguments.first, arguments.second))
     run_setup.refuse_unknown_models(settings, *models.values())
@@ -244,7 +244,7 @@ def run_diff_command(arguments: argparse.Namespace) -> int:
     with run_setup.print_banner_and_start_prefect(
         settings, quiet=quiet, fresh=True, stages=["evaluate"]
     ):
-        from posttrain.cli.model_diff import evaluate_diff
+        from posttrain.cli.diff import evaluate_diff
 
     diff, knows_success = evaluate_diff(settings, models, examples=arguments.episodes, quiet=quiet)
     if arguments.format == "json":
@@ -294,7 +294,7 @@ def run_profile_command(arguments: argparse.Namespace) -> int:
     with run_setup.print_banner_and_start_prefect(
         settings, quiet=quiet, stages=active[: active.index(name) + 1], fresh=True
     ):
-        from posttrain.cli.time_profile import (
+        from posttrain.cli.profile import (
             build_profile_record,
             format_profile_table,
             profile_stage,
