@@ -1,24 +1,15 @@
-"""Commands that train: `run`, `stage`, `resume`, `sweep`, `retrain`.
-
-Handlers import what they need when they are called, so that `posttrain --help` starts quickly.
-"""
+"""Command `posttrain sweep`: run trials of a configuration and choose the best."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flows.runtime.stopping import schedule_sigterm
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import (
-    STAGE_HELP,
-    add_allow_drift_option,
-    add_command_parser,
-    add_config_and_output_options,
     add_config_argument,
     add_quiet_option,
     add_stop_after_option,
@@ -27,187 +18,21 @@ from posttrain.cli.arguments import (
     parse_stage_name,
 )
 from rl_core.errors import SettingsError
-from tasks import stage_registry
 
 if TYPE_CHECKING:
     from flows.sweep.ray_trials import TrialResources
 
 SWEEP_METHODS = ("grid", "random", "bayes", "halving")
 
-
-def _add_run_parser(commands: Any) -> None:
-    parser = add_command_parser(
-        commands,
-        "run",
-        "run a pipeline; stages finished with the same settings and data are skipped",
-        [
-            "run demo",
-            "run demo --set stages.policy.learning_rate=1e-3 --set seed=1",
-            "run demo --set stages.analyze=null --set 'stages.evaluate.levels=[easy, hard]'",
-            "run gsm8k --set environment.options.path=train.jsonl",
-        ],
-    )
-    add_config_argument(parser)
-    parser.add_argument(
-        "--fresh", action="store_true", help="rerun all stages, finished ones included"
-    )
-    parser.add_argument(
-        "--monitor", action="store_true", help="serve the live page for as long as the run takes"
-    )
-    parser.add_argument(
-        "--replay-schedule",
-        metavar="FILE",
-        help="schedule.jsonl of a run with asynchronous rollouts: train on the same tokens again, bit for bit",
-    )
-    add_stop_after_option(parser)
-    add_allow_drift_option(parser)
-    add_quiet_option(parser)
+EXAMPLES = (
+    "sweep demo --set stages.policy.learning_rate=1e-4,3e-4,1e-3 --seeds 3 --seed-stage policy",
+    "sweep demo --set stages.policy.group_size=4,8 --set stages.policy.learning_rate=1e-4..1e-2:5:log --parallel 2",
+    "sweep demo --set stages.policy.learning_rate=1e-5..1e-2:log --method halving --trials 30",
+)
 
 
-def run_pipeline_command(arguments: argparse.Namespace) -> int:
-    """Run the pipeline of a configuration."""
-    schedule_sigterm(arguments.stop_after)
-    if arguments.replay_schedule is not None:
-        arguments.set = [
-            *arguments.set,
-            f"stages.policy.rollouts.replay_schedule={arguments.replay_schedule}",
-        ]
-    settings = run_setup.load_pipeline_settings(arguments, check_servers=True)
-    run_setup.refuse_bad_rows(settings)
-    run_setup.refuse_unknown_base_model(settings)
-    run_setup.configure_prefect(settings)
-    with run_setup.print_banner_and_start_prefect(
-        settings, quiet=arguments.quiet, fresh=arguments.fresh
-    ):
-        from flows.post_training import run_pipeline
-        from posttrain.cli.monitor_process import serve_monitor_page
-
-    with serve_monitor_page(Path(settings.output), arguments.monitor):
-        result = run_pipeline(
-            settings,
-            fresh=arguments.fresh,
-            quiet=arguments.quiet,
-            allow_drift=arguments.allow_drift,
-            changed=arguments.set,
-        )
-    print(escape_control_characters(result.format_table()))
-    return 0 if result.ok else 1
-
-
-def _add_stage_parser(commands: Any) -> None:
-    examples = [
-        "stage prepare_data demo",
-        "stage policy demo --model outputs/my-sft-model",
-        "stage sft demo --set stages.sft.epochs=1 --fresh",
-    ]
-    summary = "run one stage; its inputs come from finished stages, or those run first"
-    parser = add_command_parser(commands, "stage", summary, examples)
-    parser.add_argument("name", metavar="NAME", type=parse_stage_name, help=STAGE_HELP)
-    add_config_argument(parser)
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="start from this model folder, hub name or models:/NAME@ALIAS",
-    )
-    parser.add_argument("--fresh", action="store_true", help="rerun the stage even if finished")
-    add_allow_drift_option(parser)
-    add_quiet_option(parser)
-
-
-def run_stage_command(arguments: argparse.Namespace) -> int:
-    """Run one stage."""
-    settings = run_setup.load_pipeline_settings(arguments, check_servers=True)
-    if arguments.name not in settings.stages.active:
-        missing = stage_registry.describe_unknown_stage(arguments.name, settings.stages.active)
-        raise SettingsError(f"{arguments.config}: {missing}")
-    run_setup.refuse_bad_rows(settings)
-    if arguments.model is None:
-        run_setup.refuse_unknown_base_model(settings)
-    else:
-        run_setup.refuse_unknown_models(settings, arguments.model)
-    run_setup.configure_prefect(settings)
-    from tasks.pipeline.run_options import select_settings_up_to
-
-    shortened = select_settings_up_to(settings, arguments.name, arguments.model)
-    with run_setup.print_banner_and_start_prefect(
-        shortened, quiet=arguments.quiet, fresh=arguments.fresh
-    ):
-        from flows.single_stage import run_stage
-
-    result = run_stage(
-        settings,
-        arguments.name,
-        model=arguments.model,
-        fresh=arguments.fresh,
-        quiet=arguments.quiet,
-        allow_drift=arguments.allow_drift,
-    )
-    print(escape_control_characters(result.format_table()))
-    return 0 if result.ok else 1
-
-
-def _add_resume_parser(commands: Any) -> None:
-    examples = ["resume", "resume demo", "resume 'demo · 2026-11-21 14:00:00'"]
-    summary = (
-        "resume a killed, stopped or failed run with its own settings, from its last checkpoint"
-    )
-    parser = add_command_parser(commands, "resume", summary, examples)
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="name or id of the run, or its pipeline (default: the newest unfinished run)",
-    )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="restart the unfinished stage, without its checkpoint",
-    )
-    add_allow_drift_option(parser)
-    add_config_and_output_options(parser)
-    add_stop_after_option(parser)
-    add_quiet_option(parser)
-
-
-def run_resume_command(arguments: argparse.Namespace) -> int:
-    """Resume an interrupted run."""
-    schedule_sigterm(arguments.stop_after)
-    config_settings = run_setup.load_optional_settings(arguments)
-    output = Path(config_settings.output if config_settings else arguments.output)
-    run_setup.refuse_unreadable_folder(output)
-    from posttrain.cli.recorded_settings import find_resumable_run, load_recorded_settings
-
-    record = find_resumable_run(output, arguments.run)
-    settings = load_recorded_settings(record, output)
-    run_setup.configure_prefect(settings)
-    print(
-        escape_control_characters(f"resuming '{record.name}', which is {record.status}"),
-        flush=True,
-    )
-    with run_setup.print_banner_and_start_prefect(settings, quiet=arguments.quiet):
-        from flows.post_training import run_pipeline
-
-    result = run_pipeline(
-        settings,
-        only=record.only,
-        models=record.evaluated_models,
-        quiet=arguments.quiet,
-        started=record.started,
-        allow_drift=arguments.allow_drift,
-        restart=arguments.fresh,
-    )
-    print(escape_control_characters(result.format_table()))
-    return 0 if result.ok else 1
-
-
-def _add_sweep_parser(commands: Any) -> None:
-    examples = [
-        "sweep demo --set stages.policy.learning_rate=1e-4,3e-4,1e-3 --seeds 3 --seed-stage policy",
-        "sweep demo --set stages.policy.group_size=4,8 --set stages.policy.learning_rate=1e-4..1e-2:5:log --parallel 2",
-        "sweep demo --set stages.policy.learning_rate=1e-5..1e-2:log --method halving --trials 30",
-    ]
-    summary = "run trials that differ in some settings and seeds, sharing all unchanged stages; choose the best"
-    parser = add_command_parser(commands, "sweep", summary, examples)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add_config_argument(parser)
     parser.add_argument(
         "--method",
@@ -282,7 +107,7 @@ def _add_sweep_parser(commands: Any) -> None:
     add_quiet_option(parser)
 
 
-def run_sweep_command(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Run trials of a configuration and choose the best."""
     schedule_sigterm(arguments.stop_after)
     from flows.sweep.plan import SweepPlan, resolve_metric
@@ -341,65 +166,3 @@ def _parse_trial_resources(arguments: argparse.Namespace) -> TrialResources | No
                 raise SettingsError(f"{option}: is of a Ray cluster; name it with --ray")
         return None
     return TrialResources(cpus=arguments.trial_cpus or 1, gpus=arguments.trial_gpus)
-
-
-def _add_retrain_parser(commands: Any) -> None:
-    examples = [
-        "retrain demo",
-        "retrain demo --force --reason 'tools have changed'",
-        "retrain gsm8k --start base --set environment.options.path=train.jsonl",
-    ]
-    summary = (
-        "retrain if there is data new to the champion, and promote the result if it passes the gate"
-    )
-    parser = add_command_parser(commands, "retrain", summary, examples)
-    add_config_argument(parser)
-    parser.add_argument(
-        "--start",
-        choices=("champion", "base"),
-        help="initial model: the champion, or the configuration's model (default: its retrain.start)",
-    )
-    parser.add_argument("--force", action="store_true", help="retrain even without new data")
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="restart the unfinished stage of an interrupted retraining",
-    )
-    add_allow_drift_option(parser)
-    parser.add_argument(
-        "--reason", default="", help="origin of the request; stored with the versions"
-    )
-    add_quiet_option(parser)
-
-
-def run_retrain_command(arguments: argparse.Namespace) -> int:
-    """Retrain on new data, from the champion; promote through the gate."""
-    settings = run_setup.load_pipeline_settings(arguments, check_servers=True)
-    run_setup.refuse_bad_rows(settings)
-    run_setup.configure_prefect(settings)
-    # Retraining uses new episodes, so finished stages run again.
-    with run_setup.print_banner_and_start_prefect(settings, quiet=arguments.quiet, fresh=True):
-        from flows.retrain import run_retraining
-
-    result = run_retraining(
-        settings,
-        start=arguments.start,
-        force=arguments.force,
-        reason=arguments.reason,
-        quiet=arguments.quiet,
-        allow_drift=arguments.allow_drift,
-        fresh=arguments.fresh,
-    )
-    if result.pipeline is not None:
-        print(escape_control_characters(result.pipeline.format_table()))
-    print(escape_control_characters(result.message))
-    return 0 if result.pipeline is None or result.pipeline.ok else 1
-
-
-PARSERS: dict[str, Callable[[Any], None]] = {
-    "run": _add_run_parser,
-    "stage": _add_stage_parser,
-    "resume": _add_resume_parser,
-    "sweep": _add_sweep_parser,
-    "retrain": _add_retrain_parser,
-}

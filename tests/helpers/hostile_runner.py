@@ -45,7 +45,11 @@ PRELOADED = (
     "posttrain.cli.model_capabilities",
     "posttrain.cli.approve",
     "posttrain.cli.gc",
-    "posttrain.cli.gc",
+    "flows.runtime.run_summary",
+    "tasks.lifecycle.approval",
+    "tasks.retention",
+    "tasks.tracking.removal",
+    "tasks.tracking.replay",
     "posttrain.operations.commands",
     "posttrain.monitor.server",
     "hostile.calls",
@@ -149,8 +153,7 @@ def _run_command(arguments: list[str]) -> int:
             function(*arguments[2:])
             return 0
 
-        cli.COMMANDS["call"] = call
-        return cli._run_command(argparse.Namespace(command="call", debug=False))
+        return cli._run_command(argparse.Namespace(command="call", debug=False, handler=call))
     return cli.main(arguments)
 
 

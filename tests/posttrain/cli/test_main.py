@@ -371,8 +371,8 @@ def test_a_sigterm_that_something_swallowed_stops_the_run_at_its_next_stage(monk
 def test_a_reader_that_closes_the_pipe(tmp_path):
     code = (
         "import sys, types\n"
-        "from posttrain.cli import main as cli\n"
-        "cli.COMMANDS['runs'] = lambda arguments: print('x\\n' * 100000) or 0\n"
+        "from posttrain.cli import main as cli, runs\n"
+        "runs.run_command = lambda arguments: print('x\\n' * 100000) or 0\n"
         "sys.exit(cli.main(['runs']))"
     )
     command = f'{sys.executable} -c "$CODE" | head -n 1'
@@ -410,7 +410,7 @@ def test_resume_uses_the_recorded_options(flow, tmp_path, monkeypatch, capsys):
     record = SimpleNamespace(
         name="demo · 1", status="killed", only="policy", evaluated_models={"a": "b"}, started="1"
     )
-    monkeypatch.setattr("posttrain.cli.recorded_settings.find_resumable_run", lambda *_: record)
+    monkeypatch.setattr("posttrain.cli.resume.find_resumable_run", lambda *_: record)
     monkeypatch.setattr(
         "posttrain.cli.recorded_settings.load_recorded_settings", lambda *_: settings
     )

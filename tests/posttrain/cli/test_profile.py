@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from posttrain.cli.profile import (
+    _resolve_profiled_stage,
     build_profile_record,
     compute_phase_times,
     format_profile_table,
     profile_stage,
     shorten_stage,
 )
-from posttrain.cli.runs import _resolve_profiled_stage
 from rl_core.errors import SettingsError
 from tasks.config import dump_settings, load_settings
 
