@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from flows.runtime.terminal import escape_control_characters
+from posttrain.cli.arguments import parse_positive_integer
 from rl_core.data.files import BadRow, list_data_files, read_rows
 from rl_core.data.formats import RowKind, detect_format
 from rl_core.data.records import Records, read_demonstrations, read_preferences
@@ -25,11 +28,6 @@ from rl_core.errors import DataError
 
 if TYPE_CHECKING:
     from rl_core.data.chat import ChatRenderer
-import argparse
-from typing import TYPE_CHECKING
-
-from flows.runtime.terminal import escape_control_characters
-from posttrain.cli.arguments import parse_positive_integer
 
 _NUM_EXAMPLES = 3
 _MAX_LISTED_ROWS = 5  # named in one line

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_and_output_options, add_json_option
-from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import DataError, PosttrainError, SettingsError
 from rl_core.types import Trajectory
 
 if TYPE_CHECKING:
+    from rl_core.environments.failed_episodes import FailedEpisode
     from rl_core.rewards.user_function import RewardFunction
     from rl_core.rollouts.replay import EpisodeReplay
     from rl_core.rollouts.rollout_files import EpisodeName
@@ -199,13 +199,10 @@ def _load_reward_functions(
     from rl_core.rewards.user_function import import_reward_function
 
     policy = settings.stages.policy
-    failed_in_reward = isinstance(recorded, FailedEpisode) and recorded.failed_in.startswith(
-        "reward "
-    )
     names = [name for name in (policy.rewards if policy is not None else {}) if ":" in name]
     if isinstance(recorded, Trajectory):
         names = [name for name in names if name in recorded.rewards]
-    elif not failed_in_reward:
+    elif not recorded.failed_in.startswith("reward "):
         names = []
     try:
         return {name: import_reward_function(name) for name in names}
@@ -219,7 +216,7 @@ def _read_step_timeout(settings: PipelineSettings) -> float:
 
 
 def _format_recording(recorded: FailedEpisode | Trajectory) -> list[str]:
-    if isinstance(recorded, FailedEpisode):
+    if not isinstance(recorded, Trajectory):
         lines = [f"it failed: {recorded.failure_label}"]
         return lines + [f"    {line}" for line in recorded.trace.rstrip().splitlines()]
     ending = (
@@ -231,7 +228,7 @@ def _format_recording(recorded: FailedEpisode | Trajectory) -> list[str]:
 
 def _format_verdict(recorded: FailedEpisode | Trajectory, outcome: EpisodeReplay) -> str:
     if not outcome.differences:
-        same = "the same error" if isinstance(recorded, FailedEpisode) else "the same result"
+        same = "the same result" if isinstance(recorded, Trajectory) else "the same error"
         return f"{same} as recorded: the episode is deterministic"
     return (
         f"it differs from the recording in {len(outcome.differences)} places, the first: {outcome.differences[0]}\n"
