@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+from posttrain.cli.main import COMMANDS
+
 PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 VERBS = frozenset((ROOT / "tests" / "house" / "verbs.txt").read_text().split())
 FILLERS = frozenset({"get", "do", "make", "handle"})
@@ -40,6 +42,8 @@ AVOIDED = (
     "to itself",
     "of its own",
 )
+# `posttrain/cli/main.py` imports the module of a command by its name.
+COMMAND_MODULES = {f"posttrain.cli.{name.replace('-', '_')}" for name in COMMANDS}
 LONGEST_FILE, LONGEST_FUNCTION = 600, 85
 SMALL_FILE = 80
 
@@ -189,7 +193,8 @@ def test_short_modules_are_shared_or_entry_points() -> None:
         and len(importers[module]) <= 1
         and path.read_text(encoding="utf-8").count("\n") <= SMALL_FILE
     }
-    assert short == set(SHORT_MODULES)
+    assert sources.keys() >= COMMAND_MODULES
+    assert short - COMMAND_MODULES == set(SHORT_MODULES)
 
 
 def test_exports_are_declared_at_the_doors_alone() -> None:

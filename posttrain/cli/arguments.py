@@ -1,69 +1,15 @@
-"""Shared parts of the command parsers: commands with examples, common options, value types."""
+"""Options and value types that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
-import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 from tasks.stage_registry import list_stage_names
 
 DEFAULT_OUTPUT = "outputs"
 STAGE_HELP = f"one of {', '.join(list_stage_names())}, or one that the config defines"
-
-
-def add_command_parser(
-    commands: Any, name: str, summary: str, examples: Sequence[str]
-) -> argparse.ArgumentParser:
-    """Add a command with examples below its help and with `--debug`; return its parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog="\n".join(["examples:", *(f"  posttrain {example}" for example in examples)]),
-        formatter_class=_ExamplesHelpFormatter,
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of every error")
-    parser.set_defaults(command=name)
-    return parser
-
-
-class _ExamplesHelpFormatter(argparse.HelpFormatter):
-    """Help within the width of the terminal; longer examples are folded so that a shell still accepts them."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        heading, *examples = text.splitlines()
-        if not examples:
-            return super()._fill_text(text, width, indent)
-        return "\n".join(
-            [heading, *(line for example in examples for line in _fold_example(example, width))]
-        )
-
-
-def _fold_example(example: str, width: int) -> Iterator[str]:
-    """Yield the lines of an example that is wider than the terminal.
-
-    Lines are cut at spaces outside quotes, and an option stays with its value. A note in brackets gets its own line.
-    """
-    if len(example) <= width:
-        yield example
-        return
-    command, separator, note = example.partition("    (")
-    line, *words = re.findall(r" *(?:--?[a-z-]+ (?=[^-]))?(?:'[^']*'|[^\s'])+", command)
-    for word in words:
-        if len(line) + len(word) + 2 > width:  # with the backslash
-            yield f"{line} \\"
-            line = "     "
-        line += word
-    yield line
-    yield from (
-        textwrap.wrap(f"({note}", width, initial_indent="    ", subsequent_indent="     ")
-        if separator
-        else ()
-    )
 
 
 def add_config_argument(
@@ -75,14 +21,17 @@ def add_config_argument(
         parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=help_text)
     else:
         parser.add_argument("config", metavar="CONFIG", help=help_text)
-    parser.add_argument(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="override a setting, as in stages.policy.learning_rate=3e-4; may be repeated; VALUE is YAML, "
+    add_set_option(
+        parser,
+        "override a setting, as in stages.policy.learning_rate=3e-4; may be repeated; VALUE is YAML, "
         "and null removes a stage",
+    )
+
+
+def add_set_option(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Add the option `--set`."""
+    parser.add_argument(
+        "--set", "-s", metavar="KEY=VALUE", action="append", default=[], help=help_text
     )
 
 
@@ -117,6 +66,17 @@ def add_quiet_option(parser: argparse.ArgumentParser) -> None:
 def add_json_option(parser: argparse.ArgumentParser, help_text: str = "for programs") -> None:
     """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help=help_text)
+
+
+def add_json_format_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--json` as a synonym of `--format json`."""
+    parser.add_argument(
+        "--json",
+        dest="format",
+        action="store_const",
+        const="json",
+        help="the same as --format json",
+    )
 
 
 def add_note_option(parser: argparse.ArgumentParser) -> None:

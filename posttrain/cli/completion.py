@@ -8,14 +8,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from posttrain.cli.arguments import add_command_parser, parse_stage_name
+from posttrain.cli.arguments import parse_stage_name
 from tasks.shipped import SERVICE_CONFIG, list_config_names
 from tasks.stage_registry import list_stage_names
 
 SHELLS = ("bash", "zsh", "fish")
-
 
 _BASH_TEMPLATE = """\
 _posttrain() {
@@ -47,6 +45,26 @@ function __posttrain_at
     end
     test "$name" = "$argv"
 end"""
+
+
+EXAMPLES = (
+    "completion bash    (> ~/.local/share/bash-completion/completions/posttrain)",
+    "completion zsh    (>> ~/.zshrc)",
+    "completion fish    (> ~/.config/fish/completions/posttrain.fish)",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Print the shell completion script."""
+    from posttrain.cli.main import build_parser
+
+    print(build_completion_script(arguments.shell, build_parser()), end="")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -162,17 +180,3 @@ def _render_fish_script(commands: list[_CompletedCommand]) -> Iterator[str]:
 
 def _quote_shell_word(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _add_completion_parser(commands: Any) -> None:
-    examples = [
-        "completion bash    (> ~/.local/share/bash-completion/completions/posttrain)",
-        "completion zsh    (>> ~/.zshrc)",
-        "completion fish    (> ~/.config/fish/completions/posttrain.fish)",
-    ]
-    summary = "print a script that completes commands and options in your shell"
-    parser = add_command_parser(commands, "completion", summary, examples)
-    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-
-
-PARSERS = {"completion": _add_completion_parser}

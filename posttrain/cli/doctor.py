@@ -1,10 +1,13 @@
-"""Checks of `posttrain doctor`: packages, devices, folders, servers, crashed runs.
+"""Command `posttrain doctor`: check packages, devices, folders, servers and crashed runs.
 
 `posttrain doctor --calibrate` measures this machine and writes its speeds for `posttrain plan --machine`.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -26,8 +29,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from flows.runtime.terminal import StatusLine
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import DEFAULT_OUTPUT, add_config_and_output_options, add_json_option
 from posttrain.cli.tables import detect_terminal_columns
-from rl_core.errors import SettingsError
+from rl_core.errors import PosttrainError, SettingsError
 from rl_core.json_client import find_health_problem
 from tasks.command_hints import format_posttrain_command
 from tasks.shipped import shipped
@@ -39,6 +44,82 @@ HEALTH_TIMEOUT_SECONDS = 5.0  # of a server's health check
 CONSTRAINTS = shipped("constraints.txt")
 DEFAULT_CALIBRATION_FILE = "machine.yaml"
 _PIPELINE_IMPORTS = ("prefect", "mlflow", "flows.post_training")  # of a pipeline, besides rl_core
+
+EXAMPLES = (
+    "doctor",
+    "doctor --config gsm8k",
+    "doctor --repair",
+    "doctor --model Qwen/Qwen3-0.6B",
+    "doctor --calibrate --output machine.yaml",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--repair", action="store_true", help="mark killed runs and show how to resume them"
+    )
+    add_json_option(parser)
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure the speed and memory of this machine in about a minute, and write them for `posttrain plan "
+        "--machine` (--output FILE; default: machine.yaml)",
+    )
+    parser.add_argument(
+        "--faults",
+        action="store_true",
+        help="list the points at which POSTTRAIN_FAULT breaks a run",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="say which fast paths this model folder, hub name or models:/NAME@ALIAS may take here, and why (dtype, "
+        "device and adapters as in --config)",
+    )
+    add_config_and_output_options(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Check this machine, repair crashed runs, calibrate, or explain a model's fast paths."""
+    if arguments.faults:
+        from rl_core.storage.faults import format_fault_points, list_fault_points
+
+        print(
+            json.dumps(list_fault_points(), indent=1) if arguments.json else format_fault_points()
+        )
+        return 0
+    if arguments.calibrate:
+        is_default = arguments.output == DEFAULT_OUTPUT
+        path = DEFAULT_CALIBRATION_FILE if is_default else arguments.output
+        print(write_machine_calibration(Path(path), as_json=arguments.json))
+        return 0
+    settings = run_setup.load_optional_settings(arguments)
+    output = Path(settings.output if settings else arguments.output)
+    uri = settings.tracking.uri if settings else None
+    with contextlib.suppress(PosttrainError):  # an unreachable server becomes a finding
+        from posttrain.operations.connection import connect_to_servers
+
+        connect_to_servers(output)
+    if arguments.repair:
+        from flows.runtime.flow_run_states import repair_crashed_runs
+
+        lines = repair_crashed_runs(output, uri)
+        print(json.dumps(lines, indent=1) if arguments.json else "\n".join(lines))
+        return 0
+    if arguments.model is not None:
+        from posttrain.cli.model_capabilities import explain_model
+
+        model_settings = settings.model if settings else None
+        explanation = explain_model(arguments.model, model_settings, output, uri)
+        print(json.dumps(explanation.record, indent=1) if arguments.json else explanation.text)
+        return 1 if explanation.is_refused else 0
+    findings = examine_machine(output, uri)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+    else:
+        print(format_findings(findings))
+    return 1 if any(finding.is_bad for finding in findings) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from typing import NoReturn
 
 from flows.runtime.import_setup import disable_bytecode_under_file_limit
@@ -18,6 +19,8 @@ def command() -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     disable_bytecode_under_file_limit()
     from posttrain.cli.main import command as run_command
+    from posttrain.cli.main import import_command_modules
 
+    import_command_modules(sys.argv[1:])
     signal.signal(signal.SIGINT, handler)
     run_command()

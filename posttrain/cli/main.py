@@ -1,7 +1,8 @@
 """Program `posttrain`: run one command and turn errors into messages and exit codes.
 
-Only the standard library and the error tree are imported at module level, so that `posttrain --help` starts quickly;
-each command imports what it needs.
+The module of a command is imported only when the command runs or its help is printed, so that `posttrain --help`
+starts quickly. It declares `EXAMPLES`, `add_arguments(parser)` and `run_command(arguments)`, which returns the exit
+code, and imports what takes long inside functions.
 
 Exit codes: 0 done; 1 failed; 2 wrong command, settings or data; 130 and 143 stopped by Ctrl-C and SIGTERM with all
 state saved.
@@ -12,61 +13,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib
 import io
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from flows.runtime import prefect_outage, stopping
 from flows.runtime.import_setup import append_working_directory, disable_bytecode_under_file_limit
 from flows.runtime.stopping import TerminatedBySignal, bound_shutdown_time, unwind_on_sigterm
 from flows.runtime.terminal import escape_control_characters
-from posttrain.cli.evaluate_commands import (
-    run_analyze_command,
-    run_approve_command,
-    run_evaluate_command,
-    run_promote_command,
-    run_replay_command,
-)
-from posttrain.cli.inspect_commands import (
-    run_compare_command,
-    run_diff_command,
-    run_profile_command,
-    run_runs_command,
-    run_verify_resume_command,
-    run_why_command,
-)
-from posttrain.cli.online_command import run_online_command
-from posttrain.cli.operate_commands import (
-    run_doctor_command,
-    run_down_command,
-    run_gc_command,
-    run_monitor_command,
-    run_status_command,
-    run_sync_command,
-    run_ui_command,
-    run_up_command,
-)
-from posttrain.cli.parser import build_parser, format_first_commands
-from posttrain.cli.plan_command import run_plan_command
-from posttrain.cli.prefer_command import run_prefer_command
-from posttrain.cli.prepare_commands import (
-    run_convert_command,
-    run_data_command,
-    run_init_command,
-    run_validate_command,
-)
-from posttrain.cli.serve_command import run_serve_command
-from posttrain.cli.service_command import run_service_command
-from posttrain.cli.train_commands import (
-    run_pipeline_command,
-    run_resume_command,
-    run_retrain_command,
-    run_stage_command,
-    run_sweep_command,
+from posttrain.cli.parser import (
+    ExamplesHelpFormatter,
+    OverviewParser,
+    SuggestingParser,
+    format_first_commands,
 )
 from rl_core.errors import (
     DataError,
@@ -78,6 +43,74 @@ from rl_core.errors import (
 )
 from rl_core.storage import faults
 from rl_core.storage.atomic_files import REMEDIES
+
+# Summaries of the commands by group, in the order of `posttrain --help`. A command is the module of its name.
+COMMAND_GROUPS: dict[str, dict[str, str]] = {
+    "prepare": {
+        "init": "write a commented starter config, environment and reward",
+        "convert": "convert a configuration of TRL or verl, with comments on settings that have no equivalent",
+        "data": "show a data file: format, counts, lengths, duplicates, contradictions, examples with loss tokens "
+        "marked",
+        "validate": "check a configuration without running anything",
+        "plan": "estimate memory, work and hours of each stage; with --simulate, simulate rollout workers or a "
+        "cluster",
+    },
+    "train": {
+        "run": "run a pipeline; stages finished with the same settings and data are skipped",
+        "stage": "run one stage; its inputs come from finished stages, or those run first",
+        "resume": "resume a killed, stopped or failed run with its own settings, from its last checkpoint",
+        "sweep": "run trials that differ in some settings and seeds, sharing all unchanged stages; choose the best",
+        "retrain": "retrain if there is data new to the champion, and promote the result if it passes the gate",
+        "online": "learn from recorded traffic under guardrails: worker, gate of a server, replay of a buffer, report",
+    },
+    "look": {
+        "runs": "list runs, newest first, with status and result",
+        "why": "explain why stages ran or were skipped, and what changed since",
+        "compare": "compare runs: settings that differ, stages, curves, results on the same episodes, where they "
+        "diverge",
+        "diff": "compare two models on the same held-out episodes: what got better and worse, where they diverge",
+        "monitor": "serve a live page of running and finished runs on this machine until Ctrl-C (needs "
+        "posttrain[monitor])",
+        "ui": "serve the MLflow and the Prefect pages on this machine until Ctrl-C",
+        "profile": "profile a few iterations of a training stage by phase",
+    },
+    "judge": {
+        "evaluate": "evaluate a model on the held-out episodes of a configuration",
+        "analyze": "analyse trajectory files, or models on the same episodes: tables, figures, an HTML report",
+        "replay": "replay a recorded episode, failed or not, and show where the result differs from the recording",
+        "promote": "move the alias champion manually: back to the previous champion, or to any version",
+        "approve": "approve or reject a pending promotion; without RUN, list pending ones",
+        "prefer": "let people compare or score answers on a local page; the result is training data",
+    },
+    "serve": {
+        "serve": "serve a model over HTTP on this machine, in the dialect of OpenAI's clients (chat completions)",
+        "service": "serve training to clients of the tinker SDK: up, key, runs, queue, cancel, promote, logs, audit",
+    },
+    "operate": {
+        "up": "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered",
+        "down": "stop `posttrain up`: the worker and its runs (which save first), then the servers",
+        "status": "state of the servers of `posttrain up`; exits with 1 unless all are up",
+        "sync": "deliver what runs recorded while the tracking store was unreachable, or before it lost its database",
+        "gc": "remove data needed by no alias, champion lineage or open run; a dry run unless --yes is given",
+        "doctor": "check versions, devices, stores and folders; exits with 1 if a requirement is missing",
+        "verify-resume": "run a pipeline without interruption, and again while killing it; compare the bytes and name "
+        "sources of nondeterminism; exits with 0 if they are equal, 1 if they differ, 2 if that could not be verified",
+        "completion": "print a script that completes commands and options in your shell",
+    },
+}
+COMMANDS = {name: summary for group in COMMAND_GROUPS.values() for name, summary in group.items()}
+TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands
+# Commands that Ctrl-C ends in bounded time. Servers wait for their clients, a sweep for its trials.
+_BOUNDED_AFTER_CTRL_C = (
+    "run",
+    "resume",
+    "retrain",
+    "stage",
+    "profile",
+    "evaluate",
+    "analyze",
+    "diff",
+)
 
 WRITABLE_FOLDER_ADVICE = (
     "use a writable folder (--output, or output: in the configuration), or fix this one"
@@ -106,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     repair_standard_streams()
     disable_bytecode_under_file_limit()
-    arguments = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = build_parser(words).parse_args(words)
     if arguments.command is None:
         print(format_first_commands())
         return 0
@@ -132,6 +166,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
 
+def import_command_modules(words: Container[str]) -> dict[str, ModuleType]:
+    """Import the modules of the commands among these words; return them by command."""
+    return {
+        name: importlib.import_module(f"posttrain.cli.{name.replace('-', '_')}")
+        for name in COMMANDS
+        if name in words
+    }
+
+
+def build_parser(words: Container[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Build the parser of `posttrain`.
+
+    Args:
+        words: a command line: only the commands among its words get their arguments, which their modules declare; by
+            default every command does.
+    """
+    modules = import_command_modules(words)
+    parser = OverviewParser(COMMAND_GROUPS)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=SuggestingParser
+    )
+    for name, summary in COMMANDS.items():
+        command_parser = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            formatter_class=ExamplesHelpFormatter,
+        )
+        module = modules.get(name)
+        if module is not None:
+            examples = (f"  posttrain {example}" for example in module.EXAMPLES)
+            command_parser.epilog = "\n".join(["examples:", *examples])
+            command_parser.add_argument(
+                "--debug", action="store_true", help="show the traceback of every error"
+            )
+            command_parser.set_defaults(command=name, handler=module.run_command)
+            module.add_arguments(command_parser)
+    return parser
+
+
 def command() -> NoReturn:
     """Run `main`, then end the process."""
     code = main()
@@ -152,7 +226,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
             raise SettingsError(
                 "`python -O` (PYTHONOPTIMIZE) takes out checks that posttrain relies on; run without it"
             )
-        return COMMANDS[arguments.command](arguments)
+        code: int = arguments.handler(arguments)
+        return code
     except Stopped as stopped:
         return _print_failure(arguments, str(stopped), 128 + stopped.signum)
     except KeyboardInterrupt as error:
@@ -264,64 +339,6 @@ def discard_output() -> None:
     """Redirect standard output to /dev/null after its reader has closed it or its disk is full."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-
-def run_completion_command(arguments: argparse.Namespace) -> int:
-    """Print the shell completion script."""
-    from posttrain.cli.completion import build_completion_script
-
-    print(build_completion_script(arguments.shell, build_parser()), end="")
-    return 0
-
-
-# Handlers by command, in the order of `posttrain --help`.
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "init": run_init_command,
-    "convert": run_convert_command,
-    "data": run_data_command,
-    "validate": run_validate_command,
-    "plan": run_plan_command,
-    "run": run_pipeline_command,
-    "stage": run_stage_command,
-    "resume": run_resume_command,
-    "sweep": run_sweep_command,
-    "retrain": run_retrain_command,
-    "online": run_online_command,
-    "runs": run_runs_command,
-    "why": run_why_command,
-    "compare": run_compare_command,
-    "diff": run_diff_command,
-    "monitor": run_monitor_command,
-    "ui": run_ui_command,
-    "profile": run_profile_command,
-    "evaluate": run_evaluate_command,
-    "analyze": run_analyze_command,
-    "replay": run_replay_command,
-    "promote": run_promote_command,
-    "approve": run_approve_command,
-    "prefer": run_prefer_command,
-    "serve": run_serve_command,
-    "service": run_service_command,
-    "up": run_up_command,
-    "down": run_down_command,
-    "status": run_status_command,
-    "sync": run_sync_command,
-    "gc": run_gc_command,
-    "doctor": run_doctor_command,
-    "verify-resume": run_verify_resume_command,
-    "completion": run_completion_command,
-}
-TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands
-# Commands that Ctrl-C ends in bounded time. Servers wait for their clients, a sweep for its trials.
-_BOUNDED_AFTER_CTRL_C = (
-    "run",
-    "resume",
-    "retrain",
-    "stage",
-    "profile",
-    "evaluate",
-    "analyze",
-    "diff",
-)
 
 if __name__ == "__main__":
     command()

@@ -1,4 +1,4 @@
-"""Argument parser of `posttrain`: grouped help, suggestions for mistyped words, all commands.
+"""Argument parsers of `posttrain` and its commands: grouped help, suggestions for mistyped words, examples.
 
 Only the standard library is imported, so that `--help` starts quickly.
 """
@@ -6,35 +6,11 @@ Only the standard library is imported, so that `--help` starts quickly.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
-
-from posttrain.cli import (
-    completion,
-    evaluate_commands,
-    inspect_commands,
-    online_command,
-    operate_commands,
-    plan_command,
-    prefer_command,
-    prepare_commands,
-    serve_command,
-    service_command,
-    train_commands,
-)
-
-# Commands in the order of `--help`.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "prepare": ("init", "convert", "data", "validate", "plan"),
-    "train": ("run", "stage", "resume", "sweep", "retrain", "online"),
-    "look": ("runs", "why", "compare", "diff", "monitor", "ui", "profile"),
-    "judge": ("evaluate", "analyze", "replay", "promote", "approve", "prefer"),
-    "serve": ("serve", "service"),
-    "operate": ("up", "down", "status", "sync", "gc", "doctor", "verify-resume", "completion"),
-}
-COMMAND_ORDER = tuple(name for names in GROUPS.values() for name in names)
 
 DESCRIPTION = """\
 Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy
@@ -109,9 +85,15 @@ def _suggest_nearest(name: str, candidates: Iterable[str]) -> str:
 class OverviewParser(SuggestingParser):
     """Parser of `posttrain` itself, whose help lists the commands in groups."""
 
+    def __init__(self, groups: Mapping[str, Mapping[str, str]]) -> None:
+        """Take the summaries of the commands, by heading and name."""
+        super().__init__(prog="posttrain", description=DESCRIPTION)
+        self._groups = groups
+        self.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version")
+        self.set_defaults(debug=False, command=None)
+
     def format_help(self) -> str:
         """Format the commands in their groups, within the width of the terminal."""
-        summaries = _collect_command_help(self)
         lines = [
             "usage: posttrain COMMAND ...",
             "",
@@ -123,12 +105,8 @@ class OverviewParser(SuggestingParser):
             {f"posttrain {name}": summary for name, summary in _FIRST_COMMANDS.items()},
             _COMMAND_COLUMNS,
         )
-        for heading, names in GROUPS.items():
-            lines += [
-                "",
-                heading,
-                *_format_help_rows({name: summaries[name] for name in names if name in summaries}),
-            ]
+        for heading, summaries in self._groups.items():
+            lines += ["", heading, *_format_help_rows(summaries)]
         options = {"-h, --help": "this; `posttrain COMMAND --help`: one command, with examples"}
         lines += ["", "options", *_format_help_rows({**options, "--version": "print the version"})]
         lines += ["", "exit codes", *_wrap_help_text(_EXIT_CODES, "  ")]
@@ -156,14 +134,6 @@ def format_first_commands() -> str:
     )
 
 
-def _collect_command_help(parser: argparse.ArgumentParser) -> Mapping[str, str]:
-    """Return the one-line summary of each command."""
-    (commands,) = [
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    ]
-    return {choice.dest: choice.help or "" for choice in commands._choices_actions}
-
-
 def _format_help_rows(summaries: Mapping[str, str], margin: int = _NAME_COLUMNS) -> Iterator[str]:
     for name, summary in summaries.items():
         first, *further_lines = _wrap_help_text(summary, " " * margin)
@@ -178,31 +148,39 @@ def _wrap_help_text(text: str, indent: str) -> list[str]:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands."""
-    parser = OverviewParser(prog="posttrain", description=DESCRIPTION)
-    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version")
-    parser.set_defaults(debug=False, command=None)
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", parser_class=SuggestingParser
+class ExamplesHelpFormatter(argparse.HelpFormatter):
+    """Help within the width of the terminal; longer examples are folded so that a shell still accepts them."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        heading, *examples = text.splitlines()
+        if not examples:
+            return super()._fill_text(text, width, indent)
+        return "\n".join(
+            [heading, *(line for example in examples for line in _fold_example(example, width))]
+        )
+
+
+def _fold_example(example: str, width: int) -> Iterator[str]:
+    """Yield the lines of an example that is wider than the terminal.
+
+    Lines are cut at spaces outside quotes, and an option stays with its value. A note in brackets gets its own line.
+    """
+    if len(example) <= width:
+        yield example
+        return
+    command, separator, note = example.partition("    (")
+    line, *words = re.findall(r" *(?:--?[a-z-]+ (?=[^-]))?(?:'[^']*'|[^\s'])+", command)
+    for word in words:
+        if len(line) + len(word) + 2 > width:  # with the backslash
+            yield f"{line} \\"
+            line = "     "
+        line += word
+    yield line
+    yield from (
+        textwrap.wrap(f"({note}", width, initial_indent="    ", subsequent_indent="     ")
+        if separator
+        else ()
     )
-    tables = (
-        prepare_commands.PARSERS,
-        plan_command.PARSERS,
-        train_commands.PARSERS,
-        online_command.PARSERS,
-        inspect_commands.PARSERS,
-        evaluate_commands.PARSERS,
-        prefer_command.PARSERS,
-        serve_command.PARSERS,
-        service_command.PARSERS,
-        operate_commands.PARSERS,
-        completion.PARSERS,
-    )
-    add_parser = {name: add for table in tables for name, add in table.items()}
-    for name in COMMAND_ORDER:
-        add_parser[name](commands)
-    return parser
 
 
 class _PrintVersion(argparse.Action):

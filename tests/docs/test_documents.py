@@ -28,7 +28,7 @@ from documents import (
 )
 
 import rl_core
-from posttrain.cli.parser import build_parser
+from posttrain.cli.main import build_parser
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make_environment
 from rl_core.losses.policy import sapo_loss

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from helpers import ROOT
 
-from posttrain.cli.parser import build_parser
+from posttrain.cli.main import build_parser
 from posttrain.operations.state import StatePaths
 from rl_core.storage.locks import FolderLock
 

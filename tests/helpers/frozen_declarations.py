@@ -26,7 +26,7 @@ from flows.parameters import MAIN_SETTINGS
 from flows.post_training import post_training
 from helpers import ROOT
 from helpers.frozen_literals import PACKAGES, PROJECT, Names, scan_calls, scan_literals
-from posttrain.cli.parser import build_parser
+from posttrain.cli.main import build_parser
 from posttrain.preferences import rating_routes
 from posttrain.serving import request_bodies
 from posttrain.serving.chat_server import ServerMetrics

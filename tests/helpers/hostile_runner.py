@@ -41,11 +41,15 @@ PRELOADED = (
     "rl_core.analysis.runner",
     "rl_core.readers",
     "posttrain.cli.main",
-    "posttrain.cli.resumable_runs",
+    "posttrain.cli.recorded_settings",
     "posttrain.cli.model_capabilities",
-    "posttrain.cli.approvals",
-    "posttrain.cli.housekeeping",
-    "posttrain.cli.housekeeping",
+    "posttrain.cli.approve",
+    "posttrain.cli.gc",
+    "flows.runtime.run_summary",
+    "tasks.lifecycle.approval",
+    "tasks.retention",
+    "tasks.tracking.removal",
+    "tasks.tracking.replay",
     "posttrain.operations.commands",
     "posttrain.monitor.server",
     "hostile.calls",
@@ -149,8 +153,7 @@ def _run_command(arguments: list[str]) -> int:
             function(*arguments[2:])
             return 0
 
-        cli.COMMANDS["call"] = call
-        return cli._run_command(argparse.Namespace(command="call", debug=False))
+        return cli._run_command(argparse.Namespace(command="call", debug=False, handler=call))
     return cli.main(arguments)
 
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 from flows.runtime.pipeline_figure import _compute_box_positions, _list_arrows
-from posttrain.cli.parser import build_parser
+from posttrain.cli.main import build_parser
 from tasks import stage_registry
 from tasks.config import STAGES, StagesSettings
 from tasks.stage_registry import PipelineStage, register_stage

@@ -14,7 +14,7 @@ from helpers import ROOT
 
 from flows.runtime import prefect_access
 from flows.runtime.prefect_access import LoopbackOnlyMiddleware, load_or_create_password
-from posttrain.cli.tracking_pages import PageServers
+from posttrain.cli.ui import PageServers
 from posttrain.operations.database import DatabaseAddresses
 from posttrain.operations.services import build_client_environment, build_service_specs
 from posttrain.operations.state import ServerOptions

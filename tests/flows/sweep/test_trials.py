@@ -14,8 +14,8 @@ from flows.sweep.report import build_report_rows, format_report_table, write_rep
 from flows.sweep.schedule import SweepRecord, TrialOutcome, TrialSchedule
 from flows.sweep.search import create_search, parse_set_options
 from flows.sweep.trial import TrialJob, TrialPruned, evaluate_on_fresh_episodes, run_trial
-from posttrain.cli import run_comparison
-from posttrain.cli.run_comparison import compare_tracked_runs, format_comparison
+from posttrain.cli import compare
+from posttrain.cli.compare import compare_tracked_runs, format_comparison
 from rl_core.errors import ResumeRefused, SettingsError, Stopped
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.locks import FolderLock
@@ -239,7 +239,7 @@ def test_runs_without_success_are_compared_by_reward(plan, swept_record, monkeyp
     output = Path(plan.load_base_settings().output)
     success = compare_tracked_runs(output, None, runs)["episodes"][0]
     assert success["metric"] == "success"
-    monkeypatch.setattr(run_comparison._ComparedRun, "knows_success", False)
+    monkeypatch.setattr(compare._ComparedRun, "knows_success", False)
     comparison = compare_tracked_runs(output, None, runs)
     (pair,) = comparison["episodes"]
     before, after = pair["reward"]

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from posttrain.cli.completion import build_completion_script
-from posttrain.cli.parser import build_parser
+from posttrain.cli.main import build_parser
 
 # line before the cursor -> words that are among the offered ones, words that are not
 LINES = {

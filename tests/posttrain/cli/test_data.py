@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.adapters import fakes
 
-from posttrain.cli.data_report import describe_data_file
+from posttrain.cli.data import describe_data_file
 from posttrain.cli.main import main
 from rl_core.data import splits
 from rl_core.data.chat import ChatRenderer

@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.cli import main as cli
-from posttrain.cli.parser import COMMAND_ORDER, build_parser
+from posttrain.cli.main import COMMANDS, build_parser
 from posttrain.cli.tables import format_runs_table
 
 
@@ -20,11 +20,39 @@ def test_help_imports_nothing_heavy(run_python):
         done = run_python(code, *arguments)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "HEAVY []"
+    every_command = code.replace("main(sys.argv[1:])", "build_parser()", 1)
+    done = run_python(every_command.replace("import main", "import build_parser"))
+    assert (done.returncode, done.stdout) == (0, "HEAVY []\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loaded"),
+    [
+        ([], []),
+        (["--help"], []),
+        (["rnu"], []),
+        (["run", "--help"], ["run"]),
+        (["verify-resume", "--help"], ["verify_resume"]),
+        (["service", "key", "--help"], ["service"]),
+        (["down", "--nonsense"], ["down"]),
+    ],
+)
+def test_only_the_module_of_the_command_is_imported(run_python, arguments, loaded):
+    code = (
+        "import contextlib, sys\n"
+        "from posttrain.cli.main import COMMANDS, main\n"
+        "with contextlib.suppress(SystemExit): main(sys.argv[1:])\n"
+        "names = (name.replace('-', '_') for name in COMMANDS)\n"
+        "print('LOADED', [name for name in names if f'posttrain.cli.{name}' in sys.modules])"
+    )
+    done = run_python(code, *arguments)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"LOADED {loaded}", done.stderr
 
 
 def test_every_command_has_help_with_examples(capsys):
-    names = list(cli.COMMANDS)
-    assert names == list(COMMAND_ORDER)
+    names = list(COMMANDS)
+    groups = [name for group in cli.COMMAND_GROUPS.values() for name in group]
+    assert names == groups and len(set(groups)) == len(groups) == 34
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
@@ -57,7 +85,7 @@ def test_the_bare_command_shows_five_commands_that_parse(capsys):
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("  posttrain ")
     ]
-    commands = [words for words in shown if words[1] in COMMAND_ORDER]
+    commands = [words for words in shown if words[1] in COMMANDS]
     assert [words[1] for words in commands] == ["run", "init", "runs", "monitor", "doctor"]
 
 

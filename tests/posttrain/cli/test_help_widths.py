@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.cli.parser import build_parser, format_first_commands
+from posttrain.cli.main import build_parser
+from posttrain.cli.parser import format_first_commands
 from posttrain.cli.run_setup import format_run_banner
 
 

@@ -9,8 +9,8 @@ import urllib.request
 import pytest
 
 from posttrain.cli import monitor_process
+from posttrain.cli.main import build_parser
 from posttrain.cli.monitor_process import serve_monitor_page
-from posttrain.cli.parser import build_parser
 from rl_core.errors import SettingsError
 
 

@@ -13,13 +13,13 @@ from posttrain.cli import main as cli
 
 PROGRAM = """
 import os, resource, sys
-from posttrain.cli import main as cli
+from posttrain.cli import main as cli, runs
 from rl_core.errors import SettingsError
 from rl_core.storage.faults import inject_fault
-def runs(arguments):
+def run_command(arguments):
     BODY
     return 0
-cli.COMMANDS["runs"] = runs
+runs.run_command = run_command
 sys.exit(cli.main(["runs"]))
 """
 
@@ -125,12 +125,13 @@ def test_python_without_asserts_is_refused(level):
     assert done.returncode == 2 and "`python -O` (PYTHONOPTIMIZE) takes out checks" in done.stderr
 
 
-def test_ctrl_c_while_modules_are_imported_prints_no_traceback():
+@pytest.mark.parametrize("module", ["parser", "runs"])
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback(module):
     code = (
         "import os, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'posttrain.cli.parser': os.kill(os.getpid(), signal.SIGINT)\n"
+        f"        if name == 'posttrain.cli.{module}': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # these tests may run in the background
         "from posttrain.cli.entry import command\n"
@@ -151,21 +152,19 @@ def test_texts_of_models_and_environments_are_wrapped_and_escaped(tmp_path, monk
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     text = "it failed: \x1b[2J" + " word" * 40
     monkeypatch.setattr(
-        "posttrain.cli.episode_replay.load_newest_run_settings", lambda output: None
+        "posttrain.cli.recorded_settings.load_newest_run_settings", lambda output: None
+    )
+    monkeypatch.setattr("posttrain.cli.replay.format_failed_episodes", lambda settings: text)
+    monkeypatch.setattr(
+        "posttrain.cli.replay.replay_recorded_episode", lambda *_, **__: (text, True)
     )
     monkeypatch.setattr(
-        "posttrain.cli.episode_replay.format_failed_episodes", lambda settings: text
-    )
-    monkeypatch.setattr(
-        "posttrain.cli.episode_replay.replay_recorded_episode", lambda *_, **__: (text, True)
-    )
-    monkeypatch.setattr(
-        "posttrain.cli.housekeeping.collect_garbage",
+        "posttrain.cli.gc.collect_garbage",
         lambda *_, **__: SimpleNamespace(format_text=lambda: text),
     )
-    monkeypatch.setattr("posttrain.cli.approvals.decide_approval", lambda *_, **__: text)
-    monkeypatch.setattr("posttrain.cli.run_comparison.compare_tracked_runs", lambda *_: {})
-    monkeypatch.setattr("posttrain.cli.run_comparison.format_comparison", lambda comparison: text)
+    monkeypatch.setattr("posttrain.cli.approve.decide_approval", lambda *_, **__: text)
+    monkeypatch.setattr("posttrain.cli.compare.compare_tracked_runs", lambda *_: {})
+    monkeypatch.setattr("posttrain.cli.compare.format_comparison", lambda comparison: text)
     for command in (
         ["replay"],
         ["replay", "policy/1/easy/2/0"],

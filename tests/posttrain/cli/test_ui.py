@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli.tracking_pages import PageServer, PageServers, _signal_group
+from posttrain.cli.ui import PageServer, PageServers, _signal_group
 from rl_core.errors import BackendError, SettingsError
 
 
@@ -75,7 +75,7 @@ def test_a_server_that_dies_says_why_and_the_other_one_is_stopped(tmp_path, monk
 
 
 def test_a_group_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.cli.tracking_pages.STOP_SECONDS", 0.5)
+    monkeypatch.setattr("posttrain.cli.ui.STOP_SECONDS", 0.5)
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "print('ready', flush=True); time.sleep(60)"
@@ -108,7 +108,7 @@ def list_members(session_leaders: set[int]) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_both_pages_answer_and_nothing_is_left_behind(tmp_path, number):
     code = (
-        "import sys; from pathlib import Path; from posttrain.cli.tracking_pages import serve_tracking_pages\n"
+        "import sys; from pathlib import Path; from posttrain.cli.ui import serve_tracking_pages\n"
         "serve_tracking_pages(Path(sys.argv[1]), mlflow_port=15000, prefect_port=14200)"
     )
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect")}

@@ -8,9 +8,8 @@ import pytest
 from helpers.monitor_runs import make_run
 from helpers.waiting import free_ports, wait_for
 
-from posttrain.cli import operate_commands
-from posttrain.cli.main import main
-from posttrain.cli.parser import build_parser
+from posttrain.cli import up as up_command
+from posttrain.cli.main import build_parser, main
 from posttrain.monitor import server as page_module
 from posttrain.monitor.server import build_page_services
 from posttrain.operations import commands
@@ -24,10 +23,7 @@ def record_up_call(monkeypatch, *arguments):
         call.update(options=options, specs=extra_servers(output, ""))
 
     monkeypatch.setattr(commands, "start_servers", up)
-    assert (
-        operate_commands.run_up_command(build_parser().parse_args(["up", *map(str, arguments)]))
-        == 0
-    )
+    assert up_command.run_command(build_parser().parse_args(["up", *map(str, arguments)])) == 0
     return call
 
 

@@ -8,9 +8,8 @@ from helpers.killed_service import KilledService
 from helpers.serving import TOKEN, make_folder_of_model, running_server
 
 from flows.consolidate import build_consolidation_settings, find_live_snapshot
-from posttrain.cli.main import main
-from posttrain.cli.parser import build_parser
-from posttrain.cli.serve_command import resolve_serving
+from posttrain.cli.main import build_parser, main
+from posttrain.cli.serve import resolve_serving
 from posttrain.monitor.service_views import build_online_tab, find_newest_online_service
 from posttrain.online.service_report import read_service_record, write_service_report
 from posttrain.serving.chat_server import FeedbackJournal

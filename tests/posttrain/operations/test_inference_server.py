@@ -11,9 +11,8 @@ from helpers import ROOT
 from helpers.serving import make_folder_of_model
 
 from flows.parameters import read_settings
-from posttrain.cli.main import main
-from posttrain.cli.operate_commands import _add_rollout_server, _resolve_served_pipeline
-from posttrain.cli.parser import build_parser
+from posttrain.cli.main import build_parser, main
+from posttrain.cli.up import _add_rollout_server, _resolve_served_pipeline
 from posttrain.operations.inference_server import (
     MAX_ADAPTER_RANK,
     build_inference_specs,

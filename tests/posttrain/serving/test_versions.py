@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from helpers.serving import make_folder_of_model, running_server
 
-from posttrain.cli.operate_commands import _resolve_served_pipeline
-from posttrain.cli.parser import build_parser
-from posttrain.cli.serve_command import resolve_serving
+from posttrain.cli.main import build_parser
+from posttrain.cli.serve import resolve_serving
+from posttrain.cli.up import _resolve_served_pipeline
 from posttrain.operations.connection import format_links
 from posttrain.operations.database import DatabaseAddresses
 from posttrain.operations.managed_service import ManagedService

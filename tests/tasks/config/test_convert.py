@@ -7,8 +7,8 @@ from typing import get_args, get_type_hints
 import pytest
 from helpers import ROOT
 
+from posttrain.cli.convert import TRL_TRAINERS as OFFERED
 from posttrain.cli.main import main
-from posttrain.cli.prepare_commands import TRL_TRAINERS as OFFERED
 from rl_core import PolicySettings
 from rl_core.errors import SettingsError
 from rl_core.settings.framework_aliases import (

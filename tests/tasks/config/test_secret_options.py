@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.parameters import flow_parameters, read_settings
-from posttrain.cli import resumable_runs
+from posttrain.cli import recorded_settings
 from rl_core.errors import SettingsError
 from tasks.config import PipelineSettings, build_settings, dump_settings
 from tasks.config.displayed_settings import list_masked_keys, mask_secrets
@@ -96,4 +96,4 @@ def test_a_run_whose_secrets_were_not_stored_is_not_resumed_without_them(setting
     with pytest.raises(
         SettingsError, match=r"environment\.options\.api_key, .*posttrain run CONFIG"
     ):
-        resumable_runs.load_recorded_settings(record, tmp_path)
+        recorded_settings.load_recorded_settings(record, tmp_path)

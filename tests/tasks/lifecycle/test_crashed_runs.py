@@ -182,7 +182,7 @@ def dump_config(**stages):
 
 
 def test_resumable_runs_are_selected_and_others_refused(tmp_path):
-    from posttrain.cli.resumable_runs import find_resumable_run
+    from posttrain.cli.resume import find_resumable_run
 
     text = {"op": "text", "name": "config.json", "text": json.dumps(dump_config())}
     write_journal(tmp_path, text, end_event("KILLED"))
@@ -218,7 +218,8 @@ def test_resumable_runs_are_selected_and_others_refused(tmp_path):
 
 
 def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog):
-    from posttrain.cli.resumable_runs import find_resumable_run, load_recorded_settings
+    from posttrain.cli.recorded_settings import load_recorded_settings
+    from posttrain.cli.resume import find_resumable_run
     from tasks import config as loading
 
     monkeypatch.setattr(loading, "resolve_files", lambda settings, folder: (settings, []))

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.runtime.terminal import StatusLine, escape_control_characters
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import (
-    add_command_parser,
-    add_config_argument,
-    add_json_option,
-    parse_positive_integer,
-)
+from posttrain.cli.arguments import add_config_argument, add_json_option, parse_positive_integer
 from rl_core.errors import CorruptError, DataError, SettingsError
 from rl_core.storage.manifest import read_manifest
 
@@ -32,18 +27,18 @@ _DEFAULT_STALENESS_BOUNDS = (0, 1, 4)
 _MAX_SIMULATED_GPUS = 10_000  # even an idle GPU costs simulated events
 _MIN_COUNTED_ITERATIONS = 10  # after the warm-up
 
+EXAMPLES = (
+    "plan demo --machine machine.yaml",
+    "plan grpo.yaml --gpus 8xH200 --row-tokens 600 --completion-tokens 900",
+    "plan grpo.yaml --gpus H100 --format json",
+    "plan demo --simulate",
+    "plan demo --simulate --workers 1,2,4 --staleness 0,1,4",
+    "plan grpo.yaml --simulate --gpus 64 --rates rates.yaml",
+)
 
-def _add_plan_parser(commands: Any) -> None:
-    examples = [
-        "plan demo --machine machine.yaml",
-        "plan grpo.yaml --gpus 8xH200 --row-tokens 600 --completion-tokens 900",
-        "plan grpo.yaml --gpus H100 --format json",
-        "plan demo --simulate",
-        "plan demo --simulate --workers 1,2,4 --staleness 0,1,4",
-        "plan grpo.yaml --simulate --gpus 64 --rates rates.yaml",
-    ]
-    summary = "estimate memory, work and hours of each stage; with --simulate, simulate rollout workers or a cluster"
-    parser = add_command_parser(commands, "plan", summary, examples)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add_config_argument(parser)
     hardware = parser.add_mutually_exclusive_group()
     hardware.add_argument(
@@ -146,10 +141,7 @@ def _parse_staleness_bounds(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-PARSERS = {"plan": _add_plan_parser}
-
-
-def run_plan_command(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Print the resources of each stage, or simulate the policy stage."""
     if arguments.simulate:
         return _print_simulation(arguments)

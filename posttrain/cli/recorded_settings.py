@@ -1,4 +1,4 @@
-"""Interrupted runs and their recorded settings, for `posttrain resume`."""
+"""Settings of recorded runs, for `posttrain resume`, `replay` and `diff`."""
 
 from __future__ import annotations
 
@@ -6,49 +6,13 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from rl_core.errors import DataError, FolderBusy, SettingsError, suggest_name
+from rl_core.errors import DataError, SettingsError
 from tasks.config import PipelineSettings, build_settings
 from tasks.config.displayed_settings import list_masked_keys
 from tasks.lifecycle.crashed_runs import PipelineRunRecord, list_recorded_runs
 from tasks.pipeline.stage_key import compute_code_version
 
 logger = logging.getLogger(__name__)
-
-
-def find_resumable_run(output: Path, run: str | None) -> PipelineRunRecord:
-    """Return the run to resume: by name, by id or a prefix of it, or a pipeline's newest unfinished run.
-
-    Args:
-        run: None = the newest resumable run.
-    Raises: DataError for an unknown run; SettingsError for a finished run; FolderBusy for a running one.
-    """
-    records = list_recorded_runs(output.resolve())
-    if not records:
-        raise DataError(
-            f"no runs in {output.resolve()}; give the run's --config, or its --output folder"
-        )
-    matching = [
-        record
-        for record in records
-        if run is None or run in (record.name, record.pipeline) or _matches_run_id(record, run)
-    ]
-    if not matching:
-        hint = suggest_name(str(run), [record.name for record in records])
-        raise DataError(f"no run '{run}' in {output.resolve()}; {hint}")
-    for record in matching:
-        if record.status not in ("running", "finished"):
-            return record
-    newest = matching[0]
-    if newest.status == "running":
-        where = f" on {newest.host}" if newest.host else ""
-        raise FolderBusy(f"run '{newest.name}' is still running{where}; nothing to resume")
-    raise SettingsError(
-        f"run '{newest.name}' has finished; `posttrain run` with its config runs it again"
-    )
-
-
-def _matches_run_id(record: PipelineRunRecord, text: str) -> bool:
-    return len(text) >= 6 and record.run_id.startswith(text)
 
 
 def load_recorded_settings(
@@ -83,3 +47,13 @@ def load_recorded_settings(
             compute_code_version(),
         )
     return settings
+
+
+def load_newest_run_settings(output: Path) -> PipelineSettings:
+    """Load the settings of the newest run in a folder. Raises: DataError if there is none."""
+    for record in list_recorded_runs(output.resolve()):
+        if record.settings is not None:
+            return load_recorded_settings(record, output, is_resumed=False)
+    raise DataError(
+        f"no runs in {output.resolve()}; give the run's --config, or its --output folder"
+    )

@@ -1,23 +1,71 @@
-"""Explanations of `posttrain why`: why a stage ran or was cached, and what would make it run now."""
+"""Command `posttrain why`: why a stage ran or was cached, and what would make it run now."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import (
+    STAGE_HELP,
+    add_config_argument,
+    add_json_option,
+    parse_stage_name,
+)
 from rl_core.errors import SettingsError
 from tasks import stage_registry
-from tasks.config import PipelineSettings
-from tasks.pipeline.changed_conditions import (
-    find_current_differences,
-    list_unfinished_stages,
-    read_newest_fingerprint,
-)
-from tasks.pipeline.stage_fingerprint import StageDecision, read_decisions
-from tasks.pipeline.stage_result import STAGE_LOG
+
+if TYPE_CHECKING:
+    from tasks.config import PipelineSettings
+    from tasks.pipeline.stage_fingerprint import StageDecision
+
 
 _MAX_DECISIONS = 5
+
+EXAMPLES = ("why demo", "why policy demo", "why sft demo --set stages.sft.epochs=2")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "name",
+        metavar="STAGE",
+        type=parse_stage_name,
+        nargs="?",
+        help=f"one stage, with earlier runs of it; {STAGE_HELP}",
+    )
+    add_config_argument(parser)
+    add_json_option(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Explain why stages ran or were skipped."""
+    config = arguments.config
+    if (
+        arguments.name is None
+        and config in stage_registry.list_stage_names()
+        and not Path(config).exists()
+    ):
+        raise SettingsError(
+            f"{config} is a stage; name the configuration, too, as in `posttrain why {config} demo`"
+        )
+    settings = run_setup.load_pipeline_settings(arguments, import_code=False)
+    if settings.stages.own:
+        # The code of custom stages declares their settings and their position.
+        settings = run_setup.load_pipeline_settings(arguments)
+    from flows.runtime.progress import wrap_to_terminal
+
+    explanation = (
+        explain_stage(settings, arguments.name) if arguments.name else explain_pipeline(settings)
+    )
+    if arguments.json:
+        print(json.dumps(explanation.to_record(), indent=1))
+    else:
+        print(wrap_to_terminal(explanation.format_text()))
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +164,8 @@ def explain_stage(settings: PipelineSettings, stage: str) -> StageExplanation:
 
     Raises: SettingsError for a stage that the settings do not have.
     """
+    from tasks.pipeline.stage_fingerprint import read_decisions
+
     if stage not in settings.stages.active:
         raise SettingsError(
             f"{settings.name}: {stage_registry.describe_unknown_stage(stage, settings.stages.active)}"
@@ -134,6 +184,8 @@ def explain_stage(settings: PipelineSettings, stage: str) -> StageExplanation:
 
 def _find_newest_log(folder: Path) -> str:
     """Return the stage's most recently written log, whether the run finished or not; "" = there is none."""
+    from tasks.pipeline.stage_result import STAGE_LOG
+
     logs = sorted(
         folder.glob(f"*/{STAGE_LOG}"),
         key=lambda path: (path.stat().st_mtime, ".tracking" not in str(path)),
@@ -143,6 +195,12 @@ def _find_newest_log(folder: Path) -> str:
 
 def _compare_with_newest(settings: PipelineSettings, stage: str, folder: Path) -> StageStatus:
     """Compare the newest result with the current settings and code."""
+    from tasks.pipeline.changed_conditions import (
+        find_current_differences,
+        list_unfinished_stages,
+        read_newest_fingerprint,
+    )
+
     if read_newest_fingerprint(folder) is None:
         return StageStatus(stage, has_result=False)
     changes = tuple(find_current_differences(folder, settings))

@@ -1,7 +1,8 @@
-"""Comparison of any number of runs (`posttrain compare`): settings, stages, curves, results on the same episodes."""
+"""Command `posttrain compare`: settings, stages, curves and results on the same episodes of any number of runs."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -9,25 +10,20 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import add_config_and_output_options, add_json_format_option
 from posttrain.cli.tables import format_table
-from rl_core.analysis.statistics import bootstrap_paired_difference, sign_test
-from rl_core.analysis.training_curves import (
-    SweptConfiguration,
-    TrainingCurve,
-    draw_learning_curves,
-    read_training_curves,
-)
-from rl_core.analysis.trajectories import find_turning_point, read_trajectories
 from rl_core.errors import DataError, SettingsError
-from rl_core.evaluation import Evaluation
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
-from rl_core.types import Trajectory
 from tasks.stage_registry import list_policy_stages, list_stage_names, list_training_stages
-from tasks.stages.evaluate import read_evaluation, resolve_trajectories_path
-from tasks.tracking import RunRow, Tracking, find_run, list_stage_runs
-from tasks.tracking.run_list import find_differing_settings
+
+if TYPE_CHECKING:
+    from rl_core.analysis.training_curves import TrainingCurve
+    from rl_core.evaluation import Evaluation
+    from rl_core.types import Trajectory
+    from tasks.tracking import RunRow
 
 CURVES = (
     "eval/success_rate",
@@ -39,6 +35,40 @@ CURVES = (
 )
 MAX_EXAMPLE_EPISODES = 5  # with different outcomes, per pair of runs
 _MAX_LISTED_RUNS = 5000  # searched for names
+
+EXAMPLES = (
+    "compare 'demo · 2026-11-21 14:00:00' 'demo · 2026-11-21 15:00:00'",
+    "compare demo other_demo --out comparison",
+    "compare RUN_ID RUN_ID RUN_ID --format json",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="name or id of a run, or a pipeline (its newest run)"
+    )
+    add_config_and_output_options(parser)
+    parser.add_argument(
+        "--format", choices=("table", "json"), default="table", help="default: table"
+    )
+    add_json_format_option(parser)
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="also write compare.json and curves.png into FOLDER"
+    )
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Compare runs."""
+    settings = run_setup.load_optional_settings(arguments)
+    output, uri = run_setup.resolve_tracking_store(arguments, settings)
+    report_folder = Path(arguments.out) if arguments.out else None
+    comparison = compare_tracked_runs(output, uri, arguments.runs, report_folder)
+    if arguments.format == "json":
+        print(json.dumps(comparison, indent=1))
+    else:
+        run_setup.print_wrapped(format_comparison(comparison))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +100,8 @@ class _ComparedRun:
 
     def read_newest_evaluation(self) -> tuple[Evaluation, Path] | None:
         """Read the evaluation of the newest policy; return it with the file of its episodes."""
+        from tasks.stages.evaluate import read_evaluation, resolve_trajectories_path
+
         folder = self.stages.get("evaluate")
         if folder is None:
             return None
@@ -90,6 +122,8 @@ def compare_tracked_runs(
         report_folder: folder for compare.json and curves.png.
     Raises: DataError for an unknown run; SettingsError for fewer than two.
     """
+    from tasks.tracking import Tracking, find_run
+
     output = output.resolve()
     rows = Tracking(uri, output).list_runs(limit=_MAX_LISTED_RUNS)
     named_rows = [find_run(rows, name) for name in run_names]
@@ -126,6 +160,8 @@ def compare_tracked_runs(
 
 def _draw_curves(path: Path, curves: Mapping[str, Mapping[str, TrainingCurve]]) -> None:
     """Draw the first curve of `CURVES` that any run has."""
+    from rl_core.analysis.training_curves import SweptConfiguration, draw_learning_curves
+
     metric = next(
         (name for name in CURVES if any(name in run_curves for run_curves in curves.values())), ""
     )
@@ -139,6 +175,8 @@ def _draw_curves(path: Path, curves: Mapping[str, Mapping[str, TrainingCurve]]) 
 
 def find_setting_differences(rows: Sequence[RunRow]) -> dict[str, dict[str, str]]:
     """Return, by run id, the settings that differ between these runs, also across pipelines."""
+    from tasks.tracking.run_list import find_differing_settings
+
     return find_differing_settings(
         dataclasses.replace(row, tags={**row.tags, "pipeline": ""}) for row in rows
     )
@@ -146,6 +184,8 @@ def find_setting_differences(rows: Sequence[RunRow]) -> dict[str, dict[str, str]
 
 def _find_stage_folders(rows: Sequence[RunRow], run: RunRow, output: Path) -> dict[str, Path]:
     """Return the folders of the stages that a run ran or took from an earlier run."""
+    from tasks.tracking import list_stage_runs
+
     keys = {
         row.tags["stage"]: row.tags["stage_key"]
         for row in list_stage_runs(rows, run)
@@ -166,6 +206,8 @@ def _transpose_settings(settings: Mapping[str, Mapping[str, str]]) -> dict[str, 
 
 
 def _read_run_curves(run: _ComparedRun) -> dict[str, TrainingCurve]:
+    from rl_core.analysis.training_curves import read_training_curves
+
     if run.last_trained_folder is None:
         return {}
     try:
@@ -211,6 +253,8 @@ def _find_divergence_step(first: TrainingCurve, other: TrainingCurve) -> float |
 
 def _compare_episodes(first: _ComparedRun, other: _ComparedRun) -> dict[str, Any]:
     """Compare the other run with the first on the episodes that both played."""
+    from rl_core.analysis.statistics import bootstrap_paired_difference, sign_test
+
     names = {"first": first.name, "second": other.name}
     first_results, other_results = first.read_newest_evaluation(), other.read_newest_evaluation()
     if first_results is None or other_results is None:
@@ -266,6 +310,8 @@ def _find_diverging_episodes(
     first: Path, other: Path, keys: Sequence[tuple[str, int]]
 ) -> list[dict[str, Any]]:
     """Return the first episodes with different outcomes: the turn where they diverge, and the actions there."""
+    from rl_core.analysis.trajectories import find_turning_point
+
     keys = keys[:MAX_EXAMPLE_EPISODES]
     first_trajectories = _read_first_samples(first, keys)
     other_trajectories = _read_first_samples(other, keys)
@@ -292,6 +338,8 @@ def _find_diverging_episodes(
 def _read_first_samples(
     path: Path, keys: Sequence[tuple[str, int]]
 ) -> dict[tuple[str, int], Trajectory]:
+    from rl_core.analysis.trajectories import read_trajectories
+
     wanted = set(keys)
     return {
         (trajectory.level, trajectory.seed): trajectory

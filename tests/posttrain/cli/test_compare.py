@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.cli.run_comparison import find_setting_differences
+from posttrain.cli.compare import find_setting_differences
 from rl_core.errors import DataError
 from tasks.tracking import RunRow, find_run
 

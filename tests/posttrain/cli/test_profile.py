@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.cli.inspect_commands import _resolve_profiled_stage
-from posttrain.cli.time_profile import (
+from posttrain.cli.profile import (
+    _resolve_profiled_stage,
     build_profile_record,
     compute_phase_times,
     format_profile_table,

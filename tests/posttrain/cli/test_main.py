@@ -371,8 +371,8 @@ def test_a_sigterm_that_something_swallowed_stops_the_run_at_its_next_stage(monk
 def test_a_reader_that_closes_the_pipe(tmp_path):
     code = (
         "import sys, types\n"
-        "from posttrain.cli import main as cli\n"
-        "cli.COMMANDS['runs'] = lambda arguments: print('x\\n' * 100000) or 0\n"
+        "from posttrain.cli import main as cli, runs\n"
+        "runs.run_command = lambda arguments: print('x\\n' * 100000) or 0\n"
         "sys.exit(cli.main(['runs']))"
     )
     command = f'{sys.executable} -c "$CODE" | head -n 1'
@@ -390,7 +390,7 @@ def test_approve_passes_its_options(config, tmp_path, monkeypatch, capsys):
         calls.append((str(output), uri, run, options))
         return "decided"
 
-    monkeypatch.setattr("posttrain.cli.approvals.decide_approval", decide_approval)
+    monkeypatch.setattr("posttrain.cli.approve.decide_approval", decide_approval)
     assert cli.main(["approve", "demo", "--no", "--note", "worse", "--output", "o"]) == 0
     assert cli.main(["approve"]) == 0
     rejected = {"approve": False, "by": "", "note": "worse", "store_options": " --output o"}
@@ -410,8 +410,10 @@ def test_resume_uses_the_recorded_options(flow, tmp_path, monkeypatch, capsys):
     record = SimpleNamespace(
         name="demo · 1", status="killed", only="policy", evaluated_models={"a": "b"}, started="1"
     )
-    monkeypatch.setattr("posttrain.cli.resumable_runs.find_resumable_run", lambda *_: record)
-    monkeypatch.setattr("posttrain.cli.resumable_runs.load_recorded_settings", lambda *_: settings)
+    monkeypatch.setattr("posttrain.cli.resume.find_resumable_run", lambda *_: record)
+    monkeypatch.setattr(
+        "posttrain.cli.recorded_settings.load_recorded_settings", lambda *_: settings
+    )
     monkeypatch.setattr(run_setup, "configure_prefect", lambda settings: None)
     monkeypatch.setattr(
         run_setup, "print_banner_and_start_prefect", lambda settings, **_: contextlib.nullcontext()

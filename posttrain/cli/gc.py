@@ -1,26 +1,69 @@
-"""Housekeeping of an output folder: `posttrain gc` and `posttrain sync`.
-
-`gc` prints or executes the plan of tasks/retention.py. `sync` delivers what runs recorded while their tracking store
-was unreachable, or before it lost its database.
-"""
+"""Command `posttrain gc`: print or execute the plan of tasks/retention.py."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import (
+    add_config_and_output_options,
+    add_json_option,
+    parse_positive_integer,
+)
 from rl_core.errors import DataError, FolderBusy, suggest_name
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import remove_folder
 from rl_core.storage.locks import FolderLock
-from tasks.lifecycle.crashed_runs import list_recorded_runs
-from tasks.mlflow_environment import strip_uri_password
-from tasks.retention import RetentionPlan, plan_retention
-from tasks.tracking import Tracking, UndeliveredCounts
-from tasks.tracking.removal import remove_from_store
-from tasks.tracking.replay import count_undelivered, list_journals, read_start_record
+
+if TYPE_CHECKING:
+    from tasks.retention import RetentionPlan
+    from tasks.tracking import Tracking
+
+EXAMPLES = ("gc --keep 5", "gc --keep 5 --pipeline demo --yes")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--keep",
+        type=parse_positive_integer,
+        default=5,
+        metavar="N",
+        help="newest runs to keep per pipeline (default: 5)",
+    )
+    parser.add_argument(
+        "--pipeline",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="only this pipeline; may be repeated",
+    )
+    parser.add_argument("--yes", action="store_true", help="actually remove")
+    add_json_option(parser)
+    add_config_and_output_options(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """List or remove unreferenced data."""
+    settings = run_setup.load_optional_settings(arguments)
+    output, uri = run_setup.resolve_tracking_store(arguments, settings)
+    report = collect_garbage(
+        output,
+        uri,
+        num_kept_runs=arguments.keep,
+        pipelines=arguments.pipeline,
+        delete=arguments.yes,
+    )
+    if arguments.json:
+        print(json.dumps(report.to_record(), indent=1))
+    else:
+        run_setup.print_wrapped(report.format_text())
+    return 0
 
 
 @dataclass
@@ -92,6 +135,10 @@ def collect_garbage(
         pipelines: only these; () = all in the folder.
     Raises: DataError for an unknown pipeline.
     """
+    from tasks.lifecycle.crashed_runs import list_recorded_runs
+    from tasks.retention import plan_retention
+    from tasks.tracking import Tracking
+
     output = output.resolve()
     known = sorted({record.pipeline for record in list_recorded_runs(output)})
     if not known:
@@ -128,6 +175,8 @@ def _remove_planned_data(tracking: Tracking, plan: RetentionPlan) -> list[str]:
 
     The store comes first: a folder without its run is harmless, a run without its folder is misleading.
     """
+    from tasks.tracking.removal import remove_from_store
+
     inject_fault("gc.planned")
     problems = remove_from_store(tracking.store, plan.runs, plan.versions, plan.models, plan.traces)
     inject_fault("gc.store")
@@ -146,57 +195,3 @@ def _format_size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
-
-
-def deliver_journals(output: Path, uri: str | None) -> tuple[str, bool]:
-    """Deliver all journals of an output folder; return a report, and True if nothing is left to deliver.
-
-    Args:
-        uri: the tracking store; None = MLFLOW_TRACKING_URI, else the one that each run was recorded for.
-    Raises: DataError if the folder has no journals.
-    """
-    output = output.resolve()
-    folders = list(list_journals(output))
-    if not folders:
-        raise DataError(f"no runs in {output}; give the runs' --config, or their --output folder")
-    default_tracking = Tracking(uri, output)
-    is_explicit = (
-        uri is not None or default_tracking.store.uri != default_tracking.store.default_uri
-    )
-    stores: dict[str, Tracking] = {}
-    recorded_stores = {
-        folder: str(read_start_record(folder).get("store") or "") for folder in folders
-    }
-    for recorded in recorded_stores.values():
-        if is_explicit or recorded in ("", default_tracking.uri):
-            tracking = default_tracking
-        else:
-            tracking = Tracking(recorded, output)
-        stores.setdefault(strip_uri_password(tracking.uri), tracking)
-    lines = []
-    num_before = _count_undelivered(folders).total
-    for name, tracking in stores.items():
-        delivered = [
-            folder
-            for folder in folders
-            if len(stores) == 1 or (recorded_stores[folder] or default_tracking.uri) == name
-        ]
-        tracking.deliver_journals(delivered)
-        remaining = _count_undelivered(delivered)
-        lines.append(f"{name}: {_format_delivery(len(delivered), remaining, tracking)}")
-    num_remaining = _count_undelivered(folders).total
-    if num_before > num_remaining:
-        lines.append(f"delivered: {num_before - num_remaining} records")
-    return "\n".join(lines), num_remaining == 0
-
-
-def _count_undelivered(folders: Sequence[Path]) -> UndeliveredCounts:
-    return sum((count_undelivered(folder) for folder in folders), UndeliveredCounts())
-
-
-def _format_delivery(num_runs: int, remaining: UndeliveredCounts, tracking: Tracking) -> str:
-    if not remaining.total:
-        return f"has everything of {num_runs} runs"
-    if tracking.store.is_unreachable:
-        return f"{remaining} still wait: the store does not answer"
-    return f"{remaining} still wait: their runs are alive and deliver them themselves"

@@ -1,37 +1,34 @@
-"""Command `posttrain online`: update worker, gate, replay of a recorded buffer, report.
-
-Handlers import what they need when they are called, so that `posttrain --help` starts quickly.
-"""
+"""Command `posttrain online`: update worker, gate, replay of a recorded buffer, report."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.cli.arguments import add_command_parser
+from posttrain.cli.arguments import add_set_option
 
 if TYPE_CHECKING:
     from rl_core.settings import OnlineSettings
 
 _CONFIG_HELP = "the YAML file of online learning, or the name of a shipped one (default: online)"
+_SET_HELP = "override a setting, as in model.path=models/demo; may be repeated"
 _FOLDER_HELP = "folder of the service, as outputs/demo/online/version-1"
 
+EXAMPLES = (
+    "online worker my_online.yaml    (until Ctrl-C)",
+    "online replay my_online.yaml --buffer outputs/online/buffer --output outputs/replayed",
+    "online report outputs/demo/online/version-1",
+    "online resume outputs/demo/online/version-1    (after an alarm)",
+    "online consolidate demo",
+    "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
+)
 
-def _add_online_parser(commands: Any) -> None:
-    examples = [
-        "online worker my_online.yaml    (until Ctrl-C)",
-        "online replay my_online.yaml --buffer outputs/online/buffer --output outputs/replayed",
-        "online report outputs/demo/online/version-1",
-        "online resume outputs/demo/online/version-1    (after an alarm)",
-        "online consolidate demo",
-        "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
-    ]
-    summary = "learn from recorded traffic under guardrails: worker, gate of a server, replay of a buffer, report"
-    parser = add_command_parser(commands, "online", summary, examples)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     subcommands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, dest="part"
     )
@@ -52,7 +49,7 @@ def _add_online_parser(commands: Any) -> None:
         process.add_argument(
             "config", metavar="CONFIG", nargs="?", default="online", help=_CONFIG_HELP
         )
-        _add_set_option(process)
+        add_set_option(process, _SET_HELP)
     replay.add_argument(
         "--buffer",
         metavar="DIR",
@@ -80,7 +77,7 @@ def _add_online_parser(commands: Any) -> None:
         "export", help="write correct answers of a recorded buffer as demonstrations, for `retrain`"
     )
     export.add_argument("config", metavar="FILE", help="online.yaml of the service's folder")
-    _add_set_option(export)
+    add_set_option(export, _SET_HELP)
     export.add_argument(
         "--output", "-o", metavar="FILE", required=True, help="JSON lines; overwritten"
     )
@@ -90,27 +87,13 @@ def _add_online_parser(commands: Any) -> None:
     consolidate.add_argument(
         "config", metavar="CONFIG", help="the pipeline: its YAML file, or the name of a shipped one"
     )
-    _add_set_option(consolidate)
+    add_set_option(consolidate, _SET_HELP)
     consolidate.add_argument(
         "--output", "-o", metavar="FOLDER", help="overrides the pipeline's `output`"
     )
 
 
-def _add_set_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="override a setting, as in model.path=models/demo; may be repeated",
-    )
-
-
-PARSERS: dict[str, Callable[[Any], None]] = {"online": _add_online_parser}
-
-
-def run_online_command(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Run one of its subcommands."""
     if arguments.part == "report":
         return _write_service_report(arguments)

@@ -1,7 +1,4 @@
-"""Command `posttrain service`: run the training service; manage its keys, runs, queue and logs.
-
-Handlers import what they need when they are called, so that `posttrain --help` starts quickly.
-"""
+"""Command `posttrain service`: run the training service; manage its keys, runs, queue and logs."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.arguments import add_command_parser, add_json_option, parse_positive_integer
+from posttrain.cli.arguments import add_json_option, add_set_option, parse_positive_integer
 from rl_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,24 +16,25 @@ if TYPE_CHECKING:
     from rl_core.settings import ServiceSettings
 
 _CONFIG_HELP = "the service's YAML file, or the name of a shipped one (default: service)"
+_SET_HELP = "override a setting, as in folder=/data/service; may be repeated"
+
+EXAMPLES = (
+    "service up service --set engine.bases.small=models/small    (until Ctrl-C)",
+    "service key create anna --limit 600 --queue 64",
+    "service runs",
+    "service cancel r-0123456789abcdef01234567",
+    "service promote tinker://RUN/weights/best",
+)
 
 
-def _add_service_parser(commands: Any) -> None:
-    examples = [
-        "service up service --set engine.bases.small=models/small    (until Ctrl-C)",
-        "service key create anna --limit 600 --queue 64",
-        "service runs",
-        "service cancel r-0123456789abcdef01234567",
-        "service promote tinker://RUN/weights/best",
-    ]
-    summary = "serve training to clients of the tinker SDK: up, key, runs, queue, cancel, promote, logs, audit"
-    parser = add_command_parser(commands, "service", summary, examples)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     subcommands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, dest="part"
     )
     up = subcommands.add_parser("up", help="start server and worker; restart them when they die")
     up.add_argument("config", metavar="CONFIG", nargs="?", default="service", help=_CONFIG_HELP)
-    _add_set_option(up)
+    add_set_option(up, _SET_HELP)
     _add_key_parser(subcommands)
     runs = _add_subcommand_parser(subcommands, "runs", "training runs, the newest first")
     _add_number_option(runs, "at most (default: 20)")
@@ -117,24 +115,10 @@ def _add_number_option(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 def _add_service_config_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", "-c", metavar="CONFIG", default="service", help=_CONFIG_HELP)
-    _add_set_option(parser)
+    add_set_option(parser, _SET_HELP)
 
 
-def _add_set_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="override a setting, as in folder=/data/service; may be repeated",
-    )
-
-
-PARSERS: dict[str, Callable[[Any], None]] = {"service": _add_service_parser}
-
-
-def run_service_command(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Run one of its subcommands."""
     from posttrain.settings_files import load_service_settings
 

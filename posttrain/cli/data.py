@@ -1,7 +1,8 @@
-"""Report of `posttrain data FILE`: format, counts, lengths, duplicates, contradictions and examples of a data file."""
+"""Command `posttrain data`: format, counts, lengths, duplicates, contradictions and examples of a data file."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from flows.runtime.terminal import escape_control_characters
+from posttrain.cli.arguments import parse_positive_integer
 from rl_core.data.files import BadRow, list_data_files, read_rows
 from rl_core.data.formats import RowKind, detect_format
 from rl_core.data.records import Records, read_demonstrations, read_preferences
@@ -35,6 +38,72 @@ _KINDS: tuple[RowKind, ...] = ("preferences", "demonstrations")
 _INDENT = " " * 18
 
 Row = dict[str, Any]
+
+EXAMPLES = (
+    "data rows.jsonl",
+    "data pairs.csv --model Qwen/Qwen2.5-0.5B-Instruct",
+    "data rows.jsonl --heldout h.jsonl",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("file", metavar="FILE", help="JSONL, CSV or Parquet, or a folder of them")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="folder or hub name whose tokenizer and chat template are used",
+    )
+    parser.add_argument("--heldout", metavar="FILE", help="report rows that this file also has")
+    parser.add_argument(
+        "--as",
+        dest="kind",
+        choices=("demonstrations", "preferences"),
+        default="",
+        help="default: detected by the columns",
+    )
+    parser.add_argument(
+        "--max-rows",
+        type=parse_positive_integer,
+        default=20_000,
+        metavar="N",
+        help="rows read of each file (default: 20000)",
+    )
+    parser.add_argument(
+        "--near",
+        type=float,
+        default=0.8,
+        metavar="S",
+        help="similarity of near copies, from 0 (off) to 1 (default: 0.8)",
+    )
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Print a report on a data file."""
+
+    options: dict[str, Any] = {}
+    if arguments.model is not None:
+        from rl_core.data.chat import ChatRenderer
+        from rl_core.models import causal_lm
+        from rl_core.settings import ModelSettings
+
+        settings = ModelSettings(path=arguments.model)
+        renderer = ChatRenderer(causal_lm.load_tokenizer(arguments.model, settings), settings)
+        options = {
+            "renderer": renderer,
+            "context": causal_lm.read_context_length(arguments.model, settings),
+        }
+    heldout = Path(arguments.heldout) if arguments.heldout else None
+    report = describe_data_file(
+        Path(arguments.file),
+        kind=arguments.kind,
+        heldout_path=heldout,
+        max_rows=arguments.max_rows,
+        near_duplicate_threshold=arguments.near,
+        **options,
+    )
+    print(escape_control_characters(report))
+    return 0
 
 
 @dataclass(slots=True)

@@ -1,29 +1,24 @@
-"""Command `posttrain prefer`: collect human preferences on a local page.
-
-The handler imports what it needs when it is called, so that `posttrain --help` starts quickly.
-"""
+"""Command `posttrain prefer`: collect human preferences on a local page."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from posttrain.cli.arguments import add_command_parser, add_config_argument, parse_port
+from posttrain.cli.arguments import add_config_argument, parse_port
 from rl_core.errors import SettingsError
 
+EXAMPLES = (
+    "prefer demo    (two rollouts of the champion to each of 100 episodes)",
+    "prefer mine.yaml --set prefer.models=[models:/mine/1,models:/mine@champion]",
+    "prefer mine.yaml --answers pairs.jsonl --set prefer.ask=scores",
+    "prefer mine.yaml --export    (the data file alone, without a page)",
+)
 
-def _add_prefer_parser(commands: Any) -> None:
-    examples = [
-        "prefer demo    (two rollouts of the champion to each of 100 episodes)",
-        "prefer mine.yaml --set prefer.models=[models:/mine/1,models:/mine@champion]",
-        "prefer mine.yaml --answers pairs.jsonl --set prefer.ask=scores",
-        "prefer mine.yaml --export    (the data file alone, without a page)",
-    ]
-    summary = "let people compare or score answers on a local page; the result is training data"
-    parser = add_command_parser(commands, "prefer", summary, examples)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add_config_argument(parser)
     parser.add_argument(
         "--answers",
@@ -48,10 +43,7 @@ def _add_prefer_parser(commands: Any) -> None:
     )
 
 
-PARSERS: dict[str, Callable[[Any], None]] = {"prefer": _add_prefer_parser}
-
-
-def run_prefer_command(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C, or write the data file."""
     from posttrain.cli.run_setup import connect_mlflow, print_warning
     from posttrain.preferences.rating_server import RatingTask, export_ratings, serve_ratings

@@ -1,4 +1,4 @@
-"""MLflow and Prefect pages of an output folder, served on loopback until Ctrl-C (`posttrain ui`).
+"""Command `posttrain ui`: MLflow and Prefect pages of an output folder, served on loopback until Ctrl-C.
 
 Both are child processes in separate process groups that end with this process, even on SIGKILL. A service that runs
 elsewhere (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
@@ -6,6 +6,7 @@ elsewhere (an http tracking store, PREFECT_API_URL) is not started; its link is 
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import shlex
@@ -19,12 +20,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from flows.runtime import prefect_access
-from flows.runtime.prefect_home import build_prefect_environment
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import add_config_and_output_options, parse_port
 from rl_core.errors import BackendError, SettingsError
 from rl_core.json_client import find_health_problem
 from rl_core.storage.atomic_files import make_folder, open_log_file
 from tasks.mlflow_environment import build_server_options, record_served_page
-from tasks.tracking import Tracking, build_offline_environment
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,44 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent is gone")
 os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[2:]])
 """
+
+EXAMPLES = ("ui", "ui --output outputs --mlflow-port 5000 --prefect-port 4200")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_and_output_options(parser)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, loopback)"
+    )
+    for server, number in (("mlflow", 5000), ("prefect", 4200)):
+        parser.add_argument(
+            f"--{server}-port",
+            type=parse_port,
+            default=number,
+            metavar="PORT",
+            help=f"default: {number}, or the next free port",
+        )
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Serve the MLflow and the Prefect pages until Ctrl-C."""
+    settings = run_setup.load_optional_settings(arguments)
+    from posttrain.operations.connection import find_running_servers, format_links
+
+    output = Path(settings.output if settings else arguments.output)
+    state = find_running_servers(output)
+    if state is not None:
+        print(f"`posttrain up` serves both:\n{format_links(state, output)}")
+        return 0
+    serve_tracking_pages(
+        output,
+        settings.tracking.uri if settings else None,
+        host=arguments.host,
+        mlflow_port=arguments.mlflow_port,
+        prefect_port=arguments.prefect_port,
+    )
+    return 0
 
 
 @dataclass
@@ -85,6 +124,8 @@ class PageServers:
         prefect_port: int = 4200,
     ) -> None:
         """Configure the pages; nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
+        from tasks.tracking import Tracking
+
         if host not in ("127.0.0.1", "localhost", "::1"):
             raise SettingsError(
                 f"host: '{host}' is not loopback; the MLflow page asks for no password, so use an SSH tunnel"
@@ -114,6 +155,8 @@ class PageServers:
         self.stop_processes()
 
     def _start_mlflow(self) -> PageServer:
+        from tasks.tracking import build_offline_environment
+
         store = self._tracking.store
         if not store.is_local:
             return PageServer("MLflow", store.label, notes=["(runs elsewhere)"])
@@ -146,6 +189,8 @@ class PageServers:
         return service
 
     def _start_prefect(self) -> PageServer:
+        from flows.runtime.prefect_home import build_prefect_environment
+
         external_url = os.environ.get("PREFECT_API_URL")
         if external_url:
             return PageServer(

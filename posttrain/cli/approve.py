@@ -2,31 +2,74 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import platform
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flows.runtime.run_summary import format_approval_commands
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import add_config_and_output_options, add_json_option, add_note_option
 from rl_core.errors import DataError, SettingsError, suggest_name
-from tasks.command_hints import format_posttrain_command
-from tasks.lifecycle.approval import (
-    APPROVED,
-    REJECTED,
-    ApprovalRequest,
-    answer_request,
-    list_approval_requests,
-    reapply_answer,
+from tasks.command_hints import format_output_option, format_posttrain_command
+
+if TYPE_CHECKING:
+    from tasks.lifecycle.approval import ApprovalRequest
+    from tasks.tracking import Tracking
+
+EXAMPLES = (
+    "approve",
+    "approve 'demo · 2026-11-21 14:00:00' --yes --note 'looked at the regressions'",
+    "approve demo --no --note 'worse on hard questions'",
 )
-from tasks.mlflow_environment import build_default_uri
-from tasks.tracking import Tracking
-from tasks.tracking.store import read_user_name
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="name or id of the run, or its pipeline (posttrain runs)",
+    )
+    decision = parser.add_mutually_exclusive_group()
+    decision.add_argument(
+        "--yes", dest="approve", action="store_true", help="promote", default=None
+    )
+    decision.add_argument("--no", dest="approve", action="store_false", help="reject", default=None)
+    add_note_option(parser)
+    parser.add_argument("--by", default="", help="reviewer (default: this user and machine)")
+    add_json_option(parser, "without RUN: pending ones, for programs")
+    add_config_and_output_options(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Decide on a pending promotion, or list the pending ones."""
+    settings = run_setup.load_optional_settings(arguments)
+    output, uri = run_setup.resolve_tracking_store(arguments, settings)
+    if arguments.json:
+        if arguments.run is not None:
+            raise SettingsError("--json lists pending approvals; leave RUN out")
+        print(json.dumps(list_pending_approvals(output, uri), indent=1))
+        return 0
+    store_options = format_output_option(output)
+    if settings:
+        store_options = f" --config {shlex.quote(arguments.config)}"
+    decision = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
+    run_setup.print_wrapped(
+        decide_approval(output, uri, arguments.run, **decision, store_options=store_options)
+    )
+    return 0
 
 
 def list_pending_approvals(output: Path, uri: str | None) -> list[dict[str, Any]]:
     """Return the pending approvals as records."""
+    from tasks.lifecycle.approval import list_approval_requests
+    from tasks.tracking import Tracking
+
     tracking = Tracking(uri, output)
     requests = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
     return [dataclasses.asdict(request) for request in requests if request.is_waiting]
@@ -55,6 +98,17 @@ def decide_approval(
     Returns: text to print.
     Raises: DataError for an unknown run; SettingsError if there is nothing to decide.
     """
+    from flows.runtime.run_summary import format_approval_commands
+    from tasks.lifecycle.approval import (
+        APPROVED,
+        REJECTED,
+        answer_request,
+        list_approval_requests,
+        reapply_answer,
+    )
+    from tasks.tracking import Tracking
+    from tasks.tracking.store import read_user_name
+
     tracking = Tracking(uri, output)
     requests = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
     if run is None:
@@ -90,6 +144,8 @@ def decide_approval(
 
 
 def _has_tracking_store(tracking: Tracking) -> bool:
+    from tasks.mlflow_environment import build_default_uri
+
     local = build_default_uri(tracking.output)
     return tracking.store.uri != local or Path(local.removeprefix("sqlite:///")).exists()
 
@@ -154,6 +210,8 @@ def format_pending_requests(
     waiting: Sequence[ApprovalRequest], output: Path, store_options: str = ""
 ) -> str:
     """Format pending approvals with the commands that decide them."""
+    from flows.runtime.run_summary import format_approval_commands
+
     if not waiting:
         return f"nothing in {output.absolute()} waits for approval"
     return "\n\n".join(

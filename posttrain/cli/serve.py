@@ -1,18 +1,14 @@
-"""Command `posttrain serve`: serve a model over HTTP.
-
-The handler imports what it needs when it is called, so that `posttrain --help` starts quickly.
-"""
+"""Command `posttrain serve`: serve a model over HTTP."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.cli.arguments import add_command_parser, parse_port
+from posttrain.cli.arguments import add_set_option, parse_port
 from rl_core.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -21,17 +17,17 @@ if TYPE_CHECKING:
     from rl_core.settings import ModelSettings, ServingSettings
     from tasks.config import PipelineSettings
 
+EXAMPLES = (
+    "serve demo    (the champion of this pipeline, until Ctrl-C)",
+    "serve demo --learn    (and learn from its traffic)",
+    "serve models:/demo/3 --port 8400",
+    "serve outputs/demo/stages/policy/0123456789abcdef --set serving.slots=16",
+    "serve Qwen/Qwen3-0.6B --name small",
+)
 
-def _add_serve_parser(commands: Any) -> None:
-    examples = [
-        "serve demo    (the champion of this pipeline, until Ctrl-C)",
-        "serve demo --learn    (and learn from its traffic)",
-        "serve models:/demo/3 --port 8400",
-        "serve outputs/demo/stages/policy/0123456789abcdef --set serving.slots=16",
-        "serve Qwen/Qwen3-0.6B --name small",
-    ]
-    summary = "serve a model over HTTP on this machine, in the dialect of OpenAI's clients (chat completions)"
-    parser = add_command_parser(commands, "serve", summary, examples)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "target",
         metavar="CONFIG|MODEL",
@@ -58,20 +54,13 @@ def _add_serve_parser(commands: Any) -> None:
         metavar="FOLDER",
         help="folder of the registered models, the token and the labels (default: the pipeline's, else outputs)",
     )
-    parser.add_argument(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="override a setting, as in serving.slots=16; with a MODEL those of serving and model; may be repeated",
+    add_set_option(
+        parser,
+        "override a setting, as in serving.slots=16; with a MODEL those of serving and model; may be repeated",
     )
 
 
-PARSERS: dict[str, Callable[[Any], None]] = {"serve": _add_serve_parser}
-
-
-def run_serve_command(arguments: argparse.Namespace) -> int:
+def run_command(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     import logging
 

@@ -1,21 +1,32 @@
-"""Time profile of a training stage's iterations (`posttrain profile`)."""
+"""Command `posttrain profile`: time profile of a training stage's iterations."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib
 import io
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import (
+    add_config_argument,
+    add_json_option,
+    add_quiet_option,
+    parse_stage_name,
+)
+from rl_core.errors import SettingsError
 from rl_core.storage.folders import remove_folder
 from rl_core.timing import ENCLOSING_SPANS
-from tasks.config import PipelineSettings
-from tasks.tracking.journal import read_metrics
+from tasks import stage_registry
+
+if TYPE_CHECKING:
+    from tasks.config import PipelineSettings
+
 
 _PHASE_LABELS = {
     "rollout": "rollouts: decoding",
@@ -41,6 +52,70 @@ _MEDIAN_FORMATS = {
     "perf/mfu": ("of the GPU's bfloat16 peak (MFU)", "{:.1%}"),
     "perf/memory_gb": ("GB at most", "{:.2f}"),
 }
+
+EXAMPLES = ("profile demo", "profile demo --stage sft --iterations 20", "profile demo --json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_argument(parser)
+    parser.add_argument(
+        "--stage", metavar="NAME", type=parse_stage_name, help="default: the last training stage"
+    )
+    parser.add_argument(
+        "--iterations",
+        "-n",
+        metavar="N",
+        type=_parse_profile_iterations,
+        default=8,
+        help="how many (default: 8)",
+    )
+    add_json_option(parser)
+    add_quiet_option(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Print the time profile of a stage."""
+    settings = run_setup.load_pipeline_settings(arguments, check_servers=True)
+    name = _resolve_profiled_stage(arguments.stage, settings)
+    run_setup.refuse_unknown_base_model(settings)
+    run_setup.configure_prefect(settings)
+    quiet = arguments.quiet or arguments.json
+    active = settings.stages.active
+    with run_setup.print_banner_and_start_prefect(
+        settings, quiet=quiet, stages=active[: active.index(name) + 1], fresh=True
+    ):
+        importlib.import_module("flows.single_stage")  # which profile_stage calls
+
+    records = profile_stage(settings, name, arguments.iterations, quiet=quiet)
+    if arguments.json:
+        print(json.dumps(build_profile_record(name, records), indent=1))
+    else:
+        print(format_profile_table(name, records))
+    return 0
+
+
+def _parse_profile_iterations(text: str) -> int:
+    """Parse the number of iterations to profile; the first one is warm-up."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be an integer of at least 2: the first iteration is warm-up"
+        )
+    return int(text)
+
+
+def _resolve_profiled_stage(name: str | None, settings: PipelineSettings) -> str:
+    """Return the named training stage, by default the last one. Raises: SettingsError if there is none."""
+    available = [
+        stage for stage in stage_registry.list_training_stages() if stage in settings.stages.active
+    ]
+    if not available:
+        raise SettingsError("there is no training stage to profile")
+    if name is not None and name not in available:
+        raise SettingsError(
+            f"the configuration has no stage '{name}' to profile, only {', '.join(available)}"
+        )
+    return name or available[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +196,7 @@ def profile_stage(
     Returns: (step, metrics) from its journal.
     """
     from flows.single_stage import run_stage
+    from tasks.tracking.journal import read_metrics
 
     shortened = shorten_stage(settings, name, iterations)
     result = run_stage(shortened, name, quiet=quiet).results[name]
@@ -163,6 +239,9 @@ def format_profile_table(
     name: str, records: Sequence[tuple[int, Mapping[str, float]]], width: int | None = None
 ) -> str:
     """Format the profile as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
     parts = compute_phase_times(records)
     if not parts:
         return f"{name}: fewer than two iterations were recorded, so there is nothing to compare"

@@ -1,24 +1,63 @@
-"""Replay of recorded episodes against the environment and the reward functions (`posttrain replay`)."""
+"""Command `posttrain replay`: replay recorded episodes against the environment and the reward functions."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from posttrain.cli.resumable_runs import load_recorded_settings
-from rl_core.environments.failed_episodes import FailedEpisode
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import add_config_and_output_options, add_json_option
 from rl_core.errors import DataError, PosttrainError, SettingsError
-from rl_core.rewards.user_function import RewardFunction, import_reward_function
-from rl_core.rollouts.replay import EpisodeReplay, replay_episode
-from rl_core.rollouts.rollout_files import EpisodeName, read_failed_episodes
 from rl_core.types import Trajectory
-from tasks.config import PipelineSettings
-from tasks.lifecycle.crashed_runs import list_recorded_runs
-from tasks.pipeline.stage_result import FAILED_EPISODES, RECENT_ROLLOUTS
-from tasks.stages.evaluate import resolve_trajectories_path
-from tasks.stages.loading import build_pipeline_environment
+
+if TYPE_CHECKING:
+    from rl_core.environments.failed_episodes import FailedEpisode
+    from rl_core.rewards.user_function import RewardFunction
+    from rl_core.rollouts.replay import EpisodeReplay
+    from rl_core.rollouts.rollout_files import EpisodeName
+    from tasks.config import PipelineSettings
+
+EXAMPLES = (
+    "replay    (lists the stored failed episodes)",
+    "replay policy/12/easy/345/0",
+    "replay evaluate/policy/hard/17/0 --config demo",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "episode",
+        metavar="EPISODE",
+        nargs="?",
+        help="STAGE/ITERATION/LEVEL/SEED/SAMPLE, or evaluate/MODEL/LEVEL/SEED/SAMPLE",
+    )
+    add_json_option(parser, "without EPISODE: the list for programs")
+    add_config_and_output_options(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Replay a recorded episode, or list the failed ones."""
+    settings = run_setup.load_optional_settings(arguments, import_code=True)
+    if settings is None:
+        from posttrain.cli.recorded_settings import load_newest_run_settings
+
+        settings = load_newest_run_settings(Path(arguments.output))
+    if arguments.json:
+        if arguments.episode is not None:
+            raise SettingsError("--json lists the stored episodes; leave EPISODE out")
+        print(json.dumps(list_failed_episodes(settings), indent=1))
+        return 0
+    if arguments.episode is None:
+        run_setup.print_wrapped(format_failed_episodes(settings))
+        return 0
+    text, is_same = replay_recorded_episode(settings, arguments.episode, trace=arguments.debug)
+    run_setup.print_wrapped(text)
+    return 0 if is_same else 1
 
 
 def replay_recorded_episode(
@@ -31,6 +70,10 @@ def replay_recorded_episode(
         trace: show tracebacks of the replay, too.
     Raises: DataError for an episode that is not stored.
     """
+    from rl_core.rollouts.replay import replay_episode
+    from rl_core.rollouts.rollout_files import EpisodeName
+    from tasks.stages.loading import build_pipeline_environment
+
     episode_name = EpisodeName.parse(name)
     home = _resolve_pipeline_folder(settings)
     recordings = list(_find_recordings(home, episode_name))
@@ -77,6 +120,9 @@ def format_failed_episodes(settings: PipelineSettings) -> str:
 
 def list_failed_episodes(settings: PipelineSettings) -> list[dict[str, str]]:
     """Return the stored failed episodes as records {episode, what}."""
+    from rl_core.rollouts.rollout_files import read_failed_episodes
+    from tasks.pipeline.stage_result import FAILED_EPISODES
+
     return [
         {"episode": str(name), "what": episode.failure_label}
         for stage in sorted((_resolve_pipeline_folder(settings) / "stages").glob("*/"))
@@ -87,16 +133,6 @@ def list_failed_episodes(settings: PipelineSettings) -> list[dict[str, str]]:
 
 def _resolve_pipeline_folder(settings: PipelineSettings) -> Path:
     return Path(settings.output).resolve() / settings.name
-
-
-def load_newest_run_settings(output: Path) -> PipelineSettings:
-    """Load the settings of the newest run in a folder. Raises: DataError if there is none."""
-    for record in list_recorded_runs(output.resolve()):
-        if record.settings is not None:
-            return load_recorded_settings(record, output, is_resumed=False)
-    raise DataError(
-        f"no runs in {output.resolve()}; give the run's --config, or its --output folder"
-    )
 
 
 @dataclass(frozen=True)
@@ -114,6 +150,10 @@ def _find_recordings(
     home: Path, episode_name: EpisodeName
 ) -> Iterator[tuple[_RecordingLocation, FailedEpisode | Trajectory]]:
     """Yield recordings of an episode: those of the stage's newest folder first, failed ones first."""
+    from rl_core.rollouts.rollout_files import read_failed_episodes
+    from tasks.pipeline.stage_result import FAILED_EPISODES, RECENT_ROLLOUTS
+    from tasks.stages.evaluate import resolve_trajectories_path
+
     for folder in _list_stage_folders(home / "stages" / episode_name.stage):
         path = folder / FAILED_EPISODES
         for line, (name, episode) in enumerate(read_failed_episodes(path), start=1):
@@ -156,14 +196,13 @@ def _load_reward_functions(
     settings: PipelineSettings, recorded: FailedEpisode | Trajectory
 ) -> dict[str, RewardFunction]:
     """Load the user's reward functions that scored the episode; an evaluation uses none of them."""
+    from rl_core.rewards.user_function import import_reward_function
+
     policy = settings.stages.policy
-    failed_in_reward = isinstance(recorded, FailedEpisode) and recorded.failed_in.startswith(
-        "reward "
-    )
     names = [name for name in (policy.rewards if policy is not None else {}) if ":" in name]
     if isinstance(recorded, Trajectory):
         names = [name for name in names if name in recorded.rewards]
-    elif not failed_in_reward:
+    elif not recorded.failed_in.startswith("reward "):
         names = []
     try:
         return {name: import_reward_function(name) for name in names}
@@ -177,7 +216,7 @@ def _read_step_timeout(settings: PipelineSettings) -> float:
 
 
 def _format_recording(recorded: FailedEpisode | Trajectory) -> list[str]:
-    if isinstance(recorded, FailedEpisode):
+    if not isinstance(recorded, Trajectory):
         lines = [f"it failed: {recorded.failure_label}"]
         return lines + [f"    {line}" for line in recorded.trace.rstrip().splitlines()]
     ending = (
@@ -189,7 +228,7 @@ def _format_recording(recorded: FailedEpisode | Trajectory) -> list[str]:
 
 def _format_verdict(recorded: FailedEpisode | Trajectory, outcome: EpisodeReplay) -> str:
     if not outcome.differences:
-        same = "the same error" if isinstance(recorded, FailedEpisode) else "the same result"
+        same = "the same result" if isinstance(recorded, Trajectory) else "the same error"
         return f"{same} as recorded: the episode is deterministic"
     return (
         f"it differs from the recording in {len(outcome.differences)} places, the first: {outcome.differences[0]}\n"

@@ -1,66 +1,89 @@
-"""Comparison of two models on the same held-out episodes (`posttrain diff`): differences, regressions, divergence.
-
-Also `posttrain analyze` of trajectory files, without Prefect.
-"""
+"""Command `posttrain diff`: two models on the same held-out episodes: differences, regressions, divergence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.model_references import resolve_model_references, resolve_stage_model
-from rl_core.analysis import analyze as analyze_trajectories
-from rl_core.analysis.comparison import DivergentEpisode, ModelDiff, PairedGroup, diff_models
-from rl_core.errors import SettingsError
-from rl_core.settings import AnalysisSettings
-from tasks.config import PipelineSettings
-from tasks.pipeline.run_tracking import choose_start_time
-from tasks.stages.analyze import (
-    build_image_function,
-    find_trajectories,
-    list_image_tools,
-    log_analysis,
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import (
+    add_config_and_output_options,
+    add_json_format_option,
+    add_quiet_option,
+    parse_positive_integer,
 )
-from tasks.stages.evaluate import resolve_trajectories_path
-from tasks.stages.loading import build_pipeline_environment
-from tasks.tracking import Tracking
+from rl_core.errors import SettingsError
+
+if TYPE_CHECKING:
+    from rl_core.analysis.comparison import DivergentEpisode, ModelDiff, PairedGroup
+    from tasks.config import PipelineSettings
+
 
 _MAX_TEXT_CHARACTERS = 160  # of an action or a prompt
 
+EXAMPLES = (
+    "diff sft policy --config demo",
+    "diff models:/demo@champion path/to/model --config demo --set stages.evaluate.episodes=1000",
+    "diff sft/epochs/1 sft/epochs/3 -c demo --format json",
+)
 
-def analyze_trajectory_files(
-    paths: Sequence[Path], settings: PipelineSettings | None, out: Path
-) -> Path:
-    """Analyse trajectory files (or all in a folder), oldest model first; return the report's path.
 
-    With a config, the result is logged as a run of its experiment, and the report shows the environment's images.
-    Raises: DataError if there is no trajectory file, or one cannot be read.
-    """
-    models = find_trajectories(paths)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    references = (
+        "model folder, hub name, models:/NAME@ALIAS, or a stage: STAGE, STAGE/KEY, .../epochs/N"
+    )
+    parser.add_argument("first", metavar="MODEL", help=references)
+    parser.add_argument("second", metavar="MODEL", help="model that is compared with the first")
+    add_config_and_output_options(parser)
+    parser.add_argument(
+        "--episodes",
+        type=parse_positive_integer,
+        default=5,
+        metavar="N",
+        help="lost and won episodes to show, each (default: 5)",
+    )
+    parser.add_argument(
+        "--format", choices=("table", "json"), default="table", help="default: table"
+    )
+    add_json_format_option(parser)
+    add_quiet_option(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Compare two models on the same held-out episodes."""
+    settings = run_setup.load_optional_settings(arguments, import_code=True)
     if settings is None:
-        return analyze_trajectories(models, out, AnalysisSettings()).report
-    environment = build_pipeline_environment(settings, None)
-    result = analyze_trajectories(
-        models,
-        out,
-        settings.stages.analyze or AnalysisSettings(),
-        image_of=build_image_function(environment),
-        image_tools=list_image_tools(environment),
+        from posttrain.cli.recorded_settings import load_newest_run_settings
+
+        settings = load_newest_run_settings(Path(arguments.output))
+    models = resolve_diffed_models(settings, (arguments.first, arguments.second))
+    run_setup.refuse_unknown_models(settings, *models.values())
+    run_setup.configure_prefect(settings)
+    quiet = arguments.quiet or arguments.format == "json"
+    with run_setup.print_banner_and_start_prefect(
+        settings, quiet=quiet, fresh=True, stages=["evaluate"]
+    ):
+        from flows.single_stage import evaluate_models
+        from rl_core.analysis.comparison import diff_models
+        from tasks.stages.evaluate import resolve_trajectories_path
+
+    # Episodes that both played before with these settings are taken from the cache.
+    result = evaluate_models(settings, models, quiet=quiet).results["evaluate"]
+    first, second = models
+    paths = (
+        resolve_trajectories_path(result.path, first),
+        resolve_trajectories_path(result.path, second),
     )
-    output = Path(settings.output).resolve()
-    tracking = Tracking(
-        settings.tracking.uri, output, settings.tracking.experiment or settings.name
-    )
-    analyses = output / settings.name / "analyses"
-    started = choose_start_time(analyses)
-    folder = analyses / started.replace(" ", "-").replace(":", "-")
-    run = tracking.start_run(
-        f"analysis · {started}", folder, tags={"kind": "analysis", "models": ", ".join(models)}
-    )
-    log_analysis(run, result)
-    run.close()
-    return result.report
+    diff = diff_models(paths, (first, second), examples=arguments.episodes, seed=settings.seed)
+    knows_success = all(row["knows_success"] for row in result.summary["models"].values())
+    if arguments.format == "json":
+        print(json.dumps({**diff.to_json(), "knows_success": knows_success}, indent=1))
+    else:
+        run_setup.print_wrapped(format_diff(diff, knows_success=knows_success))
+    return 0
 
 
 def resolve_diffed_models(
@@ -70,6 +93,8 @@ def resolve_diffed_models(
 
     Raises: SettingsError for a reference that is no model, or if both are the same.
     """
+    from posttrain.cli.model_references import resolve_model_references, resolve_stage_model
+
     home = Path(settings.output).resolve() / settings.name
     models = resolve_model_references([resolve_stage_model(name, home) for name in references])
     if len(models) != 2:
@@ -77,25 +102,6 @@ def resolve_diffed_models(
             f"{references[0]}: no model; name a folder, a stage, a hub name or models:/NAME@ALIAS"
         )
     return models
-
-
-def evaluate_diff(
-    settings: PipelineSettings, models: dict[str, str], *, examples: int, quiet: bool
-) -> tuple[ModelDiff, bool]:
-    """Compare two models on the config's held-out episodes; return the difference, and whether success is known.
-
-    Episodes that both played before with these settings are taken from the cache.
-    """
-    from flows.single_stage import evaluate_models
-
-    result = evaluate_models(settings, models, quiet=quiet).results["evaluate"]
-    first, second = models
-    paths = (
-        resolve_trajectories_path(result.path, first),
-        resolve_trajectories_path(result.path, second),
-    )
-    diff = diff_models(paths, (first, second), examples=examples, seed=settings.seed)
-    return diff, all(row["knows_success"] for row in result.summary["models"].values())
 
 
 def format_diff(diff: ModelDiff, *, knows_success: bool = True) -> str:

@@ -1,0 +1,111 @@
+"""Command `posttrain resume`: resume an interrupted run with its recorded settings."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.runtime.stopping import schedule_sigterm
+from flows.runtime.terminal import escape_control_characters
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import (
+    add_allow_drift_option,
+    add_config_and_output_options,
+    add_quiet_option,
+    add_stop_after_option,
+)
+from rl_core.errors import DataError, FolderBusy, SettingsError, suggest_name
+
+if TYPE_CHECKING:
+    from tasks.lifecycle.crashed_runs import PipelineRunRecord
+
+EXAMPLES = ("resume", "resume demo", "resume 'demo · 2026-11-21 14:00:00'")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="name or id of the run, or its pipeline (default: the newest unfinished run)",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="restart the unfinished stage, without its checkpoint",
+    )
+    add_allow_drift_option(parser)
+    add_config_and_output_options(parser)
+    add_stop_after_option(parser)
+    add_quiet_option(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Resume an interrupted run."""
+    schedule_sigterm(arguments.stop_after)
+    config_settings = run_setup.load_optional_settings(arguments)
+    output = Path(config_settings.output if config_settings else arguments.output)
+    run_setup.refuse_unreadable_folder(output)
+    from posttrain.cli.recorded_settings import load_recorded_settings
+
+    record = find_resumable_run(output, arguments.run)
+    settings = load_recorded_settings(record, output)
+    run_setup.configure_prefect(settings)
+    print(
+        escape_control_characters(f"resuming '{record.name}', which is {record.status}"),
+        flush=True,
+    )
+    with run_setup.print_banner_and_start_prefect(settings, quiet=arguments.quiet):
+        from flows.post_training import run_pipeline
+
+    result = run_pipeline(
+        settings,
+        only=record.only,
+        models=record.evaluated_models,
+        quiet=arguments.quiet,
+        started=record.started,
+        allow_drift=arguments.allow_drift,
+        restart=arguments.fresh,
+    )
+    print(escape_control_characters(result.format_table()))
+    return 0 if result.ok else 1
+
+
+def find_resumable_run(output: Path, run: str | None) -> PipelineRunRecord:
+    """Return the run to resume: by name, by id or a prefix of it, or a pipeline's newest unfinished run.
+
+    Args:
+        run: None = the newest resumable run.
+    Raises: DataError for an unknown run; SettingsError for a finished run; FolderBusy for a running one.
+    """
+    from tasks.lifecycle.crashed_runs import list_recorded_runs
+
+    records = list_recorded_runs(output.resolve())
+    if not records:
+        raise DataError(
+            f"no runs in {output.resolve()}; give the run's --config, or its --output folder"
+        )
+    matching = [
+        record
+        for record in records
+        if run is None or run in (record.name, record.pipeline) or _matches_run_id(record, run)
+    ]
+    if not matching:
+        hint = suggest_name(str(run), [record.name for record in records])
+        raise DataError(f"no run '{run}' in {output.resolve()}; {hint}")
+    for record in matching:
+        if record.status not in ("running", "finished"):
+            return record
+    newest = matching[0]
+    if newest.status == "running":
+        where = f" on {newest.host}" if newest.host else ""
+        raise FolderBusy(f"run '{newest.name}' is still running{where}; nothing to resume")
+    raise SettingsError(
+        f"run '{newest.name}' has finished; `posttrain run` with its config runs it again"
+    )
+
+
+def _matches_run_id(record: PipelineRunRecord, text: str) -> bool:
+    return len(text) >= 6 and record.run_id.startswith(text)

@@ -1,0 +1,60 @@
+"""Command `posttrain retrain`: retrain on new data, from the champion; promote through the gate."""
+
+from __future__ import annotations
+
+import argparse
+
+from flows.runtime.terminal import escape_control_characters
+from posttrain.cli import run_setup
+from posttrain.cli.arguments import add_allow_drift_option, add_config_argument, add_quiet_option
+
+EXAMPLES = (
+    "retrain demo",
+    "retrain demo --force --reason 'tools have changed'",
+    "retrain gsm8k --start base --set environment.options.path=train.jsonl",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_config_argument(parser)
+    parser.add_argument(
+        "--start",
+        choices=("champion", "base"),
+        help="initial model: the champion, or the configuration's model (default: its retrain.start)",
+    )
+    parser.add_argument("--force", action="store_true", help="retrain even without new data")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="restart the unfinished stage of an interrupted retraining",
+    )
+    add_allow_drift_option(parser)
+    parser.add_argument(
+        "--reason", default="", help="origin of the request; stored with the versions"
+    )
+    add_quiet_option(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Retrain on new data, from the champion; promote through the gate."""
+    settings = run_setup.load_pipeline_settings(arguments, check_servers=True)
+    run_setup.refuse_bad_rows(settings)
+    run_setup.configure_prefect(settings)
+    # Retraining uses new episodes, so finished stages run again.
+    with run_setup.print_banner_and_start_prefect(settings, quiet=arguments.quiet, fresh=True):
+        from flows.retrain import run_retraining
+
+    result = run_retraining(
+        settings,
+        start=arguments.start,
+        force=arguments.force,
+        reason=arguments.reason,
+        quiet=arguments.quiet,
+        allow_drift=arguments.allow_drift,
+        fresh=arguments.fresh,
+    )
+    if result.pipeline is not None:
+        print(escape_control_characters(result.pipeline.format_table()))
+    print(escape_control_characters(result.message))
+    return 0 if result.pipeline is None or result.pipeline.ok else 1
