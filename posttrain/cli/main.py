@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from flows.runtime import prefect_outage, stopping
-from flows.runtime.import_setup import append_working_directory, disable_bytecode_under_file_limit
+from flows.runtime.import_setup import disable_bytecode_under_file_limit
 from flows.runtime.stopping import TerminatedBySignal, bound_shutdown_time, unwind_on_sigterm
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli.parser import (
@@ -43,6 +43,7 @@ from rl_core.errors import (
 )
 from rl_core.storage import faults
 from rl_core.storage.atomic_files import REMEDIES
+from rl_core.user_code.load import append_working_directory
 
 # Summaries of the commands by group, in the order of `posttrain --help`. A command is the module of its name.
 COMMAND_GROUPS: dict[str, dict[str, str]] = {

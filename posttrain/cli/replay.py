@@ -196,7 +196,7 @@ def _load_reward_functions(
     settings: PipelineSettings, recorded: FailedEpisode | Trajectory
 ) -> dict[str, RewardFunction]:
     """Load the user's reward functions that scored the episode; an evaluation uses none of them."""
-    from rl_core.rewards.user_function import import_reward_function
+    from rl_core.user_code.load import import_function
 
     policy = settings.stages.policy
     names = [name for name in (policy.rewards if policy is not None else {}) if ":" in name]
@@ -205,7 +205,7 @@ def _load_reward_functions(
     elif not recorded.failed_in.startswith("reward "):
         names = []
     try:
-        return {name: import_reward_function(name) for name in names}
+        return {name: import_function(name, f"rewards.{name}") for name in names}
     except PosttrainError as error:
         raise SettingsError(str(error)) from None
 
