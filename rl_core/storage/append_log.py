@@ -2,7 +2,7 @@
 
     AppendLog            opened for each append; options: fsync, checksums, rotation by size
     LockedAppendLog      open and locked from construction to `close`; synced on request
-    read_checked_lines   every complete line of a log, intact or damaged
+    read_checked_lines   every complete line of a log, intact or damaged; on request it reports damaged ones
     read_records         the records of the intact lines; damaged ones are reported and skipped
     list_log_files       the files of a rotated log: NAME.<keep>, ... NAME.1, NAME
 
@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 _CHECKSUM_KEY = b',"crc":"'
 _CHECKSUM_LENGTH = len(_CHECKSUM_KEY) + 8 + 2  # ,"crc":"01234567"}
 _LOCK_ATTEMPTS, _LOCK_RETRY_S = 5, 0.02
+RECORD_LOST = "its record is lost"
 _BLOCK_BYTES = 1 << 16  # read at a time in search of the last line end
 
 
@@ -119,9 +120,13 @@ def parse_checked_line(
 
 
 def read_checked_lines(
-    path: Path, offset: int = 0, end: int | None = None
+    path: Path, offset: int = 0, end: int | None = None, *, consequence: str | None = None
 ) -> Iterator[CheckedLine]:
-    """Yield the complete lines from byte `offset` (the start of a line) to `end`, without a torn last line."""
+    """Yield the complete lines from byte `offset` (the start of a line) to `end`, without a torn last line.
+
+    Args:
+        consequence: of a damaged line, for its report; None = damaged lines are not reported.
+    """
     if not path.is_file():  # reading a pipe would block
         return
     with path.open("rb") as file:
@@ -136,17 +141,16 @@ def read_checked_lines(
                 line = read_line_again(file, line, start)
                 record, problem = parse_checked_line(line, has_checksums)
             has_checksums = has_checksums or has_checksum(line)
-            yield CheckedLine(record, start, offset, problem)
+            checked = CheckedLine(record, start, offset, problem)
+            if problem and consequence is not None:
+                report_damaged_line(path, checked, consequence)
+            yield checked
 
 
-def read_records(
-    path: Path, *, consequence: str = "its record is lost"
-) -> Iterator[dict[str, Any]]:
+def read_records(path: Path, *, consequence: str = RECORD_LOST) -> Iterator[dict[str, Any]]:
     """Yield the records of the intact lines; report and skip damaged lines, skip a torn last one."""
-    for line in read_checked_lines(path):
-        if line.record is None:
-            report_damaged_line(path, line, consequence)
-        else:
+    for line in read_checked_lines(path, consequence=consequence):
+        if line.record is not None:
             yield line.record
 
 
@@ -163,9 +167,8 @@ def copy_intact_lines(source: Path, target: Path) -> list[CheckedLine]:
 
     A file without damage is copied byte by byte, except for a torn last line.
     """
-    damaged = [line for line in read_checked_lines(source) if not line.is_intact]
-    for line in damaged:
-        report_damaged_line(source, line)
+    lines = read_checked_lines(source, consequence=RECORD_LOST)
+    damaged = [line for line in lines if not line.is_intact]
     if source == target and not damaged:
         return []
     with (
@@ -181,9 +184,7 @@ def copy_intact_lines(source: Path, target: Path) -> list[CheckedLine]:
     return damaged
 
 
-def report_damaged_line(
-    path: Path, line: CheckedLine, consequence: str = "its record is lost"
-) -> None:
+def report_damaged_line(path: Path, line: CheckedLine, consequence: str = RECORD_LOST) -> None:
     """Log a warning about a line that is not intact, once per process."""
     _warn_once(str(path), line.start, line.end, line.problem, consequence)
 
@@ -220,7 +221,7 @@ class AppendLog:
         allow_nan: bool = False,
         max_bytes: int = 0,
         keep: int = 0,
-        consequence: str = "its record is lost",
+        consequence: str = RECORD_LOST,
     ) -> None:
         """Configure the log; nothing is opened or created.
 
@@ -311,10 +312,8 @@ class AppendLog:
         Raises: CheckpointError.
         """
         end = 0
-        for line in read_checked_lines(self.path):
-            if line.record is None:
-                report_damaged_line(self.path, line, self._consequence)
-            elif is_stale is not None and is_stale(line.record):
+        for line in read_checked_lines(self.path, consequence=self._consequence):
+            if line.record is not None and is_stale is not None and is_stale(line.record):
                 break
             end = line.end
             yield line

@@ -81,19 +81,19 @@ class JsonlTracker(SilentTracker):
             cut: before the first write, drop lines of later steps, which a resumed run measures again.
         """
         self.path = Path(path)
-        self._log = AppendLog(self.path, consequence="the metrics of one step are lost")
         self._should_truncate = cut
         self._is_truncated = not cut
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line. Non-finite values are left out, because JSON has none."""
+        log = AppendLog(self.path, consequence="the metrics of one step are lost")
         if not self._is_truncated:
-            self._log.truncate_tail(lambda row: extract_number(row, "step") > step)
+            log.truncate_tail(lambda row: extract_number(row, "step") > step)
             self._is_truncated = True
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         row = {"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite}
         make_folder(self.path.parent)
-        self._log.append_record(row)
+        log.append_record(row)
 
     def sync(self) -> None:
         """Flush the lines to the disk."""

@@ -38,9 +38,9 @@ from typing import Any, Protocol
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
 from rl_core.storage.append_log import (
+    RECORD_LOST,
     LockedAppendLog,
     read_checked_lines,
-    report_damaged_line,
 )
 from rl_core.storage.atomic_files import (
     make_folder,
@@ -134,11 +134,9 @@ class EventReader:
 
     def forward_events(self, tracker: Tracker, *, replay: bool = False) -> None:
         """Forward the lines written since the last call. `replay` (a run that ended): skip progress and log lines."""
-        for line in read_checked_lines(self.path, self._offset):
+        for line in read_checked_lines(self.path, self._offset, consequence=RECORD_LOST):
             self._offset = line.end
-            if line.record is None:
-                report_damaged_line(self.path, line)
-            else:
+            if line.record is not None:
                 self._apply_event(line.record, tracker, replay)
 
     def _apply_event(self, event: dict[str, Any], tracker: Tracker, replay: bool) -> None:

@@ -30,10 +30,10 @@ from typing import Any
 
 from rl_core.errors import CheckpointError, DataError
 from rl_core.storage.append_log import (
+    RECORD_LOST,
     LockedAppendLog,
     encode_checked_line,
     read_checked_lines,
-    report_damaged_line,
 )
 from rl_core.storage.atomic_files import write_text_atomic
 from rl_core.storage.faults import inject_fault
@@ -140,9 +140,7 @@ def read_lines(
 
     A damaged line yields {} and a warning.
     """
-    for line in read_checked_lines(path, offset, end):
-        if line.record is None:
-            report_damaged_line(path, line)
+    for line in read_checked_lines(path, offset, end, consequence=RECORD_LOST):
         yield line.record or {}, line.end
 
 
