@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.analysis.trajectories import read_trajectories as iter_trajectories
 from rl_core.data.files import MAX_LINE
 from rl_core.errors import DataError
-from rl_core.storage.line_logs import (
+from rl_core.storage.append_log import (
     CheckedLine,
     has_valid_checksum,
     read_line_again,

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HINT = (
     "use rl_core/storage: write_text_atomic, write_json_atomic, replacing (atomic and synced), write_text_unsynced "
-    "(live views), append_bytes and checked_lines (files that grow), publish_folder and seal_folder (folders), "
+    "(live views), AppendLog (files that grow), publish_folder and seal_folder (folders), "
     "make_folder, open_log (output of child processes); docs/reliability.md has the table"
 )
 
@@ -67,14 +67,6 @@ EXCEPTIONS = {
         "tasks/tracking/mlflow_tracker.py",
         "tempfile.mkdtemp",
     ): "a journal that the caller gave no place",
-    (
-        "tasks/tracking/journal.py",
-        "open_owned_file",
-    ): "LineLog: appended, cut and synced through one locked descriptor",
-    (
-        "tasks/processes/launch.py",
-        "open_owned_file",
-    ): "checked lines, appended through one descriptor",
     ("flows/sweep/trial_process.py", "fdopen"): "a pipe",
     ("flows/sweep/worker.py", "fdopen"): "a pipe",
     ("posttrain/cli/main.py", "os.open"): "os.devnull",

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from rl_core.storage.append_log import has_checksum, parse_checked_line, read_line_again
 from rl_core.storage.atomic_files import open_regular_file
-from rl_core.storage.line_logs import has_checksum, parse_checked_line, read_line_again
 
 # Of one file per refresh: a large journal takes several, so that the page stays responsive.
 MAX_READ_BYTES = 16 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ from rl_core.online.service_files import (
     read_gate_state,
     read_json_object,
 )
+from rl_core.storage.append_log import list_log_files, read_records
 from rl_core.storage.atomic_files import write_text_atomic
 
 REPORT_FILE = "report.html"
@@ -79,13 +80,10 @@ class OnlineServiceRecord:
 def read_service_record(folder: Path) -> OnlineServiceRecord:
     """Read the record of a service. Raises: DataError for a folder without one."""
     updates: dict[int, dict[str, Any]] = {}
-    for path in _list_rotated_files(folder / CONTRIBUTION_FILE):
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                row = json.loads(line)
+    for path in list_log_files(folder / CONTRIBUTION_FILE):
+        for row in read_records(path, consequence="its update is missing in the report"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 updates[int(row["number"])] = row  # the last one, if it was recomputed
-            except (ValueError, KeyError, TypeError):  # torn by a crash
-                continue
     facts = read_service_facts(folder)
     if not facts and not updates:
         raise DataError(
@@ -100,17 +98,6 @@ def read_service_record(folder: Path) -> OnlineServiceRecord:
         gate=read_gate_state(folder),
         events=read_events(folder),
     )
-
-
-def _list_rotated_files(path: Path) -> list[Path]:
-    """List the files of a rotated log, oldest first."""
-    numbered = []
-    for rotated in path.parent.glob(f"{path.name}.*"):
-        number = rotated.name.rpartition(".")[2]
-        if number.isdigit():
-            numbered.append((int(number), rotated))
-    paths = [rotated for _, rotated in sorted(numbered, reverse=True)]
-    return [*paths, path] if path.is_file() else paths
 
 
 def write_service_report(folder: Path, output: Path | None = None) -> Path:

@@ -29,9 +29,9 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.inference.server_loop import ServerLoopState
 from rl_core.inference.serving_requests import AnswerSink, FeedbackLabel, FeedbackSink, ServedAnswer
 from rl_core.settings import EnvironmentSettings, ServingSettings, VotingSettings
-from rl_core.storage.atomic_files import append_bytes, make_folder, truncate_file
+from rl_core.storage.append_log import AppendLog
+from rl_core.storage.atomic_files import make_folder
 from rl_core.storage.faults import inject_fault
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines
 from rl_core.trackers.prometheus import format_prometheus_name
 
 T = TypeVar("T")
@@ -54,20 +54,14 @@ class FeedbackJournal:
     def __init__(self, path: Path) -> None:
         """Open the journal. Cut off a last line torn by a crash, which was never acknowledged."""
         self.path = path
-        self._lock = threading.Lock()
         make_folder(path.parent)
-        if path.is_file():
-            end = 0
-            for line in read_checked_lines(path):
-                end = line.end
-            if end < path.stat().st_size:
-                truncate_file(path, end)
+        self._log = AppendLog(path, synced=True)
+        self._log.truncate_tail()
 
     def accept_label(self, answer_id: str, choice: int, label: FeedbackLabel) -> None:
         """Append a label; see `FeedbackSink`."""
         record = {"answer_id": answer_id, "choice": choice, **label.to_json(), "time": time.time()}
-        with self._lock:
-            append_bytes(self.path, encode_checked_line(record), synced=True)
+        self._log.append_record(record)
         inject_fault("feedback.kept")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.verification.run_differences import FileDifference, RunComparison, read_metric_rows
 from rl_core.errors import PosttrainError
-from rl_core.storage.line_logs import read_checked_lines
+from rl_core.storage.append_log import read_records
 from rl_core.user_code.digest import find_user_modules
 
 _CLOCK_FUNCTIONS = ("time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today")
@@ -269,10 +269,9 @@ def _find_first_cause(
 
 
 def _read_training_rollouts(path: Path) -> Iterator[_RolloutRecord]:
-    for line in read_checked_lines(path):
-        if line.record is not None:
-            where = f"iteration {line.record.get('iteration')}"
-            yield _build_rollout_record(line.record, where, list(line.record.get("turns", [])))
+    for record in read_records(path):
+        where = f"iteration {record.get('iteration')}"
+        yield _build_rollout_record(record, where, list(record.get("turns", [])))
 
 
 def _read_evaluation_rollouts(path: Path) -> Iterator[_RolloutRecord]:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rl_core.storage.line_logs import read_checked_lines
+from rl_core.storage.append_log import read_records
 from tasks import stage_registry
 from tasks.pipeline.stage_result import (
     FAILED_EPISODES,
@@ -79,8 +79,7 @@ def is_timing_metric(metric: str) -> bool:
 def read_metric_rows(journal: Path) -> list[tuple[int, dict[str, Any]]]:
     """Read (step, metrics) of each line of a metrics.jsonl, without timings."""
     rows = []
-    for line in read_checked_lines(journal):
-        record = line.record or {}
+    for record in read_records(journal):
         metrics = {
             name: value
             for name, value in record.get("metrics", {}).items()
@@ -168,11 +167,7 @@ def _merge_metric_rows(journal: Path) -> dict[tuple[int, str], Any]:
 
 
 def _read_failed_episodes(path: Path) -> list[tuple[Any, Any]]:
-    return [
-        (line.record.get("episode"), line.record.get("error"))
-        for line in read_checked_lines(path)
-        if line.record
-    ]
+    return [(record.get("episode"), record.get("error")) for record in read_records(path)]
 
 
 def _remove_timings(value: Any) -> Any:

@@ -28,7 +28,7 @@ from rl_core.analysis.canvas import (
 )
 from rl_core.analysis.statistics import compute_moving_average
 from rl_core.errors import DataError
-from rl_core.storage.line_logs import has_valid_checksum
+from rl_core.storage.append_log import has_valid_checksum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

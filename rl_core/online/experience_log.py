@@ -20,10 +20,15 @@ from typing import Any, NamedTuple
 from rl_core.errors import DataError
 from rl_core.online.experience import Experience
 from rl_core.online.labels import Label
-from rl_core.storage.atomic_files import append_bytes, make_folder, truncate_file
+from rl_core.storage.append_log import (
+    AppendLog,
+    encode_checked_line,
+    read_checked_lines,
+    report_damaged_line,
+)
+from rl_core.storage.atomic_files import make_folder
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import clear_leftovers
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.storage.locks import FolderLock
 
 _SEGMENT = re.compile(r"segment-(\d{12})\.jsonl")
@@ -135,7 +140,7 @@ class ExperienceLog:
         if not numbers:
             return []
         path = self._choose_segment()
-        append_bytes(path, data, synced=True)
+        AppendLog(path, synced=True).append_lines(data)
         self._path, self._sizes[path] = path, self._sizes.get(path, 0) + len(data)
         self.next_number = numbers[-1] + 1
         inject_fault("online.appended")
@@ -170,15 +175,13 @@ class ExperienceLog:
         self._path, self.next_number = None, 1
         for first, path in reversed(segments):
             end, last = 0, first - 1
-            for line in read_checked_lines(path):
+            for line in AppendLog(path).recover_lines():
                 end = line.end
                 if line.record is not None:
                     last = max(last, int(line.record["number"]))
                 else:
-                    report_damaged_line(path, line)
                     last += 1  # its number is not reused
             if end < self._sizes[path]:
-                truncate_file(path, end)
                 self._sizes[path] = end
                 inject_fault("online.cut")
             self.next_number = max(self.next_number, last + 1)

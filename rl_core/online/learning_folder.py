@@ -21,6 +21,7 @@ from typing import Any
 from rl_core.errors import DataError, SettingsError
 from rl_core.online.service_files import GATE_FILE, METRICS_FILE, OPERATOR_FILE, read_json_object
 from rl_core.settings import EnvironmentSettings, ModelSettings, OnlineSettings
+from rl_core.storage.append_log import AppendLog, list_log_files, parse_checked_line
 from rl_core.storage.atomic_files import (
     copy_tree,
     make_folder,
@@ -29,7 +30,6 @@ from rl_core.storage.atomic_files import (
 )
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import publish_folder
-from rl_core.storage.line_logs import RotatingLineLog
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_folder
 
@@ -103,11 +103,15 @@ class LearningFolder:
 
     def append_event(self, kind: str, text: str, **details: Any) -> None:
         """Append an event to the history. Raises: CheckpointError."""
-        line = json.dumps({"time": time.time(), "kind": kind, "text": text, **details})
-        log = RotatingLineLog(
-            self.path / EVENTS_FILE, max_bytes=MAX_EVENT_BYTES, keep=NUM_ROTATED_FILES
+        log = AppendLog(
+            self.path / EVENTS_FILE,
+            checksums=False,
+            allow_nan=True,
+            max_bytes=MAX_EVENT_BYTES,
+            keep=NUM_ROTATED_FILES,
         )
-        log.append_lines((line + "\n").encode())
+        make_folder(self.path)
+        log.append_record({"time": time.time(), "kind": kind, "text": text, **details})
 
     @property
     def forwarded_orders(self) -> dict[str, int]:
@@ -160,17 +164,7 @@ def read_service_facts(path: Path) -> dict[str, Any]:
 
 def read_events(path: Path, count: int = 1000) -> list[dict[str, Any]]:
     """Return the newest events of a service, oldest first."""
-    lines: list[str] = []
-    for number in range(NUM_ROTATED_FILES, -1, -1):
-        file = path / (f"{EVENTS_FILE}.{number}" if number else EVENTS_FILE)
-        if file.is_file():
-            lines += file.read_text(errors="replace").splitlines()
-    events = []
-    for line in lines[-count:]:
-        try:
-            event = json.loads(line)
-        except ValueError:  # torn by a crash
-            continue
-        if isinstance(event, dict):
-            events.append(event)
-    return events
+    files = list_log_files(path / EVENTS_FILE)
+    lines = [line for file in files for line in file.read_bytes().splitlines()]
+    events = [parse_checked_line(line)[0] for line in lines[-count:]]
+    return [event for event in events if event is not None]  # None = torn by a crash

@@ -7,12 +7,10 @@ records of an update the last one counts.
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +19,8 @@ from rl_core.errors import CheckpointError
 from rl_core.online.service_files import AUDIT_FILE, CONTRIBUTION_FILE
 from rl_core.online.update_step import UpdateReport, UpdateTask
 from rl_core.settings import OnlineAuditSettings
-from rl_core.storage.line_logs import RotatingLineLog
+from rl_core.storage.append_log import AppendLog
+from rl_core.storage.atomic_files import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +77,16 @@ class UpdateAudit:
     """Both logs of a folder; a context manager. On exit it waits a few seconds at most for the disk."""
 
     def __init__(self, folder: Path | str, settings: OnlineAuditSettings) -> None:
-        folder = Path(folder)
-        options = {"max_bytes": settings.max_bytes, "keep": settings.keep}
-        self._audit = RotatingLineLog(folder / AUDIT_FILE, **options)
-        self._contribution = RotatingLineLog(folder / CONTRIBUTION_FILE, **options)
+        self._folder = Path(folder)
+        self._audit, self._contribution = (
+            AppendLog(
+                self._folder / name,
+                checksums=False,
+                max_bytes=settings.max_bytes,
+                keep=settings.keep,
+            )
+            for name in (AUDIT_FILE, CONTRIBUTION_FILE)
+        )
         self._queue: queue.Queue[tuple[UpdateReport, UpdateTask | None, float] | None] = (
             queue.Queue(settings.queue)
         )
@@ -126,6 +131,7 @@ class UpdateAudit:
                 logger.warning("update audit: %s", error)
 
     def _append_update(self, report: UpdateReport, task: UpdateTask | None, seconds: float) -> None:
-        record: Mapping[str, Any] = build_contribution_record(report, task, seconds)
+        record = build_contribution_record(report, task, seconds)
+        make_folder(self._folder)
         self._audit.append_lines((format_audit_line(report, seconds) + "\n").encode())
-        self._contribution.append_lines((json.dumps(record, allow_nan=False) + "\n").encode())
+        self._contribution.append_record(record)

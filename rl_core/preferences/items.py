@@ -16,8 +16,8 @@ from rl_core.data.files import BadRow
 from rl_core.data.messages import validate_messages
 from rl_core.data.records import read_preferences
 from rl_core.errors import DataError
+from rl_core.storage.append_log import encode_checked_line, read_records
 from rl_core.storage.atomic_files import make_folder, replace_file
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.types import Message, Trajectory
 
 # A text, or messages that start and end with the assistant's.
@@ -154,16 +154,10 @@ def write_items(path: Path, items: Sequence[RatedItem]) -> None:
 
 def read_items(path: Path) -> list[RatedItem]:
     """Read the items of a file in order; damaged lines are reported and skipped."""
-    items = []
-    for line in read_checked_lines(path):
-        if line.record is None:
-            report_damaged_line(path, line)
-            continue
-        row = line.record
-        items.append(
-            RatedItem(row["prompt"], tuple(row["answers"]), tuple(row["sources"]), row["about"])
-        )
-    return items
+    return [
+        RatedItem(row["prompt"], tuple(row["answers"]), tuple(row["sources"]), row["about"])
+        for row in read_records(path)
+    ]
 
 
 def build_prompt_messages(item: RatedItem) -> list[Message]:

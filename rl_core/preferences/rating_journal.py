@@ -19,9 +19,9 @@ from typing import Any
 
 from rl_core.errors import DataError
 from rl_core.preferences.items import RatedAnswer, RatedItem
-from rl_core.storage.atomic_files import append_bytes, make_folder, replace_file, truncate_file
+from rl_core.storage.append_log import AppendLog
+from rl_core.storage.atomic_files import make_folder, replace_file
 from rl_core.storage.faults import inject_fault
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 
 CHOICES = ("first", "second", "tie", "both_bad", "skip")  # for a pair; first = the first answer
 MAX_COMMENT_CHARACTERS = 2000
@@ -64,21 +64,16 @@ class RatingJournal:
     def __init__(self, path: Path) -> None:
         """Read the journal; truncate a torn last line, which was never acknowledged."""
         self.path = path
+        self._log = AppendLog(path, synced=True)
         self._lock = threading.Lock()
         self._ratings: dict[int, Rating] = {}
         self._by_rater: dict[str, list[int]] = {}
         self._last_number = 0
         self.version = 0  # increases with every line
         make_folder(path.parent)
-        end = 0
-        for line in read_checked_lines(path):
-            end = line.end
-            if line.record is None:
-                report_damaged_line(path, line)
-            else:
+        for line in self._log.recover_lines():
+            if line.record is not None:
                 self._apply_record(line.record)
-        if path.is_file() and end < path.stat().st_size:
-            truncate_file(path, end)
 
     def __iter__(self) -> Iterator[Rating]:
         """Iterate over the ratings that were not undone, in order."""
@@ -131,7 +126,7 @@ class RatingJournal:
         return undone
 
     def _append_record(self, record: Mapping[str, Any]) -> None:
-        append_bytes(self.path, encode_checked_line(record), synced=True)
+        self._log.append_record(record)
         self._apply_record(record)
 
     def _apply_record(self, record: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from rl_core.losses.advantages import STD_FLOOR
 from rl_core.rewards.hacking_monitor import compute_point_biserial
 from rl_core.rewards.orchestrator import WEIGHTED_PREFIX
 from rl_core.rewards.running_stats import RunningNorm
-from rl_core.storage.line_logs import read_checked_lines, report_damaged_line
+from rl_core.storage.append_log import read_records
 
 RewardRow = Mapping[str, Any]  # a line of the reward record, see `RewardRecord`
 
@@ -116,14 +116,11 @@ def iter_compared_groups(
         by_iteration: one group per iteration, for algorithms that do not compare the rollouts of one prompt.
     """
     group: list[dict[str, Any]] = []
-    for line in read_checked_lines(record):
-        if line.record is None:
-            report_damaged_line(record, line, "the reward of one rollout is lost")
-            continue
-        if group and _is_new_group(group[-1], line.record, by_iteration):
+    for row in read_records(record, consequence="the reward of one rollout is lost"):
+        if group and _is_new_group(group[-1], row, by_iteration):
             yield group
             group = []
-        group.append(line.record)
+        group.append(row)
     if group:
         yield group
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rl_core.storage.atomic_files import append_bytes, truncate_file, write_text_unsynced
+from rl_core.storage.append_log import AppendLog, extract_number
+from rl_core.storage.atomic_files import write_text_unsynced
 from rl_core.storage.faults import inject_fault
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.types import Rollout
 
 
@@ -23,40 +22,23 @@ class RewardRecord:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._log = AppendLog(
+            path,
+            synced=True,  # the next checkpoint relies on these lines
+            allow_nan=True,
+            consequence="the reward of one rollout is lost",
+        )
         self._opened = False
 
     def __call__(self, iteration: int, rollouts: Iterable[Rollout]) -> None:
         """Write the rollouts of one iteration."""
         if not self._opened:
-            self._truncate_from_iteration(iteration)
+            if self.path.is_file():
+                self._log.truncate_tail(lambda row: extract_number(row, "iteration") >= iteration)
+                inject_fault("rewards.cut")
             self._opened = True
-        lines = b"".join(
-            encode_checked_line(_build_row(iteration, rollout), allow_nan=True)
-            for rollout in rollouts
-        )
-        append_bytes(self.path, lines, synced=True)  # the next checkpoint relies on these lines
+        self._log.append_records(_build_row(iteration, rollout) for rollout in rollouts)
         inject_fault("rewards.recorded")
-
-    def _truncate_from_iteration(self, iteration: int) -> None:
-        """Cut the file before the first line of that iteration, or before a last line torn by a crash.
-
-        A damaged line in the middle is reported and stays: readers skip it, and the lines after it are preserved.
-        """
-        if not self.path.is_file():
-            return
-        end = 0
-        for line in read_checked_lines(self.path):
-            if line.record is None:
-                report_damaged_line(self.path, line, "the reward of one rollout is lost")
-            elif _parse_iteration(line.record.get("iteration")) >= iteration:
-                break
-            end = line.end
-        truncate_file(self.path, end)
-        inject_fault("rewards.cut")
-
-
-def _parse_iteration(value: object) -> float:
-    return value if isinstance(value, int | float) else -math.inf
 
 
 def _build_row(iteration: int, rollout: Rollout) -> dict[str, object]:

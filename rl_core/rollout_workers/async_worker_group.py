@@ -51,7 +51,7 @@ from rl_core.rollout_workers.worker_group import (
 )
 from rl_core.rollouts.collect import enable_native_tools, record_failures
 from rl_core.settings import SamplingSettings
-from rl_core.storage.atomic_files import append_bytes, truncate_file
+from rl_core.storage.append_log import AppendLog, extract_number
 from rl_core.timing import span
 from rl_core.types import RolloutGroup
 
@@ -313,12 +313,14 @@ class AsyncWorkerGroup(WorkerGroup):
             }
             for finished in taken
         ]
-        if not self._is_schedule_truncated:
-            _truncate_schedule(self.schedule, self.iteration)
-            self._is_schedule_truncated = True
-        line = json.dumps({"iteration": self.iteration, "part": self._part, "groups": groups})
         # synced, so that it is on disk before the next checkpoint
-        append_bytes(self.schedule, line.encode() + b"\n", synced=True)
+        log = AppendLog(self.schedule, synced=True, checksums=False, allow_nan=True)
+        if not self._is_schedule_truncated:
+            # A damaged line remains, and `read_schedule` refuses it.
+            log.truncate_tail(lambda row: extract_number(row, "iteration") >= self.iteration)
+            self._is_schedule_truncated = True
+        row = {"iteration": self.iteration, "part": self._part, "groups": groups}
+        log.append_record(row)
 
     def collect_metrics(self) -> dict[str, float]:
         """Return the metrics of every worker group, the staleness of the taken groups, and the queue's state."""
@@ -359,30 +361,6 @@ class AsyncWorkerGroup(WorkerGroup):
         self._next_number = int(state["next"])
         self._queue = deque(RolloutTask.from_json(row) for row in state["open"])
         self._running_tasks, self._finished = {}, []
-
-
-def _truncate_schedule(path: Path, iteration: int) -> None:
-    """Remove the lines of an interrupted run from this iteration on, and an incomplete last line."""
-    if not path.is_file():
-        return
-    end = 0
-    with open(path, "rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or _parse_line_iteration(line) >= iteration:
-                break
-            end += len(line)
-    truncate_file(path, end)
-
-
-def _parse_line_iteration(line: bytes) -> float:
-    """Parse the iteration of a schedule's line.
-
-    Return -inf for a damaged line: it stays in the file, and `read_schedule` reports it.
-    """
-    try:
-        return float(json.loads(line)["iteration"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return -math.inf
 
 
 ScheduleRow = dict[str, Any]

@@ -13,17 +13,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rl_core.analysis.trajectories import read_trajectories
 from rl_core.data.files import MAX_LINE
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import DataError
-from rl_core.storage.atomic_files import append_bytes, replace_file, truncate_file
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
+from rl_core.storage.append_log import AppendLog, read_records
+from rl_core.storage.atomic_files import replace_file
 from rl_core.types import Rollout
 
 MAX_FAILED_EPISODES = 50  # per stage
+_CONSEQUENCE = "one failed episode is lost"  # of a damaged line
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class FailedEpisodeFile:
     def __init__(self, path: Path, stage: str) -> None:
         self.path = path
         self.stage = stage
+        self._log = AppendLog(path, synced=True, allow_nan=True, consequence=_CONSEQUENCE)
         # None = the file of an interrupted run has not been read yet
         self._num_episodes: int | None = None
 
@@ -94,7 +96,7 @@ class FailedEpisodeFile:
         trajectory = episode.trajectory
         name = EpisodeName(self.stage, source, trajectory.level, trajectory.seed, trajectory.sample)
         record = {"episode": str(name), **episode.to_json()}
-        append_bytes(self.path, encode_checked_line(record, allow_nan=True), synced=True)
+        self._log.append_record(record)
         self._num_episodes += 1
         return name
 
@@ -102,27 +104,19 @@ class FailedEpisodeFile:
         """Cut the file before the first episode of that iteration or a later one; return the number of remaining
         episodes.
         """
-        if not self.path.is_file():
-            return 0
-        end = count = 0
-        for line in read_checked_lines(self.path):
-            recorded = (line.record or {}).get("iteration")
-            is_later = iteration is None or recorded is None or recorded >= iteration
-            if line.record is not None and is_later:
-                break
-            end, count = line.end, count + 1
-        truncate_file(self.path, end)
-        return count
+
+        def is_stale(record: dict[str, Any]) -> bool:
+            recorded = record.get("iteration")
+            return iteration is None or recorded is None or recorded >= iteration
+
+        return self._log.truncate_tail(is_stale)
 
 
 def read_failed_episodes(path: Path) -> Iterator[tuple[str, FailedEpisode]]:
     """Yield name and content of a file's episodes in order; report and skip damaged lines."""
-    for line in read_checked_lines(path):
-        if line.record is None:
-            report_damaged_line(path, line, "one failed episode is lost")
-            continue
+    for record in read_records(path, consequence=_CONSEQUENCE):
         try:
-            yield str(line.record.get("episode", "")), FailedEpisode.from_json(line.record)
+            yield str(record.get("episode", "")), FailedEpisode.from_json(record)
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path}: invalid line in a file of failed episodes ({type(error).__name__}: {error})"

@@ -6,7 +6,7 @@ Other rooms write files through this package; `tests/test_written_files.py` list
     replace_file                           the same for a file that is written in pieces
     create_file_once                       the same for a file that only the first caller creates
     write_text_unsynced                    replace a live view; a machine crash may lose it
-    append_bytes, truncate_file            growing files, whose lines carry checksums (`line_logs`)
+    AppendLog (append_log.py)              files that grow, whose lines carry checksums
     open_log_file                          output of a child process
     make_folder                            create a folder durably
 
@@ -339,53 +339,6 @@ def copy_tree(source: Path, target: Path) -> None:
             make_folder(copy.parent)
             with path.open("rb") as source_file, replace_file(copy, binary=True) as copy_file:
                 shutil.copyfileobj(source_file, copy_file, 1 << 20)
-
-
-def append_bytes(path: Path | str, data: bytes, *, synced: bool = False) -> None:
-    """Append all of `data` or nothing to a file with a single writer; create the file if absent.
-
-    Raises: CheckpointError for a disk error; a partial write is truncated.
-    """
-    try:
-        is_new = not os.path.lexists(path)
-        descriptor = open_owned_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            size = os.fstat(descriptor).st_size
-            try:
-                _write_all_bytes(descriptor, data, size)
-                if synced:
-                    os.fsync(descriptor)
-                if synced and is_new:
-                    fsync_path(os.path.dirname(path) or ".")
-            except OSError:
-                with contextlib.suppress(OSError):
-                    # Shrinking needs no disk space. A torn line must not end up mid-file.
-                    os.ftruncate(descriptor, size)
-                raise
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise write_error(path, error) from error
-
-
-def _write_all_bytes(descriptor: int, data: bytes, offset: int) -> None:
-    """Write at a byte offset. After a partial write, try again: the next call raises the disk's reason."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def truncate_file(path: Path | str, size: int) -> None:
-    """Truncate a file to `size` bytes. Raises: CheckpointError."""
-    try:
-        descriptor = open_owned_file(path, os.O_RDWR)
-        try:
-            os.ftruncate(descriptor, size)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise write_error(path, error) from error
 
 
 def open_log_file(path: Path | str, *, append_up_to: int = 0) -> IO[bytes]:

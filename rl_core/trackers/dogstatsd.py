@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
-from rl_core.storage.atomic_files import append_bytes, make_folder
+from rl_core.storage.append_log import AppendLog
+from rl_core.storage.atomic_files import make_folder
 from rl_core.tracking import SilentTracker
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class DogStatsdTracker(SilentTracker):
                 "%s: no agent at %s:%d, and the file is full", self.file, self.host, self.port
             )
             return
-        append_bytes(self.file, "".join(lines).encode())
+        AppendLog(self.file).append_lines("".join(lines).encode())
 
 
 def _parse_host_and_port(address: str) -> tuple[str, int]:

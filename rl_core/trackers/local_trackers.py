@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import TextIO
 
 from rl_core.errors import DataError
+from rl_core.storage.append_log import AppendLog, extract_number
 from rl_core.storage.atomic_files import (
-    append_bytes,
     fsync_path,
     make_folder,
-    truncate_file,
     write_text_atomic,
 )
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.tracking import SilentTracker
 
 SHOWN_METRICS = (
@@ -88,15 +86,14 @@ class JsonlTracker(SilentTracker):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line. Non-finite values are left out, because JSON has none."""
+        log = AppendLog(self.path, consequence="the metrics of one step are lost")
         if not self._is_truncated:
-            self._truncate_later_steps(step)
+            log.truncate_tail(lambda row: extract_number(row, "step") > step)
             self._is_truncated = True
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        line = encode_checked_line(
-            {"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite}
-        )
+        row = {"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite}
         make_folder(self.path.parent)
-        append_bytes(self.path, line)
+        log.append_record(row)
 
     def sync(self) -> None:
         """Flush the lines to the disk."""
@@ -107,21 +104,6 @@ class JsonlTracker(SilentTracker):
     def begin(self, name: str, params: Mapping[str, object]) -> None:
         """Truncate again before the next write: a resumed run may start from an earlier step."""
         self._is_truncated = not self._should_truncate
-
-    def _truncate_later_steps(self, step: int) -> None:
-        """Truncate the file before the first line of a later step or a torn last line; report damaged lines."""
-        if not self.path.is_file():
-            return
-        end = 0
-        for line in read_checked_lines(self.path):
-            if line.record is None:
-                report_damaged_line(self.path, line, "the metrics of one step are lost")
-            else:
-                line_step = line.record.get("step")
-                if isinstance(line_step, int | float) and line_step > step:
-                    break
-            end = line.end
-        truncate_file(self.path, end)
 
 
 class CsvTracker(SilentTracker):
@@ -149,7 +131,7 @@ class CsvTracker(SilentTracker):
         }
         line = io.StringIO()
         csv.DictWriter(line, self._columns, restval="").writerow(row)
-        append_bytes(self.path, line.getvalue().encode())
+        AppendLog(self.path).append_lines(line.getvalue().encode())
 
     def sync(self) -> None:
         """Flush the rows to the disk."""

@@ -8,7 +8,7 @@ written as a whole at the end:
                             MetricHistory}}
     metrics_history.json    at the end of training: see `MetricHistory.to_json`
 
-Lines have checksums (`rl_core.storage.line_logs`) and survive a kill; they are not synced, as the journal has the same
+Lines have checksums (`rl_core.storage.append_log`) and survive a kill; they are not synced, as the journal has the same
 values. A resumed run cuts off lines of iterations after its checkpoint, and a torn last line.
 """
 
@@ -25,9 +25,9 @@ import torch
 
 from rl_core.errors import CheckpointError
 from rl_core.metric_history import MetricHistory
-from rl_core.storage.atomic_files import append_bytes, truncate_file, write_text_atomic
+from rl_core.storage.append_log import AppendLog, extract_number
+from rl_core.storage.atomic_files import write_text_atomic
 from rl_core.storage.faults import inject_fault
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,10 @@ class MetricHistoryExport:
         """
         self.path, self.window = Path(path), window
         self.lines_path = build_lines_path(path)
+        self._log = AppendLog(
+            self.lines_path,
+            consequence="the values of one export are lost here; the journal has them",
+        )
         # Newest step of each metric in the lines; None = the lines were not read yet.
         self._last_exported_steps: dict[str, float] | None = None
 
@@ -127,7 +131,7 @@ class MetricHistoryExport:
             "metrics": new_points,
             "summary": history.summarize_window(min(self.window, history.limit)),
         }
-        append_bytes(self.lines_path, encode_checked_line(row))
+        self._log.append_record(row)
         inject_fault("history.appended")
         last_steps |= {name: points[-1][0] for name, points in new_points.items()}
 
@@ -139,25 +143,12 @@ class MetricHistoryExport:
     def _truncate_to_checkpoint(self, iteration: int) -> dict[str, float]:
         """Cut off lines written after the checkpoint; return the newest step of each metric in the other lines."""
         last_steps: dict[str, float] = {}
-        end = 0
-        for line in read_checked_lines(self.lines_path):
-            if line.record is None:
-                report_damaged_line(
-                    self.lines_path,
-                    line,
-                    "the values of one export are lost here; the journal has them",
-                )
-            elif line.record.get("iteration", 0) >= iteration:
-                break
-            else:
-                metrics = line.record.get("metrics")
-                if isinstance(metrics, dict):
-                    last_steps |= {
-                        name: points[-1][0] for name, points in metrics.items() if points
-                    }
-            end = line.end
-        if self.lines_path.is_file():
-            truncate_file(self.lines_path, end)
+        for line in self._log.recover_lines(
+            lambda row: extract_number(row, "iteration") >= iteration
+        ):
+            metrics = (line.record or {}).get("metrics")
+            if isinstance(metrics, dict):
+                last_steps |= {name: points[-1][0] for name, points in metrics.items() if points}
         return last_steps
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from rl_core.analysis.statistics import Difference, Rate, compute_rate_difference
 from rl_core.errors import ExportMismatch, SettingsError
 from rl_core.evaluation import Evaluation
-from rl_core.storage.atomic_files import append_bytes
+from rl_core.storage.append_log import AppendLog, read_records
 from rl_core.storage.faults import inject_fault
 from tasks.config import PipelineSettings, StagesSettings, resolve_evaluation_settings
 from tasks.tracking import ModelVersion, Tracking
@@ -259,9 +259,7 @@ def build_check_settings(
 
 def count_checks(home: Path, version: int) -> int:
     """Count the checks of a version so far."""
-    path = home / CHECKS_FILE
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return sum(json.loads(line)["version"] == version for line in lines if line.endswith("}"))
+    return sum(row["version"] == version for row in read_records(home / CHECKS_FILE))
 
 
 def record_check(home: Path, version: int, verdict: ChampionCheck | None, now: Rate) -> None:
@@ -275,7 +273,8 @@ def record_check(home: Path, version: int, verdict: ChampionCheck | None, now: R
     }
     if verdict is not None:
         row |= {"change": verdict.change.difference, "regressed": verdict.regressed}
-    append_bytes(home / CHECKS_FILE, json.dumps(row).encode() + b"\n", synced=True)
+    log = AppendLog(home / CHECKS_FILE, synced=True, checksums=False, allow_nan=True)
+    log.append_record(row)
 
 
 def promote_version(settings: PipelineSettings, version: int | None, note: str = "") -> str:

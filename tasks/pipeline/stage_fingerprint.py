@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
+from rl_core.storage.append_log import encode_checked_line, read_records
 from rl_core.storage.atomic_files import write_text_atomic
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines
 from rl_core.storage.manifest import read_manifest
 from tasks.config.displayed_settings import mask_secrets
 from tasks.pipeline.stage_key import StageKey
@@ -308,8 +308,7 @@ def _read_newest_finished(final: Path) -> dict[str, Any] | None:
 def read_decisions(folder: Path) -> list[StageDecision]:
     """Read the decisions about a stage, oldest first; skip damaged lines."""
     decisions = []
-    for line in read_checked_lines(folder / DECISIONS_FILE):
+    for row in read_records(folder / DECISIONS_FILE):
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            row: Any = line.record
             decisions.append(StageDecision(**{**row, "changes": tuple(row["changes"])}))
     return decisions

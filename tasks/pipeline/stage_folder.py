@@ -31,10 +31,15 @@ from types import TracebackType
 from typing import Any
 
 from rl_core.errors import CheckpointError
+from rl_core.storage.append_log import (
+    AppendLog,
+    copy_intact_lines,
+    list_log_files,
+    read_checked_lines,
+)
 from rl_core.storage.atomic_files import make_folder, replace_file
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import clear_leftovers, remove_folder, seal_folder
-from rl_core.storage.line_logs import RotatingLineLog, copy_intact_lines, read_checked_lines
 from rl_core.storage.manifest import digest_bytes, digest_file
 from tasks.config import dump_settings
 from tasks.pipeline.changed_conditions import ARCHIVED_FILE
@@ -89,7 +94,7 @@ class StageLog(logging.Handler):
         """
         super().__init__(logging.INFO)
         self.path = folder / STAGE_LOG
-        self._lines = RotatingLineLog(self.path, max_bytes=PART_BYTES, keep=1)
+        self._lines = AppendLog(self.path, max_bytes=PART_BYTES, keep=1)
         self._levels: dict[str, int] = {}
         self._last_progress = -PROGRESS_SECONDS
         self._thread_state = threading.local()
@@ -142,6 +147,7 @@ class StageLog(logging.Handler):
                 self.lock or contextlib.nullcontext(),
                 contextlib.suppress(CheckpointError, OSError),
             ):
+                make_folder(self.path.parent)
                 self._lines.append_lines(line.encode("utf-8", "backslashreplace"))
         finally:
             self._thread_state.is_writing = False
@@ -176,7 +182,7 @@ def _escape_control_characters(text: str) -> str:
 
 def copy_stage_log(journal: Path, folder: Path) -> None:
     """Copy the log from a stage's journal into its folder, the older part first."""
-    parts = [journal / name for name in (f"{STAGE_LOG}.1", STAGE_LOG) if (journal / name).is_file()]
+    parts = list_log_files(journal / STAGE_LOG)
     if parts:
         with replace_file(folder / STAGE_LOG, binary=True, synced=False) as file:
             for part in parts:

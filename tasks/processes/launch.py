@@ -35,17 +35,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_core.errors import CheckpointError, PosttrainError, Stopped, WorkerFailed
+from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
+from rl_core.storage.append_log import (
+    RECORD_LOST,
+    LockedAppendLog,
+    read_checked_lines,
+)
 from rl_core.storage.atomic_files import (
     make_folder,
     open_log_file,
-    open_owned_file,
     write_json_atomic,
     write_text_unsynced,
 )
 from rl_core.storage.faults import inject_fault
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.tracking import Tracker, sync_tracker
 from rl_core.training.signals import GRACE_SECONDS, IterationAborted, StopRequests
 from rl_core.user_code.load import build_child_import_path
@@ -75,22 +78,16 @@ class EventTracker:
     """Tracker that writes lines to a file. Every line is handed to the kernel before the call returns."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open_owned_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        # Open all the time: after the stage has died, nothing reaches the file of its next attempt.
+        self._log = LockedAppendLog(path, allow_nan=True)
 
     def send_event(self, op: str, **fields: Any) -> None:
-        """Write one line."""
-        line = encode_checked_line({"op": op, **fields}, allow_nan=True)
-        written = os.write(self._file, line)
-        if written < len(line):  # the disk is full
-            os.write(self._file, b"\n")  # the next line must not be joined to this one
-            raise CheckpointError(
-                f"{self._path}: only {written} of {len(line)} bytes could be written; make room"
-            )
+        """Write one line. Raises: CheckpointError for a disk error."""
+        self._log.append_record({"op": op, **fields})
 
     def sync(self) -> None:
         """Sync all lines to disk. A checkpoint that follows relies on it."""
-        os.fsync(self._file)
+        self._log.sync_lines()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the scalars of one step."""
@@ -137,11 +134,9 @@ class EventReader:
 
     def forward_events(self, tracker: Tracker, *, replay: bool = False) -> None:
         """Forward the lines written since the last call. `replay` (a run that ended): skip progress and log lines."""
-        for line in read_checked_lines(self.path, self._offset):
+        for line in read_checked_lines(self.path, self._offset, consequence=RECORD_LOST):
             self._offset = line.end
-            if line.record is None:
-                report_damaged_line(self.path, line)
-            else:
+            if line.record is not None:
                 self._apply_event(line.record, tracker, replay)
 
     def _apply_event(self, event: dict[str, Any], tracker: Tracker, replay: bool) -> None:

@@ -10,18 +10,15 @@
 
 A line is appended with one write and never changed, including its time stamp, so delivering it twice stores it once.
 The process may die at any byte. A torn last line was never sent; the next start truncates it. Each line of the first
-two files has a checksum (`rl_core.storage.line_logs`). A line that was damaged by the disk or edited is reported,
+two files has a checksum (`rl_core.storage.append_log`). A line that was damaged by the disk or edited is reported,
 counted and skipped.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import logging
 import math
-import os
 import shutil
 import threading
 import time
@@ -31,22 +28,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import DataError, FolderBusy
-from rl_core.storage.atomic_files import (
-    fsync_path,
-    make_folder,
-    open_owned_file,
-    write_error,
-    write_text_atomic,
+from rl_core.errors import CheckpointError, DataError
+from rl_core.storage.append_log import (
+    RECORD_LOST,
+    LockedAppendLog,
+    encode_checked_line,
+    read_checked_lines,
 )
+from rl_core.storage.atomic_files import write_text_atomic
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import clear_leftovers
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 
 log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = "model-"  # name prefix of temporaries in a journal's folder
-_LOCK_ATTEMPTS, _LOCK_RETRY_S = 5, 0.02
 
 
 def build_metrics_path(folder: Path) -> Path:
@@ -78,130 +73,64 @@ def read_recorded_seconds(folder: Path) -> float:
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 
-def _acquire_file_lock(descriptor: int) -> bool:
-    """Lock a file, retrying briefly: crash detection holds the lock for a moment while it checks."""
-    for attempts_left in reversed(range(_LOCK_ATTEMPTS)):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if attempts_left:
-                time.sleep(_LOCK_RETRY_S)
-    return False
-
-
-class LineLog:
-    """Append-only file of JSON lines with one writer, safe against a kill at any byte and against a full disk."""
+class LineLog(LockedAppendLog):
+    """Locked append log that keeps lines in memory while the disk refuses them: the work goes on, no line is lost."""
 
     def __init__(self, path: Path) -> None:
         """Open for appending and truncate a torn last line.
 
         Raises: FolderBusy while another process has it open; CheckpointError if the disk refuses.
         """
-        self.path = path
-        make_folder(path.parent)
-        is_new = not path.exists()
-        try:
-            self._fd = open_owned_file(path, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise write_error(path, error) from error
-        if not _acquire_file_lock(self._fd):
-            os.close(self._fd)
-            raise FolderBusy(
-                f"{path} is being written by another run; wait for it, or use another folder"
-            )
-        self._lock = threading.Lock()
+        super().__init__(path)
+        self._pending_lock = threading.Lock()
         self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
-        self._refused = 0
-        try:
-            if is_new:
-                fsync_path(path.parent)
-            self._end = self._truncate_torn_line()
-        except OSError as error:
-            os.close(self._fd)
-            raise write_error(path, error) from error
+        self._num_refusals = 0
         inject_fault("journal.opened")
-
-    def _truncate_torn_line(self) -> int:
-        """Truncate everything after the last newline; return the remaining size."""
-        size = os.fstat(self._fd).st_size
-        end, block = size, 1 << 16
-        while end > 0:
-            start = max(0, end - block)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            log.warning("%s: cut off %d bytes of a torn last line", self.path, size - end)
-            os.ftruncate(self._fd, end)
-        return end
-
-    @property
-    def end(self) -> int:
-        """Byte offset after the last complete line."""
-        return self._end
 
     def append_record(self, record: Mapping[str, Any]) -> None:
         """Append one record. If the disk refuses, warn, keep the line in memory and retry later."""
         line = encode_checked_line(record)
-        with self._lock:
+        with self._pending_lock:
             self._pending.append(line)
             self._write_pending()
 
     def flush_pending(self, *, sync: bool = False) -> bool:
         """Write the lines that the disk refused before, and fsync if `sync`. Return whether everything is written."""
-        with self._lock:
+        with self._pending_lock:
             self._write_pending()
-            return not self._pending and (not sync or self._sync_file())
-
-    def _sync_file(self) -> bool:
-        try:
-            if self._fd >= 0:
-                os.fsync(self._fd)
-        except OSError as error:
-            log.warning("%s: the disk could not be synced (%s)", self.path, error)
-            return False
-        return True
+            if self._pending:
+                return False
+            try:
+                if sync and self.is_open:
+                    self.sync_lines()
+            except CheckpointError as error:
+                log.warning("%s", error)
+                return False
+            return True
 
     def _write_pending(self) -> None:
-        while self._pending and self._fd >= 0:
-            line = self._pending[0]
+        while self._pending and self.is_open:
             try:
-                written = os.pwrite(self._fd, line, self._end)
-                if written < len(line):
-                    raise OSError(f"only {written} of {len(line)} bytes were written")
-            except OSError as error:
-                # Shrinking needs no space. If it fails, the next line overwrites the torn one.
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._fd, self._end)
-                self._refused += 1
-                if self._refused & (self._refused - 1) == 0:  # 1st, 2nd, 4th, 8th, ... refusal
-                    log.warning(
-                        "%s: cannot write (%s); %d lines wait in memory",
-                        self.path,
-                        error,
-                        len(self._pending),
-                    )
+                self.append_lines(self._pending[0])
+            except CheckpointError as error:
+                self._num_refusals += 1
+                if self._num_refusals & (self._num_refusals - 1) == 0:  # 1st, 2nd, 4th, 8th, ...
+                    log.warning("%s; %d lines wait in memory", error, len(self._pending))
                 return
-            self._end += len(line)
             self._pending.popleft()
             inject_fault("journal.line")
 
     def read_records(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield complete records from byte `offset` on, each with the offset after it."""
-        return read_lines(self.path, offset, end=self._end)
+        return read_lines(self.path, offset, end=self.end)
 
     def close(self) -> None:
         """Write pending lines, fsync, and release the file. A second call does nothing."""
-        if self._fd < 0:
-            return
-        self.flush_pending(sync=True)
-        inject_fault("journal.synced")
-        with self._lock:
-            os.close(self._fd)
-            self._fd = -1
+        if self.is_open:
+            self.flush_pending(sync=True)
+            inject_fault("journal.synced")
+            with self._pending_lock:
+                super().close()
 
 
 def read_lines(
@@ -211,9 +140,7 @@ def read_lines(
 
     A damaged line yields {} and a warning.
     """
-    for line in read_checked_lines(path, offset, end):
-        if line.record is None:
-            report_damaged_line(path, line)
+    for line in read_checked_lines(path, offset, end, consequence=RECORD_LOST):
         yield line.record or {}, line.end
 
 

@@ -77,7 +77,7 @@ class Timer:
 
 def time_safety_functions(timer: Timer) -> None:
     """Time the functions of every group, wherever they are imported."""
-    from rl_core.storage import atomic_files, checkpoint, folders, line_logs, locks, manifest
+    from rl_core.storage import append_log, atomic_files, checkpoint, folders, locks, manifest
     from tasks.tracking import journal, run_tracker
 
     functions = {
@@ -90,14 +90,14 @@ def time_safety_functions(timer: Timer) -> None:
         "single files": [
             atomic_files.write_text_atomic,
             atomic_files.write_text_unsynced,
-            atomic_files.append_bytes,
             atomic_files.create_file_once,
             atomic_files.make_folder,
-            line_logs.copy_intact_lines,
+            append_log.copy_intact_lines,
             folders.clear_leftovers,
         ],
     }
     methods = {
+        "single files": [(append_log.AppendLog, "append_lines")],
         "checkpoints": [
             (checkpoint.CheckpointStore, "save_version"),
             (checkpoint.CheckpointStore, "load_latest"),

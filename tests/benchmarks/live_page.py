@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from helpers.chromium import Chromium  # noqa: E402
 from helpers.monitor_runs import CONFIG, write_journal  # noqa: E402
 
-from rl_core.storage.line_logs import encode_checked_line  # noqa: E402
+from rl_core.storage.append_log import encode_checked_line  # noqa: E402
 
 PORT = 4390
 SPACING = 100  # seconds from one run to the next

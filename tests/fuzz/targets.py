@@ -29,7 +29,7 @@ from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import DataError, PosttrainError, SettingsError, ToolMisuse
 from rl_core.readers import iter_metrics, iter_rewards
 from rl_core.rollouts.rollout_files import _read_token_rows
-from rl_core.storage.line_logs import read_checked_lines
+from rl_core.storage.append_log import read_checked_lines
 from tasks.config import build_settings, digest_settings, dump_settings, load_settings
 
 __all__ = ["CORPUS", "SOURCES", "TARGETS", "read_corpus"]
@@ -51,7 +51,7 @@ SOURCES = {
         "rl_core/data/messages",
         "rl_core/analysis/trajectories",
         "rl_core/readers",
-        "rl_core/storage/line_logs",
+        "rl_core/storage/append_log",
         "rl_core/rollouts/rollout_files",
     ),
     "tool_call": (

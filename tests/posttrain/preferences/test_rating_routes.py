@@ -218,7 +218,7 @@ def test_full_disk_is_reported_and_records_nothing(tmp_path, monkeypatch):
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr("rl_core.preferences.rating_journal.append_bytes", refuse)
+        patched.setattr("rl_core.storage.append_log.AppendLog.append_lines", refuse)
         assert "make room" in page.rate(state, 503, choice="left")["error"]
     assert page.ask("question")["question"] == state["question"] and len(room.journal) == 0
     assert page.rate(state, choice="left")["rated"] == 1

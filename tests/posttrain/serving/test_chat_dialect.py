@@ -22,7 +22,7 @@ from rl_core.inference.serving_requests import build_stop_test
 from rl_core.rollouts.episode_sequence import EpisodeRequest, EpisodeSequence
 from rl_core.settings import SamplingSettings
 from rl_core.storage import faults
-from rl_core.storage.line_logs import read_checked_lines
+from rl_core.storage.append_log import read_checked_lines
 
 TOOLS = make_environment("pixel_grid").tools
 

@@ -20,7 +20,7 @@ from helpers import ROOT
 from helpers.serving import TOKEN, make_folder_of_model, offline_answer, running_server
 from helpers.waiting import free_ports, wait_for
 
-from rl_core.storage.line_logs import read_checked_lines
+from rl_core.storage.append_log import read_checked_lines
 
 
 def is_idle(server):

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.verification.nondeterminism import explain_differences, find_suspect_lines
 from posttrain.verification.run_differences import compare_run_folders
-from rl_core.storage.line_logs import encode_checked_line
+from rl_core.storage.append_log import encode_checked_line
 
 STAGES = ("prepare_data", "sft", "policy", "evaluate")
 

@@ -32,7 +32,7 @@ SCRIPT = """
 import json, os, random, shutil, signal, sys, time
 from pathlib import Path
 from rl_core.storage import faults
-from rl_core.storage.line_logs import encode_checked_line
+from rl_core.storage.append_log import encode_checked_line
 
 home = Path(next(a for a in sys.argv if a.startswith("output=")).removeprefix("output=")) / "t"
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))

@@ -19,7 +19,7 @@ from rl_core.online.experience_buffer import (
 )
 from rl_core.online.labels import Label
 from rl_core.settings import OnlineBufferSettings
-from rl_core.storage.line_logs import encode_checked_line, parse_checked_line
+from rl_core.storage.append_log import encode_checked_line, parse_checked_line
 
 LABEL = Label("answer", "feedback", text="a")
 

@@ -17,7 +17,7 @@ from rl_core.online.labels import Label, create_feedback_label
 from rl_core.online.voting import Ballot, tally_votes
 from rl_core.rewards.orchestrator import WEIGHTED_PREFIX, RewardOrchestrator
 from rl_core.settings import RewardSettings
-from rl_core.storage.line_logs import encode_checked_line, parse_checked_line
+from rl_core.storage.append_log import encode_checked_line, parse_checked_line
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 
 WEIGHTS = {

@@ -24,7 +24,7 @@ from rl_core.settings import (
     OnlineBufferSettings,
     OnlineLabelSettings,
 )
-from rl_core.storage.line_logs import RotatingLineLog
+from rl_core.storage.append_log import AppendLog
 
 
 def test_snapshots_that_an_experience_refers_to_stay(tmp_path):
@@ -198,7 +198,7 @@ def test_an_unwritable_disk_drops_audit_records_without_errors(tmp_path):
 
 
 def test_logs_are_rotated_and_torn_ends_closed(tmp_path):
-    log = RotatingLineLog(tmp_path / "a log", max_bytes=10, keep=2)
+    log = AppendLog(tmp_path / "a log", max_bytes=10, keep=2)
     for text in (b"one\n", b"two\n", b"three\n", b"four\n", b"five\n", b"six\n", b"seven\n"):
         log.append_lines(text)
     contents = [path.read_bytes() for path in sorted(tmp_path.iterdir())]

@@ -6,14 +6,13 @@ import threading
 import pytest
 
 from rl_core.errors import CheckpointError
+from rl_core.storage.append_log import AppendLog
 from rl_core.storage.atomic_files import (
-    append_bytes,
     copy_tree,
     create_file_once,
     make_folder,
     parse_temporary_owner,
     replace_file,
-    truncate_file,
     write_text_atomic,
 )
 
@@ -87,16 +86,16 @@ def test_only_the_first_caller_creates_the_file(tmp_path):
 def test_appending_cutting_and_copying(tmp_path):
     make_folder(tmp_path / "a" / "b")
     path = tmp_path / "a" / "b" / "lines"
-    append_bytes(path, b"one\n")
-    append_bytes(path, b"two\n", synced=True)
-    truncate_file(path, 6)
-    append_bytes(path, b"ree\n")
-    assert path.read_bytes() == b"one\ntwree\n"
+    AppendLog(path).append_lines(b"one\n")
+    AppendLog(path, synced=True).append_lines(b"two\n")
+    os.truncate(path, 6)
+    AppendLog(path).append_lines(b"three\n")
+    assert path.read_bytes() == b"one\ntw\nthree\n"
     (tmp_path / "out" / "b").mkdir(parents=True)
     (tmp_path / "out" / "kept").write_text("kept")
     (tmp_path / "out" / "b" / "lines").symlink_to(tmp_path / "elsewhere")
     copy_tree(tmp_path / "a", tmp_path / "out")
-    assert (tmp_path / "out" / "b" / "lines").read_bytes() == b"one\ntwree\n" and not (
+    assert (tmp_path / "out" / "b" / "lines").read_bytes() == b"one\ntw\nthree\n" and not (
         tmp_path / "elsewhere"
     ).exists()
     assert (tmp_path / "out" / "kept").read_text() == "kept"

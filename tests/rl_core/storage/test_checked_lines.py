@@ -11,7 +11,7 @@ import rl_core
 from rl_core.analysis.training_curves import read_training_curves
 from rl_core.rewards.contribution import iter_compared_groups
 from rl_core.rewards.rollout_log import RewardRecord
-from rl_core.storage.line_logs import (
+from rl_core.storage.append_log import (
     copy_intact_lines,
     encode_checked_line,
     has_valid_checksum,

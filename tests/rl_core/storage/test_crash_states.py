@@ -17,8 +17,8 @@ import pytest
 import torch
 from helpers.crash_states import Recorder, crash_states, write_tree
 
+from rl_core.storage.append_log import AppendLog, read_checked_lines
 from rl_core.storage.atomic_files import (
-    append_bytes,
     create_file_once,
     make_folder,
     replace_file,
@@ -26,7 +26,6 @@ from rl_core.storage.atomic_files import (
 )
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folders import remove_folder, seal_folder
-from rl_core.storage.line_logs import read_checked_lines
 from rl_core.storage.manifest import verify_folder
 from tasks.pipeline.stage_result import load_finished_stage
 from tasks.tracking.journal import LineLog
@@ -150,7 +149,7 @@ def write_lines(root, mark):
         log.flush_pending(sync=True)
         mark(number)
         log.append_record(build_line(next(numbers)))  # not promised
-        os.close(log._fd)  # killed
+        os.close(log._descriptor)  # killed
 
 
 def check_lines(root, promised):
@@ -172,7 +171,7 @@ def check_lines(root, promised):
 def write_appended(root, mark):
     folder = make_folder(root / "stage")
     for number in (1, 2, 3):
-        append_bytes(folder / "rewards", b"%d" % number * 100 + b"\n", synced=True)
+        AppendLog(folder / "rewards", synced=True).append_lines(b"%d" % number * 100 + b"\n")
         mark(number)
 
 
@@ -233,13 +232,13 @@ SYNCS = {
     ],
     "lines": [
         "make_folder: fsync_path(folder.parent)",
-        "__init__: fsync_path(path.parent)",
-        "_sync_file: os.fsync(self._fd)",
+        "__init__: fsync_path(self.path.parent)",
+        "sync_lines: os.fsync(self._descriptor)",
     ],
     "appended": [
         "make_folder: fsync_path(folder.parent)",
-        "append_bytes: os.fsync(descriptor)",
-        'append_bytes: fsync_path(os.path.dirname(path) or ".")',
+        "append_lines: os.fsync(descriptor)",
+        "append_lines: fsync_path(self.path.parent)",
     ],
     "password": [
         "create_file_once: fsync_path(temporary)",

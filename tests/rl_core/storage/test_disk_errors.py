@@ -13,18 +13,16 @@ import pytest
 import torch
 
 from rl_core.errors import CheckpointError, CorruptError
+from rl_core.storage.append_log import AppendLog, read_checked_lines
 from rl_core.storage.atomic_files import (
     REMEDIES,
-    append_bytes,
     make_folder,
     replace_file,
-    truncate_file,
     write_json_atomic,
     write_text_unsynced,
 )
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder, seal_folder
-from rl_core.storage.line_logs import read_checked_lines
 from rl_core.storage.manifest import read_manifest
 from rl_core.trackers.local_trackers import JsonlTracker
 from tasks.tracking.journal import DeliveryCursor, LineLog
@@ -57,8 +55,9 @@ def write_second_run(root):
     with replace_file(folder / "rows.jsonl") as file:
         file.write("row\n" * 10)
     seal_folder(folder, root / "stages" / "sft", {"stage": "sft"})
-    append_bytes(root / "rewards.jsonl", b"{}\n" * 20, synced=True)
-    truncate_file(root / "rewards.jsonl", 3)
+    rewards = AppendLog(root / "rewards.jsonl", synced=True)
+    rewards.append_records({"iteration": number} for number in range(20))
+    rewards.truncate_tail(lambda row: row["iteration"] >= 1)
     remove_folder(root / "stages" / "sft")
     log = LineLog(root / "journal" / "metrics.jsonl")
     for step in (2, 3):

@@ -9,9 +9,9 @@ import torch
 
 from posttrain.monitor.tail import JsonLinesTail, read_json_object
 from rl_core.errors import CheckpointError
+from rl_core.storage.append_log import encode_checked_line, read_checked_lines
 from rl_core.storage.atomic_files import write_json_atomic, write_text_unsynced
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.line_logs import encode_checked_line, read_checked_lines
 from tasks.tracking.journal import LineLog
 
 VERSIONS = 60
@@ -91,7 +91,7 @@ def test_a_journal_yields_each_line_once_and_in_order(tmp_path):
             log = LineLog(path)
             for number in range(start, start + 100):
                 log.append_record({"number": number})
-            os.close(log._fd)
+            os.close(log._descriptor)
             with path.open("ab") as file:
                 file.write(b'{"number": 9')
 
@@ -152,4 +152,4 @@ def append_numbers(path, numbers):
     log = LineLog(path)
     for number in numbers:
         log.append_record({"number": number})
-    os.close(log._fd)
+    os.close(log._descriptor)

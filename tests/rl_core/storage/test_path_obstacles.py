@@ -12,6 +12,7 @@ from rl_core.rewards.model_components import JudgeReward
 from rl_core.rewards.rollout_log import RewardRecord
 from rl_core.settings import JudgeSettings
 from rl_core.storage import atomic_files
+from rl_core.storage.append_log import copy_intact_lines
 from rl_core.storage.atomic_files import (
     open_owned_file,
     resolve_cache_folder,
@@ -19,7 +20,6 @@ from rl_core.storage.atomic_files import (
     write_text_unsynced,
 )
 from rl_core.storage.folders import clear_leftovers, publish_folder
-from rl_core.storage.line_logs import copy_intact_lines
 from rl_core.storage.locks import FolderLock
 from rl_core.trackers.local_trackers import CsvTracker, JsonlTracker
 from tasks.tracking.journal import DeliveryCursor, LineLog

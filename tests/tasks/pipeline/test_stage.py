@@ -13,7 +13,7 @@ from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.out_of_memory import record_out_of_memory
 from rl_core.settings import PreferenceSettings, SFTSettings
-from rl_core.storage.line_logs import encode_checked_line
+from rl_core.storage.append_log import encode_checked_line
 from rl_core.training import loop
 from tasks.pipeline import stage_key as keys
 from tasks.pipeline import stage_key as stage_code

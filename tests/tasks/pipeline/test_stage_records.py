@@ -9,8 +9,8 @@ from helpers.stage_doubles import PipelineRun
 from rl_core.errors import BackendError
 from rl_core.metric_history import MetricHistory
 from rl_core.settings import SFTSettings
-from rl_core.storage.atomic_files import append_bytes, write_text_atomic
-from rl_core.storage.line_logs import encode_checked_line
+from rl_core.storage.append_log import AppendLog
+from rl_core.storage.atomic_files import write_text_atomic
 from rl_core.storage.manifest import digest_file
 from tasks.pipeline import stage as stage_module
 from tasks.pipeline.stage import run_stage
@@ -20,9 +20,8 @@ from tasks.tracking import Tracking, run_tracker
 def write_records(folder, seconds=0.5):
     """Write the records of a stage."""
     (folder / "rewards.jsonl").unlink(missing_ok=True)
-    append_bytes(
-        folder / "rewards.jsonl",
-        b"".join(encode_checked_line({"iteration": n, "reward": n / 2}) for n in range(3)),
+    AppendLog(folder / "rewards.jsonl").append_records(
+        {"iteration": n, "reward": n / 2} for n in range(3)
     )
     write_text_atomic(folder / "pairs_train.jsonl", '{"prompt_text": "p"}\n' * 2)
     history = MetricHistory(10)

@@ -17,7 +17,7 @@ from helpers import ROOT, launch_bodies
 from rl_core.errors import NonFiniteError, RecordsError, SettingsError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings, SFTSettings
 from rl_core.storage import faults
-from rl_core.storage.line_logs import encode_checked_line
+from rl_core.storage.append_log import encode_checked_line
 from rl_core.tracking import MemoryTracker
 from tasks.config import build_settings
 from tasks.pipeline.stage_key import compute_stage_key
@@ -90,6 +90,8 @@ def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
     assert tracker.metrics == [(1, {"train/loss": 0.1})]
     with path.open("ab") as file:
         file.write(line[30:])
+    writer._log.close()
+    writer = EventTracker(path)  # continues after the line that this test has written
     writer.progress(3, 9, "loss 1")
     writer.set_tag("k", "v")
     writer.log_dict({"history": [1]}, "curriculum.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -126,8 +127,14 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
     log = LineLog(tmp_path / "log.jsonl")
     log.append_record({"n": 0})
     pwrite = os.pwrite
-    # short writes
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:4], offset))
+
+    def write_four_bytes(fd, data, offset):
+        """Write as a disk does that has no more space within a line: in part, then not at all."""
+        if data[:1] != b"{":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data[:4], offset)
+
+    monkeypatch.setattr(os, "pwrite", write_four_bytes)
     log.append_record({"n": 1})
     log.append_record({"n": 2})
     assert [record for record, _ in read_lines(log.path)] == [{"n": 0}]
