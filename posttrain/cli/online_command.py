@@ -28,7 +28,7 @@ def _add_online_parser(commands: Any) -> None:
         "online report outputs/demo/online/version-1",
         "online resume outputs/demo/online/version-1    (after an alarm)",
         "online consolidate demo",
-        "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
+        "online replay online --buffer recorded --output again --set update.kl_max=0.5",
     ]
     summary = "learn from recorded traffic under guardrails: worker, gate of a server, replay of a buffer, report"
     parser = add_command_parser(commands, "online", summary, examples)

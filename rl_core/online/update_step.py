@@ -357,7 +357,7 @@ class GuardedLearner:
             return [self._measure_mean_kl(batches, update)]
 
         result = run_guarded_step(
-            self.optimizer_step, run_step, measure_kls, [self.settings.kl_limit]
+            self.optimizer_step, run_step, measure_kls, [self.settings.kl_max]
         )
         self._fill_report(report, result.metrics)
         if not result.kls:
@@ -527,7 +527,7 @@ class GuardedLearner:
         report.gradients = {"norm": norm, "clipped": min(norm, self.settings.max_grad_norm)}
         report.kl_control = {
             "coefficient": self.kl_coef,
-            "target_kl": self.settings.kl_target,
+            "target_kl": self.settings.update_kl_target,
             "before": before,
         }
 
@@ -538,15 +538,15 @@ class GuardedLearner:
         oscillates around the band. It is controlled by the level that the KL would reach after a few more steps like
         this one.
         """
-        settings = self.settings
+        settings, band = self.settings, self.settings.kl_band
         predicted_kl = max(0.0, kl + settings.kl_lookahead * (kl - before))
         return banded_kl_coef(
             self.kl_coef,
             predicted_kl,
-            target=settings.kl_target,
-            tolerance=settings.kl_tolerance,
-            increase_factor=settings.kl_factor,
-            decrease_factor=settings.kl_factor,
-            minimum=settings.kl_coef_min,
-            maximum=settings.kl_coef_max,
+            target=settings.update_kl_target,
+            tolerance=band.width * settings.update_kl_target,
+            increase_factor=band.increase,
+            decrease_factor=band.decrease,
+            minimum=band.minimum,
+            maximum=band.maximum,
         )
