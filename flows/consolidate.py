@@ -138,7 +138,7 @@ def build_consolidation_settings(
             prepare_data=settings.stages.prepare_data,
             evaluate=settings.stages.evaluate,
             promote=settings.stages.promote or PromotionSettings(),
-            own={
+            custom={
                 SNAPSHOT_STAGE: CustomStageSettings(
                     use=SNAPSHOT_STAGE_IMPORT, settings=stage_settings
                 )

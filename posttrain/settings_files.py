@@ -34,7 +34,7 @@ def read_settings_file(
     document = read_yaml(path, (shipped_name,) if shipped_name else ())
     locations = KeyLocations(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, locations)
-    settings, schema_problems = parse_settings(settings_type, document.data)
+    settings, schema_problems = parse_settings(settings_type, document.data, locations)
     reported_keys = {problem.key for problem in problems}
     problems = problems + [
         problem for problem in schema_problems if problem.key not in reported_keys

@@ -4,7 +4,7 @@ Everything that needs to know the stages asks here: the settings, the command li
 model version, profiles, figures. The module imports only the standard library (`posttrain --help` reads it), so tasks
 are named by import path and imported when they are called.
 
-A user-defined stage is a `CustomStage` that the config names under `stages.own`; loading the config registers it.
+A user-defined stage is a `CustomStage` that the config names under `stages.custom`; loading the config registers it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STAGE_INPUTS = (
 
 @dataclass(frozen=True)
 class CustomStage:
-    """A user-defined stage: an object in the user's code that `stages.own` of a config names.
+    """A user-defined stage: an object in the user's code that `stages.custom` of a config names.
 
     `body(context)` writes into `context.folder`, the model into `context.folder / "model"`, and returns the summary
     (`note` is a sentence; `metrics` go to the model's version). Its inputs are `context.inputs[name]` for each
@@ -195,7 +195,9 @@ def describe_unknown_stage(name: str, active: Sequence[str]) -> str:
     known = name in list_stage_names()
     if not known and (near := difflib.get_close_matches(name, {*active, *list_stage_names()}, n=1)):
         return f"has no stage '{name}'; did you mean '{near[0]}'?"
-    remedy = f"add it with --set stages.{name}={{}}" if known else "name your own under stages.own"
+    remedy = (
+        f"add it with --set stages.{name}={{}}" if known else "name your own under stages.custom"
+    )
     return f"has no stage '{name}', only {', '.join(active)}; {remedy}"
 
 

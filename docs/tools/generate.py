@@ -21,6 +21,7 @@ sys.path.insert(0, str(DOCS.parent))  # called as a file, from a checkout
 
 from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricGroup  # noqa: E402
 from rl_core.settings import OnlineSettings, Settings  # noqa: E402
+from rl_core.settings.deprecated_keys import list_deprecated_keys  # noqa: E402
 from rl_core.settings.framework_aliases import (  # noqa: E402
     TRL_VERSION,
     VERL_VERSION,
@@ -256,6 +257,13 @@ def _section(
         meaning = field.metadata["doc"] + (f"; {limits}" if limits else "")
         row = (f"`{field.name}`", _type(hints[field.name], anchors), _default(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    former = [
+        f"`{key.name}` (now {' and '.join(f'`{name}`' for name in key.new_names)}"
+        + (f", as a share of `{key.unit}`)" if key.unit else ")")
+        for key in list_deprecated_keys(cls)
+    ]
+    if former:
+        lines += ["", f"Former names, which work until 0.3: {', '.join(former)}."]
     return "\n".join(lines) + "\n"
 
 

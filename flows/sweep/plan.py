@@ -11,7 +11,7 @@ from pathlib import Path
 from flows.sweep.search import Dimension, Params, SearchMethod, build_grid
 from rl_core.environments import make_environment
 from rl_core.errors import SettingsError, suggest_name
-from tasks.config import PipelineSettings, digest_settings, dump_settings, load_settings
+from tasks.config import PipelineSettings, digest_settings, load_settings
 from tasks.stage_registry import list_training_stages
 
 EVALUATION_METRICS = ("success", "reward")  # metrics of the evaluation stage
@@ -90,7 +90,7 @@ class SweepPlan:
         """Compute the name of the sweep's folder. More trials or seeds of the same space are the same sweep."""
         return digest_settings(
             {
-                "settings": dump_settings(base),
+                "settings": base,
                 "dimensions": [dataclasses.asdict(dimension) for dimension in self.dimensions],
                 "method": self.method,
                 "metric": self.metric,

@@ -19,9 +19,10 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Container, Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from flows.runtime import prefect_outage, stopping
 from flows.runtime.import_setup import disable_bytecode_under_file_limit
@@ -119,6 +120,8 @@ WRITABLE_FOLDER_ADVICE = (
 DISK_SPACE_ADVICE = (
     "make room, as with `posttrain gc`; the same command resumes from the last checkpoint"
 )
+SETTINGS_READER = os.path.join("tasks", "config", "schema.py")  # warns of former names
+SHOW_OTHER_WARNING = warnings.showwarning
 MAX_LINE_CHARACTERS = 2000  # names and values in a message may be of any length
 # File system errors that a user can fix; any other OSError is a bug and shown with its traceback.
 OS_ERROR_ADVICE = {
@@ -147,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     unwind_on_sigterm()
     append_working_directory()
+    warnings.showwarning = _show_warning
     try:
         with bound_shutdown_time(
             include_interrupt=arguments.command in _BOUNDED_AFTER_CTRL_C,
@@ -205,6 +209,21 @@ def build_parser(words: Container[str] = COMMANDS) -> argparse.ArgumentParser:
             command_parser.set_defaults(command=name, handler=module.run_command)
             module.add_arguments(command_parser)
     return parser
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning about the user's settings in a line; any other as Python does."""
+    if category is FutureWarning and filename.endswith(SETTINGS_READER):
+        print(f"posttrain: warning: {escape_control_characters(str(message))}", file=sys.stderr)
+    else:
+        SHOW_OTHER_WARNING(message, category, filename, lineno, file, line)
 
 
 def command() -> NoReturn:

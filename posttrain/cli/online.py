@@ -23,7 +23,7 @@ EXAMPLES = (
     "online report outputs/demo/online/version-1",
     "online resume outputs/demo/online/version-1    (after an alarm)",
     "online consolidate demo",
-    "online replay online --buffer recorded --output again --set update.kl_limit=0.5",
+    "online replay online --buffer recorded --output again --set update.kl_max=0.5",
 )
 
 

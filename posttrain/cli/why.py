@@ -53,7 +53,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             f"{config} is a stage; name the configuration, too, as in `posttrain why {config} demo`"
         )
     settings = run_setup.load_pipeline_settings(arguments, import_code=False)
-    if settings.stages.own:
+    if settings.stages.custom:
         # The code of custom stages declares their settings and their position.
         settings = run_setup.load_pipeline_settings(arguments)
     from flows.runtime.progress import wrap_to_terminal

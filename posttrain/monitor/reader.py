@@ -543,8 +543,11 @@ def _list_planned_stages(view: RunView, params: dict[str, str]) -> list[str]:
     """List the stages of the settings, in order."""
     stages = view.config.get("stages")
     if isinstance(stages, dict):
-        planned = [name for name, value in stages.items() if value is not None and name != "own"]
-        return [*planned, *(stages.get("own") or {})]  # custom stages are named by the user
+        blocks = ("custom", "own")  # of the user's stages; `own` until 0.2
+        planned = [
+            name for name, value in stages.items() if value is not None and name not in blocks
+        ]
+        return [*planned, *(name for block in blocks for name in stages.get(block) or {})]
     names = [
         name.split(".")[1]
         for name, value in params.items()

@@ -5,6 +5,7 @@ Suffixes: P prompts, G rollouts per prompt, B rows, T tokens, N loss tokens of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -16,6 +17,34 @@ GroupMethod = Literal["grpo", "dr_grpo", "rloo"]
 STD_FLOOR = 1e-3  # smaller differences between rewards are rounding noise
 STD_EPS = 1e-4
 SCAN_CHUNK = 128
+
+
+def fill_masked_rewards(
+    groups: Sequence[torch.Tensor], masked: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Replace the reward of each masked rollout by the mean of the unmasked rollouts of its group.
+
+    Its advantage within the group is then 0, and the differences between the others do not change. A group without an
+    unmasked rollout gets the mean of all unmasked ones. Called when rewards are recorded (`RewardOrchestrator.score`),
+    and when they are compared: there a KL penalty in the reward has changed them, and other groups may be present.
+
+    Args:
+        groups: float [G] rewards of each group; ignored where masked.
+        masked: bool [G] of each group, True = no reward could be computed.
+    Returns: float [G] of each group.
+    """
+    if not any(bool(masked_G.any()) for masked_G in masked):
+        return list(groups)
+    known = [
+        torch.where(masked_G, 0.0, rewards_G)
+        for rewards_G, masked_G in zip(groups, masked, strict=True)
+    ]
+    counts = [int((~masked_G).sum()) for masked_G in masked]
+    overall = torch.cat(known).sum() / max(1, sum(counts))
+    return [
+        torch.where(masked_G, known_G.sum() / count if count else overall, rewards_G)
+        for rewards_G, masked_G, known_G, count in zip(groups, masked, known, counts, strict=True)
+    ]
 
 
 def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") -> torch.Tensor:

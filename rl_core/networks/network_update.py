@@ -250,7 +250,7 @@ class NetworkUpdate:
             step_metrics += [self._run_optimizer_step(minibatch) for minibatch in minibatches]
         metrics |= aggregate_step_metrics(step_metrics)
         metrics["train/skipped_steps"] = float(self.optimizer_step.skipped_steps)
-        if settings.kl_target is not None:
+        if settings.desired_kl is not None:
             last_pass = aggregate_step_metrics(step_metrics[-settings.minibatches :])
             self._adapt_learning_rate(last_pass.get("policy/update_kl"))
         return metrics
@@ -373,13 +373,13 @@ class NetworkUpdate:
     def _adapt_learning_rate(self, kl: float | None) -> None:
         """Adapt the learning rate to the KL of the iteration's last pass; None = every step of it was skipped."""
         settings, optimizer_step = self.settings, self.optimizer_step
-        assert settings.kl_target is not None
+        assert settings.desired_kl is not None
         if kl is not None:
             optimizer_step.learning_rate_scale = adapt_learning_rate_scale(
                 optimizer_step.learning_rate_scale,
                 kl,
-                target=settings.kl_target,
-                factor=settings.kl_factor,
+                target=settings.desired_kl,
+                factor=settings.learning_rate_factor,
                 low=settings.learning_rate_low / settings.learning_rate,
                 high=settings.learning_rate_high / settings.learning_rate,
             )

@@ -32,7 +32,8 @@ from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.references.pool import get_frozen_models
 from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.settings import EnvironmentSettings, OnlineSettings
+from rl_core.settings import EnvironmentSettings, OnlineSettings, OnlineUpdateSettings
+from rl_core.settings.deprecated_keys import restore_former_names
 from rl_core.storage.manifest import digest_folder
 
 BUFFER_FOLDER, CHECKPOINTS_FOLDER, SNAPSHOTS_FOLDER = "buffer", "checkpoints", "snapshots"
@@ -114,6 +115,10 @@ def _compute_fingerprint(settings: OnlineSettings) -> dict[str, Any]:
         if name not in excluded:
             is_plain = isinstance(value, int | float | str | None)
             fingerprint[name] = value if is_plain else _digest_settings(value)
+    # Under the former names, so that the checkpoints of earlier versions are accepted.
+    fingerprint["update"] = _digest_settings(
+        restore_former_names(OnlineUpdateSettings, dataclasses.asdict(settings.update))
+    )
     model = dataclasses.asdict(settings.model)
     path = model.pop("path")
     folder = Path(resolve_model_folder(path))

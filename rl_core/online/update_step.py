@@ -9,7 +9,6 @@ K recorded tokens, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.batching import TrainRow, build_batches, build_train_row
 from rl_core.settings import OnlineUpdateSettings
+from rl_core.training.guarded_step import run_guarded_step
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
@@ -344,25 +344,30 @@ class GuardedLearner:
         if not update.rows:
             return self.refuse_update(report, "empty")
         batches = build_batches(update.rows, self.settings.micro_batch_tokens, self.pad_id)
-        weights = {
-            name: tensor.clone() for name, tensor in collect_trainable_weights(self.model).items()
-        }
-        state = copy.deepcopy(self.optimizer_step.state_dict())
         num_skipped = self.optimizer_step.skipped_steps
-        self.optimizer_step.learning_rate_scale = task.learning_rate / self.settings.learning_rate
-        metrics = self._apply_batches(batches, update, task.number)
-        self._fill_report(report, metrics)
-        if self.optimizer_step.skipped_steps > num_skipped:
+
+        def run_step() -> dict[str, float]:
+            scale = task.learning_rate / self.settings.learning_rate
+            self.optimizer_step.learning_rate_scale = scale
+            return self._apply_batches(batches, update, task.number)
+
+        def measure_kls() -> list[float]:
+            if self.optimizer_step.skipped_steps > num_skipped:
+                return []
+            return [self._measure_mean_kl(batches, update)]
+
+        result = run_guarded_step(
+            self.optimizer_step, run_step, measure_kls, [self.settings.kl_max]
+        )
+        self._fill_report(report, result.metrics)
+        if not result.kls:
             return self.refuse_update(report, "nonfinite")
-        kl = self._measure_mean_kl(batches, update)
+        (kl,) = result.kls
         report.kl_control["mean_kl"] = kl
         if math.isfinite(kl) and task.error > 0:
             self.kl_coef = self._compute_next_kl_coef(kl, report.kl_control["before"])
-        if not kl <= self.settings.kl_limit:
+        if result.is_refused:
             # A finite step can still lead to weights whose outputs are not finite.
-            load_trainable_weights(self.model, weights)
-            self.optimizer_step.load_state_dict(state)
-            self.optimizer_step.num_steps += 1
             return self.refuse_update(report, "kl" if math.isfinite(kl) else "nonfinite")
         self.num_taken += 1
         self.refused_in_row = 0
@@ -522,7 +527,7 @@ class GuardedLearner:
         report.gradients = {"norm": norm, "clipped": min(norm, self.settings.max_grad_norm)}
         report.kl_control = {
             "coefficient": self.kl_coef,
-            "target_kl": self.settings.kl_target,
+            "target_kl": self.settings.update_kl_target,
             "before": before,
         }
 
@@ -533,15 +538,15 @@ class GuardedLearner:
         oscillates around the band. It is controlled by the level that the KL would reach after a few more steps like
         this one.
         """
-        settings = self.settings
+        settings, band = self.settings, self.settings.kl_band
         predicted_kl = max(0.0, kl + settings.kl_lookahead * (kl - before))
         return banded_kl_coef(
             self.kl_coef,
             predicted_kl,
-            target=settings.kl_target,
-            tolerance=settings.kl_tolerance,
-            increase_factor=settings.kl_factor,
-            decrease_factor=settings.kl_factor,
-            minimum=settings.kl_coef_min,
-            maximum=settings.kl_coef_max,
+            target=settings.update_kl_target,
+            tolerance=band.width * settings.update_kl_target,
+            increase_factor=band.increase,
+            decrease_factor=band.decrease,
+            minimum=band.minimum,
+            maximum=band.maximum,
         )

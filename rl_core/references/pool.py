@@ -325,7 +325,7 @@ class ReferencePool:
             path=str(path), kind=kind, precision=self.precision, model=self._model
         )
         expected = source.estimated_bytes
-        is_separate = expected > self.settings.own_process_gib * GIB
+        is_separate = expected > self.settings.separate_process_gib * GIB
         return self._cache.get_or_load(
             (*source.key, "separate" if is_separate else ""),
             functools.partial(self._load_scorer, source, is_separate),

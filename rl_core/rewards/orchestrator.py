@@ -8,9 +8,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rl_core.environments.answer_checks import ANSWER_CHECKS, build_answer_check
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
 from rl_core.errors import RewardError, SettingsError, suggest_name
+from rl_core.losses.advantages import fill_masked_rewards
 from rl_core.models.hidden_states import TurnEmbedder, TurnEmbeddings
 from rl_core.rewards.cached_function import CachedReward, build_user_reward
 from rl_core.rewards.components import (
@@ -189,7 +192,14 @@ class RewardOrchestrator:
             rollout.is_masked = masked[index]
             total = sum(costs.values(), math.fsum(contributions.values()))
             totals.append(None if masked[index] else total)
-        for rollout, total in zip(rollouts, _fill_masked_rewards(groups, totals), strict=True):
+        sizes = [len(group.rollouts) for group in groups]
+        filled = fill_masked_rewards(
+            torch.tensor(
+                [0.0 if total is None else total for total in totals], dtype=torch.float64
+            ).split(sizes),
+            torch.tensor(masked).split(sizes),
+        )
+        for rollout, total in zip(rollouts, torch.cat(filled).tolist(), strict=True):
             rollout.trajectory.reward = total
         inject_fault("rewards.scored")
         metrics = self._compute_metrics(raw, weighted, totals)
@@ -384,20 +394,3 @@ class RewardOrchestrator:
                 episodes[0].episode_label,
                 episodes[0].failure_label,
             )
-
-
-def _fill_masked_rewards(
-    groups: Iterable[RolloutGroup], totals: Sequence[float | None]
-) -> list[float]:
-    """Replace the total of a masked rollout (None) by the mean of its group's other rollouts.
-
-    If the whole group is masked, use the mean over all unmasked rollouts.
-    """
-    overall = statistics.fmean(total for total in totals if total is not None)
-    filled: list[float] = []
-    for group in groups:
-        group_totals = totals[len(filled) : len(filled) + len(group.rollouts)]
-        known = [total for total in group_totals if total is not None]
-        mean = statistics.fmean(known) if known else overall
-        filled += [mean if total is None else total for total in group_totals]
-    return filled

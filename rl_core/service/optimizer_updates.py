@@ -20,6 +20,7 @@ from rl_core.service.batched_pass import PassPart, run_pass
 from rl_core.service.loss_registry import LOSSES
 from rl_core.service.requests import OptimStep
 from rl_core.service.training_run import KLLimitCheck, TrainingRun
+from rl_core.training.guarded_step import run_guarded_step
 from rl_core.training.optimizers import compute_total_norm
 
 UpdateMetrics = dict[str, float]
@@ -154,21 +155,22 @@ def _step_within_kl_limits(run: TrainingRun, request: OptimStep) -> dict[str, fl
     Returns: metrics, including `kl_after:max` and `refused:mean`. Raises: errors that `step_runs` returns.
     """
     checks, run.kl_limit_checks = run.kl_limit_checks, []
-    gradient, run.gradient = run.gradient, {}
-    before = run.state_dict()
-    run.gradient = gradient
-    (metrics,) = step_runs([run], [request])
-    if isinstance(metrics, Exception):
-        raise metrics
-    kls = [_measure_mean_kl(run, check) for check in checks]
-    # Written so that a NaN is refused too.
-    is_refused = any(not kl <= check.limit for kl, check in zip(kls, checks, strict=True))
-    if is_refused:
-        run.load_state_dict(before)
-        run.reset_data_digest()
-    return metrics | {
-        "kl_after:max": max(kls),
-        "refused:mean": float(is_refused),
+
+    def run_step() -> UpdateMetrics:
+        (metrics,) = step_runs([run], [request])
+        if isinstance(metrics, Exception):
+            raise metrics
+        return metrics
+
+    result = run_guarded_step(
+        run,
+        run_step,
+        lambda: [_measure_mean_kl(run, check) for check in checks],
+        [check.limit for check in checks],
+    )
+    return result.metrics | {
+        "kl_after:max": max(result.kls),
+        "refused:mean": float(result.is_refused),
         "step:max": float(run.steps),
     }
 

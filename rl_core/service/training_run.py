@@ -361,6 +361,17 @@ class TrainingRun:
             }
             self.kl_limit_checks = [KLLimitCheck(**fields) for fields in state["guards"]]
 
+    def copy_state(self) -> dict[str, Any]:
+        """Return the state without the accumulated gradient, which the next update discards."""
+        gradient, self.gradient = self.gradient, {}
+        state = self.state_dict()
+        self.gradient = gradient
+        return state
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Undo an update; its gradient, and the data of it, stay discarded."""
+        self.load_state_dict(state, gradient=False)
+
     def _build_optimizer(self) -> torch.optim.Optimizer | JointOptimizer:
         matrices = [self.parameters[name] for name in self.parameters if name in self._muon_names]
         others = [self.parameters[name] for name in self.parameters if name not in self._muon_names]

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import types
 import typing
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.defaults import ModelDefault
+from rl_core.settings.deprecated_keys import read_deprecated_value, rename_deprecated_keys
 from rl_core.settings.framework_aliases import explain_framework_name
 
 SettingKey = tuple[str | int, ...]
@@ -138,12 +141,43 @@ _RANGE_CHECKS = {
 }
 
 
+class _SettingsType(type):
+    """Class of the settings classes, which also accept the former names of settings."""
+
+    if not TYPE_CHECKING:  # type checkers see the constructor of the dataclass
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            """Create settings; warn of former names."""
+            values, used = rename_deprecated_keys(cls, values)
+            for key in used:
+                warnings.warn(
+                    f"{cls.__name__}: {key.describe_change()}", FutureWarning, stacklevel=2
+                )
+                for block in {name.partition(".")[0] for name in key.new_names if "." in name}:
+                    if isinstance(values[block], dict):
+                        values[block] = _resolve_field_types(cls)[block](**values[block])
+            return super().__call__(*args, **values)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """Parameters of the constructor, as Python finds them without this metaclass."""
+        constructor = vars(cls).get("__new__") or cls.__init__  # type: ignore[misc]
+        parameters = list(inspect.signature(constructor).parameters.values())
+        return inspect.Signature(parameters[1:])
+
+
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(metaclass=_SettingsType):
     """Base of every settings class: checks names, types and declared ranges.
 
     Raises: SettingsError naming the field.
     """
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Read a setting by its former name."""
+            return read_deprecated_value(self, name)
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Create the object after checking that every name is known."""

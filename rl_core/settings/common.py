@@ -85,7 +85,7 @@ class ReferenceSettings(Settings):
         le=1,
         doc="share of the memory (of the GPU, if models are on one) that all of them may use together",
     )
-    own_process_gib: float = setting(
+    separate_process_gib: float = setting(
         8.0,
         ge=0,
         doc="a larger model runs in a separate process, which returns all its memory when it ends",

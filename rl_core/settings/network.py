@@ -85,13 +85,13 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
     reward_scale: float = setting(
         1.0, gt=0, doc="factor of the rewards for learning; reported rewards are not scaled"
     )
-    kl_target: float | None = setting(
+    desired_kl: float | None = setting(
         None,
         gt=0,
-        doc="adapt the learning rate to KL(old || new) per iteration: divided by kl_factor above twice the target, "
-        "multiplied below half of it (arXiv:2109.11978); default: off",
+        doc="adapt the learning rate to KL(old || new) per iteration: divided by learning_rate_factor above "
+        "twice this KL, multiplied below half of it (arXiv:2109.11978); default: off",
     )
-    kl_factor: float = setting(1.5, gt=1, le=10, doc="factor of that adaptation")
+    learning_rate_factor: float = setting(1.5, gt=1, le=10, doc="factor of that adaptation")
     learning_rate_low: float = setting(
         1e-5, gt=0, le=1, doc="lower limit of the adapted learning rate"
     )
@@ -187,15 +187,15 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
             )
 
     def _check_learning_rate(self) -> None:
-        if self.kl_target is None:
+        if self.desired_kl is None:
             return
         if self.schedule != "constant" or self.warmup_steps:
             raise SettingsError(
-                "kl_target: adapts the learning rate; leave schedule constant and warmup_steps 0"
+                "desired_kl: adapts the learning rate; leave schedule constant and warmup_steps 0"
             )
         if self.updates_per_iteration == 1:
             raise SettingsError(
-                "kl_target: the KL is measured before each optimizer step, so it is 0 with a single one; raise epochs"
+                "desired_kl: the KL is measured before each optimizer step, so it is 0 with a single one; raise epochs"
             )
         if not self.learning_rate_low <= self.learning_rate <= self.learning_rate_high:
             raise SettingsError(

@@ -8,6 +8,7 @@ from typing import Literal
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.common import EnvironmentSettings, ModelSettings, SamplingSettings
+from rl_core.settings.policy import KLBandSettings
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.training import OptimizerSettings
 
@@ -173,12 +174,11 @@ class OnlineUpdateSettings(OptimizerSettings):
         0.2, gt=0, lt=1, doc="clip of the ratio to the sampling policy (arXiv:1707.06347)"
     )
     kl_coef: float = setting(0.01, ge=1e-4, le=1, doc="initial coefficient of KL(old || new)")
-    kl_target: float = setting(
+    update_kl_target: float = setting(
         0.05, gt=0, doc="target of the mean KL after an update, nats per loss token"
     )
-    kl_tolerance: float = setting(0.01, ge=0, doc="half-width of the band around the target")
-    kl_factor: float = setting(
-        1.2, gt=1, doc="factor by which the coefficient moves outside the band"
+    kl_band: KLBandSettings = setting(
+        KLBandSettings(), doc="band around update_kl_target, factors and bounds of kl_coef"
     )
     kl_lookahead: float = setting(
         4.0,
@@ -186,10 +186,10 @@ class OnlineUpdateSettings(OptimizerSettings):
         le=1000,
         doc="updates by which the KL is extrapolated, from its last change, before it is compared with the target",
     )
-    kl_coef_min: float = setting(1e-4, gt=0, doc="lower bound of the coefficient")
-    kl_coef_max: float = setting(1.0, gt=0, doc="upper bound of the coefficient")
-    kl_limit: float = setting(
-        0.2, gt=0, doc="mean KL above which an update is refused and rolled back"
+    kl_max: float = setting(
+        0.2,
+        gt=0,
+        doc="hard limit of the mean KL(old || new): an update above it is refused and rolled back",
     )
     max_refused: int = setting(
         50, ge=1, doc="consecutive refused updates after which learning pauses"
@@ -211,15 +211,12 @@ class OnlineUpdateSettings(OptimizerSettings):
                 f"learning_rate: {self.learning_rate} must lie between min_learning_rate {self.min_learning_rate} and "
                 f"max_learning_rate {self.max_learning_rate}"
             )
-        if not self.kl_coef_min <= self.kl_coef <= self.kl_coef_max:
+        self.kl_band.check_start(self.kl_coef)
+        band_end = self.update_kl_target + self.kl_band.width * self.update_kl_target
+        if self.kl_max <= band_end:
             raise SettingsError(
-                f"kl_coef: {self.kl_coef} must lie between kl_coef_min {self.kl_coef_min} and "
-                f"kl_coef_max {self.kl_coef_max}"
-            )
-        if self.kl_limit <= self.kl_target + self.kl_tolerance:
-            raise SettingsError(
-                f"kl_limit: {self.kl_limit} must be above kl_target + kl_tolerance, "
-                f"{self.kl_target + self.kl_tolerance:g}, otherwise the coefficient is never adapted"
+                f"kl_max: {self.kl_max} must be above the band around update_kl_target, which ends at {band_end:g}, "
+                "otherwise the coefficient is never adapted"
             )
 
 

@@ -77,15 +77,11 @@ class CriticSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class KLBandSettings(Settings):
-    """Band around kl_target, factors outside it, and bounds of the coefficient (`losses.kl.banded_kl_coef`)."""
+    """Band around a target of the KL, factors outside it, and bounds of kl_coef (`losses.kl.banded_kl_coef`)."""
 
-    width: float = setting(0.2, ge=0, lt=1, doc="half-width of the band, as a share of kl_target")
-    increase: float = setting(
-        1.2, ge=1, doc="factor of kl_coef after an iteration whose KL is above the band"
-    )
-    decrease: float = setting(
-        1.2, ge=1, doc="divisor of kl_coef after an iteration whose KL is below the band"
-    )
+    width: float = setting(0.2, ge=0, doc="half-width of the band, as a share of the target")
+    increase: float = setting(1.2, ge=1, doc="factor of kl_coef where the KL is above the band")
+    decrease: float = setting(1.2, ge=1, doc="divisor of kl_coef where the KL is below the band")
     minimum: float = setting(1e-4, gt=0, doc="lower bound of kl_coef")
     maximum: float = setting(1.0, gt=0, doc="upper bound of kl_coef")
 

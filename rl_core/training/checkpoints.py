@@ -23,6 +23,7 @@ from torch import nn
 from rl_core.distributed import ProcessGroup
 from rl_core.errors import CheckpointError, PosttrainError, ResumeRefused
 from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
+from rl_core.settings.deprecated_keys import rename_recorded_keys
 from rl_core.storage.checkpoint import CheckpointStore, collect_rng_state, restore_rng_state
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import clear_leftovers, remove_folder
@@ -70,7 +71,8 @@ def check_fingerprint(
         ignored_keys: dotted keys that may differ silently.
     Raises: ResumeRefused naming all differences, unless they are allowed.
     """
-    old, new = _flatten_tree(saved), _flatten_tree(present)
+    new = _flatten_tree(present)
+    old = rename_recorded_keys(_flatten_tree(saved), new)
     keys = sorted((old.keys() | new.keys()) - set(ignored_keys))
     changed = [key for key in keys if old.get(key) != new.get(key)]
     lines = [

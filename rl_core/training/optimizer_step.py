@@ -5,6 +5,7 @@ Micro-batches that do not fit into memory are split; their metrics are combined.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from rl_core.cpu.openmp_spin import limit_openmp_spin
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, to_local_rows
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.models.forward_modes import enable_autocast, use_training_mode
+from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
 from rl_core.out_of_memory import (
     count_padded_tokens,
     format_first_line,
@@ -329,6 +331,18 @@ class OptimizerStep:
     def _is_finite(self, tensor: torch.Tensor) -> bool:
         is_local_finite = bool(torch.isfinite(to_local_rows(tensor)).all())
         return not self.process_group.all_reduce_max(int(not is_local_finite))
+
+    def copy_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return copies of the trainable weights and of `state_dict`, on their device."""
+        weights = collect_trainable_weights(self.model)
+        copies = {name: tensor.clone() for name, tensor in weights.items()}
+        return copies, copy.deepcopy(self.state_dict())
+
+    def restore_state(self, state: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+        """Restore a `copy_state`; `num_steps` stays, since it counts the steps tried."""
+        weights, optimizer_state = state
+        load_trainable_weights(self.model, weights)
+        self.load_state_dict({**optimizer_state, "num_steps": self.num_steps})
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizer moments, float32 masters, averages and counters; the schedule follows from `num_steps`."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
+from rl_core.settings.deprecated_keys import restore_former_names
 from tasks.config.cross_checks import check_combinations, find_waste
 from tasks.config.machine_checks import read_context_length, replace_unchecked, resolve_files
 from tasks.config.problems import ConfigError, ConfigProblem, KeyLocations, keys_overlap
@@ -86,7 +87,7 @@ def load_settings(
     earlier = document.problems + apply_overrides(document.data, overrides, locations)
     folder = Path(path).parent if check_files else None
     settings, problems = _check_settings(
-        document.data, folder, earlier, import_code, check_servers and check_files
+        document.data, folder, earlier, import_code, check_servers and check_files, locations
     )
     if problems or settings is None:
         raise ConfigError(problems, locations)
@@ -121,12 +122,13 @@ def _check_settings(
     problems: list[ConfigProblem],
     import_code: bool = True,
     check_servers: bool = True,
+    locations: KeyLocations | None = None,
 ) -> tuple[PipelineSettings | None, list[ConfigProblem]]:
     """Check types and ranges, files (unless folder is None) and combinations.
 
     Return all problems, with the earlier ones.
     """
-    settings, parse_problems = parse_settings(PipelineSettings, values)
+    settings, parse_problems = parse_settings(PipelineSettings, values, locations)
     known_keys = {problem.key for problem in problems}
     problems = problems + [problem for problem in parse_problems if problem.key not in known_keys]
     if settings is None:
@@ -175,21 +177,25 @@ def dump_settings(settings: Settings) -> dict[str, Any]:
 
 
 def digest_settings(value: Any) -> str:
-    """Compute 16 hex digits that are equal exactly if the settings (or plain JSON values) are equal."""
-    text = json.dumps(
-        _convert_to_json_values(value), sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
+    """Compute 16 hex digits that are equal exactly if the settings, or the plain JSON values, are equal.
+
+    Settings count under their former names, so that runs and sweeps of earlier versions are recognised.
+    """
+    plain = _convert_to_json_values(value, restore_former_names)
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _convert_to_json_values(value: Any) -> Any:
+def _convert_to_json_values(
+    value: Any, rename: Callable[[type, dict[str, Any]], dict[str, Any]] = lambda _, plain: plain
+) -> Any:
+    """Convert to plain values; `rename` gets the class and the values of every block of settings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _convert_to_json_values(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-        }
+        names = [field.name for field in dataclasses.fields(value)]
+        plain = {name: _convert_to_json_values(getattr(value, name), rename) for name in names}
+        return rename(type(value), plain)
     if isinstance(value, Mapping):
-        return {str(key): _convert_to_json_values(item) for key, item in value.items()}
+        return {str(key): _convert_to_json_values(item, rename) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_convert_to_json_values(item) for item in value]
+        return [_convert_to_json_values(item, rename) for item in value]
     return str(value) if isinstance(value, Path) else value

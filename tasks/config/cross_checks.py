@@ -48,7 +48,7 @@ def check_stage_inputs(settings: PipelineSettings) -> Iterator[StageFinding]:
     trained = any(getattr(settings.stages, name) is not None for name in list_policy_stages())
     # A custom stage that is not registered was not imported; it may train a policy.
     trained = trained or any(
-        block and name not in list_stage_names() for name, block in settings.stages.own.items()
+        block and name not in list_stage_names() for name, block in settings.stages.custom.items()
     )
     yield from _check_training_inputs(settings)
     yield from _check_result_stages(settings, trained=trained)

@@ -50,6 +50,15 @@ class KeyLocations:
                 return f"{self.source}:{self.lines[key[:end]]}"
         return self.source
 
+    def rename_key(self, old: Key, new: Key) -> None:
+        """Give the location of a key, and of those below it, to another key."""
+        for key, line in list(self.lines.items()):
+            if key[: len(old)] == old:
+                self.lines[(*new, *key[len(old) :])] = line
+        for key, source in list(self.overrides.items()):
+            if key[: len(old)] == old:
+                self.overrides[(*new, *key[len(old) :])] = source
+
     def format_problem(self, problem: ConfigProblem) -> str:
         """Format one line of the report: location, key's path, text."""
         location = problem.location or self.find_location(problem.key)

@@ -11,7 +11,8 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 import annotated_types
@@ -21,8 +22,15 @@ from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import Settings
 from rl_core.settings.base import suggest_comparison
 from rl_core.settings.defaults import is_unresolved
+from rl_core.settings.deprecated_keys import list_deprecated_keys, rename_deprecated_keys
 from rl_core.settings.framework_aliases import explain_framework_block, explain_framework_name
-from tasks.config.problems import ConfigProblem, Key, describe_value, keys_overlap
+from tasks.config.problems import (
+    ConfigProblem,
+    Key,
+    KeyLocations,
+    describe_value,
+    keys_overlap,
+)
 
 S = TypeVar("S", bound=Settings)
 
@@ -63,10 +71,34 @@ def _create_pydantic_model(cls: type[Settings]) -> type[pydantic.BaseModel]:
             annotation | None if _has_model_default(field) else annotation,
             _build_pydantic_field(field),
         )
+    validators: dict[str, Any] = {}
+    if list_deprecated_keys(cls):
+        validators["rename"] = pydantic.model_validator(mode="before")(_build_renaming(cls))
     model = pydantic.create_model(
-        cls.__name__, __config__=_STRICT_CONFIG, __doc__=cls.__doc__, **fields
+        cls.__name__,
+        __config__=_STRICT_CONFIG,
+        __doc__=cls.__doc__,
+        __validators__=validators,
+        **fields,
     )
     return typing.cast(type[pydantic.BaseModel], model)
+
+
+def _build_renaming(settings_type: type[Settings]) -> Callable[[Any, Any], Any]:
+    """Build a validator that replaces former names, for parameters of a deployment that Prefect validates."""
+
+    def rename(
+        cls: Any, values: Any
+    ) -> Any:  # pydantic recognises a class method by the name `cls`
+        if not isinstance(values, Mapping):
+            return values
+        renamed, used = rename_deprecated_keys(settings_type, values)
+        for old in used:
+            text = f"{settings_type.__name__}: {old.describe_change()}"
+            warnings.warn(text, FutureWarning, stacklevel=1)
+        return renamed
+
+    return rename
 
 
 def _resolve_type_hints(cls: type[Settings]) -> dict[str, Any]:
@@ -129,10 +161,15 @@ def _convert_annotation(hint: Any, limits: list[Any]) -> Any:
     return hint
 
 
-def parse_settings(cls: type[S], values: Any) -> tuple[S | None, list[ConfigProblem]]:
+def parse_settings(
+    cls: type[S], values: Any, locations: KeyLocations | None = None
+) -> tuple[S | None, list[ConfigProblem]]:
     """Parse settings from plain values, with every problem.
 
-    The default replaces a bad value, so that checks that depend on other values can still run.
+    The default replaces a bad value, so that checks that depend on other values can still run. A former name of a
+    setting counts as its new one, with a warning.
+    Args:
+        locations: of the values; a setting under a former name gets a location under its new one.
     Returns: the settings, or None if none can be built; the problems.
     """
     if isinstance(values, pydantic.BaseModel):
@@ -141,8 +178,10 @@ def parse_settings(cls: type[S], values: Any) -> tuple[S | None, list[ConfigProb
         return None, [
             ConfigProblem((), f"found {describe_value(values)}; settings are a block of keys")
         ]
-    values = copy.deepcopy(dict(values))
     problems: list[ConfigProblem] = []
+    values = _rename_deprecated(
+        cls, copy.deepcopy(dict(values)), (), problems, locations or KeyLocations("settings")
+    )
     model = resolve_pydantic_model(cls)
     while True:
         try:
@@ -176,6 +215,50 @@ def parse_settings(cls: type[S], values: Any) -> tuple[S | None, list[ConfigProb
         if not any(keys_overlap(check.key, problem.key) for problem in problems)
     ]
     return typing.cast(S, settings), problems + failed_checks
+
+
+def _rename_deprecated(
+    hint: Any, value: Any, key: Key, problems: list[ConfigProblem], locations: KeyLocations
+) -> Any:
+    """Replace former names of settings in a plain value of this type, and warn of each."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _rename_deprecated(_unwrap_optional(hint), value, key, problems, locations)
+    inner: dict[Any, Any] = {}  # type of each item
+    if isinstance(value, list) and origin is tuple:
+        kinds = arguments if arguments[-1] is not ... else arguments[:1] * len(value)
+        inner = dict(enumerate(kinds[: len(value)]))
+    elif isinstance(value, dict) and origin is dict:
+        inner = dict.fromkeys(value, arguments[1])
+    elif isinstance(value, dict) and isinstance(hint, type) and issubclass(hint, Settings):
+        value = _rename_block_keys(hint, value, key, problems, locations)
+        inner = {name: kind for name, kind in _resolve_type_hints(hint).items() if name in value}
+    for part, kind in inner.items():
+        value[part] = _rename_deprecated(kind, value[part], (*key, part), problems, locations)
+    return value
+
+
+def _rename_block_keys(
+    cls: type[Settings],
+    block: dict[str, Any],
+    key: Key,
+    problems: list[ConfigProblem],
+    locations: KeyLocations,
+) -> dict[str, Any]:
+    try:
+        block, used = rename_deprecated_keys(cls, block)
+    except SettingsError as error:
+        name, _, text = str(error).partition(": ")
+        problems.append(ConfigProblem((*key, name), text))
+        names = {old.name for old in list_deprecated_keys(cls)}
+        return {name: value for name, value in block.items() if name not in names}
+    for old in used:
+        prefix = "".join(f"{part}." for part in key)
+        location = locations.find_location((*key, old.name))
+        warnings.warn(f"{location}: {old.describe_change(prefix)}", FutureWarning, stacklevel=1)
+        for new_name in old.new_names:
+            locations.rename_key((*key, old.name), (*key, *new_name.split(".")))
+    return block
 
 
 def _drop_bad_value(values: Any, key: Key, kind: str) -> bool:

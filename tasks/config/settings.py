@@ -34,6 +34,7 @@ from rl_core.settings import (
     ThoughtsSettings,
     setting,
 )
+from rl_core.settings.deprecated_keys import read_deprecated_value
 from rl_core.settings.services import ALERTS_DOC, SINKS_DOC, check_alerts, check_sinks
 from tasks import stage_registry
 
@@ -230,7 +231,7 @@ class StagesSettings(Settings):
     promote: PromotionSettings | None = setting(
         None, doc="comparison with the champion, and promotion"
     )
-    own: dict[str, CustomStageSettings | None] = setting({}, doc="user-defined stages, by name")
+    custom: dict[str, CustomStageSettings | None] = setting({}, doc="user-defined stages, by name")
 
     def check(self) -> None:
         """Add the stage `export` if there is a promotion, which needs a proof of export."""
@@ -239,7 +240,9 @@ class StagesSettings(Settings):
 
     def __getattr__(self, name: str) -> Any:
         """Return settings of a user-defined stage by name: typed once it is registered, else the block as written."""
-        block = self.__dict__.get("own", {}).get(name)
+        if name == "own":
+            return read_deprecated_value(self, name)
+        block = self.__dict__.get("custom", {}).get(name)
         if block is None and name not in stage_registry.list_stage_names():
             raise AttributeError(f"there is no stage '{name}'")
         is_registered = name in stage_registry.list_stage_names()
@@ -253,7 +256,7 @@ class StagesSettings(Settings):
 
     def replace_stages(self, changes: Mapping[str, Any]) -> StagesSettings:
         """Replace the settings of some stages, by name; None removes the stage."""
-        custom = dict(self.own)
+        custom = dict(self.custom)
         for name in [name for name in changes if name in custom]:
             value, block = changes[name], custom[name]
             if value is None or block is None:
@@ -263,7 +266,7 @@ class StagesSettings(Settings):
                 custom[name] = dataclasses.replace(block, settings=values)
         fields = {field.name for field in dataclasses.fields(self)}
         return dataclasses.replace(
-            self, **{name: changes[name] for name in changes if name in fields}, own=custom
+            self, **{name: changes[name] for name in changes if name in fields}, custom=custom
         )
 
     @property
@@ -272,7 +275,7 @@ class StagesSettings(Settings):
         known = stage_registry.list_stage_names()
         registered = [name for name in known if getattr(self, name) is not None]
         unregistered = [
-            name for name, block in self.own.items() if block is not None and name not in known
+            name for name, block in self.custom.items() if block is not None and name not in known
         ]
         return (*registered, *unregistered)
 
@@ -358,14 +361,14 @@ class PipelineSettings(Settings):
             )
         if not self.output.strip() or "\0" in self.output:
             raise SettingsError(f"output: {self.output!r} must name a folder")
-        stages = {*stage_registry.list_stage_names(), *self.stages.own}
+        stages = {*stage_registry.list_stage_names(), *self.stages.custom}
         for stage in self.run.timeouts:
             if stage not in stages:
                 raise SettingsError(
                     f"run.timeouts.{stage}: no such stage; {suggest_name(stage, stages)}"
                 )
         for stage, number in self.seeds.items():
-            if stage not in (*stage_registry.list_training_stages(), *self.stages.own):
+            if stage not in (*stage_registry.list_training_stages(), *self.stages.custom):
                 raise SettingsError(
                     f"seeds.{stage}: no such training stage; "
                     f"{suggest_name(stage, stage_registry.list_training_stages())}"

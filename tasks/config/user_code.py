@@ -135,16 +135,16 @@ def _strip_error_key(error: Exception) -> str:
 def load_custom_stages(
     stages: StagesSettings, model: ModelSettings, context: int | None
 ) -> tuple[StagesSettings, list[ConfigProblem]]:
-    """Import and register the stages under `own`; return the stages with all defaults of their settings, and problems.
+    """Import and register custom stages; return the stages with all defaults of their settings, and problems.
 
     Args:
         model, context: for defaults that depend on the model.
     """
-    custom_stages, problems = dict(stages.own), []
-    for name, block in stages.own.items():
+    custom_stages, problems = dict(stages.custom), []
+    for name, block in stages.custom.items():
         if block is None:
             continue
-        key: Key = ("stages", "own", name)
+        key: Key = ("stages", "custom", name)
         try:
             custom = _import_and_register_stage(name, block)
         except (SettingsError, ValueError) as error:
@@ -165,8 +165,8 @@ def load_custom_stages(
             continue
         values = json.loads(json.dumps(dataclasses.asdict(typed)))
         custom_stages[name] = dataclasses.replace(block, settings=values)
-    if custom_stages != stages.own:
-        stages = dataclasses.replace(stages, own=custom_stages)
+    if custom_stages != stages.custom:
+        stages = dataclasses.replace(stages, custom=custom_stages)
     return stages, problems
 
 
@@ -176,6 +176,8 @@ def _import_and_register_stage(name: str, block: CustomStageSettings) -> CustomS
         raise SettingsError(
             f"a stage cannot be named '{name}': it names a folder; use 1 to 40 lower-case letters, digits and _"
         )
+    if name == "custom":
+        raise SettingsError("a stage cannot be named 'custom', as the block of your stages is")
     path = block.use
     if path is None:
         installed = next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name)), None)

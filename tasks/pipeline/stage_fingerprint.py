@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
+from rl_core.settings.deprecated_keys import rename_recorded_keys
 from rl_core.storage.append_log import encode_checked_line, read_records
 from rl_core.storage.atomic_files import write_text_atomic
 from rl_core.storage.manifest import read_manifest
@@ -117,7 +118,8 @@ def compare_fingerprints(
 
 
 def _compare_values(key: str, old: Any, new: Any) -> Iterator[str]:
-    old_leaves, new_leaves = dict(_iter_leaves(key, old)), dict(_iter_leaves(key, new))
+    new_leaves = dict(_iter_leaves(key, new))
+    old_leaves = rename_recorded_keys(dict(_iter_leaves(key, old)), new_leaves)
     for name in dict.fromkeys([*old_leaves, *new_leaves]):
         before, after = old_leaves.get(name, _ABSENT), new_leaves.get(name, _ABSENT)
         if before != after:

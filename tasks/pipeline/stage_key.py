@@ -294,7 +294,7 @@ def collect_stage_key(
         if isinstance(stage_settings, Settings)
         else []
     )
-    if name in pipeline.stages.own:
+    if name in pipeline.stages.custom:
         named.append(find_stage(name).task)
     content, modules = _digest_user_content(decisive, pipeline, named)
     model = dataclasses.asdict(pipeline.model)

@@ -37,7 +37,7 @@ SHIFT = {
     "feedback 10% every consensus": {"feedback": 0.1, "labels": {"min_precision": 0.0}},
     "feedback 100%": {"feedback": 1.0},
 }
-FREE = {"kl_limit": 1e6, "kl_coef": 1e-4, "kl_coef_max": 1.01e-4}
+FREE = {"kl_max": 1e6, "kl_coef": 1e-4, "kl_band": {"maximum": 1.01e-4}}
 GUARDRAILS = {
     "all": {},
     "without behaviour": {"update": FREE},
@@ -270,6 +270,7 @@ def make_online_settings(
 ) -> Any:
     from rl_core.settings import (
         EnvironmentSettings,
+        KLBandSettings,
         ModelSettings,
         OnlineBufferSettings,
         OnlineGateSettings,
@@ -292,6 +293,7 @@ def make_online_settings(
         "ema_decay": 0.9,
     }
     update |= arm.get("update", {})
+    band = KLBandSettings(**update.pop("kl_band", {}))
     return OnlineSettings(
         folder=str(folder),
         model=ModelSettings(path=str(model), device="cpu"),
@@ -303,7 +305,7 @@ def make_online_settings(
         voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES),
         labels=OnlineLabelSettings(**{"min_confidence": 0.6, **arm.get("labels", {})}),
         rollouts=OnlineRolloutSettings(sampling=make_sampling(1.0), **arm.get("rollouts", {})),
-        update=OnlineUpdateSettings(**update),
+        update=OnlineUpdateSettings(**update, kl_band=band),
         service=OnlineServiceSettings(record_top=0),
         gate=OnlineGateSettings(
             margin=arm.get("margin", 0.05),

@@ -231,7 +231,7 @@ def test_the_stage_of_the_docs_rounds_weights(package, monkeypatch, tmp_path):
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
     stages = {
         "sft": {},
-        "own": {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}},
+        "custom": {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}},
     }
     values = {
         "name": "x",

@@ -72,7 +72,7 @@ def build_values(output: Path, **blocks):
         "stages": {
             "prepare_data": {"num_demonstrations": 40, "levels": ["easy"]},
             "sft": {"max_steps": 1, "batch_size": 4},
-            "own": blocks,
+            "custom": blocks,
             "evaluate": {
                 "episodes": 3,
                 "levels": ["easy"],
@@ -126,20 +126,20 @@ def test_settings_survive_storing_and_may_be_overridden(home):
         name: example
         stages:
           prepare_data: {}
-          own:
+          custom:
             twin: {use: "twin.py:STAGE", settings: {note: mine}}
         """)
     )
-    settings = load_settings(home / "example.yaml", ["stages.own.twin.settings.max_steps=3"])
+    settings = load_settings(home / "example.yaml", ["stages.custom.twin.settings.max_steps=3"])
     assert (settings.stages.twin.note, settings.stages.twin.max_steps) == ("mine", 3)
-    assert settings.stages.own["twin"].settings["batch_size"] == settings.stages.twin.batch_size
+    assert settings.stages.custom["twin"].settings["batch_size"] == settings.stages.twin.batch_size
     restored = build_settings(dump_settings(settings))
     assert restored == settings and restored.stages.twin == settings.stages.twin
-    assert load_settings(home / "example.yaml", ["stages.own.twin=null"]).stages.active == (
+    assert load_settings(home / "example.yaml", ["stages.custom.twin=null"]).stages.active == (
         "prepare_data",
     )
     without = settings.stages.replace_stages({"twin": None, "prepare_data": None})
-    assert (without.own, without.prepare_data) == ({}, None)
+    assert (without.custom, without.prepare_data) == ({}, None)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_one_message_names_the_error(home, name, block, key, message):
     with pytest.raises(ConfigError) as caught:
         build_settings(build_values(home / "out", **{name: block}) | {"run": {}}, check_files=False)
     messages = {".".join(map(str, problem.key)): problem.text for problem in caught.value.problems}
-    assert message in messages.pop(f"stages.own.{name}.{key}")
+    assert message in messages.pop(f"stages.custom.{name}.{key}")
     assert messages == {}
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pydantic
+import pytest
 import yaml
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
@@ -42,6 +43,7 @@ from rl_core.service.loss_registry import LOSSES
 from rl_core.settings import OnlineSettings, ServiceSettings, Settings
 from rl_core.settings.common import PRESETS
 from rl_core.settings.defaults import MODEL_DEFAULTS
+from rl_core.settings.deprecated_keys import list_deprecated_keys
 from rl_core.settings.framework_aliases import FrameworkAlias, list_trl_aliases, list_verl_aliases
 from rl_core.storage.faults import FAULT_POINTS
 from tasks import shipped, stage_registry
@@ -58,6 +60,8 @@ def list_public_names() -> Names:
         names[name] = describe_parameters(value)
         if isinstance(value, type):
             names |= {f"{name}.{member}": about for member, about in list_members(value)}
+        if isinstance(value, type) and issubclass(value, Settings):
+            names |= {f"{name}.{key}": "field" for key, _ in list_former_keys(value)}
     return names
 
 
@@ -158,7 +162,18 @@ def list_settings() -> Names:
     for kind, prefix in ((ServiceSettings, "service.yaml"), (OnlineSettings, "online.yaml")):
         names |= {f"{prefix}: {key}": about for key, about in list_keys(kind)}
     names |= {f"by model: {key}": row.describe_values() for key, row in MODEL_DEFAULTS.items()}
+    own_stages = {key: about for key, about in names.items() if key.startswith("stages.custom.")}
+    names |= {key.replace("custom", "own", 1): about for key, about in own_stages.items()}
     return names | {f"main form: {name}": key for name, key in MAIN_SETTINGS.items()}
+
+
+def list_former_keys(kind: type[Settings]) -> Iterator[tuple[str, str]]:
+    """Yield (former name, default) of the settings of a class; each is set and read under that name."""
+    for key in list_deprecated_keys(kind):
+        with pytest.warns(FutureWarning, match=f"{key.name} is now"):
+            value = getattr(kind(), key.name)
+            kind(**{key.name: value})
+        yield key.name, describe_default(value)
 
 
 def list_keys(
@@ -166,6 +181,7 @@ def list_keys(
 ) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, default and choices) of a settings class and of those within it."""
     hints = typing.get_type_hints(kind)
+    yield from ((f"{place}.{key}", about) for key, about in list_former_keys(kind))
     for field in dataclasses.fields(kind):
         key = f"{place}.{field.name}" if place else field.name
         value = find_default(field) if default is None else getattr(default, field.name)

@@ -39,7 +39,7 @@ online:
   rollouts: {{samples: 4, sampling: {{max_completion_tokens: 6}}}}
   drift: {{watched: []}}
   update: {{first_update: 8, update_every: {every}, batch_size: 2, checkpoint_every: 5, snapshot_every: 4,
-            learning_rate: 1.0e-3, max_learning_rate: 1.0e-2, ema_decay: 0.5, kl_limit: 5.0, keep_snapshots: 60000}}
+            learning_rate: 1.0e-3, max_learning_rate: 1.0e-2, ema_decay: 0.5, kl_max: 5.0, keep_snapshots: 60000}}
 stages: {{evaluate: {{}}}}
 """
 CLIENTS = 3

@@ -38,7 +38,7 @@ def settings(update=None, **options):
         "update_every": 2,
         "snapshot_every": 2,
         "checkpoint_every": 3,
-        "kl_limit": 5.0,
+        "kl_max": 5.0,
         "keep_snapshots": 2,
         **(update or {}),
     }

@@ -35,7 +35,7 @@ def build_stage(**changed):
 
 def test_the_settings_have_a_field_for_each_stage_in_the_same_order():
     fields = [field.name for field in dataclasses.fields(StagesSettings)]
-    assert (tuple(fields[:-1]), fields[-1]) == (stage_registry.list_stage_names(), "own")
+    assert (tuple(fields[:-1]), fields[-1]) == (stage_registry.list_stage_names(), "custom")
     assert stage_registry.list_stage_names() == STAGES
 
 

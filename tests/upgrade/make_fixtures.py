@@ -217,7 +217,7 @@ def make_pipelines() -> dict[str, Any]:
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     custom = {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}}
-    configs["custom"] = write_config("custom", {"prepare_data": DATA, "sft": SFT, "own": custom})
+    configs["custom"] = write_config("custom", {"prepare_data": DATA, "sft": SFT, "custom": custom})
     os.chdir(folder)
     with prefect_server() as api, Forks(environment(api)) as forks:
         run_command(forks, ["run", str(configs["finished"])])

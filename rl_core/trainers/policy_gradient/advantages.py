@@ -69,32 +69,6 @@ def compute_relative_advantages(
     return advantages
 
 
-def fill_masked_rewards(
-    groups: Sequence[torch.Tensor], masked: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Replace the reward of each masked rollout by the mean of the unmasked rollouts of its group.
-
-    Its advantage within the group is then 0, and the differences between the others do not change. A group without an
-    unmasked rollout gets the mean of all unmasked ones.
-
-    Args:
-        groups: float [G] rewards of each group; anything finite where masked.
-        masked: bool [G] of each group, True = no reward could be computed.
-    """
-    if not any(bool(masked_G.any()) for masked_G in masked):
-        return list(groups)
-    known = [
-        torch.where(masked_G, 0.0, rewards_G)
-        for rewards_G, masked_G in zip(groups, masked, strict=True)
-    ]
-    counts = [int((~masked_G).sum()) for masked_G in masked]
-    overall = torch.cat(known).sum() / max(1, sum(counts))
-    return [
-        torch.where(masked_G, known_G.sum() / count if count else overall, rewards_G)
-        for rewards_G, masked_G, known_G, count in zip(groups, masked, known, counts, strict=True)
-    ]
-
-
 def scatter_rewards_to_last_token(
     rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor
 ) -> torch.Tensor:

@@ -22,7 +22,7 @@ from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.inference.teacher import Teacher
-from rl_core.losses.advantages import distillation_advantages
+from rl_core.losses.advantages import distillation_advantages, fill_masked_rewards
 from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
@@ -39,7 +39,6 @@ from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import (
     compute_relative_advantages,
     compute_value_advantages,
-    fill_masked_rewards,
 )
 from rl_core.trainers.policy_gradient.custom_functions import CustomFunctions, load_custom_functions
 from rl_core.trainers.policy_gradient.samples import TrainingSample

@@ -1,14 +1,13 @@
 """Policy update of one iteration: epochs x minibatches of optimizer steps on a rollout buffer.
 
 Two limits of the update by KL(old || new): `ExactTrustRegion` is a loss term over the whole vocabulary, from a copy of
-the old weights; `KLLimit` rolls back an optimizer step beyond `PolicySettings.kl_max`.
+the old weights; `run_guarded_step` undoes an optimizer step beyond `PolicySettings.kl_max`.
 
 Suffixes: B rows of a micro-batch, S whole sequence, N loss tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,11 +28,7 @@ from rl_core.models.logprobs import (
     compute_token_outputs,
     compute_vocabulary_logprobs,
 )
-from rl_core.models.trainable_weights import (
-    collect_trainable_weights,
-    load_trainable_weights,
-    swap_weights,
-)
+from rl_core.models.trainable_weights import collect_trainable_weights, swap_weights
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.rollout_metrics import aggregate_step_metrics
 from rl_core.settings import PolicySettings
@@ -47,6 +42,7 @@ from rl_core.trainers.policy_gradient.losses import (
 )
 from rl_core.trainers.policy_gradient.rollout_buffer import ActorCriticModels, RolloutBuffer
 from rl_core.trainers.policy_gradient.samples import TrainingSample
+from rl_core.training.guarded_step import run_guarded_step
 from rl_core.types import TrainBatch
 
 Batches = Sequence[TrainBatch | DummyBatch[TrainBatch]]
@@ -103,55 +99,6 @@ class ExactTrustRegion:
             loss_weights_BT=loss_weights_BS,
         )
         return penalty, {"update_kl_exact": kl_N.detach().sum() / num_loss_tokens}
-
-
-class KLLimit:
-    """A copy of weights and optimizer before a step, which `apply_limit` restores."""
-
-    def __init__(
-        self, actor_critic: ActorCriticModels, buffer: RolloutBuffer, limit: float
-    ) -> None:
-        """Copy weights and optimizer; `limit` in nats per token."""
-        self.actor_critic = actor_critic
-        self.buffer = buffer
-        self.limit = limit
-        optimizer_step = actor_critic.optimizer_step
-        self._weights = {
-            name: tensor.clone()
-            for name, tensor in collect_trainable_weights(optimizer_step.model).items()
-        }
-        self._state = copy.deepcopy(optimizer_step.state_dict())
-
-    def apply_limit(self, batches: Batches, num_forward_tokens: float) -> dict[str, float]:
-        """Return metrics of the step made on these micro-batches; roll it back beyond the limit (`refused`)."""
-        kl = self._measure_mean_kl(batches, num_forward_tokens)
-        if kl <= self.limit:
-            return {"policy/kl_after_max": kl}
-        load_trainable_weights(self.actor_critic.optimizer_step.model, self._weights)
-        self.actor_critic.optimizer_step.load_state_dict(self._state)
-        return {"policy/kl_after_max": kl, "refused": 1.0}
-
-    def _measure_mean_kl(self, batches: Batches, num_forward_tokens: float) -> float:
-        """Measure the mean KL(old || current policy) per loss token of the step, k3 estimator."""
-
-        def measure_batch(batch: TrainBatch) -> float:
-            batch = batch.to(self.actor_critic.device)
-            with self.buffer.use_dropout_masks(batch):
-                logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
-            old_BS = self.buffer.select_batch_rows(self.buffer.old_logprobs_RS, batch)
-            return float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
-
-        def measure_local_batches() -> float:
-            real_batches = [batch for batch in batches if not isinstance(batch, DummyBatch)]
-            memory_fit = MemoryFit("KL after the update")
-            return sum(memory_fit.compute_batches(real_batches, measure_batch))
-
-        optimizer_step = self.actor_critic.optimizer_step
-        with self.buffer.use_pass_mode(self.actor_critic.policy), optimizer_step.enable_autocast():
-            total = optimizer_step.sharded.run_independently_with_full_weights(
-                measure_local_batches
-            )
-        return sum(optimizer_step.process_group.all_gather(total)) / num_forward_tokens
 
 
 class PolicyUpdate:
@@ -227,8 +174,8 @@ class PolicyUpdate:
             if refused:
                 break
         num_updates = sum("train/loss" in step_metrics for step_metrics in all_step_metrics)
-        # Steps without a loss token and steps rolled back count too: num_steps is the x axis of the metrics.
-        optimizer_step.num_steps += num_steps - num_updates + int(refused)
+        # Steps without a loss token count too: num_steps is the x axis of the metrics.
+        optimizer_step.num_steps += num_steps - num_updates
         metrics |= aggregate_step_metrics(all_step_metrics)
         metrics["train/empty_updates"] = float(num_steps - num_updates)
         metrics["train/trained_rollouts"] = float(len(self.trained_rows))
@@ -330,20 +277,55 @@ class PolicyUpdate:
             self.denominators = self._count_denominators(indices)
             if self.settings.router_aux_loss_coef > 0:
                 self.num_routed_tokens = self._count_real_tokens(batches)
-            limit = None
-            if self.settings.kl_max is not None:
-                limit = KLLimit(self.actor_critic, self.buffer, self.settings.kl_max)
-            metrics = self.actor_critic.optimizer_step.run_step(batches, self.compute_loss)
+            metrics = self._run_policy_step(batches)
             if "policy/importance_mean" in metrics:
                 # Effective sample size over loss tokens (Kish); a mean square of 0 = all were dropped.
                 square = metrics.pop("policy/importance_square_mean")
                 share = metrics["policy/importance_mean"] ** 2 / square if square else 0.0
                 metrics["policy/effective_sample_share"] = share
-            if limit is not None:
-                metrics |= limit.apply_limit(batches, self.denominators.num_forward_tokens)
         if self.actor_critic.critic_optimizer_step is not None:
             metrics |= self._run_critic_step(indices)
         return metrics
+
+    def _run_policy_step(self, batches: Batches) -> dict[str, float]:
+        """Run the policy's optimizer step; undo it beyond `kl_max` (`refused` is then 1)."""
+        optimizer_step, limit = self.actor_critic.optimizer_step, self.settings.kl_max
+        if limit is None:
+            return optimizer_step.run_step(batches, self.compute_loss)
+        result = run_guarded_step(
+            optimizer_step,
+            lambda: optimizer_step.run_step(batches, self.compute_loss),
+            lambda: [self._measure_mean_kl(batches)],
+            [limit],
+        )
+        return {
+            **result.metrics,
+            "policy/kl_after_max": result.kls[0],
+            "refused": float(result.is_refused),
+        }
+
+    def _measure_mean_kl(self, batches: Batches) -> float:
+        """Measure the mean KL(old || current policy) per loss token of the step, k3 estimator."""
+
+        def measure_batch(batch: TrainBatch) -> float:
+            batch = batch.to(self.actor_critic.device)
+            with self.buffer.use_dropout_masks(batch):
+                logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
+            old_BS = self.buffer.select_batch_rows(self.buffer.old_logprobs_RS, batch)
+            return float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
+
+        def measure_local_batches() -> float:
+            real_batches = [batch for batch in batches if not isinstance(batch, DummyBatch)]
+            memory_fit = MemoryFit("KL after the update")
+            return sum(memory_fit.compute_batches(real_batches, measure_batch))
+
+        optimizer_step = self.actor_critic.optimizer_step
+        with self.buffer.use_pass_mode(self.actor_critic.policy), optimizer_step.enable_autocast():
+            total = optimizer_step.sharded.run_independently_with_full_weights(
+                measure_local_batches
+            )
+        all_totals = optimizer_step.process_group.all_gather(total)
+        return sum(all_totals) / self.denominators.num_forward_tokens
 
     def _count_real_tokens(self, batches: Batches) -> int:
         """Count the real tokens, prompts included, of the step's micro-batches in all processes."""

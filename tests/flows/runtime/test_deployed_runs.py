@@ -66,6 +66,7 @@ def test_how_it_trains_may_be_changed(declares, override):
             "code (os:s",
         ),
         ("stages={evaluate: {}, analyze: {measures: [os:system]}}", "code (os:system)"),
+        ("stages.custom.mine={use: os:system}", "code (os:system)"),
         ("stages.own.mine={use: os:system}", "code (os:system)"),
         ("stages.prepare_data.demonstrations=FILE", "stages.prepare_data.demonstrations"),
         ("output=/tmp/elsewhere", "output"),

@@ -162,7 +162,7 @@ def test_a_mistyped_stage_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(SettingsError, match="t: has no stage 'sftt'; did you mean 'sft'\\?"):
         explain_stage(build_test_settings(tmp_path), "sftt")
     with pytest.raises(
-        SettingsError, match=r"t: has no stage 'mine', only sft; name your own under stages\.own"
+        SettingsError, match=r"t: has no stage 'mine', only sft; name your own under stages\.custom"
     ):
         explain_stage(build_test_settings(tmp_path), "mine")
 

@@ -33,7 +33,7 @@ update:
   batch_size: 2
   snapshot_every: 2
   checkpoint_every: 2
-  kl_limit: 5.0
+  kl_max: 5.0
 """
 
 
@@ -114,8 +114,8 @@ def test_a_replay_has_the_numbers_of_the_live_worker(recorded_folder, tmp_path, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "update.kl_limit=0.01"], "kl_limit"),
-        (["--set", "update.kl_limt=1"], "did you mean 'kl_limit'"),
+        (["--set", "update.kl_max=0.01"], "kl_max"),
+        (["--set", "update.kl_mx=1"], "did you mean 'kl_max'"),
         (["--set", "drift.watched=[weather]"], "'weather' is not a signal"),
         (["--set", "model.path=./nowhere"], "model.path: ./nowhere is no folder"),
         (["--set", "model.path=null"], "model.path: set it to the folder"),

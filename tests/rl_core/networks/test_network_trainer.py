@@ -91,7 +91,7 @@ VARIANTS = {
     "plain": {},
     "normalised": {"normalise_observations": True},
     "replayed": {"advantages": "vtrace", "replay": 2, "minibatches": 3},
-    "adapted": {"kl_target": 0.01, "ema_decay": 0.9},
+    "adapted": {"desired_kl": 0.01, "ema_decay": 0.9},
 }
 
 
@@ -320,13 +320,13 @@ def test_replay_keeps_so_many_iterations():
             "replay: steps of older policies need a correction; set advantages to vtrace",
         ),
         ({"vtrace_rho": 0.5}, "vtrace_c: 1.0 is above vtrace_rho 0.5"),
-        ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: adapts the learning rate"),
+        ({"desired_kl": 0.01, "schedule": "linear"}, "desired_kl: adapts the learning rate"),
         (
-            {"kl_target": 0.01, "epochs": 1},
-            "kl_target: the KL is measured before each optimizer step",
+            {"desired_kl": 0.01, "epochs": 1},
+            "desired_kl: the KL is measured before each optimizer step",
         ),
         (
-            {"kl_target": 0.01, "learning_rate": 0.5},
+            {"desired_kl": 0.01, "learning_rate": 0.5},
             "learning_rate: 0.5 must lie between learning_rate_low",
         ),
         ({"hidden": (0,)}, "hidden: 0 must be at least 1"),

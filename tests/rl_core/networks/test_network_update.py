@@ -279,7 +279,7 @@ def test_the_adapted_learning_rate_by_hand():
 @pytest.mark.parametrize(("target", "up"), [(10.0, True), (1e-9, False)])
 def test_the_learning_rate_follows_the_kl(target, up):
     created = build_trainer(
-        kl_target=target, learning_rate=1e-3, learning_rate_low=1e-4, learning_rate_high=1.6e-3
+        desired_kl=target, learning_rate=1e-3, learning_rate_low=1e-4, learning_rate_high=1.6e-3
     )
     rates = [created.step()["train/learning_rate"] for _ in range(8)]
     assert rates[0] == 1e-3

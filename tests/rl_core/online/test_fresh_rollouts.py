@@ -234,7 +234,7 @@ def write_wrong_answers(folder, count=24):
 
 def build_settings(samples=8):
     return settings(
-        {"kl_limit": 50.0, "kl_target": 5.0, "snapshot_every": 100, "learning_rate": 3e-2},
+        {"kl_max": 50.0, "update_kl_target": 5.0, "snapshot_every": 100, "learning_rate": 3e-2},
         labels=OnlineLabelSettings(use_consensus=False),
         rewards={"task": 1.0},
         rollouts=OnlineRolloutSettings(

@@ -59,7 +59,7 @@ def make_learner(tmp_path, model=None, **options):
         "learning_rate": 1e-2,
         "max_learning_rate": 1.0,
         "kl_coef": 0.1,
-        "kl_limit": 10.0,
+        "kl_max": 10.0,
         "ema_decay": 0.9,
         **options,
     }
@@ -263,7 +263,7 @@ def digest_state(learner):
 
 
 def test_a_step_beyond_the_kl_limit_is_undone_to_the_last_bit(tmp_path):
-    learner = make_learner(tmp_path, kl_limit=0.0601, kl_tolerance=0.01, max_grad_norm=100.0)
+    learner = make_learner(tmp_path, kl_max=0.0601, max_grad_norm=100.0)
     update_from_request(learner, "r1", learning_rate=1e-4)
     before, coefficient = digest_state(learner), learner.kl_coef
     report = update_from_request(learner, "r2", number=2, learning_rate=1.0)

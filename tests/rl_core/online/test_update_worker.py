@@ -411,7 +411,7 @@ def test_an_unreadable_live_snapshot_is_skipped(tmp_path):
 def test_repeatedly_refused_updates_pause_the_worker(tmp_path, traffic):
     worker_settings = settings(
         {
-            "kl_limit": 0.0601,
+            "kl_max": 0.0601,
             "learning_rate": 0.9,
             "min_learning_rate": 0.9,
             "max_refused": 2,

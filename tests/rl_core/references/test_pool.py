@@ -279,7 +279,7 @@ def test_odd_numbers_of_inputs_are_refused(monkeypatch, tmp_path):
 
 
 def test_a_large_model_has_a_separate_process(folder):
-    settings = ReferenceSettings(precision="full", own_process_gib=0.0, max_models=1)
+    settings = ReferenceSettings(precision="full", separate_process_gib=0.0, max_models=1)
     references = ReferencePool(settings)
     remote = references.logprobs(folder, ROWS, 0.7)
     local = ReferencePool(FULL).logprobs(folder, ROWS, 0.7)
@@ -304,7 +304,7 @@ def test_loading_errors_of_the_process_are_raised(tmp_path, folder):
     damaged = tmp_path / "model"
     rl_core.load_policy(folder).save(damaged)
     (damaged / "config.json").write_text("{}")
-    references = ReferencePool(ReferenceSettings(precision="full", own_process_gib=0.0))
+    references = ReferencePool(ReferenceSettings(precision="full", separate_process_gib=0.0))
     with pytest.raises(CorruptError, match="differs from the manifest of its folder"):
         references.logprobs(damaged, ROWS)
 

@@ -153,13 +153,13 @@ def test_a_model_against_itself(engine, saved):
     )
 
 
-@pytest.mark.parametrize("own_process_gib", [8.0, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("separate_process_gib", [8.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_reference_model_scores_like_a_base_model(
-    engine, base_folder, other_folder, saved, own_process_gib
+    engine, base_folder, other_folder, saved, separate_process_gib
 ):
     """Score in this process and in a separate one; the tied base model has the same files."""
     expected = evaluate(engine, saved, against="tied")
-    settings = ReferenceSettings(precision="full", own_process_gib=own_process_gib)
+    settings = ReferenceSettings(precision="full", separate_process_gib=separate_process_gib)
     other = TrainingEngine(engine.settings, settings, {"frozen": str(other_folder)})
     result = evaluate(other, saved, against="frozen")
     assert [row.kl for row in result.rows] == pytest.approx(

@@ -145,7 +145,7 @@ def run_network():
         eval_episodes=2,
         advantages="vtrace",
         replay=1,
-        kl_target=0.01,
+        desired_kl=0.01,
     )
     trainer = NetworkTrainer(None, settings, 0, name="Walk", vector=walkers(2, continuous=True))
     trainer.evaluate = lambda: PlayedEpisodes(

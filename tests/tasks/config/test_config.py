@@ -259,7 +259,10 @@ def test_digest(tmp_path):
     settings = load_settings(write_config(tmp_path, SMALL))
     digest = digest_settings(settings)
     assert len(digest) == 16 and int(digest, 16) >= 0
-    assert digest_settings(dump_settings(settings)) == digest
+    assert digest_settings(build_settings(dump_settings(settings))) == digest
+    plain = dump_settings(settings)
+    plain["stages"]["own"] = plain["stages"].pop("custom")  # a digest names settings as before
+    assert digest_settings(plain) == digest
     assert (
         digest_settings(
             load_settings(write_config(tmp_path, "stages:\n  sft: {epochs: 3}\nname: demo\n"))
@@ -293,7 +296,7 @@ def test_schema_has_every_field_with_its_meaning_and_range():
     }
     assert schema["properties"]["environment"]["default"] == {"name": "pixel_grid", "options": {}}
     assert schema["required"] == ["name", "stages"]
-    assert set(schema["$defs"]["StagesSettings"]["properties"]) == {*STAGES, "own"}
+    assert set(schema["$defs"]["StagesSettings"]["properties"]) == {*STAGES, "custom"}
     for name, block in schema["$defs"].items():
         for field, entry in block.get("properties", {}).items():
             assert entry.get("description"), f"{name}.{field} has no meaning"

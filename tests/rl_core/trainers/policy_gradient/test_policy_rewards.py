@@ -20,7 +20,7 @@ from helpers.letters import (
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
-from rl_core.losses.advantages import group_advantages
+from rl_core.losses.advantages import fill_masked_rewards, group_advantages
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.rollout_log import RewardRecord
 from rl_core.settings import (
@@ -31,7 +31,6 @@ from rl_core.settings import (
     RewardSettings,
     SamplingSettings,
 )
-from rl_core.trainers.policy_gradient.advantages import fill_masked_rewards
 from rl_core.trainers.policy_gradient.samples import ReplayBuffer, build_sample_groups
 
 FAULTY = "faulty_reward_for_test:score"

@@ -1,0 +1,150 @@
+"""Former names of settings, which work until 0.3: the only table of them, for YAML, Python and recorded settings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rl_core.errors import SettingsError
+
+Value = TypeVar("Value")
+_PACKAGES = ("rl_core", "tasks")
+
+
+@dataclass(frozen=True, slots=True)
+class DeprecatedKey:
+    """A former name of a setting."""
+
+    name: str
+    new_names: tuple[str, ...]  # that take its value; dotted = in a block
+    unit: str = ""  # setting by which the value is divided; "" = the value stays
+
+    def describe_change(self, prefix: str = "") -> str:
+        """Describe the change in a sentence; `prefix` is put before each name."""
+        new_names = " and ".join(f"{prefix}{name}" for name in self.new_names)
+        share = f", as a share of {prefix}{self.unit}" if self.unit else ""
+        return f"{prefix}{self.name} is now {new_names}{share}; the old name works until 0.3"
+
+
+# By settings class; those of `tasks` are here too, so that there is one table.
+DEPRECATED_KEYS: dict[str, tuple[DeprecatedKey, ...]] = {
+    "OnlineUpdateSettings": (
+        DeprecatedKey("kl_target", ("update_kl_target",)),  # before kl_tolerance, which needs it
+        DeprecatedKey("kl_tolerance", ("kl_band.width",), unit="update_kl_target"),
+        DeprecatedKey("kl_factor", ("kl_band.increase", "kl_band.decrease")),
+        DeprecatedKey("kl_coef_min", ("kl_band.minimum",)),
+        DeprecatedKey("kl_coef_max", ("kl_band.maximum",)),
+        DeprecatedKey("kl_limit", ("kl_max",)),
+    ),
+    "NetworkSettings": (
+        DeprecatedKey("kl_target", ("desired_kl",)),
+        DeprecatedKey("kl_factor", ("learning_rate_factor",)),
+    ),
+    "ReferenceSettings": (DeprecatedKey("own_process_gib", ("separate_process_gib",)),),
+    "StagesSettings": (DeprecatedKey("own", ("custom",)),),
+}
+
+
+def list_deprecated_keys(cls: type) -> tuple[DeprecatedKey, ...]:
+    """List the former names of a settings class and its bases; none for other packages' classes of these names."""
+    classes = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in _PACKAGES]
+    return tuple(key for base in classes for key in DEPRECATED_KEYS.get(base.__name__, ()))
+
+
+def rename_deprecated_keys(
+    cls: type, values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[DeprecatedKey]]:
+    """Replace the former names in the values of one settings class; blocks are mappings.
+
+    Returns: the values under their names of today; the former names that occurred.
+    Raises: SettingsError naming both if a setting occurs under both names.
+    """
+    renamed, used = dict(values), []
+    for key in list_deprecated_keys(cls):
+        if key.name not in renamed:
+            continue
+        value = renamed.pop(key.name)
+        if key.unit:
+            unit = renamed.get(key.unit, getattr(cls, key.unit))  # the class has the default
+            if _is_positive_number(value) and _is_positive_number(unit):
+                value = _round_digits(value / unit)
+        for new_name in key.new_names:
+            _set_new_name(renamed, key.name, new_name, value)
+        used.append(key)
+    return renamed, used
+
+
+def _is_positive_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value > 0 and math.isfinite(value)
+
+
+def _round_digits(value: float) -> float:
+    return float(f"{value:.15g}")  # 0.4, not 0.39999999999999997
+
+
+def _set_new_name(values: dict[str, Any], old_name: str, new_name: str, value: Any) -> None:
+    block_name, _, name = new_name.rpartition(".")
+    block = values
+    if block_name:
+        inner = values.get(block_name, {})
+        if not isinstance(inner, Mapping):  # built already, so that all of it is set
+            new_name, inner = block_name, {name: inner}
+        block = values[block_name] = dict(inner)
+    if name in block:
+        raise SettingsError(
+            f"{old_name}: is the former name of {new_name}, which is set too; remove {old_name}"
+        )
+    block[name] = value
+
+
+def read_deprecated_value(settings: Any, name: str) -> Any:
+    """Read a setting by its former name, with a warning. Raises: AttributeError if there is none of that name."""
+    for key in list_deprecated_keys(type(settings)):
+        if key.name == name:
+            warnings.warn(key.describe_change(), FutureWarning, stacklevel=3)
+            value = settings
+            for part in key.new_names[0].split("."):
+                value = getattr(value, part)
+            return _round_digits(value * getattr(settings, key.unit)) if key.unit else value
+    raise AttributeError(f"{type(settings).__name__!r} object has no attribute {name!r}")
+
+
+def restore_former_names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all plain values of a settings class under their former names, as earlier versions digested them."""
+    former = dict(values)
+    for key in list_deprecated_keys(cls):
+        parts = []
+        for new_name in key.new_names:
+            block_name, _, name = new_name.rpartition(".")
+            parts.append((values[block_name] if block_name else values)[name])
+            former.pop(block_name or name, None)
+        value = parts[0] if parts.count(parts[0]) == len(parts) else parts
+        if key.unit:  # 12 digits are those that the user wrote, before the division
+            value = float(f"{value * values[key.unit]:.12g}")
+        former[key.name] = value
+    return former
+
+
+def rename_recorded_keys(
+    recorded: Mapping[str, Value], current: Collection[str]
+) -> dict[str, Value]:
+    """Rename dotted keys of settings that an earlier version recorded, so that they compare with `current` ones.
+
+    Only a setting that changed its name alone is renamed.
+    """
+    renamed = dict(recorded)
+    for path in recorded.keys() - set(current):
+        block, dot, name = path.rpartition(".")
+        for key in itertools.chain.from_iterable(DEPRECATED_KEYS.values()):
+            new_path = f"{block}{dot}{key.new_names[0]}"
+            is_same_value = len(key.new_names) == 1 and not key.unit
+            is_missing = new_path in current and new_path not in recorded
+            if key.name == name and is_same_value and is_missing:
+                renamed[new_path] = renamed.pop(path)
+                break
+    return renamed
