@@ -74,10 +74,13 @@ def run_pipeline_command(arguments: argparse.Namespace) -> int:
         ]
     settings = run_setup.load_pipeline_settings(arguments, check_servers=True)
     run_setup.refuse_bad_rows(settings)
-    run_setup.refuse_unknown_base_model(settings)
+    from tasks.pipeline.stage_key import StageKeys
+
+    keys = StageKeys(settings)
+    run_setup.refuse_unknown_base_model(settings, keys)
     run_setup.configure_prefect(settings)
     with run_setup.print_banner_and_start_prefect(
-        settings, quiet=arguments.quiet, fresh=arguments.fresh
+        settings, keys=keys, quiet=arguments.quiet, fresh=arguments.fresh
     ):
         from flows.post_training import run_pipeline
         from posttrain.cli.monitor_process import serve_monitor_page
@@ -89,6 +92,7 @@ def run_pipeline_command(arguments: argparse.Namespace) -> int:
             quiet=arguments.quiet,
             allow_drift=arguments.allow_drift,
             changed=arguments.set,
+            keys=keys,
         )
     print(escape_control_characters(result.format_table()))
     return 0 if result.ok else 1
@@ -126,21 +130,25 @@ def run_stage_command(arguments: argparse.Namespace) -> int:
     else:
         run_setup.refuse_unknown_models(settings, arguments.model)
     run_setup.configure_prefect(settings)
+    from tasks.config import check_changed_settings
     from tasks.pipeline.run_options import select_settings_up_to
+    from tasks.pipeline.stage_key import StageKeys
 
     shortened = select_settings_up_to(settings, arguments.name, arguments.model)
+    shortened = check_changed_settings(shortened)
+    keys = StageKeys(shortened)
     with run_setup.print_banner_and_start_prefect(
-        shortened, quiet=arguments.quiet, fresh=arguments.fresh
+        shortened, keys=keys, quiet=arguments.quiet, fresh=arguments.fresh
     ):
-        from flows.single_stage import run_stage
+        from flows.post_training import run_pipeline
 
-    result = run_stage(
-        settings,
-        arguments.name,
-        model=arguments.model,
+    result = run_pipeline(
+        shortened,
+        only=arguments.name,
         fresh=arguments.fresh,
         quiet=arguments.quiet,
         allow_drift=arguments.allow_drift,
+        keys=keys,
     )
     print(escape_control_characters(result.format_table()))
     return 0 if result.ok else 1
@@ -184,7 +192,10 @@ def run_resume_command(arguments: argparse.Namespace) -> int:
         escape_control_characters(f"resuming '{record.name}', which is {record.status}"),
         flush=True,
     )
-    with run_setup.print_banner_and_start_prefect(settings, quiet=arguments.quiet):
+    from tasks.pipeline.stage_key import StageKeys
+
+    keys = StageKeys(settings)
+    with run_setup.print_banner_and_start_prefect(settings, keys=keys, quiet=arguments.quiet):
         from flows.post_training import run_pipeline
 
     result = run_pipeline(
@@ -195,6 +206,7 @@ def run_resume_command(arguments: argparse.Namespace) -> int:
         started=record.started,
         allow_drift=arguments.allow_drift,
         restart=arguments.fresh,
+        keys=keys,
     )
     print(escape_control_characters(result.format_table()))
     return 0 if result.ok else 1
@@ -318,6 +330,7 @@ def run_sweep_command(arguments: argparse.Namespace) -> int:
 
     result = run_sweep(
         plan,
+        base,
         parallel=arguments.parallel,
         gate=not arguments.no_gate,
         quiet=arguments.quiet,
