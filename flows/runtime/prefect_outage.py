@@ -9,25 +9,15 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from flows.runtime.run_request import RunRequest, find_request, use_request
+from flows.runtime.run_request import FlowOutcome, RunRequest, find_request, use_request
 
 api_unreachable = threading.Event()  # the end of a flow could not be reported to Prefect
 
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-
-
-@dataclass
-class FlowOutcome:
-    """Result or error of a flow's own code."""
-
-    result: Any = None
-    error: BaseException | None = None
-    has_ended: bool = False
 
 
 @contextlib.contextmanager

@@ -13,19 +13,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flows.runtime.prefect_outage import FlowOutcome
     from flows.runtime.progress import ProgressDisplay
     from tasks.config import PipelineSettings
     from tasks.pipeline.stage_key import StageKeys
+
+
+@dataclass
+class FlowOutcome:
+    """Result or error of a flow's own code."""
+
+    result: Any = None
+    error: BaseException | None = None
+    has_ended: bool = False
 
 
 @dataclass(kw_only=True)
 class RunRequest:
     """What a command passes to the flow that it calls, and what the flow reports back besides its result."""
 
-    settings: PipelineSettings | None = (
-        None  # checked, with secrets; the flow does not check them again
-    )
+    # Checked, with secrets; the flow does not check them again.
+    settings: PipelineSettings | None = None
     keys: StageKeys | None = None  # of these settings, as far as the command has collected them
     overrides: Sequence[str] = ()  # that the settings already contain, for the flow run's name
     started: str = ""  # start time of the run of this pipeline to resume
