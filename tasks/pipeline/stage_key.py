@@ -315,13 +315,6 @@ class StageKeys:
         return self.collect_key(stage).replace_inputs(digests)
 
 
-def compute_stage_key(
-    name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]
-) -> str:
-    """Compute the cache key of a stage; see `StageKey`."""
-    return collect_stage_key(name, stage_settings, pipeline, digests).key
-
-
 def collect_stage_key(
     name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]
 ) -> StageKey:

@@ -21,12 +21,12 @@ from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage import StageContext, run_stage
 from tasks.pipeline.stage_fingerprint import read_decisions
 from tasks.pipeline.stage_folder import keep_checkpoints
-from tasks.pipeline.stage_key import compute_stage_key, compute_stage_seed, digest_input
+from tasks.pipeline.stage_key import collect_stage_key, compute_stage_seed, digest_input
 from tasks.pipeline.stage_result import compute_content_digest
 
 
 def compute_key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
-    return compute_stage_key(name, settings, made or pipeline(), digests or {"data": "a"})
+    return collect_stage_key(name, settings, made or pipeline(), digests or {"data": "a"}).key
 
 
 def test_the_key_changes_with_everything_that_affects_the_result(monkeypatch):
