@@ -20,12 +20,12 @@ from flows.parameters import (
     PipelineForm,
     describe_overrides,
     extract_pipeline_name,
-    flow_parameters,
     read_settings,
 )
-from flows.post_training import execute_pipeline, open_local_session, report_message
+from flows.post_training import execute_pipeline, report_message, run_local_flow
 from flows.runtime import prefect_outage
 from flows.runtime.approval_wait import run_with_approval
+from flows.runtime.run_request import RunRequest
 from flows.runtime.run_summary import PipelineResult
 from rl_core.errors import SettingsError
 from rl_core.online.build_worker import SNAPSHOTS_FOLDER
@@ -34,7 +34,7 @@ from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_file, read_manifest
-from tasks.config import PipelineSettings, PromotionSettings
+from tasks.config import PipelineSettings, PromotionSettings, check_changed_settings
 from tasks.config.settings import CustomStageSettings, StagesSettings
 from tasks.config.user_code import load_custom_stages
 from tasks.lifecycle.approval import SUPERSEDED, read_approval_request
@@ -209,7 +209,7 @@ def _consolidate_snapshot(settings: PipelineSettings) -> ConsolidationResult:
 
 def run_consolidation(settings: PipelineSettings, *, quiet: bool = False) -> ConsolidationResult:
     """Run the flow in this process, with live progress."""
-    with open_local_session(settings, quiet=quiet), flow_parameters(settings) as stored:
-        run = prefect_outage.run_flow(lambda: consolidate(stored))
-        result: ConsolidationResult = run  # type: ignore[assignment]
+    settings = check_changed_settings(settings, check_servers=False)
+    result: Any = run_local_flow(consolidate, RunRequest(settings=settings), quiet=quiet)
+    assert isinstance(result, ConsolidationResult)
     return result

@@ -9,18 +9,17 @@ A deployment's run may change only some settings, compared with what the deploym
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 
+from flows.runtime.run_request import find_request
 from rl_core.errors import SettingsError
 from rl_core.storage.faults import inject_fault
 from rl_core.user_code.load import find_import_paths
@@ -84,11 +83,6 @@ _IGNORED_PREFIXES = ("run.", "output", "tracking.", "threads")  # do not affect 
 _MAX_NAMED_OVERRIDES = 3  # in a flow run's name
 
 logger = logging.getLogger(__name__)
-
-_original_settings: ContextVar[PipelineSettings | None] = ContextVar(
-    "_original_settings", default=None
-)
-_applied_overrides: ContextVar[Sequence[str]] = ContextVar("_applied_overrides", default=())
 
 
 def _build_form_field(key: str) -> tuple[Any, Any]:
@@ -225,33 +219,12 @@ def _collect_import_paths(settings: PipelineSettings) -> set[str]:
     return {*list_code_paths(settings), *find_import_paths(dict(settings.environment.options))}
 
 
-@contextlib.contextmanager
-def flow_parameters(
-    settings: PipelineSettings, changed: Sequence[str] = ()
-) -> Iterator[dict[str, Any]]:
-    """Yield the parameter that stands for settings in a flow called in this process.
+def build_settings_parameter(settings: PipelineSettings) -> dict[str, Any]:
+    """Build the parameter that stands for settings in a flow called in this process.
 
-    Prefect stores parameters, so secrets are masked; within the block `read_settings` restores them.
-    Args:
-        changed: overrides that the settings already contain, for the run's name.
+    Prefect stores parameters, so secrets are masked. The flow's `RunRequest` holds the settings themselves.
     """
-    tokens = _original_settings.set(settings), _applied_overrides.set(changed)
-    try:
-        yield mask_secrets(dump_settings(settings))
-    finally:
-        _original_settings.reset(tokens[0])
-        _applied_overrides.reset(tokens[1])
-
-
-def _restore_secrets(settings: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
-    """Return a parameter with what `flow_parameters` masked."""
-    original = _original_settings.get()
-    if original is None or isinstance(settings, str):
-        return settings
-    values = dump_settings(original)
-    if settings.get("environment") != mask_secrets(values)["environment"]:
-        return settings
-    return {**settings, "environment": values["environment"]}
+    return mask_secrets(dump_settings(settings))
 
 
 def read_settings(
@@ -263,6 +236,7 @@ def read_settings(
 ) -> PipelineSettings:
     """Read the settings of a flow from a config file's path or contents, with `--set`-style overrides.
 
+    The settings of a flow that a command called here are those of its request, which the command has checked.
     In a deployment's run only some keys may differ from the declared ones. That is checked before anything that the
     settings name is imported.
     Args:
@@ -270,9 +244,15 @@ def read_settings(
         check_servers: False for flows that sample no rollouts, whose server may be unreachable.
     Raises: ConfigError with every problem; SettingsError for a key that the run may not change.
     """
-    settings = _restore_secrets(settings)
     declared = read_declared_parameters()
     overrides = [*build_main_overrides(main, (declared or {}).get("main")), *(overrides or ())]
+    requested = find_request().settings
+    if requested is not None and not isinstance(settings, str):
+        masked = build_settings_parameter(requested)
+        if declared is None and not overrides and settings == masked:
+            return requested
+        if settings.get("environment") == masked["environment"]:
+            settings = {**settings, "environment": dump_settings(requested)["environment"]}
     if declared is not None:
         refuse_undeclared_changes(
             _read_parameter(settings, overrides, import_code=False),
@@ -329,7 +309,7 @@ def extract_pipeline_name(settings: Mapping[str, Any] | str) -> str:
 def describe_run_changes(parameters: Mapping[str, Any]) -> str:
     """Describe a flow run's changes to its config, for its name: the form's changed values, then overrides."""
     declared = read_declared_parameters() or {}
-    changed = [*_applied_overrides.get(), *(parameters.get("overrides") or ())]
+    changed = [*find_request().overrides, *(parameters.get("overrides") or ())]
     main = build_main_overrides(parameters.get("main"), declared.get("main"))
     return describe_overrides([*main, *changed])
 

@@ -5,14 +5,13 @@ Stages missing from the config are skipped; later stages start from the last one
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
+import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect import flow
 from prefect.runtime import flow_run
@@ -20,9 +19,9 @@ from prefect.runtime import flow_run
 from flows.parameters import (
     MainForm,
     PipelineForm,
+    build_settings_parameter,
     describe_run_changes,
     extract_pipeline_name,
-    flow_parameters,
     read_settings,
 )
 from flows.runtime import prefect_outage, stopping
@@ -37,6 +36,7 @@ from flows.runtime.import_setup import freeze_imported_objects, pause_garbage_co
 from flows.runtime.pipeline_figure import draw_pipeline_figure
 from flows.runtime.prefect_home import PREFECT_PORT, apply_prefect_defaults
 from flows.runtime.progress import ProgressDisplay, RemainingTimeEstimator, read_earlier_seconds
+from flows.runtime.run_request import RunRequest, find_request
 from flows.runtime.run_summary import (
     PipelineResult,
     build_result_rows,
@@ -48,26 +48,21 @@ from rl_core.errors import PosttrainError
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
 from tasks.command_hints import format_posttrain_command
-from tasks.config import PipelineSettings
+from tasks.config import PipelineSettings, check_changed_settings
 from tasks.config.machine_checks import refuse_bad_rows
 from tasks.lifecycle.approval import DECISION_BY_STATE
 from tasks.mlflow_environment import find_served_page, strip_uri_password
 from tasks.pipeline.changed_conditions import check_unfinished_stages, list_finished_stages
 from tasks.pipeline.dag import run_dag
-from tasks.pipeline.pipeline_run import PipelineRun, StageProgressCallback, import_libraries
+from tasks.pipeline.pipeline_run import PipelineRun, import_libraries
 from tasks.pipeline.prefect_stages import embed_figure, publish_page, wrap_stage_task
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
+from tasks.pipeline.stage_key import StageKeys
 from tasks.pipeline.stage_result import STAGE_LOG
 
 logger = logging.getLogger(__name__)
 
-# Prefect stores a flow's parameters; the progress display exists only in this process.
-_display: contextvars.ContextVar[ProgressDisplay | None] = contextvars.ContextVar(
-    "display", default=None
-)
-# Start time of the run to resume, and whether to restart its unfinished stage.
-_started: contextvars.ContextVar[str] = contextvars.ContextVar("started", default="")
-_restart: contextvars.ContextVar[bool] = contextvars.ContextVar("restart", default=False)
+ResultT = TypeVar("ResultT")
 
 
 def _build_run_name() -> str:
@@ -122,12 +117,15 @@ def post_training(
     """
     typed = read_settings(settings, overrides, main)
     on_drift: OnDrift = "resume" if allow_drift else "refuse"
-
-    def run_once() -> PipelineResult:
-        return execute_pipeline(
-            typed, fresh=fresh, only=only, models=models, on_drift=on_drift, restart=_restart.get()
-        )
-
+    run_once = functools.partial(
+        execute_pipeline,
+        typed,
+        fresh=fresh,
+        only=only,
+        models=models,
+        on_drift=on_drift,
+        restart=find_request().restart,
+    )
     with prefect_outage.capture_outcome() as outcome:
         outcome.result = run_with_approval(typed, run_once, report_message)
     return outcome.result
@@ -135,16 +133,11 @@ def post_training(
 
 def report_message(text: str) -> None:
     """Print a message to the terminal display, else to the log."""
-    display = _display.get()
+    display = find_request().display
     if display is not None:
         display.print_announcement(text)
     else:
         logger.info(text)
-
-
-def get_progress_display() -> StageProgressCallback | None:
-    """Return the terminal display of a flow that was called in this process; None if there is none."""
-    return _display.get()
 
 
 def execute_pipeline(
@@ -167,6 +160,7 @@ def execute_pipeline(
     """
     refuse_bad_rows(settings)
     inject_fault("flow.begun")
+    request = find_request()
     with (
         PipelineRun(
             settings,
@@ -176,7 +170,7 @@ def execute_pipeline(
                 on_drift="anew" if restart else on_drift,
                 restart=restart,
                 evaluated_models=models or {},
-                started=started or _started.get(),
+                started=started or request.started,
                 tags=tags or {},
                 flow_run=FlowRunAddress(
                     id=str(flow_run.id or ""),
@@ -184,8 +178,9 @@ def execute_pipeline(
                     api=strip_uri_password(read_external_address()),
                 ),
             ),
+            keys=request.keys,
             lock=lock,
-            on_progress=_display.get(),
+            on_progress=request.display,
             stop=stopping.stop_requested,
         ) as pipeline_run,
         stopping.on_forced_exit(pipeline_run.abandon_run),
@@ -277,6 +272,7 @@ def run_pipeline(
     allow_drift: bool = False,
     restart: bool = False,
     changed: Sequence[str] = (),
+    keys: StageKeys | None = None,
 ) -> PipelineResult:
     """Run the flow in this process, with live progress. Arguments: see `post_training`.
 
@@ -284,75 +280,62 @@ def run_pipeline(
         changed: overrides that the settings already contain, for the flow run's name.
         started: start time of the run of this pipeline to resume.
         restart: restart its unfinished stage.
+        keys: of the stages, as far as the caller has collected them from the same settings.
     Raises: errors of the stages; ResumeRefused; Stopped if interrupted, with the state saved.
     """
+    settings = check_changed_settings(settings)
+    if keys is None or keys.pipeline is not settings:
+        keys = StageKeys(settings)
     on_drift: OnDrift = "anew" if restart else "resume" if allow_drift else "refuse"
     stages_folder = Path(settings.output).resolve() / settings.name / "stages"
     # Refuse drifted stages before anything is started.
-    check_unfinished_stages(
-        stages_folder, settings, RunOptions(fresh=fresh, only=only, on_drift=on_drift)
-    )
+    options = RunOptions(fresh=fresh, only=only, on_drift=on_drift)
+    check_unfinished_stages(stages_folder, keys, options)
     stages = settings.stages.active
     time_left = RemainingTimeEstimator(stages, read_earlier_seconds(stages_folder, stages))
-    computes = fresh or not _is_finished(stages_folder, settings)
-    token = _restart.set(restart)
     try:
-        with (
-            open_local_session(
-                settings,
-                quiet=quiet,
-                started=started,
-                time_left=time_left,
-                preload_libraries=computes,
-            ),
-            flow_parameters(settings, changed) as stored,
-        ):
-            result: PipelineResult = prefect_outage.run_flow(
-                lambda: post_training(
-                    stored, fresh=fresh, only=only, models=models, allow_drift=allow_drift
-                )
-            )
-    finally:
-        _restart.reset(token)
-    return result
-
-
-def _is_finished(stages_folder: Path, settings: PipelineSettings) -> bool:
-    """Return whether every stage will be taken from the cache; False if unknown, which the run then reports."""
-    try:
-        return list_finished_stages(stages_folder, settings) == list(settings.stages.active)
+        is_cached = list_finished_stages(stages_folder, keys) == list(stages)
     except (PosttrainError, OSError):
-        return False
+        is_cached = False  # unknown; the run reports the error
+    return run_local_flow(
+        lambda stored: post_training(
+            stored, fresh=fresh, only=only, models=models, allow_drift=allow_drift
+        ),
+        RunRequest(
+            settings=settings, keys=keys, overrides=changed, started=started, restart=restart
+        ),
+        quiet=quiet,
+        time_left=time_left,
+        preload_libraries=fresh or not is_cached,
+    )
 
 
-@contextlib.contextmanager
-def open_local_session(
-    settings: PipelineSettings,
+def run_local_flow(
+    flow_call: Callable[[dict[str, Any]], ResultT],
+    request: RunRequest,
     *,
     quiet: bool = False,
-    started: str = "",
     time_left: RemainingTimeEstimator | None = None,
     preload_libraries: bool = False,
-) -> Iterator[None]:
-    """Run a flow called within the block in this process, with live progress.
+) -> ResultT:
+    """Call a flow in this process, with live progress, and return its result.
 
     Args:
-        started: start time of the run of its pipeline to resume.
-        time_left: estimator with its stages, for the display.
+        flow_call: calls the flow with the parameter that stands for the request's settings.
+        request: with checked settings; the display is added.
+        time_left: estimator with the pipeline's stages, for the display.
         preload_libraries: import the libraries of computing stages while Prefect's server starts, like MLflow.
     """
-    with ProgressDisplay(quiet=quiet, time_left=time_left) as display:
-        display_token = _display.set(display)
-        started_token = _started.set(started)
-        try:
-            with apply_prefect_defaults():
-                with display.show_wait("starting"), pause_garbage_collection():
-                    start_embedded_server(
-                        functools.partial(import_libraries, settings, computes=preload_libraries)
-                    )
-                    freeze_imported_objects()
-                with use_embedded_address():
-                    yield
-        finally:
-            _display.reset(display_token)
-            _started.reset(started_token)
+    settings = request.settings
+    assert settings is not None
+    with ProgressDisplay(quiet=quiet, time_left=time_left) as display, apply_prefect_defaults():
+        with display.show_wait("starting"), pause_garbage_collection():
+            start_embedded_server(
+                functools.partial(import_libraries, settings, computes=preload_libraries)
+            )
+            freeze_imported_objects()
+        with use_embedded_address():
+            return prefect_outage.run_flow(
+                lambda: flow_call(build_settings_parameter(settings)),
+                dataclasses.replace(request, display=display),
+            )

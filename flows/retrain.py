@@ -20,19 +20,19 @@ from flows.parameters import (
     PipelineForm,
     describe_run_changes,
     extract_pipeline_name,
-    flow_parameters,
     read_settings,
 )
-from flows.post_training import execute_pipeline, open_local_session, report_message
+from flows.post_training import execute_pipeline, report_message, run_local_flow
 from flows.runtime import prefect_outage
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.flow_run_states import mark_flow_run_stopped
 from flows.runtime.progress import RemainingTimeEstimator
+from flows.runtime.run_request import RunRequest
 from flows.runtime.run_summary import PipelineResult
 from rl_core.errors import PosttrainError
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
-from tasks.config import PipelineSettings, digest_settings
+from tasks.config import PipelineSettings, check_changed_settings, digest_settings
 from tasks.lifecycle.data_lineage import inspect_data_sources
 from tasks.lifecycle.retraining import (
     RetrainingPlan,
@@ -256,21 +256,19 @@ def run_retraining(
     fresh: bool = False,
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
-    with (
-        open_local_session(
-            settings, quiet=quiet, time_left=RemainingTimeEstimator(settings.stages.active)
+    settings = check_changed_settings(settings)
+    result: Any = run_local_flow(
+        lambda stored: retrain(
+            stored,
+            start=start,
+            force=force,
+            reason=reason,
+            allow_drift=allow_drift,
+            fresh=fresh,
         ),
-        flow_parameters(settings) as stored,
-    ):
-        run = prefect_outage.run_flow(
-            lambda: retrain(
-                stored,
-                start=start,
-                force=force,
-                reason=reason,
-                allow_drift=allow_drift,
-                fresh=fresh,
-            )
-        )
-        result: RetrainResult = run  # type: ignore[assignment]
+        RunRequest(settings=settings),
+        quiet=quiet,
+        time_left=RemainingTimeEstimator(settings.stages.active),
+    )
+    assert isinstance(result, RetrainResult)
     return result

@@ -6,12 +6,12 @@ Prefect reports the end of a flow to its API and raises if the API does not answ
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from flows.runtime.run_request import FlowOutcome, RunRequest, find_request, use_request
 
 api_unreachable = threading.Event()  # the end of a flow could not be reported to Prefect
 
@@ -20,27 +20,11 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
-@dataclass
-class FlowOutcome:
-    """Result or error of a flow's own code."""
-
-    result: Any = None
-    error: BaseException | None = None
-    has_ended: bool = False
-
-
-_outcomes: contextvars.ContextVar[list[FlowOutcome] | None] = contextvars.ContextVar(
-    "outcomes", default=None
-)
-
-
 @contextlib.contextmanager
 def capture_outcome() -> Iterator[FlowOutcome]:
     """Record the outcome of the block, which is the body of a flow, for the enclosing `run_flow`, if any."""
     outcome = FlowOutcome()
-    outcomes = _outcomes.get()
-    if outcomes is not None:
-        outcomes.append(outcome)
+    find_request().outcome = outcome
     try:
         yield outcome
     except BaseException as error:
@@ -67,16 +51,16 @@ def _warn_if_api_silent() -> None:
         return
 
 
-def run_flow(flow: Callable[[], ResultT]) -> ResultT:
-    """Call a flow and return its result; raise its own error if Prefect raises another one after it."""
-    outcomes: list[FlowOutcome] = []
-    token = _outcomes.set(outcomes)
+def run_flow(flow: Callable[[], ResultT], request: RunRequest | None = None) -> ResultT:
+    """Call a flow with a request and return its result; raise its own error if Prefect raises another one after it."""
+    request = request or RunRequest()
     try:
-        return flow()
+        with use_request(request):
+            return flow()
     except Exception as error:
-        if not outcomes or not outcomes[-1].has_ended or error is outcomes[-1].error:
+        outcome = request.outcome
+        if outcome is None or not outcome.has_ended or error is outcome.error:
             raise
-        outcome = outcomes[-1]
         api_unreachable.set()
         logger.warning(
             "Prefect's API is unreachable and shows this run as running: %s: %s",
@@ -87,5 +71,3 @@ def run_flow(flow: Callable[[], ResultT]) -> ResultT:
             raise outcome.error from None
         result: ResultT = outcome.result
         return result
-    finally:
-        _outcomes.reset(token)

@@ -22,13 +22,13 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.post_training import (
     execute_pipeline,
-    get_progress_display,
-    open_local_session,
     report_message,
+    run_local_flow,
 )
 from flows.runtime import prefect_outage, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.run_request import RunRequest, find_request
 from flows.runtime.run_summary import PipelineResult
 from flows.sweep.plan import EVALUATION_METRICS, SweepPlan, format_configuration
 from flows.sweep.ray_trials import RayTrialPool, TrialResources
@@ -63,7 +63,7 @@ from rl_core.machine_memory import measure_free_memory
 from rl_core.storage.atomic_files import write_json_atomic
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
-from tasks.config import PipelineSettings, dump_settings, load_settings
+from tasks.config import PipelineSettings, dump_settings
 from tasks.lifecycle.crashed_runs import close_crashed_runs
 from tasks.stage_registry import list_stage_names
 from tasks.stages.evaluate import read_evaluation
@@ -96,7 +96,7 @@ class SweepResult:
 
 @dataclass(frozen=True)
 class _SweepRequest:
-    """Arguments of a sweep's flow, not passed as parameters: Prefect stores those, and settings may hold secrets."""
+    """Arguments of a sweep's flow; part of its `RunRequest`, because settings may hold secrets."""
 
     plan: SweepPlan
     base: PipelineSettings
@@ -105,13 +105,9 @@ class _SweepRequest:
     pool: LocalTrialPool | RayTrialPool
 
 
-_requested_sweep: contextvars.ContextVar[_SweepRequest | None] = contextvars.ContextVar(
-    "_requested_sweep", default=None
-)
-
-
 def run_sweep(
     plan: SweepPlan,
+    base: PipelineSettings,
     *,
     parallel: int = 1,
     gate: bool = True,
@@ -122,28 +118,27 @@ def run_sweep(
     """Run the flow in this process, with live progress.
 
     Args:
+        base: the plan's settings without the varied ones.
         parallel: trials at a time, each in a separate process.
         gate: submit the winner to the promotion gate, if the pipeline has one.
         ray: address of the Ray cluster that runs the trials, see `RayTrialPool`; None = this machine.
         resources: of a trial on the cluster; its memory is estimated.
     Raises: SettingsError before anything runs; FolderBusy; Stopped with the state saved.
     """
-    base = plan.load_base_settings()
     plan.validate_trial_settings()
     pool: LocalTrialPool | RayTrialPool = LocalTrialPool(parallel)
     if ray is not None:
         pool = RayTrialPool(ray, parallel, resources or TrialResources())
     pool.open_pool(base)
-    token = _requested_sweep.set(_SweepRequest(plan, base, parallel, gate, pool))
+    request = RunRequest(settings=base, sweep=_SweepRequest(plan, base, parallel, gate, pool))
     try:
-        with open_local_session(base, quiet=quiet):
-            result: SweepResult = prefect_outage.run_flow(
-                lambda: sweep(base.name, [format_configuration(_describe_dimensions(plan))])
-            )
+        return run_local_flow(
+            lambda _: sweep(base.name, [format_configuration(_describe_dimensions(plan))]),
+            request,
+            quiet=quiet,
+        )
     finally:
-        _requested_sweep.reset(token)
         pool.close_pool()
-    return result
 
 
 def _describe_dimensions(plan: SweepPlan) -> dict[str, str]:
@@ -163,8 +158,10 @@ def _describe_dimensions(plan: SweepPlan) -> dict[str, str]:
 )
 def sweep(pipeline: str, varied: list[str]) -> SweepResult:
     """Run trials of one pipeline that differ in some settings; called by `run_sweep`."""
-    request = _requested_sweep.get()
-    assert request is not None, f"a sweep of {pipeline} over {varied} is started by run_sweep"
+    request = find_request().sweep
+    assert isinstance(request, _SweepRequest), (
+        f"a sweep of {pipeline} over {varied} is started by run_sweep"
+    )
     with prefect_outage.capture_outcome() as outcome:
         outcome.result = _SweepRun(request).run_sweep()
     result: SweepResult = outcome.result
@@ -430,7 +427,7 @@ class _SweepRun:
     def _show_progress(self, schedule: TrialSchedule) -> None:
         total = self.plan.seeds * max(len(self.record.params), self._count_configurations())
         progress = (len(self.record.outcomes), total, "; ".join(dict(self.running).values())[:100])
-        display: Callable[..., None] | None = get_progress_display()
+        display = find_request().display
         if display is not None and progress != self.last_progress:
             self.last_progress = progress
             display("sweep", *progress)
@@ -483,7 +480,7 @@ def choose_winner(
     if not ranked:
         return None, None
     winner = ranked[0]
-    finalists = select_finalists(ranked, plan, _read_base_params(plan))
+    finalists = select_finalists(ranked, plan, _read_base_params(plan, base))
     num_equal = sum(other.interval.rate == winner.interval.rate for other in ranked) - 1
     choice = SweepChoice(
         winner.number,
@@ -525,9 +522,8 @@ def choose_winner(
     return choice, settings
 
 
-def _read_base_params(plan: SweepPlan) -> dict[str, str]:
+def _read_base_params(plan: SweepPlan, base: PipelineSettings) -> dict[str, str]:
     """Return the configuration's own values of the varied settings, in the text of a trial if there is one."""
-    base = load_settings(plan.config, plan.overrides)
     params = {}
     for dimension in plan.dimensions:
         value: Any = base

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -34,10 +33,11 @@ def load_recorded_settings(
             f"run '{record.name}': {', '.join(masked)} was not stored because its name is that of a secret; resume it "
             "with the same config: posttrain run CONFIG"
         )
-    settings = build_settings(record.settings, check_servers=is_resumed)
+    values = record.settings
     # The run may have been started from another working directory, or moved since.
-    if Path(settings.output).resolve() != output.resolve():
-        settings = dataclasses.replace(settings, output=str(output.resolve()))
+    if Path(values.get("output", "outputs")).resolve() != output.resolve():
+        values = {**values, "output": str(output.resolve())}
+    settings = build_settings(values, check_servers=is_resumed)
     if is_resumed and record.code_version and record.code_version != compute_code_version():
         logger.warning(
             "the code has changed since '%s' began (%s, now %s): finished stages run again, and the unfinished one "

@@ -57,7 +57,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         escape_control_characters(f"resuming '{record.name}', which is {record.status}"),
         flush=True,
     )
-    with run_setup.print_banner_and_start_prefect(settings, quiet=arguments.quiet):
+    from tasks.pipeline.stage_key import StageKeys
+
+    keys = StageKeys(settings)
+    with run_setup.print_banner_and_start_prefect(settings, keys=keys, quiet=arguments.quiet):
         from flows.post_training import run_pipeline
 
     result = run_pipeline(
@@ -68,6 +71,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         started=record.started,
         allow_drift=arguments.allow_drift,
         restart=arguments.fresh,
+        keys=keys,
     )
     print(escape_control_characters(result.format_table()))
     return 0 if result.ok else 1

@@ -52,10 +52,13 @@ def run_command(arguments: argparse.Namespace) -> int:
         ]
     settings = run_setup.load_pipeline_settings(arguments, check_servers=True)
     run_setup.refuse_bad_rows(settings)
-    run_setup.refuse_unknown_base_model(settings)
+    from tasks.pipeline.stage_key import StageKeys
+
+    keys = StageKeys(settings)
+    run_setup.refuse_unknown_base_model(settings, keys)
     run_setup.configure_prefect(settings)
     with run_setup.print_banner_and_start_prefect(
-        settings, quiet=arguments.quiet, fresh=arguments.fresh
+        settings, keys=keys, quiet=arguments.quiet, fresh=arguments.fresh
     ):
         from flows.post_training import run_pipeline
         from posttrain.cli.monitor_process import serve_monitor_page
@@ -67,6 +70,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             quiet=arguments.quiet,
             allow_drift=arguments.allow_drift,
             changed=arguments.set,
+            keys=keys,
         )
     print(escape_control_characters(result.format_table()))
     return 0 if result.ok else 1

@@ -24,16 +24,22 @@ from tasks.command_hints import format_output_option
 if TYPE_CHECKING:
     from flows.sweep.plan import SweepPlan
     from tasks.config import PipelineSettings
+    from tasks.pipeline.stage_key import StageKeys
 
 _BANNER_COLUMNS = 79
 
 
 def format_run_banner(
-    settings: PipelineSettings, *, fresh: bool = False, stages: Sequence[str] | None = None
+    settings: PipelineSettings,
+    *,
+    keys: StageKeys | None = None,
+    fresh: bool = False,
+    stages: Sequence[str] | None = None,
 ) -> str:
     """Return the lines to print before anything heavy is imported.
 
     Args:
+        keys: of the stages, as far as they are collected.
         fresh: finished stages run again.
         stages: those that run; None = all of the settings.
     """
@@ -42,7 +48,7 @@ def format_run_banner(
         f"{settings.name}: {' -> '.join(name.replace('_', ' ') for name in names)}", "  "
     )
     home = Path(settings.output).resolve() / settings.name
-    finished = [] if fresh else _list_finished_stages(settings, home)
+    finished = [] if fresh else _list_finished_stages(settings, home, keys)
     cached = ", ".join(name.replace("_", " ") for name in finished if name in names)
     if cached:
         text = f"cached   {cached}, unless data files have changed"
@@ -94,14 +100,17 @@ def _read_served_pages(output: Path) -> dict[str, str]:
     return {service.name: service.url for service in state.services} if state is not None else {}
 
 
-def _list_finished_stages(settings: PipelineSettings, home: Path) -> list[str]:
+def _list_finished_stages(
+    settings: PipelineSettings, home: Path, keys: StageKeys | None
+) -> list[str]:
     """List the stages finished under these settings; [] if that is unknown, which the run then reports."""
     if not (home / "stages").is_dir():
         return []
     from tasks.pipeline.changed_conditions import list_finished_stages
+    from tasks.pipeline.stage_key import StageKeys
 
     try:
-        return list_finished_stages(home / "stages", settings)
+        return list_finished_stages(home / "stages", keys or StageKeys(settings))
     except (PosttrainError, OSError):
         return []
 
@@ -153,6 +162,7 @@ def configure_prefect(settings: PipelineSettings) -> None:
 def print_banner_and_start_prefect(
     settings: PipelineSettings,
     *,
+    keys: StageKeys | None = None,
     quiet: bool = False,
     fresh: bool = False,
     stages: Sequence[str] | None = None,
@@ -162,6 +172,7 @@ def print_banner_and_start_prefect(
 
     Call it after `configure_prefect`, in commands that run the pipeline's flow.
     Args:
+        keys: of the stages, as far as they are collected.
         fresh: finished stages run again.
         stages: those that run, if not all of the settings.
         banner: the lines of something other than a pipeline.
@@ -170,7 +181,7 @@ def print_banner_and_start_prefect(
     from flows.runtime.import_setup import pause_garbage_collection
 
     if not quiet:
-        banner = banner or format_run_banner(settings, fresh=fresh, stages=stages)
+        banner = banner or format_run_banner(settings, keys=keys, fresh=fresh, stages=stages)
         print(escape_control_characters(banner), flush=True)
     prestart_embedded_server()
     with pause_garbage_collection(is_command=True):
@@ -186,21 +197,24 @@ def refuse_unknown_models(settings: PipelineSettings, *names: str | None) -> Non
         refuse_missing_model(name, Path(settings.output), settings.tracking.uri)
 
 
-def refuse_unknown_base_model(settings: PipelineSettings) -> None:
+def refuse_unknown_base_model(settings: PipelineSettings, keys: StageKeys | None = None) -> None:
     """Refuse a base model that does not exist, before anything starts or is written.
 
     A folder was checked with the settings. Once a stage has trained from the model, nothing is looked up: a fully
     cached run needs neither the hub nor the store.
+    Args:
+        keys: of the stages, as far as they are collected.
     """
     name = settings.model.path
     if name is None or os.path.isdir(os.path.expanduser(name)):
         return
     from tasks.pipeline.changed_conditions import list_finished_stages
+    from tasks.pipeline.stage_key import StageKeys
     from tasks.stage_registry import list_training_stages
 
     stages = Path(settings.output).resolve() / settings.name / "stages"
     if stages.is_dir() and not set(list_training_stages()).isdisjoint(
-        list_finished_stages(stages, settings)
+        list_finished_stages(stages, keys or StageKeys(settings))
     ):
         return
     try:

@@ -49,21 +49,25 @@ def run_command(arguments: argparse.Namespace) -> int:
     else:
         run_setup.refuse_unknown_models(settings, arguments.model)
     run_setup.configure_prefect(settings)
+    from tasks.config import check_changed_settings
     from tasks.pipeline.run_options import select_settings_up_to
+    from tasks.pipeline.stage_key import StageKeys
 
     shortened = select_settings_up_to(settings, arguments.name, arguments.model)
+    shortened = check_changed_settings(shortened)
+    keys = StageKeys(shortened)
     with run_setup.print_banner_and_start_prefect(
-        shortened, quiet=arguments.quiet, fresh=arguments.fresh
+        shortened, keys=keys, quiet=arguments.quiet, fresh=arguments.fresh
     ):
-        from flows.single_stage import run_stage
+        from flows.post_training import run_pipeline
 
-    result = run_stage(
-        settings,
-        arguments.name,
-        model=arguments.model,
+    result = run_pipeline(
+        shortened,
+        only=arguments.name,
         fresh=arguments.fresh,
         quiet=arguments.quiet,
         allow_drift=arguments.allow_drift,
+        keys=keys,
     )
     print(escape_control_characters(result.format_table()))
     return 0 if result.ok else 1

@@ -143,6 +143,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
     result = run_sweep(
         plan,
+        base,
         parallel=arguments.parallel,
         gate=not arguments.no_gate,
         quiet=arguments.quiet,

@@ -21,6 +21,7 @@ from tasks import stage_registry
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
     from tasks.pipeline.stage_fingerprint import StageDecision
+    from tasks.pipeline.stage_key import StageKeys
 
 
 _MAX_DECISIONS = 5
@@ -149,22 +150,30 @@ class PipelineExplanation:
 
 def explain_pipeline(settings: PipelineSettings) -> PipelineExplanation:
     """Explain every active stage by its newest decision."""
+    from tasks.pipeline.stage_key import StageKeys
+
     explanations = []
+    keys = StageKeys(settings)
     for stage in stage_registry.list_stage_names():
         if stage in settings.stages.active:
-            full = explain_stage(settings, stage)
+            full = explain_stage(settings, stage, keys)
             explanations.append(
                 dataclasses.replace(full, decisions=full.decisions[:1], now=full.now[-1:])
             )
     return PipelineExplanation(tuple(explanations))
 
 
-def explain_stage(settings: PipelineSettings, stage: str) -> StageExplanation:
+def explain_stage(
+    settings: PipelineSettings, stage: str, keys: StageKeys | None = None
+) -> StageExplanation:
     """Explain the decisions about a stage, and how the current settings and code differ from its newest result.
 
+    Args:
+        keys: of the stages, as far as they are collected.
     Raises: SettingsError for a stage that the settings do not have.
     """
     from tasks.pipeline.stage_fingerprint import read_decisions
+    from tasks.pipeline.stage_key import StageKeys
 
     if stage not in settings.stages.active:
         raise SettingsError(
@@ -173,8 +182,9 @@ def explain_stage(settings: PipelineSettings, stage: str) -> StageExplanation:
     stages_folder = Path(settings.output).resolve() / settings.name / "stages"
     folder = stages_folder / stage
     order = stage_registry.list_stage_names()
+    keys = keys or StageKeys(settings)
     now = tuple(
-        _compare_with_newest(settings, name, stages_folder / name)
+        _compare_with_newest(keys, name, stages_folder / name)
         for name in order[: order.index(stage) + 1]
         if getattr(settings.stages, name) is not None
     )
@@ -193,7 +203,7 @@ def _find_newest_log(folder: Path) -> str:
     return str(logs[-1]) if logs else ""
 
 
-def _compare_with_newest(settings: PipelineSettings, stage: str, folder: Path) -> StageStatus:
+def _compare_with_newest(keys: StageKeys, stage: str, folder: Path) -> StageStatus:
     """Compare the newest result with the current settings and code."""
     from tasks.pipeline.changed_conditions import (
         find_current_differences,
@@ -203,6 +213,6 @@ def _compare_with_newest(settings: PipelineSettings, stage: str, folder: Path) -
 
     if read_newest_fingerprint(folder) is None:
         return StageStatus(stage, has_result=False)
-    changes = tuple(find_current_differences(folder, settings))
+    changes = tuple(find_current_differences(folder, keys))
     checkpoints = tuple(str(checkpoint) for checkpoint in list_unfinished_stages(folder))
     return StageStatus(stage, True, changes, checkpoints)

@@ -26,7 +26,6 @@ from rl_core.online.experience_buffer import (
 )
 from rl_core.online.experience_log import (
     ExperienceLogReader,
-    ExperienceLogRecord,
     find_oldest_number,
     list_segments,
 )
@@ -128,7 +127,7 @@ class UpdateWorker:
         has_read = False
         for record in self.log_reader.read_records():
             has_read = True
-            self._process_record(record)
+            self.experience_reader.process_record(record, self.log, self.updates, self.live)
             if self.records == self._count_records_until_update():
                 self._run_update()
                 break
@@ -137,9 +136,6 @@ class UpdateWorker:
     def _count_records_until_update(self) -> int:
         """Return the number of records after which the next update is due."""
         return self.settings.update.first_update + self.updates * self.settings.update.update_every
-
-    def _process_record(self, record: ExperienceLogRecord) -> None:
-        self.experience_reader.process_record(record, self.log, self.updates, self.live)
 
     def _follow_order(self, order: Mapping[str, Any]) -> None:
         """Follow an order of the log.

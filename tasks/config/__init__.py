@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,18 @@ __all__ = [
     "TrackingSettings",
     "resolve_evaluation_settings",
     "build_settings",
+    "check_changed_settings",
     "load_settings",
     "list_code_paths",
     "build_pipeline_model",
     "dump_settings",
     "digest_settings",
 ]
+
+# Settings that passed all checks, by identity and whether servers were among the checks.
+_checked: weakref.WeakValueDictionary[tuple[int, bool], PipelineSettings] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def load_settings(
@@ -116,6 +123,18 @@ def build_settings(
     return settings
 
 
+def check_changed_settings(
+    settings: PipelineSettings, *, check_servers: bool = True
+) -> PipelineSettings:
+    """Return settings that passed all checks: these as they are, or a checked copy if they were changed since.
+
+    Raises: ConfigError.
+    """
+    if any(_checked.get((id(settings), level)) is settings for level in {True, check_servers}):
+        return settings
+    return build_settings(dump_settings(settings), check_servers=check_servers)
+
+
 def _check_settings(
     values: Any,
     folder: Path | None,
@@ -137,7 +156,7 @@ def _check_settings(
         settings, file_problems = resolve_files(settings, folder)
         problems = problems + file_problems
     context = read_context_length(settings.model)
-    if import_code:
+    if import_code and settings.stages.own:
         stages, stage_problems = load_custom_stages(settings.stages, settings.model, context)
         settings, problems = replace_unchecked(settings, stages=stages), problems + stage_problems
     try:
@@ -149,9 +168,12 @@ def _check_settings(
         if not any(keys_overlap(key, known.key) for known in problems):
             problems = [*problems, ConfigProblem(key, text)]
     broken = {problem.key for problem in problems}
-    return settings, problems + check_combinations(
+    problems = problems + check_combinations(
         settings, broken, import_code=import_code, check_servers=check_servers
     )
+    if not problems and folder is not None and import_code:
+        _checked[id(settings), check_servers] = settings
+    return settings, problems
 
 
 def resolve_evaluation_settings(settings: PipelineSettings) -> EvaluationSettings:

@@ -20,7 +20,6 @@ from rl_core.storage.atomic_files import write_json_atomic
 from rl_core.storage.folders import move_folder, remove_folder
 from rl_core.storage.locks import FolderLock
 from tasks import stage_registry
-from tasks.config import PipelineSettings
 from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage_fingerprint import (
     FINGERPRINT_FILE,
@@ -29,7 +28,7 @@ from tasks.pipeline.stage_fingerprint import (
     read_finished_fingerprint,
     read_stage_fingerprint,
 )
-from tasks.pipeline.stage_key import collect_stage_key
+from tasks.pipeline.stage_key import StageKeys
 
 if TYPE_CHECKING:
     from rl_core.storage.checkpoint import NewestCheckpoint
@@ -93,42 +92,39 @@ def _find_newest_checkpoint(path: Path) -> NewestCheckpoint | None:
     return CheckpointStore(path / CHECKPOINTS_FOLDER).describe_newest()
 
 
-def build_current_fingerprint(settings: PipelineSettings, stage: str) -> dict[str, Any]:
+def _build_current_fingerprint(keys: StageKeys, stage: str) -> dict[str, Any]:
     """Build the fingerprint of a stage under the current settings and code, without its inputs."""
-    stage_key = collect_stage_key(stage, getattr(settings.stages, stage), settings, {})
-    return build_stage_fingerprint(stage, stage_key, {}, {})
+    return build_stage_fingerprint(stage, keys.collect_key(stage), {}, {})
 
 
-def check_unfinished_stages(
-    stages_folder: Path, settings: PipelineSettings, options: RunOptions
-) -> None:
+def check_unfinished_stages(stages_folder: Path, keys: StageKeys, options: RunOptions) -> None:
     """Check, before anything runs, that settings and code match those of the stages that only have checkpoints.
 
     Inputs are not known yet; `resolve_checkpoints` compares them. Raises: ResumeRefused with every difference.
     """
     if options.on_drift != "refuse":
         return
-    for stage in _list_requested_stages(settings, options):
+    for stage in _list_requested_stages(keys, options):
         unfinished = list_unfinished_stages(stages_folder / stage)
         if not unfinished or (options.fresh and options.only in (None, stage)):
             continue
-        current = build_current_fingerprint(settings, stage)
+        current = _build_current_fingerprint(keys, stage)
         if any(
-            not _find_differences(stages_folder, settings, known, current)
+            not _find_differences(stages_folder, keys, known, current)
             for known in _list_known_fingerprints(stages_folder / stage)
         ):
             continue  # finished under these conditions, or the very checkpoint to resume from
         newest = unfinished[0]
-        differences = _find_differences(stages_folder, settings, newest.fingerprint, current)
+        differences = _find_differences(stages_folder, keys, newest.fingerprint, current)
         raise _build_refusal(newest, differences)
 
 
-def _list_requested_stages(settings: PipelineSettings, options: RunOptions) -> list[str]:
+def _list_requested_stages(keys: StageKeys, options: RunOptions) -> list[str]:
     """List the training stages that the run may reach."""
     order = stage_registry.list_stage_names()
     last = order.index(options.only) if options.only in order else len(order)
     active = [
-        name for name in order[: last + 1] if getattr(settings.stages, name, None) is not None
+        name for name in order[: last + 1] if getattr(keys.pipeline.stages, name, None) is not None
     ]
     return [name for name in active if name in stage_registry.list_training_stages()]
 
@@ -157,7 +153,7 @@ def _read_change_time(path: Path) -> int:
 
 def _find_differences(
     stages_folder: Path,
-    settings: PipelineSettings,
+    keys: StageKeys,
     old: Mapping[str, Any],
     current: Mapping[str, Any],
 ) -> list[str]:
@@ -165,9 +161,9 @@ def _find_differences(
     differences = _list_changes(old, current, with_inputs=False)
     for name, key in (old.get("before") or {}).items():
         earlier = read_finished_fingerprint(stages_folder / name / key)
-        if earlier is not None and getattr(settings.stages, name, None) is not None:
+        if earlier is not None and getattr(keys.pipeline.stages, name, None) is not None:
             differences += compare_fingerprints(
-                earlier, build_current_fingerprint(settings, name), with_inputs=False
+                earlier, _build_current_fingerprint(keys, name), with_inputs=False
             )
     return differences
 
@@ -277,16 +273,16 @@ def archive_checkpoints(final: Path) -> None:
             _write_archived_marker(stage.folder, final.name)
 
 
-def list_finished_stages(stages_folder: Path, settings: PipelineSettings) -> list[str]:
+def list_finished_stages(stages_folder: Path, keys: StageKeys) -> list[str]:
     """List the leading stages, in order, that are finished under the current settings and code.
 
     Each was finished after those before it. A run reuses them unless the content of their inputs, such as data files,
     has changed.
     """
     keys_by_stage: dict[str, list[str]] = {}
-    for name in settings.stages.active:
+    for name in keys.pipeline.stages.active:
         folder = stages_folder / name
-        current = build_current_fingerprint(settings, name)
+        current = _build_current_fingerprint(keys, name)
         paths = list(folder.iterdir()) if folder.is_dir() else []
         fingerprints = {
             path.name: fingerprint
@@ -295,15 +291,15 @@ def list_finished_stages(stages_folder: Path, settings: PipelineSettings) -> lis
             and "." not in path.name
             and (fingerprint := read_finished_fingerprint(path))
         }
-        keys = [
+        matching_keys = [
             key
             for key, fingerprint in fingerprints.items()
             if _has_same_predecessors(fingerprint, keys_by_stage)
             and not compare_fingerprints(fingerprint, current, with_inputs=False)
         ]
-        if not keys:
+        if not matching_keys:
             break
-        keys_by_stage[name] = keys
+        keys_by_stage[name] = matching_keys
     return list(keys_by_stage)
 
 
@@ -324,9 +320,9 @@ def read_newest_fingerprint(folder: Path) -> dict[str, Any] | None:
     return next(iter(_list_known_fingerprints(folder)), None)
 
 
-def find_current_differences(folder: Path, settings: PipelineSettings) -> list[str]:
+def find_current_differences(folder: Path, keys: StageKeys) -> list[str]:
     """List how a stage's current conditions, without inputs, differ from the nearest known ones, finished or not."""
-    current = build_current_fingerprint(settings, folder.name)
+    current = _build_current_fingerprint(keys, folder.name)
     return min(
         (
             compare_fingerprints(known, current, with_inputs=False)

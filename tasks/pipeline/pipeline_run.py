@@ -43,6 +43,7 @@ from tasks.pipeline.run_tracking import (
     resolve_registered_name,
     resolve_run_folder,
 )
+from tasks.pipeline.stage_key import StageKeys
 from tasks.pipeline.stage_result import StageResult
 from tasks.run_status import POSTPONED, is_stop_error
 from tasks.tracking import RunTracker, Tracking, UndeliveredCounts
@@ -66,6 +67,7 @@ class PipelineRun:
         settings: PipelineSettings,
         options: RunOptions | None = None,
         *,
+        keys: StageKeys | None = None,
         lock: FolderLock | None = None,
         on_progress: StageProgressCallback | None = None,
         stop: threading.Event | None = None,
@@ -73,11 +75,15 @@ class PipelineRun:
         """Prepare the run; entering it opens files and tracking.
 
         Args:
+            keys: of the stages, as far as the command has collected them; ignored if they are those of other settings.
             lock: of the pipeline's folder, if the caller holds it.
             stop: when set, no further stage starts, and training saves and stops.
         """
         self.settings = settings
         self.options = options or RunOptions()
+        if keys is None or keys.pipeline is not settings:
+            keys = StageKeys(settings)
+        self.stage_keys = keys
         self.output = Path(settings.output).resolve()
         trial = self.options.trial
         shared = self.output / settings.name
@@ -123,8 +129,9 @@ class PipelineRun:
 
     def _open_run(self) -> None:
         self._clear_leftovers()
+        self.stage_keys.forget_user_content()  # the lock may have been waited for
         # Before anything of this run is recorded.
-        check_unfinished_stages(self.stages_folder, self.settings, self.options)
+        check_unfinished_stages(self.stages_folder, self.stage_keys, self.options)
         digest = digest_settings(self.settings)
         previous = self._record.find_interrupted_run(digest)
         self.resumed = bool(previous)

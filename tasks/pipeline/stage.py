@@ -67,8 +67,6 @@ from tasks.pipeline.stage_folder import (
     seal_stage,
 )
 from tasks.pipeline.stage_key import (
-    collect_stage_key,
-    compute_stage_key,
     compute_stage_seed,
     digest_input,
 )
@@ -265,8 +263,8 @@ def run_stage(
     name: str,
     body: Callable[[StageContext], dict[str, Any]],
     *,
-    settings: Any,
     inputs: Mapping[str, StageResult | Path | str],
+    settings: Any = None,
     label: str | None = None,
 ) -> StageResult:
     """Run one stage, or reuse its finished folder if its key has been run before.
@@ -275,17 +273,19 @@ def run_stage(
         pipeline_run: the pipeline run that this stage belongs to.
         name: the stage; also the folder that holds its keys.
         body: writes into `context.folder` and returns the numbers of summary.json.
-        settings: of the stage.
         inputs: what the stage reads, by name; the content decides the key.
+        settings: of the stage; None = those of the pipeline.
         label: name of the tracking run, if it differs from the stage's.
     Raises: FolderBusy if another process runs the same stage; ResumeRefused if checkpoints of other conditions would be
         ignored; Stopped; whatever the body raises.
     """
     if pipeline_run.stop.is_set():
         raise Stopped(_STOPPED_BETWEEN_STAGES, signal.SIGTERM)
+    if settings is None:
+        settings = getattr(pipeline_run.settings.stages, name)
     digests = {key: digest_input(value) for key, value in inputs.items()}
     pipeline_run.tracker.record_data_inputs(digests)
-    stage_key = collect_stage_key(name, settings, pipeline_run.settings, digests)
+    stage_key = pipeline_run.stage_keys.collect_started_key(name, settings, digests)
     key = stage_key.key
     final = pipeline_run.stages_folder / name / key
     earlier_keys = {earlier: result.key for earlier, result in pipeline_run.results.items()}
@@ -371,7 +371,7 @@ def has_begun(
     Arguments: see `run_stage`.
     """
     digests = {key: digest_input(value) for key, value in inputs.items()}
-    key = compute_stage_key(name, settings, pipeline_run.settings, digests)
+    key = pipeline_run.stage_keys.collect_started_key(name, settings, digests).key
     final = pipeline_run.stages_folder / name / key
     return final.is_dir() or final.with_name(f"{key}.open").is_dir()
 

@@ -48,6 +48,7 @@ ALWAYS_INCLUDED_MODULES = (
     "tasks.pipeline.stage",
     "tasks.pipeline.stage_worker",
 )  # seeds, threads, hand-over
+ENVIRONMENT_FILES = ("path", "heldout")  # options of environments that name data files
 LAZY_PACKAGES = ("rl_core",)  # its strings name the whole public API, for lazy imports
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -231,7 +232,7 @@ def digest_input(value: StageResult | Path | str) -> str:
 def digest_environment_files(pipeline: PipelineSettings) -> dict[str, str]:
     """Digest the data files that the environment's options name, by option."""
     digests = {}
-    for name in ("path", "heldout"):
+    for name in ENVIRONMENT_FILES:
         option = pipeline.environment.options.get(name)
         if isinstance(option, str) and Path(option).exists():
             digests[name] = digest_input(Path(option))
@@ -240,11 +241,12 @@ def digest_environment_files(pipeline: PipelineSettings) -> dict[str, str]:
 
 def _digest_user_content(
     stage_settings: dict[str, Any] | None, pipeline: PipelineSettings, named: Collection[str]
-) -> tuple[dict[str, str], dict[str, UserModule]]:
+) -> tuple[dict[str, str], dict[str, UserModule], bool]:
     """Digest what the stage takes from the user besides its inputs: data file, chat template, and code.
 
     Code comes from the environment's name, `named` (import paths) and any other import path in the settings.
-    Returns: digests by name; the user's modules by name, whose digests are among them.
+    Returns: digests by name; the user's modules by name, whose digests are among them; whether the settings name any
+        file or import path, so that the digests may change while the pipeline runs.
     Raises: SettingsError if a module cannot be imported.
     """
     digests = digest_environment_files(pipeline)
@@ -255,7 +257,10 @@ def _digest_user_content(
         dataclasses.asdict(pipeline.environment)
     )
     modules = find_user_modules(required, others - required)
-    return digests | {f"code {name}": module.digest for name, module in modules.items()}, modules
+    is_named = bool(required or others) or pipeline.model.chat_template is not None
+    is_named |= any(pipeline.environment.options.get(name) for name in ENVIRONMENT_FILES)
+    digests |= {f"code {name}": module.digest for name, module in modules.items()}
+    return digests, modules, is_named
 
 
 @dataclass(frozen=True)
@@ -265,6 +270,7 @@ class StageKey:
     parts: dict[str, Any]  # JSON values: settings, environment, content, model, inputs, seed, code
     modules: dict[str, UserModule]  # of the user, with digests in `parts`
     sources: dict[str, str]  # digests of the project's files that make up `code`, by path
+    names_user_content: bool  # True = it covers files or code of the user, which may change
 
     @property
     def key(self) -> str:
@@ -272,12 +278,42 @@ class StageKey:
         encoded = json.dumps(self.parts, sort_keys=True, default=str).encode()
         return hashlib.sha256(encoded).hexdigest()[:16]
 
+    def replace_inputs(self, digests: Mapping[str, str]) -> StageKey:
+        """Return the key of the same stage with other inputs, by their digests."""
+        return dataclasses.replace(self, parts={**self.parts, "inputs": dict(digests)})
 
-def compute_stage_key(
-    name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]
-) -> str:
-    """Compute the cache key of a stage; see `StageKey`."""
-    return collect_stage_key(name, stage_settings, pipeline, digests).key
+
+class StageKeys:
+    """Keys of a pipeline's stages, each collected once: for the list of cached stages, for the checks before the run
+    and for the stages themselves.
+    """
+
+    def __init__(self, pipeline: PipelineSettings) -> None:
+        self.pipeline = pipeline
+        self._keys: dict[str, StageKey] = {}
+
+    def collect_key(self, stage: str) -> StageKey:
+        """Collect the key of a stage under the settings and the code, without its inputs."""
+        if stage not in self._keys:
+            settings = getattr(self.pipeline.stages, stage, None)
+            self._keys[stage] = collect_stage_key(stage, settings, self.pipeline, {})
+        return self._keys[stage]
+
+    def forget_user_content(self) -> None:
+        """Forget the keys that cover files or code of the user, which may have changed meanwhile."""
+        self._keys = {stage: key for stage, key in self._keys.items() if not key.names_user_content}
+
+    def collect_started_key(
+        self, stage: str, stage_settings: Any, digests: Mapping[str, str]
+    ) -> StageKey:
+        """Collect the key of a stage that starts now, whose inputs are known.
+
+        Arguments: see `collect_stage_key`.
+        """
+        if stage_settings != getattr(self.pipeline.stages, stage, None):
+            return collect_stage_key(stage, stage_settings, self.pipeline, digests)
+        self.forget_user_content()
+        return self.collect_key(stage).replace_inputs(digests)
 
 
 def collect_stage_key(
@@ -296,7 +332,7 @@ def collect_stage_key(
     )
     if name in pipeline.stages.custom:
         named.append(find_stage(name).task)
-    content, modules = _digest_user_content(decisive, pipeline, named)
+    content, modules, is_named = _digest_user_content(decisive, pipeline, named)
     model = dataclasses.asdict(pipeline.model)
     if "chat_template" in content:
         model.pop("chat_template")  # its text decides, not its path
@@ -316,7 +352,7 @@ def collect_stage_key(
         "code": digest_stage_code(name, user_sources),
     }
     sources = {path: digest_source_file(path) for path in list_stage_sources(name, user_sources)}
-    return StageKey(parts, modules, sources)
+    return StageKey(parts, modules, sources, is_named)
 
 
 def _select_decisive_settings(stage_settings: Any) -> dict[str, Any] | None:

@@ -27,10 +27,7 @@ def build_stage_task(stage: PipelineStage) -> Callable[..., StageResult]:
                 inputs |= {f"model.{model}": source for model, source in value.items()}
             elif value is not None:
                 inputs[name] = value
-        settings = getattr(pipeline_run.settings.stages, stage.name)
-        return run_stage(
-            pipeline_run, stage.name, run_custom_body, settings=settings, inputs=inputs
-        )
+        return run_stage(pipeline_run, stage.name, run_custom_body, inputs=inputs)
 
     assert stage.custom is not None
     run.__doc__ = stage.custom.body.__doc__

@@ -37,7 +37,7 @@ def distill_from_teacher(
         inputs["data"] = data
     if settings.teacher.url is None and settings.teacher.model is not None:
         inputs["teacher"] = pipeline_run.models.resolve_model(settings.teacher.model)[0]
-    return run_stage(pipeline_run, "distill", _run_distillation, settings=settings, inputs=inputs)
+    return run_stage(pipeline_run, "distill", _run_distillation, inputs=inputs)
 
 
 def _run_distillation(context: StageContext) -> dict[str, Any]:

@@ -18,13 +18,7 @@ NETWORK_FOLDER, EPISODES_FILE = "network", "episodes.json"
 
 def train_network(pipeline_run: PipelineRun) -> StageResult:
     """Run the stage; it has no inputs from earlier stages."""
-    return run_stage(
-        pipeline_run,
-        "network",
-        _run_network_training,
-        settings=pipeline_run.settings.stages.network,
-        inputs={},
-    )
+    return run_stage(pipeline_run, "network", _run_network_training, inputs={})
 
 
 def _run_network_training(context: StageContext) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def optimise_policy(
     assert settings is not None
     if reward is not None and "learned" in settings.rewards:
         inputs["reward_model"] = reward
-    return run_stage(pipeline_run, "policy", _run_policy_training, settings=settings, inputs=inputs)
+    return run_stage(pipeline_run, "policy", _run_policy_training, inputs=inputs)
 
 
 def _run_policy_training(context: StageContext) -> dict[str, Any]:

@@ -30,13 +30,7 @@ def optimise_preferences(
         model: the policy to start from, the reference, and the source of rollouts for pairs.
     """
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
-    return run_stage(
-        pipeline_run,
-        "preference",
-        _run_preference_training,
-        settings=pipeline_run.settings.stages.preference,
-        inputs=inputs,
-    )
+    return run_stage(pipeline_run, "preference", _run_preference_training, inputs=inputs)
 
 
 def _run_preference_training(context: StageContext) -> dict[str, Any]:

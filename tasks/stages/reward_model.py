@@ -28,13 +28,7 @@ def train_reward_model(
         model: the policy whose trunk it starts from, and whose rollouts give the pairs.
     """
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
-    return run_stage(
-        pipeline_run,
-        "reward_model",
-        _run_reward_model_training,
-        settings=pipeline_run.settings.stages.reward_model,
-        inputs=inputs,
-    )
+    return run_stage(pipeline_run, "reward_model", _run_reward_model_training, inputs=inputs)
 
 
 def _run_reward_model_training(context: StageContext) -> dict[str, Any]:

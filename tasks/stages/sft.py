@@ -24,13 +24,7 @@ def train_sft(pipeline_run: PipelineRun, model: Path | str, data: StageResult) -
         model: folder or hub name to start from.
         data: the data stage's result.
     """
-    return run_stage(
-        pipeline_run,
-        "sft",
-        _run_sft_training,
-        settings=pipeline_run.settings.stages.sft,
-        inputs={"model": model, "data": data},
-    )
+    return run_stage(pipeline_run, "sft", _run_sft_training, inputs={"model": model, "data": data})
 
 
 def _run_sft_training(context: StageContext) -> dict[str, Any]:

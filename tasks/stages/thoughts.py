@@ -43,13 +43,7 @@ def learn_thoughts(
         model: the policy that learns to think.
     """
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
-    return run_stage(
-        pipeline_run,
-        "thoughts",
-        _run_thought_training,
-        settings=pipeline_run.settings.stages.thoughts,
-        inputs=inputs,
-    )
+    return run_stage(pipeline_run, "thoughts", _run_thought_training, inputs=inputs)
 
 
 def _run_thought_training(context: StageContext) -> dict[str, Any]:

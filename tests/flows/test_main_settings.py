@@ -12,10 +12,10 @@ from flows.parameters import (
     MAIN_SETTINGS,
     build_main_overrides,
     describe_run_changes,
-    flow_parameters,
     read_main_values,
     read_settings,
 )
+from flows.runtime.run_request import RunRequest, use_request
 from tasks.config import load_settings
 
 DECLARED = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())["definitions"]["main"]
@@ -83,7 +83,7 @@ def test_a_run_of_a_shell_is_named_after_its_overrides_but_for_secrets():
         "output=elsewhere",
         "environment.options.api_key=sk-1",
     ]
-    with flow_parameters(load_settings("demo"), changed):
+    with use_request(RunRequest(overrides=changed)):
         assert describe_run_changes({"settings": {}}) == "policy iterations=11, api_key=***"
     assert describe_run_changes({"settings": {}}) == ""
     block = {

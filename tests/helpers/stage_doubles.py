@@ -5,6 +5,7 @@ import threading
 
 from tasks.config import build_settings
 from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.stage_key import StageKeys
 
 PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
 
@@ -66,6 +67,10 @@ class PipelineRun:
         self.tracker = self.models = self.tracking = self
         self.options, self.results = options, {}
         self.cached, self.trackers, self.computed = [], [], set()
+
+    @property
+    def stage_keys(self):
+        return StageKeys(self.settings)
 
     def build_charts_url(self, stage):
         return ""

@@ -98,13 +98,6 @@ def parse_request_row(row: sa.Row[Any]) -> StoredRequest:
     return StoredRequest(**{name: row._mapping[name] for name in _REQUEST_FIELDS})
 
 
-def accept_new_requests(
-    connection: sa.Connection, batch: Sequence[NewRequest], now: float
-) -> list[StoredRequest | Exception]:
-    """Accept a batch; return in order the stored request, new or known, or the error for its sender."""
-    return _IntakeBatch(connection, batch, now).accept_all()
-
-
 class _IntakeBatch:
     """Requests accepted in one transaction, with the state of the store that the decision needs."""
 
@@ -125,7 +118,10 @@ class _IntakeBatch:
         self._new_runs: list[dict[str, Any]] = []
 
     def accept_all(self) -> list[StoredRequest | Exception]:
-        """Check all requests, then write the accepted ones."""
+        """Check all requests, then write the accepted ones.
+
+        Returns: in order, the stored request, new or known, or the error for its sender.
+        """
         first_place = next_counter_value(self._connection, "places", len(self._batch)) - len(
             self._batch
         )
@@ -307,7 +303,7 @@ class RequestIntake:
         Call `sync_to_disk` before acknowledging any of them.
         """
         with self._database.write_transaction("on_acknowledgement") as connection:
-            answers = accept_new_requests(connection, batch, self._clock())
+            answers = _IntakeBatch(connection, batch, self._clock()).accept_all()
             inject_fault("service.accepting")
         inject_fault("service.accepted")
         return answers

@@ -260,7 +260,8 @@ def test_a_sweep_on_real_ray_survives_a_lost_actor_and_gives_the_same_values(tmp
     local_folder, ray_folder = tmp_path / "alone", tmp_path / "on_ray"
     for folder in (local_folder, ray_folder):
         folder.mkdir()
-    first = run_sweep(make_plan(local_folder, [RATES], "grid"), gate=False, quiet=True)
+    plan = make_plan(local_folder, [RATES], "grid")
+    first = run_sweep(plan, plan.load_base_settings(), gate=False, quiet=True)
     killed = []
 
     def kill_when_saved(path=ray_folder):
@@ -274,9 +275,9 @@ def test_a_sweep_on_real_ray_survives_a_lost_actor_and_gives_the_same_values(tmp
     done = threading.Event()
     kill_when_saved()
     try:
-        second = run_sweep(
-            make_plan(ray_folder, [RATES], "grid"), gate=False, quiet=True, ray="local", parallel=1
-        )
+        plan = make_plan(ray_folder, [RATES], "grid")
+        base = plan.load_base_settings()
+        second = run_sweep(plan, base, gate=False, quiet=True, ray="local", parallel=1)
     finally:
         done.set()
     assert killed and [row["mean"] for row in first.rows] == [row["mean"] for row in second.rows]

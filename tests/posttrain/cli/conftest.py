@@ -25,7 +25,7 @@ def flow(monkeypatch):
     """Replace flows.post_training by a double that records its calls."""
     calls = []
 
-    def run_pipeline(settings, *, fresh, quiet, allow_drift, changed=()):
+    def run_pipeline(settings, *, fresh, quiet, allow_drift, changed=(), keys=None):
         calls.append((settings, fresh, quiet, allow_drift))
         return SimpleNamespace(ok=True, format_table=lambda: "the table")
 

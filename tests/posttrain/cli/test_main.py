@@ -427,6 +427,7 @@ def test_resume_uses_the_recorded_options(flow, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(flow, "run_pipeline", run_pipeline)
     assert cli.main(["resume", "demo", "-q", "--output", str(tmp_path)]) == 0
     recorded = {"only": "policy", "models": {"a": "b"}, "quiet": True, "started": "1"}
+    assert used.pop("keys").pipeline is settings
     assert used == {**recorded, "allow_drift": False, "restart": False}
     assert capsys.readouterr().out == "resuming 'demo · 1', which is killed\nthe table\n"
 

@@ -11,6 +11,7 @@ from posttrain.cli.run_setup import format_run_banner, format_sweep_banner
 from tasks.config import build_settings
 from tasks.pipeline.changed_conditions import list_finished_stages
 from tasks.pipeline.stage import run_stage
+from tasks.pipeline.stage_key import StageKeys
 
 
 def build_test_settings(tmp_path, **sft):
@@ -51,7 +52,7 @@ def test_stages_that_are_finished_are_named_up_to_the_first_that_is_not(tmp_path
         "cached   sft, unless data files have changed"
     ]
     finish_stages(tmp_path, "evaluate")  # of another run, whose model may differ
-    assert list_finished_stages(tmp_path / "t" / "stages", settings) == ["sft"]
+    assert list_finished_stages(tmp_path / "t" / "stages", StageKeys(settings)) == ["sft"]
     finish_stages(tmp_path, "sft", "policy", "evaluate")
     assert list_cached_lines(format_run_banner(settings)) == [
         "cached   sft, policy, evaluate, unless data files have changed"
@@ -83,11 +84,9 @@ def test_a_stage_with_other_inputs_is_not_called_cached(tmp_path):
         "cached   sft, unless data files have changed"
     ]
     settings = build_test_settings(tmp_path)
-    alone = settings.stages.replace_stages({"sft": None})
-    assert (
-        list_finished_stages(tmp_path / "t" / "stages", dataclasses.replace(settings, stages=alone))
-        == []
-    )
+    stages = settings.stages.replace_stages({"sft": None})
+    alone = StageKeys(dataclasses.replace(settings, stages=stages))
+    assert list_finished_stages(tmp_path / "t" / "stages", alone) == []
     finish_stages(tmp_path, "policy")  # like a run of this stage alone from some model
     assert list_cached_lines(format_run_banner(settings)) == [
         "cached   sft, unless data files have changed"

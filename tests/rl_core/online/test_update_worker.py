@@ -107,7 +107,7 @@ def test_a_worker_stopped_between_two_updates_continues(traffic, undisturbed, tm
         for _ in range(3):
             worker.step()
         for record in worker.log_reader.read_records():  # one record of the next update
-            worker._process_record(record)
+            worker.experience_reader.process_record(record, worker.log, worker.updates, worker.live)
             break
         worker.save_checkpoint()
     with make_worker(tmp_path, traffic) as worker:

@@ -5,7 +5,7 @@ import pytest
 from rl_core.errors import SettingsError
 from rl_core.settings import LaunchSettings, PolicySettings, RolloutServerSettings, RolloutSettings
 from tasks.config import build_settings
-from tasks.pipeline.stage_key import compute_stage_key
+from tasks.pipeline.stage_key import collect_stage_key
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_the_key_depends_on_what_determines_numbers():
     )
 
     def compute_key(**options):
-        return compute_stage_key(
+        return collect_stage_key(
             "policy",
             PolicySettings(importance="token", rollouts=RolloutSettings(**options)),
             pipeline,
             {},
-        )
+        ).key
 
     independent_keys = {
         compute_key(independent=True),

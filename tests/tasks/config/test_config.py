@@ -13,6 +13,7 @@ from tasks.config import (
     PipelineSettings,
     build_pipeline_model,
     build_settings,
+    check_changed_settings,
     digest_settings,
     dump_settings,
     load_settings,
@@ -327,6 +328,30 @@ def test_dataclass_checks_alone_too():
         PipelineSettings(name="a/b", stages=load_stages())
     with pytest.raises(SettingsError, match="seed: -1 must be at least 0"):
         PipelineSettings(name="a", seed=-1, stages=load_stages())
+
+
+def test_settings_that_were_checked_are_not_checked_again_unless_they_changed():
+    values = {"name": "x", "stages": {"sft": {}, "policy": {}}}
+    settings = build_settings(values)
+    assert check_changed_settings(settings) is settings
+    assert check_changed_settings(settings, check_servers=False) is settings
+    changed = dataclasses.replace(settings, seed=5)
+    checked = check_changed_settings(changed)
+    assert checked == changed and checked is not changed
+    assert check_changed_settings(checked) is checked
+    wrong = dataclasses.replace(
+        settings, model=dataclasses.replace(settings.model, path="none/at/all")
+    )
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_changed_settings(wrong)
+
+
+@pytest.mark.parametrize("left_out", ["check_files", "import_code", "check_servers"])
+def test_a_partial_check_is_completed(left_out):
+    partial = build_settings({"name": "x", "stages": {"sft": {}}}, **{left_out: False})
+    assert check_changed_settings(partial) is not partial
+    is_complete = left_out == "check_servers"
+    assert (check_changed_settings(partial, check_servers=False) is partial) == is_complete
 
 
 def load_stages():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tasks.config import ConfigError, build_settings, dump_settings
-from tasks.pipeline.stage_key import compute_stage_key
+from tasks.pipeline.stage_key import collect_stage_key
 
 STAGES = {"prepare_data": {}, "sft": {}, "policy": {}, "evaluate": {}}
 
@@ -57,12 +57,12 @@ def test_the_stage_s_key_has_the_value_in_force():
         build({"path": "org/name"}, policy={"learning_rate": 1e-6}),
     )
     keys = {
-        compute_stage_key("policy", loaded.stages.policy, loaded, {})
+        collect_stage_key("policy", loaded.stages.policy, loaded, {}).key
         for loaded in (unset, explicit)
     }
     assert len(keys) == 1
     other = build({"path": "org/name"}, policy={"learning_rate": 3e-4})
-    assert compute_stage_key("policy", other.stages.policy, other, {}) not in keys
+    assert collect_stage_key("policy", other.stages.policy, other, {}).key not in keys
 
 
 def test_a_default_fits_a_short_context(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.settings import PolicySettings
 from tasks.config import ConfigError, build_settings
-from tasks.pipeline.stage_key import compute_stage_key
+from tasks.pipeline.stage_key import collect_stage_key
 
 ROWS = [{"prompt": f"{n} + 1 =", "answer": str(n + 1), "level": str(n % 2)} for n in range(30)]
 
@@ -83,16 +83,16 @@ def test_another_content_is_another_stage(tmp_path):
     settings = build_settings(
         build_config(tmp_path, verifier="exact", heldout=str(tmp_path / "q.jsonl"))
     )
-    before = compute_stage_key("policy", PolicySettings(), settings, {})
-    assert compute_stage_key("policy", PolicySettings(), settings, {}) == before
+    before = collect_stage_key("policy", PolicySettings(), settings, {}).key
+    assert collect_stage_key("policy", PolicySettings(), settings, {}).key == before
     with (tmp_path / "q.jsonl").open("a") as file:
         file.write(json.dumps(ROWS[0]) + "\n")
-    assert compute_stage_key("policy", PolicySettings(), settings, {}) != before
+    assert collect_stage_key("policy", PolicySettings(), settings, {}).key != before
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "a.csv").write_text("prompt,answer\nx,1\ny,2\n")
     folder = build_config(tmp_path, verifier="exact")
     folder["environment"]["options"]["path"] = str(tmp_path / "many")
     settings = build_settings(folder)
-    before = compute_stage_key("policy", PolicySettings(), settings, {})
+    before = collect_stage_key("policy", PolicySettings(), settings, {}).key
     (tmp_path / "many" / "a.csv").write_text("prompt,answer\nx,1\ny,3\n")
-    assert compute_stage_key("policy", PolicySettings(), settings, {}) != before
+    assert collect_stage_key("policy", PolicySettings(), settings, {}).key != before

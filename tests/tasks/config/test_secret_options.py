@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.parameters import flow_parameters, read_settings
+from flows.parameters import build_settings_parameter, read_settings
+from flows.runtime.run_request import RunRequest, use_request
 from posttrain.cli import recorded_settings
 from rl_core.errors import SettingsError
 from tasks.config import PipelineSettings, build_settings, dump_settings
@@ -84,8 +85,10 @@ def test_no_secret_is_written_by_a_run(settings, tmp_path):
 def test_a_flow_called_here_gets_them_though_its_parameter_has_none(settings, monkeypatch):
     got = []
     monkeypatch.setattr("flows.parameters.build_settings", lambda values, **_: got.append(values))
-    with flow_parameters(settings) as stored:
-        assert "one-1" not in json.dumps(stored)
+    stored = build_settings_parameter(settings)
+    assert "one-1" not in json.dumps(stored)
+    with use_request(RunRequest(settings=settings)):
+        assert read_settings(stored) is settings and got == []  # the command has checked them
         read_settings({**stored, "seed": 5})
     read_settings(stored)
     assert got == [{**dump_settings(settings), "seed": 5}, stored]

@@ -300,7 +300,7 @@ def run_chain(tmp_path, epochs=1.0, body=None, **changes):
 
 def check_chain(tmp_path, epochs=1.0, options=RunOptions(), **changes):  # noqa: B008 frozen
     stages = {"sft": {"epochs": epochs}, "preference": {"loss": "dpo", **changes}}
-    check_unfinished_stages(tmp_path, PipelineRun(tmp_path, stages=stages).settings, options)
+    check_unfinished_stages(tmp_path, PipelineRun(tmp_path, stages=stages).stage_keys, options)
 
 
 def test_drift_is_detected_before_anything_runs_including_earlier_stages(tmp_path):
@@ -341,7 +341,7 @@ def test_returning_to_finished_conditions_needs_no_permission(tmp_path):
             settings=other.settings.stages.sft,
             inputs={"model": "org/name"},
         )
-    check_unfinished_stages(tmp_path, done.settings, RunOptions())
+    check_unfinished_stages(tmp_path, done.stage_keys, RunOptions())
     assert run_stage(
         done,
         "sft",
@@ -351,7 +351,7 @@ def test_returning_to_finished_conditions_needs_no_permission(tmp_path):
     ).cached
     with pytest.raises(ResumeRefused):
         check_unfinished_stages(
-            tmp_path, PipelineRun(tmp_path, stages=stages).settings, RunOptions()
+            tmp_path, PipelineRun(tmp_path, stages=stages).stage_keys, RunOptions()
         )
 
 

@@ -21,14 +21,14 @@ from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage import StageContext, run_stage
 from tasks.pipeline.stage_fingerprint import read_decisions
 from tasks.pipeline.stage_folder import keep_checkpoints
-from tasks.pipeline.stage_key import compute_stage_key, compute_stage_seed, digest_input
+from tasks.pipeline.stage_key import collect_stage_key, compute_stage_seed, digest_input
 from tasks.pipeline.stage_result import compute_content_digest
 
 
 def compute_key(name="sft", settings=SFTSettings(), pipeline_settings=None, digests=None):  # noqa: B008 frozen
-    return compute_stage_key(
+    return collect_stage_key(
         name, settings, pipeline_settings or pipeline(), digests or {"data": "a"}
-    )
+    ).key
 
 
 def test_the_key_changes_with_everything_that_affects_the_result(monkeypatch):

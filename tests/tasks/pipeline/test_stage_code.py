@@ -15,7 +15,6 @@ from tasks.config import build_settings
 from tasks.pipeline import stage_key as stage_code
 from tasks.pipeline.stage_key import (
     collect_stage_key,
-    compute_stage_key,
     find_imported_names,
     is_frame_module,
     list_stage_sources,
@@ -122,7 +121,7 @@ def test_an_edit_runs_the_stages_that_reach_it_and_no_other(monkeypatch):
 
     def keys():
         return {
-            name: compute_stage_key(name, getattr(pipeline.stages, name), pipeline, {})
+            name: collect_stage_key(name, getattr(pipeline.stages, name), pipeline, {}).key
             for name in ("sft", "policy")
         }
 

@@ -10,7 +10,7 @@ from rl_core.settings import AnalysisSettings, ExitCondition, PolicySettings
 from rl_core.user_code.digest import digest_user_code
 from rl_core.user_code.load import find_import_paths
 from tasks.config import build_settings
-from tasks.pipeline.stage_key import compute_stage_key
+from tasks.pipeline.stage_key import collect_stage_key
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def compute_key(reward="custom_rewards:score", **environment):
         pipeline = dataclasses.replace(
             pipeline, environment=dataclasses.replace(pipeline.environment, **environment)
         )
-    return compute_stage_key(
+    return collect_stage_key(
         "policy", PolicySettings(rewards={"task": 1.0, reward: 0.5}), pipeline, {}
-    )
+    ).key
 
 
 def test_an_edited_reward_is_another_stage(home):
@@ -134,13 +134,13 @@ def test_an_edited_part_or_what_it_imports_is_another_stage(home, monkeypatch, s
     monkeypatch.chdir(home)
     pipeline = build_settings({"name": "x", "stages": {"sft": {}}}, check_files=False)
     write_modules(home, custom_part="import custom_part_helper\n", custom_part_helper="LIMIT = 1\n")
-    first = compute_stage_key(stage, settings("custom_part.py:part"), pipeline, {})
+    first = collect_stage_key(stage, settings("custom_part.py:part"), pipeline, {}).key
     write_modules(home, custom_part_helper="LIMIT = 2\n")
-    assert compute_stage_key(stage, settings("custom_part.py:part"), pipeline, {}) != first
+    assert collect_stage_key(stage, settings("custom_part.py:part"), pipeline, {}).key != first
     write_modules(home, custom_part_helper="LIMIT = 1\n")
-    assert compute_stage_key(stage, settings("custom_part.py:part"), pipeline, {}) == first
+    assert collect_stage_key(stage, settings("custom_part.py:part"), pipeline, {}).key == first
     with pytest.raises(SettingsError, match="needs the module 'custom_absent'"):
-        compute_stage_key(stage, settings("custom_absent:part"), pipeline, {})
+        collect_stage_key(stage, settings("custom_absent:part"), pipeline, {})
 
 
 def test_the_environment_s_helpers_count_in_every_stage(home):

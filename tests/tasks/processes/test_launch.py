@@ -20,7 +20,7 @@ from rl_core.storage import faults
 from rl_core.storage.append_log import encode_checked_line
 from rl_core.tracking import MemoryTracker
 from tasks.config import build_settings
-from tasks.pipeline.stage_key import compute_stage_key
+from tasks.pipeline.stage_key import collect_stage_key
 from tasks.processes.child_processes import wait_for_exit
 from tasks.processes.launch import (
     EventLogHandler,
@@ -57,11 +57,11 @@ def test_the_key_of_a_stage_does_not_depend_on_its_processes(tmp_path):
         {"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False
     )
     keys = {
-        compute_stage_key("sft", SFTSettings(launch=launch), pipeline, {})
+        collect_stage_key("sft", SFTSettings(launch=launch), pipeline, {}).key
         for launch in (LaunchSettings(), TORCHRUN)
     }
     assert len(keys) == 1
-    assert compute_stage_key("sft", SFTSettings(batch_size=5), pipeline, {}) not in keys
+    assert collect_stage_key("sft", SFTSettings(batch_size=5), pipeline, {}).key not in keys
 
 
 def test_torchrun_arguments(tmp_path):

@@ -117,7 +117,7 @@ def test_the_teacher_is_an_input_of_the_stage(models, monkeypatch):
     monkeypatch.setattr(
         distill,
         "run_stage",
-        lambda run, name, body, *, settings, inputs: seen.append((name, inputs)),
+        lambda run, name, body, *, inputs: seen.append((name, inputs)),
     )
 
     def run_of(**named):
