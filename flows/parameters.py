@@ -23,7 +23,7 @@ import pydantic
 
 from rl_core.errors import SettingsError
 from rl_core.storage.faults import inject_fault
-from rl_core.user_code import find_import_paths
+from rl_core.user_code.load import find_import_paths
 from tasks.config import (
     PipelineSettings,
     build_pipeline_model,

@@ -1,4 +1,4 @@
-"""Setup of imports: bytecode files, the import path of users' code, garbage collection during imports."""
+"""Setup of imports: bytecode files, garbage collection during imports."""
 
 from __future__ import annotations
 
@@ -24,17 +24,6 @@ def disable_bytecode_under_file_limit() -> None:
     if getrlimit(RLIMIT_FSIZE)[0] != RLIM_INFINITY:
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-
-
-def append_working_directory() -> None:
-    """Append the working directory to the import path, as with `python -m`.
-
-    Last on the path, so that files there do not shadow installed packages.
-    """
-    with contextlib.suppress(FileNotFoundError):  # the working directory was deleted
-        folder = os.getcwd()
-        if folder not in sys.path:
-            sys.path.append(folder)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from rl_core.errors import PosttrainError, SettingsError
 from rl_core.rollout_workers.cluster import WorkerLost
 from rl_core.rollout_workers.ray_cluster import RaySession
 from rl_core.settings.rollouts import check_ray_installed
-from rl_core.user_code import build_child_import_path
+from rl_core.user_code.load import build_child_import_path
 from tasks.config import PipelineSettings
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol
 from rl_core.errors import PosttrainError, SettingsError, Stopped, WorkerFailed
 from rl_core.machine_memory import measure_free_memory
 from rl_core.storage.atomic_files import make_folder, open_log_file
-from rl_core.user_code import build_child_import_path
+from rl_core.user_code.load import build_child_import_path
 from tasks.config import PipelineSettings
 from tasks.config.machine_checks import GIB
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from posttrain.cli.resumable_runs import load_recorded_settings
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import DataError, PosttrainError, SettingsError
-from rl_core.rewards.user_function import RewardFunction, import_reward_function
+from rl_core.rewards.user_function import RewardFunction
 from rl_core.rollouts.replay import EpisodeReplay, replay_episode
 from rl_core.rollouts.rollout_files import EpisodeName, read_failed_episodes
 from rl_core.types import Trajectory
+from rl_core.user_code.load import import_function
 from tasks.config import PipelineSettings
 from tasks.lifecycle.crashed_runs import list_recorded_runs
 from tasks.pipeline.stage_result import FAILED_EPISODES, RECENT_ROLLOUTS
@@ -166,7 +167,7 @@ def _load_reward_functions(
     elif not failed_in_reward:
         names = []
     try:
-        return {name: import_reward_function(name) for name in names}
+        return {name: import_function(name, f"rewards.{name}") for name in names}
     except PosttrainError as error:
         raise SettingsError(str(error)) from None
 

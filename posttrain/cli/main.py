@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from flows.runtime import prefect_outage, stopping
-from flows.runtime.import_setup import append_working_directory, disable_bytecode_under_file_limit
+from flows.runtime.import_setup import disable_bytecode_under_file_limit
 from flows.runtime.stopping import TerminatedBySignal, bound_shutdown_time, unwind_on_sigterm
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli.evaluate_commands import (
@@ -78,6 +78,7 @@ from rl_core.errors import (
 )
 from rl_core.storage import faults
 from rl_core.storage.atomic_files import REMEDIES
+from rl_core.user_code.load import append_working_directory
 
 WRITABLE_FOLDER_ADVICE = (
     "use a writable folder (--output, or output: in the configuration), or fix this one"

@@ -219,7 +219,7 @@ def run_validate_command(arguments: argparse.Namespace) -> int:
     code = ", ".join(list_code_paths(settings))
     is_unimported = bool(code) and not arguments.import_code
     if is_unimported:
-        from rl_core.user_code import digest_user_code
+        from rl_core.user_code.digest import digest_user_code
 
         try:
             digest_user_code(list_code_paths(settings))  # locates the code without running it

@@ -6,7 +6,6 @@ Suspect lines of the user's code use global random numbers, clocks, sets or dire
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 from posttrain.verification.run_differences import FileDifference, RunComparison, read_metric_rows
 from rl_core.errors import PosttrainError
 from rl_core.storage.line_logs import read_checked_lines
-from rl_core.user_code import digest_user_code
+from rl_core.user_code.digest import find_user_modules
 
 _CLOCK_FUNCTIONS = ("time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today")
 _LISTING_FUNCTIONS = ("os.listdir", "os.scandir", "glob.glob", "os.walk")
@@ -362,14 +361,10 @@ def find_suspect_lines(paths: Sequence[str]) -> list[SuspectLine]:
         paths: 'package.module:name' each.
     """
     try:
-        modules = digest_user_code([path for path in paths if ":" in path])
+        modules = find_user_modules([path for path in paths if ":" in path])
     except PosttrainError:
         return []
-    suspects: list[SuspectLine] = []
-    for name in modules:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            suspects += _scan_file(Path(spec.origin))
+    suspects = [suspect for module in modules.values() for suspect in _scan_file(module.file)]
     return suspects[:_MAX_SUSPECTS]
 
 

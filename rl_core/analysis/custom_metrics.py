@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.types import Trajectory
-from rl_core.user_code import import_function, parse_finite
+from rl_core.user_code.checks import check_signature, parse_finite
+from rl_core.user_code.load import import_function
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,7 @@ def load_custom_metrics(
     for index, path in enumerate(paths):
         key = f"measures.{index}"
         function = import_function(path, key)
-        try:
-            inspect.signature(function).bind(None)
-        except TypeError as error:
-            raise SettingsError(
-                f"{key}: '{path}' takes {inspect.signature(function)}; it is called with one trajectory"
-            ) from error
-        except ValueError:  # written in C: it shows no parameters
-            pass
+        check_signature(function, f"{key}: '{path}'", "one trajectory", 1)
         name = path.partition(":")[2]
         if name in reserved_names or any(measure.name == name for measure in metrics):
             raise SettingsError(

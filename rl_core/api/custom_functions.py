@@ -1,4 +1,4 @@
-"""User functions in the Python API: the arguments `reward`, `loss` and `advantages`, and the digest of their code.
+"""User functions in the Python API: the arguments `reward`, `loss` and `advantages`.
 
 A `reward` is a function, a component by name, several of them, or several with weights.
 """
@@ -6,17 +6,14 @@ A `reward` is a function, a component by name, several of them, or several with 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rl_core.errors import SettingsError
 from rl_core.rewards.orchestrator import REWARD_COMPONENTS
 from rl_core.rewards.user_function import RewardFunction
-from rl_core.settings import PolicySettings, Settings, iter_code_paths
-from rl_core.storage.manifest import digest_bytes
-from rl_core.user_code import digest_user_code
+from rl_core.settings import PolicySettings
+from rl_core.user_code.digest import digest_function, unwrap_partial
 
 FunctionSource: TypeAlias = "Callable[..., Any] | str"  # a function, or its import path
 # A function of trajectories, a component's name or import path, several of them, or several with weights.
@@ -50,46 +47,11 @@ def apply_custom_functions(
     return dataclasses.replace(settings, **changes) if changes else settings, functions
 
 
-def digest_custom_code(
-    settings: Settings, functions: Mapping[str, Callable[..., Any]]
-) -> dict[str, str]:
-    """Digest the user's code that a run depends on, so that a resumed run notices an edited file.
-
-    For functions passed as objects: their source, and the modules they come from (except the running script).
-    """
-    modules = [
-        getattr(_unwrap_partial(function), "__module__", None) for function in functions.values()
-    ]
-    paths = [path for _, path in iter_code_paths(settings) if ":" in path]
-    optional_paths = [f"{name}:" for name in modules if name and name != "__main__"]
-    digests = digest_user_code(paths, optional_paths)
-    return digests | {f"{name}()": digest_source(function) for name, function in functions.items()}
-
-
 def resolve_function_name(function: Callable[..., Any], default: str) -> str:
     """Return a function's name for metrics and messages; `default` for a lambda."""
-    inner = _unwrap_partial(function)
+    inner, _ = unwrap_partial(function)
     name = getattr(inner, "__name__", type(inner).__name__)
     return default if name == "<lambda>" else name
-
-
-def digest_source(function: Callable[..., Any]) -> str:
-    """Digest a function's source and the arguments bound by partials; without source, return its name."""
-    bound_arguments = ""
-    while isinstance(function, functools.partial):
-        bound_arguments += f" {function.args} {sorted(function.keywords.items())}"
-        function = function.func
-    try:
-        return digest_bytes((inspect.getsource(function) + bound_arguments).encode())[:16]
-    except (OSError, TypeError):  # a callable object, or typed at a prompt
-        return getattr(function, "__qualname__", type(function).__qualname__) + bound_arguments
-
-
-def _unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside nested partials."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +63,7 @@ class RewardSpec:
 
     def digest_functions(self) -> dict[str, str]:
         """Map names to digests of the functions' source, so that a resumed run notices an edited one."""
-        return {name: digest_source(function) for name, function in self.functions.items()}
+        return {name: digest_function(function, 16) for name, function in self.functions.items()}
 
 
 def parse_reward(reward: RewardSource) -> RewardSpec:

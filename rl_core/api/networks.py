@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.custom_functions import digest_custom_code
 from rl_core.api.recipes.network import build_network_recipe
 from rl_core.api.training import (
     ResumableTraining,
@@ -29,6 +28,7 @@ from rl_core.networks.vector_environment import (
 from rl_core.settings import NetworkSettings
 from rl_core.trackers import TrackerSource
 from rl_core.training.callbacks import Callback
+from rl_core.user_code.digest import digest_settings_code
 
 
 @dataclass(kw_only=True)
@@ -106,7 +106,7 @@ def network_ppo(
         "settings": select_decisive_settings(settings, ("environment_steps",)),
         "seed": seed,
         "environment": name,
-        "code": digest_custom_code(settings, functions),
+        "code": digest_settings_code(settings, functions),
     }
     return NetworkTraining(
         "network_ppo",

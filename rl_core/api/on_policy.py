@@ -15,7 +15,6 @@ from rl_core.api.custom_functions import (
     RewardSpec,
     apply_custom_functions,
     apply_reward_spec,
-    digest_custom_code,
     parse_reward,
 )
 from rl_core.api.data import check_prompt_lengths, resolve_environment
@@ -59,6 +58,7 @@ from rl_core.settings.common import Precision
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.training.callbacks import Callback
+from rl_core.user_code.digest import digest_settings_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -235,7 +235,7 @@ def policy_gradient(
         environment={"name": environment.name, "class": type(environment).__qualname__},
         prompts=prompts_digest,
         reward=reward_spec.digest_functions() if reward_spec is not None else {},
-        code=digest_custom_code(settings, custom_functions),
+        code=digest_settings_code(settings, custom_functions),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.metric_history import MetricHistory
 from rl_core.settings import ExitCondition
-from rl_core.user_code import import_function, parse_finite
+from rl_core.user_code.checks import check_signature, parse_finite
+from rl_core.user_code.load import import_function
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -26,16 +26,13 @@ def check_custom_statistic(condition: ExitCondition) -> None:
     """Import a condition's function, if it has one. Raises: SettingsError if it cannot be called."""
     if condition.function is None:
         return
-    function = import_function(condition.function, "function")
-    try:
-        inspect.signature(function).bind({}, **condition.options)
-    except TypeError as error:
-        raise SettingsError(
-            f"function: '{condition.function}' takes {inspect.signature(function)} ({error}); it is called with "
-            "(history, ...options)"
-        ) from error
-    except ValueError:  # implemented in C, without an inspectable signature
-        return
+    check_signature(
+        import_function(condition.function, "function"),
+        f"function: '{condition.function}'",
+        "(history, ...options)",
+        1,
+        condition.options,
+    )
 
 
 def compute_custom_statistic(condition: ExitCondition, history: MetricHistory) -> float | None:

@@ -26,7 +26,7 @@ from rl_core.data.formats import RowKind
 from rl_core.data.pairs import build_row_sides
 from rl_core.data.training_sequences import TokenChunk, build_token_chunk, build_training_sequences
 from rl_core.errors import DataError
-from rl_core.user_code import build_child_import_path
+from rl_core.user_code.load import build_child_import_path
 
 Row = dict[str, Any]
 ROWS_PER_ENCODING = 64  # rows whose texts are encoded together

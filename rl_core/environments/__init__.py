@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import typing
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from rl_core.environments.environment import Demonstration, Environment, Episode
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.base import describe_type, is_valid_value
-from rl_core.user_code import suggest_parent_folder
+from rl_core.user_code.load import import_subclass
 
 __all__ = [
     "SHIPPED_ENVIRONMENTS",
@@ -46,7 +45,8 @@ def make_environment(
     """Build an environment by name with `options`.
 
     Args:
-        name: a key of SHIPPED_ENVIRONMENTS, or the import path 'package.module:Class' of an Environment subclass.
+        name: a key of SHIPPED_ENVIRONMENTS, or the import path of an Environment subclass: 'package.module:Class' or
+            'file.py:Class'.
         options: keyword arguments without `data`, checked against the constructor's signature and type hints.
         data: folder prepared by the data stage.
     Raises: SettingsError for an unknown name or option, or an invalid value.
@@ -92,21 +92,15 @@ def _check_held_out_questions(environment: Environment) -> None:
 
 def _import_environment_class(name: str) -> type[Environment]:
     path = SHIPPED_ENVIRONMENTS.get(name, name)
-    module_name, separator, class_name = path.partition(":")
-    if not separator:
+    if ":" not in path:
         hint = suggest_name(name, SHIPPED_ENVIRONMENTS)
         raise SettingsError(
-            f"name: no environment '{name}'; {hint} Use 'package.module:Class' for your own"
+            f"name: no environment '{name}'; {hint} Name your class by its import path or file: "
+            "'package.module:Class' or 'file.py:Class'"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise SettingsError(
-            f"name: the module of environment '{name}' cannot be imported: {error}{suggest_parent_folder(error)}"
-        ) from error
-    cls = getattr(module, class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, Environment)):
-        raise SettingsError(f"name: '{name}' is not a subclass of rl_core.environments.Environment")
+    cls: type[Environment] = import_subclass(
+        path, "name", Environment, "rl_core.environments.Environment"
+    )
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise SettingsError(f"name: environment '{name}' does not define {missing}")

@@ -11,7 +11,6 @@ Action spaces: Discrete (by name or number) or Text. Observations: the `ansi` re
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from rl_core.environments.optional_packages import import_optional_package
 from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import Message
+from rl_core.user_code.load import import_subclass
 
 _MAX_ACTIONS = 32  # of a Discrete space, named in the opening message
 _COLOURED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")
@@ -259,7 +259,10 @@ class GymnasiumText(Environment):
             options["render_mode"] = "ansi"
         if ":" not in self._id:
             return self._gymnasium.make(self._id, **options)
-        return self._import_environment_class()(**options)
+        environment_class = import_subclass(
+            self._id, "options.id", self._gymnasium.Env, "gymnasium.Env"
+        )
+        return environment_class(**options)
 
     def describe_task(self, inner: Any) -> str:
         """Return the task text and available actions."""
@@ -292,14 +295,6 @@ class GymnasiumText(Environment):
         if last not in names:
             return None
         return int(getattr(inner.action_space, "start", 0)) + names.index(last)
-
-    def _import_environment_class(self) -> type[Any]:
-        """Import the class at the import path, and refuse anything but a `gymnasium.Env` without calling it."""
-        module, _, name = self._id.partition(":")
-        cls = getattr(importlib.import_module(module), name, None)
-        if not (isinstance(cls, type) and issubclass(cls, self._gymnasium.Env)):
-            raise SettingsError(f"options.id: '{self._id}' is not a subclass of gymnasium.Env")
-        return cls
 
     def _probe_level_options(self, level: str, observation: str) -> Any:
         """Validate the options of a level by constructing one environment."""

@@ -28,7 +28,7 @@ from rl_core.environments.environment import (
 from rl_core.environments.tools import CallFormat, Tool, Toolset
 from rl_core.errors import DataError, SettingsError, ToolMisuse, suggest_name
 from rl_core.types import Message
-from rl_core.user_code import import_object
+from rl_core.user_code.load import import_object
 
 DEFAULT_LEVEL = "all"
 MAX_CALLS = 16  # of one turn
@@ -414,7 +414,7 @@ def _build_toolset(sources: str | list[Any] | None, mcp: dict[str, Any] | None) 
     """Build the toolset from import paths or objects, and from MCP servers."""
     tools: list[Tool] = []
     for item in sources if isinstance(sources, list) else [sources] if sources is not None else []:
-        value = import_object(item, "options.tools") if isinstance(item, str) else item
+        value = import_object(item, "options.tools", "tool") if isinstance(item, str) else item
         if isinstance(value, Toolset):
             tools += value.tools.values()
             continue

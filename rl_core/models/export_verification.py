@@ -23,7 +23,7 @@ from rl_core.errors import BackendError, ExportMismatch
 from rl_core.models.export_records import ScoreRecord, TokenRecord
 from rl_core.settings import ExportSettings, ModelSettings
 from rl_core.settings.rollouts import select_rounding_bound
-from rl_core.user_code import build_child_import_path
+from rl_core.user_code.load import build_child_import_path
 
 _PROGRAM = Path(__file__).with_name("export_verification_child.py")
 _REMEDY = "Nothing is promoted; write the model again (--fresh with its stage), or fix the code that writes it"

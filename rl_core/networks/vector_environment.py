@@ -22,7 +22,7 @@ from rl_core.environments.optional_packages import import_optional_package
 from rl_core.errors import CheckpointError, EnvironmentFault, SettingsError
 from rl_core.networks.actor_critic import ActionSpace
 from rl_core.settings import NetworkSettings
-from rl_core.user_code import import_object
+from rl_core.user_code.load import import_subclass
 
 logger = logging.getLogger(__name__)
 
@@ -341,11 +341,9 @@ def build_environment_factory(settings: NetworkSettings) -> EnvironmentFactory:
     options = dict(settings.environment_options)
     if settings.environment_class is None:
         return lambda: gymnasium.make(settings.environment, **options)
-    environment_class = import_object(settings.environment_class, "environment_class")
-    if not (isinstance(environment_class, type) and issubclass(environment_class, gymnasium.Env)):
-        raise SettingsError(
-            f"environment_class: '{settings.environment_class}' is not a subclass of gymnasium.Env"
-        )
+    environment_class = import_subclass(
+        settings.environment_class, "environment_class", gymnasium.Env, "gymnasium.Env"
+    )
     return lambda: environment_class(**options)
 
 

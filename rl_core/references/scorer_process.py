@@ -29,7 +29,7 @@ from rl_core.errors import (
     SettingsError,
 )
 from rl_core.references.scorer import RowScores, TokenRows
-from rl_core.user_code import build_child_import_path
+from rl_core.user_code.load import build_child_import_path
 
 _ERROR_TYPES = {
     kind.__name__: kind

@@ -10,7 +10,6 @@ Reward component: user-defined function that its user declared pure, so that no 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from rl_core.rewards.user_function import RewardFunction, RewardSignature, UserR
 from rl_core.settings import RewardSettings
 from rl_core.storage.manifest import digest_bytes
 from rl_core.types import Rollout
-from rl_core.user_code import digest_user_code
+from rl_core.user_code.digest import digest_function, digest_user_code
 
 # Fields of a trajectory that a pure function does not read: another policy may play the same episode in another group.
 VARYING_FIELDS = ("policy_version", "sample", "mean_logprob", "reward", "rewards", "temperature")
@@ -105,10 +104,7 @@ def _digest_code(name: str, function: Callable[..., Any]) -> str:
     if ":" in name:
         digests = digest_user_code([name])
         return digest_bytes(json.dumps([name, sorted(digests.items())]).encode())
-    try:
-        return digest_bytes(inspect.getsource(function).encode())
-    except (OSError, TypeError):  # written in C, a callable object, or typed at a prompt
-        return str(getattr(function, "__qualname__", type(function).__qualname__))
+    return digest_function(function)
 
 
 FailureLimit = Callable[[int, int], bool]

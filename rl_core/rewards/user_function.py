@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from types import SimpleNamespace
@@ -25,7 +24,8 @@ from rl_core.rewards.components import RewardComponent, SampleFailure
 from rl_core.settings import RewardSettings
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import Message, Rollout, Trajectory
-from rl_core.user_code import import_object
+from rl_core.user_code.checks import inspect_signature, parse_finite
+from rl_core.user_code.load import import_function
 
 _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # Arguments that TRL passes besides the columns of the data set.
@@ -53,10 +53,11 @@ class RewardSignature:
         self.logged: dict[
             str, list[float]
         ] = {}  # values that `log_metric` received in the last calls
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):  # written in C: it shows no parameters
+        signature = inspect_signature(function)
+        if signature is None:
             parameters = [inspect.Parameter("trajectories", inspect.Parameter.POSITIONAL_ONLY)]
+        else:
+            parameters = list(signature.parameters.values())
         self.passed: list[str] = []  # TRL arguments other than columns that the function names
         self.is_trl = any(parameter.name == "completions" for parameter in parameters)
         self.takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -69,7 +70,7 @@ class RewardSignature:
                 p.kind in _POSITIONAL_KINDS or p.kind is p.VAR_POSITIONAL for p in parameters
             ):
                 raise SettingsError(
-                    f"reward '{name}' takes {inspect.signature(function)}; its first argument is the list of "
+                    f"reward '{name}' takes {signature}; its first argument is the list of "
                     "trajectories, or name `completions` as TRL's do"
                 )
             wanted = named[1:] if named and named[0].kind in _POSITIONAL_KINDS else named
@@ -78,7 +79,7 @@ class RewardSignature:
         self.optional = [p.name for p in wanted if p.default is not p.empty]
         if not self.is_trl and self.needed and {"prompts", "completion"} & set(self.needed):
             raise SettingsError(
-                f"reward '{name}' takes {inspect.signature(function)}; TRL's signature has `completions`, this "
+                f"reward '{name}' takes {signature}; TRL's signature has `completions`, this "
                 "library's begins with the list of trajectories"
             )
 
@@ -231,9 +232,7 @@ class UserReward(RewardComponent):
         super().__init__()
         self.name = name
         self.options = options
-        self.signature = RewardSignature(
-            import_reward_function(name) if function is None else function, name
-        )
+        self.signature = RewardSignature(import_function(name, f"rewards.{name}", function), name)
         self._has_too_many = has_too_many
         # Rollouts that decide how the function is called; () = the rollouts of each call.
         self._batch: Sequence[Rollout] = ()
@@ -291,7 +290,7 @@ class UserReward(RewardComponent):
         for value, index in zip(values, indices, strict=True):
             if value is None and self.signature.is_trl:
                 self.skipped.add(index)
-            number = 0.0 if index in self.skipped else _parse_finite(value)
+            number = 0.0 if index in self.skipped else parse_finite(value)
             if number is None:
                 self.failed[index] = SampleFailure(f"gave {value!r}, no finite number")
             checked.append(number)
@@ -334,22 +333,3 @@ def _collect_values(
     if not isinstance(values, Iterable):
         raise _CallFailure(f"gave {type(values).__name__}, expected a list of numbers")
     return list(values)
-
-
-def _parse_finite(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def import_reward_function(path: str) -> RewardFunction:
-    """The function at an import path or in a file. Raises: SettingsError."""
-    function = import_object(path, f"rewards.{path}")
-    if not callable(function):
-        name = path.partition(":")[2]
-        raise SettingsError(
-            f"rewards.{path}: no function '{name}' there, but a {type(function).__name__} of that name"
-        )
-    return function

@@ -223,7 +223,8 @@ class EnvironmentSettings(Settings):
     """The environment and its options."""
 
     name: str = setting(
-        "pixel_grid", doc="a shipped environment's name, or an import path 'package.module:Class'"
+        "pixel_grid",
+        doc="a shipped environment's name, or an import path or file (package.module:Class, world.py:World)",
     )
     options: dict[str, Any] = setting({}, doc="keyword arguments of the environment's class")
 

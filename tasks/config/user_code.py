@@ -22,7 +22,7 @@ from rl_core.settings import (
     iter_code_paths,
     resolve_defaults,
 )
-from rl_core.user_code import import_object
+from rl_core.user_code.load import IMPORT_PATH_FORMS, import_object, is_import_path
 from tasks import stage_registry
 from tasks.config.policy_checks import POLICY_KEY
 from tasks.config.problems import ConfigProblem, Key, describe_value
@@ -32,8 +32,6 @@ from tasks.stage_registry import CustomStage
 
 ENTRY_POINT_GROUP = "posttrain.stages"  # of installed packages: name = "package.module:STAGE"
 
-_PYTHON_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-_IMPORT_PATH = re.compile(rf"({_PYTHON_NAME}|[^:\s]+\.py):{_PYTHON_NAME}")
 _CUSTOM_STAGE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -59,10 +57,10 @@ def check_user_code(settings: PipelineSettings, import_code: bool) -> Iterator[C
         named.append((("environment", "name"), settings.environment.name))
     broken_keys = set()
     for key, name in named:
-        if not _IMPORT_PATH.fullmatch(name):
+        if not is_import_path(name):
             broken_keys.add(key)
-            text = "is not an import path; write package.module:name, with Python names"
-            yield ConfigProblem(key, f"{describe_value(name)} {text}")
+            text = f"{describe_value(name)} is not an import path; {IMPORT_PATH_FORMS}"
+            yield ConfigProblem(key, text)
     if not import_code:
         return
     stages = settings.stages
@@ -188,7 +186,7 @@ def _import_and_register_stage(name: str, block: CustomStageSettings) -> CustomS
                 f"{', '.join(names) or 'none'}); set use to its import path or file, such as polish.py:STAGE"
             )
         path = installed.value
-    custom: Any = import_object(path, "use")
+    custom: Any = import_object(path, "use", "stage")
     if not isinstance(custom, CustomStage):
         raise SettingsError(
             f"'{path}' is a {type(custom).__name__}, expected a tasks.stage_registry.CustomStage"

@@ -27,7 +27,8 @@ from rl_core.errors import SettingsError
 from rl_core.settings import Settings, iter_code_paths
 from rl_core.settings.rollouts import select_decisive_numerics, select_decisive_rollouts
 from rl_core.storage.manifest import digest_bytes, digest_file, digest_folder
-from rl_core.user_code import UserModule, find_import_paths, find_user_modules
+from rl_core.user_code.digest import UserModule, find_user_modules
+from rl_core.user_code.load import find_import_paths
 from tasks.config import PipelineSettings
 from tasks.pipeline.stage_result import StageResult
 from tasks.stage_registry import find_stage, list_stage_names

@@ -48,7 +48,7 @@ from rl_core.storage.faults import inject_fault
 from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.tracking import Tracker, sync_tracker
 from rl_core.training.signals import GRACE_SECONDS, IterationAborted, StopRequests
-from rl_core.user_code import build_child_import_path
+from rl_core.user_code.load import build_child_import_path
 from tasks.config import PipelineSettings, dump_settings
 from tasks.processes.child_processes import wait_for_exit
 

@@ -27,7 +27,7 @@ sys.meta_path[:] = [*finders, Finder]
 PARENT = """
 from posttrain.cli.main import append_working_directory
 append_working_directory()
-from rl_core.user_code import build_child_import_path
+from rl_core.user_code.load import build_child_import_path
 import os, subprocess
 code = "import tasks.shipped, posttrain.cli.main, rl_core.errors, mine; print(tasks.__file__)"
 done = subprocess.run(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 __all__ = ["record"]
 
+LOADER = "rl_core.user_code.load"  # imports for its callers: they name the modules
+
 
 def record(edges: dict[str, set[str]], packages: tuple[str, ...]) -> None:
     """Record every import statement and call of `import_module` in these packages from now on."""
@@ -35,7 +37,10 @@ def record(edges: dict[str, set[str]], packages: tuple[str, ...]) -> None:
 
     def call(name, package=None):
         module = by_name(name, package)
-        note(sys._getframe(1).f_globals.get("__name__", ""), [name])
+        frame = sys._getframe(1)
+        while frame.f_globals.get("__name__") == LOADER:
+            frame = frame.f_back
+        note(frame.f_globals.get("__name__", ""), [name])
         return module
 
     builtins.__import__, importlib.import_module = statement, call

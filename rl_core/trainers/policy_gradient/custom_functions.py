@@ -6,7 +6,6 @@ Suffixes: B rows of a micro-batch, T tokens, R rollouts of an iteration, G rollo
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +16,17 @@ import torch
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings import PolicySettings
-from rl_core.user_code import import_function
+from rl_core.user_code.checks import check_signature
+from rl_core.user_code.load import import_function
 
 Metrics = dict[str, torch.Tensor]
 CustomFunction = Callable[..., Any]  # written by the user
 _METRIC_NAME = re.compile(r"\w[\w./-]{0,99}")
-_LOSS_ARGUMENTS = "(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT, *, num_loss_tokens, loss_weights_BT"
-_ADVANTAGE_ARGUMENTS = "(rewards_R, groups_R, lengths_R"
+_LOSS_ARGUMENTS = (
+    "(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT, *, num_loss_tokens, "
+    "loss_weights_BT, ...options)"
+)
+_ADVANTAGE_ARGUMENTS = "(rewards_R, groups_R, lengths_R, ...options)"
 
 # A small example of two rows, on which a custom loss is tried.
 _EXAMPLE_KEYWORDS = {"num_loss_tokens": 3.0, "loss_weights_BT": None}
@@ -80,10 +83,9 @@ class CustomLoss:
         Raises: SettingsError if it cannot be found or called, or if parts of a batch do not add up to the whole.
         """
         self.name, self.options = name, dict(options)
-        self.function = _resolve_function("loss", name, function)
-        tensors = (None,) * 4
-        _check_signature(
-            "loss", name, self.function, tensors, _LOSS_ARGUMENTS, self.options | _EXAMPLE_KEYWORDS
+        self.function = import_function(name, "loss", function)
+        check_signature(
+            self.function, f"loss: '{name}'", _LOSS_ARGUMENTS, 4, self.options | _EXAMPLE_KEYWORDS
         )
         _check_loss_on_example(self)
 
@@ -131,9 +133,9 @@ class CustomAdvantages:
     ) -> None:
         """Resolve and try the function; arguments and errors as `CustomLoss`."""
         self.name, self.options = name, dict(options)
-        self.function = _resolve_function("advantages", name, function)
-        _check_signature(
-            "advantages", name, self.function, (None,) * 3, _ADVANTAGE_ARGUMENTS, self.options
+        self.function = import_function(name, "advantages", function)
+        check_signature(
+            self.function, f"advantages: '{name}'", _ADVANTAGE_ARGUMENTS, 3, self.options
         )
         groups = [torch.tensor([1.0, 0.0, 0.0]).double(), torch.tensor([0.5, 0.5]).double()]
         _run_on_example("advantages", name, lambda: self(groups, [4, 2, 3, 5, 1]))
@@ -161,35 +163,6 @@ class CustomAdvantages:
         scalars = _convert_metrics("advantages", self.name, metrics)
         advantages = list(advantages_R.detach().to(rewards_R).split(sizes))
         return advantages, {metric: float(value) for metric, value in scalars.items()}
-
-
-def _resolve_function(key: str, name: str, function: CustomFunction | None) -> CustomFunction:
-    if function is None:
-        return import_function(name, key)
-    if not callable(function):
-        raise SettingsError(f"{key}: '{name}' is a {type(function).__name__}, expected a function")
-    return function
-
-
-def _check_signature(
-    key: str,
-    name: str,
-    function: CustomFunction,
-    tensors: Sequence[None],
-    arguments: str,
-    named: Mapping[str, Any],
-) -> None:
-    """Raise SettingsError if the function cannot be called with these tensors and names."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # functions written in C may expose no parameters
-        return
-    try:
-        signature.bind(*tensors, **named)
-    except TypeError as error:
-        raise SettingsError(
-            f"{key}: '{name}' takes {signature} ({error}); it is called with {arguments}, ...options)"
-        ) from error
 
 
 def _run_on_example(key: str, name: str, call: Callable[[], Any]) -> Any:

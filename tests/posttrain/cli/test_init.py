@@ -10,7 +10,7 @@ from posttrain.cli import main as cli
 from rl_core.environments import make_environment
 from rl_core.errors import SettingsError
 from rl_core.types import Trajectory
-from rl_core.user_code import import_function
+from rl_core.user_code.load import import_function
 from tasks import shipped
 from tasks.config import load_settings
 

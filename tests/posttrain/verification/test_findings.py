@@ -249,3 +249,9 @@ def test_suspect_lines(tmp_path, monkeypatch):
         "my_suspect_code.py:4 has `random.random()`: numbers of a global generator"
     )
     assert find_suspect_lines(["no_such_module_of_mine:x"]) == []
+
+
+def test_suspect_lines_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import time\nSTART = time.time()\n")
+    assert [str(suspect)[:9] for suspect in find_suspect_lines(["mine.py:score"])] == ["mine.py:2"]

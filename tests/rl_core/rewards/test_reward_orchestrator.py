@@ -172,7 +172,10 @@ def test_user_functions_that_fail_are_named(user_module, function, message):
             {"user_rewards_for_test:lenght": 1.0},
             "no function 'lenght' there; did you mean 'length'",
         ),
-        ({"user_rewards_for_test:not_callable": 1.0}, "no function 'not_callable'"),
+        (
+            {"user_rewards_for_test:not_callable": 1.0},
+            "'user_rewards_for_test:not_callable' is a int, expected a function",
+        ),
     ],
 )
 def test_mistakes_are_reported_before_anything_is_played(user_module, weights, message):

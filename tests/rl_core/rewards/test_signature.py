@@ -138,5 +138,5 @@ def test_a_function_in_a_file(tmp_path, monkeypatch):
         RewardOrchestrator({"mine.py:too": 1.0})
     with pytest.raises(SettingsError, match=r"no such file: .*other.py; paths are relative"):
         RewardOrchestrator({"other.py:two": 1.0})
-    with pytest.raises(SettingsError, match="but a list of that name"):
+    with pytest.raises(SettingsError, match=r"'mine.py:calls' is a list, expected a function"):
         RewardOrchestrator({"mine.py:calls": 1.0})

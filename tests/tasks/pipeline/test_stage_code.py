@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 
@@ -212,7 +213,8 @@ def test_the_sources_contain_every_module_that_a_run_imports(tmp_path):
         str(config),
         "--quiet",
     ]
-    subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    subprocess.run(program, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
     edges = json.loads(out.read_text())
     seen = 0
     for stage in stage_registry.list_stages():

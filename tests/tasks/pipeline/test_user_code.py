@@ -7,7 +7,8 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings, ExitCondition, PolicySettings
-from rl_core.user_code import digest_user_code, find_import_paths
+from rl_core.user_code.digest import digest_user_code
+from rl_core.user_code.load import find_import_paths
 from tasks.config import build_settings
 from tasks.pipeline.stage_key import compute_stage_key
 

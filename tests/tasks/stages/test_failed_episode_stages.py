@@ -83,7 +83,7 @@ def test_a_reward_that_fails_is_kept_too(base, tmp_path, monkeypatch):
     module = types.ModuleType("failing_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample else 0.5 for t in trajectories]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("rl_core.user_code.digest_user_code", lambda *names: {})
+    monkeypatch.setattr("rl_core.user_code.digest.digest_user_code", lambda *names: {})
     options = {**OPTIONS, "rewards": {"task": 1.0, "failing_reward_for_test:score": 1.0}}
     context = context_of(
         base, tmp_path / "stage", **options, sampling={"max_completion_tokens": 20, "max_turns": 1}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.letters import LOW, FewLetters, make_trainer, weights
 
-from rl_core.api.custom_functions import apply_custom_functions, digest_custom_code, digest_source
+from rl_core.api.custom_functions import apply_custom_functions
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError, SettingsError
 from rl_core.losses.policy import sapo_loss
@@ -14,6 +14,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import PolicySettings, SamplingSettings
 from rl_core.trainers.policy_gradient.custom_functions import CustomAdvantages, CustomLoss
 from rl_core.trainers.policy_gradient.losses import LossDenominators, compute_custom_policy_loss
+from rl_core.user_code.digest import digest_function, digest_settings_code
 
 SAPO = "rl_core.losses.policy:sapo_loss"
 OFF_POLICY = {
@@ -323,8 +324,8 @@ def test_functions_in_the_python_api_are_named_and_digested():
         "mine.py:f",
         {"loss": loss},
     )
-    assert digest_source(loss) != digest_source(functools.partial(sapo_loss, tau_positive=1.0))
-    assert list(digest_custom_code(PolicySettings(), functions)) == ["loss()"]
+    assert digest_function(loss) != digest_function(functools.partial(sapo_loss, tau_positive=1.0))
+    assert list(digest_settings_code(PolicySettings(), functions)) == ["loss()"]
     with pytest.raises(SettingsError, match="loss: given twice"):
         apply_custom_functions(PolicySettings(loss=SAPO), loss=loss)
     with pytest.raises(SettingsError, match="neither a function nor an import path"):

@@ -1,12 +1,9 @@
-"""Loading and digests of code that a user names: 'package.module:name', or 'path/to/file.py:name'.
+"""Digests of the user's code: modules behind import paths with the user's modules that those import, and functions.
 
-File paths are relative to the current folder. Digests cover the user's code that a stage runs: modules named by import
-path, and the user's modules that those import.
-
-For a digest, source is read and never executed. It follows `import`, `from ... import`, relative imports, packages
-(including their `__init__`), namespace packages, `from package import *` with a literal `__all__`, and
-`import_module("literal name")`. It does not follow computed module names and files that the code opens (data that a
-reward function reads is not part of a stage's key).
+Source is read and never executed. It follows `import`, `from ... import`, relative imports, packages (including their
+`__init__`), namespace packages, `from package import *` with a literal `__all__`, and `import_module("literal name")`.
+It does not follow computed module names and files that the code opens (data that a reward function reads is not part
+of a stage's key).
 
 A module counts as the user's if its file lies outside the standard library, installed packages (site-packages) and this
 project's packages, whose content is already in the key (tasks/pipeline/stage_key.py).
@@ -15,26 +12,23 @@ project's packages, whose content is already in the key (tasks/pipeline/stage_ke
 from __future__ import annotations
 
 import ast
-import hashlib
+import functools
 import importlib
-import importlib.util
-import math
-import os
-import re
+import inspect
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from rl_core.errors import SettingsError, suggest_name
+from rl_core.errors import SettingsError
+from rl_core.settings import Settings, iter_code_paths
 from rl_core.storage.manifest import digest_bytes
+from rl_core.user_code.load import is_file_path
 
-_IMPORT_PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\s]+\.py):\S+")
 _PROJECT_PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
@@ -44,115 +38,6 @@ _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "Exception", "BaseExcept
 _TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-
-
-def is_file_path(module: str) -> bool:
-    """Return whether the part before the colon is a file, not a module."""
-    return module.endswith(".py")
-
-
-def import_object(path: str, key: str) -> Any:
-    """Import the object at a path; `key`: the setting that contains it, for messages.
-
-    A file is executed once per process. Raises: SettingsError if the module cannot be imported or has no such name.
-    """
-    module_name, _, name = path.partition(":")
-    load_module = _run_file if is_file_path(module_name) else importlib.import_module
-    try:
-        module = load_module(module_name)
-    except SettingsError as error:
-        raise SettingsError(f"{key}: {error}") from error
-    except Exception as error:  # a user's module may raise anything on import
-        problem = f"{type(error).__name__}: {error}"
-        raise SettingsError(
-            f"{key}: module '{module_name}' cannot be imported ({problem}){suggest_parent_folder(error)}"
-        ) from error
-    value = getattr(module, name, None)
-    if value is None:
-        functions = [
-            attribute
-            for attribute, member in vars(module).items()
-            if callable(member) and not attribute.startswith("_")
-        ]
-        raise SettingsError(f"{key}: no function '{name}' there; {suggest_name(name, functions)}")
-    return value
-
-
-def suggest_parent_folder(error: Exception) -> str:
-    """Return a hint if the module would be found from the parent folder, as when a command runs inside the package."""
-    folder, missing_module = Path.cwd(), getattr(error, "name", None) or ""
-    top_level_name = missing_module.partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or top_level_name != folder.name:
-        return ""
-    return f"; modules are looked for in the current folder: run the command in {folder.parent}"
-
-
-def import_function(path: str, key: str) -> Callable[..., Any]:
-    """Import the function at an import path; `key`: the setting that contains it, for messages.
-
-    Raises: SettingsError as `import_object`, and for a value that is not an import path or cannot be called.
-    """
-    if ":" not in path:
-        raise SettingsError(
-            f"{key}: '{path}' is not an import path; write package.module:name, or file.py:name"
-        )
-    function: Callable[..., Any] = import_object(path, key)
-    if not callable(function):
-        raise SettingsError(f"{key}: '{path}' is a {type(function).__name__}, expected a function")
-    return function
-
-
-def parse_finite(value: Any) -> float | None:
-    """Parse the number that a user's function returned; None if it is not a finite number."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def build_child_import_path() -> str:
-    """Build the PYTHONPATH with which a child process finds the same modules; start the child with `python -P`.
-
-    An editable installation is found by a hook that comes after all folders. The checkout therefore comes first here:
-    otherwise a user's `tasks.py` in the current folder, which is on the path for user code, would shadow our package.
-    """
-    folders = [folder or os.getcwd() for folder in sys.path]
-    checkout = str(Path(__file__).resolve().parents[1])
-    return os.pathsep.join(folders if checkout in folders else [checkout, *folders])
-
-
-def _run_file(path: str) -> ModuleType:
-    file = Path(path).expanduser().absolute()
-    if not file.is_file():
-        raise SettingsError(
-            f"no such file: {file}; paths are relative to the folder in which posttrain is run"
-        )
-    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickle look it up there
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
-
-
-def find_import_paths(value: Any) -> set[str]:
-    """Find strings that look like 'package.module:name' or 'file.py:name' in plain settings, including keys of
-    mappings.
-    """
-    if isinstance(value, str):
-        return {value} if _IMPORT_PATH.fullmatch(value) else set()
-    if isinstance(value, dict):
-        return {path for pair in value.items() for item in pair for path in find_import_paths(item)}
-    if isinstance(value, list | tuple):
-        return {path for item in value for path in find_import_paths(item)}
-    return set()
 
 
 @dataclass(frozen=True)
@@ -200,6 +85,44 @@ def _digest_node(node: ast.AST) -> str:
 def digest_user_code(required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, str]:
     """Compute the SHA-256 of the user's modules behind import paths, by module name; see `find_user_modules`."""
     return {name: module.digest for name, module in find_user_modules(required, optional).items()}
+
+
+def digest_settings_code(
+    settings: Settings, functions: Mapping[str, Callable[..., Any]]
+) -> dict[str, str]:
+    """Digest the user's code that a run depends on, so that a resumed run notices an edited file.
+
+    Args:
+        functions: passed as objects, by setting; their source counts, and the modules they come from except the
+            running script.
+    """
+    modules = [
+        getattr(unwrap_partial(function)[0], "__module__", None) for function in functions.values()
+    ]
+    paths = [path for _, path in iter_code_paths(settings) if ":" in path]
+    optional_paths = [f"{name}:" for name in modules if name and name != "__main__"]
+    digests = digest_user_code(paths, optional_paths)
+    return digests | {
+        f"{name}()": digest_function(function, 16) for name, function in functions.items()
+    }
+
+
+def digest_function(function: Callable[..., Any], num_digits: int = 64) -> str:
+    """Digest a function's source and the arguments bound by partials; without source, return its name."""
+    inner, bound_arguments = unwrap_partial(function)
+    try:
+        return digest_bytes((inspect.getsource(inner) + bound_arguments).encode())[:num_digits]
+    except (OSError, TypeError):  # written in C, a callable object, or typed at a prompt
+        return getattr(inner, "__qualname__", type(inner).__qualname__) + bound_arguments
+
+
+def unwrap_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], str]:
+    """Return the function inside nested partials, and the arguments that they bind as a text."""
+    bound_arguments = ""
+    while isinstance(function, functools.partial):
+        bound_arguments += f" {function.args} {sorted(function.keywords.items())}"
+        function = function.func
+    return function, bound_arguments
 
 
 def find_user_modules(

@@ -1,0 +1,53 @@
+"""Checks of a user's functions: how they can be called, and the numbers that they return."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_core.errors import SettingsError
+
+
+def inspect_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return a function's signature; None for one written in C that shows no parameters."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def check_signature(
+    function: Callable[..., Any],
+    label: str,
+    arguments: str,
+    num_positional: int,
+    named: Mapping[str, Any] | None = None,
+) -> None:
+    """Check that a function can be called with these arguments.
+
+    Args:
+        label: its setting and name, such as "loss: 'mine.py:loss'", for the message.
+        arguments: description of all arguments, for the message.
+        named: keyword arguments.
+    Raises: SettingsError.
+    """
+    signature = inspect_signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(*[None] * num_positional, **(named or {}))
+    except TypeError as error:
+        raise SettingsError(
+            f"{label} takes {signature} ({error}); it is called with {arguments}"
+        ) from error
+
+
+def parse_finite(value: Any) -> float | None:
+    """Parse the number that a user's function returned; None if it is not a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
