@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,18 @@ class Tracker(Protocol):
 
     def progress(self, done: int, total: int, message: str = "") -> None:
         """Report progress; cheap enough to call at every iteration."""
+
+
+def replace_invalid_characters(
+    text: str, valid: str, substitute: str = "_", *, merge: bool = True
+) -> str:
+    """Replace the characters that a name of a metric, model or file may not have.
+
+    Args:
+        valid: the characters that stay, as in a character class of `re`: "A-Za-z0-9_".
+        merge: True = one substitute for adjacent invalid characters, False = one for each.
+    """
+    return re.sub(f"[^{valid}]{'+' if merge else ''}", substitute, text)
 
 
 def sync_tracker(tracker: Tracker) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError, suggest_name
+from rl_core.tracking import replace_invalid_characters
 from tasks.pipeline.stage_result import EPOCH_MODELS
 from tasks.stage_registry import list_policy_stages
 from tasks.tracking import Tracking
@@ -108,19 +109,19 @@ def format_model_name(source: str) -> str:
 
     Examples: models:/demo/3 is demo-v3; the model of an epoch is sft-epoch-2.
     """
-    if source.startswith("models:/"):
-        name_and_version = source.removeprefix("models:/").rsplit("/", 1)
-        if name_and_version[-1].isdecimal():
-            return re.sub(r"[^\w.@-]+", "_", "-v".join(name_and_version))
-    parts = source.removeprefix("models:/").rstrip("/").split("/")
-    if len(parts) > 1 and parts[-1] == "model":
-        parts.pop()
-    is_epoch = len(parts) > 3 and parts[-2] == EPOCH_MODELS and parts[-1].isdecimal()
-    if is_epoch and _STAGE_KEY.fullmatch(parts[-3]):
-        return re.sub(r"[^\w.@-]+", "_", f"{parts[-4]}-epoch-{parts[-1]}")
-    if len(parts) > 1 and _STAGE_KEY.fullmatch(parts[-1]):
-        parts.pop()
-    return re.sub(r"[^\w.@-]+", "_", parts[-1])
+    path = source.removeprefix("models:/")
+    parts = path.rstrip("/").split("/")
+    if source.startswith("models:/") and path.rpartition("/")[2].isdecimal():
+        name = "-v".join(path.rsplit("/", 1))
+    else:
+        if len(parts) > 1 and parts[-1] == "model":
+            parts.pop()
+        is_epoch = len(parts) > 3 and parts[-2] == EPOCH_MODELS and parts[-1].isdecimal()
+        if is_epoch and _STAGE_KEY.fullmatch(parts[-3]):
+            name = f"{parts[-4]}-epoch-{parts[-1]}"
+        else:
+            name = parts[-2 if len(parts) > 1 and _STAGE_KEY.fullmatch(parts[-1]) else -1]
+    return replace_invalid_characters(name, r"\w.@-")
 
 
 def refuse_missing_model(name: str, output: Path, uri: str | None) -> None:

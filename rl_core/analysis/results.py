@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ from rl_core.analysis.statistics import Rate, wilson_interval
 from rl_core.analysis.summary import TrajectorySummary
 from rl_core.errors import DataError
 from rl_core.storage.atomic_files import replace_file, write_text_atomic
+from rl_core.tracking import replace_invalid_characters
 from rl_core.types import Trajectory
 
 MAX_BINS = 10  # maximum; fewer if there are fewer than PAIRS_OF_BIN pairs per bin
@@ -451,4 +451,4 @@ def _escape_formula(text: str) -> str:
 
 def _convert_to_metric_name(name: str) -> str:
     """Convert a name to a valid part of a metric name."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_") or "unnamed"
+    return replace_invalid_characters(name, "A-Za-z0-9_.-").strip("_") or "unnamed"

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -26,11 +25,11 @@ from typing import Any, TypeVar
 from rl_core.environments.optional_packages import import_optional_package
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
+from rl_core.tracking import replace_invalid_characters
 
 T = TypeVar("T")
 MAX_PAGES = 100  # of a server's tool list
 _OPTIONS = ("command", "url", "env", "cwd", "tools", "timeout_s", "start_timeout_s")
-_INVALID_NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9_-]")
 _connection_futures: set[Any] = set()  # of open connections, cancelled at the end of the process
 _loop_lock = threading.Lock()
 
@@ -320,6 +319,7 @@ def _build_server_tools(
             raise SettingsError(
                 f"options.mcp.{server.name}.tools: no tool '{name}'; {suggest_name(name, known)}"
             )
+    clean_name = functools.partial(replace_invalid_characters, valid="A-Za-z0-9_-", merge=False)
     tools: list[Tool] = []
     for name, tool in known.items():
         if server.tools is not None and name not in server.tools:
@@ -329,9 +329,9 @@ def _build_server_tools(
         properties = {
             key: {**value, **definitions} for key, value in schema.get("properties", {}).items()
         }
-        shown_name = _INVALID_NAME_CHARACTERS.sub("_", name)[:64]
+        shown_name = clean_name(name)[:64]
         if shown_name in used_names:
-            shown_name = f"{_INVALID_NAME_CHARACTERS.sub('_', server.name)}_{shown_name}"[:64]
+            shown_name = f"{clean_name(server.name)}_{shown_name}"[:64]
         required = schema.get("required", ())
         tools.append(
             Tool(

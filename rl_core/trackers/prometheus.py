@@ -5,7 +5,6 @@ The package prometheus_client is imported when a tracker is created.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.storage.atomic_files import make_folder, write_text_unsynced
-from rl_core.tracking import SilentTracker
+from rl_core.tracking import SilentTracker, replace_invalid_characters
 
 PREFIX = "posttrain_"
 MAX_SERIES = 20_000  # label sets of all metrics; bounds memory where names are generated
@@ -26,7 +25,7 @@ _served_lock = threading.Lock()
 
 def format_prometheus_name(name: str) -> str:
     """Return a metric's name in Prometheus: posttrain_train_loss for train/loss."""
-    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+    return PREFIX + _format_label(name)
 
 
 class MetricGauges:
@@ -154,8 +153,7 @@ def parse_target(address: str, folder: Path, name: str) -> Path | tuple[str, int
     if port.isdecimal():
         return host.strip("[]") or "127.0.0.1", int(port)
     parent = Path(address) if address else folder / "prometheus"
-    file_name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
-    return parent / f"{file_name}.prom"
+    return parent / f"{replace_invalid_characters(name, 'A-Za-z0-9_.-', merge=False)}.prom"
 
 
 def serve_gauges(host: str, port: int) -> MetricGauges:
@@ -179,4 +177,4 @@ def serve_gauges(host: str, port: int) -> MetricGauges:
 
 
 def _format_label(name: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
+    return replace_invalid_characters(name, "A-Za-z0-9_", merge=False)

@@ -30,12 +30,7 @@ from tasks.tracking.models import clear_broken_uploads, find_local_artifacts, re
 from tasks.tracking.registry import ModelRegistry, read_alias_move_time
 from tasks.tracking.shipper import RunNotFound
 from tasks.tracking.store import TrackingStore, is_missing_error, read_user_name
-from tasks.tracking.values import (
-    MAX_VALUE_LENGTH,
-    SECONDS_TAG,
-    sanitize_metric_name,
-    sanitize_tag_name,
-)
+from tasks.tracking.values import MAX_VALUE_LENGTH, SECONDS_TAG, sanitize_store_name
 
 if TYPE_CHECKING:
     from mlflow.entities import Assessment, Span, TraceInfo
@@ -374,7 +369,7 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(sanitize_metric_name(name), value, time_ms, step)
+            Metric(sanitize_store_name(name), value, time_ms, step)
             for name, value, time_ms, step in rows
         ]
         with self._translate_write_errors(run_id, "store metrics"):
@@ -411,13 +406,13 @@ class MlflowSink:
         from mlflow.entities import RunTag
 
         tags = [
-            RunTag(sanitize_tag_name(key), value[:MAX_TAG_LENGTH])
+            RunTag(sanitize_store_name(key), value[:MAX_TAG_LENGTH])
             for key, value in event["tags"].items()
         ]
         for key, model in event.get("versions", {}).items():
             version = self._find_version_by_content(model, event["time"])
             if version is not None:
-                tags.append(RunTag(sanitize_tag_name(key), f"models:/{model['name']}/{version}"))
+                tags.append(RunTag(sanitize_store_name(key), f"models:/{model['name']}/{version}"))
         self._log_batch(run_id, tags=tags)
 
     def _find_version_by_content(self, model: dict[str, str], time_ms: int) -> int | None:

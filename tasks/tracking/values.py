@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from rl_core.tracking import replace_invalid_characters
+
 # Tag of the time spent on a run in all its processes. MLflow's duration includes the gaps between them.
 SECONDS_TAG = "seconds"
 MAX_VALUE_LENGTH = 6000  # characters of a parameter's value that MLflow stores
@@ -39,24 +41,15 @@ def shorten_result(text: str, limit: int = MAX_RESULT_LENGTH) -> str:
     return start[: clause_end if clause_end > len(start) // 3 else None] + ELLIPSIS
 
 
-def sanitize_metric_name(name: str) -> str:
-    """Return the nearest name that the store accepts: letters, digits, _ - . : space, and / between parts."""
-    clean = re.sub(r"[^\w.\- :/]", "_", name)
+def sanitize_store_name(name: str) -> str:
+    """Return the nearest name of a metric, parameter or tag that the store accepts.
+
+    Valid are letters, digits, _ - . : space, and / between parts. One invalid name makes the store refuse all tags of a
+    call.
+    """
+    clean = replace_invalid_characters(name, r"\w.\- :/", merge=False)
     parts = [part for part in clean.split("/") if part.strip(". ")]
     return "/".join(parts)[:MAX_NAME_LENGTH] or "_"
-
-
-def sanitize_param_name(name: str) -> str:
-    """Sanitize a parameter name like `sanitize_metric_name`."""
-    return sanitize_metric_name(name)
-
-
-def sanitize_tag_name(name: str) -> str:
-    """Sanitize a tag name like `sanitize_metric_name`.
-
-    One invalid name would make the store refuse all tags of a call.
-    """
-    return sanitize_metric_name(name)
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, str]:
@@ -75,9 +68,9 @@ def flatten_settings(values: Any, prefix: str = "") -> dict[str, str]:
     elif isinstance(values, list | tuple) and any(_is_nested(value) for value in values):
         items = [(str(index), value) for index, value in enumerate(values)]
     else:
-        return {sanitize_param_name(prefix): _format_param(values)}
+        return {sanitize_store_name(prefix): _format_param(values)}
     if not items and prefix:
-        return {sanitize_param_name(prefix): "{}"}
+        return {sanitize_store_name(prefix): "{}"}
     flat: dict[str, str] = {}
     for key, value in items:
         flat.update(flatten_settings(value, f"{prefix}.{key}" if prefix else key))

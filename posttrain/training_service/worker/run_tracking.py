@@ -13,7 +13,6 @@ was killed is repeated after a restart.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections import deque
@@ -31,7 +30,7 @@ from rl_core.settings import ServiceSettings
 from rl_core.settings.services import check_sink_installed
 from rl_core.storage.faults import inject_fault
 from rl_core.trackers import BackgroundTracker
-from rl_core.tracking import SilentTracker
+from rl_core.tracking import SilentTracker, replace_invalid_characters
 from tasks.tracking import RunTracker, Tracking
 from tasks.tracking.extra_trackers import build_alert_tracker, build_extra_trackers
 from tasks.tracking.system import SystemMonitor
@@ -275,7 +274,7 @@ def _average_passes(passes: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def format_registered_name(prefix: str, base: str) -> str:
     """Return the name of the registered model for a base model."""
-    return re.sub(r"[^A-Za-z0-9_.\- ]+", "-", f"{prefix}-{base}")[:100]
+    return replace_invalid_characters(f"{prefix}-{base}", r"A-Za-z0-9_.\- ", "-")[:100]
 
 
 class CheckpointRegistrar:

@@ -19,7 +19,7 @@ from tasks.tracking.values import (
     flatten_settings,
     freeze_environment,
     list_pinned_versions,
-    sanitize_metric_name,
+    sanitize_store_name,
     shorten_result,
 )
 
@@ -76,7 +76,7 @@ def test_values_and_names_are_cut_and_cleaned():
     ],
 )
 def test_metric_names(name, clean):
-    assert sanitize_metric_name(name) == clean
+    assert sanitize_store_name(name) == clean
     from mlflow.utils.validation import _validate_metric_name
 
     _validate_metric_name(clean)
