@@ -26,3 +26,33 @@ def _restore_stage_registry(monkeypatch):
     from tasks import stage_registry
 
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
+
+
+@pytest.fixture(scope="session")
+def prefect_address():
+    """Start a server and yield the address of its API.
+
+    Threads of the client outlive the tests that used it, so they must not draw from the global random generator.
+    """
+    from crash.servers import prefect_server
+
+    from flows.runtime.prefect_home import isolate_random_generator
+
+    isolate_random_generator()
+    with prefect_server() as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def prefect_api(prefect_address):
+    """Yield the address; flow runs of this process use the server, and so do children that receive it."""
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        temporary_settings,
+    )
+
+    with temporary_settings(
+        {PREFECT_API_URL: prefect_address, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+    ):
+        yield prefect_address

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from crash.servers import prefect_server
 
-from flows.runtime.prefect_home import isolate_random_generator
 from rl_core.storage import faults
 
 
@@ -20,32 +18,6 @@ def _verify_exports_in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl_core.models.export_verification.score_in_fresh_process", in_this_process)
         yield
-
-
-@pytest.fixture(scope="session")
-def prefect_address() -> Iterator[str]:
-    """Start a server and yield the address of its API.
-
-    Threads of the client outlive the tests that used it, so they must not draw from the global random generator.
-    """
-    isolate_random_generator()
-    with prefect_server() as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def prefect_api(prefect_address: str) -> Iterator[str]:
-    """Yield the address; flow runs of this process use the server, and so do children that receive it."""
-    from prefect.settings import (
-        PREFECT_API_URL,
-        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
-        temporary_settings,
-    )
-
-    with temporary_settings(
-        {PREFECT_API_URL: prefect_address, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
-    ):
-        yield prefect_address
 
 
 @pytest.fixture
