@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 
 import pytest
 
@@ -120,7 +121,15 @@ def test_a_locked_log_has_one_writer_and_truncates_what_a_killed_one_left(tmp_pa
     assert list(read_records(path)) == [*STEPS, {"step": 5}]
 
 
-def test_threads_append_whole_lines(tmp_path):
+def test_threads_append_whole_lines(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+
+    def write_late(descriptor, data, offset):
+        """Give other threads time to look up the same end of the file."""
+        time.sleep(0.0002)
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write_late)
     locked = LockedAppendLog(tmp_path / "locked")
     for log in (AppendLog(tmp_path / "log"), locked):
         threads = [
