@@ -26,7 +26,7 @@ from typing import IO, Any
 from flows.runtime.import_setup import append_working_directory
 from flows.runtime.stopping import TerminatedBySignal, unwind_on_sigterm
 from rl_core.errors import PosttrainError, Stopped
-from tasks.processes.child_processes import bind_to_parent
+from rl_core.processes.children import bind_to_parent
 
 logger = logging.getLogger(__name__)
 

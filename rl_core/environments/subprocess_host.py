@@ -15,7 +15,6 @@ import os
 import queue
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import PosttrainError
+from rl_core.processes.children import kill_group, start_child
 
 logger = logging.getLogger(__name__)
 
@@ -171,14 +171,13 @@ class _ChildProcess:
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="posttrain-sandbox-")
         options = {**options, "sandbox": {**options["sandbox"], "folder": self._folder}}
-        self._process = subprocess.Popen(
+        self._process = start_child(
             [sys.executable, "-P", str(_MAIN), str(script), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd=self._folder,
-            env=variables,
-            start_new_session=True,
+            folder=Path(self._folder),
+            environment=variables,
         )
         self._memory_bytes = None if memory_gib is None else memory_gib * 2**30
         self._buffer = bytearray()
@@ -244,9 +243,7 @@ class _ChildProcess:
 
     def kill_group(self) -> None:
         """Kill the process group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_group(self._process)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
