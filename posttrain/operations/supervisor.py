@@ -18,7 +18,7 @@ from typing import Any
 from flows.runtime.stopping import suspend_shutdown_bound
 from posttrain.operations.connection import explain_known_error
 from posttrain.operations.database import prepare_databases
-from posttrain.operations.managed_service import ManagedService, MonotonicClock
+from posttrain.operations.managed_service import ManagedService, stop_services
 from posttrain.operations.processes import (
     ProcessId,
     check_ports,
@@ -36,6 +36,7 @@ from posttrain.operations.services import (
 )
 from posttrain.operations.state import ServerOptions, StatePaths, SupervisorState, write_state
 from rl_core.errors import BackendError, FolderBusy
+from rl_core.processes.supervision import MonotonicClock
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
@@ -263,17 +264,7 @@ class Supervisor:
         self.paths.state_file.unlink(missing_ok=True)
 
     def _stop_group(self, group: list[ManagedService]) -> None:
-        """Stop servers together. A second stop signal is passed on, so that runs do not finish saving."""
-        num_signals = self._num_stop_signals
-        for server in group:
-            server.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        for server in group:
-            while not server.wait_for_exit(self._clock(), 0.2) and time.monotonic() < deadline:
-                if self._num_stop_signals > num_signals:
-                    num_signals = self._num_stop_signals
-                    for member in group:
-                        member.send_signal(signal.SIGTERM)
+        stop_services(group, self._clock, lambda: self._num_stop_signals, STOP_SECONDS)
         self._write_changed_state()
 
     def _write_changed_state(self) -> None:

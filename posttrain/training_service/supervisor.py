@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import signal
 import sys
@@ -13,11 +14,12 @@ from types import FrameType
 
 from flows.runtime.prefect_access import build_python_path
 from flows.runtime.stopping import suspend_shutdown_bound
-from posttrain.operations.managed_service import ManagedService, MonotonicClock
+from posttrain.operations.managed_service import ManagedService, stop_services
 from posttrain.operations.processes import check_platform, check_port, format_mark, terminate_marked
 from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment, fetch_json
 from posttrain.training_service.store import ServiceStore
 from rl_core.errors import BackendError
+from rl_core.processes.supervision import MonotonicClock
 from rl_core.settings import ServiceSettings
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
@@ -210,13 +212,6 @@ def _print_started(settings: ServiceSettings, has_keys: bool, say: Callable[[str
 def _stop_servers(servers: list[ManagedService], signals: list[int]) -> bool:
     """Stop all processes; a further signal kills them. Return whether the worker exited after saving all runs."""
     worker = servers[0].process if servers else None
-    for server in servers:
-        server.send_signal(signal.SIGTERM)
-    num_signals = len(signals)
-    # A list, not a generator: every server is polled each time. Each server bounds its own shutdown.
-    while not all([server.wait_for_exit(time.time(), STEP_SECONDS) for server in servers]):
-        if len(signals) > num_signals:
-            num_signals = len(signals)
-            for server in servers:
-                server.send_signal(signal.SIGTERM)
+    # Each server bounds its own shutdown.
+    stop_services(servers, MonotonicClock(), lambda: len(signals), math.inf)
     return worker is not None and worker.returncode in CLEAN_EXIT_CODES

@@ -1,7 +1,7 @@
 """Supervision of one process: start, liveness check, restart with exponential backoff.
 
-`SupervisedProcess` serves `posttrain up` (`posttrain/operations/managed_service.py`: health checks over HTTP) and online
-learning (`heartbeats.py`: heartbeats over a socket).
+`posttrain up` supervises by health checks (`posttrain/operations/managed_service.py`), online learning by heartbeats
+(`heartbeats.py`).
 """
 
 from __future__ import annotations
