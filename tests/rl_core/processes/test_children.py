@@ -1,5 +1,6 @@
 """Start, stop and parent-death binding of child processes."""
 
+import ast
 import os
 import signal
 import subprocess
@@ -11,7 +12,6 @@ import pytest
 from helpers import ROOT
 
 from rl_core.processes.children import (
-    bind_to_parent,
     kill_group,
     signal_group,
     start_child,
@@ -96,7 +96,6 @@ def test_a_child_of_a_dead_parent_exits():
     code = "import os, sys; from rl_core.processes.children import bind_to_parent; bind_to_parent(2**22 + 1)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT)
     assert done.returncode == 1
-    assert bind_to_parent.__defaults__ == (signal.SIGKILL,)
 
 
 def test_stop_is_sigterm_and_after_the_grace_sigkill():
@@ -131,3 +130,26 @@ def test_a_group_outlives_its_leader_until_it_is_killed():
 def test_a_program_that_is_missing_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="no_such_program"):
         start_child([str(Path("/no_such_program"))], log=tmp_path / "log")
+
+
+PRIMITIVES = {"subprocess.Popen", "os.killpg", "os.fork", "multiprocessing.Process"}
+
+
+def test_children_are_started_and_killed_in_one_place():
+    places = {}
+    for package in ("rl_core", "tasks", "flows", "posttrain"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            calls = {
+                ast.unparse(node.func)
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.Call)
+            }
+            if used := calls & PRIMITIVES:
+                places[str(path.relative_to(ROOT))] = used
+    assert places.pop("rl_core/processes/children.py") == {"subprocess.Popen", "os.killpg"}
+    assert places == {  # programs that run without this project on their path
+        "posttrain/operations/subreaper.py": {"subprocess.Popen"},
+        "rl_core/environments/code_child.py": {"subprocess.Popen", "os.killpg"},
+        "rl_core/environments/sandbox.py": {"os.fork"},
+        "rl_core/environments/subprocess_main.py": {"os.fork"},
+    }
