@@ -19,7 +19,7 @@ from posttrain.operations.processes import check_platform, check_port, format_ma
 from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment, fetch_json
 from posttrain.training_service.store import ServiceStore
 from rl_core.errors import BackendError
-from rl_core.processes.supervision import MonotonicClock
+from rl_core.processes.supervision import MonotonicClock, handle_signals
 from rl_core.settings import ServiceSettings
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
@@ -151,11 +151,11 @@ def supervise_service(settings: ServiceSettings, say: Callable[[str], None] = pr
         signals.append(number)
 
     # The shutdown bound is suspended because the worker may take `stop_seconds` to save.
-    with FolderLock(folder / "supervisor.lock"), suspend_shutdown_bound():
-        previous_handlers = {
-            number: signal.signal(number, record_signal)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
+    with (
+        FolderLock(folder / "supervisor.lock"),
+        suspend_shutdown_bound(),
+        handle_signals({signal.SIGTERM: record_signal, signal.SIGINT: record_signal}),
+    ):
         servers: list[ManagedService] = []
         try:
             terminate_marked(format_mark(folder), grace=_compute_stop_seconds(settings))
@@ -171,8 +171,6 @@ def supervise_service(settings: ServiceSettings, say: Callable[[str], None] = pr
             _keep_servers_up(servers, signals, lambda: _print_started(settings, has_keys, say))
         finally:
             is_saved = _stop_servers(servers, signals)
-            for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
     if is_saved:
         say("stopped; every run is saved")
     else:

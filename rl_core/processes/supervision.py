@@ -1,4 +1,4 @@
-"""Supervision of one process: start, liveness check, restart with exponential backoff.
+"""Supervision of one process: start, liveness check, restart with exponential backoff; signals of a supervisor.
 
 `posttrain up` supervises by health checks (`posttrain/operations/managed_service.py`), online learning by heartbeats
 (`heartbeats.py`).
@@ -6,17 +6,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rl_core.errors import PosttrainError
 
 log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def handle_signals(
+    handlers: Mapping[int, Callable[[int, FrameType | None], None]],
+) -> Iterator[None]:
+    """Handle signals, by number, within the block, and restore the previous handlers. For the main thread."""
+    previous_handlers = {
+        number: signal.signal(number, handler) for number, handler in handlers.items()
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
 
 
 class MonotonicClock:

@@ -84,11 +84,10 @@ def test_a_child_ends_with_its_parent(number):
     ) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        try:
-            child.wait(20)  # seconds; else psutil raises
-        finally:
-            if child.is_running():
-                child.kill()
+        _, alive = psutil.wait_procs([child], timeout=20)
+        for process in alive:
+            process.kill()
+        assert alive == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

@@ -1,12 +1,34 @@
 """Supervision: the clock when the system clock is set, restart delays, restarts and their count."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from rl_core.processes.supervision import MonotonicClock, RestartPolicy, SupervisedProcess
+from rl_core.processes.supervision import (
+    MonotonicClock,
+    RestartPolicy,
+    SupervisedProcess,
+    handle_signals,
+)
+
+
+def test_signals_are_handled_within_the_block_alone():
+    received = []
+    previous = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)
+    handlers = {
+        signal.SIGUSR1: lambda number, frame: received.append(number),
+        signal.SIGUSR2: lambda number, frame: received.append(-number),
+    }
+    with pytest.raises(ValueError, match="end"), handle_signals(handlers):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        raise ValueError("end")
+    assert sorted(received) == sorted([signal.SIGUSR1, -signal.SIGUSR2])
+    assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)) == previous
 
 
 def test_clock_does_not_jump(monkeypatch):
