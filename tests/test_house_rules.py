@@ -51,7 +51,7 @@ SMALL_FILE = 80
 SHORT_MODULES = {
     "flows.serving.chat_server": "former import path, removed in 0.3",
     "posttrain.cli.entry": "console script",
-    "posttrain.cli.monitor_process": "child process, run by -m",
+    "posttrain.cli.monitor_process": "page of `run --monitor`, tested by itself",
     "posttrain.training_service.process": "child process, run by -m",
     "rl_core.api.recipes.thoughts": "a stage imports its own recipe alone (stage keys)",
     "rl_core.data.tokenising_child": "child process, run as a file",

@@ -29,7 +29,7 @@ LEVELS = {
     "rl_core": [
         {"settings", "metric_history", "timing", "time_limits", "tracking", "types", "errors"},
         {"out_of_memory", "machine_memory", "json_client", "distributed", "losses", "storage"},
-        {"cpu", "user_code"},
+        {"cpu", "user_code", "processes"},
         {"environments", "analysis", "data", "models", "capabilities", "trackers"},
         {"curriculum", "preferences", "rewards", "references"},
         {"rollouts", "inference"},

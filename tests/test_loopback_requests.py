@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers import ROOT
-from posttrain.cli.tracking_pages import PageServer
+from posttrain.cli.ui import PageServer
 
 from flows.runtime.embedded_server import _EmbeddedServer
 from posttrain.cli import doctor

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import errno
-import functools
 import importlib.util
 import logging
 import os
@@ -29,12 +27,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from flows.runtime import prefect_access
 from flows.runtime.prefect_home import build_embedded_access, build_prefect_environment
 from rl_core.errors import BackendError, PosttrainError
 from rl_core.json_client import RequestError, fetch_json
+from rl_core.processes.children import start_child, stop_child
 from rl_core.storage.atomic_files import (
     REMEDIES,
     make_folder,
@@ -46,7 +44,7 @@ from rl_core.storage.faults import inject_fault
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+STOP_SECONDS = 5.0  # from SIGTERM to SIGKILL
 MIN_FREE_BYTES = 5_000_000  # for Prefect's database and its log
 PORT_TAKEN_EXIT_CODE = 3  # of uvicorn; also of a server that cannot open its database
 MAX_PORT_RETRIES = 2
@@ -209,13 +207,13 @@ class _EmbeddedServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/api"
 
-    def _start_process(self) -> subprocess.Popen[Any]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         """Start the server with our check of hosts and origins, from wherever this project is imported."""
         prefect = importlib.util.find_spec("prefect")
         assert prefect is not None and prefect.origin is not None
         environment = {**os.environ, **_EMBEDDED_VARIABLES, **self._extra_environment}
         environment["PYTHONPATH"] = prefect_access.build_python_path(environment)
-        return build_session_popen()(
+        return start_child(
             [
                 sys.executable,
                 "-P",
@@ -234,7 +232,8 @@ class _EmbeddedServer:
                 "--lifespan",
                 "on",
             ],
-            env=environment,
+            environment=environment,
+            death_signal=signal.SIGTERM,
         )
 
     def wait_until_healthy(self, limit: float) -> None:
@@ -257,12 +256,7 @@ class _EmbeddedServer:
 
     def stop_process(self) -> None:
         """Stop the server."""
-        self.process.terminate()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        stop_child(self.process, STOP_SECONDS)
 
 
 _server: _EmbeddedServer | None = None  # shared by all runs of this process
@@ -408,19 +402,6 @@ def read_external_address() -> str:
 
     url = get_current_settings().api.url or ""
     return "" if _server is not None and url == _server.url else url
-
-
-def build_session_popen() -> Callable[..., subprocess.Popen[Any]]:
-    """Return `Popen` in a new session; the child gets SIGTERM when the thread that started it ends (Linux)."""
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (AttributeError, OSError, TypeError):  # not Linux: children of a killed run survive
-        return functools.partial(subprocess.Popen, start_new_session=True)
-    return functools.partial(
-        subprocess.Popen,
-        start_new_session=True,
-        preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM),
-    )
 
 
 def _find_free_port() -> int:

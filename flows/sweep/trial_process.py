@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol
 
 from rl_core.errors import PosttrainError, SettingsError, Stopped, WorkerFailed
 from rl_core.machine_memory import measure_free_memory
-from rl_core.storage.atomic_files import make_folder, open_log_file
+from rl_core.processes.children import start_child, wait_or_kill
 from rl_core.user_code.load import build_child_import_path
 from tasks.config import PipelineSettings
 from tasks.config.machine_checks import GIB
@@ -60,25 +60,14 @@ class LocalTrialProcess:
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         """Start it. `log` receives its output. Raises: OSError."""
         read_end, write_end = os.pipe()
-        make_folder(log.parent)
-        with open_log_file(log) as file:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "flows.sweep.worker",
-                    str(os.getpid()),
-                    str(write_end),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-                text=True,
-                pass_fds=(write_end,),
-                env=dict(environment),
-                start_new_session=True,
-            )
+        program = [sys.executable, "-P", "-m", "flows.sweep.worker"]
+        self.process = start_child(
+            [*program, str(os.getpid()), str(write_end)],
+            log=log,
+            stdin=subprocess.PIPE,
+            environment=environment,
+            descriptors=(write_end,),
+        )
         os.close(write_end)
         self._events: IO[str] = os.fdopen(read_end)
 
@@ -92,7 +81,7 @@ class LocalTrialProcess:
         assert self.process.stdin is not None
         # The process may have ended, or its input may be closed.
         with contextlib.suppress(BrokenPipeError, ValueError):
-            self.process.stdin.write(line + "\n")
+            self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
     def iter_lines(self) -> Iterator[str]:
@@ -113,11 +102,7 @@ class LocalTrialProcess:
 
     def end(self) -> int:
         """See `TrialProcess`."""
-        try:
-            code = self.process.wait(timeout=STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
+        code = wait_or_kill(self.process, STOP_SECONDS)
         self._events.close()
         self.close_input()
         return code

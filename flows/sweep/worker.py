@@ -25,8 +25,8 @@ from typing import IO, Any
 
 from flows.runtime.stopping import TerminatedBySignal, unwind_on_sigterm
 from rl_core.errors import PosttrainError, Stopped
+from rl_core.processes.children import bind_to_parent
 from rl_core.user_code.load import append_working_directory
-from tasks.processes.child_processes import bind_to_parent
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,15 +15,9 @@ from typing import IO
 
 from flows.runtime.prefect_access import build_python_path
 from rl_core.errors import SettingsError
+from rl_core.processes.children import start_child, stop_child
 from rl_core.storage.atomic_files import make_folder
-from tasks.processes.child_processes import bind_to_parent
 
-# The child asks the kernel to end it with its parent, then becomes `posttrain monitor`.
-_PROGRAM = (
-    "from posttrain.cli.monitor_process import tie_to_run; tie_to_run(); "
-    "from posttrain.cli.main import command; command()"
-)
-_PARENT = "POSTTRAIN_RUN_PROCESS"
 STOP_SECONDS = 5.0
 
 
@@ -40,19 +35,12 @@ def serve_monitor_page(output: Path, is_enabled: bool) -> Iterator[None]:
             "--monitor: the live page needs Gradio: pip install 'posttrain[monitor]'"
         )
     make_folder(output)
-    environment = {
-        **os.environ,
-        _PARENT: str(os.getpid()),
-        "PYTHONPATH": build_python_path(os.environ),
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, "monitor", "--output", str(output)],
-        env=environment,
-        text=True,
-        stdin=subprocess.DEVNULL,
+    process = start_child(
+        [sys.executable, "-m", "posttrain.cli.main", "monitor", "--output", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        environment={**os.environ, "PYTHONPATH": build_python_path(os.environ)},
+        death_signal=signal.SIGKILL,
     )
     assert process.stdout is not None
     threading.Thread(
@@ -61,20 +49,10 @@ def serve_monitor_page(output: Path, is_enabled: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop_child(process, STOP_SECONDS)
 
 
-def _print_page_link(lines: IO[str]) -> None:
+def _print_page_link(lines: IO[bytes]) -> None:
     for line in lines:
-        if line.startswith("monitor"):
-            print(line.rstrip(), file=sys.stderr, flush=True)
-
-
-def tie_to_run() -> None:
-    """End this process, which serves the page, with the run that started it."""
-    bind_to_parent(int(os.environ.pop(_PARENT)))
+        if line.startswith(b"monitor"):
+            print(line.decode(errors="replace").rstrip(), file=sys.stderr, flush=True)

@@ -132,8 +132,8 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _run_online_process(arguments: argparse.Namespace, settings: OnlineSettings) -> int:
     """Run a process that accompanies a server until it is asked to stop."""
-    from posttrain.online.supervision import Heartbeat
     from posttrain.online.worker_processes import learn_from_buffer, run_gate
+    from rl_core.processes.heartbeats import Heartbeat
 
     part = arguments.part
     if arguments.heartbeat is not None:

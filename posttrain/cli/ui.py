@@ -24,7 +24,8 @@ from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_and_output_options, parse_port
 from rl_core.errors import BackendError, SettingsError
 from rl_core.json_client import find_health_problem
-from rl_core.storage.atomic_files import make_folder, open_log_file
+from rl_core.processes.children import kill_group, signal_group, start_child
+from rl_core.storage.atomic_files import make_folder
 from tasks.mlflow_environment import build_server_options, record_served_page
 
 log = logging.getLogger(__name__)
@@ -32,15 +33,6 @@ log = logging.getLogger(__name__)
 START_SECONDS = 120.0  # a first start creates databases
 STOP_SECONDS = 8.0  # grace period before the group is killed
 MAX_PORTS_TRIED = 100
-
-# Asks the kernel for SIGTERM when the parent dies, then becomes the server.
-_CHILD_PROGRAM = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 15)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[2:]])
-"""
 
 EXAMPLES = ("ui", "ui --output outputs --mlflow-port 5000 --prefect-port 4200")
 
@@ -260,17 +252,13 @@ class PageServers:
         self, service: PageServer, arguments: list[str], environment: dict[str, str]
     ) -> None:
         assert service.log_path is not None
-        make_folder(service.log_path.parent)
-        with open_log_file(service.log_path) as output:
-            service.process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD_PROGRAM, str(os.getpid()), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**environment, **os.environ, **_select_forced_variables(environment)},
-                cwd=self.output,
-                start_new_session=True,  # Ctrl-C reaches only this process; groups are signalled as a whole
-            )
+        service.process = start_child(
+            [sys.executable, "-P", "-m", *arguments],
+            log=service.log_path,
+            environment={**environment, **os.environ, **_select_forced_variables(environment)},
+            folder=self.output,
+            death_signal=signal.SIGTERM,
+        )
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -298,7 +286,7 @@ class PageServers:
         """Terminate both process groups, with SIGKILL after the grace period."""
         running = [service.process for service in self.services if service.process is not None]
         for process in running:
-            _signal_group(process, signal.SIGTERM)
+            signal_group(process, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
         for process in running:
             try:
@@ -306,10 +294,9 @@ class PageServers:
             except subprocess.TimeoutExpired:
                 log.info("process %d takes too long to stop and is killed", process.pid)
             # Descendants may outlive their group leader.
-            while _signal_group(process, 0) and time.monotonic() < deadline:
+            while signal_group(process, 0) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            _signal_group(process, signal.SIGKILL)
-            process.wait()
+            kill_group(process)
         self.services = []
 
 
@@ -325,15 +312,6 @@ def _select_forced_variables(environment: dict[str, str]) -> dict[str, str]:
         prefect_access.ORIGINS_VARIABLE,
     )
     return {name: environment[name] for name in names if name in environment}
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Signal a child's process group (led by the child); return False if it is empty."""
-    try:
-        os.killpg(process.pid, number)
-        return True
-    except (ProcessLookupError, PermissionError):
-        return False
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:

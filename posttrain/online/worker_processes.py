@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.online.supervision import Heartbeat
 from rl_core.api.policy import load_policy
 from rl_core.errors import DataError, SettingsError
 from rl_core.models.trainable_weights import collect_trainable_weights
@@ -25,6 +24,7 @@ from rl_core.online.service_files import METRICS_FILE
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_worker import UpdateWorker
 from rl_core.online.weight_snapshots import WeightSnapshots, digest_weights
+from rl_core.processes.heartbeats import Heartbeat
 from rl_core.settings import OnlineSettings
 from rl_core.storage.atomic_files import (
     make_folder,

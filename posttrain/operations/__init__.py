@@ -2,7 +2,7 @@
 
 commands         the three commands
 supervisor       starts all servers, keeps them up, and stops them in order
-managed_service  lifecycle of one server: start, health checks, restart with exponential backoff
+managed_service  lifecycle of one server: start, health checks, restart; orderly stop of several
 services         specification of each server: command, environment, health check
 inference_server vLLM as one of the servers
 state            operations/state.json and the supervisor's lock

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -42,7 +41,8 @@ from posttrain.operations.supervisor import (
     return_no_servers,
 )
 from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
-from rl_core.storage.atomic_files import make_folder, open_log_file
+from rl_core.processes.children import start_child
+from rl_core.storage.atomic_files import make_folder
 from tasks.command_hints import format_posttrain_command
 
 # Alternative to --database, which other users of the machine can read.
@@ -252,16 +252,7 @@ def _start_in_background(paths: StatePaths, option_values: dict[str, Any], addre
     if address:
         environment[DATABASE_VARIABLE] = address
     log = paths.resolve_log_path("up")
-    make_folder(log.parent)
-    with open_log_file(log) as out:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=environment,
-            start_new_session=True,
-        )
+    child = start_child(command, log=log, environment=environment)
     _print_line(f"starting in the background (log: {log}) ...")
 
     def is_up(state: SupervisorState) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_core.storage.atomic_files import make_folder, open_log_file
+from rl_core.processes.children import start_child
 
 HOST = "127.0.0.1"
 MARK_VARIABLE = "POSTTRAIN_SERVERS"  # environment variable of every process of a folder's servers
@@ -203,26 +203,12 @@ def spawn_server(
         lead: seconds for the server's children to end before the server is signalled; see subreaper.py.
         soft, grace: seconds from the server's SIGTERM to that of the whole tree, and to SIGKILL.
     """
-    make_folder(log.parent)
-    with open_log_file(log, append_up_to=MAX_LOG_BYTES) as output:
-        output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-        output.flush()
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                str(KEEPER_SCRIPT),
-                str(os.getpid()),
-                str(lead),
-                str(soft),
-                str(grace),
-                *command,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops everything in order
-        )
+    keeper = [sys.executable, "-I", "-S", str(KEEPER_SCRIPT), str(os.getpid())]
+    return start_child(
+        [*keeper, str(lead), str(soft), str(grace), *command],
+        log=log,
+        append_up_to=MAX_LOG_BYTES,
+        header=f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')}\n",
+        environment=environment,
+        folder=folder,
+    )

@@ -18,7 +18,7 @@ from typing import Any
 from flows.runtime.stopping import suspend_shutdown_bound
 from posttrain.operations.connection import explain_known_error
 from posttrain.operations.database import prepare_databases
-from posttrain.operations.managed_service import ManagedService, MonotonicClock
+from posttrain.operations.managed_service import ManagedService, stop_services
 from posttrain.operations.processes import (
     ProcessId,
     check_ports,
@@ -36,6 +36,7 @@ from posttrain.operations.services import (
 )
 from posttrain.operations.state import ServerOptions, StatePaths, SupervisorState, write_state
 from rl_core.errors import BackendError, FolderBusy
+from rl_core.processes.supervision import MonotonicClock, handle_signals
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
@@ -104,8 +105,11 @@ class Supervisor:
         Raises: FolderBusy if another supervisor runs; SettingsError, BackendError if a server does not start.
         """
         # Runs and services save before they end, which takes longer than other commands may.
-        with self._acquire_lock(), suspend_shutdown_bound():
-            previous_handlers = self._register_signal_handlers()
+        with (
+            self._acquire_lock(),
+            suspend_shutdown_bound(),
+            handle_signals(self._build_signal_handlers()),
+        ):
             try:
                 self._start_servers()
                 ready(self.state)
@@ -115,15 +119,13 @@ class Supervisor:
                 self._say("stopping ...")
             finally:
                 self._stop_servers()
-                for number, handler in previous_handlers.items():
-                    signal.signal(number, handler)
 
     def _acquire_lock(self) -> FolderLock:
         """Return the lock of the folder, which tolerates that `is_running` holds it briefly."""
         clear_leftovers(make_folder(self.paths.folder))
         return _RetryingLock(self.paths.lock_file)
 
-    def _register_signal_handlers(self) -> dict[int, Any]:
+    def _build_signal_handlers(self) -> dict[int, Callable[[int, FrameType | None], None]]:
         def stop(number: int, frame: FrameType | None) -> None:
             self._num_stop_signals += 1
 
@@ -134,11 +136,7 @@ class Supervisor:
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # stays ignored under nohup
             numbers.append(signal.SIGHUP)
-        previous_handlers: dict[int, Any] = {
-            int(number): signal.signal(number, stop) for number in numbers
-        }
-        previous_handlers[REPAIR_SIGNAL] = signal.signal(REPAIR_SIGNAL, repair)
-        return previous_handlers
+        return {**dict.fromkeys(numbers, stop), REPAIR_SIGNAL: repair}
 
     def _start_servers(self) -> None:
         if ended := terminate_marked(format_mark(self.output), grace=15.0):
@@ -263,17 +261,7 @@ class Supervisor:
         self.paths.state_file.unlink(missing_ok=True)
 
     def _stop_group(self, group: list[ManagedService]) -> None:
-        """Stop servers together. A second stop signal is passed on, so that runs do not finish saving."""
-        num_signals = self._num_stop_signals
-        for server in group:
-            server.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        for server in group:
-            while not server.wait_for_exit(self._clock(), 0.2) and time.monotonic() < deadline:
-                if self._num_stop_signals > num_signals:
-                    num_signals = self._num_stop_signals
-                    for member in group:
-                        member.send_signal(signal.SIGTERM)
+        stop_services(group, self._clock, lambda: self._num_stop_signals, STOP_SECONDS)
         self._write_changed_state()
 
     def _write_changed_state(self) -> None:

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.online.supervision import StandbyProcess, SupervisedProcess
 from posttrain.serving.chat_server import ChatServer, FeedbackJournal
 from posttrain.serving.served_model import ModelSource, SnapshotSource, SnapshotWatcher
 from rl_core.errors import PosttrainError, SettingsError
@@ -36,6 +35,7 @@ from rl_core.online.service_files import (
     read_gate_state,
     read_json_object,
 )
+from rl_core.processes.heartbeats import HeartbeatProcess, StandbyProcess
 from rl_core.settings import EnvironmentSettings, ModelSettings, OnlineSettings, ServingSettings
 from rl_core.storage.manifest import digest_folder
 from tasks.tracking import ModelVersion, Tracking
@@ -254,7 +254,7 @@ class OnlineLearningService:
         )
         self.server: ChatServer | None = None
         self.snapshot_watcher: SnapshotWatcher | None = None
-        self.processes: list[SupervisedProcess] = []
+        self.processes: list[HeartbeatProcess] = []
         self.standby: StandbyProcess | None = None
         self._forwarded_orders = folder.forwarded_orders
         self._file_states: Any = ()  # identities of the order files when they were last read
@@ -297,7 +297,7 @@ class OnlineLearningService:
         if self.settings.service.run_gate and self.answers.environment is not None:
             roles.append("gate")
         self.processes = [
-            SupervisedProcess(
+            HeartbeatProcess(
                 role,
                 [*command, role, settings_path, "--heartbeat"],
                 self.folder.path / f"{role}.log",
@@ -327,7 +327,7 @@ class OnlineLearningService:
     def _run_supervision(self) -> None:
         while not self._stop_event.wait(SUPERVISION_SECONDS):
             for process in self.processes:
-                process.step()
+                process.step(time.monotonic())
             try:
                 if self.standby is not None and all(process.is_up for process in self.processes):
                     # Not before the others are up: it would take their processor time.

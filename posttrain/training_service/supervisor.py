@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import signal
 import sys
@@ -13,12 +14,13 @@ from types import FrameType
 
 from flows.runtime.prefect_access import build_python_path
 from flows.runtime.stopping import suspend_shutdown_bound
-from posttrain.operations.managed_service import ManagedService, MonotonicClock
+from posttrain.operations.managed_service import ManagedService, stop_services
 from posttrain.operations.processes import check_platform, check_port, format_mark, terminate_marked
 from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment
 from posttrain.training_service.store import ServiceStore
 from rl_core.errors import BackendError
 from rl_core.json_client import RequestError, fetch_json
+from rl_core.processes.supervision import MonotonicClock, handle_signals
 from rl_core.settings import ServiceSettings
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
@@ -150,11 +152,11 @@ def supervise_service(settings: ServiceSettings, say: Callable[[str], None] = pr
         signals.append(number)
 
     # The shutdown bound is suspended because the worker may take `stop_seconds` to save.
-    with FolderLock(folder / "supervisor.lock"), suspend_shutdown_bound():
-        previous_handlers = {
-            number: signal.signal(number, record_signal)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
+    with (
+        FolderLock(folder / "supervisor.lock"),
+        suspend_shutdown_bound(),
+        handle_signals({signal.SIGTERM: record_signal, signal.SIGINT: record_signal}),
+    ):
         servers: list[ManagedService] = []
         try:
             terminate_marked(format_mark(folder), grace=_compute_stop_seconds(settings))
@@ -170,8 +172,6 @@ def supervise_service(settings: ServiceSettings, say: Callable[[str], None] = pr
             _keep_servers_up(servers, signals, lambda: _print_started(settings, has_keys, say))
         finally:
             is_saved = _stop_servers(servers, signals)
-            for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
     if is_saved:
         say("stopped; every run is saved")
     else:
@@ -211,13 +211,6 @@ def _print_started(settings: ServiceSettings, has_keys: bool, say: Callable[[str
 def _stop_servers(servers: list[ManagedService], signals: list[int]) -> bool:
     """Stop all processes; a further signal kills them. Return whether the worker exited after saving all runs."""
     worker = servers[0].process if servers else None
-    for server in servers:
-        server.send_signal(signal.SIGTERM)
-    num_signals = len(signals)
-    # A list, not a generator: every server is polled each time. Each server bounds its own shutdown.
-    while not all([server.wait_for_exit(time.time(), STEP_SECONDS) for server in servers]):
-        if len(signals) > num_signals:
-            num_signals = len(signals)
-            for server in servers:
-                server.send_signal(signal.SIGTERM)
+    # Each server bounds its own shutdown.
+    stop_services(servers, MonotonicClock(), lambda: len(signals), math.inf)
     return worker is not None and worker.returncode in CLEAN_EXIT_CODES

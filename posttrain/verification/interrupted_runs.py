@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from rl_core.errors import CheckFailed
-from rl_core.storage.atomic_files import open_log_file
+from rl_core.processes.children import kill_group, start_child, wait_or_kill
 from rl_core.storage.faults import FAULT_POINTS, PLAN_VARIABLE
 from tasks.tracking import read_metrics
 
@@ -58,15 +57,8 @@ class PipelineCommand:
             "--quiet",
             *set_options,
         ]
-        with open_log_file(log, append_up_to=MAX_LOG_BYTES) as file:
-            return subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                env={**self.environment, **extra_environment},
-            )
+        environment = {**self.environment, **extra_environment}
+        return start_child(arguments, log=log, append_up_to=MAX_LOG_BYTES, environment=environment)
 
 
 def _build_child_environment() -> dict[str, str]:
@@ -291,17 +283,12 @@ class _WatchedProcess:
 
     def kill_group(self) -> int:
         """Send SIGKILL to the process and everything it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait()
+        return kill_group(self._process)
 
     def stop_gracefully(self) -> int:
         """Send SIGTERM like a scheduler; SIGKILL if it has not ended within STOP_SECONDS."""
         self._process.terminate()
-        try:
-            code = self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = self.kill_group()
+        code = wait_or_kill(self._process, STOP_SECONDS, whole_group=True)
         self.seconds = time.monotonic() - self._start
         return code
 

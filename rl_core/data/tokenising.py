@@ -5,15 +5,9 @@ Rows to token ids, in several processes where there is enough to do; the result 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
 import pickle
-import queue
-import subprocess
-import sys
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +20,7 @@ from rl_core.data.formats import RowKind
 from rl_core.data.pairs import build_row_sides
 from rl_core.data.training_sequences import TokenChunk, build_token_chunk, build_training_sequences
 from rl_core.errors import DataError
-from rl_core.user_code.load import build_child_import_path
+from rl_core.processes.process_pool import ConnectedChild, ProcessPool
 
 Row = dict[str, Any]
 ROWS_PER_ENCODING = 64  # rows whose texts are encoded together
@@ -131,42 +125,32 @@ def _split_chunks(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
         first += len(some)
 
 
-class _TokenisingProcesses:
+class _TokenisingProcesses(ProcessPool[ConnectedChild]):
     """Processes that tokenise chunks, each driven by one thread of this process."""
 
     def __init__(self, renderer: ChatRenderer, job: TokenisationJob, count: int) -> None:
-        self._setup, self._digest, self._count = (
-            (renderer.tokenizer, renderer.settings, job),
-            renderer.digest,
-            count,
-        )
-        self._idle_children: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._threads, self._lock = ThreadPoolExecutor(count), threading.Lock()
-        self._setup_message, self._ready_pids, self._num_lost = b"", set[int](), 0
-
-    def __enter__(self) -> _TokenisingProcesses:
+        super().__init__(count)
+        self._count, self._digest, self._num_lost = count, renderer.digest, 0
+        self._threads = ThreadPoolExecutor(count)
         try:
-            self._setup_message = pickle.dumps(self._setup, pickle.HIGHEST_PROTOCOL)
+            setup = (renderer.tokenizer, renderer.settings, job)
+            self._setup_message = pickle.dumps(setup, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # a tokenizer of the user's code may hold anything
             logger.info(
                 "rows are tokenised in one process, as the tokenizer cannot be sent to others: %s",
                 error,
             )
-        for _ in range(self._count):
-            child = _start_child() if self._setup_message else None
-            self._return_child(child)
-            if child is not None:
-                self._started.append(child)
+            self._num_lost = count
+
+    def __enter__(self) -> _TokenisingProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self._started:
-            child.kill()
+        self._num_lost = self._count  # no chunk starts another process
+        for child in list(self._live_children):
+            child.process.kill()  # its thread notices
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for child in self._started:
-            with contextlib.suppress(OSError):
-                child.communicate()
+        self.end_children()
 
     def iter_results(
         self, chunks: Iterable[tuple[int, list[Row]]]
@@ -185,62 +169,32 @@ class _TokenisingProcesses:
             yield future.result(), place, rows
 
     def _tokenize_in_child(self, first: int, rows: list[Row]) -> ChunkTokens | None:
-        child = self._idle_children.get()
-        try:
-            if child is None:
-                return None
-            if child.pid not in self._ready_pids:
-                self._set_up_child(child)
-            return _exchange_messages(child, (first, rows))
-        except Exception as error:
-            logger.warning("a process that tokenised rows died: %s %s", type(error).__name__, error)
-            child = None
+        if self._num_lost >= self._count:
             return None
-        finally:
-            self._return_child(child)
+        try:
+            with self.use_child() as child:
+                return _exchange_pickles(
+                    child, pickle.dumps((first, rows), pickle.HIGHEST_PROTOCOL)
+                )
+        except Exception as error:
+            self._num_lost += 1
+            logger.warning("a process that tokenised rows died: %s %s", type(error).__name__, error)
+            return None
 
-    def _return_child(self, child: subprocess.Popen[bytes] | None) -> None:
-        """Mark a child free for the next chunk; None = it died, which ends the waiting only when no child is left."""
-        if child is None:
-            with self._lock:
-                self._num_lost += 1
-                if self._num_lost < self._count:
-                    return
-        self._idle_children.put(child)
+    def _start_child(self) -> ConnectedChild:
+        # One thread each, without a GPU.
+        variables = {
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        return ConnectedChild("rl_core.data.tokenising_child", variables, quiet=True)
 
-    def _set_up_child(self, child: subprocess.Popen[bytes]) -> None:
-        """Send a child its job, and wait until it has started."""
-        assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(self._setup_message)
-        child.stdin.flush()
-        if pickle.load(child.stdout) != self._digest:
+    def _set_up_child(self, child: ConnectedChild) -> None:
+        if _exchange_pickles(child, self._setup_message) != self._digest:
             raise ValueError("its chat template is another one")
-        self._ready_pids.add(child.pid)
 
 
-def _start_child() -> subprocess.Popen[bytes] | None:
-    # One thread each, without a GPU, with this process's module path.
-    variables = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "rl_core.data.tokenising_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **variables, "PYTHONPATH": build_child_import_path()},
-        )
-    except OSError as error:
-        logger.warning("a process to tokenise rows cannot be started: %s", error)
-        return None
-
-
-def _exchange_messages(child: subprocess.Popen[bytes], request: Any) -> ChunkTokens | None:
-    assert child.stdin is not None and child.stdout is not None
-    child.stdin.write(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
-    child.stdin.flush()
-    tokens: ChunkTokens | None = pickle.load(child.stdout)
-    return tokens
+def _exchange_pickles(child: ConnectedChild, message: bytes) -> Any:
+    child.send_bytes(message)
+    return pickle.loads(child.recv_bytes())

@@ -1,48 +1,36 @@
-"""Child process of `tokenising`: `python -m rl_core.data.tokenising_child`, which speaks pickles on its pipes.
+"""Child process of `tokenising`: `python -m rl_core.data.tokenising_child DESCRIPTOR`, which exchanges pickles.
 
 First (tokenizer, settings, job), answered by the renderer's digest; then (number of the first row, rows), each answered
-by `tokenize_chunk`, or by None where that failed and the parent is to fail by itself. Ends with its input.
+by `tokenize_chunk`, or by None where that failed and the parent is to fail by itself. Ends with its connection.
 """
 
 from __future__ import annotations
 
-import io
-import os
 import pickle
-import signal
 import sys
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenising import tokenize_chunk
+from rl_core.processes.process_pool import connect_to_owner
 
 
-def main() -> None:
-    """Serve one parent."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C comes to the parent too, which then closes the pipe
-    requests, answers = sys.stdin.buffer, io.FileIO(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    tokenizer, settings, job = pickle.load(requests)
+def main(descriptor: int) -> None:
+    """Serve the owner at the other end of the connection."""
+    connection = connect_to_owner(descriptor)
+    tokenizer, settings, job = pickle.loads(connection.recv_bytes())
     renderer = ChatRenderer(tokenizer, settings)
-    _send_pickle(answers, renderer.digest)
+    connection.send_bytes(pickle.dumps(renderer.digest))
     while True:
         try:
-            first, rows = pickle.load(requests)
+            first, rows = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
             result = tokenize_chunk(renderer, job, rows, first)
         except Exception:
             result = None
-        _send_pickle(answers, result)
-
-
-def _send_pickle(answers: io.FileIO, value: object) -> None:
-    rest = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-    while rest:
-        rest = rest[answers.write(rest) :]
+        connection.send_bytes(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -12,20 +12,19 @@ import functools
 import json
 import logging
 import os
-import queue
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import PosttrainError
+from rl_core.processes.children import kill_group, start_child
+from rl_core.processes.process_pool import ProcessPool
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class ChildTimeout(ChildFailed):
     """A child exceeded its time limit and was killed."""
 
 
-class ChildPool:
+class ChildPool(ProcessPool["_ChildProcess"]):
     """Up to `count` children that serve requests with the function `handle` of a script. Thread-safe."""
 
     def __init__(
@@ -75,6 +74,7 @@ class ChildPool:
             readable: files and folders that children may read, in addition to the system's and the import path.
             writable: files and folders that children may also write.
         """
+        super().__init__(count)
         self._script, self._timeout_s, self._memory_gib = script, timeout_s, memory_gib
         self._options = {"setup": setup, "timeout_s": timeout_s}
         self._sandbox = {
@@ -86,31 +86,14 @@ class ChildPool:
         self._variables, self._values = (*_VARIABLES, *variables), dict(values or {})
         # Parts of the sandbox that the newest child lacks, with the reason.
         self.missing_sandbox_parts: dict[str, str] = {}
-        # Last in, first out: starts as few children as possible.
-        self._child_slots: queue.LifoQueue[_ChildProcess | None] = queue.LifoQueue()
-        for _ in range(count):
-            self._child_slots.put(None)
-        self._live_children: list[_ChildProcess] = []
-        weakref.finalize(self, _kill_children, self._live_children)
 
     def request_reply(self, request: dict[str, Any]) -> Any:
         """Return the result of `handle(request)`, decoded from JSON; blocks while all children are busy.
 
         Raises: ChildTimeout if there is no reply within the limit; ChildFailed if it raised or the child died.
         """
-        child = self._child_slots.get()
-        try:
-            if child is None:
-                child = self._start_child()
+        with self.use_child() as child:
             reply = child.send_request(request, self._timeout_s)
-        except BaseException:  # an interrupted request would leave a stale reply in the pipe
-            if child is not None:
-                child.kill_group()
-                self._live_children.remove(child)
-                child = None
-            raise
-        finally:
-            self._child_slots.put(child)
         if "error" in reply:
             raise ChildFailed(reply["error"])
         return reply["value"]
@@ -122,21 +105,16 @@ class ChildPool:
             "OMP_NUM_THREADS": "1",
         }
         variables |= self._values
-        child = _ChildProcess(
-            self._script, {**self._options, "sandbox": self._sandbox}, variables, self._memory_gib
-        )
-        try:
-            reply = child.receive_reply(_START_TIMEOUT_S)
-            if "error" in reply:
-                raise ChildFailed(reply["error"])
-        except ChildFailed:
-            child.kill_group()
-            raise
+        options = {**self._options, "sandbox": self._sandbox}
+        return _ChildProcess(self._script, options, variables, self._memory_gib)
+
+    def _set_up_child(self, child: _ChildProcess) -> None:
+        reply = child.receive_reply(_START_TIMEOUT_S)
+        if "error" in reply:
+            raise ChildFailed(reply["error"])
         self.missing_sandbox_parts = reply["value"]["missing"]
         for part, reason in self.missing_sandbox_parts.items():
             _warn_about_missing_part(part, reason)
-        self._live_children.append(child)
-        return child
 
 
 @functools.lru_cache(maxsize=64)
@@ -171,14 +149,13 @@ class _ChildProcess:
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="posttrain-sandbox-")
         options = {**options, "sandbox": {**options["sandbox"], "folder": self._folder}}
-        self._process = subprocess.Popen(
+        self._process = start_child(
             [sys.executable, "-P", str(_MAIN), str(script), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd=self._folder,
-            env=variables,
-            start_new_session=True,
+            folder=Path(self._folder),
+            environment=variables,
         )
         self._memory_bytes = None if memory_gib is None else memory_gib * 2**30
         self._buffer = bytearray()
@@ -242,11 +219,9 @@ class _ChildProcess:
                 f"its processes use {memory / 2**30:.1f} GiB together, above memory_gib"
             )
 
-    def kill_group(self) -> None:
-        """Kill the process group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+    def end_process(self) -> None:
+        """Kill the process group and remove the working folder."""
+        kill_group(self._process)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -269,8 +244,3 @@ def _measure_memory(pid: int) -> int:
         newer = {number for number, parent in parents.items() if parent in newer} - members
         members |= newer
     return sum(private_bytes.get(number, 0) for number in members)
-
-
-def _kill_children(children: list[_ChildProcess]) -> None:
-    for child in children:
-        child.kill_group()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import select
 import sys
-import threading
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from rl_core.out_of_memory import format_first_line
+from rl_core.processes.process_pool import connect_to_owner
 from rl_core.references.quantized import count_weight_bytes
 from rl_core.references.scorer import ModelScorer, ReferenceSource, load_scorer
 from rl_core.references.scorer_process import receive_message, send_message, split_rows
@@ -35,8 +32,7 @@ def load_requested_scorer(source: dict[str, Any], pass_tokens: int, threads: int
 
 def main(descriptor: int) -> None:
     """Serve the owner at the other end of the connection."""
-    connection: Connection = Connection(descriptor)
-    threading.Thread(target=_exit_with_owner, args=(descriptor,), daemon=True).start()
+    connection = connect_to_owner(descriptor)
     scorer: ModelScorer | None = None
     while True:
         try:
@@ -59,15 +55,6 @@ def main(descriptor: int) -> None:
         except Exception as error:
             reply = {"error": str(error) or format_first_line(error), "kind": type(error).__name__}
             send_message(connection, reply, _EMPTY_ARRAY)
-
-
-def _exit_with_owner(descriptor: int) -> None:
-    """End this process when the other end of the connection is closed, even during a pass."""
-    poller = select.poll()
-    poller.register(descriptor, select.POLLRDHUP)
-    while not poller.poll():
-        continue
-    os._exit(0)
 
 
 if __name__ == "__main__":

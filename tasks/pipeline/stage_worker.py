@@ -23,12 +23,12 @@ import transformers
 
 from rl_core.distributed import ProcessGroup, join_process_group
 from rl_core.errors import PosttrainError
+from rl_core.processes.children import bind_to_parent
 from rl_core.storage.atomic_files import write_json_atomic, write_text_unsynced
 from rl_core.storage.faults import inject_fault
 from rl_core.tracking import MemoryTracker, Tracker
 from tasks.config import build_settings
 from tasks.pipeline.stage import StageContext
-from tasks.processes.child_processes import bind_to_parent
 from tasks.processes.launch import EVENTS_FILE, EventLogHandler, EventTracker
 from tasks.processes.torchrun import AGENT_PID_VARIABLE
 

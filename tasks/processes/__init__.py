@@ -1,1 +1,1 @@
-"""Processes of a stage: launch under torchrun, event channel of rank 0, child processes."""
+"""Processes of a stage: launch under torchrun, event channel of rank 0."""

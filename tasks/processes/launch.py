@@ -31,11 +31,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
+from rl_core.processes.children import kill_group, start_child
 from rl_core.settings import LaunchSettings
 from rl_core.storage.append_log import (
     RECORD_LOST,
@@ -44,7 +47,6 @@ from rl_core.storage.append_log import (
 )
 from rl_core.storage.atomic_files import (
     make_folder,
-    open_log_file,
     write_json_atomic,
     write_text_unsynced,
 )
@@ -53,7 +55,6 @@ from rl_core.tracking import Tracker, sync_tracker
 from rl_core.training.signals import GRACE_SECONDS, IterationAborted, StopRequests
 from rl_core.user_code.load import build_child_import_path
 from tasks.config import PipelineSettings, dump_settings
-from tasks.processes.child_processes import wait_for_exit
 
 logger = logging.getLogger(__name__)
 
@@ -320,15 +321,11 @@ def _start_torchrun(
             settings.nodes - 1,
             shlex.join([*program, "0", os.devnull, *arguments]),
         )
-    with open_log_file(folder / "agent.log") as log:
-        return subprocess.Popen(
-            [*program, str(os.getpid()), str(folder / "report.json"), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_build_environment(threads, settings),
-            start_new_session=True,
-        )
+    return start_child(
+        [*program, str(os.getpid()), str(folder / "report.json"), *arguments],
+        log=folder / "agent.log",
+        environment=_build_environment(threads, settings),
+    )
 
 
 def _wait_for_torchrun(
@@ -364,13 +361,30 @@ def _wait_for_torchrun(
 
 def _kill_torchrun(agent: subprocess.Popen[bytes], folder: Path) -> None:
     """Kill torchrun, whereupon the kernel kills its processes, and wait until all have ended."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(agent.pid, signal.SIGKILL)
-    agent.wait()
+    kill_group(agent)
     pids = [int(path.read_text() or 0) for path in folder.glob(f"pid-{platform.node()}-*")]
     running = wait_for_exit([pid for pid in pids if pid], KILL_TIMEOUT_S)
     if running:
         logger.warning("processes %s were killed and still run", running)
+
+
+def wait_for_exit(pids: Iterable[int], timeout_s: float) -> list[int]:
+    """Wait for processes that are being killed and are not children of this process; return those that still run."""
+    deadline = time.monotonic() + timeout_s
+    running = list(pids)
+    while True:
+        running = [pid for pid in running if _is_running(pid)]
+        if not running or time.monotonic() > deadline:
+            return running
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        # A zombie only waits to be reaped by init.
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _load_result(folder: Path, status: int) -> dict[str, Any]:

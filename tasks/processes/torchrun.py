@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_core.processes.children import bind_to_parent
 from rl_core.storage.atomic_files import write_json_atomic
-from tasks.processes.child_processes import bind_to_parent
 
 AGENT_PID_VARIABLE = "POSTTRAIN_AGENT_PID"  # pid that the processes expect as their parent
 

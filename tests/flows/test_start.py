@@ -73,16 +73,13 @@ def test_a_server_that_exits_is_not_restarted_endlessly(monkeypatch, tmp_path):
 
     started = []
 
-    def build_failing_popen():
-        def popen(command, **options):
-            started.append(command)
-            return subprocess.Popen(
-                [sys.executable, "-c", f"raise SystemExit({embedded_server.PORT_TAKEN_EXIT_CODE})"]
-            )
+    def start_failing_child(command, **options):
+        started.append(command)
+        return subprocess.Popen(
+            [sys.executable, "-c", f"raise SystemExit({embedded_server.PORT_TAKEN_EXIT_CODE})"]
+        )
 
-        return popen
-
-    monkeypatch.setattr(embedded_server, "build_session_popen", build_failing_popen)
+    monkeypatch.setattr(embedded_server, "start_child", start_failing_child)
     ephemeral = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True, PREFECT_HOME: tmp_path}
     with (
         temporary_settings(ephemeral, restore_defaults={PREFECT_API_URL}),
@@ -194,9 +191,9 @@ def test_libraries_are_imported_while_the_server_starts_but_not_without_a_wait(
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_processes_of_a_run_end_with_it_even_after_kill_9():
     script = (
-        "import subprocess, time\n"
-        "from flows.runtime.embedded_server import build_session_popen\n"
-        "print(build_session_popen()(['sleep', '600']).pid, flush=True)\n"
+        "import signal, time\n"
+        "from rl_core.processes.children import start_child\n"
+        "print(start_child(['sleep', '600'], death_signal=signal.SIGTERM).pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen(

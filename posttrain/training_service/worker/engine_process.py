@@ -27,6 +27,7 @@ from posttrain.training_service.worker.run_tracking import (
 )
 from posttrain.training_service.worker.saved_weights import WeightsStorage, WorkerContext
 from rl_core.errors import BackendError
+from rl_core.processes.supervision import handle_signals
 from rl_core.service.training_engine import TrainingEngine
 from rl_core.settings import ServiceSettings
 from rl_core.storage.atomic_files import make_folder
@@ -206,11 +207,5 @@ def _collect_signals() -> Iterator[tuple[list[int], list[Callable[[], None]]]]:
         for callback in callbacks:
             callback()
 
-    previous_handlers = {
-        number: signal.signal(number, record_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
+    with handle_signals({signal.SIGTERM: record_signal, signal.SIGINT: record_signal}):
         yield received, callbacks
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)

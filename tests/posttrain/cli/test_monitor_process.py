@@ -15,7 +15,7 @@ from rl_core.errors import SettingsError
 
 
 def test_nothing_is_started_without_the_option(tmp_path, monkeypatch):
-    monkeypatch.setattr(monitor_process.subprocess, "Popen", None)
+    monkeypatch.setattr(monitor_process, "start_child", None)
     with serve_monitor_page(tmp_path / "out", False):
         assert not (tmp_path / "out").exists()
     assert build_parser().parse_args(["run", "demo"]).monitor is False

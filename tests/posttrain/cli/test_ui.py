@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.cli.ui import PageServer, PageServers, _signal_group
+from posttrain.cli.ui import PageServer, PageServers
 from rl_core.errors import BackendError, SettingsError
+from rl_core.processes.children import signal_group
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,7 @@ def test_a_group_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     pages = PageServers(tmp_path)
     pages.services = [PageServer("x", "u", process=stubborn)]
     pages.stop_processes()
-    assert stubborn.returncode == -signal.SIGKILL and not _signal_group(stubborn, 0)
+    assert stubborn.returncode == -signal.SIGKILL and not signal_group(stubborn, 0)
 
 
 def list_members(session_leaders: set[int]) -> list[int]:

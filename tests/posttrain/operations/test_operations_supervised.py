@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.operations.connection import format_status_table
-from posttrain.operations.managed_service import ManagedService, compute_restart_delay
+from posttrain.operations.managed_service import RESTART_POLICY, ManagedService
 from posttrain.operations.processes import ProcessId
 from posttrain.operations.services import ServiceSpec
 from posttrain.operations.state import (
@@ -59,7 +59,7 @@ def world(tmp_path):
 
 
 def test_restart_delays_double_up_to_a_minute():
-    assert [compute_restart_delay(failures) for failures in (1, 2, 3, 6, 7, 8, 10_000)] == [
+    assert [RESTART_POLICY.compute_delay(failures) for failures in (1, 2, 3, 6, 7, 8, 10_000)] == [
         1,
         2,
         4,

@@ -3,8 +3,6 @@
 import hashlib
 import logging
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from rl_core.data.pairs import build_row_sides
 from rl_core.data.token_cache import TABLE_FILE, TokenCache, compute_rows_digest
 from rl_core.data.tokenising import CHUNK_ROWS, TokenisationJob, choose_num_processes, tokenize_rows
 from rl_core.data.training_sequences import build_training_sequences
+from rl_core.processes.process_pool import ConnectedChild
 from rl_core.settings import ModelSettings
 
 SFT, DPO = TokenisationJob("demonstrations"), TokenisationJob("preferences")
@@ -188,16 +187,14 @@ def test_several_processes_write_the_same_bytes(tmp_path, renderer, monkeypatch,
     rows = make_rows()
     expected = compute_table_digest(tmp_path / "one", renderer, rows, monkeypatch, 1)
     assert compute_table_digest(tmp_path / "two", renderer, rows, monkeypatch, 2) == expected
-    assert "is gone" not in caplog.text
+    assert "died" not in caplog.text
 
 
 def test_processes_that_die_are_done_without(renderer, monkeypatch, caplog):
-    def start_short_lived():
-        return subprocess.Popen(
-            [sys.executable, "-S", "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def start_short_lived(self):
+        return ConnectedChild("this", quiet=True)  # ends without an answer
 
-    monkeypatch.setattr(tokenising, "_start_child", start_short_lived)
+    monkeypatch.setattr(tokenising._TokenisingProcesses, "_start_child", start_short_lived)
     rows = make_rows()
     chunks = [chunk for chunk, _ in tokenize_rows(rows, renderer, SFT, 2)]
     alone = [chunk for chunk, _ in tokenize_rows(rows, renderer, SFT, 1)]

@@ -287,17 +287,17 @@ def test_a_large_model_has_a_separate_process(folder):
     with pytest.raises(DataError, match="row 0 holds token 99999"):
         references.logprobs(folder, [[99999]])
     (cached,) = references._cache._cached.values()
-    child = cached.scorer._child
+    (child,) = cached.scorer._live_children
     weight_bytes = count_weight_bytes(load_policy_model(folder))
     assert math.isclose(references.state.bytes, weight_bytes, rel_tol=0.01)
-    os.kill(child.pid, signal.SIGKILL)
+    os.kill(child.process.pid, signal.SIGKILL)
     restarted = references.logprobs(folder, ROWS, 0.7)
     assert all(np.array_equal(a, b) for a, b in zip(restarted, local, strict=True))
-    assert cached.scorer._child is not child
-    child = cached.scorer._child
+    assert cached.scorer._live_children != [child]
+    (child,) = cached.scorer._live_children
     del cached
     references.release_models()
-    assert child.poll() == 0 and references.state.alive == 0
+    assert child.process.poll() == 0 and references.state.alive == 0
 
 
 def test_loading_errors_of_the_process_are_raised(tmp_path, folder):

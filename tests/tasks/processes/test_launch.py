@@ -21,7 +21,6 @@ from rl_core.storage.append_log import encode_checked_line
 from rl_core.tracking import MemoryTracker
 from tasks.config import build_settings
 from tasks.pipeline.stage_key import collect_stage_key
-from tasks.processes.child_processes import wait_for_exit
 from tasks.processes.launch import (
     EventLogHandler,
     EventReader,
@@ -31,6 +30,7 @@ from tasks.processes.launch import (
     build_torchrun_arguments,
     recover_events,
     run_in_workers,
+    wait_for_exit,
 )
 
 TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
@@ -244,7 +244,7 @@ def build_environment():
 
 
 def test_a_child_dies_with_its_parent():
-    child = "from tasks.processes.child_processes import bind_to_parent; import os, sys;"
+    child = "from rl_core.processes.children import bind_to_parent; import os, sys;"
     child += "bind_to_parent(int(sys.argv[1])); print(os.getpid(), flush=True); import time; time.sleep(100)"
     parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
     process = subprocess.Popen(

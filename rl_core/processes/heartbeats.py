@@ -1,15 +1,16 @@
-"""Supervision of worker and gate: heartbeats over a socket, restarts after a crash or hang, a standby process.
+"""Heartbeats over a socket: supervision of processes that can hang, with a standby process. Used by online learning.
 
 The process inherits one end of a socket. A thread sends a byte through it as long as the main thread makes progress: a
 waiting process has to report that every moment, one that works has the time of the longest piece of work. A process
 that is stopped, or whose interpreter hangs, sends nothing. A crash is detected at the next step, a hang within seconds.
-If the server at the other end no longer exists, the process ends itself.
+If the server at the other end no longer exists, the process ends itself. Two other kinds of liveness stay apart:
+`rl_core/rollout_workers/cluster.py` pings actors that may run on other machines, and a crashed run is one whose journal
+nobody locks (`tasks/lifecycle/crashed_runs.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -19,10 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rl_core.storage.atomic_files import open_log_file
+from rl_core.errors import PosttrainError
+from rl_core.processes.children import kill_group, start_child, stop_group
+from rl_core.processes.supervision import RestartPolicy, SupervisedProcess
 from rl_core.storage.faults import inject_fault
-
-log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5
 IDLE_SECONDS = 1.5  # a waiting process has to report again within this time
@@ -31,8 +32,7 @@ ORPHAN_SECONDS = 2.0  # to save the state once the server no longer exists
 HANG_SECONDS = 2.5  # without a heartbeat, not counting the time spent waiting for a processor
 STARVED_SECONDS = 60.0  # without a heartbeat in total, after which a process counts as hung anyway
 START_SECONDS = 300.0  # until the first heartbeat
-STEADY_SECONDS = 10.0  # after this lifetime the next start is immediate; earlier failures back off
-MAX_RESTART_DELAY = 30.0
+RESTART_POLICY = RestartPolicy(first_delay_s=0.5, max_delay_s=30.0, steady_s=10.0, num_immediate=1)
 STOP_SECONDS = 10.0  # from SIGTERM to SIGKILL
 LOG_BYTES = 4 * 2**20
 # Of the log of a failed process: bytes read from its end, characters of the reported line.
@@ -96,7 +96,7 @@ class StandbyProcess:
     """
 
     def __init__(self, command: Sequence[str], log_path: Path) -> None:
-        """Prepare the standby. `command`: as for `SupervisedProcess`; the process sends a byte when it is ready."""
+        """Prepare the standby. `command`: as for `HeartbeatProcess`; the process sends a byte when it is ready."""
         self._command, self._log = list(command), log_path
         self._spare: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
@@ -143,21 +143,19 @@ def spawn_with_heartbeat(
     """Start a process that gets its socket's descriptor as last argument.
 
     Returns: the process, and this end of the socket.
-    Raises: OSError.
+    Raises: OSError, PosttrainError.
     """
     connection, child_end = socket.socketpair()
     connection.setblocking(False)
     try:
-        with open_log_file(log_path, append_up_to=LOG_BYTES) as out, child_end:
-            process = subprocess.Popen(
+        with child_end:
+            process = start_child(
                 [*command, str(child_end.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=(child_end.fileno(),),
-                start_new_session=True,
+                log=log_path,
+                append_up_to=LOG_BYTES,
+                descriptors=(child_end.fileno(),),
             )
-    except OSError:
+    except (OSError, PosttrainError):
         connection.close()
         raise
     return process, connection
@@ -183,8 +181,8 @@ def read_processor_waits(pid: int) -> dict[str, float]:
     return seconds
 
 
-class SupervisedProcess:
-    """A process that is restarted when it ends or hangs. `step` is called several times a second and never blocks."""
+class HeartbeatProcess(SupervisedProcess):
+    """A process that is restarted when it ends or sends no heartbeat. `step` never blocks."""
 
     def __init__(
         self,
@@ -192,7 +190,6 @@ class SupervisedProcess:
         command: Sequence[str],
         log_path: Path,
         *,
-        clock: Callable[[], float] = time.monotonic,
         report_exit: Callable[[str], None] = lambda text: None,
         standby: StandbyProcess | None = None,
     ) -> None:
@@ -203,15 +200,11 @@ class SupervisedProcess:
             report_exit: called with a sentence about each unexpected end.
             standby: takes over instead of a new process, if ready.
         """
-        self.name, self._command, self._log = name, list(command), log_path
-        self._clock, self._report_exit, self._standby = clock, report_exit, standby
-        self.process: subprocess.Popen[bytes] | None = None
-        self.restarts = 0
-        self.failures = 0  # consecutive
+        super().__init__(name, log_path, RESTART_POLICY)
+        self._command, self._report_exit, self._standby = list(command), report_exit, standby
         self._beats: socket.socket | None = None
-        self._started_at = self._last_beat = self._retry_at = 0.0
+        self._last_beat = 0.0
         self._has_beaten = False
-        self._log_start = 0  # bytes of the log written by earlier processes
         # At its last heartbeat, see `read_processor_waits`.
         self._processor_waits: dict[str, float] = {}
 
@@ -220,61 +213,44 @@ class SupervisedProcess:
         """True = it runs and has sent a heartbeat."""
         return self.process is not None and self._has_beaten
 
-    def step(self) -> None:
-        """Start, check or kill the process, as is due."""
-        now = self._clock()
-        if self.process is None:
-            if now >= self._retry_at:
-                self._start_process(now)
-            return
-        if (code := self.process.poll()) is not None:
-            reason = f"was ended by signal {-code}"
-            if code >= 0:
-                reason = f"ended with exit code {code}{self._read_last_line()}"
-            self._record_exit(now, reason)
-            return
-        assert self._beats is not None
+    def stop_process(self) -> None:
+        """Stop the process and wait for its end: SIGTERM, then SIGKILL."""
+        if self.process is not None:
+            stop_group(self.process, STOP_SECONDS)
+            self._clear_process()
+
+    def _spawn_process(self) -> subprocess.Popen[bytes]:
+        spare = self._standby.claim_process(self.name) if self._standby is not None else None
+        process, self._beats = spare or spawn_with_heartbeat(self._command, self.log_path)
+        return process
+
+    def _start_process(self, now: float) -> None:
+        self._last_beat, self._has_beaten = now, False
+        super()._start_process(now)
+
+    def _check_liveness(self, now: float) -> None:
+        assert self.process is not None and self._beats is not None
         if has_received_beat(self._beats):
             self._last_beat, self._has_beaten = now, True
             self._processor_waits = read_processor_waits(self.process.pid)
         limit = HANG_SECONDS if self._has_beaten else START_SECONDS
         late_s = now - self._last_beat - limit
         if late_s > 0 and not self._is_starved(late_s):
-            self._send_signal(signal.SIGKILL)
-            self.process.wait()
+            kill_group(self.process)
             self._record_exit(now, f"sent no heartbeat for {limit:g} s and was killed")
 
-    def stop_process(self) -> None:
-        """Stop the process and wait for its end: SIGTERM, then SIGKILL."""
-        if self.process is None:
-            return
-        self._send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._send_signal(signal.SIGKILL)
-            self.process.wait()
-        self._clear_process()
-
-    def _start_process(self, now: float) -> None:
-        self._log_start = self._log.stat().st_size if self._log.is_file() else 0
-        spare = self._standby.claim_process(self.name) if self._standby is not None else None
-        try:
-            self.process, self._beats = spare or spawn_with_heartbeat(self._command, self._log)
-        except OSError as error:  # temporarily out of memory, processes or disk
-            self._record_exit(now, f"cannot be started: {error}")
-            return
-        self._started_at, self._last_beat, self._has_beaten = now, now, False
+    def _describe_exit(self, code: int) -> str:
+        if code < 0:
+            return f"was ended by signal {-code}"
+        # The last line usually names the error.
+        lines = [line for line in self.read_log_lines(LOG_TAIL_BYTES) if line.strip()]
+        last_line = f": {lines[-1].strip()[:MAX_LINE_CHARACTERS]}" if lines else ""
+        return f"ended with exit code {code}{last_line}"
 
     def _record_exit(self, now: float, reason: str) -> None:
         self._clear_process()
-        self.failures = 1 if now - self._started_at > STEADY_SECONDS else self.failures + 1
-        self.restarts += 1
-        delay = 0.0
-        if self.failures > 1:
-            delay = min(MAX_RESTART_DELAY, 0.5 * 2 ** min(self.failures - 2, 10))
-        self._retry_at = now + delay
-        log.warning("%s %s; next start in %g s (%s)", self.name, reason, delay, self._log)
+        self._forget_failures_if_steady(now)
+        super()._record_exit(now, reason)
         self._report_exit(f"the {self.name} {reason}")
 
     def _is_starved(self, late_s: float) -> bool:
@@ -287,27 +263,8 @@ class SupervisedProcess:
         ]
         return max(waits, default=0.0) >= late_s
 
-    def _read_last_line(self) -> str:
-        """Read the last line that the process wrote, which usually names the error; "" if it wrote nothing."""
-        try:
-            with self._log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                # A log shorter than that was replaced.
-                start = self._log_start if self._log_start <= size else 0
-                file.seek(max(start, size - LOG_TAIL_BYTES))
-                lines = file.read().decode(errors="replace").split("\n")
-        except OSError:
-            return ""
-        lines = [line.strip() for line in lines if line.strip()]
-        return f": {lines[-1][:MAX_LINE_CHARACTERS]}" if lines else ""
-
     def _clear_process(self) -> None:
         self.process, self._has_beaten = None, False
         if self._beats is not None:
             self._beats.close()
             self._beats = None
-
-    def _send_signal(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)

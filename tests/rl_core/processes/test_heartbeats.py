@@ -9,13 +9,13 @@ import time
 import pytest
 from helpers.waiting import wait_for
 
-from posttrain.online import supervision
-from posttrain.online.supervision import (
+from rl_core.processes import heartbeats
+from rl_core.processes.heartbeats import (
     HANG_SECONDS,
     STARVED_SECONDS,
     Heartbeat,
+    HeartbeatProcess,
     StandbyProcess,
-    SupervisedProcess,
     read_processor_waits,
 )
 
@@ -27,14 +27,16 @@ BEAT_AND_EXIT = (
 
 @pytest.fixture
 def make_supervised(tmp_path, request):
-    """Return a function that supervises a process of some code, with the clock `now[0]`."""
+    """Return a function that supervises a process of some code; it is stepped at the time `now[0]`."""
 
     def make(code):
         now, reports = [100.0], []
         command = [sys.executable, "-S", "-c", code]
-        process = SupervisedProcess(
-            "worker", command, tmp_path / "log ü", clock=lambda: now[0], report_exit=reports.append
+        process = HeartbeatProcess(
+            "worker", command, tmp_path / "log ü", report_exit=reports.append
         )
+        step = process.step
+        process.step = lambda: step(now[0])
         request.addfinalizer(process.stop_process)
         return process, now, reports
 
@@ -68,7 +70,7 @@ def test_hang_is_detected_within_three_seconds_and_restarted(make_supervised):
 def test_process_waiting_for_a_processor_does_not_hang(make_supervised, monkeypatch):
     process, now, reports = make_supervised(BEAT_ONCE)
     waited = {"1": 5.0, "2": 1.0}
-    monkeypatch.setattr(supervision, "read_processor_waits", lambda pid: dict(waited))
+    monkeypatch.setattr(heartbeats, "read_processor_waits", lambda pid: dict(waited))
     step_until(process, lambda: process.is_up, "its first heartbeat")
     now[0] += 10.0
     waited["2"] += 9.0  # of 10 silent seconds
@@ -81,7 +83,7 @@ def test_process_waiting_for_a_processor_does_not_hang(make_supervised, monkeypa
 
 def test_process_starved_for_long_is_restarted(make_supervised, monkeypatch):
     process, now, reports = make_supervised(BEAT_ONCE)
-    monkeypatch.setattr(supervision, "read_processor_waits", lambda pid: {"1": now[0]})
+    monkeypatch.setattr(heartbeats, "read_processor_waits", lambda pid: {"1": now[0]})
     step_until(process, lambda: process.is_up, "its first heartbeat")
     now[0] += STARVED_SECONDS - 0.1
     process.step()
@@ -102,8 +104,8 @@ def test_crash_is_detected_and_repeated_crashes_back_off(make_supervised):
     delays = []
     for _ in range(4):
         step_until(process, lambda: process.process is None, "its end")
-        delays.append(process._retry_at - now[0])
-        now[0] = process._retry_at
+        delays.append(process.retry_at - now[0])
+        now[0] = process.retry_at
     assert delays == [0.0, 0.5, 1.0, 2.0] and reports[0] == "the worker ended with exit code 3"
     now[0] += 100  # after a long life the delays start over
     process.step()
@@ -111,7 +113,7 @@ def test_crash_is_detected_and_repeated_crashes_back_off(make_supervised):
     step_until(process, lambda: process.process is None, "its end")
     assert process.failures == 1
     for lived, failures in ((9, 2), (11, 1)):
-        now[0] = process._retry_at
+        now[0] = process.retry_at
         process.step()
         now[0] += lived
         step_until(process, lambda: process.process is None, "its end")
@@ -122,11 +124,11 @@ def test_exit_reason_is_reported(make_supervised):
     process, _, reports = make_supervised(
         "print('begins'); print('model.path: is not there\\n'); raise SystemExit(2)"
     )
-    process._log.write_text("of an earlier process\n")
+    process.log_path.write_text("of an earlier process\n")
     for _ in range(2):
         step_until(process, lambda: process.process is not None, "its start")
         step_until(process, lambda: process.process is None, "its end")
-        process._retry_at = 0.0
+        process.retry_at = 0.0
     assert reports == ["the worker ended with exit code 2: model.path: is not there"] * 2
 
 
@@ -135,9 +137,7 @@ def test_failed_start_is_retried(make_supervised):
     process._command = ["/no/such/program"]
     process.step()
     assert (
-        process.process is None
-        and "cannot be started" in reports[0]
-        and process._retry_at == now[0]
+        process.process is None and "cannot be started" in reports[0] and process.retry_at == now[0]
     )
 
 
@@ -151,8 +151,8 @@ def test_stop_ends_the_whole_group(make_supervised):
 
 @pytest.fixture
 def beating(monkeypatch):
-    monkeypatch.setattr(supervision, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(supervision, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeats, "IDLE_SECONDS", 0.1)
     connection, child_end = socket.socketpair()
     connection.setblocking(False)
     yield connection, child_end.detach()
@@ -187,7 +187,7 @@ def test_waiting_process_must_report_and_work_has_its_time(beating):
 def test_process_stops_without_its_server(beating, monkeypatch):
     connection, descriptor = beating
     sent = []
-    monkeypatch.setattr(supervision.os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(heartbeats.os, "kill", lambda pid, number: sent.append(number))
     with Heartbeat(descriptor, work_seconds=60.0):
         connection.close()
         wait_for(lambda: sent, "the signal")

@@ -1,0 +1,1 @@
+"""Child processes: start, stop, end with their parent; pools that answer messages; supervision with restarts."""

@@ -1,0 +1,136 @@
+"""Start, stop and parent-death binding of child processes.
+
+A child gets a session of its own, so Ctrl-C in the terminal reaches only its parent, and its process group can be
+signalled as a whole. Programs that import nothing of this project bind themselves: `posttrain/operations/subreaper.py`,
+`rl_core/environments/sandbox.py` and `code_child.py`, `rl_core/models/export_verification_child.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from rl_core.storage.atomic_files import make_folder, open_log_file
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+@functools.cache
+def _load_prctl() -> Any:
+    return ctypes.CDLL(None, use_errno=True).prctl
+
+
+def bind_to_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent, the process `parent`, dies for any reason.
+
+    Exit immediately if the parent is already dead. The signal also arrives when only the thread that started this
+    process ends. Do nothing on systems other than Linux: there the children of a parent killed by SIGKILL notice only a
+    broken connection.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    _load_prctl()(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def start_child(
+    command: Sequence[str],
+    *,
+    log: Path | None = None,
+    append_up_to: int = 0,
+    header: str = "",
+    stdin: int | None = subprocess.DEVNULL,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    descriptors: Sequence[int] = (),
+    death_signal: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own.
+
+    Args:
+        log: file for the output, instead of `stdout` and `stderr`; its folder is created.
+        append_up_to: size of the log in bytes up to which it is appended to (`open_log_file`); 0 = always a new one.
+        header: first text of the output in the log.
+        environment: None = that of this process.
+        descriptors: file descriptors that the child inherits.
+        death_signal: sent to the child when the thread that calls this function ends (Linux), even by SIGKILL; None =
+            the child lives on unless it binds itself.
+    Raises: OSError.
+    """
+    bind = None
+    if death_signal is not None and sys.platform.startswith("linux"):
+        _load_prctl()  # here, because the child may not load libraries between fork and exec
+        bind = functools.partial(bind_to_parent, os.getpid(), death_signal)
+
+    def start(stdout: int | IO[bytes] | None, stderr: int | None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            cwd=folder,
+            pass_fds=descriptors,
+            start_new_session=True,
+            preexec_fn=bind,
+        )
+
+    if log is None:
+        return start(stdout, stderr)
+    make_folder(log.parent)
+    with open_log_file(log, append_up_to=append_up_to) as output:
+        output.write(header.encode())
+        output.flush()
+        return start(output, subprocess.STDOUT)
+
+
+def signal_group(child: subprocess.Popen[Any], number: int) -> bool:
+    """Signal the process group of a child of `start_child`; return False if no process is left in it.
+
+    Descendants may outlive the child, so an ended child's group is signalled as well.
+    """
+    try:
+        os.killpg(child.pid, number)
+        return True
+    except (ProcessLookupError, PermissionError):
+        return False
+
+
+def stop_child(child: subprocess.Popen[Any], grace_s: float) -> int:
+    """End a child: SIGTERM, after `grace_s` seconds SIGKILL; return its exit code."""
+    child.terminate()
+    return wait_or_kill(child, grace_s)
+
+
+def stop_group(child: subprocess.Popen[Any], grace_s: float) -> int:
+    """End a child and its process group: SIGTERM, after `grace_s` seconds SIGKILL; return its exit code."""
+    if child.poll() is None:
+        signal_group(child, signal.SIGTERM)
+    return wait_or_kill(child, grace_s, whole_group=True)
+
+
+def kill_group(child: subprocess.Popen[Any]) -> int:
+    """Kill a child and its process group; return its exit code."""
+    signal_group(child, signal.SIGKILL)
+    return child.wait()
+
+
+def wait_or_kill(child: subprocess.Popen[Any], grace_s: float, *, whole_group: bool = False) -> int:
+    """Wait up to `grace_s` seconds for the end of a child, then kill it or its group; return its exit code."""
+    try:
+        return child.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        if whole_group:
+            return kill_group(child)
+        child.kill()
+        return child.wait()
