@@ -99,7 +99,7 @@ def kill(process, role):
     processes = [
         child
         for child in process.children(recursive=True)
-        if child.cmdline()[1:4] == ["-m", "posttrain.training_service.process", role]
+        if child.cmdline()[1:5] == ["-P", "-m", "posttrain.training_service.process", role]
     ]
     assert len(processes) == 1
     processes[0].send_signal(signal.SIGKILL)
