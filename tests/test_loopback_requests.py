@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers import ROOT
-from posttrain.cli.ui import PageServer
 
 from flows.runtime.embedded_server import _EmbeddedServer
 from posttrain.cli import doctor
+from posttrain.cli.ui import PageServer
 from posttrain.monitor import service_views
 from posttrain.operations import connection, services
 from posttrain.operations.database import DatabaseAddresses
