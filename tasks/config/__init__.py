@@ -156,7 +156,7 @@ def _check_settings(
         settings, file_problems = resolve_files(settings, folder)
         problems = problems + file_problems
     context = read_context_length(settings.model)
-    if import_code and settings.stages.own:
+    if import_code and settings.stages.custom:
         stages, stage_problems = load_custom_stages(settings.stages, settings.model, context)
         settings, problems = replace_unchecked(settings, stages=stages), problems + stage_problems
     try:

@@ -196,7 +196,9 @@ def has_reason(stage: Path) -> bool:
 
 
 def test_a_user_stage_runs_with_its_documented_imports(outputs: Path) -> None:
-    run = run_stages(load_settings(outputs / "pipelines/custom.yaml"))
+    with pytest.warns(FutureWarning, match=r"stages\.own is now stages\.custom"):
+        settings = load_settings(outputs / "pipelines/custom.yaml")
+    run = run_stages(settings)
     assert list(run.results) == ["prepare_data", "sft", "rounding"]
     assert run.results["rounding"].summary["note"] == "weights rounded to float16"
 
@@ -237,7 +239,8 @@ def check_training_continues(service: Any, expected: dict[str, Any], saved: list
 
 def test_a_folder_of_online_learning_has_its_records_and_continues(outputs: Path) -> None:
     expected, folder = EXPECTED["online"], outputs / "online/service"
-    settings = load_online_settings(folder / "online.yaml")
+    with pytest.warns(FutureWarning, match="kl_target is now update.update_kl_target"):
+        settings = load_online_settings(folder / "online.yaml")
     assert LearningFolder.open_or_create(folder, folder / "model", {}).facts["version"] == 3
     assert [event["kind"] for event in read_events(folder)] == ["promoted"]
     assert read_gate_state(folder)["decisions"]
