@@ -239,7 +239,7 @@ def check_training_continues(service: Any, expected: dict[str, Any], saved: list
 
 def test_a_folder_of_online_learning_has_its_records_and_continues(outputs: Path) -> None:
     expected, folder = EXPECTED["online"], outputs / "online/service"
-    with pytest.warns(FutureWarning, match="kl_target is now update.update_kl_target"):
+    with pytest.warns(FutureWarning, match=r"update\.\w+ is now update\."):
         settings = load_online_settings(folder / "online.yaml")
     assert LearningFolder.open_or_create(folder, folder / "model", {}).facts["version"] == 3
     assert [event["kind"] for event in read_events(folder)] == ["promoted"]
