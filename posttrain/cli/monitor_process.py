@@ -36,7 +36,7 @@ def serve_monitor_page(output: Path, is_enabled: bool) -> Iterator[None]:
         )
     make_folder(output)
     process = start_child(
-        [sys.executable, "-m", "posttrain.cli.main", "monitor", "--output", str(output)],
+        [sys.executable, "-P", "-m", "posttrain.cli.main", "monitor", "--output", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         environment={**os.environ, "PYTHONPATH": build_python_path(os.environ)},

@@ -67,7 +67,7 @@ def test_how_it_trains_may_be_changed(declares, override):
         ),
         ("stages={evaluate: {}, analyze: {measures: [os:system]}}", "code (os:system)"),
         ("stages.custom.mine={use: os:system}", "code (os:system)"),
-        ("stages.own.mine={use: os:system}", "code (os:system)"),
+        ("stages.custom.mine={use: os:system}", "code (os:system)"),
         ("stages.prepare_data.demonstrations=FILE", "stages.prepare_data.demonstrations"),
         ("output=/tmp/elsewhere", "output"),
         ("name=other", "name"),
