@@ -56,10 +56,12 @@ def list_deprecated_keys(cls: type) -> tuple[DeprecatedKey, ...]:
 
 
 def rename_deprecated_keys(
-    cls: type, values: Mapping[str, Any]
+    cls: type, values: Mapping[str, Any], overriding: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[DeprecatedKey]]:
     """Replace the former names in the values of one settings class; blocks are mappings.
 
+    Args:
+        overriding: dotted names, former and present ones, whose values replace those of other names.
     Returns: the values under their names of today; the former names that occurred.
     Raises: SettingsError naming both if a setting occurs under both names.
     """
@@ -73,7 +75,7 @@ def rename_deprecated_keys(
             if _is_positive_number(value) and _is_positive_number(unit):
                 value = _round_digits(value / unit)
         for new_name in key.new_names:
-            _set_new_name(renamed, key.name, new_name, value)
+            _set_new_name(renamed, key.name, new_name, value, overriding)
         used.append(key)
     return renamed, used
 
@@ -87,7 +89,9 @@ def _round_digits(value: float) -> float:
     return float(f"{value:.15g}")  # 0.4, not 0.39999999999999997
 
 
-def _set_new_name(values: dict[str, Any], old_name: str, new_name: str, value: Any) -> None:
+def _set_new_name(
+    values: dict[str, Any], old_name: str, new_name: str, value: Any, overriding: Collection[str]
+) -> None:
     block_name, _, name = new_name.rpartition(".")
     block = values
     if block_name:
@@ -96,10 +100,21 @@ def _set_new_name(values: dict[str, Any], old_name: str, new_name: str, value: A
             new_name, inner = block_name, {name: inner}
         block = values[block_name] = dict(inner)
     if name in block:
-        raise SettingsError(
-            f"{old_name}: is the former name of {new_name}, which is set too; remove {old_name}"
-        )
+        is_overriding = old_name in overriding
+        if is_overriding == (new_name in overriding):
+            raise SettingsError(
+                f"{old_name}: is the former name of {new_name}, which is set too; remove {old_name}"
+            )
+        earlier, later = (block[name], value) if is_overriding else (value, block[name])
+        value = _merge_blocks(earlier, later)
     block[name] = value
+
+
+def _merge_blocks(earlier: Any, later: Any) -> Any:
+    if not (isinstance(earlier, Mapping) and isinstance(later, Mapping)):
+        return later
+    merged = {name: _merge_blocks(earlier[name], later[name]) for name in earlier if name in later}
+    return {**earlier, **later, **merged}
 
 
 def read_deprecated_value(settings: Any, name: str) -> Any:

@@ -246,7 +246,7 @@ def _rename_block_keys(
     locations: KeyLocations,
 ) -> dict[str, Any]:
     try:
-        block, used = rename_deprecated_keys(cls, block)
+        block, used = rename_deprecated_keys(cls, block, _list_overridden_names(key, locations))
     except SettingsError as error:
         name, _, text = str(error).partition(": ")
         problems.append(ConfigProblem((*key, name), text))
@@ -259,6 +259,16 @@ def _rename_block_keys(
         for new_name in old.new_names:
             locations.rename_key((*key, old.name), (*key, *new_name.split(".")))
     return block
+
+
+def _list_overridden_names(key: Key, locations: KeyLocations) -> set[str]:
+    """List the names in a block, and in blocks within it, that overrides set or reach into."""
+    names = set()
+    for path in locations.overrides:
+        if path[: len(key)] == key:
+            inner = [str(part) for part in path[len(key) :]]
+            names |= {".".join(inner[:end]) for end in range(1, len(inner) + 1)}
+    return names
 
 
 def _drop_bad_value(values: Any, key: Key, kind: str) -> bool:

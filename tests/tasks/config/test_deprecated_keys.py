@@ -145,6 +145,33 @@ def test_a_file_with_former_names_is_read_and_each_is_a_line(online_file):
     assert update.kl_band == KLBandSettings(width=0.2, increase=1.5, decrease=1.5)
 
 
+@pytest.mark.filterwarnings("ignore:.*the old name works until:FutureWarning")
+@pytest.mark.parametrize(
+    ("in_the_file", "override", "expected"),
+    [
+        ("kl_max: 0.3", "kl_limit=0.5", {"kl_max": 0.5}),
+        ("kl_limit: 0.3", "kl_max=0.5", {"kl_max": 0.5}),
+        ("kl_limit: 0.3", "kl_limit=0.5", {"kl_max": 0.5}),
+        (
+            "kl_factor: 1.5",
+            "kl_band.increase=2",
+            {"kl_band.increase": 2.0, "kl_band.decrease": 1.5},
+        ),
+        (
+            "kl_band: {increase: 1.5, width: 0.1}",
+            "kl_factor=2",
+            {"kl_band.increase": 2.0, "kl_band.decrease": 2.0, "kl_band.width": 0.1},
+        ),
+        ("kl_band: {width: 0.1}", "kl_tolerance=0.02", {"kl_band.width": 0.4}),
+    ],
+)
+def test_an_override_wins_whichever_names_are_used(tmp_path, in_the_file, override, expected):
+    path = tmp_path / "online.yaml"
+    path.write_text(f"folder: online\nupdate:\n  {in_the_file}\n")
+    settings, *_ = as_tuple(load_online_settings(path, [f"update.{override}"]))
+    assert {name: read_value(settings.update, name) for name in expected} == expected
+
+
 def as_tuple(value):
     return value if isinstance(value, tuple) else (value,)
 
@@ -187,8 +214,13 @@ def test_stages_of_a_pipeline_under_their_former_name(tmp_path):
     with pytest.warns(FutureWarning, match=r"StagesSettings: own is now custom"):
         form = build_pipeline_model().model_validate(plain)  # parameters of a deployment
     assert build_settings(form, import_code=False) == settings
+    with pytest.warns(FutureWarning, match=r"config\.yaml:6: stages\.own is now stages\.custom;"):
+        assert settings == load_settings(
+            path, ["stages.custom.polish.settings.x=3"], import_code=False
+        )
+    path.write_text(path.read_text() + "  custom:\n    other: {use: other.py:STAGE}\n")
     with pytest.raises(ConfigError, match=r"stages\.own: is the former name of custom"):
-        load_settings(path, ["stages.custom.polish={}"], import_code=False)
+        load_settings(path, import_code=False)
 
 
 def test_the_command_line_prints_a_line(tmp_path, capsys, monkeypatch):
