@@ -221,6 +221,8 @@ def fetch_json(
     opener = urllib.request.build_opener(*handlers)
     deadline = time.monotonic() + timeout_s
     try:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise ValueError("the address has to begin with http:// or https://")
         request = urllib.request.Request(url, encoded, all_headers)
         with opener.open(request, timeout=timeout_s) as response:
             return _decode_body(_read_body(response, MAX_REPLY_BYTES, deadline))

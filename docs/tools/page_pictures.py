@@ -29,8 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers.chromium import Chromium  # noqa: E402
 
-from flows.runtime.prefect_access import load_or_create_password  # noqa: E402
-from posttrain.operations.services import fetch_json  # noqa: E402
+from flows.runtime.prefect_access import build_basic_auth_header, load_or_create_password  # noqa: E402
+from rl_core.json_client import fetch_json  # noqa: E402
 
 MLFLOW_PORT, PREFECT_PORT, MONITOR_PORT = 5180, 4380, 7980
 COLOURS = 128
@@ -123,7 +123,9 @@ def prefect_pages(prefect: str, auth: str) -> dict[str, Shot]:
     """Pages of the newest finished flow run of the demo, of its result, and the deployment's form."""
 
     def api(path: str, body: Any = None) -> Any:
-        return fetch_json(f"{prefect}/api{path}", body, timeout=60, auth=auth)
+        return fetch_json(
+            f"{prefect}/api{path}", body, timeout_s=60, headers=build_basic_auth_header(auth)
+        )
 
     finished = {
         "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},

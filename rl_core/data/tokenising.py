@@ -178,7 +178,11 @@ class _TokenisingProcesses(ProcessPool[ConnectedChild]):
                 )
         except Exception as error:
             self._num_lost += 1
-            logger.warning("a process that tokenised rows died: %s %s", type(error).__name__, error)
+            logger.warning(
+                "a process that tokenises rows died or could not be started: %s %s",
+                type(error).__name__,
+                error,
+            )
             return None
 
     def _start_child(self) -> ConnectedChild:

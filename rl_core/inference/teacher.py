@@ -143,9 +143,7 @@ class ServedTeacher:
         settings = self.settings
         limits = RequestLimits(settings.timeout_s, settings.retries, settings.retry_delay_s)
         try:
-            return post_with_retries(
-                self.url, request, limits, parse_response=lambda answer: answer
-            )
+            return post_with_retries(self.url, request, limits, parse_response=_require_mapping)
         except BackendError as error:
             if "did not answer" not in str(error):
                 raise
@@ -153,6 +151,13 @@ class ServedTeacher:
                 f"{error}; start the teacher's server, or raise teacher.retries or teacher.timeout_s; rerun the same "
                 "command to resume"
             ) from error
+
+
+def _require_mapping(answer: Any) -> dict[str, Any]:
+    """Return the answer. Raises: ValueError for one that is no JSON object, such as the page of a gateway."""
+    if not isinstance(answer, dict):
+        raise ValueError(f"no JSON object but {str(answer)[:60]!r}")
+    return answer
 
 
 def _parse_echoed_logprobs(choice: dict[str, Any], count: int) -> list[float | None]:

@@ -85,7 +85,7 @@ class ProcessPool(ABC, Generic[Child]):
             self._child_slots.put(child)
 
     def end_children(self) -> None:
-        """End all children; a later request starts others."""
+        """End all children. The pool answers no request afterwards."""
         _end_children(self._live_children)
 
 

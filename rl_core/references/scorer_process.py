@@ -69,7 +69,7 @@ class ScorerProcess(ProcessPool[ConnectedChild]):
                 reply, values = self._exchange_messages(head, tokens)
             except (EOFError, OSError) as error:
                 raise BackendError(
-                    "the process of the reference model died twice (out of memory?)"
+                    f"the process of the reference model died, and so did another (out of memory?): {error}"
                 ) from error
         _raise_child_error(reply)
         return reply, values

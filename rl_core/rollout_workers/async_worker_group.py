@@ -314,7 +314,13 @@ class AsyncWorkerGroup(WorkerGroup):
             for finished in taken
         ]
         # synced, so that it is on disk before the next checkpoint
-        log = AppendLog(self.schedule, synced=True, checksums=False, allow_nan=True)
+        log = AppendLog(
+            self.schedule,
+            synced=True,
+            checksums=False,
+            allow_nan=True,
+            consequence="the schedule cannot be replayed",
+        )
         if not self._is_schedule_truncated:
             # A damaged line remains, and `read_schedule` refuses it.
             log.truncate_tail(lambda row: extract_number(row, "iteration") >= self.iteration)

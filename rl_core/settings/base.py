@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.defaults import ModelDefault
-from rl_core.settings.deprecated_keys import read_deprecated_value, rename_deprecated_keys
+from rl_core.settings.deprecated_keys import (
+    list_deprecated_keys,
+    read_deprecated_value,
+    rename_deprecated_keys,
+)
 from rl_core.settings.framework_aliases import explain_framework_name
 
 SettingKey = tuple[str | int, ...]
@@ -148,13 +152,18 @@ class _SettingsType(type):
 
         def __call__(cls, *args: Any, **values: Any) -> Any:
             """Create settings; warn of former names."""
-            values, used = rename_deprecated_keys(cls, values)
+            fields = {field.name for field in dataclasses.fields(cls)}
+            # dataclasses.replace passes every field; a former name in addition is the one to change.
+            changed = values.keys() - fields if fields <= values.keys() else ()
+            values, used = rename_deprecated_keys(cls, values, changed)
             for key in used:
                 warnings.warn(
                     f"{cls.__name__}: {key.describe_change()}", FutureWarning, stacklevel=2
                 )
-                for block in {name.partition(".")[0] for name in key.new_names if "." in name}:
-                    if isinstance(values[block], dict):
+            if used:
+                new_names = [name for key in list_deprecated_keys(cls) for name in key.new_names]
+                for block in {name.partition(".")[0] for name in new_names if "." in name}:
+                    if isinstance(values.get(block), dict):
                         values[block] = _resolve_field_types(cls)[block](**values[block])
             return super().__call__(*args, **values)
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from rl_core.errors import SettingsError
@@ -22,6 +22,9 @@ class DeprecatedKey:
     name: str
     new_names: tuple[str, ...]  # that take its value; dotted = in a block
     unit: str = ""  # setting by which the value is divided; "" = the value stays
+    default: float | None = (
+        None  # former one, where the unit has its former name and this setting is absent
+    )
 
     def describe_change(self, prefix: str = "") -> str:
         """Describe the change in a sentence; `prefix` is put before each name."""
@@ -34,7 +37,7 @@ class DeprecatedKey:
 DEPRECATED_KEYS: dict[str, tuple[DeprecatedKey, ...]] = {
     "OnlineUpdateSettings": (
         DeprecatedKey("kl_target", ("update_kl_target",)),  # before kl_tolerance, which needs it
-        DeprecatedKey("kl_tolerance", ("kl_band.width",), unit="update_kl_target"),
+        DeprecatedKey("kl_tolerance", ("kl_band.width",), unit="update_kl_target", default=0.01),
         DeprecatedKey("kl_factor", ("kl_band.increase", "kl_band.decrease")),
         DeprecatedKey("kl_coef_min", ("kl_band.minimum",)),
         DeprecatedKey("kl_coef_max", ("kl_band.maximum",)),
@@ -65,19 +68,31 @@ def rename_deprecated_keys(
     Returns: the values under their names of today; the former names that occurred.
     Raises: SettingsError naming both if a setting occurs under both names.
     """
-    renamed, used = dict(values), []
+    renamed = dict(values)
+    used: list[DeprecatedKey] = []
     for key in list_deprecated_keys(cls):
-        if key.name not in renamed:
+        is_unit_renamed = any(key.unit in other.new_names for other in used)
+        if key.name not in renamed and not (
+            is_unit_renamed and key.default is not None and not _has_name(renamed, key.new_names[0])
+        ):
             continue
-        value = renamed.pop(key.name)
+        is_set = key.name in renamed
+        value = renamed.pop(key.name, key.default)
         if key.unit:
             unit = renamed.get(key.unit, getattr(cls, key.unit))  # the class has the default
             if _is_positive_number(value) and _is_positive_number(unit):
                 value = _round_digits(value / unit)
         for new_name in key.new_names:
             _set_new_name(renamed, key.name, new_name, value, overriding)
-        used.append(key)
+        if is_set:
+            used.append(key)
     return renamed, used
+
+
+def _has_name(values: Mapping[str, Any], name: str) -> bool:
+    block_name, _, inner_name = name.rpartition(".")
+    block = values.get(block_name, {}) if block_name else values
+    return not isinstance(block, Mapping) or inner_name in block
 
 
 def _is_positive_number(value: Any) -> bool:
@@ -97,7 +112,10 @@ def _set_new_name(
     if block_name:
         inner = values.get(block_name, {})
         if not isinstance(inner, Mapping):  # built already, so that all of it is set
-            new_name, inner = block_name, {name: inner}
+            if old_name in overriding:
+                inner = {field.name: getattr(inner, field.name) for field in fields(inner)}
+            else:
+                new_name, inner = block_name, {name: inner}
         block = values[block_name] = dict(inner)
     if name in block:
         is_overriding = old_name in overriding

@@ -212,6 +212,11 @@ class OnlineUpdateSettings(OptimizerSettings):
                 f"max_learning_rate {self.max_learning_rate}"
             )
         self.kl_band.check_start(self.kl_coef)
+        for name in ("increase", "decrease"):
+            if getattr(self.kl_band, name) <= 1:
+                raise SettingsError(
+                    f"kl_band.{name}: {getattr(self.kl_band, name)} must be greater than 1"
+                )
         band_end = self.update_kl_target + self.kl_band.width * self.update_kl_target
         if self.kl_max <= band_end:
             raise SettingsError(

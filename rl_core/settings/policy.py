@@ -411,6 +411,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError("kl_controller: needs an initial kl_coef above 0")
         if self.kl_controller == "banded":
             self.kl_band.check_start(self.kl_coef)
+            if self.kl_band.width >= 1:
+                raise SettingsError(
+                    f"kl_band.width: {self.kl_band.width} must be less than 1, otherwise no KL is below the band"
+                )
         elif self.kl_band != KLBandSettings():
             raise SettingsError(
                 f"kl_band: not used by kl_controller {self.kl_controller}; set banded, or remove it"

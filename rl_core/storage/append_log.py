@@ -237,7 +237,9 @@ class AppendLog:
         self._synced, self._checksums, self._allow_nan = synced, checksums, allow_nan
         self._max_bytes, self._keep = max_bytes, keep
         self._consequence = consequence
-        self._thread_lock = threading.Lock()
+        self._thread_lock = threading.RLock()
+        self._is_appending = False
+        self._waiting_lines: list[bytes] = []  # of signal handlers that interrupted an append
 
     def append_record(self, record: Mapping[str, Any]) -> None:
         """Append one record, which must have at least one key. Raises: as `append_records`."""
@@ -259,29 +261,44 @@ class AppendLog:
     def append_lines(self, lines: bytes) -> None:
         """Append complete lines, all or nothing; create the file if absent.
 
-        A torn line that a killed writer left is ended first, so that it damages no other line.
+        A torn line that a killed writer left is ended first, so that it damages no other line. If a signal handler
+        appends while it interrupts an append, its lines are written after that append.
         Raises: CheckpointError for a disk error; a partial write is truncated.
         """
         with self._thread_lock:
-            if self._max_bytes:
-                self._rotate_if_full(len(lines))
+            self._waiting_lines.append(lines)
+            if self._is_appending:
+                return
+            self._is_appending = True
             try:
-                is_new = not os.path.lexists(self.path)
-                descriptor = open_owned_file(self.path, os.O_RDWR | os.O_CREAT)
-                try:
-                    size = os.fstat(descriptor).st_size
-                    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                        lines = b"\n" + lines
-                    with _truncate_on_error(descriptor, size):
-                        _write_all_bytes(descriptor, lines, size)
-                        if self._synced:
-                            os.fsync(descriptor)
-                        if self._synced and is_new:
-                            fsync_path(self.path.parent)
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                raise write_error(self.path, error) from error
+                while self._waiting_lines:
+                    self._write_lines(self._waiting_lines.pop(0))
+            except BaseException:
+                self._waiting_lines.clear()
+                raise
+            finally:
+                self._is_appending = False
+
+    def _write_lines(self, lines: bytes) -> None:
+        if self._max_bytes:
+            self._rotate_if_full(len(lines))
+        try:
+            is_new = not os.path.lexists(self.path)
+            descriptor = open_owned_file(self.path, os.O_RDWR | os.O_CREAT)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    lines = b"\n" + lines
+                with _truncate_on_error(descriptor, size):
+                    _write_all_bytes(descriptor, lines, size)
+                    if self._synced:
+                        os.fsync(descriptor)
+                    if self._synced and is_new:
+                        fsync_path(self.path.parent)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise write_error(self.path, error) from error
 
     def _rotate_if_full(self, num_new_bytes: int) -> None:
         try:
@@ -371,18 +388,18 @@ class LockedAppendLog(AppendLog):
         """True until `close`."""
         return self._descriptor >= 0
 
-    def append_lines(self, lines: bytes) -> None:
-        """Append complete lines, all or nothing. If truncating a partial write fails, the next append overwrites it.
-
-        Raises: CheckpointError for a disk error.
-        """
-        with self._thread_lock:
-            try:
-                with _truncate_on_error(self._descriptor, self._end):
-                    _write_all_bytes(self._descriptor, lines, self._end)
-            except OSError as error:
+    def _write_lines(self, lines: bytes) -> None:
+        # If truncating a partial write fails, the next append overwrites it.
+        start = self._end
+        try:
+            with _truncate_on_error(self._descriptor, start):
+                _write_all_bytes(self._descriptor, lines, start)
+                self._end = start + len(lines)
+        except BaseException as error:
+            self._end = start
+            if isinstance(error, OSError):
                 raise write_error(self.path, error) from error
-            self._end += len(lines)
+            raise
 
     def sync_lines(self) -> None:
         """Flush all lines to the disk. Raises: CheckpointError."""
@@ -446,10 +463,10 @@ def _truncate_torn_line(descriptor: int, path: Path) -> int:
 
 @contextlib.contextmanager
 def _truncate_on_error(descriptor: int, size: int) -> Iterator[None]:
-    """Truncate a file to `size` bytes if the block raises an OSError: a torn line must not end up mid-file."""
+    """Truncate a file to `size` bytes if the block raises, also by a signal: a torn line must not end up mid-file."""
     try:
         yield
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):  # shrinking needs no disk space
             os.ftruncate(descriptor, size)
         raise

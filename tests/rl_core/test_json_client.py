@@ -177,6 +177,12 @@ def test_failures_have_one_form(script, send):
         send(closed, 5.0)
 
 
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "data:,x", "localhost:80", ""])
+def test_an_address_of_another_kind_is_refused(url):
+    with pytest.raises(ServerUnavailable, match="the address has to begin with http"):
+        fetch_json(url)
+
+
 @pytest.mark.parametrize("send", SENDERS.values(), ids=SENDERS)
 def test_a_timeout_is_that_of_the_whole_attempt(script, send):
     """A body that arrives slowly, but never pauses for as long as the timeout."""

@@ -202,7 +202,7 @@ def test_processes_that_die_are_done_without(renderer, monkeypatch, caplog):
         chunk.ids.tolist() for chunk in alone
     ] and len(alone) == 3
     assert np.concatenate([chunk.rows for chunk in chunks]).tolist() == list(range(len(rows)))
-    assert "a process that tokenised rows died" in caplog.text
+    assert "a process that tokenises rows died" in caplog.text
 
 
 def test_processes_only_where_there_is_enough_text(monkeypatch):

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import signal
 import threading
 import time
 
@@ -147,6 +148,45 @@ def test_threads_append_whole_lines(tmp_path, monkeypatch):
         seen = {(record["thread"], record["step"]) for record in read_records(log.path)}
         assert seen == {(thread, step) for thread in range(4) for step in range(50)}
     locked.close()
+
+
+@pytest.mark.parametrize("kind", [AppendLog, LockedAppendLog])
+def test_a_signal_handler_may_append_during_an_append(tmp_path, monkeypatch, kind):
+    log = kind(tmp_path / "log")
+    original = os.pwrite
+
+    def write(descriptor, data, offset):
+        if not log._waiting_lines and b"outer" in bytes(data):
+            os.kill(os.getpid(), signal.SIGUSR1)  # runs the handler within this append
+            time.sleep(0)
+        return original(descriptor, data, offset)
+
+    previous = signal.signal(signal.SIGUSR1, lambda *_: log.append_record({"inner": 1}))
+    try:
+        monkeypatch.setattr(os, "pwrite", write)
+        log.append_record({"outer": 1})
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    log.append_record({"next": 1})
+    assert list(read_records(tmp_path / "log")) == [{"outer": 1}, {"inner": 1}, {"next": 1}]
+
+
+@pytest.mark.parametrize("kind", [AppendLog, LockedAppendLog])
+def test_an_append_that_a_signal_ends_leaves_nothing(tmp_path, monkeypatch, kind):
+    log = kind(tmp_path / "log")
+    log.append_record({"first": 1})
+    original = os.pwrite
+
+    def write(descriptor, data, offset):
+        original(descriptor, data, offset)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "pwrite", write)
+        log.append_record({"interrupted": 1})
+    assert list(read_records(tmp_path / "log")) == [{"first": 1}]
+    log.append_record({"last": 1})
+    assert list(read_records(tmp_path / "log")) == [{"first": 1}, {"last": 1}]
 
 
 def test_files_of_a_rotated_log_are_listed_oldest_first(tmp_path):

@@ -237,8 +237,8 @@ SYNCS = {
     ],
     "appended": [
         "make_folder: fsync_path(folder.parent)",
-        "append_lines: os.fsync(descriptor)",
-        "append_lines: fsync_path(self.path.parent)",
+        "_write_lines: os.fsync(descriptor)",
+        "_write_lines: fsync_path(self.path.parent)",
     ],
     "password": [
         "create_file_once: fsync_path(temporary)",

@@ -172,6 +172,32 @@ def test_an_override_wins_whichever_names_are_used(tmp_path, in_the_file, overri
     assert {name: read_value(settings.update, name) for name in expected} == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*the old name works until:FutureWarning")
+def test_a_former_target_alone_keeps_the_former_band():
+    """The band was 0.01 on both sides whatever the target was, which digests of checkpoints contain."""
+    update = OnlineUpdateSettings(kl_target=0.18)
+    assert update.kl_band.width * update.update_kl_target == pytest.approx(0.01)
+    assert restore_former_names(OnlineUpdateSettings, dump_settings(update))["kl_tolerance"] == 0.01
+    assert OnlineUpdateSettings(update_kl_target=0.1).kl_band == KLBandSettings()
+    both = OnlineUpdateSettings(kl_target=0.1, kl_band=KLBandSettings(width=0.3))
+    assert both.kl_band.width == 0.3
+
+
+@pytest.mark.filterwarnings("ignore:.*the old name works until:FutureWarning")
+def test_dataclasses_replace_takes_former_names():
+    update = OnlineUpdateSettings(kl_band=KLBandSettings(width=0.3, increase=1.5))
+    replaced = dataclasses.replace(update, kl_target=0.1, kl_coef_min=1e-3, kl_limit=0.3)
+    assert (replaced.update_kl_target, replaced.kl_max) == (0.1, 0.3)
+    assert replaced.kl_band == KLBandSettings(width=0.3, increase=1.5, minimum=1e-3)
+
+
+def test_a_band_has_the_limits_of_its_user():
+    with pytest.raises(SettingsError, match=r"kl_band\.width: 1\.0 must be less than 1"):
+        PolicySettings(kl_coef=0.1, kl_controller="banded", kl_band=KLBandSettings(width=1.0))
+    with pytest.raises(SettingsError, match=r"kl_band\.increase: 1\.0 must be greater than 1"):
+        OnlineUpdateSettings(kl_band=KLBandSettings(increase=1.0))
+
+
 def as_tuple(value):
     return value if isinstance(value, tuple) else (value,)
 

@@ -207,10 +207,13 @@ def test_a_student_learns_from_a_served_teacher(tokenizer):
     assert torch.allclose(weights(here), weights(there), atol=1e-4)
 
 
-def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_times(tokenizer):
+@pytest.mark.parametrize("failure", [(503, "busy"), (200, "<html>502</html>"), (200, "")])
+def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_times(
+    tokenizer, failure
+):
     teacher, batch = build_model(tokenizer, 5), batch_of()
     with serve_teacher(
-        teacher, before=lambda requests: (503, "busy") if len(requests) <= 2 else None
+        teacher, before=lambda requests: failure if len(requests) <= 2 else None
     ) as (
         url,
         requests,
