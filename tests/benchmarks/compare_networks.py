@@ -140,7 +140,7 @@ def test(environment: str, act: Any, episodes: int) -> list[float]:
     import numpy as np
     import torch
 
-    world, returns = gymnasium.build_prompt(environment), []
+    world, returns = gymnasium.make(environment), []
     for number in range(episodes):
         seen, _ = world.reset(seed=TEST_SEED + number)
         total, is_over = 0.0, False

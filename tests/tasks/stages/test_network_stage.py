@@ -100,7 +100,7 @@ def test_the_stage_leaves_a_network_its_episodes_and_their_metrics(tmp_path):
     model = rl_core.load_network(context.folder / "network")
     import gymnasium
 
-    world, total = gymnasium.build_prompt("CartPole-v1"), 0.0
+    world, total = gymnasium.make("CartPole-v1"), 0.0
     seen, _ = world.reset(seed=episodes[0]["seed"])
     over = False
     while not over:
@@ -260,7 +260,7 @@ def test_the_entry_point_takes_classes_functions_and_vectors():
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
     settings = rl_core.NetworkSettings(**{**SMALL, "hidden": (8,)})
-    world = lambda: gymnasium.wrappers.TimeLimit(gymnasium.build_prompt("CartPole-v1"), 7)  # noqa: E731
+    world = lambda: gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1"), 7)  # noqa: E731
     trained = rl_core.network_ppo(world, settings=settings)
     assert trained.run().metrics["eval/episode_length"] <= 7
     for mode in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED):
@@ -309,7 +309,7 @@ def test_gymnasiums_modes_end_alike(mode):
 
     from rl_core.networks.vector_environment import VectorEnvironment
 
-    world = lambda: gymnasium.wrappers.TimeLimit(gymnasium.build_prompt("CartPole-v1").unwrapped, 3)  # noqa: E731
+    world = lambda: gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 3)  # noqa: E731
     vector = SyncVectorEnv([world], autoreset_mode=AutoresetMode[mode])
     environment = VectorEnvironment(vector, "CartPole", iter([11, 12, 13]).__next__)
     environment.reset()
