@@ -30,8 +30,8 @@ demo: $(STAMP)  ## run the main job: configs/demo.yaml
 readme-pictures: $(STAMP)  ## README's results and pictures, from one fresh run of the demo
 	$(BIN)/python docs/tools/readme_pictures.py
 
-test: $(STAMP)  ## the test suite (9 minutes on 2 idle cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+test: $(STAMP)  ## the test suite (8 minutes on 2 idle cores)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not slow'
 
 test-all: $(STAMP)  ## the test suite with the slow proofs
 	$(BIN)/python -m pytest
