@@ -1,4 +1,4 @@
-"""Setup of every test: one thread (the suite runs on three workers, which wait for a third of the time), no network, no progress bars."""
+"""Setup of every test: one thread (the suite runs on several workers), no network, no progress bars."""
 
 import os
 
