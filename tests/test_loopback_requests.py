@@ -1,4 +1,4 @@
-"""Requests to servers on this machine: none goes through a proxy of the environment, whoever sends it."""
+"""Requests to servers on this machine: none is sent through a proxy of the environment."""
 
 import ast
 import http.server

@@ -29,7 +29,7 @@ class FlowOutcome:
 
 @dataclass(kw_only=True)
 class RunRequest:
-    """What a command passes to the flow that it calls, and what the flow reports back besides its result."""
+    """Request of a command to the flow that it calls, and the outcome that the flow reports besides its result."""
 
     # Checked, with secrets; the flow does not check them again.
     settings: PipelineSettings | None = None

@@ -74,7 +74,7 @@ def read_recorded_seconds(folder: Path) -> float:
 
 
 class LineLog(LockedAppendLog):
-    """Locked append log that keeps lines in memory while the disk refuses them: the work goes on, no line is lost."""
+    """Locked append log that keeps lines in memory while the disk refuses them, so that no line is lost."""
 
     def __init__(self, path: Path) -> None:
         """Open for appending and truncate a torn last line.

@@ -103,7 +103,10 @@ def test_registered_models_are_accepted(registered):
         "models:/demo/01",
         "models:/demo/latest",
     ):
-        refuse_missing_model(name, registered, None)
+        assert refuse_missing_model(name, registered, None) is None
+    for name in ("models:/demo@nobody", "models:/demo/9", "models:/other/1"):
+        with pytest.raises(SettingsError, match="demo|other"):
+            refuse_missing_model(name, registered, None)
 
 
 def test_a_store_of_another_shape_is_left_to_mlflow(tmp_path, monkeypatch):

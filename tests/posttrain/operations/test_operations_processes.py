@@ -71,7 +71,8 @@ def test_process_identity_is_pid_and_start_time():
 def test_zombie_counts_as_ended():
     child = subprocess.Popen([sys.executable, "-c", ""])
     wait_for(lambda: ProcessId.from_pid(child.pid) is None)
-    child.wait()
+    assert os.path.exists(f"/proc/{child.pid}"), "not reaped yet: a zombie"
+    assert child.wait() == 0
 
 
 def test_sigterm_to_the_keeper_ends_a_child_in_another_session(tmp_path):
@@ -129,8 +130,9 @@ def test_sigkill_of_the_supervisor_ends_everything(tmp_path):
     )
     wait_for((tmp_path / "log").exists)
     ids = read_process_ids(tmp_path / "log")
+    assert ids and all(process.is_alive for process in ids)
     supervisor.kill()
-    supervisor.wait()
+    assert supervisor.wait() == -signal.SIGKILL
     wait_for(lambda: not any(process.is_alive for process in ids))
 
 

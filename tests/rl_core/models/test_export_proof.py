@@ -300,6 +300,7 @@ def test_the_fresh_process_ends_with_the_run_that_is_killed(tmp_path):
         return state == "Z"
 
     try:
+        assert not has_ended(), "it waits for its imports"
         wait_for(has_ended, "the end of the fresh process", seconds=20.0)
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -117,6 +117,7 @@ def test_states_and_gradients_are_those_of_transformers(family, is_partial):
 @pytest.mark.parametrize("lengths", [[7, 7, 7], [1], [5, 1, 1, 1, 9]])
 def test_odd_shapes(lengths):
     model, batch = create_model(), build_batch(lengths)
+    assert check_training_forward(model).allowed
     compare(model, batch, None, batch.attention_mask_BS)
 
 
@@ -142,6 +143,9 @@ def test_attention_is_scaled_as_the_model_says():
     model, batch = create_model(), build_batch()
     for layer in model.base_model.layers:
         layer.self_attn.scaling = 0.2  # 16 ** -0.5 by default
+    assert check_training_forward(model).allowed
+    usual = compute_expected_states(create_model(), batch)
+    assert compute_distance(compute_expected_states(model, batch), usual) > 1e-3
     compare(model, batch, None, batch.attention_mask_BS)
 
 
