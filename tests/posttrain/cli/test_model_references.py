@@ -105,7 +105,7 @@ def test_registered_models_are_accepted(registered):
     ):
         assert refuse_missing_model(name, registered, None) is None
     for name in ("models:/demo@nobody", "models:/demo/9", "models:/other/1"):
-        with pytest.raises(SettingsError, match="demo|other"):
+        with pytest.raises(SettingsError, match=r"demo|other"):
             refuse_missing_model(name, registered, None)
 
 
