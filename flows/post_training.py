@@ -280,11 +280,11 @@ def run_pipeline(
         changed: overrides that the settings already contain, for the flow run's name.
         started: start time of the run of this pipeline to resume.
         restart: restart its unfinished stage.
-        keys: of the stages, as far as the caller has collected them from the same settings.
+        keys: of the stages, as far as the caller has collected them from the same settings, which it has checked.
     Raises: errors of the stages; ResumeRefused; Stopped if interrupted, with the state saved.
     """
-    settings = check_changed_settings(settings)
     if keys is None or keys.pipeline is not settings:
+        settings = check_changed_settings(settings)
         keys = StageKeys(settings)
     on_drift: OnDrift = "anew" if restart else "resume" if allow_drift else "refuse"
     stages_folder = Path(settings.output).resolve() / settings.name / "stages"

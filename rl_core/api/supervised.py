@@ -16,9 +16,8 @@ from rl_core.api.policy import (
     resolve_model_folder,
     select_device_settings,
 )
-from rl_core.api.recipes.preference import build_preference_recipe
+from rl_core.api.recipes import Recipe
 from rl_core.api.recipes.reward_model import build_reward_model_recipe
-from rl_core.api.recipes.sft import build_sft_recipe
 from rl_core.api.training import Training, build_training, resolve_output_folder, resolve_settings
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
@@ -76,10 +75,12 @@ def sft(
         settings.loss_on,
         _resolve_tokens_folder(output),
     )
-    recipe = build_sft_recipe(policy, rows.train, rows.heldout, settings, seed)
+    trainer = SFTTrainer(
+        policy.model, policy.renderer.pad_id, rows.train, rows.heldout, settings, seed
+    )
     return build_training(
         "sft",
-        recipe,
+        Recipe(trainer, trainer.total_steps, trainer.best_metric, larger_is_better=False),
         settings,
         policy,
         source=model,
@@ -128,10 +129,12 @@ def dpo(
         settings.loss,
         _resolve_tokens_folder(output),
     )
-    recipe = build_preference_recipe(policy, pairs.train, pairs.heldout, settings, seed)
+    trainer = PreferenceTrainer(
+        policy.model, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed
+    )
     return build_training(
         "dpo",
-        recipe,
+        Recipe(trainer, trainer.total_steps, trainer.best_metric, larger_is_better=False),
         settings,
         policy,
         source=model,

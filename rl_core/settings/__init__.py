@@ -5,7 +5,7 @@ Defaults follow the literature, with sources unless they are common knowledge; t
 construction and used by the configuration loader for messages and forms.
 """
 
-from rl_core.settings.base import Settings, iter_code_paths, setting
+from rl_core.settings.base import Settings, iter_code_paths, resolve_defaults, setting
 from rl_core.settings.common import (
     AnalysisSettings,
     DataSettings,
@@ -38,7 +38,6 @@ from rl_core.settings.policy import (
     CriticSettings,
     KLBandSettings,
     PolicySettings,
-    resolve_defaults,
 )
 from rl_core.settings.rewards import (
     CodeSettings,

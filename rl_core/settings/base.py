@@ -1,10 +1,12 @@
 """Base class of settings with checks of types and ranges, and the field declaration `setting`.
 
+`resolve_defaults` fills in the defaults that depend on the model (rl_core/settings/defaults.py).
 `iter_code_paths` yields the import paths of user code in settings, from fields that are declared with `is_code`.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -14,10 +16,10 @@ import typing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from rl_core.errors import SettingsError, suggest_name
-from rl_core.settings.defaults import ModelDefault
+from rl_core.settings.defaults import ModelDefault, ModelKind, is_unresolved
 from rl_core.settings.deprecated_keys import (
     list_deprecated_keys,
     read_deprecated_value,
@@ -26,6 +28,7 @@ from rl_core.settings.deprecated_keys import (
 from rl_core.settings.framework_aliases import explain_framework_name
 
 SettingKey = tuple[str | int, ...]
+S = TypeVar("S", bound="Settings")
 
 # Comparisons by name, as other tools write them.
 _COMPARISONS = {
@@ -226,6 +229,69 @@ class Settings(metaclass=_SettingsType):
 
     def check(self) -> None:
         """Raise SettingsError for invalid combinations of settings; overridden by subclasses."""
+
+    def _resolve_nested_defaults(self, kind: ModelKind) -> dict[str, Any]:
+        """Return fields whose defaults depend on the model and on other settings; overridden by subclasses."""
+        return {}
+
+
+class ModelSource(Protocol):
+    """What decides the defaults: a `ModelSettings`."""
+
+    @property
+    def path(self) -> str | None:
+        """Folder or hub name; None = from scratch."""
+
+    @property
+    def lora(self) -> object:
+        """Settings of the adapter; None = every weight is trained."""
+
+
+def resolve_model_kind(model: ModelSource) -> ModelKind:
+    """Return the column of the table of defaults for a model's settings."""
+    if model.path is None:
+        return "preset"
+    return "full" if model.lora is None else "lora"
+
+
+def resolve_defaults(settings: S, model: ModelSource, context: int | None = None) -> S:
+    """Fill in the defaults for this model where nothing was set, also in nested blocks.
+
+    Args:
+        context: the model's longest sequence, in tokens; None = unknown.
+    Raises: SettingsError naming the key of values that are incompatible with such a default.
+    """
+    kind = resolve_model_kind(model)
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, Settings):
+            try:
+                changed[field.name] = resolve_defaults(value, model, context)
+            except SettingsError as error:
+                raise SettingsError(f"{field.name}.{error}") from error
+        elif is_unresolved(value):
+            changed[field.name] = field.metadata["by_model"].select_value(kind, context)
+    changed |= settings._resolve_nested_defaults(kind)
+    return dataclasses.replace(settings, **changed) if changed else settings
+
+
+def replace_unchecked(settings: S, changed: Mapping[SettingKey, Any]) -> S:
+    """Replace values by their keys without running checks: their problems are reported, and checking continues."""
+    fields: dict[Any, dict[SettingKey, Any]] = {}
+    for (name, *inner), value in changed.items():
+        fields.setdefault(name, {})[tuple(inner)] = value
+    result = copy.copy(settings)
+    for name, values in fields.items():
+        present: Any = getattr(settings, name)
+        if () in values:
+            present = values[()]
+        elif isinstance(present, Settings):
+            present = replace_unchecked(present, values)
+        else:  # options of an environment
+            present = {**present, **{key[0]: item for key, item in values.items()}}
+        object.__setattr__(result, name, present)
+    return result
 
 
 @functools.cache

@@ -1,17 +1,14 @@
-"""Settings of policy optimisation: algorithms and their defaults, the critic, the KL controller, the stage itself.
-
-`resolve_defaults` fills in the defaults that depend on the model (rl_core/settings/defaults.py).
-"""
+"""Settings of policy optimisation: algorithms and their defaults, the critic, the KL controller, the stage itself."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.base import Settings, setting
-from rl_core.settings.common import ModelSettings, Precision, SamplingSettings
+from rl_core.settings.common import Precision, SamplingSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
 from rl_core.settings.rewards import RewardSettings
@@ -35,8 +32,6 @@ LOSS_AGGREGATIONS: dict[str, Aggregation] = {
 
 MAX_ROLLOUTS = 2**20  # of one iteration, all in memory
 IMPORTANCE_CHOICES = "token, sequence or geometric (with a critic also vtrace)"
-
-S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -519,6 +514,19 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                     f"{options}: are passed to a custom function, and none is named; set {needed}"
                 )
 
+    def _resolve_nested_defaults(self, kind: ModelKind) -> dict[str, Any]:
+        """Return a separate critic with its default rate, if neither its rate nor the policy's was set.
+
+        ppo has a critic even if the settings name none.
+        """
+        critic = self.value_function
+        if kind == "preset" or not is_unresolved(self.learning_rate):
+            return {}
+        if critic is None or critic.kind != "separate" or critic.learning_rate is not None:
+            return {}
+        rate = MODEL_DEFAULTS["CriticSettings.learning_rate"].select_value(kind)
+        return {"critic": dataclasses.replace(critic, learning_rate=rate)}
+
     def _check_rewards(self) -> None:
         """Check that reward components named elsewhere exist, and that the length penalty fits."""
         for index, stage in enumerate(self.curriculum):
@@ -536,49 +544,3 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
                 f"{self.sampling.max_completion_tokens}"
             )
-
-
-def resolve_model_kind(model: ModelSettings) -> ModelKind:
-    """Return the column of the table of defaults for a model's settings."""
-    if model.path is None:
-        return "preset"
-    return "full" if model.lora is None else "lora"
-
-
-def resolve_defaults(settings: S, model: ModelSettings, context: int | None = None) -> S:
-    """Fill in the defaults for this model where nothing was set, also in nested blocks.
-
-    Args:
-        context: the model's longest sequence, in tokens; None = unknown.
-    Raises: SettingsError naming the key of values that are incompatible with such a default.
-    """
-    kind = resolve_model_kind(model)
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if isinstance(value, Settings):
-            try:
-                changed[field.name] = resolve_defaults(value, model, context)
-            except SettingsError as error:
-                raise SettingsError(f"{field.name}.{error}") from error
-        elif is_unresolved(value):
-            changed[field.name] = field.metadata["by_model"].select_value(kind, context)
-    if (
-        isinstance(settings, PolicySettings)
-        and is_unresolved(settings.learning_rate)
-        and kind != "preset"
-    ):
-        changed |= _resolve_critic_rate(settings, kind)
-    return dataclasses.replace(settings, **changed) if changed else settings
-
-
-def _resolve_critic_rate(settings: PolicySettings, kind: ModelKind) -> dict[str, CriticSettings]:
-    """Return a separate critic with its default rate, if neither its rate nor the policy's was set.
-
-    ppo has a critic even if the settings name none.
-    """
-    critic = settings.value_function
-    if critic is None or critic.kind != "separate" or critic.learning_rate is not None:
-        return {}
-    rate = MODEL_DEFAULTS["CriticSettings.learning_rate"].select_value(kind)
-    return {"critic": dataclasses.replace(critic, learning_rate=rate)}

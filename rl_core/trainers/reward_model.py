@@ -120,6 +120,7 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
     """Trainer on the Bradley-Terry loss; one iteration is one optimizer step."""
 
     noun: ClassVar[str] = "pair"
+    selection_metric: ClassVar[str] = "eval/accuracy"
     settings: RewardModelSettings
 
     def __init__(
@@ -286,6 +287,7 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
     """
 
     noun: ClassVar[str] = "row"
+    selection_metric: ClassVar[str] = "eval/accuracy"
     settings: RewardModelSettings
 
     def __init__(

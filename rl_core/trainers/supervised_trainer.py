@@ -33,6 +33,9 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
     """
 
     noun: ClassVar[str] = "row"  # what an example is called in errors
+    selection_metric: ClassVar[str] = (
+        "eval/loss"  # of the best weights, if the training is stopped early
+    )
     settings: SFTSettings | RewardModelSettings | PreferenceSettings
 
     def __init__(
@@ -75,6 +78,11 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
             max_nonfinite=settings.max_nonfinite,
             process_group=process_group,
         )
+
+    @property
+    def best_metric(self) -> str | None:
+        """Metric that selects the best weights; None = the last weights are kept."""
+        return self.selection_metric if self.settings.patience is not None else None
 
     def describe_step_limit(self, steps: int) -> str:
         """Return `; ` and the limit that ended a training of so many steps; "" if only one was set or neither was

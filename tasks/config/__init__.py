@@ -19,9 +19,10 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
+from rl_core.settings.base import replace_unchecked
 from rl_core.settings.deprecated_keys import restore_former_names
 from tasks.config.cross_checks import check_combinations, find_waste
-from tasks.config.machine_checks import read_context_length, replace_unchecked, resolve_files
+from tasks.config.machine_checks import read_context_length, resolve_files
 from tasks.config.problems import ConfigError, ConfigProblem, KeyLocations, keys_overlap
 from tasks.config.schema import parse_settings, resolve_pydantic_model
 from tasks.config.settings import (
@@ -153,15 +154,16 @@ def _check_settings(
     if settings is None:
         return None, problems
     if folder is not None:
-        settings, file_problems = resolve_files(settings, folder)
-        problems = problems + file_problems
+        paths, file_problems = resolve_files(settings, folder)
+        settings, problems = replace_unchecked(settings, paths), problems + file_problems
     context = read_context_length(settings.model)
     if import_code and settings.stages.custom:
         stages, stage_problems = load_custom_stages(settings.stages, settings.model, context)
-        settings, problems = replace_unchecked(settings, stages=stages), problems + stage_problems
+        settings = replace_unchecked(settings, {("stages",): stages})
+        problems = problems + stage_problems
     try:
         stages = resolve_defaults(settings.stages, settings.model, context)
-        settings = replace_unchecked(settings, stages=stages)
+        settings = replace_unchecked(settings, {("stages",): stages})
     except SettingsError as error:
         name, _, text = str(error).partition(": ")
         key = ("stages", *name.split("."))

@@ -6,7 +6,6 @@ Memory is a lower bound of what the settings ask for, estimated before anything 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import json
@@ -14,19 +13,18 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rl_core.data.files import DATA_SUFFIXES, list_data_files
 from rl_core.data.records import TABLE_SUFFIXES, check_first_rows
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.machine_memory import measure_machine_memory
-from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings, Settings
+from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings
+from rl_core.settings.base import replace_unchecked
 from rl_core.settings.common import PRESETS
 from tasks import stage_registry
 from tasks.config.problems import ConfigProblem, Key, join_key
 from tasks.config.settings import PipelineSettings
-
-SettingsT = TypeVar("SettingsT", bound=Settings)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _REGISTERED_REFERENCE = re.compile(r"models:/[^/@]+(@[\w.-]+|/[\w.-]+)")
@@ -60,46 +58,32 @@ _TRANSPOSED_MODEL_TYPES = ("gpt2", "openai-gpt")
 
 def resolve_files(
     settings: PipelineSettings, folder: Path
-) -> tuple[PipelineSettings, list[ConfigProblem]]:
-    """Make the data and model paths absolute and check what the settings need from this machine.
+) -> tuple[dict[Key, str], list[ConfigProblem]]:
+    """Find the files that the settings name and check what the settings need from this machine.
 
     A relative path is looked up from the current folder, then from `folder`, which contains the config file.
+    Returns: the absolute paths by the keys that name them; the problems.
     """
     problems: list[ConfigProblem] = []
     finder = _FileFinder(folder, problems)
-    stages = settings.stages
-    data = stages.prepare_data
-    if data is not None:
-        stages = replace_unchecked(stages, prepare_data=_resolve_data_files(data, finder))
-    if stages.distill is not None and stages.distill.teacher.url is None:
-        teacher = stages.distill.teacher
-        key = ("stages", "distill", "teacher", "model")
-        teacher = replace_unchecked(
-            teacher, model=_resolve_model_folder(teacher.model, key, finder)
-        )
-        distill = replace_unchecked(stages.distill, teacher=teacher)
-        stages = replace_unchecked(stages, distill=distill)
-    environment = _resolve_environment_files(settings.environment, finder)
-    model = replace_unchecked(
-        settings.model, path=_resolve_model_folder(settings.model.path, ("model", "path"), finder)
-    )
-    model = _resolve_template_file(model, finder)
+    paths = {
+        **_find_data_files(settings.stages.prepare_data, finder),
+        **_find_environment_files(settings.environment, finder),
+    }
+    models: dict[Key, str | None] = {("model", "path"): settings.model.path}
+    distill = settings.stages.distill
+    if distill is not None and distill.teacher.url is None:
+        models["stages", "distill", "teacher", "model"] = distill.teacher.model
+    for key, name in models.items():
+        if name is not None:
+            paths[key] = _find_model_folder(name, key, finder)
+    template = _find_template_file(settings.model, finder)
+    if template is not None:
+        paths["model", "chat_template"] = template
     _check_output_folder(settings.output, settings.name, problems)
     _check_device(settings.model, problems)
-    _check_rope_context(model, problems)
-    return replace_unchecked(
-        settings, stages=stages, environment=environment, model=model
-    ), problems
-
-
-def replace_unchecked(settings: SettingsT, **changed: Any) -> SettingsT:
-    """Replace fields without running checks, since their problems are reported already and checking continues."""
-    result = object.__new__(type(settings))
-    for field in dataclasses.fields(settings):
-        object.__setattr__(
-            result, field.name, changed.get(field.name, getattr(settings, field.name))
-        )
-    return result
+    _check_rope_context(replace_unchecked(settings, paths).model, problems)
+    return paths, problems
 
 
 class _FileFinder:
@@ -178,23 +162,23 @@ def _path_exists(path: Path) -> bool:
         return False
 
 
-def _resolve_data_files(data: DataSettings, finder: _FileFinder) -> DataSettings:
-    changed = {}
+def _find_data_files(data: DataSettings | None, finder: _FileFinder) -> dict[Key, str]:
+    paths: dict[Key, str] = {}
     for name in ("demonstrations", "preferences"):
-        path = getattr(data, name)
+        path = getattr(data, name, None)
         if path is not None:
             key = ("stages", "prepare_data", name)
-            changed[name] = finder.resolve_data_file(
-                path, key, _DOWNLOAD_HINTS.get(name, ""), folder=True
-            )
-    return replace_unchecked(data, **changed)
+            advice = _DOWNLOAD_HINTS.get(name, "")
+            paths[key] = finder.resolve_data_file(path, key, advice, folder=True)
+    return paths
 
 
-def _resolve_environment_files(
+def _find_environment_files(
     environment: EnvironmentSettings, finder: _FileFinder
-) -> EnvironmentSettings:
-    """Resolve an environment's data file, its option `path`; `prompts` also accepts a folder, and a held-out file."""
-    options = dict(environment.options)
+) -> dict[Key, str]:
+    """Find an environment's data file, its option `path`; `prompts` also accepts a folder, and a held-out file."""
+    paths: dict[Key, str] = {}
+    options = environment.options
     accepts_folder = environment.name == "prompts"
     for name in ("path", "heldout") if accepts_folder else ("path",):
         path = options.get(name)
@@ -206,14 +190,12 @@ def _resolve_environment_files(
             advice = (
                 "a data set of the hub also needs options.revision, the 40 hex digits of a commit"
             )
-        options[name] = finder.resolve_data_file(path, key, advice, folder=accepts_folder)
-    return replace_unchecked(environment, options=options)
+        paths[key] = finder.resolve_data_file(path, key, advice, folder=accepts_folder)
+    return paths
 
 
-def _resolve_model_folder(name: str | None, key: Key, finder: _FileFinder) -> str | None:
-    """Make a model folder's path absolute; leave hub names and registered models for the stage to look up."""
-    if name is None:
-        return None
+def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
+    """Return a model folder's absolute path; leave hub names and registered models for the stage to look up."""
     if name.startswith("models:"):
         if not _REGISTERED_REFERENCE.fullmatch(name):
             text = "is not a registered model; write models:/NAME@ALIAS or models:/NAME/VERSION"
@@ -236,18 +218,18 @@ def _resolve_model_folder(name: str | None, key: Key, finder: _FileFinder) -> st
     return str(path)
 
 
-def _resolve_template_file(model: ModelSettings, finder: _FileFinder) -> ModelSettings:
-    """Make the path of a custom chat template absolute."""
+def _find_template_file(model: ModelSettings, finder: _FileFinder) -> str | None:
+    """Return the absolute path of a custom chat template; None without one."""
     if model.chat_template is None:
-        return model
+        return None
     path = finder.find_path(model.chat_template)
     if path is None or not path.is_file():
         candidates = finder.list_candidates(model.chat_template)
         tried = " and ".join(str(candidate) for candidate in candidates)
         text = f"is not a file (looked at {tried}); name a Jinja file that contains a chat template"
         finder.report(("model", "chat_template"), f"{model.chat_template!r} {text}")
-        return model
-    return replace_unchecked(model, chat_template=str(path))
+        return None
+    return str(path)
 
 
 def _check_output_folder(output: str, name: str, problems: list[ConfigProblem]) -> None:

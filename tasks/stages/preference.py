@@ -35,7 +35,8 @@ def optimise_preferences(
 
 def _run_preference_training(context: StageContext) -> dict[str, Any]:
     # Imported here: these load torch, which a cached run does not need.
-    from rl_core.api.recipes.preference import build_preference_recipe
+    from rl_core.api.recipes import Recipe
+    from rl_core.trainers.preference import PreferenceTrainer
     from tasks.stages.preference_pairs import load_or_compute_references, load_stage_pairs
 
     settings: PreferenceSettings = context.settings
@@ -56,8 +57,9 @@ def _run_preference_training(context: StageContext) -> dict[str, Any]:
                 code=compute_code_version(),
             )
         )
-    recipe = build_preference_recipe(
-        policy,
+    trainer = PreferenceTrainer(
+        policy.model,
+        policy.renderer.pad_id,
         pairs.train,
         pairs.heldout,
         settings,
@@ -65,13 +67,14 @@ def _run_preference_training(context: StageContext) -> dict[str, Any]:
         references,
         context.process_group,
     )
+    recipe = Recipe(trainer, trainer.total_steps, trainer.best_metric, larger_is_better=False)
 
     def load(pipeline: PipelineSettings) -> PreTrainedModel:
         return load_policy(context.inputs["model"], pipeline).model
 
-    epochs = context.build_epoch_keeper(recipe.trainer, policy.model, policy.tokenizer, load)
+    epochs = context.build_epoch_keeper(trainer, policy.model, policy.tokenizer, load)
     outcome = context.train(recipe, epochs)
-    context.save_model(recipe.trainer.optimizer_step, policy.model, policy.tokenizer, load)
+    context.save_model(trainer.optimizer_step, policy.model, policy.tokenizer, load)
     metrics = outcome.metrics
     accuracy = metrics["eval/accuracy"]
     num_compared = sum(not pair.tie for pair in pairs.heldout)
@@ -89,8 +92,7 @@ def _run_preference_training(context: StageContext) -> dict[str, Any]:
         "heldout_pairs": len(pairs.heldout),
         "metrics": metrics,
         "note": f"{settings.loss}, {outcome.steps} steps on {len(pairs.train)} {rows}; {finding} "
-        f"[{low:.1%}, {high:.1%}]; {pairs.note}"
-        + recipe.trainer.describe_step_limit(outcome.steps),
+        f"[{low:.1%}, {high:.1%}]; {pairs.note}" + trainer.describe_step_limit(outcome.steps),
     }
 
 

@@ -29,7 +29,8 @@ def train_sft(pipeline_run: PipelineRun, model: Path | str, data: StageResult) -
 
 def _run_sft_training(context: StageContext) -> dict[str, Any]:
     # Imported here: loads torch, which a cached run does not need.
-    from rl_core.api.recipes.sft import build_sft_recipe
+    from rl_core.api.recipes import Recipe
+    from rl_core.trainers.sft import SFTTrainer
 
     settings: SFTSettings = context.settings
     policy = load_policy(context.inputs["model"], context.pipeline)
@@ -37,14 +38,23 @@ def _run_sft_training(context: StageContext) -> dict[str, Any]:
     train, heldout = context.process_group.run_on_rank_zero(
         lambda: load_split_tokens(data, "demonstrations", policy.renderer, settings.loss_on)
     )
-    recipe = build_sft_recipe(policy, train, heldout, settings, context.seed, context.process_group)
+    trainer = SFTTrainer(
+        policy.model,
+        policy.renderer.pad_id,
+        train,
+        heldout,
+        settings,
+        context.seed,
+        context.process_group,
+    )
+    recipe = Recipe(trainer, trainer.total_steps, trainer.best_metric, larger_is_better=False)
 
     def load(pipeline: PipelineSettings) -> PreTrainedModel:
         return load_policy(context.inputs["model"], pipeline).model
 
-    epochs = context.build_epoch_keeper(recipe.trainer, policy.model, policy.tokenizer, load)
+    epochs = context.build_epoch_keeper(trainer, policy.model, policy.tokenizer, load)
     outcome = context.train(recipe, epochs)
-    context.save_model(recipe.trainer.optimizer_step, policy.model, policy.tokenizer, load)
+    context.save_model(trainer.optimizer_step, policy.model, policy.tokenizer, load)
     loss = outcome.metrics["eval/loss"]
     return {
         "steps": outcome.steps,
@@ -56,6 +66,5 @@ def _run_sft_training(context: StageContext) -> dict[str, Any]:
         "demonstration_tokens": train.num_tokens,
         "metrics": outcome.metrics,
         "note": f"{outcome.steps} steps on {train.num_rows} demonstrations, "
-        f"held-out loss {loss:.3f} nats per token"
-        + recipe.trainer.describe_step_limit(outcome.steps),
+        f"held-out loss {loss:.3f} nats per token" + trainer.describe_step_limit(outcome.steps),
     }

@@ -21,13 +21,13 @@ import torch
 
 import rl_core
 from rl_core.api.data import load_preference_pairs
-from rl_core.api.recipes.preference import build_preference_recipe
+from rl_core.api.recipes import Recipe
 from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.models.logprobs import completion_logprobs, iter_next_token_logprobs
 from rl_core.references.quantized import count_weight_bytes
 from rl_core.references.scorer import ReferenceSource, load_reference_model
 from rl_core.settings import ModelSettings, resolve_defaults
-from rl_core.trainers.preference import compute_reference_logprobs
+from rl_core.trainers.preference import PreferenceTrainer, compute_reference_logprobs
 from rl_core.types import TrainBatch
 
 PRECISIONS = ("full", "int8", "int4")
@@ -270,10 +270,16 @@ def train_dpo(output, folder, rows, runs):
             )
             for part in (pairs.train, pairs.heldout)
         )
-        recipe = build_preference_recipe(
-            policy, pairs.train, pairs.heldout, settings, seed, references
+        trainer = PreferenceTrainer(
+            policy.model,
+            policy.renderer.pad_id,
+            pairs.train,
+            pairs.heldout,
+            settings,
+            seed,
+            references,
         )
-        outcome = recipe.run(settings)
+        outcome = Recipe(trainer, trainer.total_steps).run(settings)
         policy_logprobs = compute_reference_logprobs(
             policy.model, pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192
         )

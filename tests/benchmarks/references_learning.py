@@ -22,11 +22,11 @@ import torch
 import rl_core
 from rl_core import environments
 from rl_core.api.data import load_preference_pairs
-from rl_core.api.recipes.preference import build_preference_recipe
+from rl_core.api.recipes import Recipe
 from rl_core.environments.pixel_grid_questions import COLOURS
 from rl_core.references.scorer import ReferenceSource, load_reference_model
 from rl_core.settings import CurriculumStage, ModelSettings, resolve_defaults
-from rl_core.trainers.preference import compute_reference_logprobs
+from rl_core.trainers.preference import PreferenceTrainer, compute_reference_logprobs
 
 PRECISIONS = ("full", "int8", "int4")
 LEVEL, KL_COEF, BETA = "easy", 0.05, 0.1
@@ -83,7 +83,10 @@ def train_dpo(folder, precision, seed):
         sums(load_reference_model(ReferenceSource(precision="full", **source))[0], pairs.heldout)
     )
     known = tuple(sums(reference, part) for part in (pairs.train, pairs.heldout))
-    build_preference_recipe(policy, pairs.train, pairs.heldout, settings, seed, known).run(settings)
+    trainer = PreferenceTrainer(
+        policy.model, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed, known
+    )
+    Recipe(trainer, trainer.total_steps).run(settings)
     margins = BETA * (
         (torch.tensor(sums(policy.model, pairs.heldout)) - exact) @ torch.tensor([1.0, -1.0])
     )

@@ -110,10 +110,10 @@ def _import_everything() -> None:
     import flows.post_training
     import flows.retrain
     import rl_core.api.recipes.policy_gradient
-    import rl_core.api.recipes.preference
     import rl_core.api.recipes.reward_model
-    import rl_core.api.recipes.sft
     import rl_core.api.recipes.thoughts
+    import rl_core.trainers.preference
+    import rl_core.trainers.sft
     import tasks.stages.promote
     from tasks import stage_registry
 

@@ -12,7 +12,8 @@ from tasks.config import ConfigError, build_settings, dump_settings, load_settin
 TWIN_FILE = '''
 from dataclasses import dataclass
 
-from rl_core.api.recipes.sft import build_sft_recipe as sft_recipe
+from rl_core.api.recipes import Recipe
+from rl_core.trainers.sft import SFTTrainer
 from rl_core.data.training_sequences import TokenRows
 from rl_core.settings import SFTSettings, setting
 from tasks.stage_registry import CustomStage
@@ -31,7 +32,16 @@ def body(context):
     """Train on a few example rows."""
     policy = load_policy(context.inputs["model"], context.pipeline)
     rows = [([5, 6, 7, 8], [False, True, True, True])] * 8
-    recipe = sft_recipe(policy, rows, rows, context.settings, context.seed, context.process_group)
+    trainer = SFTTrainer(
+        policy.model,
+        policy.renderer.pad_id,
+        rows,
+        rows,
+        context.settings,
+        context.seed,
+        context.process_group,
+    )
+    recipe = Recipe(trainer, trainer.total_steps)
     outcome = context.train(recipe)
     context.save_model(
         recipe.trainer.optimizer_step, policy.model, policy.tokenizer,

@@ -53,8 +53,7 @@ def build_reward_model_recipe(
             seed,
             process_group,
         )
-    best_metric = "eval/accuracy" if settings.patience is not None else None
-    return Recipe(trainer, trainer.total_steps, best_metric)
+    return Recipe(trainer, trainer.total_steps, trainer.best_metric)
 
 
 def _build_scored_pairs(pairs: Sequence[PreferencePair]) -> LazyRows[ScoredPair]:

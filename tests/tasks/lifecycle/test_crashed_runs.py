@@ -222,7 +222,7 @@ def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog
     from posttrain.cli.resume import find_resumable_run
     from tasks import config as loading
 
-    monkeypatch.setattr(loading, "resolve_files", lambda settings, folder: (settings, []))
+    monkeypatch.setattr(loading, "resolve_files", lambda settings, folder: ({}, []))
     settings = dump_config(policy={"group_size": 6})
     text = {"op": "text", "name": "config.json", "text": json.dumps(settings)}
     write_journal(
