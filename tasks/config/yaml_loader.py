@@ -12,7 +12,7 @@ import errno
 import math
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -247,29 +247,25 @@ class _NodeReader:
             # merged blocks are read first, so that the block's values and lines take precedence
             for base in self._list_merged_blocks(node):
                 result.update(self.read_value(base, key, depth + 1))
-            for name, value_node in self._iter_entries(node, key):
-                result[name] = self.read_value(value_node, (*key, name), depth + 1)
+            first_lines: dict[str, int] = {}
+            for key_node, value_node in node.value:
+                line = key_node.start_mark.line + 1
+                if _is_merge_key(key_node):
+                    continue
+                if not isinstance(key_node, yaml.ScalarNode):
+                    text = "a key must be text, not a list or block"
+                    raise SettingsError(f"{self.name}:{line}: {text}")
+                name = key_node.value  # as written: `1: 0.5` has the key "1"
+                path = (*key, name)
+                if name in first_lines:
+                    text = f"the key occurs twice, first on line {first_lines[name]}; keep one"
+                    self._report_problem(path, line, text)
+                first_lines.setdefault(name, line)
+                if self._check_text(name, path, line):
+                    self.document.lines[path] = line
+                    result[name] = self.read_value(value_node, path, depth + 1)
         self.open_node_ids.discard(id(node))
         return result
-
-    def _iter_entries(self, node: yaml.MappingNode, key: Key) -> Iterator[tuple[str, yaml.Node]]:
-        """Yield the keys of a block, as written, with their nodes; record lines and report keys that occur twice."""
-        first_lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if _is_merge_key(key_node):
-                continue
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise SettingsError(f"{self.name}:{line}: a key must be text, not a list or block")
-            name = key_node.value  # as written: `1: 0.5` has the key "1"
-            path = (*key, name)
-            if name in first_lines:
-                text = f"the key occurs twice, first on line {first_lines[name]}; keep one"
-                self._report_problem(path, line, text)
-            first_lines.setdefault(name, line)
-            if self._check_text(name, path, line):
-                self.document.lines[path] = line
-                yield name, value_node
 
     def _list_merged_blocks(self, node: yaml.MappingNode) -> list[yaml.MappingNode]:
         """List the blocks that `<<: *base` or `<<: [*first, *second]` merges in, lowest precedence first."""
