@@ -235,7 +235,7 @@ class Settings(metaclass=_SettingsType):
         return {}
 
 
-class ModelSource(Protocol):
+class StartingModel(Protocol):
     """What decides the defaults: a `ModelSettings`."""
 
     @property
@@ -247,14 +247,14 @@ class ModelSource(Protocol):
         """Settings of the adapter; None = every weight is trained."""
 
 
-def resolve_model_kind(model: ModelSource) -> ModelKind:
+def resolve_model_kind(model: StartingModel) -> ModelKind:
     """Return the column of the table of defaults for a model's settings."""
     if model.path is None:
         return "preset"
     return "full" if model.lora is None else "lora"
 
 
-def resolve_defaults(settings: S, model: ModelSource, context: int | None = None) -> S:
+def resolve_defaults(settings: S, model: StartingModel, context: int | None = None) -> S:
     """Fill in the defaults for this model where nothing was set, also in nested blocks.
 
     Args:
