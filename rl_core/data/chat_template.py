@@ -58,16 +58,15 @@ class ChatTemplate:
         self.settings = settings or ModelSettings()
         self.tools = [dict(tool) for tool in tools]
         self.is_plain = not tokenizer.chat_template
-        named: Any = tokenizer.chat_template or PLAIN_TEMPLATE
-        # A tokenizer may have several templates by name, one of them for tools.
-        self.source: str = (
-            named
-            if isinstance(named, str)
-            else tokenizer.get_chat_template(None, self.tools or None)
-        )
+        self.source = _select_template(tokenizer, has_tools=bool(self.tools))
         self._frozen = _freeze_date(
             self.source, datetime.date.fromisoformat(self.settings.chat_template_date)
         )
+
+    @property
+    def tool_source(self) -> str:
+        """The template that renders tools."""
+        return _select_template(self.tokenizer, has_tools=True)
 
     @property
     def can_print_date(self) -> bool:
@@ -109,6 +108,28 @@ class ChatTemplate:
         return text
 
 
+def _select_template(tokenizer: PreTrainedTokenizerBase, has_tools: bool) -> str:
+    """Return the tokenizer's template; of several by name, `tool_use` with tools, otherwise `default`.
+
+    Raises: DataError if there is none for a conversation without tools.
+    """
+    named: Any = tokenizer.chat_template or PLAIN_TEMPLATE
+    if isinstance(named, list):  # as the tokenizer's file holds them
+        named = {entry["name"]: entry["template"] for entry in named}
+    if isinstance(named, str):
+        return named
+    names = ("tool_use", "default") if has_tools else ("default",)
+    found = next((str(named[name]) for name in names if name in named), None)
+    if found is None and len(named) == 1:
+        found = str(next(iter(named.values())))
+    if found is None:
+        raise DataError(
+            f"the tokenizer has the chat templates {', '.join(sorted(named))} and none named 'default'; name a Jinja "
+            "file in model.chat_template"
+        )
+    return found
+
+
 def _freeze_date(source: str, day: datetime.date) -> str:
     """Return the template with its own `strftime_now`, which prints that day.
 
@@ -146,21 +167,25 @@ _BAR, _BLOCK = "\uff5c", "\u2581"  # of DeepSeek's tokens
 # itself writes into an assistant message.
 _MARKERS = (
     *(marker for pair in THOUGHT_MARKERS for marker in pair),
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<tool_calls>",
-        "</tool_calls>",
-        "<|tool_call|>",
-        "<|python_tag|>",
-    ),
-    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<answer>", "</answer>"),
+    *("<answer>", "</answer>"),
+    *("<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>"),
+    *("<|tool_call|>", "<|/tool_call|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<function_call>", "</function_call>"),
+    *("<start_function_call>", "<end_function_call>", "<escape>"),
+    *("<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|recipient|>", "<|content|>"),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<TOOLCALL>", "</TOOLCALL>"),
+    *("<|tools_prefix|>", "<|tools_suffix|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    *("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
     *(
         f"<{_BAR}tool{_BLOCK}{name}{_BLOCK}{end}{_BAR}>"
         for name in ("calls", "call")
         for end in ("begin", "end")
     ),
-    f"<{_BAR}tool{_BLOCK}sep{_BAR}>",
+    *(f"<{_BAR}tool{_BLOCK}sep{_BAR}>", f"{_BAR}DSML{_BAR}"),
 )
 
 _Messages = Sequence[Mapping[str, Any]]

@@ -7,6 +7,7 @@ Source: JSON Schema 2020-12, https://json-schema.org/draft/2020-12/json-schema-v
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -157,6 +158,50 @@ def _is_json_type(value: Any, kind: str) -> bool:
     if kind == "number":  # the comparison is False for NaN and infinity
         return isinstance(value, int | float) and abs(value) < 1e300
     return isinstance(value, {"string": str, "array": list, "object": dict}.get(kind, object))
+
+
+def convert_written_text(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return the value that a text stands for where the schema takes no text: "3" for an integer, "true", "[1]".
+
+    Families that write arguments in XML have no other values than texts. A text that does not fit is returned as it is.
+    """
+    if not isinstance(value, str) or _accepts_text(value, schema):
+        return value
+    text = value.strip()
+    for candidate in (text, _PYTHON_CONSTANTS.get(text.lower(), text)):
+        try:
+            converted = json.loads(candidate)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(converted, str):
+            return _convert_fitting(converted, value, schema)
+    if text[:1] in ("[", "{"):  # Qwen3-Coder writes lists and objects in Python's notation, too
+        try:
+            return _convert_fitting(ast.literal_eval(text), value, schema)
+        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            return value
+    return value
+
+
+_PYTHON_CONSTANTS = {"true": "true", "false": "false", "none": "null"}
+
+
+def _convert_fitting(converted: Any, text: str, schema: Mapping[str, Any]) -> Any:
+    """Return the converted value if it fits the schema, otherwise the text."""
+    try:
+        check_against_schema(converted, schema, "")
+    except ToolMisuse:
+        return text
+    return converted
+
+
+def _accepts_text(value: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema takes this text as it is."""
+    try:
+        check_against_schema(value, schema, "")
+    except ToolMisuse:
+        return False
+    return True
 
 
 def format_short_json(value: Any) -> str:
