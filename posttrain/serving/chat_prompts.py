@@ -142,8 +142,7 @@ class PromptBuilder:
 
     def decode_token(self, token: int) -> str:
         """Decode a single token; bytes that are no character and lone surrogates become U+FFFD."""
-        text = str(self.renderer.tokenizer.decode([token], skip_special_tokens=False))
-        return _SURROGATE.sub("\ufffd", text)
+        return _SURROGATE.sub("\ufffd", self.renderer.token_text(token))
 
     def parse_answer(self, text: str, tools: Toolset | None) -> ParsedAnswer:
         """Parse the tool calls of an answer; without valid calls the answer is its text, with what is wrong in them."""

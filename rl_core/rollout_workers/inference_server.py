@@ -36,6 +36,7 @@ PROCESSED_LOGPROBS = (
     "processed_logprobs"  # log-probs of the sampling distribution, including temperature
 )
 POSTTRAIN_ENGINE, VLLM_ENGINE = "posttrain", "vllm"
+_LEAST_BIAS = -100.0  # of a logit, vLLM's limit
 _MAX_STOP_TEXTS = (
     16  # per request, the limit of `posttrain serve`; the trainer checks all stop texts itself
 )
@@ -182,12 +183,14 @@ class InferenceServer:
         sampling: SamplingSettings,
         seed: Mapping[str, int],
         eos_ids: Sequence[int],
+        textless_ids: Sequence[int] = (),
     ) -> ServedTokens:
         """Sample up to `max_tokens` tokens after a prompt, until one of `eos_ids` (included) or a stop text.
 
         Args:
             model_name: of the model or an adapter.
             seed: `seed`, and for `posttrain serve` also `drawn`.
+            textless_ids: tokens that are not sampled.
         Raises: ServerUnavailable; ServerErrorResponse for a request that will never succeed, or an invalid answer.
         """
         num_closes, timeout_s = self._connections.num_closes, self.settings.timeout_s
@@ -213,6 +216,8 @@ class InferenceServer:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
+        if textless_ids:
+            body["logit_bias"] = {str(token): _LEAST_BIAS for token in textless_ids}
         end = time.monotonic() + timeout_s
         while True:
             try:
