@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from rl_core.data.model_text import THOUGHT_MARKERS, split_thought
+from rl_core.data.model_text import THOUGHT_MARKERS, TURN_MARKERS, split_thought
+from rl_core.data.tokenizer import select_chat_template
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings import ModelSettings
 from rl_core.types import Message
@@ -23,16 +24,6 @@ from rl_core.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# For tokenizers without a template, i.e. base models. The line break after the role avoids prompts that end in a space,
-# which byte-level BPE never saw in training.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}Assistant:\n{{ message['content'] }}{{ eos_token }}\n"
-    "{% else %}{{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:\n{% endif %}"
-)
 
 # Of strftime; the longer ones first, as their text is replaced.
 _DIRECTIVES = [
@@ -58,7 +49,7 @@ class ChatTemplate:
         self.settings = settings or ModelSettings()
         self.tools = [dict(tool) for tool in tools]
         self.is_plain = not tokenizer.chat_template
-        self.source = _select_template(tokenizer, has_tools=bool(self.tools))
+        self.source = select_chat_template(tokenizer, has_tools=bool(self.tools))
         self._frozen = _freeze_date(
             self.source, datetime.date.fromisoformat(self.settings.chat_template_date)
         )
@@ -66,7 +57,7 @@ class ChatTemplate:
     @property
     def tool_source(self) -> str:
         """The template that renders tools."""
-        return _select_template(self.tokenizer, has_tools=True)
+        return select_chat_template(self.tokenizer, has_tools=True)
 
     @property
     def can_print_date(self) -> bool:
@@ -76,6 +67,13 @@ class ChatTemplate:
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """Return the same template with other tools."""
         return ChatTemplate(self.tokenizer, self.settings, tools)
+
+    def without_tools(self) -> ChatTemplate:
+        """Return the same template without the tools; the one for conversations without them if it needs some."""
+        other = copy.copy(self)
+        other.tools = []
+        needs_tools = self.tools and not _render_or_empty(other, [_build_user_message()])
+        return self.with_tools(()) if needs_tools else other
 
     def with_date(self, day: str) -> ChatTemplate:
         """Return the same template on another day (YYYY-MM-DD)."""
@@ -106,28 +104,6 @@ class ChatTemplate:
             ) from error
         assert isinstance(text, str)
         return text
-
-
-def _select_template(tokenizer: PreTrainedTokenizerBase, has_tools: bool) -> str:
-    """Return the tokenizer's template; of several by name, `tool_use` with tools, otherwise `default`.
-
-    Raises: DataError if there is none for a conversation without tools.
-    """
-    named: Any = tokenizer.chat_template or PLAIN_TEMPLATE
-    if isinstance(named, list):  # as the tokenizer's file holds them
-        named = {entry["name"]: entry["template"] for entry in named}
-    if isinstance(named, str):
-        return named
-    names = ("tool_use", "default") if has_tools else ("default",)
-    found = next((str(named[name]) for name in names if name in named), None)
-    if found is None and len(named) == 1:
-        found = str(next(iter(named.values())))
-    if found is None:
-        raise DataError(
-            f"the tokenizer has the chat templates {', '.join(sorted(named))} and none named 'default'; name a Jinja "
-            "file in model.chat_template"
-        )
-    return found
 
 
 def _freeze_date(source: str, day: datetime.date) -> str:
@@ -162,32 +138,6 @@ _SCHEMA = {
         },
     },
 }
-_BAR, _BLOCK = "\uff5c", "\u2581"  # of DeepSeek's tokens
-# Texts that a policy may write as single tokens, if its tokenizer has them, in addition to those that the template
-# itself writes into an assistant message.
-_MARKERS = (
-    *(marker for pair in THOUGHT_MARKERS for marker in pair),
-    *("<answer>", "</answer>"),
-    *("<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>"),
-    *("<|tool_call|>", "<|/tool_call|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
-    *("<|tool_call_start|>", "<|tool_call_end|>", "<function_call>", "</function_call>"),
-    *("<start_function_call>", "<end_function_call>", "<escape>"),
-    *("<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|recipient|>", "<|content|>"),
-    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<TOOLCALL>", "</TOOLCALL>"),
-    *("<|tools_prefix|>", "<|tools_suffix|>", "<|START_ACTION|>", "<|END_ACTION|>"),
-    *("<|action_start|>", "<|plugin|>", "<|action_end|>"),
-    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
-    *(
-        f"<{_BAR}tool{_BLOCK}{name}{_BLOCK}{end}{_BAR}>"
-        for name in ("calls", "call")
-        for end in ("begin", "end")
-    ),
-    *(f"<{_BAR}tool{_BLOCK}sep{_BAR}>", f"{_BAR}DSML{_BAR}"),
-)
-
 _Messages = Sequence[Mapping[str, Any]]
 
 
@@ -244,7 +194,7 @@ def examine_template(template: ChatTemplate) -> TemplateFacts:
     Raises: DataError, SettingsError where nothing exact can be trained with it, or with these variables or tools.
     """
     _refuse_unknown_settings(template)
-    bare = template.with_tools(())
+    bare = template.without_tools()
     _refuse_unusable_template(bare)
     added = [
         token.content
@@ -482,7 +432,7 @@ def _find_control_and_marker_tokens(
     written -= {
         text for text in written if inside.rstrip().endswith(text)
     }  # a separate end of turn
-    markers = ((set(_MARKERS) & set(added)) | written) - never
+    markers = ((set(TURN_MARKERS) & set(added)) | written) - never
     control = (special | headers | never) - markers
     return tuple(sorted(control)), tuple(sorted(markers))
 

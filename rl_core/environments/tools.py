@@ -32,6 +32,13 @@ from rl_core.environments.tool_dialects import (
     parse_call_json,
     read_calls,
 )
+from rl_core.environments.tool_functions import (
+    accept_named_arguments,
+    call_tool_function,
+    check_tool_function,
+    is_async_tool,
+    read_function_parameters,
+)
 from rl_core.environments.tool_schemas import (
     JSON_TYPES,
     ArgumentType,
@@ -39,7 +46,6 @@ from rl_core.environments.tool_schemas import (
     check_against_schema,
     convert_written_text,
     format_short_json,
-    read_function_parameters,
 )
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse, suggest_name
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
@@ -76,6 +82,7 @@ class Tool:
             raise SettingsError(
                 f"tool name {self.name!r} must be letters, digits, '_' or '-', starting with a letter"
             )
+        check_tool_function(self.name, self.function)
         for parameter, kind in self.parameters.items():
             is_named = (
                 bool(parameter.split()) if isinstance(kind, Mapping) else parameter.isidentifier()
@@ -103,17 +110,25 @@ class Tool:
     def from_function(
         cls, function: Callable[..., Any], timeout_s: float | None = None, **options: Any
     ) -> Tool:
-        """Build a tool from a function with type hints and a docstring; see `tool_schemas.read_function_parameters`."""
-        description, parameters, optional = read_function_parameters(function)
+        """Build a tool from a function with type hints and a docstring; see `tool_functions.read_function_parameters`.
+
+        An `async def`, a partial and an object with `__call__` are functions, too.
+        """
+        name, description, parameters, optional = read_function_parameters(function)
         return cls(
-            function.__name__,
+            name,
             description,
             parameters,
-            function,
+            accept_named_arguments(function),
             timeout_s,
             optional=optional,
             **options,
         )
+
+    @property
+    def may_wait(self) -> bool:
+        """True = a call may take long: those of one turn run concurrently."""
+        return self.waits or self.timeout_s is not None or is_async_tool(self.function)
 
     @property
     def usage(self) -> str:
@@ -188,7 +203,7 @@ class Toolset:
     def run_all(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
         """Run the calls and return (observation, is_error) of each; concurrently if one of the tools may block."""
         tools = [self._tools[call.name] for call in calls if call.name in self._tools]
-        if len(calls) < 2 or not any(tool.waits or tool.timeout_s is not None for tool in tools):
+        if len(calls) < 2 or not any(tool.may_wait for tool in tools):
             return [self.run(call) for call in calls]
         with ThreadPoolExecutor(len(calls)) as pool:
             return list(pool.map(self.run, calls))
@@ -306,7 +321,7 @@ class Toolset:
 
     def _execute_tool(self, tool: Tool, arguments: dict[str, Any]) -> tuple[str, bool]:
         try:
-            output = str(tool.function(*self._context, **arguments))
+            output = call_tool_function(tool.function, *self._context, **arguments)
         except EnvironmentFault:  # not caused by the policy
             raise
         except (Exception, SystemExit) as error:  # SystemExit: a tool must not end the run

@@ -251,6 +251,16 @@ def test_named_templates() -> None:
     told = renderer.with_tools([tool]).prompt_ids([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(told) == "peek" + tokenizer.decode(plain)
     assert renderer.template.tool_source == with_tools and renderer.template.source == CHATML
+    no_tool_role = (
+        "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tool') }}{% endif %}"
+    )
+    tokenizer.chat_template = {"default": no_tool_role + CHATML, "tool_use": with_tools}
+    assert not ChatRenderer(tokenizer).facts.has_tool
+    assert ChatRenderer(tokenizer, tools=[tool]).facts.has_tool  # those of the template in use
+    needs_tools = with_tools.replace("(tools or [])", "tools")
+    tokenizer.chat_template = {"default": CHATML, "tool_use": needs_tools}
+    needing = ChatRenderer(tokenizer, tools=[tool]).prompt_ids([{"role": "user", "content": "hi"}])
+    assert needing == told
     tokenizer.chat_template = [{"name": "default", "template": CHATML}]
     assert ChatRenderer(tokenizer).template.tool_source == CHATML
     tokenizer.chat_template = {"rag": CHATML, "other": CHATML}
