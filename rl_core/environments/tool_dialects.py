@@ -9,31 +9,35 @@ Sources: the chat templates and model cards of the families; the parsers of vLLM
 
 from __future__ import annotations
 
-import ast
-import json
+import contextlib
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_core.environments.tool_notations import (
+    ARGUMENT_KEYS,
+    CALL_FORM,
+    INVOKE,
+    NAME,
+    PYTHON_START,
+    WrittenCall,
+    convert_json_call,
+    find_json_name,
+    flatten_calls,
+    parse_call_json,
+    read_call_body,
+    read_function_tags,
+    read_invocations,
+    read_json_values,
+    read_python_calls,
+    strip_fence,
+)
 from rl_core.errors import ToolMisuse
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
-CALL_FORM = '{"name": ..., "arguments": {...}}'
-_MAX_PYTHON = 20_000  # characters of calls in Python's notation
 _B = "[|\uff5c]"  # DeepSeek's bar is a wide one
-_NAME = r"[A-Za-z_][\w.-]{0,127}"
 _TYPOGRAPHIC = "\u2581"  # DeepSeek's underscore
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenCall:
-    """A call as it was written, not compared with the tools yet."""
-
-    name: Any
-    arguments: Any  # an object, its JSON text, or a list of values
-    is_positional: bool = False  # the list stands for arguments in the tool's order
-    named: tuple[tuple[str, Any], ...] = ()  # arguments after those of the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +72,20 @@ def read_calls(
         preferred: names of dialects that are tried first.
     Raises: ToolMisuse for a call that cannot be read.
     """
-    found: list[tuple[bool, int, int, Dialect]] = []
-    for place, dialect in enumerate(DIALECTS):
-        opened = re.search(dialect.opening, text)
-        if opened is not None:
-            found.append((dialect.name not in preferred, opened.start(), place, dialect))
+    openings = {
+        dialect: opened.start()
+        for dialect in DIALECTS
+        if (opened := re.search(dialect.opening, text)) is not None
+    }
     if text.lstrip()[:1] in ("[", "{"):  # a bare call, whose texts may hold any marks
         try:
             if calls := _read_bare_candidate(text.strip(), tool_names):
                 return calls
         except ToolMisuse:
-            if not found:
+            if not openings:
                 raise
-    if found:
-        dialect = min(found, key=lambda entry: entry[:3])[3]
-        calls = _read_dialect(dialect, text)
-        if not calls:
-            raise ToolMisuse(f"the tool call is empty; it must be {CALL_FORM}")
-        return calls
+    if openings:
+        return _read_marked_calls(text, openings, preferred)
     calls = _read_bare_calls(text, tool_names)
     if not calls and (mark := _UNREAD_MARK.search(text)) is not None:
         raise ToolMisuse(
@@ -95,14 +95,23 @@ def read_calls(
     return calls
 
 
-def parse_call_json(text: str) -> Any:
-    """Parse the JSON of a call. Raises: ToolMisuse."""
+def _read_marked_calls(
+    text: str, openings: Mapping[Dialect, int], preferred: Collection[str]
+) -> list[WrittenCall]:
+    """Read the calls of the template's dialect, otherwise those of the one that opens first."""
+    first = min(openings, key=lambda dialect: openings[dialect])
+    chosen = next((dialect for dialect in openings if dialect.name in preferred), first)
     try:
-        value = json.loads(text, parse_constant=_refuse_json_constant)
-        _check_surrogates(text, value)
-        return value
-    except (ValueError, RecursionError) as error:
-        raise _build_json_error(error) from None
+        calls = _read_dialect(chosen, text)
+    except ToolMisuse:
+        if chosen is first:
+            raise
+        with contextlib.suppress(ToolMisuse):  # the template's marks may stand in another's text
+            return _read_dialect(first, text)
+        raise
+    if not calls:
+        raise ToolMisuse(f"the tool call is empty; it must be {CALL_FORM}")
+    return calls
 
 
 def _read_dialect(dialect: Dialect, text: str) -> list[WrittenCall]:
@@ -122,247 +131,15 @@ def _read_dialect(dialect: Dialect, text: str) -> list[WrittenCall]:
     return calls
 
 
-def read_call_body(text: str) -> list[WrittenCall]:
-    """Read what stands between the marks of a call. Raises: ToolMisuse."""
-    body = _strip_fence(text.strip())
-    if OPEN_TAG in body:  # within <tool_calls>
-        return _read_dialect(DIALECTS[0], body)
-    if "<function=" in body:
-        return _read_function_tags(body)
-    if _INVOKE.search(body):
-        return _read_invocations(body)
-    if "<arg_key>" in body:
-        return [_read_argument_pairs(body)]
-    if body.startswith("call:"):
-        return _read_braced_calls(body)
-    if body[:1] in "{[" and not _PYTHON_START.match(body):
-        return [call for value in _read_all_json(body) for call in _list_json_calls(value)]
-    if _PYTHON_START.match(body):
-        return _read_python_calls(body)
-    if (named := _NAME_AND_ARGUMENTS.match(body)) is not None:
-        rest = _strip_fence(body[named.end() :].strip())
-        return [WrittenCall(named[1], rest or {})]
-    return [WrittenCall(None, parse_call_json(body))]
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_json_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_json_constant)
-
-
-def _build_json_error(error: Exception) -> ToolMisuse:
-    reason = str(error)[:100]
-    if isinstance(error, UnicodeEncodeError):
-        reason = "it holds half of a surrogate pair"
-    return ToolMisuse(f"the tool call is not valid JSON: {reason}")
-
-
-def _check_surrogates(text: str, value: Any) -> None:
-    # A lone half of a surrogate pair (RFC 8259, section 8.2) could not be tokenised or stored.
-    if "\\u" in text:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-
-
-def _read_json_values(text: str) -> tuple[list[Any], str]:
-    """Return the JSON values that a text begins with, separated by white space, commas or semicolons, and the rest."""
-    values: list[Any] = []
-    place = 0
-    while (start := _SEPARATORS.match(text, place)) is not None and start.end() < len(text):
-        try:
-            value, end = _DECODER.raw_decode(text, start.end())
-            _check_surrogates(text[start.end() : end], value)
-        except (ValueError, RecursionError) as error:
-            if not values:
-                raise _build_json_error(error) from None
-            break
-        values.append(value)
-        place = end
-    return values, text[place:].strip(" \t\r\n;,")
-
-
-def _read_all_json(text: str) -> list[Any]:
-    if text.startswith("[") or text.count("{") < 2:
-        return [parse_call_json(text)]
-    values, rest = _read_json_values(text)
-    return values if not rest else [parse_call_json(text)]  # raises with the reason
-
-
-def _list_json_calls(value: Any) -> list[WrittenCall]:
-    """List the calls that a JSON value describes: one, or a list of them."""
-    values = value if isinstance(value, list) and value else [value]
-    return [_convert_json_call(each) for each in values]
-
-
-def _convert_json_call(value: Any) -> WrittenCall:
-    if not isinstance(value, dict):
-        return WrittenCall(None, {})
-    if isinstance(value.get("function"), dict):  # OpenAI's wrapper
-        value = value["function"]
-    name = next((value[key] for key in _NAME_KEYS if key in value), None)
-    if name is None and len(value) == 1 and not {"function", *_ARGUMENT_KEYS} & set(value):
-        [(name, arguments)] = value.items()  # Apertus: {"weather": {...}}
-        return WrittenCall(name if isinstance(arguments, dict) else None, arguments)
-    return WrittenCall(name, next((value[key] for key in _ARGUMENT_KEYS if key in value), {}))
-
-
-_NAME_KEYS = ("name", "tool_name")
-_ARGUMENT_KEYS = ("arguments", "parameters", "args")
-_SEPARATORS = re.compile(r"[\s;,]*")
-
-# -- XML ---------------------------------------------------------------------------------------------------------------
-
-_INVOKE = re.compile(r"<(?:\w+:)?invoke\s+name=[\"']?([^\"'>]+)[\"']?\s*>")
-_INVOKE_PARAMETER = re.compile(r"<(?:\w+:)?parameter\s+name=[\"']?([^\"'>\s]+)[\"']?[^>]*>")
-_INVOKE_PARAMETER_END = re.compile(r"</(?:\w+:)?parameter>")
-
-
-def _read_function_tags(text: str) -> list[WrittenCall]:
-    """Read <function=NAME> with <parameter=NAME>VALUE</parameter> (Qwen3-Coder), or with JSON (Llama, Functionary)."""
-    calls = []
-    for part in text.split("<function=")[1:]:
-        name, opened, body = part.partition(">")
-        if not opened:
-            raise ToolMisuse("the tool call is not closed: '<function=NAME>' lacks its '>'")
-        body = body.partition("</function>")[0]
-        name = name.strip().strip("\"'")
-        if "<parameter=" not in body:
-            calls.append(WrittenCall(name, body.strip() or {}))
-            continue
-        arguments: dict[str, Any] = {}
-        for each in body.split("<parameter=")[1:]:
-            argument, opened, value = each.partition(">")
-            value, closed, _ = value.partition("</parameter>")
-            if not opened or not closed:
-                raise ToolMisuse("the tool call is not closed: a parameter lacks </parameter>")
-            arguments[argument.strip().strip("\"'")] = _strip_line_breaks(value)
-        calls.append(WrittenCall(name, arguments))
-    return calls
-
-
-def _read_invocations(text: str) -> list[WrittenCall]:
-    """Read <invoke name="NAME"> with <parameter name="NAME">VALUE</parameter> (MiniMax M2, DeepSeek V3.2, Step 3)."""
-    pieces = _INVOKE.split(text)
-    calls = []
-    for name, body in zip(pieces[1::2], pieces[2::2], strict=True):
-        body = re.split(r"</(?:\w+:)?invoke>", body, maxsplit=1)[0]
-        parts = _INVOKE_PARAMETER.split(body)
-        arguments = {}
-        for argument, rest in zip(parts[1::2], parts[2::2], strict=True):
-            value = _INVOKE_PARAMETER_END.split(rest, maxsplit=1)
-            if len(value) < 2:
-                raise ToolMisuse("the tool call is not closed: a parameter lacks </parameter>")
-            arguments[argument] = _strip_line_breaks(value[0])
-        calls.append(WrittenCall(name.strip(), arguments))
-    return calls
-
-
-def _read_argument_pairs(text: str) -> WrittenCall:
-    """Read NAME, then <arg_key>NAME</arg_key><arg_value>VALUE</arg_value> (GLM 4.5)."""
-    name, *pairs = text.split("<arg_key>")
-    arguments = {}
-    for pair in pairs:
-        argument, closed_key, rest = pair.partition("</arg_key>")
-        _, opened, value = rest.partition("<arg_value>")
-        value, closed_value, _ = value.partition("</arg_value>")
-        if not (closed_key and opened and closed_value):
-            raise ToolMisuse("the tool call needs <arg_value>...</arg_value> after each <arg_key>")
-        arguments[argument.strip()] = _strip_line_breaks(value)
-    return WrittenCall(name.strip(), arguments)
-
-
-def _strip_line_breaks(text: str) -> str:
-    """Drop the line break after an opening tag and the one before its closing tag."""
-    return text.removeprefix("\n").removesuffix("\n")
-
-
-# -- Python's notation -------------------------------------------------------------------------------------------------
-
-_PYTHON_START = re.compile(rf"\[?\s*{_NAME}\(")
-_JSON_CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None}
-
-
-def _read_python_calls(text: str) -> list[WrittenCall]:
-    """Read NAME(argument=VALUE, ...), several of them in a list, on lines, or after semicolons."""
-    if len(text) > _MAX_PYTHON:
-        raise ToolMisuse(f"the tool call is longer than {_MAX_PYTHON} characters")
-    try:
-        statements = ast.parse(text).body
-        return [call for statement in statements for call in _convert_statement(statement)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = getattr(error, "msg", None) or str(error) or type(error).__name__
-        raise ToolMisuse(
-            f"the tool call is not of the form name(argument=value): {reason[:100]}"
-        ) from None
-
-
-def _convert_statement(statement: ast.stmt) -> Iterator[WrittenCall]:
-    if not isinstance(statement, ast.Expr):
-        raise ValueError("only calls are read")
-    value = statement.value
-    for node in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
-        if not isinstance(node, ast.Call):
-            raise ValueError("only calls are read")
-        name = ast.unparse(node.func)
-        if name == "print" and len(node.args) == 1 and isinstance(node.args[0], ast.Call):
-            node = node.args[0]  # Gemma's templates ask for print(call)
-            name = ast.unparse(node.func)
-        named = []
-        for keyword in node.keywords:
-            if keyword.arg is None:
-                raise ValueError("arguments must be named one by one")
-            named.append((keyword.arg, _convert_literal(keyword.value)))
-        if len({key for key, _ in named}) < len(named):
-            raise ValueError("an argument is given twice")
-        positional = [_convert_literal(argument) for argument in node.args]
-        if positional:
-            yield WrittenCall(name, positional, True, tuple(named))
-        else:
-            yield WrittenCall(name, dict(named))
-
-
-def _convert_literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in _JSON_CONSTANTS:
-        return _JSON_CONSTANTS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_convert_literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict) and None not in node.keys:
-        keys = [_convert_literal(key) for key in node.keys if key is not None]
-        return {
-            str(key): _convert_literal(value) for key, value in zip(keys, node.values, strict=True)
-        }
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _convert_literal(node.operand)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return -value if isinstance(node.op, ast.USub) else value
-    raise ValueError("values must be texts, numbers, lists or dicts")
-
-
 # -- other notations ---------------------------------------------------------------------------------------------------
 
-_NAME_AND_ARGUMENTS = re.compile(rf"({_NAME}(?::\d+)?)\s*(?=[{{`]|$)")
-_QUOTE_TOKENS = re.compile(r'<\|"\|>|<escape>')
 
-
-def _read_braced_calls(text: str) -> list[WrittenCall]:
-    """Read call:NAME{argument:VALUE, ...} with texts between <escape> or <|"|> (FunctionGemma, Gemma 4)."""
-    quoted = _QUOTE_TOKENS.split(text)
-    if len(quoted) % 2 == 0:
-        raise ToolMisuse("the tool call has a text that is not closed")
-    plain = [re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)\s*:", r'\1"\2":', part) for part in quoted[::2]]
-    texts = [json.dumps(part) for part in quoted[1::2]]
-    whole = "".join(part for pair in zip(plain, [*texts, ""], strict=True) for part in pair)
-    calls = []
-    for part in re.split(r"(?:^|(?<=\}))\s*call:", whole)[1:]:
-        name, _, arguments = part.partition("{")
-        calls.append(WrittenCall(name.strip(), "{" + arguments if arguments else {}))
-    return calls
+def _read_wrapped_calls(text: str) -> list[WrittenCall]:
+    """Read <tool_calls> with JSON (Jamba, MiniMax M1), or with a <tool_call> for each (Hunyuan)."""
+    if OPEN_TAG in text:
+        return _read_dialect(DIALECTS[0], text)
+    body = text.partition("<tool_calls>")[2].partition("</tool_calls>")[0]
+    return read_call_body(body)
 
 
 def _read_mistral_calls(text: str) -> list[WrittenCall]:
@@ -392,13 +169,13 @@ def _read_section_calls(text: str) -> list[WrittenCall]:
         elif head.strip() == "function":
             calls += read_call_body(rest[0])
         else:
-            calls.append(WrittenCall(head.strip(), _strip_fence(rest[0].strip()) or {}))
+            calls.append(WrittenCall(head.strip(), strip_fence(rest[0].strip()) or {}))
     return calls
 
 
 _SECTION_CALL = rf"<{_B}tool[{_TYPOGRAPHIC}_]call[{_TYPOGRAPHIC}_]begin{_B}>"
 _SECTION_SEPARATOR = rf"<{_B}tool[{_TYPOGRAPHIC}_]sep{_B}>|<{_B}tool_call_argument_begin{_B}>"
-_HARMONY = rf"\bto=functions\.{_NAME}|(?<=commentary )to={_NAME}|(?<=assistant )to={_NAME}"
+_HARMONY = rf"\bto=functions\.{NAME}|(?<=commentary )to={NAME}|(?<=assistant )to={NAME}"
 
 
 def _read_harmony_calls(text: str) -> list[WrittenCall]:
@@ -415,7 +192,7 @@ def _read_harmony_calls(text: str) -> list[WrittenCall]:
             message = body[body.find("{") :] if "{" in body else ""
         message = message.strip()
         if message.startswith("{"):
-            values, _ = _read_json_values(message)
+            values, _ = read_json_values(message)
             calls.append(WrittenCall(name, values[0]))
         else:
             calls.append(WrittenCall(name, message or {}))
@@ -429,7 +206,7 @@ def _read_action_calls(text: str) -> list[WrittenCall]:
         name, *rest = re.split(_ACTION_INPUT, part, maxsplit=1)
         if rest:
             body = re.split(r"\n(?:Observation:|\u273fRESULT\u273f)", rest[0], maxsplit=1)[0]
-            calls.append(WrittenCall(name.strip(), _strip_fence(body.strip()) or {}))
+            calls.append(WrittenCall(name.strip(), strip_fence(body.strip()) or {}))
         else:
             calls += read_call_body(part)
     return calls
@@ -453,14 +230,6 @@ def _read_recipient_calls(text: str) -> list[WrittenCall]:
 _RECIPIENT = r"(?:^|(?<=\n))>>>|<\|recipient\|>\s*"
 
 
-def _strip_fence(text: str) -> str:
-    """Return the content of a fenced code block that is the whole text, or the text."""
-    fence = re.match(r"```[\w-]*\n?", text)
-    if fence is None or not text.endswith("```") or len(text) < fence.end() + 3:
-        return text
-    return text[fence.end() : -3].strip()
-
-
 # -- without marks -----------------------------------------------------------------------------------------------------
 
 
@@ -471,19 +240,21 @@ def _read_bare_calls(text: str, tool_names: Collection[str]) -> list[WrittenCall
     """
     text = text.strip()
     candidates = [text]
+    if text.startswith("<code>") and text.endswith("</code>"):  # SmolLM3
+        candidates.append(text[len("<code>") : -len("</code>")].strip())
     if text.endswith("```") and (start := text.rfind("```", 0, len(text) - 3)) >= 0:
         candidates.append(text[start:])
     lines = [match.start() + 1 for match in re.finditer(r"\n(?=[{\[]|[A-Za-z_][\w.-]*\()", text)]
     candidates += [text[place:] for place in dict.fromkeys([*lines[:1], *lines[-1:]])]
     for candidate in candidates:
-        calls = _read_bare_candidate(_strip_fence(candidate), tool_names)
+        calls = _read_bare_candidate(strip_fence(candidate), tool_names)
         if calls:
             return calls
     return []
 
 
 def _read_bare_candidate(text: str, tool_names: Collection[str]) -> list[WrittenCall]:
-    if (start := _PYTHON_START.match(text)) is not None:
+    if (start := PYTHON_START.match(text)) is not None:
         name = normalize_name(start.group().strip("[( \t\n"), tool_names)
         return _read_bare_python(text, name in tool_names)
     if text[:1] in ("{", "["):
@@ -501,7 +272,7 @@ def _read_bare_python(text: str, names_tool: bool) -> list[WrittenCall]:
     if not (is_list or (names_tool and text.endswith(")"))):
         return []
     try:
-        calls = _read_python_calls(text)
+        calls = read_python_calls(text)
     except ToolMisuse:
         if names_tool:
             raise
@@ -512,15 +283,15 @@ def _read_bare_python(text: str, names_tool: bool) -> list[WrittenCall]:
 
 def _read_bare_json(text: str, tool_names: Collection[str]) -> list[WrittenCall]:
     try:
-        values, rest = _read_json_values(text)
+        values, rest = read_json_values(text)
     except ToolMisuse:
         names = re.match(r'[\[\s]*\{\s*"(?:name|tool_name)"\s*:\s*"([^"\n]*)"', text)
         if names is not None and normalize_name(names[1], tool_names) in tool_names:
             raise
         return []
-    items = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    items = [item for value in values for item in flatten_calls(value)]
     calls = [
-        _convert_json_call(item) for item in items if _is_call_object(item, tool_names, bool(rest))
+        convert_json_call(item) for item in items if _is_call_object(item, tool_names, bool(rest))
     ]
     return calls if len(calls) == len(items) else []
 
@@ -531,14 +302,14 @@ def _is_call_object(value: Any, tool_names: Collection[str], has_rest: bool) -> 
         return False
     if isinstance(value.get("function"), dict):
         value = value["function"]
-    name = next((value[key] for key in _NAME_KEYS if key in value), None)
-    has_arguments = any(key in value for key in _ARGUMENT_KEYS)
+    name = find_json_name(value)
+    has_arguments = any(key in value for key in ARGUMENT_KEYS)
     if not isinstance(name, str) or not has_arguments:
         return False
     if normalize_name(name, tool_names) in tool_names:
         return True
-    arguments = next(value[key] for key in _ARGUMENT_KEYS if key in value)
-    is_exact = set(value) <= {*_NAME_KEYS, *_ARGUMENT_KEYS, "id", "type", "tool_call_id"}
+    arguments = next(value[key] for key in ARGUMENT_KEYS if key in value)
+    is_exact = set(value) <= {"name", "tool_name", *ARGUMENT_KEYS, "id", "type", "tool_call_id"}
     return bool(tool_names) and not has_rest and is_exact and isinstance(arguments, dict)
 
 
@@ -568,6 +339,7 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("llama4", r"<\|python_start\|>", r"<\|python_end\|>"),
     Dialect("gemma4", r"<\|tool_call>", r"<tool_call\|>"),
     Dialect("function_gemma", r"<start_function_call>", r"<end_function_call>"),
+    Dialect("phi", r"\bfunctools(?=\[)"),
     Dialect("phi_granite", r"<\|tool_call\|>", r"<\|/tool_call\|>|<\|end_of_text\|>"),
     Dialect("lfm2", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"),
     Dialect("nemotron", r"<TOOLCALL>", r"</TOOLCALL>"),
@@ -582,11 +354,11 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("minimax", r"<minimax:tool_call>", r"</minimax:tool_call>"),
     Dialect("seed", r"<seed:tool_call>", r"</seed:tool_call>"),
     Dialect("longcat", r"<longcat_tool_call>", r"</longcat_tool_call>"),
-    Dialect("tool_calls", r"<tool_calls>", r"</tool_calls>"),  # Jamba, Hunyuan, MiniMax M1
+    Dialect("tool_calls", r"<tool_calls>", read=_read_wrapped_calls),
     Dialect("function_calls", r"<function_calls>", r"</function_calls>"),  # Olmo 3
     Dialect("function_call", r"<function_?call>", r"</function_?call>"),  # Granite 20B, Glaive
-    Dialect("function_tags", r"<function=", read=_read_function_tags),  # Llama 3.1, Functionary 3.1
-    Dialect("invoke", _INVOKE.pattern, read=_read_invocations),
+    Dialect("function_tags", r"<function=", read=read_function_tags),  # Llama 3.1, Functionary 3.1
+    Dialect("invoke", INVOKE.pattern, read=read_invocations),
     Dialect("harmony", _HARMONY, template_mark=r"<\|channel\|>", read=_read_harmony_calls),
     Dialect("gemma", r"```tool_(?:code|call)\b", r"```"),
     Dialect("action", _ACTION, read=_read_action_calls),

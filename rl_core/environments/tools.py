@@ -23,13 +23,10 @@ from typing import Any, Literal
 
 from rl_core.data.model_text import replace_unprintable, strip_thought
 from rl_core.environments.tool_dialects import (
-    CALL_FORM,
     CLOSE_TAG,
     OPEN_TAG,
-    WrittenCall,
     find_template_dialects,
     normalize_name,
-    parse_call_json,
     read_calls,
 )
 from rl_core.environments.tool_functions import (
@@ -39,6 +36,7 @@ from rl_core.environments.tool_functions import (
     is_async_tool,
     read_function_parameters,
 )
+from rl_core.environments.tool_notations import CALL_FORM, WrittenCall, parse_call_json
 from rl_core.environments.tool_schemas import (
     JSON_TYPES,
     ArgumentType,

@@ -58,6 +58,12 @@ ONE_CALL = {
     "Granite 4": f"<tool_call>[{NAMED}]</tool_call>",
     "Granite 3": f"<|tool_call|>[{NAMED}]",
     "Phi-4-mini": f"<|tool_call|>[{NAMED}]<|/tool_call|>",
+    "Phi-4-mini, without marks": f"functools[{NAMED}]",
+    "SmolLM3, Python tools": "<code>weather(city='Oslo', days=3)</code>",
+    "OpenAI": json.dumps({"tool_calls": [{"id": "1", "type": "function", "function": {
+        "name": "weather", "arguments": JSON}}]}),
+    "function and parameters": NAMED.replace('"name"', '"function"'),
+    "LangChain": '{"action": "weather", "action_input": ' + JSON + "}",
     "Llama 3.1": LLAMA,
     "Llama 3.1, python tag": f"<|python_tag|>{LLAMA}<|eom_id|>",
     "Llama 3.1, built-in form": "<|python_tag|>weather.call(city='Oslo', days=3)",
@@ -183,6 +189,11 @@ def test_several_calls_of_one_turn(text):
             {"text": " a\n\nb ", "tags": ["x"], "weight": 1.5},
         ),
         (
+            '<tool_call>{"name": "note", "arguments": {"text": "<function=a><invoke name=b><arg_key>"}}'
+            "</tool_call>",
+            {"text": "<function=a><invoke name=b><arg_key>"},
+        ),
+        (
             '{"name": "note", "arguments": {"text": "<tool_call>"}}',
             {"text": "<tool_call>"},
         ),
@@ -289,12 +300,15 @@ def test_the_template_s_dialect_comes_first():
     assert find_template_dialects("{{ '<|channel|>commentary' }}") == ("harmony",)
     assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS)
     tools = Toolset([Tool.from_function(note)])
-    text = '<|python_tag|>{"name": "note", "parameters": {"text": "[TOOL_CALLS]"}}'
-    assert tools.parse(text) == ToolCall("note", {"text": "[TOOL_CALLS]"})  # opens first
+    within = '<|python_tag|>{"name": "note", "parameters": {"text": "[TOOL_CALLS]"}}'
+    assert tools.parse(within) == ToolCall("note", {"text": "[TOOL_CALLS]"})  # opens first
+    both = [f'{{"name": "note", "arguments": {{"text": "{text}"}}}}' for text in "ab"]
+    text = f"<TOOLCALL>[{both[0]}]</TOOLCALL><tool_call>{both[1]}</tool_call>"
     episode_tools = tools.bind()
-    tools.follow_template("{{ '[TOOL_CALLS]' }}")
-    with pytest.raises(ToolMisuse):  # the template's, although it opens later
-        episode_tools.parse(text)
+    assert episode_tools.parse(text) == ToolCall("note", {"text": "a"})
+    tools.follow_template("<tool_call> and [TOOL_CALLS]")
+    assert episode_tools.parse(text) == ToolCall("note", {"text": "b"})
+    assert episode_tools.parse(within) == ToolCall("note", {"text": "[TOOL_CALLS]"})
 
 
 def test_the_policy_reads_the_error(tmp_path):
