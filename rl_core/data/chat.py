@@ -33,7 +33,7 @@ from rl_core.data.chat_template import (
 )
 from rl_core.data.completion_decoding import CompletionDecoder
 from rl_core.data.model_text import replace_surrogates, split_thought
-from rl_core.data.token_ids import GENERATION_CONFIG, list_end_ids
+from rl_core.data.token_ids import GENERATION_CONFIG, find_end_texts, list_end_ids
 from rl_core.errors import DataError
 from rl_core.settings import ModelSettings
 from rl_core.time_limits import CallTimeout, call_with_timeout
@@ -245,8 +245,8 @@ class ChatRenderer:
         added = tokenizer.added_tokens_decoder
         self._ordinary_end_ids = {token for token in self._end_ids if token not in added}
         # An end token in a message's text would end the turn there.
-        ends = {added[token].content for token in self._end_ids if token in added} - set(markers)
-        control = tuple(sorted({*control, *ends}))
+        self._end_texts = find_end_texts(tokenizer)
+        control = tuple(sorted({*control, *(set(self._end_texts) - set(markers))}))
         self._control = compile_token_pattern(control)
         self._markers = compile_token_pattern(markers)
         special = set(tokenizer.all_special_tokens)
@@ -258,6 +258,7 @@ class ChatRenderer:
         self.pad_id: int = (
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
         )
+        self._end_texts.pop(self.facts.end_of_turn, None)
         self._control_ids = {self._find_token_id(text) for text in control} | {self.eos_id}
         self._bos_ids = self._find_bos_ids()
         self._cached_prompt = lru_cache(maxsize=_MAX_CACHED)(self._render_prompt)
@@ -355,8 +356,13 @@ class ChatRenderer:
         text = self._strip_header_thought(text)
         if self._decoder.adds_space and text.startswith(" "):
             text = text[1:]  # the tokenizer puts one before any text
+        end_id = self.eos_id
+        for end, token in self._end_texts.items():
+            if text.endswith(end):
+                text, end_id = text.removesuffix(end), token
+                break
         if self._control.search(text) is None:
-            return self._end_action(self._encode_text(text))
+            return self._end_action(self._encode_text(text), end_id)
         ids: list[int] = []
         place = 0
         for marker in self._markers.finditer(text):
@@ -365,13 +371,13 @@ class ChatRenderer:
                 self._find_token_id(marker.group()),
             ]
             place = marker.end()
-        return self._end_action([*ids, *self._encode_spelled_text(text[place:])])
+        return self._end_action([*ids, *self._encode_spelled_text(text[place:])], end_id)
 
-    def _end_action(self, ids: list[int]) -> list[int]:
-        """Append the end of turn; nothing may follow an end token, as no policy is sampled beyond one."""
+    def _end_action(self, ids: list[int], end_id: int) -> list[int]:
+        """Append the end token; nothing may follow an end token, as no policy is sampled beyond one."""
         if self._end_ids:
             place = next((n for n, token in enumerate(ids) if token in self._end_ids), None)
-            if place is not None and place + 1 < len(ids):
+            if place is not None and (place + 1 < len(ids) or end_id != self.eos_id):
                 text = self._decoder.decode_ids(ids[place : place + 1])
                 raise DataError(
                     f"the message has the token {text!r} ({ids[place]}) before its end, where a policy stops: it is "
@@ -379,7 +385,7 @@ class ChatRenderer:
                 )
             if place is not None:
                 return ids
-        return [*ids, self.eos_id]
+        return [*ids, end_id]
 
     def action_text(self, ids: Sequence[int]) -> str:
         """Return the text of a sampled action with its thought's opening, without control tokens; lone surrogates as

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rl_core.data.model_text import THOUGHT_MARKERS, TURN_MARKERS, split_thought
+from rl_core.data.token_ids import find_end_texts
 from rl_core.data.tokenizer import select_chat_template
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings import ModelSettings
@@ -552,6 +553,9 @@ def _render_message_body(
     if not facts.writes_end:
         return body
     if not body.rstrip().endswith(facts.end_of_turn):
+        # Calls of gpt-oss and Llama 3.1 end with a token of their own, which generation_config.json lists.
+        if body.rstrip().endswith(tuple(find_end_texts(template.tokenizer))):
+            return body.rstrip()
         raise DataError(
             f"the chat template does not end a message with {fields} by {facts.end_of_turn}, as it ends others, so a "
             f"policy would not stop there; {advice}"

@@ -22,6 +22,12 @@ def list_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(getattr(tokenizer, _ATTRIBUTE, ()))
 
 
+def find_end_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the texts of those end tokens that the tokenizer has as added tokens, with their ids."""
+    added = tokenizer.added_tokens_decoder
+    return {added[token].content: token for token in list_end_ids(tokenizer) if token in added}
+
+
 def set_end_ids(tokenizer: PreTrainedTokenizerBase, configured: Mapping[str, Any]) -> None:
     """Give a tokenizer the end tokens (`eos_token_id`, one or a list) of generation settings.
 

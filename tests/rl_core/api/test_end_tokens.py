@@ -22,6 +22,7 @@ from rl_core.errors import DataError, ModelError
 from rl_core.inference.engine import Engine
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.settings import EvaluationSettings, LoraSettings, ModelSettings, SamplingSettings
+from rl_core.types import Message
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -162,7 +163,33 @@ def test_demonstrations_end_as_rollouts_do() -> None:
     for text, token in (("aza", "'z'"), ("a</tool_call> b", "'</tool_call>'")):
         with pytest.raises(DataError, match=f"the token {token} .* before its end"):
             renderer.action_ids(text)
+    assert renderer.action_ids("a<|eom|>") == [*tokenizer.encode("a"), eom]
     assert renderer.digest != ChatRenderer(family(CHATML, ("<|eom|>", "</tool_call>"))).digest
+
+
+def test_calls_that_end_with_a_token_of_their_own() -> None:
+    """As gpt-oss and Llama 3.1 end them."""
+    calls = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+        "{% for c in m.get('tool_calls') or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}<|eom|>"
+        "{% else %}<|im_end|>{% endfor %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = family(calls, ("<|eom|>",))
+    function = {"name": "peek", "arguments": {"at": 1}}
+    message: Message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    with pytest.raises(DataError, match="a policy would not stop there"):
+        ChatRenderer(tokenizer).render_assistant_text(message)
+    eom = tokenizer.convert_tokens_to_ids("<|eom|>")
+    set_end_ids(tokenizer, {"eos_token_id": [eom]})
+    renderer = ChatRenderer(tokenizer)
+    ids, mask = renderer.encode_conversation([{"role": "user", "content": "hi"}, message])
+    assert ids[-1] == eom and mask[-1]
+    assert tokenizer.decode(ids).endswith('<|im_start|>assistant\npeek {"at": 1}<|eom|>')
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
