@@ -142,7 +142,7 @@ class PromptBuilder:
 
     def decode_token(self, token: int) -> str:
         """Decode a single token; bytes that are no character and lone surrogates become U+FFFD."""
-        return _SURROGATE.sub("\ufffd", self.renderer.token_text(token))
+        return _SURROGATE.sub("\ufffd", self.renderer.decode_ids([token]))
 
     def parse_answer(self, text: str, tools: Toolset | None) -> ParsedAnswer:
         """Parse the tool calls of an answer; without valid calls the answer is its text, with what is wrong in them."""

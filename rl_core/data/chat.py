@@ -397,9 +397,10 @@ class ChatRenderer:
         text = self._decoder.decode_ids(text_ids)
         return f"{self.opened_thought}{replace_surrogates(text)}"
 
-    def token_text(self, token: int) -> str:
-        """Return the text of one token within a turn, special tokens included."""
-        return self._decoder.decode_ids([token])
+    def decode_ids(self, ids: Sequence[int], *, is_start: bool = False) -> str:
+        """Return the text of tokens within a conversation, or at its start; special tokens included."""
+        decoder = self._decoder
+        return decoder.decode_start(ids) if is_start else decoder.decode_ids(ids)
 
     def render_assistant_text(self, message: Message) -> str:
         """Render an assistant message: its thought, content and calls.

@@ -42,8 +42,8 @@ class CompletionDecoder:
             if token[:1] in _WORD_STARTS and token[1:].isalpha()
         )
         probes = [[number] for number in heapq.nsmallest(_NUM_PROBES, starts)]
-        if any(self._decode_after(context, ids) != self._decode_plain(ids) for ids in probes):
-            self._context_ids, self._context_text = context, self._decode_plain(context)
+        if any(self._decode_after(context, ids) != self.decode_start(ids) for ids in probes):
+            self._context_ids, self._context_text = context, self.decode_start(context)
         prefixed = tokenizer.encode("a", add_special_tokens=False)
         # True = encoding a text alone adds the space that decoding it in context shows
         self.adds_space: bool = bool(self._context_ids) and self.decode_ids(prefixed) == " a"
@@ -51,18 +51,19 @@ class CompletionDecoder:
     def decode_ids(self, ids: Sequence[int]) -> str:
         """Return the text of these tokens after their context, special tokens included."""
         if not self._context_ids:
-            return self._decode_plain(ids)
-        text = self._decode_plain([*self._context_ids, *ids])
+            return self.decode_start(ids)
+        text = self.decode_start([*self._context_ids, *ids])
         if not text.startswith(self._context_text):
-            return self._decode_plain(ids)
+            return self.decode_start(ids)
         return text[len(self._context_text) :]
 
     def _decode_after(self, context: Sequence[int], ids: Sequence[int]) -> str:
-        known = self._decode_plain(context)
-        text = self._decode_plain([*context, *ids])
-        return text[len(known) :] if text.startswith(known) else self._decode_plain(ids)
+        known = self.decode_start(context)
+        text = self.decode_start([*context, *ids])
+        return text[len(known) :] if text.startswith(known) else self.decode_start(ids)
 
-    def _decode_plain(self, ids: Sequence[int]) -> str:
+    def decode_start(self, ids: Sequence[int]) -> str:
+        """Return the text of these tokens at the start of a text."""
         return str(
             self._tokenizer.decode(
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
