@@ -553,7 +553,7 @@ def _render_message_body(
     if not facts.writes_end:
         return body
     if not body.rstrip().endswith(facts.end_of_turn):
-        # Calls of gpt-oss and Llama 3.1 end with a token of their own, which generation_config.json lists.
+        # Calls of gpt-oss and Llama 3.1 end with another token, which generation_config.json lists.
         if body.rstrip().endswith(tuple(find_end_texts(template.tokenizer))):
             return body.rstrip()
         raise DataError(

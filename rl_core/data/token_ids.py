@@ -1,4 +1,4 @@
-"""Ids of a model's tokens: those that end a turn beside the template's, and those that stand for no text."""
+"""Ids of a model's tokens: those that end a turn in addition to the template's, and those that stand for no text."""
 
 from __future__ import annotations
 

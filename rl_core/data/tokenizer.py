@@ -94,12 +94,12 @@ def select_chat_template(tokenizer: PreTrainedTokenizerBase, has_tools: bool) ->
     if isinstance(named, str):
         return named
     names = ("tool_use", "default") if has_tools else ("default",)
-    found = next((str(named[name]) for name in names if name in named), None)
-    if found is None and len(named) == 1:
-        found = str(next(iter(named.values())))
-    if found is None:
+    template = next((str(named[name]) for name in names if name in named), None)
+    if template is None and len(named) == 1:
+        template = str(next(iter(named.values())))
+    if template is None:
         raise DataError(
             f"the tokenizer has the chat templates {', '.join(sorted(named))} and none named 'default'; name a Jinja "
             "file in model.chat_template"
         )
-    return found
+    return template

@@ -194,7 +194,7 @@ def call_tool_function(function: Callable[..., Any], *context: Any, **arguments:
     """
     result = function(*context, **arguments)
     if inspect.isawaitable(result):
-        result = _await_result(result)
+        result = _wait_for_result(result)
     if inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise EnvironmentFault(f"the tool returned a {type(result).__name__}, which is no text")
     return str(result)
@@ -212,15 +212,15 @@ def _start_event_loop(process_id: int) -> asyncio.AbstractEventLoop:
 _loop_lock = threading.Lock()
 
 
-def _await_result(awaitable: Awaitable[Any]) -> Any:
-    """Await in the shared loop, in the caller's context; a call that is terminated here is cancelled there."""
+def _wait_for_result(awaitable: Awaitable[Any]) -> Any:
+    """Wait for a result of the shared loop, in the caller's context; a call that is terminated here is cancelled there."""
     with _loop_lock:
         loop = _start_event_loop(os.getpid())
     context = contextvars.copy_context()
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
     tasks: list[asyncio.Task[None]] = []
 
-    async def wait_for_result() -> None:
+    async def set_outcome() -> None:
         try:
             outcome.set_result(await awaitable)
         except asyncio.CancelledError:
@@ -229,7 +229,7 @@ def _await_result(awaitable: Awaitable[Any]) -> Any:
             outcome.set_exception(error)
 
     def start_task() -> None:
-        tasks.append(loop.create_task(wait_for_result(), context=context))
+        tasks.append(loop.create_task(set_outcome(), context=context))
 
     loop.call_soon_threadsafe(start_task)
     try:
@@ -237,7 +237,7 @@ def _await_result(awaitable: Awaitable[Any]) -> Any:
             try:
                 return outcome.result(timeout=_POLL_S)
             except concurrent.futures.TimeoutError:
-                if outcome.done():  # the tool's own TimeoutError
+                if outcome.done():  # the tool raised a TimeoutError
                     raise
     except BaseException:
         if not outcome.done():

@@ -245,7 +245,7 @@ def _convert_statement(statement: ast.stmt) -> Iterator[WrittenCall]:
                 raise ValueError("arguments must be named one by one")
             named.append((keyword.arg, _convert_literal(keyword.value)))
         if len({key for key, _ in named}) < len(named):
-            raise ValueError("an argument is given twice")
+            raise ValueError("an argument is repeated")
         positional = [_convert_literal(argument) for argument in node.args]
         if positional:
             yield WrittenCall(name, positional, True, tuple(named))

@@ -350,7 +350,7 @@ def _name_positional_arguments(tool: Tool, written: WrittenCall) -> dict[str, An
         raise ToolMisuse(f"{tool.name} takes the arguments {list(tool.parameters)}")
     arguments = dict(zip(tool.parameters, written.arguments, strict=False))
     if repeated := sorted(set(arguments) & set(dict(written.named))):
-        raise ToolMisuse(f"{tool.name}: {repeated[0]} is given twice")
+        raise ToolMisuse(f"{tool.name}: {repeated[0]} is repeated")
     return {**arguments, **dict(written.named)}
 
 

@@ -199,15 +199,15 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
 def _read_generation_settings(source: str) -> dict[str, Any]:
     """Return the generation settings in a model folder or under a hub name."""
     if Path(source).is_dir():
-        own = Path(source) / GENERATION_CONFIG
+        settings_path = Path(source) / GENERATION_CONFIG
         return read_generation_settings(
-            own if own.is_file() else None, Path(source) / "config.json"
+            settings_path if settings_path.is_file() else None, Path(source) / "config.json"
         )
     try:
-        own = Path(hf_hub_download(source, GENERATION_CONFIG))
+        settings_path = Path(hf_hub_download(source, GENERATION_CONFIG))
     except EntryNotFoundError:  # as many older models
         return read_generation_settings(None, Path(hf_hub_download(source, "config.json")))
-    return read_generation_settings(own, own)
+    return read_generation_settings(settings_path, settings_path)
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> None:

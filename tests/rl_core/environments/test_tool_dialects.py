@@ -223,7 +223,7 @@ def test_values_in_other_notations(text, arguments):
         ("[weather(city='Oslo', days=)]", "name(argument=value)"),
         ("[weather(city='Oslo', days=range(3))]", "texts, numbers, lists or dicts"),
         ("[weather('Oslo', 3, 4)]", "takes the arguments ['city', 'days']"),
-        ("[weather('Oslo', city='Rome', days=3)]", "city is given twice"),
+        ("[weather('Oslo', city='Rome', days=3)]", "city is repeated"),
         ("[wether(city='Oslo', days=3)]", "no tool 'wether'"),
         ("[weather(city='Oslo', **more)]", "named one by one"),
         ("<function=weather><parameter=city>Oslo</function>", "lacks </parameter>"),
