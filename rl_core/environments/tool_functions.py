@@ -213,7 +213,7 @@ _loop_lock = threading.Lock()
 
 
 def _wait_for_result(awaitable: Awaitable[Any]) -> Any:
-    """Wait for a result of the shared loop, in the caller's context; a call that is terminated here is cancelled there."""
+    """Wait for a result of the shared loop, in the caller's context; a call terminated here is cancelled there."""
     with _loop_lock:
         loop = _start_event_loop(os.getpid())
     context = contextvars.copy_context()
