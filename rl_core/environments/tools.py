@@ -184,11 +184,13 @@ class Toolset:
         return calls[0] if calls else None
 
     def parse_all(self, text: str, most: int = MAX_CALLS) -> list[ToolCall]:
-        """Return the tool calls of an action, in order; [] if there is none.
+        """Return the tool calls of an action, in order; [] if there is none, or no tool to call.
 
         Raises: ToolMisuse as `parse`, if any of the calls is wrong or there are more than `most`.
         """
         text = strip_thought(text)  # calls inside a reasoning model's thought do not count
+        if not self._tools:
+            return []
         written = read_calls(text, self._tools, self._dialects)
         if written:
             return [self._build_call(call) for call in _limit_calls(written, most)]

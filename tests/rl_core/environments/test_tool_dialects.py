@@ -270,6 +270,11 @@ def test_answers_stay_answers(text):
     assert TOOLS.parse_all(text) == []
 
 
+@pytest.mark.parametrize("family", ["Hermes", "Mistral Nemo", "Qwen3-Coder", "Gemma 3", "ReAct"])
+def test_without_tools_every_text_is_an_answer(family):
+    assert Toolset([]).parse_all(ONE_CALL[family]) == []
+
+
 def test_no_text_raises_anything_else():
     pieces = [*ONE_CALL.values(), "[", "{", "(", '"', "<", ">", "|", "\n", "=", "\\u", "-" * 300]
     generator = random.Random(7)
