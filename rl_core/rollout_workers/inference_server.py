@@ -111,6 +111,7 @@ class InferenceServer:
         """
         self.settings = settings.server
         self.address = settings.address or ""
+        self.textless_ids: Sequence[int] = ()  # tokens that are not sampled
         self._connections = JsonConnections(
             settings.base_url, _build_auth_header(self.settings.key_variable)
         )
@@ -183,14 +184,12 @@ class InferenceServer:
         sampling: SamplingSettings,
         seed: Mapping[str, int],
         eos_ids: Sequence[int],
-        textless_ids: Sequence[int] = (),
     ) -> ServedTokens:
         """Sample up to `max_tokens` tokens after a prompt, until one of `eos_ids` (included) or a stop text.
 
         Args:
             model_name: of the model or an adapter.
             seed: `seed`, and for `posttrain serve` also `drawn`.
-            textless_ids: tokens that are not sampled.
         Raises: ServerUnavailable; ServerErrorResponse for a request that will never succeed, or an invalid answer.
         """
         num_closes, timeout_s = self._connections.num_closes, self.settings.timeout_s
@@ -216,8 +215,8 @@ class InferenceServer:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        if textless_ids:
-            body["logit_bias"] = {str(token): _LEAST_BIAS for token in textless_ids}
+        if self.textless_ids:
+            body["logit_bias"] = {str(token): _LEAST_BIAS for token in self.textless_ids}
         end = time.monotonic() + timeout_s
         while True:
             try:

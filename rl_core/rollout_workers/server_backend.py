@@ -84,10 +84,9 @@ class ServerBackend:
         )
         check_served_model(self.description, model, settings)
         # posttrain's server never samples them
-        self._textless_ids: tuple[int, ...] = ()
         if tokenizer is not None and self.description.engine != POSTTRAIN_ENGINE:
             size = self.description.shape["vocab_size"]
-            self._textless_ids = find_textless_ids(tokenizer, size)
+            self.server.textless_ids = find_textless_ids(tokenizer, size)
         self._is_asleep = self.description.sleeps and self._retry_until_available(
             self.server.is_asleep
         )
@@ -243,7 +242,6 @@ class ServerBackend:
             sampling,
             seed_fields,
             self._eos_ids,
-            self._textless_ids,
         )
 
     @property
