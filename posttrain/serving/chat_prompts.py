@@ -40,6 +40,7 @@ class ParsedAnswer:
 
     content: str | None
     calls: list[dict[str, Any]]
+    call_error: str | None = None  # the text is a call that could not be read: why
 
 
 class PromptBuilder:
@@ -79,6 +80,8 @@ class PromptBuilder:
         if body.tool_choice != "none":
             schemas = [tool.model_dump() for tool in body.tools or ()]
         tools = _build_toolset(schemas) if schemas else None
+        if tools is not None:
+            tools.follow_template(self.renderer.template.tool_source)
         messages = [self._convert_message(message, tools) for message in body.messages]
         renderer, template_tools = self.renderer, list[dict[str, Any]]()
         if tools is not None and self._style == "template" and self._takes_tools:
@@ -139,15 +142,14 @@ class PromptBuilder:
 
     def decode_token(self, token: int) -> str:
         """Decode a single token; bytes that are no character and lone surrogates become U+FFFD."""
-        text = str(self.renderer.tokenizer.decode([token], skip_special_tokens=False))
-        return _SURROGATE.sub("\ufffd", text)
+        return _SURROGATE.sub("\ufffd", self.renderer.decode_ids([token]))
 
     def parse_answer(self, text: str, tools: Toolset | None) -> ParsedAnswer:
-        """Parse the tool calls of an answer; without valid calls the answer is its text."""
+        """Parse the tool calls of an answer; without valid calls the answer is its text, with what is wrong in them."""
         try:
             tool_calls = tools.parse_all(text) if tools is not None else []
-        except ToolMisuse:
-            tool_calls = []
+        except ToolMisuse as misuse:
+            return ParsedAnswer(text, [], str(misuse))
         if not tool_calls:
             return ParsedAnswer(text, [])
         calls: list[dict[str, Any]] = [

@@ -141,6 +141,8 @@ class ResponseFormatter:
             }
             if answer.calls:
                 message["tool_calls"] = answer.calls
+            if answer.call_error is not None:
+                message["tool_call_error"] = answer.call_error
             logprobs = self.format_logprobs(sequence.tokens, sequence.logprobs, request.top_tokens)
             choices.append(
                 {
@@ -414,6 +416,8 @@ class ChatStreamResponse(Response):
                 delta["tool_calls"] = [
                     {"index": call_index, **call} for call_index, call in enumerate(answer.calls)
                 ]
+            if answer.call_error is not None:
+                delta["tool_call_error"] = answer.call_error
             logprobs = formatter.format_logprobs(
                 sequence.tokens, sequence.logprobs, request.top_tokens
             )

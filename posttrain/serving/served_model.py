@@ -19,6 +19,7 @@ from typing import Any
 from rl_core.api.policy import load_policy, resolve_model_folder
 from rl_core.capabilities import decoding
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.token_ids import find_textless_ids
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.inference.continuous_batching import ContinuousBatcher
 from rl_core.inference.fallback_batching import FallbackBatcher
@@ -130,6 +131,7 @@ class ServedModel:
                 context=context,
                 eos_ids=renderer.eos_ids,
                 pad_id=renderer.pad_id,
+                textless_ids=find_textless_ids(renderer.tokenizer, self.vocab_size),
                 wake=wake,
             )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.token_ids import find_textless_ids, set_end_ids
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.inference.engine import create_rollout_backend
@@ -50,6 +51,12 @@ class Policy:
         """Longest sequence, in tokens."""
         return read_model_max_length(self.model)
 
+    @property
+    def textless_ids(self) -> tuple[int, ...]:
+        """Ids of the model that the tokenizer does not have; they are never sampled."""
+        config: Any = self.model.config.get_text_config()
+        return find_textless_ids(self.tokenizer, config.vocab_size)
+
     def backend(self) -> RolloutBackend:
         """Create a rollout backend that samples with this model's weights."""
         return create_rollout_backend(
@@ -57,6 +64,7 @@ class Policy:
             eos_ids=self.renderer.eos_ids,
             pad_id=self.renderer.pad_id,
             max_length=self.context,
+            textless_ids=self.textless_ids,
         )
 
     def save(self, folder: str | Path) -> Path:
@@ -157,6 +165,10 @@ def _build_policy_from_pair(
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        settings_of_model = model.generation_config
+        names = ("eos_token_id", "_from_model_config")
+        set_end_ids(tokenizer, {name: getattr(settings_of_model, name, None) for name in names})
     if settings is not None:
         causal_lm.set_chat_template(tokenizer, settings)
     return Policy(model.train(), tokenizer, ChatRenderer(tokenizer, settings))

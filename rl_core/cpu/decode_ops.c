@@ -184,10 +184,30 @@ INLINE double powers_of(const float *x, int64_t V, float largest, float by, floa
     return sum;
 }
 
-/* Draw one token by inverting the cumulative distribution softmax(logits / temperature), with its log-probability.
- * `drawn` in [0, 1); temperature 0 = the first of the most likely tokens, with its log-probability at temperature 1. */
-void draw_row(const float *logits, int64_t V, double drawn, float temperature, float *room, int64_t *token,
-              float *logprob) {
+/* Take the `never` tokens out of a row's powers and of the totals of their blocks; return the total of the others. */
+static double without(const int64_t *never, int64_t nevers, int64_t V, float *powers, float *blocks) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < nevers; i++) powers[never[i]] = 0.0f;
+    for (int64_t i = 0; i < nevers; i++) blocks[never[i] / W] = total(load(powers + never[i] / W * W));
+    for (int64_t block = 0; block * W < V; block++) sum += blocks[block];
+    return sum;
+}
+
+/* Return the first of the most likely tokens that are not among the `never` ones, which are in ascending order. */
+static int64_t best_without(const float *logits, int64_t V, const int64_t *never, int64_t nevers) {
+    int64_t best = -1, next = 0;
+    for (int64_t v = 0; v < V; v++) {
+        if (next < nevers && never[next] == v) { next++; continue; }
+        if (best < 0 || logits[v] > logits[best]) best = v;
+    }
+    return best < 0 ? 0 : best;
+}
+
+/* Draw one token by inverting the cumulative distribution softmax(logits / temperature) without the `never` tokens, with
+ * its log-probability among all. `drawn` in [0, 1); temperature 0 = the first of the most likely tokens, with its
+ * log-probability at temperature 1. */
+void draw_row(const float *logits, int64_t V, const int64_t *never, int64_t nevers, double drawn, float temperature,
+              float *room, int64_t *token, float *logprob) {
     float *powers = room, *blocks = room + V + W, by = temperature == 0.0f ? 1.0f : 1.0f / temperature;
     int64_t even = V - V % W, chosen = 0;
     float largest = -INFINITY;
@@ -196,10 +216,12 @@ void draw_row(const float *logits, int64_t V, double drawn, float temperature, f
     for (int i = 0; i < W; i++) largest = most[i] > largest ? most[i] : largest;
     for (int64_t v = even; v < V; v++) largest = logits[v] > largest ? logits[v] : largest;
     double sum = powers_of(logits, V, largest, by, powers, blocks);
-    if (temperature == 0.0f) {
+    if (temperature == 0.0f && nevers) {
+        chosen = best_without(logits, V, never, nevers);
+    } else if (temperature == 0.0f) {
         while (chosen + 1 < V && logits[chosen] != largest) chosen++; /* NaN equals nothing */
     } else {
-        double level = drawn * sum, passed = 0.0;
+        double level = drawn * (nevers ? without(never, nevers, V, powers, blocks) : sum), passed = 0.0;
         int64_t block = 0, v;
         for (; (block + 1) * W < V && passed + blocks[block] <= level; block++) passed += blocks[block];
         for (v = block * W; v < V && v < (block + 1) * W; v++) {
@@ -214,10 +236,10 @@ void draw_row(const float *logits, int64_t V, double drawn, float temperature, f
 }
 
 /* `draw_row` for logits [n, V] and `drawn` [n]; `room` is scratch memory for each thread. */
-void draw(const float *logits, int64_t n, int64_t V, const double *drawn, float temperature, float *room,
-          int64_t *tokens, float *logprobs, int threads) {
+void draw(const float *logits, int64_t n, int64_t V, const int64_t *never, int64_t nevers, const double *drawn,
+          float temperature, float *room, int64_t *tokens, float *logprobs, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < n; row++)
-        draw_row(logits + row * V, V, drawn[row], temperature, room + omp_get_thread_num() * 2 * (V + W), tokens + row,
-                 logprobs + row);
+        draw_row(logits + row * V, V, never, nevers, drawn[row], temperature,
+                 room + omp_get_thread_num() * 2 * (V + W), tokens + row, logprobs + row);
 }

@@ -43,7 +43,8 @@ void gated_forward(const float *both, int64_t n, int64_t I, float *out, int thre
 void attend_part(const Step *s, const float *heads, float *keys, float *values, float *out, const Member *who);
 
 /* A row of `draw`; `room` holds 2 V + 2 W numbers, W <= 16. */
-void draw_row(const float *logits, int64_t V, double drawn, float temperature, float *room, int64_t *token,
+void draw_row(const float *logits, int64_t V, const int64_t *never, int64_t nevers, double drawn, float temperature,
+              float *room, int64_t *token,
               float *logprob);
 
 /* A member's part of c [rows, columns] (+)= left times packed weights: `int8_packed_part` or `vector_packed_part`. */

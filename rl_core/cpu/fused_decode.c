@@ -59,6 +59,8 @@ typedef struct {
     int64_t most;
     const uint8_t *is_end;       /* [V] */
     const float *temperatures;    /* [slots] */
+    const int64_t *never;         /* tokens that are not drawn, in ascending order */
+    int64_t nevers;
 } Sampling;
 
 static inline void add_bias(const float *bias, int64_t columns, int64_t first, int64_t end, int is_first, float *out) {
@@ -164,7 +166,8 @@ void decode_step(const DecodeModel *m, const Step *s, const int64_t *tokens, int
 static int take_token(const DecodeModel *m, const Sampling *a, int64_t n, const float *logits, float *room) {
     int64_t token, at = n * a->most;
     float logprob;
-    draw_row(logits, m->V, a->uniforms[at + a->sampled[n]], a->temperatures[n], room, &token, &logprob);
+    draw_row(logits, m->V, a->never, a->nevers, a->uniforms[at + a->sampled[n]], a->temperatures[n], room, &token,
+             &logprob);
     a->chosen[at + a->acted[n]] = a->tokens[n] = token;
     a->logprobs[at + a->acted[n]] = logprob;
     a->positions[n]++;

@@ -136,7 +136,12 @@ class _Sampling(ctypes.Structure):
         ("most", ctypes.c_int64),
         ("is_end", ctypes.c_void_p),
         ("temperatures", ctypes.c_void_p),
+        ("never", ctypes.c_void_p),
+        ("nevers", ctypes.c_int64),
     ]
+
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
@@ -288,7 +293,12 @@ class FusedStep:
         return logits_nV
 
     def sample_tokens(
-        self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, steps: int
+        self,
+        step: DecodeStep,
+        states: SlotStates,
+        is_end_V: np.ndarray,
+        steps: int,
+        textless_ids: torch.Tensor,
     ) -> None:
         """Sample `steps` tokens for each of the first slots, fewer if its turn ends earlier.
 
@@ -296,12 +306,15 @@ class FusedStep:
 
         Args:
             step: with as many tokens as slots.
+            textless_ids: int64, ascending: tokens that are not drawn.
         """
         fields, model = step.fields, self._model
         sampling = _Sampling(
             **{name: getattr(states, name).ctypes.data for name in states.__slots__},
             most=states.chosen.shape[1],
             is_end=is_end_V.ctypes.data,
+            never=textless_ids.data_ptr(),
+            nevers=len(textless_ids),
         )
         buffers = self._allocate_sampling_buffers(fields.tokens, fields.threads)
         self._decode_steps(
@@ -356,6 +369,8 @@ class DecodeKernels:
         self._draw.argtypes = (
             pointer,
             count,
+            count,
+            pointer,
             count,
             pointer,
             real,
@@ -420,9 +435,13 @@ class DecodeKernels:
         return out_nE
 
     def draw_tokens(
-        self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, temperature: float
+        self,
+        logits_nV: torch.Tensor,
+        uniforms_n: torch.Tensor,
+        temperature: float,
+        textless_ids: torch.Tensor = _NO_IDS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw as `sampling.draw_tokens` does, without a restriction."""
+        """Draw as `sampling.draw_tokens` does, without a restriction; `textless_ids` in ascending order."""
         rows, size = logits_nV.shape
         tokens_n, logprobs_n = torch.empty(rows, dtype=torch.int64), logits_nV.new_empty(rows)
         threads = torch.get_num_threads() if rows * size >= _MIN_THREADED_LOGITS else 1
@@ -431,6 +450,8 @@ class DecodeKernels:
             logits_nV.data_ptr(),
             rows,
             size,
+            textless_ids.data_ptr(),
+            len(textless_ids),
             uniforms_n.data_ptr(),
             temperature,
             scratch.data_ptr(),

@@ -31,7 +31,9 @@ from rl_core.data.chat_template import (
     render_assistant_text,
     render_history_message,
 )
+from rl_core.data.completion_decoding import CompletionDecoder
 from rl_core.data.model_text import replace_surrogates, split_thought
+from rl_core.data.token_ids import GENERATION_CONFIG, find_end_texts, list_end_ids
 from rl_core.errors import DataError
 from rl_core.settings import ModelSettings
 from rl_core.time_limits import CallTimeout, call_with_timeout
@@ -59,6 +61,14 @@ class TextEncoder:
             None  # while they are handed out
         )
         self._computed_values: list[Any] = []
+        self._completion_decoder: CompletionDecoder | None = None
+
+    def find_completion_decoder(self, prompt: str) -> CompletionDecoder:
+        """Return the decoder of texts after a prompt; it is examined once."""
+        if self._completion_decoder is None:
+            header = self._encode_batch([prompt], False, False)[0]
+            self._completion_decoder = CompletionDecoder(self._tokenizer, header)
+        return self._completion_decoder
 
     def encode_text(
         self, text: str, *, add_special_tokens: bool = False, split_special_tokens: bool = False
@@ -187,6 +197,7 @@ _MAX_CACHED = 16384  # cached renderings; observations of small environments rep
 EXAMINATION_TIME_LIMIT_S = (
     3.0  # processor time for the examination of a template, which takes some hundredths
 )
+_PROBE: list[dict[str, Any]] = [{"role": "user", "content": "U"}]
 _SHOWN = 40  # characters of a text in a message
 
 _CacheKey = tuple[tuple[str, str, str], ...]  # role, content, other fields as JSON ("" = none)
@@ -229,26 +240,31 @@ class ChatRenderer:
                 "another one with model.chat_template"
             ) from error
         self.encoder = encoder or TextEncoder(tokenizer)
-        self._control = compile_token_pattern(self.facts.control)
-        self._markers = compile_token_pattern(self.facts.markers)
+        self._end_ids = frozenset(list_end_ids(tokenizer))
+        control, markers = self.facts.control, self.facts.markers
+        added = tokenizer.added_tokens_decoder
+        self._ordinary_end_ids = {token for token in self._end_ids if token not in added}
+        # An end token in a message's text would end the turn there.
+        self._end_texts = find_end_texts(tokenizer)
+        control = tuple(sorted({*control, *(set(self._end_texts) - set(markers))}))
+        self._control = compile_token_pattern(control)
+        self._markers = compile_token_pattern(markers)
         special = set(tokenizer.all_special_tokens)
         special |= {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
         }
-        self._unmarked = compile_token_pattern(
-            [text for text in self.facts.control if text not in special]
-        )
+        self._unmarked = compile_token_pattern([text for text in control if text not in special])
         self.eos_id = self._find_token_id(self.facts.end_of_turn)
         self.pad_id: int = (
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
         )
-        self._control_ids = {self._find_token_id(text) for text in self.facts.control} | {
-            self.eos_id
-        }
+        self._end_texts.pop(self.facts.end_of_turn, None)
+        self._control_ids = {self._find_token_id(text) for text in control} | {self.eos_id}
         self._bos_ids = self._find_bos_ids()
         self._cached_prompt = lru_cache(maxsize=_MAX_CACHED)(self._render_prompt)
         self._cached_observation = lru_cache(maxsize=_MAX_CACHED)(self._render_observation)
         self._with_tools: dict[str, ChatRenderer] = {}
+        self._decoder = self.encoder.find_completion_decoder(self.template.render_messages(_PROBE))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild in another process: caches and the template's environment are not sent."""
@@ -256,14 +272,15 @@ class ChatRenderer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end an action: the template's end of turn first, then the tokenizer's EOS."""
-        return tuple(dict.fromkeys((self.eos_id, int(cast(int, self.tokenizer.eos_token_id)))))
+        """Tokens that end an action: the template's end of turn, the tokenizer's EOS, the generation settings' ones."""
+        eos_id = int(cast(int, self.tokenizer.eos_token_id))
+        return tuple(dict.fromkeys((self.eos_id, eos_id, *list_end_ids(self.tokenizer))))
 
     @property
     def digest(self) -> str:
         """SHA-256 of what decides the text of messages: the template, its variables and date, tools and history."""
         settings = self.settings
-        decisive = (
+        decisive: tuple[Any, ...] = (
             self.template.source,
             settings.chat_template_kwargs,
             settings.chat_template_date,
@@ -271,6 +288,8 @@ class ChatRenderer:
             settings.native_tools,
             settings.history_thoughts,
         )
+        if self._end_ids:
+            decisive = (*decisive, sorted(self._end_ids))
         return hashlib.sha256(
             json.dumps(decisive, sort_keys=True, default=str).encode()
         ).hexdigest()
@@ -330,11 +349,20 @@ class ChatRenderer:
 
         Markers of thoughts and calls are encoded as their tokens; tokens that could forge a role or an end remain text.
         A thought that the header opens is not opened again; an action without one closes it.
-        Raises: DataError for a thought after a header that closes it (`enable_thinking: false`).
+        A text that ends with an end token of generation_config.json ends there.
+        Raises: DataError for a thought after a header that closes it (`enable_thinking: false`), and for text in which
+            the model's generation settings would end the turn earlier.
         """
         text = self._strip_header_thought(text)
+        if self._decoder.adds_space and text.startswith(" "):
+            text = text[1:]  # the tokenizer puts one before any text
+        end_id = self.eos_id
+        for end, token in self._end_texts.items():
+            if text.endswith(end):
+                text, end_id = text.removesuffix(end), token
+                break
         if self._control.search(text) is None:
-            return [*self._encode_text(text), self.eos_id]
+            return self._end_action(self._encode_text(text), end_id)
         ids: list[int] = []
         place = 0
         for marker in self._markers.finditer(text):
@@ -343,17 +371,36 @@ class ChatRenderer:
                 self._find_token_id(marker.group()),
             ]
             place = marker.end()
-        return [*ids, *self._encode_spelled_text(text[place:]), self.eos_id]
+        return self._end_action([*ids, *self._encode_spelled_text(text[place:])], end_id)
+
+    def _end_action(self, ids: list[int], end_id: int) -> list[int]:
+        """Append the end token; nothing may follow an end token, as no policy is sampled beyond one."""
+        if self._end_ids:
+            place = next((n for n, token in enumerate(ids) if token in self._end_ids), None)
+            if place is not None and (place + 1 < len(ids) or end_id != self.eos_id):
+                text = self._decoder.decode_ids(ids[place : place + 1])
+                raise DataError(
+                    f"the message has the token {text!r} ({ids[place]}) before its end, where a policy stops: it is "
+                    f"an end token (eos_token_id) of the model's {GENERATION_CONFIG}; remove it from one of the two"
+                )
+            if place is not None:
+                return ids
+        return [*ids, end_id]
 
     def action_text(self, ids: Sequence[int]) -> str:
         """Return the text of a sampled action with its thought's opening, without control tokens; lone surrogates as
         '?'.
         """
         text_ids = [token for token in ids if token not in self._control_ids]
-        text = self.tokenizer.decode(
-            text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return f"{self.opened_thought}{replace_surrogates(str(text))}"
+        if text_ids and text_ids[-1] in self._ordinary_end_ids and text_ids[-1] == ids[-1]:
+            text_ids.pop()
+        text = self._decoder.decode_ids(text_ids)
+        return f"{self.opened_thought}{replace_surrogates(text)}"
+
+    def decode_ids(self, ids: Sequence[int], *, is_start: bool = False) -> str:
+        """Return the text of tokens within a conversation, or at its start; special tokens included."""
+        decoder = self._decoder
+        return decoder.decode_start(ids) if is_start else decoder.decode_ids(ids)
 
     def render_assistant_text(self, message: Message) -> str:
         """Render an assistant message: its thought, content and calls.

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from rl_core.data.model_text import THOUGHT_MARKERS, split_thought
+from rl_core.data.model_text import THOUGHT_MARKERS, TURN_MARKERS, split_thought
+from rl_core.data.token_ids import find_end_texts
+from rl_core.data.tokenizer import select_chat_template
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings import ModelSettings
 from rl_core.types import Message
@@ -23,16 +25,6 @@ from rl_core.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# For tokenizers without a template, i.e. base models. The line break after the role avoids prompts that end in a space,
-# which byte-level BPE never saw in training.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}Assistant:\n{{ message['content'] }}{{ eos_token }}\n"
-    "{% else %}{{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:\n{% endif %}"
-)
 
 # Of strftime; the longer ones first, as their text is replaced.
 _DIRECTIVES = [
@@ -58,16 +50,15 @@ class ChatTemplate:
         self.settings = settings or ModelSettings()
         self.tools = [dict(tool) for tool in tools]
         self.is_plain = not tokenizer.chat_template
-        named: Any = tokenizer.chat_template or PLAIN_TEMPLATE
-        # A tokenizer may have several templates by name, one of them for tools.
-        self.source: str = (
-            named
-            if isinstance(named, str)
-            else tokenizer.get_chat_template(None, self.tools or None)
-        )
+        self.source = select_chat_template(tokenizer, has_tools=bool(self.tools))
         self._frozen = _freeze_date(
             self.source, datetime.date.fromisoformat(self.settings.chat_template_date)
         )
+
+    @property
+    def tool_source(self) -> str:
+        """The template that renders tools."""
+        return select_chat_template(self.tokenizer, has_tools=True)
 
     @property
     def can_print_date(self) -> bool:
@@ -77,6 +68,13 @@ class ChatTemplate:
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
         """Return the same template with other tools."""
         return ChatTemplate(self.tokenizer, self.settings, tools)
+
+    def without_tools(self) -> ChatTemplate:
+        """Return the same template without the tools; the one for conversations without them if it needs some."""
+        other = copy.copy(self)
+        other.tools = []
+        needs_tools = self.tools and not _render_or_empty(other, [_build_user_message()])
+        return self.with_tools(()) if needs_tools else other
 
     def with_date(self, day: str) -> ChatTemplate:
         """Return the same template on another day (YYYY-MM-DD)."""
@@ -141,28 +139,6 @@ _SCHEMA = {
         },
     },
 }
-_BAR, _BLOCK = "\uff5c", "\u2581"  # of DeepSeek's tokens
-# Texts that a policy may write as single tokens, if its tokenizer has them, in addition to those that the template
-# itself writes into an assistant message.
-_MARKERS = (
-    *(marker for pair in THOUGHT_MARKERS for marker in pair),
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<tool_calls>",
-        "</tool_calls>",
-        "<|tool_call|>",
-        "<|python_tag|>",
-    ),
-    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<answer>", "</answer>"),
-    *(
-        f"<{_BAR}tool{_BLOCK}{name}{_BLOCK}{end}{_BAR}>"
-        for name in ("calls", "call")
-        for end in ("begin", "end")
-    ),
-    f"<{_BAR}tool{_BLOCK}sep{_BAR}>",
-)
-
 _Messages = Sequence[Mapping[str, Any]]
 
 
@@ -219,7 +195,7 @@ def examine_template(template: ChatTemplate) -> TemplateFacts:
     Raises: DataError, SettingsError where nothing exact can be trained with it, or with these variables or tools.
     """
     _refuse_unknown_settings(template)
-    bare = template.with_tools(())
+    bare = template.without_tools()
     _refuse_unusable_template(bare)
     added = [
         token.content
@@ -457,7 +433,7 @@ def _find_control_and_marker_tokens(
     written -= {
         text for text in written if inside.rstrip().endswith(text)
     }  # a separate end of turn
-    markers = ((set(_MARKERS) & set(added)) | written) - never
+    markers = ((set(TURN_MARKERS) & set(added)) | written) - never
     control = (special | headers | never) - markers
     return tuple(sorted(control)), tuple(sorted(markers))
 
@@ -577,6 +553,9 @@ def _render_message_body(
     if not facts.writes_end:
         return body
     if not body.rstrip().endswith(facts.end_of_turn):
+        # Calls of gpt-oss and Llama 3.1 end with another token, which generation_config.json lists.
+        if body.rstrip().endswith(tuple(find_end_texts(template.tokenizer))):
+            return body.rstrip()
         raise DataError(
             f"the chat template does not end a message with {fields} by {facts.end_of_turn}, as it ends others, so a "
             f"policy would not stop there; {advice}"

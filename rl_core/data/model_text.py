@@ -18,6 +18,31 @@ THOUGHT_MARKERS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+_BAR, _BLOCK = "\uff5c", "\u2581"  # of DeepSeek's tokens
+# Texts that a policy may write as single tokens, if its tokenizer has them, in addition to those that its chat template
+# writes into an assistant message; `environments/tool_dialects.py` reads them.
+TURN_MARKERS = (
+    *(marker for pair in THOUGHT_MARKERS for marker in pair),
+    *("<answer>", "</answer>"),
+    *("<tool_call>", "</tool_call>", "<tool_calls>", "</tool_calls>"),
+    *("<|tool_call|>", "<|/tool_call|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<function_call>", "</function_call>"),
+    *("<start_function_call>", "<end_function_call>", "<escape>"),
+    *("<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|recipient|>", "<|content|>"),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<TOOLCALL>", "</TOOLCALL>"),
+    *("<|tools_prefix|>", "<|tools_suffix|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    *("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
+    *(
+        f"<{_BAR}tool{_BLOCK}{name}{_BLOCK}{end}{_BAR}>"
+        for name in ("calls", "call")
+        for end in ("begin", "end")
+    ),
+    *(f"<{_BAR}tool{_BLOCK}sep{_BAR}>", f"{_BAR}DSML{_BAR}"),
+)
 
 
 def split_thought(text: str, markers: tuple[str, str]) -> tuple[str | None, str]:

@@ -51,14 +51,10 @@ def build_example_conversation(facts: TemplateFacts) -> list[Message]:
 
 def format_loss_runs(renderer: ChatRenderer, ids: list[int], mask: list[bool]) -> list[str]:
     """Return one line per run of tokens and line break: `loss` or `context`, number of tokens, text."""
-    lines = []
+    lines: list[str] = []
     for learns, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
         tokens = [token for token, _ in run]
-        text = str(
-            renderer.tokenizer.decode(
-                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        text = renderer.decode_ids(tokens, is_start=not lines)
         head = f"{'loss' if learns else 'context':7}  {len(tokens):4}  "
         for part in text.replace("\n", "\\n\n").splitlines():
             lines.append(f"{head}|{part}|")
@@ -82,7 +78,8 @@ def _list_properties(renderer: ChatRenderer) -> Iterator[tuple[str, str]]:
         if facts.writes_end
         else "the tokenizer's EOS, as the template writes no token there"
     )
-    yield "end of turn", f"{facts.end_of_turn} ({end})"
+    others = [renderer.decode_ids([token]) for token in renderer.eos_ids[1:]]
+    yield "end of turn", "; also ".join([f"{facts.end_of_turn} ({end})", *others])
     for name, there in (("system", facts.has_system), ("tool", facts.has_tool)):
         yield f"role {name}", "yes" if there else "no: its messages are shown as the user's"
     if not facts.has_repeats:

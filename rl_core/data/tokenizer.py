@@ -1,9 +1,9 @@
-"""Byte-level BPE tokenizer for from-scratch policies, trained in about a second."""
+"""Byte-level BPE tokenizer for from-scratch policies, trained in about a second; the chat template of any tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -11,7 +11,7 @@ from rl_core.errors import DataError
 from rl_core.storage.faults import inject_fault
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 PAD_TOKEN = "<pad>"
@@ -26,6 +26,16 @@ CHAT_TEMPLATE = (
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+# For tokenizers without a template, i.e. base models. The line break after the role avoids prompts that end in a space,
+# which byte-level BPE never saw in training.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}Assistant:\n{{ message['content'] }}{{ eos_token }}\n"
+    "{% else %}{{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:\n{% endif %}"
 )
 
 
@@ -71,3 +81,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
+
+
+def select_chat_template(tokenizer: PreTrainedTokenizerBase, has_tools: bool) -> str:
+    """Return the tokenizer's template; of several by name, `tool_use` with tools, otherwise `default`.
+
+    Raises: DataError if there is none for a conversation without tools.
+    """
+    named: Any = tokenizer.chat_template or PLAIN_TEMPLATE
+    if isinstance(named, list):  # as the tokenizer's file holds them
+        named = {entry["name"]: entry["template"] for entry in named}
+    if isinstance(named, str):
+        return named
+    names = ("tool_use", "default") if has_tools else ("default",)
+    template = next((str(named[name]) for name in names if name in named), None)
+    if template is None and len(named) == 1:
+        template = str(next(iter(named.values())))
+    if template is None:
+        raise DataError(
+            f"the tokenizer has the chat templates {', '.join(sorted(named))} and none named 'default'; name a Jinja "
+            "file in model.chat_template"
+        )
+    return template

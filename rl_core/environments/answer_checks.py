@@ -336,7 +336,7 @@ def _extract_program(text: str) -> str:
     end = text.rfind(_FENCE)
     start = text.rfind(_FENCE, 0, end) if end > 0 else -1
     if start < 0:
-        return text
+        return text.lstrip(" ")  # a SentencePiece model's first token
     _language, _, program = text[start + len(_FENCE) : end].partition("\n")
     return program
 

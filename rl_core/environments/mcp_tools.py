@@ -60,7 +60,7 @@ class McpToolset(Toolset):
         self._servers = [_parse_server_options(name, options) for name, options in servers.items()]
         self._others = list(others)
         self._session: _McpSession | None = None
-        self._context = ()
+        self._context, self._dialects = (), []
         self._lock = threading.Lock()
         self._tools_by_name: dict[str, Tool] | None = None
 
@@ -82,14 +82,15 @@ class McpToolset(Toolset):
 
     def session(self) -> Toolset:
         """Return the tools with a new session, opened by the first call."""
-        return _EpisodeToolset(self._tools, _McpSession(self._servers))
+        return _EpisodeToolset(self._tools, _McpSession(self._servers), self._dialects)
 
 
 class _EpisodeToolset(Toolset):
     """The tools of one episode."""
 
-    def __init__(self, tools: dict[str, Tool], session: _McpSession) -> None:
+    def __init__(self, tools: dict[str, Tool], session: _McpSession, dialects: list[str]) -> None:
         self._tools, self._context, self._session = tools, (session,), session
+        self._dialects = dialects
 
     def close(self) -> None:
         """Close the session."""

@@ -157,9 +157,7 @@ class Prompts(Environment):
             for seed, row in zip(self.seeds(split), split_rows, strict=True):
                 row_level = self.levels[0] if len(self.levels) == 1 else str(row[level])
                 self._seeds[split, row_level].append(seed)
-        tools_block = bool(mcp) or any(
-            tool.timeout_s is not None for tool in self._tools.tools.values()
-        )
+        tools_block = bool(mcp) or any(tool.may_wait for tool in self._tools.tools.values())
         self.blocking = tools_block or bool(self.check is not None and self.check.blocking)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""JSON schemas of tool arguments: built from Python types and functions, and checked against what a policy wrote.
+"""JSON schemas of tool arguments: built from Python types, and checked against what a policy wrote.
 
 Checked are type, enum, const, anyOf, oneOf, items, properties, required, additionalProperties, the bounds of numbers,
 texts and lists, and local references ($ref: '#/...'); other keywords are left to the tool.
@@ -7,15 +7,12 @@ Source: JSON Schema 2020-12, https://json-schema.org/draft/2020-12/json-schema-v
 
 from __future__ import annotations
 
-import inspect
+import ast
 import json
-import re
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_core.errors import SettingsError, ToolMisuse
+from rl_core.errors import ToolMisuse
 
 ArgumentType = type | Mapping[str, Any]  # int, float, str, bool, list, dict, or a JSON schema
 JSON_TYPES: dict[Any, str] = {
@@ -42,7 +39,6 @@ _BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("exclusiveMaximum", lambda value, limit: value < limit, "below"),
 )
 _LENGTHS = {str: ("minLength", "maxLength", "characters"), list: ("minItems", "maxItems", "items")}
-_ARGUMENT_DOC_LINE = re.compile(r"^\s+\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
 
 def build_argument_schema(argument_type: ArgumentType) -> dict[str, Any]:
@@ -159,6 +155,50 @@ def _is_json_type(value: Any, kind: str) -> bool:
     return isinstance(value, {"string": str, "array": list, "object": dict}.get(kind, object))
 
 
+def convert_written_text(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return the value that a text stands for where the schema takes no text: "3" for an integer, "true", "[1]".
+
+    Families that write arguments in XML have no other values than texts. A text that does not fit is returned as it is.
+    """
+    if not isinstance(value, str) or _accepts_text(value, schema):
+        return value
+    text = value.strip()
+    for candidate in (text, _PYTHON_CONSTANTS.get(text.lower(), text)):
+        try:
+            converted = json.loads(candidate)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(converted, str):
+            return _convert_fitting(converted, value, schema)
+    if text[:1] in ("[", "{"):  # Qwen3-Coder writes lists and objects in Python's notation, too
+        try:
+            return _convert_fitting(ast.literal_eval(text), value, schema)
+        except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            return value
+    return value
+
+
+_PYTHON_CONSTANTS = {"true": "true", "false": "false", "none": "null"}
+
+
+def _convert_fitting(converted: Any, text: str, schema: Mapping[str, Any]) -> Any:
+    """Return the converted value if it fits the schema, otherwise the text."""
+    try:
+        check_against_schema(converted, schema, "")
+    except ToolMisuse:
+        return text
+    return converted
+
+
+def _accepts_text(value: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema takes this text as it is."""
+    try:
+        check_against_schema(value, schema, "")
+    except ToolMisuse:
+        return False
+    return True
+
+
 def format_short_json(value: Any) -> str:
     """Format a value as JSON of at most 40 characters, for messages."""
     try:
@@ -187,58 +227,3 @@ def build_example_value(schema: Mapping[str, Any]) -> Any:
         "array": [],
         "null": None,
     }.get(kind, "1")
-
-
-def read_function_parameters(
-    function: Callable[..., Any],
-) -> tuple[str, dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Return the description, JSON schema by argument, and optional arguments of a function with type hints.
-
-    The description is the docstring up to its first empty line; arguments are described under 'Args:'.
-    Raises: SettingsError for an argument without a type hint, or one that JSON does not have.
-    """
-    name = getattr(function, "__name__", type(function).__name__)
-    docstring = inspect.getdoc(function) or ""
-    descriptions = {
-        match[1]: match[2].strip()
-        for line in docstring.splitlines()
-        if (match := _ARGUMENT_DOC_LINE.match(line))
-    }
-    hints = typing.get_type_hints(function)
-    schemas: dict[str, dict[str, Any]] = {}
-    optional = []
-    for argument, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise SettingsError(f"tool '{name}': takes *{argument}; name its arguments one by one")
-        if argument not in hints:
-            raise SettingsError(f"tool '{name}': the argument {argument} has no type hint")
-        schema = _build_hint_schema(hints[argument], f"tool '{name}': the argument {argument}")
-        if argument in descriptions:
-            schema["description"] = descriptions[argument]
-        if parameter.default is not parameter.empty:
-            optional.append(argument)
-        schemas[argument] = schema
-    return " ".join(docstring.partition("\n\n")[0].split()) or name, schemas, tuple(optional)
-
-
-def _build_hint_schema(hint: Any, description: str) -> dict[str, Any]:
-    """Build the JSON schema of a type hint. Raises: SettingsError."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return {}
-    if hint in JSON_TYPES:
-        return {"type": JSON_TYPES[hint]}
-    if hint is type(None):
-        return {"type": "null"}
-    if origin is typing.Literal:
-        return {"enum": list(arguments)}
-    if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_build_hint_schema(argument, description) for argument in arguments]}
-    if origin is list or (isinstance(origin, type) and issubclass(origin, Sequence)):
-        return {"type": "array", "items": _build_hint_schema(arguments[0], description)}
-    if origin is dict or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        return {
-            "type": "object",
-            "additionalProperties": _build_hint_schema(arguments[1], description),
-        }
-    raise SettingsError(f"{description} has the type {hint}, which JSON does not have")

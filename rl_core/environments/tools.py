@@ -1,16 +1,13 @@
 """Tools of a policy: call parsing, execution within limits, descriptions for prompts.
 
-These call formats are always accepted:
+A call is read in any of these forms:
 
     line     the last non-empty line starts with a tool's name:    zoom 2 3
-    hermes   a JSON object in tags, as in Qwen and Hermes models:  <tool_call>{"name": "zoom", ...}</tool_call>
-    native   the object alone, or after a model-specific marker:   {"name": "zoom", "parameters": {...}} (Llama 3.1)
-             [TOOL_CALLS][{"name": "zoom", ...}] or [TOOL_CALLS]zoom[ARGS]{...} (Mistral)
+    family   as a model family writes it (`tool_dialects.py`):     <tool_call>{"name": "zoom", ...}</tool_call>
+    bare     the JSON object alone, or in Python's notation:       [zoom(row=2, column=3)]
 
-Several calls of one turn follow one another: one <tool_call> tag each, or several objects in Mistral's list.
-
-In the last two formats the object may also be an OpenAI-style call: {"type": "function", "function": {"name": ...,
-"arguments": "{...}"}}, with the arguments as an object or a JSON string.
+Several calls of one turn follow one another, or stand in a list. A text with the marks of a call that cannot be read is
+an error, which the policy reads.
 """
 
 from __future__ import annotations
@@ -25,13 +22,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_core.data.model_text import replace_unprintable, strip_thought
+from rl_core.environments.tool_dialects import (
+    CLOSE_TAG,
+    OPEN_TAG,
+    find_template_dialects,
+    normalize_name,
+    read_calls,
+)
+from rl_core.environments.tool_functions import (
+    accept_named_arguments,
+    call_tool_function,
+    check_tool_function,
+    is_async_tool,
+    read_function_parameters,
+)
+from rl_core.environments.tool_notations import CALL_FORM, WrittenCall, parse_call_json
 from rl_core.environments.tool_schemas import (
     JSON_TYPES,
     ArgumentType,
     build_argument_schema,
     check_against_schema,
+    convert_written_text,
     format_short_json,
-    read_function_parameters,
 )
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse, suggest_name
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
@@ -39,9 +51,6 @@ from rl_core.types import ToolCall
 
 CallFormat = Literal["line", "hermes"]
 
-PYTHON_TAG = "<|python_tag|>"  # Llama 3.1
-TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"  # Mistral
-OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 MAX_CALLS = 16  # of one turn
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
@@ -71,6 +80,7 @@ class Tool:
             raise SettingsError(
                 f"tool name {self.name!r} must be letters, digits, '_' or '-', starting with a letter"
             )
+        check_tool_function(self.name, self.function)
         for parameter, kind in self.parameters.items():
             is_named = (
                 bool(parameter.split()) if isinstance(kind, Mapping) else parameter.isidentifier()
@@ -98,17 +108,25 @@ class Tool:
     def from_function(
         cls, function: Callable[..., Any], timeout_s: float | None = None, **options: Any
     ) -> Tool:
-        """Build a tool from a function with type hints and a docstring; see `tool_schemas.read_function_parameters`."""
-        description, parameters, optional = read_function_parameters(function)
+        """Build a tool from a function with type hints and a docstring; see `tool_functions.read_function_parameters`.
+
+        An `async def`, a partial and an object with `__call__` are functions, too.
+        """
+        name, description, parameters, optional = read_function_parameters(function)
         return cls(
-            function.__name__,
+            name,
             description,
             parameters,
-            function,
+            accept_named_arguments(function),
             timeout_s,
             optional=optional,
             **options,
         )
+
+    @property
+    def may_wait(self) -> bool:
+        """True = a call may take long: those of one turn run concurrently."""
+        return self.waits or self.timeout_s is not None or is_async_tool(self.function)
 
     @property
     def usage(self) -> str:
@@ -130,6 +148,7 @@ class Toolset:
         tools = list(tools)
         self._tools = {tool.name: tool for tool in tools}
         self._context: tuple[Any, ...] = ()
+        self._dialects: list[str] = []  # shared with what `bind` and `session` return
         if len(self._tools) != len(tools):
             raise SettingsError(f"two tools share a name: {sorted(tool.name for tool in tools)}")
 
@@ -149,7 +168,12 @@ class Toolset:
         """Return the same tools with `context` bound."""
         bound = Toolset.__new__(Toolset)
         bound._tools, bound._context = self._tools, context
+        bound._dialects = self._dialects
         return bound
+
+    def follow_template(self, template: str) -> None:
+        """Try the dialects of this chat template before others, in this toolset and all bound ones."""
+        self._dialects[:] = find_template_dialects(template)
 
     def parse(self, text: str) -> ToolCall | None:
         """Return the tool call of an action; None if there is no call (an answer, or prose).
@@ -160,18 +184,16 @@ class Toolset:
         return calls[0] if calls else None
 
     def parse_all(self, text: str, most: int = MAX_CALLS) -> list[ToolCall]:
-        """Return the tool calls of an action, in order; [] if there is none.
+        """Return the tool calls of an action, in order; [] if there is none, or no tool to call.
 
         Raises: ToolMisuse as `parse`, if any of the calls is wrong or there are more than `most`.
         """
         text = strip_thought(text)  # calls inside a reasoning model's thought do not count
-        values = (
-            _parse_hermes_values(text, most)
-            if OPEN_TAG in text
-            else self._parse_native_values(text.strip(), most)
-        )
-        if values:
-            return [self._build_call(value) for value in values]
+        if not self._tools:
+            return []
+        written = read_calls(text, self._tools, self._dialects)
+        if written:
+            return [self._build_call(call) for call in _limit_calls(written, most)]
         lines = text.strip().splitlines()
         words = lines[-1].split(maxsplit=1) if lines else []
         if not words or words[0] not in self._tools:
@@ -181,7 +203,7 @@ class Toolset:
     def run_all(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
         """Run the calls and return (observation, is_error) of each; concurrently if one of the tools may block."""
         tools = [self._tools[call.name] for call in calls if call.name in self._tools]
-        if len(calls) < 2 or not any(tool.waits or tool.timeout_s is not None for tool in tools):
+        if len(calls) < 2 or not any(tool.may_wait for tool in tools):
             return [self.run(call) for call in calls]
         with ThreadPoolExecutor(len(calls)) as pool:
             return list(pool.map(self.run, calls))
@@ -269,41 +291,19 @@ class Toolset:
             },
         )
 
-    def _parse_native_values(self, text: str, most: int) -> list[Any]:
-        """Return JSON values of calls in a model-specific form; [] without one.
-
-        A bare object counts if it names a tool.
-        """
-        for marker in (PYTHON_TAG, TOOL_CALLS):
-            if marker in text:
-                parts = [text.rpartition(marker)[2]]
-                if marker == TOOL_CALLS:
-                    parts = text.split(marker)[1:]
-                values = [value for part in parts for value in _parse_marked_values(part.strip())]
-                return _limit_calls(values, most)
-        if text.startswith("{") and text.endswith("}"):
-            with contextlib.suppress(ToolMisuse):  # an answer may look like JSON
-                value = _parse_call_json(text)
-                names_tool = str(value.get("name")) in self._tools
-                if names_tool and ("parameters" in value or "arguments" in value):
-                    return [value]
-        return []
-
-    def _build_call(self, value: Any) -> ToolCall:
-        """Build the call that a JSON value describes. Raises: ToolMisuse."""
-        # An OpenAI-style wrapper.
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):
-            value = value["function"]
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise ToolMisuse('the tool call must be {"name": ..., "arguments": {...}}')
-        tool = self._tools.get(value["name"])
+    def _build_call(self, written: WrittenCall) -> ToolCall:
+        """Build the call of a tool from what was written. Raises: ToolMisuse."""
+        if not isinstance(written.name, str):
+            raise ToolMisuse(f"the tool call must be {CALL_FORM}")
+        name = normalize_name(written.name, self._tools)
+        tool = self._tools.get(name)
         if tool is None:
-            raise ToolMisuse(
-                f"no tool '{value['name'][:64]}'; {suggest_name(value['name'][:64], self._tools)}"
-            )
-        arguments = value.get("arguments", value.get("parameters", {}))
+            raise ToolMisuse(f"no tool '{name[:64]}'; {suggest_name(name[:64], self._tools)}")
+        arguments = {} if written.arguments is None else written.arguments
         if isinstance(arguments, str):  # OpenAI-style encoding
-            arguments = _parse_call_json(arguments)
+            arguments = parse_call_json(arguments)
+        elif written.is_positional:
+            arguments = _name_positional_arguments(tool, written)
         required = set(tool.parameters) - set(tool.optional)
         if not isinstance(arguments, dict) or not required <= set(arguments) <= set(
             tool.parameters
@@ -314,12 +314,14 @@ class Toolset:
         for name, kind in tool.parameters.items():
             # null for an optional argument means that it is left out, as in OpenAI's strict mode
             if name in required or arguments.get(name) is not None:
-                converted[name] = _convert_json_argument(tool, name, kind, arguments[name])
+                value = convert_written_text(arguments[name], build_argument_schema(kind))
+                if name in required or value is not None:
+                    converted[name] = _convert_json_argument(tool, name, kind, value)
         return ToolCall(tool.name, converted)
 
     def _execute_tool(self, tool: Tool, arguments: dict[str, Any]) -> tuple[str, bool]:
         try:
-            output = str(tool.function(*self._context, **arguments))
+            output = call_tool_function(tool.function, *self._context, **arguments)
         except EnvironmentFault:  # not caused by the policy
             raise
         except (Exception, SystemExit) as error:  # SystemExit: a tool must not end the run
@@ -345,26 +347,13 @@ class Toolset:
             return f"error: {tool.name} did not answer within {timeout_s:g} seconds", True
 
 
-def _parse_hermes_values(text: str, most: int) -> list[Any]:
-    """Return the JSON values within <tool_call> tags."""
-    if text.count(OPEN_TAG) > most:
-        _limit_calls(range(text.count(OPEN_TAG)), most)
-    values = []
-    for part in text.split(OPEN_TAG)[1:]:
-        body, closed, _ = part.partition(CLOSE_TAG)
-        if not closed:
-            raise ToolMisuse(f"the tool call is not closed by {CLOSE_TAG}")
-        values.append(_parse_call_json(body))
-    return values
-
-
-def _parse_marked_values(text: str) -> list[Any]:
-    """Parse JSON values after a marker: an object, a list of them, or a name and [ARGS]."""
-    name, arguments, body = text.partition(ARGS)
-    if arguments:
-        return [{"name": name.strip(), "arguments": _parse_call_json(body)}]
-    value = _parse_call_json(text) if text else []
-    return value if isinstance(value, list) and value else [value]
+def _name_positional_arguments(tool: Tool, written: WrittenCall) -> dict[str, Any]:
+    if len(written.arguments) > len(tool.parameters):
+        raise ToolMisuse(f"{tool.name} takes the arguments {list(tool.parameters)}")
+    arguments = dict(zip(tool.parameters, written.arguments, strict=False))
+    if repeated := sorted(set(arguments) & set(dict(written.named))):
+        raise ToolMisuse(f"{tool.name}: {repeated[0]} is repeated")
+    return {**arguments, **dict(written.named)}
 
 
 def _limit_calls(values: Any, most: int) -> Any:
@@ -399,7 +388,7 @@ def _convert_line_argument(tool: Tool, name: str, kind: ArgumentType, word: str)
     value: Any = word
     if simple != "string":
         with contextlib.suppress(ToolMisuse):  # anything but JSON is text
-            value = _parse_call_json(word.lower() if simple == "boolean" else word)
+            value = parse_call_json(word.lower() if simple == "boolean" else word)
     return _convert_json_argument(tool, name, kind, value)
 
 
@@ -411,7 +400,8 @@ def _convert_json_argument(tool: Tool, name: str, kind: ArgumentType, value: Any
     """Convert one argument of a JSON call; an integer is accepted for a float."""
     if not _is_scalar_type(kind):
         check_against_schema(value, build_argument_schema(kind), f"{tool.name}: {name}")
-        return value
+        is_integer = build_argument_schema(kind).get("type") == "integer"
+        return int(value) if is_integer and isinstance(value, float) else value
     if kind is str:
         fits = isinstance(value, str)
     elif kind is int:
@@ -423,22 +413,3 @@ def _convert_json_argument(tool: Tool, name: str, kind: ArgumentType, value: Any
     raise ToolMisuse(
         f"{tool.name}: {name} must be {_TYPE_DESCRIPTIONS[kind]}, not {format_short_json(value)}"
     )
-
-
-def _parse_call_json(text: str) -> Any:
-    try:
-        value = json.loads(text, parse_constant=_refuse_json_constant)
-        # A lone half of a surrogate pair (RFC 8259, section 8.2) could not be tokenised or stored.
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        return value
-    except UnicodeEncodeError:
-        raise ToolMisuse(
-            "the tool call is not valid JSON: it holds half of a surrogate pair"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ToolMisuse(f"the tool call is not valid JSON: {str(error)[:100]}") from None
-
-
-def _refuse_json_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

@@ -62,12 +62,14 @@ class ContinuousBatcher(SlotTable):
         context: int,
         eos_ids: Collection[int],
         pad_id: int,
+        textless_ids: Collection[int] = (),
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Reserve the slots; merge the model's adapters until `release_memory`.
 
         Args:
             context: longest prompt and answer together, in tokens.
+            textless_ids: tokens that are never sampled.
             wake: called on any thread when an environment has answered.
         Raises: NonFiniteTensor, OutOfMemory.
         """
@@ -76,7 +78,7 @@ class ContinuousBatcher(SlotTable):
         check_weights(model)
         self._stack = ExitStack()
         self._stack.enter_context(use_merged_weights(model))
-        decoder = Decoder(model)
+        decoder = Decoder(model, textless_ids)
         is_eos = self._model_eos = np.zeros(decoder.vocab_size, dtype=bool)
         is_eos[[token for token in eos_ids if token < len(is_eos)]] = True
         super().__init__(

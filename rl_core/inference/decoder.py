@@ -10,7 +10,7 @@ query heads, K key/value heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +61,16 @@ class Decoder:
     Call `bind_weights` before a run and `reserve_cache` once its size is known.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, textless_ids: Collection[int] = ()) -> None:
+        """Bind the weights. `textless_ids`: tokens that are never drawn."""
         self._base: Any = unwrap_model(model)
         attention = self._base.model.layers[0].self_attn
         self.head_dim: int = attention.head_dim
         self.query_heads: int = unwrap_linear(attention.q_proj).out_features // self.head_dim
         self.kv_heads: int = unwrap_linear(attention.k_proj).out_features // self.head_dim
         self.vocab_size: int = unwrap_linear(self._base.lm_head).out_features
+        known_ids = sorted({token for token in textless_ids if 0 <= token < self.vocab_size})
+        self._textless_ids = torch.tensor(known_ids, dtype=torch.int64)
         # True = never prefill prompts of different lengths together: torch's rounding depends on a batch's width
         self.prefills_by_length = False
         self._arena = Arena()  # of packed weights
@@ -100,6 +103,7 @@ class Decoder:
         self._products: list[PackedLinear] = []
         self._updates: list[list[AdapterSpan | None]] = []  # by adapter, then by product
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self._textless_ids = self._textless_ids.to(self.device)
 
     @property
     def supports_adapters(self) -> bool:
@@ -429,16 +433,20 @@ class Decoder:
             step = DecodeStep(positions, slots, self._cos, self._sin, self._cache, self.query_heads)
             self._sampling_step = step, states
         step.keep_first_tokens(count)
-        self._fused.sample_tokens(step, states, is_end_V, steps)
+        self._fused.sample_tokens(step, states, is_end_V, steps, self._textless_ids)
 
     def draw_tokens(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw as `sampling.draw_tokens` does, with compiled kernels where available."""
-        if sampling.is_restricted:
-            return draw_tokens(logits_nV, uniforms_n, sampling.temperature, sampling)
-        draw = self._compiled.draw_tokens if self._compiled is not None else draw_tokens
-        return draw(logits_nV, uniforms_n, sampling.temperature)
+        if self._compiled is not None and not sampling.is_restricted:
+            return self._compiled.draw_tokens(
+                logits_nV, uniforms_n, sampling.temperature, self._textless_ids
+            )
+        restriction = sampling if sampling.is_restricted else None
+        return draw_tokens(
+            logits_nV, uniforms_n, sampling.temperature, restriction, self._textless_ids
+        )
 
     def _step_with_kernels(
         self,

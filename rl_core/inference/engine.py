@@ -337,7 +337,12 @@ class EngineRun(SlotTable):
 
 
 def create_rollout_backend(
-    model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int
+    model: PreTrainedModel,
+    *,
+    eos_ids: Collection[int],
+    pad_id: int,
+    max_length: int,
+    textless_ids: Collection[int] = (),
 ) -> RolloutBackend:
     """Create the engine if the decoder supports the model (`rl_core.capabilities`), otherwise transformers' forward
     pass.
@@ -346,23 +351,32 @@ def create_rollout_backend(
         eos_ids: tokens that end an action.
         pad_id: any token, used to pad batches.
         max_length: longest prompt and completion together, in tokens.
+        textless_ids: tokens that are never sampled (`token_ids.find_textless_ids`).
     """
     backend = Engine if decoding.check_rollout_decoder(model).allowed else TransformersBackend
-    return backend(model, eos_ids=eos_ids, pad_id=pad_id, max_length=max_length)
+    return backend(
+        model, eos_ids=eos_ids, pad_id=pad_id, max_length=max_length, textless_ids=textless_ids
+    )
 
 
 class Engine:
     """A `RolloutBackend` over the model's own weights; it samples from them without copying."""
 
     def __init__(
-        self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: Collection[int],
+        pad_id: int,
+        max_length: int,
+        textless_ids: Collection[int] = (),
     ) -> None:
         keep_freed_memory()
         limit_openmp_spin()
         self.max_length = min(max_length, find_row_limit(model) or max_length)
         self._model = model
         self._pad_id = pad_id
-        self._decoder = Decoder(model)
+        self._decoder = Decoder(model, textless_ids)
         # its limit is the number of slots decoded together
         self._fit = MemoryFit("slots of the rollout engine", _MEMORY_ADVICE)
         self.set_end_tokens(eos_ids)

@@ -52,6 +52,7 @@ class FallbackBatcher:
         context: int,
         eos_ids: Collection[int],
         pad_id: int,
+        textless_ids: Collection[int] = (),
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """See `ContinuousBatcher`."""
@@ -59,6 +60,9 @@ class FallbackBatcher:
         self.capacity = slots
         self._model, self._context, self._wake = model.eval(), context, wake
         self._eos_ids = frozenset(eos_ids)
+        self._textless_ids = torch.tensor(
+            sorted(textless_ids), dtype=torch.int64, device=model.device
+        )
         self._keeps_cache = decoding.has_key_value_cache(model)
         names = inspect.signature(type(unwrap_model(model)).forward).parameters
         self._newest_logits_option = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
@@ -198,7 +202,9 @@ class FallbackBatcher:
         logits_1V, drawing = output.logits[:, -1], request.drawing
         restriction = drawing if drawing.is_restricted else None
         uniforms_1 = torch.tensor([row.read_next_uniform()], dtype=torch.float64, device=device)
-        token_1, logprob_1 = draw_tokens(logits_1V, uniforms_1, drawing.temperature, restriction)
+        token_1, logprob_1 = draw_tokens(
+            logits_1V, uniforms_1, drawing.temperature, restriction, self._textless_ids
+        )
         top = None
         if request.top:
             log_p_1V = compute_log_probabilities(logits_1V, drawing.temperature, restriction)

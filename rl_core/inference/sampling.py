@@ -84,6 +84,7 @@ def draw_tokens(
     uniforms_B: torch.Tensor,
     temperature: float,
     restriction: SamplingSettings | None = None,
+    textless_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
@@ -92,17 +93,28 @@ def draw_tokens(
         uniforms_B: float64 [B] in [0, 1).
         temperature: 0 = the most likely token, regardless of the restriction.
         restriction: draw from the tokens that its min_p, top_k and top_p keep; None = from all.
+        textless_ids: int64, tokens that are never drawn; they count in the log-probabilities without a restriction, as
+            in the trainer's.
     Returns: tokens int64 [B]; log-probabilities float32 [B] in nats under the sampling distribution, softmax(logits /
         temperature) renormalised over the kept tokens. Greedy tokens (temperature 0) get their log-probabilities from
         softmax(logits).
     """
+    excluded = textless_ids if textless_ids is not None and len(textless_ids) else None
+    if excluded is not None and restriction is not None and temperature != 0:
+        logits_BV = logits_BV.index_fill(1, excluded, -torch.inf)
     log_p_BV = compute_log_probabilities(logits_BV, temperature, restriction)
+    drawable_BV = log_p_BV
+    if excluded is not None:
+        drawable_BV = log_p_BV.index_fill(1, excluded, -torch.inf)
     if temperature == 0:
-        logprobs_B, tokens_B = log_p_BV.max(dim=-1)
+        logprobs_B, tokens_B = drawable_BV.max(dim=-1)
         return tokens_B, logprobs_B
-    cumulative_BV = log_p_BV.exp().cumsum(dim=-1, dtype=torch.float64)
+    cumulative_BV = drawable_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     # first token whose cumulative probability exceeds u * total, so never one of probability 0
-    levels_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
+    totals_B = cumulative_BV[:, -1]
+    levels_B1 = torch.minimum(
+        uniforms_B * totals_B, torch.nextafter(totals_B, torch.zeros_like(totals_B))
+    )[:, None]
     tokens_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True).clamp_(
         max=logits_BV.shape[-1] - 1
     )

@@ -53,12 +53,19 @@ class TransformersBackend:
     """A `RolloutBackend` for any transformers causal LM, adapters included."""
 
     def __init__(
-        self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: Collection[int],
+        pad_id: int,
+        max_length: int,
+        textless_ids: Collection[int] = (),
     ) -> None:
         self.max_length = min(max_length, find_row_limit(model) or max_length)
         self._model = model
         self.set_end_tokens(eos_ids)
         self._pad_id = pad_id
+        self._textless_ids = torch.tensor(sorted(textless_ids), dtype=torch.int64)
         self._fit = MemoryFit(
             "rollouts", "lower sampling.max_completion_tokens, or use a smaller model"
         )
@@ -139,7 +146,7 @@ class TransformersBackend:
             logits_BV = output.logits[:, -1]
             if seen_BV is None and sampling.repetition_penalty != 1:
                 seen_BV = _mark_seen_tokens(rows, logits_BV)
-            tokens_B, logprobs_B = _draw_penalized_tokens(logits_BV, uniforms_B, sampling, seen_BV)
+            tokens_B, logprobs_B = self._draw_tokens(logits_BV, uniforms_B, sampling, seen_BV)
             if seen_BV is not None:
                 seen_BV.scatter_(1, tokens_B[:, None], True)
             self._add_tokens(rows, tokens_B, logprobs_B)
@@ -163,9 +170,25 @@ class TransformersBackend:
             seen_BV = (
                 _mark_seen_tokens(rows, logits_BV) if sampling.repetition_penalty != 1 else None
             )
-            self._add_tokens(
-                rows, *_draw_penalized_tokens(logits_BV, uniforms_B, sampling, seen_BV)
-            )
+            self._add_tokens(rows, *self._draw_tokens(logits_BV, uniforms_B, sampling, seen_BV))
+
+    def _draw_tokens(
+        self,
+        logits_BV: torch.Tensor,
+        uniforms_B: torch.Tensor,
+        sampling: SamplingSettings,
+        seen_BV: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw as `draw_tokens` does, with the settings' penalty on seen tokens."""
+        if seen_BV is not None:
+            logits_BV = apply_repetition_penalty(logits_BV, seen_BV, sampling.repetition_penalty)
+        return draw_tokens(
+            logits_BV,
+            uniforms_B,
+            sampling.temperature,
+            sampling if sampling.is_restricted else None,
+            self._textless_ids.to(logits_BV.device),
+        )
 
     def _add_tokens(
         self, rows: list[BackendRow], tokens_B: torch.Tensor, logprobs_B: torch.Tensor
@@ -175,20 +198,6 @@ class TransformersBackend:
             if not row.has_acted(self._eos_ids):
                 check_logprob(logprob, row.num_sampled, self._model.dtype)
                 row.add_token(token, logprob)
-
-
-def _draw_penalized_tokens(
-    logits_BV: torch.Tensor,
-    uniforms_B: torch.Tensor,
-    sampling: SamplingSettings,
-    seen_BV: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw as `draw_tokens` does, with the settings' penalty on seen tokens."""
-    if seen_BV is not None:
-        logits_BV = apply_repetition_penalty(logits_BV, seen_BV, sampling.repetition_penalty)
-    return draw_tokens(
-        logits_BV, uniforms_B, sampling.temperature, sampling if sampling.is_restricted else None
-    )
 
 
 def _mark_seen_tokens(rows: list[BackendRow], like_BV: torch.Tensor) -> torch.Tensor:

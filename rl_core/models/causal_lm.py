@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 
+from rl_core.data.token_ids import GENERATION_CONFIG, read_generation_settings, set_end_ids
 from rl_core.errors import ModelError, SettingsError
 from rl_core.models import lora
 from rl_core.models.rotary import fix_frequencies, read_config_max_length
@@ -183,6 +185,7 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
             )
         except Exception as error:
             raise _build_load_error(source, "tokenizer", error) from error
+        set_end_ids(tokenizer, _read_generation_settings(source))
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of '{source}' has no end-of-sequence token (eos_token); it needs one"
@@ -191,6 +194,20 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
         tokenizer.pad_token = tokenizer.eos_token
     set_chat_template(tokenizer, settings)
     return tokenizer
+
+
+def _read_generation_settings(source: str) -> dict[str, Any]:
+    """Return the generation settings in a model folder or under a hub name."""
+    if Path(source).is_dir():
+        settings_path = Path(source) / GENERATION_CONFIG
+        return read_generation_settings(
+            settings_path if settings_path.is_file() else None, Path(source) / "config.json"
+        )
+    try:
+        settings_path = Path(hf_hub_download(source, GENERATION_CONFIG))
+    except EntryNotFoundError:  # as many older models
+        return read_generation_settings(None, Path(hf_hub_download(source, "config.json")))
+    return read_generation_settings(settings_path, settings_path)
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> None:

@@ -207,6 +207,7 @@ class AsyncRolloutWorker(RolloutWorker):
                 eos_ids=self.spec.eos_ids,
                 pad_id=self.spec.pad_id,
                 max_length=self.spec.max_length,
+                textless_ids=self.spec.textless_ids,
             )
             self.backend.disable_cross_row_batching()
             self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)

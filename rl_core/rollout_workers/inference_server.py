@@ -36,6 +36,7 @@ PROCESSED_LOGPROBS = (
     "processed_logprobs"  # log-probs of the sampling distribution, including temperature
 )
 POSTTRAIN_ENGINE, VLLM_ENGINE = "posttrain", "vllm"
+_LEAST_BIAS = -100.0  # of a logit, vLLM's limit
 _MAX_STOP_TEXTS = (
     16  # per request, the limit of `posttrain serve`; the trainer checks all stop texts itself
 )
@@ -110,6 +111,7 @@ class InferenceServer:
         """
         self.settings = settings.server
         self.address = settings.address or ""
+        self.textless_ids: Sequence[int] = ()  # tokens that are not sampled
         self._connections = JsonConnections(
             settings.base_url, _build_auth_header(self.settings.key_variable)
         )
@@ -213,6 +215,8 @@ class InferenceServer:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
+        if self.textless_ids:
+            body["logit_bias"] = {str(token): _LEAST_BIAS for token in self.textless_ids}
         end = time.monotonic() + timeout_s
         while True:
             try:

@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from rl_core.data.token_ids import find_textless_ids
 from rl_core.environments.step_pool import Observation, PendingTurn, wait_for_any_turn
 from rl_core.errors import BackendError, SamplerMismatch, SettingsError
 from rl_core.inference.sampling import RolloutSequence, check_prompt, check_weights
@@ -82,6 +83,10 @@ class ServerBackend:
             self.server.describe_server
         )
         check_served_model(self.description, model, settings)
+        # posttrain's server never samples them
+        if tokenizer is not None and self.description.engine != POSTTRAIN_ENGINE:
+            size = self.description.shape["vocab_size"]
+            self.server.textless_ids = find_textless_ids(tokenizer, size)
         self._is_asleep = self.description.sleeps and self._retry_until_available(
             self.server.is_asleep
         )

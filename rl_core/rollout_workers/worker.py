@@ -53,6 +53,7 @@ class WorkerSpec:
     max_length: int
     threads: int  # of torch: as in the trainer, for the same summation order
     versions: Mapping[str, str]  # of the trainer's process, see `read_runtime_versions`
+    textless_ids: Sequence[int] = ()  # tokens that are never sampled
 
     def check_versions(self) -> None:
         """Raise SettingsError if this process has other versions than the trainer's."""
@@ -111,7 +112,11 @@ class RolloutWorker:
         self.environment = spec.environment()
         self.renderer = enable_native_tools(spec.renderer, self.environment.tools)
         self.backend = create_rollout_backend(
-            self.model, eos_ids=spec.eos_ids, pad_id=spec.pad_id, max_length=spec.max_length
+            self.model,
+            eos_ids=spec.eos_ids,
+            pad_id=spec.pad_id,
+            max_length=spec.max_length,
+            textless_ids=spec.textless_ids,
         )
         if isinstance(self.backend, Engine):
             self.backend.disable_cross_row_batching()

@@ -167,6 +167,7 @@ class WorkerConfig:
     eos_ids: Sequence[int]
     pad_id: int
     is_exact: bool = True  # False = a forward pass in reduced precision (autocast)
+    textless_ids: Sequence[int] = ()  # tokens that are never sampled
 
     @property
     def bound(self) -> float:
@@ -457,6 +458,7 @@ class WorkerGroup:
             config.backend.max_length,
             torch.get_num_threads(),
             read_runtime_versions(),
+            config.textless_ids,
         )
         try:
             return self.cluster.share_value(spec)

@@ -292,11 +292,10 @@ def enable_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
     Raises: SettingsError if the template does not describe tools or writes calls in a form that the environment
         cannot read.
     """
-    if (
-        not isinstance(renderer, ChatRenderer)
-        or not renderer.settings.native_tools
-        or not tools.tools
-    ):
+    if not isinstance(renderer, ChatRenderer):
+        return renderer
+    tools.follow_template(renderer.template.tool_source)
+    if not renderer.settings.native_tools or not tools.tools:
         return renderer
     tool = next(iter(tools.tools.values()))
     arguments = {

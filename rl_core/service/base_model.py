@@ -11,6 +11,8 @@ from torch import nn
 
 from rl_core.capabilities import check_chunked_head, check_independent_rows, check_slot_adapters
 from rl_core.cpu import gemm
+from rl_core.data.completion_decoding import CompletionDecoder
+from rl_core.data.token_ids import find_textless_ids, list_end_ids
 from rl_core.errors import ModelError, ServiceError
 from rl_core.inference.engine import Engine, create_rollout_backend
 from rl_core.inference.sampling import RolloutBackend, RolloutSequence
@@ -56,8 +58,11 @@ class SharedBaseModel:
         self._batching = settings.batch_runs
         self._independence = check_independent_rows(self.model)
         self.samples_adapters = check_slot_adapters(self.model)
+        self.decoder = CompletionDecoder(self.tokenizer)
         self.pad_id = self.tokenizer.pad_token_id or 0
-        self.eos_ids = _collect_eos_ids(self.model, self.tokenizer)
+        self.eos_ids = tuple(
+            sorted({*list_end_ids(self.tokenizer), int(self.tokenizer.eos_token_id)})
+        )
         self._backend: RolloutBackend | None = None
 
     @property
@@ -143,7 +148,11 @@ class SharedBaseModel:
         """
         if self._backend is None:
             self._backend = create_rollout_backend(
-                self.model, eos_ids=eos_ids, pad_id=self.pad_id, max_length=self.limits.context
+                self.model,
+                eos_ids=eos_ids,
+                pad_id=self.pad_id,
+                max_length=self.limits.context,
+                textless_ids=find_textless_ids(self.tokenizer, self.limits.vocab_size),
             )
         self._backend.set_end_tokens(eos_ids)
         if isinstance(self._backend, Engine):
@@ -160,13 +169,3 @@ def _list_tied_names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(first_names.setdefault(id(parameter), name), []).append(name)
     return {name: aliases for name, aliases in names.items() if len(aliases) > 1}
-
-
-def _collect_eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a sequence according to the model's generation settings and the tokenizer."""
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if configured is None:
-        configured = []
-    elif not isinstance(configured, list | tuple):
-        configured = [configured]
-    return tuple(sorted({*configured, tokenizer.eos_token_id}))

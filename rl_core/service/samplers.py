@@ -267,7 +267,7 @@ def _build_stop_test(
     max_stop_tokens = 4 * max(map(len, texts)) + 8
 
     def has_stop(ids: list[int]) -> bool:
-        text = base.tokenizer.decode(ids[-max_stop_tokens:], skip_special_tokens=False)
+        text = base.decoder.decode_ids(ids[-max_stop_tokens:])
         return any(stop in text for stop in texts)
 
     return has_stop

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.completion_decoding import CompletionDecoder
 from rl_core.data.pairs import (
     PreferencePair,
     PreferenceSplit,
@@ -345,10 +346,11 @@ def _write_pair_texts(
     path: Path, pairs: Sequence[PreferencePair], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Write pairs as text, including special tokens. The file is for readers, not for training."""
+    decoder = CompletionDecoder(tokenizer)
     with replace_file(path, synced=False, errors="backslashreplace") as file:
         for pair in pairs:
             chosen, rejected = (
-                tokenizer.decode(side.completion_ids) for side in (pair.chosen, pair.rejected)
+                decoder.decode_ids(side.completion_ids) for side in (pair.chosen, pair.rejected)
             )
             row: Row = {"prompt_text": tokenizer.decode(pair.chosen.prompt_ids)}
             row |= (

@@ -232,6 +232,8 @@ class VllmStandIn:
             tokens and tokens[-1] in body["stop_token_ids"]
         ):
             logits_1V = model(input_ids=torch.tensor([[*body["prompt"], *tokens]])).logits[:, -1]
+            for token, bias in (body.get("logit_bias") or {}).items():
+                logits_1V[0, int(token)] += bias
             token_1, logprob_1 = draw_tokens(
                 logits_1V, torch.from_numpy(drawn[len(tokens) :][:1]), body["temperature"]
             )

@@ -155,6 +155,7 @@ def _attach_workers(
         list(policy.renderer.eos_ids),
         policy.renderer.pad_id,
         is_exact=not trainer.optimizer_step.computes_in_bfloat16,
+        textless_ids=policy.textless_ids,
     )
     if settings.replay_schedule is not None:
         trainer.stream = ScheduleReplay(

@@ -151,7 +151,15 @@ def test_tools_are_called_as_environments_declare_them(served):
         "arguments": '{"row": 2, "column": 3}',
     }
     assert builder.parse_answer("answer red", prompt.tools).content == "answer red"
-    assert builder.parse_answer("zoom a b", prompt.tools).content == "zoom a b", "not a valid call"
+    wrong = builder.parse_answer("zoom a b", prompt.tools)
+    assert (wrong.content, wrong.calls) == ("zoom a b", []), "not a valid call"
+    assert "row must be a whole number" in wrong.call_error
+    unread = builder.parse_answer("<new_tool_call>zoom</new_tool_call>", prompt.tools)
+    assert "not understood" in unread.call_error
+    kimi = '<|tool_call_begin|>functions.zoom:0<|tool_call_argument_begin|>{"row": 2, "column": 3}'
+    assert (
+        builder.parse_answer(kimi, prompt.tools).calls[0]["function"] == parsed.calls[0]["function"]
+    )
     assert builder.parse_answer("zoom 2 3", None).content == "zoom 2 3"
     opening = {"role": "user", "content": "colour at row 2 column 3?"}
     call_message = {"role": "assistant", "content": None, "tool_calls": parsed.calls}
@@ -195,6 +203,23 @@ def test_tool_call_is_a_kind_of_answer(served, monkeypatch):
     ]
     assert json.loads(call["function"]["arguments"]) == {"row": 2, "column": 3}
     assert streamed[0]["function"] == call["function"] and streamed[0]["index"] == 0
+
+
+def test_a_call_that_cannot_be_read_comes_with_the_reason(served, monkeypatch):
+    text = "<new_tool_call>zoom</new_tool_call>"
+    monkeypatch.setattr(
+        type(served.server.prompt_builder.renderer), "action_text", lambda self, ids: text
+    )
+    answer = served.chat(tools=TOOLS.schema(), seed=1, temperature=1.5)["choices"][0]
+    if answer["finish_reason"] == "length":
+        pytest.skip("the model did not end its answer")
+    assert answer["message"]["content"] == text and answer["finish_reason"] == "stop"
+    assert "not understood" in answer["message"]["tool_call_error"]
+    parts = served.stream(tools=TOOLS.schema(), seed=1, temperature=1.5)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert [delta["tool_call_error"] for delta in deltas if "tool_call_error" in delta] == [
+        answer["message"]["tool_call_error"]
+    ]
 
 
 def test_session_equals_offline_episode(served):

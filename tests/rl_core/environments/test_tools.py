@@ -139,8 +139,8 @@ def hermes(value):
             "takes the arguments",
         ),
         (
-            hermes({"name": "zoom", "arguments": {"row": "1", "column": 2}}),
-            'row must be a whole number, not "1"',
+            hermes({"name": "zoom", "arguments": {"row": "one", "column": 2}}),
+            'row must be a whole number, not "one"',
         ),
         (
             hermes({"name": "zoom", "arguments": {"row": True, "column": 2}}),

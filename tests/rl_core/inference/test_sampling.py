@@ -263,3 +263,46 @@ def test_the_penalty_is_that_of_transformers() -> None:
     seen_BV = torch.zeros(2, 12, dtype=torch.bool).scatter(1, ids_BT, True)
     expected_BV = RepetitionPenaltyLogitsProcessor(1.4)(ids_BT, logits_BV.clone())
     assert torch.allclose(apply_repetition_penalty(logits_BV, seen_BV, 1.4), expected_BV)
+
+
+def test_ids_without_text_by_hand(draw) -> None:
+    """p = (.2, .5, .3) without token 1: u below .4 gives token 0; log-probs are those of all tokens, as in training."""
+    logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(3, 1) + 3.0
+    never = torch.tensor([1])
+    uniforms = torch.tensor([0.0, 0.399, 0.401], dtype=torch.float64)
+    tokens, logprobs = draw(logits, uniforms, 1.0, textless_ids=never)
+    assert tokens.tolist() == [0, 0, 2]
+    assert logprobs.tolist() == pytest.approx([math.log(p) for p in (0.2, 0.2, 0.3)], rel=1e-5)
+    tokens, logprobs = draw(logits, uniforms, 0.0, textless_ids=never)
+    assert tokens.tolist() == [2] * 3
+    assert logprobs.tolist() == pytest.approx([math.log(0.3)] * 3, rel=1e-5)
+
+
+def test_ids_without_text_at_any_place(draw) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 83, generator=generator) * 3
+    never = torch.tensor([0, 7, 8, 15, 16, 17, 40, 79, 80, 81, 82])
+    uniforms = torch.rand(64, generator=generator, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, 1 - 1e-16])
+    for temperature in (0.0, 1.0, 0.3):
+        tokens, logprobs = draw(logits, uniforms, temperature, textless_ids=never)
+        expected, _ = sampling.draw_tokens(
+            logits.index_fill(1, never, -torch.inf), uniforms, temperature
+        )
+        assert tokens.tolist() == expected.tolist()
+        all_logprobs = sampling.compute_log_probabilities(logits, temperature)
+        torch.testing.assert_close(logprobs, all_logprobs.gather(1, tokens[:, None])[:, 0])
+
+
+def test_a_restriction_keeps_tokens_with_text() -> None:
+    """p = (.2, .5, .3), the two best with text: (.2, .3) / .5."""
+    logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(2, 1)
+    tokens, logprobs = sampling.draw_tokens(
+        logits,
+        torch.tensor([0.39, 0.41], dtype=torch.float64),
+        1.0,
+        SamplingSettings(top_k=2),
+        torch.tensor([1]),
+    )
+    assert tokens.tolist() == [0, 2]
+    assert logprobs.tolist() == pytest.approx([math.log(0.4), math.log(0.6)], rel=1e-5)

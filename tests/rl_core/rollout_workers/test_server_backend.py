@@ -93,6 +93,20 @@ def test_a_run_on_vllm(tokenizer, server):
     trainer.server.close()
 
 
+def test_ids_without_text_are_not_sampled_by_a_server(tokenizer, server):
+    backend = connect_vllm(letters_trainer(tokenizer), server).server
+    assert not backend.server.textless_ids  # the tokenizer has all of them
+    textless = backend.server.textless_ids = tuple(range(20, len(tokenizer)))
+    for seed in range(4):
+        served = backend.server.sample_completion(
+            "policy", [5, 6], 12, SamplingSettings(), {"seed": seed}, [1]
+        )
+        assert max(served.tokens) < 20
+    body = [body for path, body in server.asked if path == "/v1/completions"][-1]
+    assert body["logit_bias"] == {str(token): -100.0 for token in textless}
+    backend.close()
+
+
 def test_the_same_seeds_give_the_same_run(tokenizer):
     runs = []
     for _ in range(2):
