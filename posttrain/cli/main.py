@@ -250,6 +250,11 @@ def _run_command(arguments: argparse.Namespace) -> int:
         return code
     except Stopped as stopped:
         return _print_failure(arguments, str(stopped), 128 + stopped.signum)
+    except SystemExit as error:  # no code of ours: a user's module, or a library
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        status = "" if error.code is None else repr(error.code)
+        text = f"{place.filename}:{place.lineno} ended the command by sys.exit({status})"
+        return _print_failure(arguments, text, 2)
     except KeyboardInterrupt as error:
         if isinstance(error, TerminatedBySignal):
             cause, signum = "SIGTERM", signal.SIGTERM

@@ -352,7 +352,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
         else:
             yield _build_finding(("environment",), str(error))
         return
-    except Exception as error:  # from a user's class: the user has to see whatever it raises
+    except (Exception, SystemExit) as error:  # from a user's class: show whatever it raises
         yield _build_finding(("environment",), f"{name!r} raised {type(error).__name__}: {error}")
         return
     yield from _check_reward_columns(settings, environment.columns, import_code)
@@ -447,7 +447,10 @@ def _check_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_F
         try:
             RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
         except PosttrainError as error:
-            yield _build_finding(reward_key, str(error).partition(": ")[2] or str(error))
+            options_key = (*POLICY_KEY, "reward_options", name)
+            yield _build_finding(
+                reward_key, str(error).partition(": ")[2] or str(error), options_key
+            )
     if settings.stages.evaluate is not None and "learned" in settings.stages.evaluate.rewards:
         yield _build_finding(
             ("stages", "evaluate", "rewards", "learned"),
