@@ -70,7 +70,15 @@ def test_a_default_length_leaves_room_in_a_short_context(context, expected):
 
 @pytest.mark.parametrize(
     ("context", "free", "limit"),
-    [(None, 410, 512), (4096, 410, 512), (1024, 410, 512), (600, 240, 300), (4, 1, 2), (3, 0, 1), (1, 0, 1)],
+    [
+        (None, 410, 512),
+        (4096, 410, 512),
+        (1024, 410, 512),
+        (600, 240, 300),
+        (4, 1, 2),
+        (3, 0, 1),
+        (1, 0, 1),
+    ],
 )
 def test_the_length_penalty_shrinks_with_the_longest_completion(context, free, limit):
     length = resolve_defaults(RewardSettings(), FULL, context).length
