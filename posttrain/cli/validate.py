@@ -76,7 +76,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _wrap_summary_line(line: str) -> str:
     """Wrap a line of the summary between words if it is wider than the terminal."""
-    from posttrain.cli.tables import detect_terminal_columns
+    from flows.runtime.terminal import detect_terminal_columns
 
     columns = detect_terminal_columns()
     if columns is None or len(line) <= max(36, columns):

@@ -36,7 +36,9 @@ VERL = [name for group in RECORDED["verl"].values() if isinstance(group, list) f
 def load_settings(text, tmp_path):
     path = tmp_path / "converted.yaml"
     path.write_text(text)
-    return build_settings(read_yaml(path).data, check_files=False)
+    values = read_yaml(path).data
+    values.setdefault("model", {"path": "org/model"})  # as the result asks to
+    return build_settings(values, check_files=False)
 
 
 def resolve_block(path):
@@ -56,6 +58,21 @@ def path_exists(path):
         return resolve_block(path) is not None
     except KeyError:
         return False
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "distillation"])
+def test_a_config_without_a_model_keeps_its_lengths(trainer, tmp_path):
+    """Trainers get the model as an argument: the context of our default preset says nothing about it."""
+    for values, length in (({}, 512), ({"max_completion_length": 2048}, 2048)):
+        text = convert_config({"num_generations": 8, **values}, "plain.yaml", trainer)
+        (tmp_path / "x.yaml").write_text(text)
+        written = read_yaml(tmp_path / "x.yaml").data
+        (stage,) = written["stages"].values()
+        assert stage["sampling"]["max_completion_tokens"] == length and "model" not in written
+        assert "#   model.path: the file names no model; set a folder or a hub name" in text
+        assert "leaves no room" not in text
+    text = convert_config({"num_generations": 8, "model_name_or_path": "org/m"}, "x.yaml", trainer)
+    assert "names no model" not in text
 
 
 def test_every_recorded_name_has_an_entry():
