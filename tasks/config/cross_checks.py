@@ -145,7 +145,10 @@ def check_network_environment(
 
 
 def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
-    """Yield alerts on names that are not in the metric reference, as warnings: custom stages may log any metric."""
+    """Yield alerts on names that are not in the metric reference.
+
+    Those of online learning are errors, others warnings, because custom stages may log any metric.
+    """
     if not settings.tracking.alerts:
         return
     from rl_core.analysis.metric_reference import METRIC_GROUPS  # imports pandas
@@ -157,9 +160,7 @@ def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
     exact_names = [name for name in names if "{" not in name]
     policy = settings.stages.policy
     for alert in settings.tracking.alerts:
-        is_known = alert.startswith("online/") or any(
-            pattern.fullmatch(alert) for pattern in patterns
-        )
+        is_known = any(pattern.fullmatch(alert) for pattern in patterns)
         if not is_known and (policy is None or find_metric_range(alert, policy) is None):
             yield ConfigProblem(
                 ("tracking", "alerts", alert),
@@ -197,6 +198,7 @@ def check_combinations(
         *_check_sampling(settings),
         *_check_training_loops(settings),
         *_check_sinks(settings),
+        *_check_online_alerts(settings),
         *(_Finding(problem, (("model",),)) for problem in check_rollouts(settings, check_servers)),
         *(_Finding(problem, ()) for problem in check_user_code(settings, import_code)),
         *_check_environment(settings, import_code),
@@ -223,6 +225,7 @@ def check_combinations(
 def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
     """List settings that work but waste time, or wait for something that never happens: for warnings."""
     policy, problems = settings.stages.policy, [*find_unlogged_alerts(settings)]
+    problems = [problem for problem in problems if not _is_online_alert(problem)]
     if settings.stages.reward_model is None or policy is None or _uses_learned_reward(policy):
         return problems
     text = (
@@ -326,6 +329,17 @@ def _check_sinks(settings: PipelineSettings) -> Iterator[_Finding]:
             check_sink_installed(sink)
         except PosttrainError as error:
             yield _build_finding(("tracking", "sinks", index), str(error))
+
+
+def _check_online_alerts(settings: PipelineSettings) -> Iterator[_Finding]:
+    """Refuse alerts on metrics that online learning does not log: nothing else logs names of that kind."""
+    for problem in find_unlogged_alerts(settings):
+        if _is_online_alert(problem):
+            yield _Finding(problem, ())
+
+
+def _is_online_alert(problem: ConfigProblem) -> bool:
+    return str(problem.key[-1]).startswith("online/")
 
 
 def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:

@@ -236,6 +236,14 @@ def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
         assert find_waste(build_settings({"name": "x", "stages": without}, check_files=False)) == []
 
 
+def test_an_alert_on_an_online_metric_that_does_not_exist_is_refused():
+    known = ("online/paused", "online/drift/kl_level", "online/refused/kl", "online/gate_p_value")
+    alerts = {**dict.fromkeys(known, "> 0.5"), "online/pause": "> 0.5", "online/drift/x": "> 1"}
+    reported = list_problems(stages={"sft": {}}, tracking={"alerts": alerts})
+    assert list(reported) == ["tracking.alerts.online/pause", "tracking.alerts.online/drift/x"]
+    assert "did you mean 'online/paused'?" in reported["tracking.alerts.online/pause"]
+
+
 def test_an_alert_on_a_metric_that_nothing_logs_is_a_warning():
     known = (
         "policy/ref_kl",

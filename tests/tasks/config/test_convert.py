@@ -16,6 +16,7 @@ from rl_core.settings.framework_aliases import (
     explain_framework_name,
     find_trl_alias,
     find_verl_alias,
+    list_common_names,
     list_trl_aliases,
     list_verl_aliases,
 )
@@ -58,6 +59,47 @@ def path_exists(path):
         return resolve_block(path) is not None
     except KeyError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "hint"),
+    [
+        ("policy", "vf_coef", "vf_coef is stages.policy.critic.value_coef here"),
+        ("network", "vf_coef", "vf_coef is stages.network.value_coef here"),
+        ("network", "n_steps", "is stages.network.rollout_steps here"),
+        ("sft", "n_steps", "is stages.sft.max_steps here"),
+        ("policy", "min_entropy_coefficient", "is stages.policy.entropy_floor here"),
+        ("thoughts", "baseline_hidden_size", "is stages.thoughts.baseline_width here"),
+        ("policy", "max_beta", "is stages.policy.kl_band.maximum here"),
+        ("preference", "max_beta", "is stages.policy.kl_band.maximum here"),
+        ("sft", "validation_frequency", "is stages.sft.eval_every here"),
+        ("policy", "validation_frequency", "is stages.policy.eval_every here"),
+        ("policy", "loop_detection_rate", "no equal here: repeated actions are counted by"),
+        ("policy", "use_gae", "is stages.policy.algorithm and stages.policy.gae_lambda here"),
+        ("network", "use_gae", "is stages.network.advantages here"),
+        ("policy", "R_final", "is stages.policy.rewards here"),
+        (None, "training", "each stage has its settings of training"),
+    ],
+)
+def test_names_of_other_rl_code_have_hints(stage, name, hint):
+    values = {"name": "x", "stages": {"prepare_data": {}, "sft": {}, "policy": {}}}
+    if stage is None:
+        values[name] = {"epochs": 1}
+    else:
+        values["stages"][stage] = {name: 1}
+    with pytest.raises(ConfigError, match=r"unknown key; ") as caught:
+        build_settings(values, check_files=False, import_code=False)
+    (problem,) = [problem for problem in caught.value.problems if problem.key[-1] == name]
+    assert hint in problem.text and "did you mean" not in problem.text
+
+
+def test_common_names_name_settings_that_exist():
+    for row in list_common_names():
+        stages = row["stages"].split() or [""]
+        for stage in stages:
+            assert not explain_framework_name(row["name"], stage).startswith(("TRL", "verl"))
+            for path in filter(None, row["settings"].split(", ")):
+                resolve_block(path.replace("STAGE", f"stages.{stage}"))
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo", "distillation"])
