@@ -283,7 +283,12 @@ def _check_quantization(settings: PipelineSettings) -> Iterator[_Finding]:
 
 
 def _list_sampling_settings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:
+    """Yield the sampling of stages that sample: pairs of a file replace those of scored rollouts."""
+    data = settings.stages.prepare_data
+    has_pairs = data is not None and data.preferences is not None
     for name in settings.stages.active:
+        if has_pairs and name in ("preference", "reward_model"):
+            continue
         sampling = getattr(getattr(settings.stages, name), "sampling", None)
         if isinstance(sampling, SamplingSettings):
             yield ("stages", name, "sampling"), sampling

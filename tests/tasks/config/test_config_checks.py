@@ -309,6 +309,15 @@ def test_rewards():
 # Sampling and loops
 
 
+def test_a_sampling_length_counts_only_where_a_stage_samples():
+    """Learn from the pairs of a file: no rollout is sampled, so no room for a completion is needed."""
+    for name in ("reward_model", "preference"):
+        stages = {"prepare_data": {"preferences": "pairs.jsonl"}, name: {}}
+        assert list_problems(model={"context": 48}, stages=stages) == {}
+        sampled = list_problems(model={"context": 48}, stages={"sft": {}, name: {}})
+        assert "64 leaves no room" in sampled[f"stages.{name}.sampling.max_completion_tokens"]
+
+
 def test_completion_longer_than_the_context():
     assert list_policy_problems(sampling={"max_completion_tokens": 255}) == {}
     text = list_policy_problems(sampling={"max_completion_tokens": 256})[
