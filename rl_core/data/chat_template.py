@@ -220,7 +220,7 @@ def examine_template(template: ChatTemplate) -> TemplateFacts:
     """
     _refuse_unknown_settings(template)
     bare = template.with_tools(())
-    _refuse_unusable_template(bare)
+    refuse_unusable_template(bare)
     added = [
         token.content
         for token in template.tokenizer.added_tokens_decoder.values()
@@ -300,7 +300,8 @@ def _refuse_unknown_settings(template: ChatTemplate) -> None:
         )
 
 
-def _refuse_unusable_template(template: ChatTemplate) -> None:
+def refuse_unusable_template(template: ChatTemplate) -> None:
+    """Refuse a template that omits messages, or renders them differently each time. Raises: DataError."""
     if PLACEHOLDER not in template.render_messages([{"role": "user", "content": PLACEHOLDER}]):
         raise DataError(
             "the tokenizer's chat template omits user messages, so a policy would not see its prompt; name another one "
