@@ -1,11 +1,16 @@
 """Every metric of online learning is in the reference, and every one of the reference is logged somewhere."""
 
+import csv
 import re
+from types import SimpleNamespace as Namespace
 
+import numpy as np
 from helpers import ROOT
 
 from rl_core.analysis.metric_reference import METRIC_GROUPS
 from rl_core.online.drift_detection import ALARM_DIRECTIONS
+from rl_core.online.update_audit import build_contribution_record
+from rl_core.online.update_step import UpdateReport
 
 SOURCES = [
     *(ROOT / "rl_core/online").glob("*.py"),
@@ -66,3 +71,21 @@ def _list_returned(source):
     """List the texts that `_find_exclusion_reason` or `_find_eviction_reason` returns."""
     body = re.search(r"    def _find_e\w+_reason\(.*?(?=\n    def )", source, re.DOTALL)[0]
     return set(re.findall(r'return "(\w+)"', body))
+
+
+def test_every_field_of_a_record_of_an_update_is_documented():
+    item = Namespace(
+        buffered=Namespace(experience=Namespace(request_id="r", policy_version=1), number=1),
+        experience=None,
+        weight=1.0,
+        label=Namespace(source="consensus", kind="text", confidence=1.0),
+        rewards=Namespace(to_json=lambda: {"components": [], "rollouts": []}),
+        advantages_R=np.zeros(2),
+        error=0.5,
+    )
+    record = build_contribution_record(UpdateReport(3), Namespace(items=[item]), 1.0)
+    fields = [*record, *(f"experiences[].{name}" for name in record["experiences"][0])]
+    with (ROOT / "docs/tools/update_log_fields.csv").open(newline="") as file:
+        assert [row["field"] for row in csv.DictReader(file)] == fields
+    page = (ROOT / "docs/online-settings.md").read_text()
+    assert all(f"| `{field}` |" in page for field in fields)
