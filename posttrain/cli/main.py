@@ -274,7 +274,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def _name_stop_cause(stopped: Stopped) -> str:
-    """Return the message of a stop; if `--stop-after` caused it, with the time limit in place of its signal."""
+    """Return the message of a stop; if `--stop-after` caused it, with the time limit instead of its signal."""
     cause = stopping.describe_signal(stopped.signum)
     if stopped.signum != signal.SIGTERM or cause == "SIGTERM":
         return str(stopped)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument
-from rl_core.errors import PosttrainError, SettingsError
+from rl_core.errors import ModelError, PosttrainError, SettingsError
 
 if TYPE_CHECKING:
     from rl_core.settings import ModelSettings
@@ -49,8 +49,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     try:
         _check_chat_template(settings.model)
     except PosttrainError as error:
-        text = str(error).removeprefix("model.chat_template: ")
-        raise SettingsError(f"{arguments.config}: model.chat_template: {text}") from error
+        key = "model.path" if isinstance(error, ModelError) else "model.chat_template"
+        text = str(error).removeprefix(f"{key}: ")
+        raise SettingsError(f"{arguments.config}: {key}: {text}") from error
     data = describe_checked_files(settings)
     code = ", ".join(list_code_paths(settings))
     is_unimported = bool(code) and not arguments.import_code

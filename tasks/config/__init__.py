@@ -225,6 +225,6 @@ def _convert_to_json_values(
         return {str(key): _convert_to_json_values(item, rename) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_convert_to_json_values(item, rename) for item in value]
-    if is_unresolved(value):  # numbers of their own types, which YAML would refuse
+    if is_unresolved(value):  # numbers of a subclass, which YAML would refuse
         return int(value) if isinstance(value, int) else float(value)
     return str(value) if isinstance(value, Path) else value
