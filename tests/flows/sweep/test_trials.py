@@ -166,7 +166,7 @@ def test_a_report_in_a_file_or_a_pipe_is_not_cut(plan, swept_record, monkeypatch
     monkeypatch.delenv("COLUMNS", raising=False)
     rows = build_report_rows(swept_record, plan, None)
     rows[0]["settings"] = {
-        f"stages.policy.sampling.option_{number}_with_a_long_name": 0.123456789
+        f"stages.policy.sampling.option_{number}_with_a_long_name": "0.123456789"
         for number in range(9)
     }
     header, *_ = format_report_table(rows, plan).splitlines()[1:]

@@ -21,7 +21,7 @@ from tasks.config import load_settings
     ],
 )
 def test_a_usual_option_is_answered_with_ours(words, answer, config, capsys):
-    for command in ("run", "validate", "sweep"):
+    for command in ("run", "validate"):
         with pytest.raises(SystemExit) as ended:
             cli.main([command, config, *words.split()])
         assert ended.value.code == 2
@@ -31,7 +31,7 @@ def test_a_usual_option_is_answered_with_ours(words, answer, config, capsys):
 
 def test_a_command_without_settings_names_only_its_options(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["runs", "--exp-name", "x"])
+        cli.main(["status", "--exp-name", "x"])
     assert "--set" not in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["run", "demo", "--monitr"])

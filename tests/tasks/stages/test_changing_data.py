@@ -91,7 +91,7 @@ def test_data_prepared_without_demonstrations_is_prepared_again_for_sft(tmp_path
     with_sft = prepare(sft={})
     assert (with_sft.key, with_sft.cached) == (without.key, False)
     rows = (with_sft.path / "demonstrations_train.jsonl").read_text().splitlines()
-    assert len(rows) == with_sft.summary["demonstrations"]["train"] > 10
+    assert len(rows) == with_sft.summary["demonstrations"]["num_train_rows"] > 10
     assert prepare(sft={}).cached and prepare().cached  # more than needed is no reason
     kinds = [
         json.loads(line)["kind"]
