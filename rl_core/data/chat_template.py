@@ -325,9 +325,6 @@ def refuse_unusable_template(template: ChatTemplate) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------ probes
-
-
 def _build_user_message(content: str = "U") -> dict[str, Any]:
     return {"role": "user", "content": content}
 
