@@ -171,7 +171,7 @@ def test_a_report_in_a_file_or_a_pipe_is_not_cut(plan, swept_record, monkeypatch
     }
     header, *_ = format_report_table(rows, plan).splitlines()[1:]
     (line,) = [row for row in format_report_table(rows, plan).splitlines() if "option_0" in row]
-    assert format_configuration(rows[0]["settings"]) in line and len(header) == len(line) > 400
+    assert format_configuration(rows[0]["settings"]) in line and len(header) == len(line) > 300
     monkeypatch.setenv("COLUMNS", "100")
     assert all(len(line) <= 100 for line in format_report_table(rows, plan).splitlines())
 
