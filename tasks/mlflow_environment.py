@@ -19,6 +19,10 @@ from rl_core.storage.atomic_files import make_folder, write_text_unsynced
 # Entry point of tasks/tracking/server_app.py in pyproject.toml, in the group where MLflow looks for apps.
 _MLFLOW_APP_NAME = "posttrain"
 
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+_FILE_SCHEMES = ("", "file")  # folders, which MLflow reads from the variable, but settings refuse
+
 Page = Literal["mlflow", "prefect"]
 
 
@@ -54,6 +58,25 @@ def build_server_options() -> tuple[str, str]:
             "install it again: `make setup`, or pip install with the same options as the first time"
         )
     return ("--app-name", _MLFLOW_APP_NAME)
+
+
+def check_environment_uri() -> None:
+    """Refuse a MLFLOW_TRACKING_URI that no store of MLflow serves. Raises: SettingsError."""
+    from importlib.metadata import entry_points
+
+    uri = os.environ.get(URI_VARIABLE, "")
+    try:
+        scheme = urlsplit(uri).scheme.split("+")[0]
+    except ValueError as error:
+        raise SettingsError(f"{URI_VARIABLE}: {uri!r} is not an address: {error}") from None
+    if scheme in (*STORE_SCHEMES, *_FILE_SCHEMES):
+        return
+    if not entry_points(group="mlflow.tracking_store", name=scheme):
+        raise SettingsError(
+            f"{URI_VARIABLE}: {strip_uri_password(uri)!r} is not a store that MLflow accepts; set it to "
+            "http://host:port, sqlite:///absolute/path.db or postgresql://..., or unset it for a sqlite file in the "
+            "output folder"
+        )
 
 
 def strip_uri_password(uri: str) -> str:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import checkpoints, configs, data, names, surroundings
+from hostile import checkpoints, code, configs, data, names, surroundings
 from hostile.case import Case
 
 TABLES = {
     "configs": configs.CASES,
+    "code": code.CASES,
     "data": data.CASES,
     "checkpoints": checkpoints.CASES,
     "names": names.CASES,

@@ -7,6 +7,7 @@ can be read and reviewed without building the site; a test runs the check.
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import re
 import sys
@@ -51,6 +52,17 @@ built as well.
 - Any key can be changed on the command line: `--set stages.policy.learning_rate=1e-6`.
 - `posttrain validate CONFIG --show` prints all settings of a file, defaults included.
 
+"""
+
+LOG_FIELDS = Path(__file__).with_name("update_log_fields.csv")
+_LOGS = """
+## Logs of updates
+
+A record of `update_contribution.jsonl` has these fields; `update_audit.log` has a line for each update with those of the
+second column. The metrics are in [the reference](metrics.md#online-learning-online).
+
+| field | in `update_audit.log` | meaning |
+|---|---|---|
 """
 
 _ONLINE = """\
@@ -159,8 +171,11 @@ def configuration_page() -> str:
 
 
 def online_page() -> str:
-    """Markdown of the settings of online learning."""
-    return _settings_page(_ONLINE, OnlineSettings)
+    """Markdown of the settings of online learning, and of the fields of its logs of updates."""
+    with LOG_FIELDS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [f"| `{row['field']}` | {row['in audit log']} | {row['meaning']} |" for row in rows]
+    return _settings_page(_ONLINE, OnlineSettings) + _LOGS + "\n".join(lines) + "\n"
 
 
 def _settings_page(head: str, settings: type[Settings]) -> str:

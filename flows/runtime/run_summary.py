@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.runtime.progress import wrap_to_terminal
+from flows.runtime.terminal import UNLIMITED_COLUMNS, detect_terminal_columns
 from tasks.command_hints import format_output_option
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import ApprovalRequest
@@ -136,9 +137,8 @@ def format_result_table(
             "" if not row.get("tokens_per_second") else f"{row['tokens_per_second']:,.0f}",
             _format_seconds(row),
         )
-    console = Console(
-        file=io.StringIO(), width=width or Console().width, force_terminal=False, markup=False
-    )
+    columns = width or detect_terminal_columns() or UNLIMITED_COLUMNS
+    console = Console(file=io.StringIO(), width=columns, force_terminal=False, markup=False)
     console.print(table)
     for row in rows:
         if row["note"]:

@@ -27,6 +27,7 @@ EXIT_CALLBACK_SECONDS = 1.0  # for recording that the run was stopped
 POLL_SECONDS = 0.1  # while a training loop finishes its iteration
 
 _forced_exit_callbacks: list[Callable[[], None]] = []
+_reached_limits: list[float] = []  # seconds of the `--stop-after` that sent SIGTERM
 
 
 class TerminatedBySignal(KeyboardInterrupt):
@@ -49,12 +50,29 @@ def unwind_on_sigterm() -> None:
 
 def schedule_sigterm(seconds: float | None) -> None:
     """Send this process SIGTERM after `seconds`, as a scheduler with a time limit does; None = never."""
+    _reached_limits.clear()
     if seconds is None:
         return
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+
+    def stop() -> None:
+        _reached_limits.append(seconds)
+        if signals := sys.modules.get("rl_core.training.signals"):  # imported by every loop
+            signals.signal_causes[signal.SIGTERM] = describe_signal(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(seconds, stop)
     timer.daemon = True
     timer.name = "stop after"
     timer.start()
+
+
+def describe_signal(signum: int) -> str:
+    """Describe to the user what sent a signal that stops a command: Ctrl-C, SIGTERM or `--stop-after`."""
+    if signum == signal.SIGINT:
+        return "Ctrl-C"
+    if _reached_limits:
+        return f"the time limit of {_reached_limits[0]:g} s (--stop-after)"
+    return "SIGTERM"
 
 
 @contextlib.contextmanager
@@ -128,9 +146,8 @@ def _exit_after_signal(
         thread = threading.Thread(target=callback, daemon=True)
         thread.start()
         thread.join(EXIT_CALLBACK_SECONDS)
-    cause = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
     hint = "; the same command resumes from the last checkpoint" if is_resumable else ""
-    print(f"posttrain: stopped by {cause}{hint}", file=sys.stderr)
+    print(f"posttrain: stopped by {describe_signal(signum)}{hint}", file=sys.stderr)
     sys.stderr.flush()
     os._exit(code if signum == signal.SIGTERM else 128 + signum)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -13,6 +15,16 @@ _CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _LINE_INTERVAL_SECONDS = 15.0  # between two lines without a terminal
+
+
+UNLIMITED_COLUMNS = 100_000  # of a table in a pipe or a file, where nothing is cut
+
+
+def detect_terminal_columns() -> int | None:
+    """Return the columns of the terminal or of COLUMNS; None if standard output is not a terminal."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return None
 
 
 def escape_control_characters(text: str) -> str:

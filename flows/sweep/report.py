@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flows.runtime.terminal import UNLIMITED_COLUMNS, detect_terminal_columns
 from flows.sweep.plan import SweepPlan, format_configuration
 from flows.sweep.schedule import SweepRecord, TrialOutcome
 from flows.sweep.search import Params
@@ -120,7 +121,8 @@ def format_report_table(
             f"{row['seconds']:.1f}",
             row["status"],
         )
-    console = Console(file=io.StringIO(), width=width or Console().width, force_terminal=False)
+    width = width or detect_terminal_columns() or UNLIMITED_COLUMNS
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(grid)
     for row in rows:
         if row["why"]:

@@ -90,8 +90,8 @@ def add_stop_after_option(parser: argparse.ArgumentParser) -> None:
         "--stop-after",
         type=parse_duration,
         metavar="SECONDS",
-        help="stop after so many seconds as SIGTERM does: state saved, exit code 143 within 10 s; the same command "
-        "resumes",
+        help="time limit: after so many seconds save the state and end, with exit code 143, within 10 s; the same "
+        "command resumes",
     )
 
 

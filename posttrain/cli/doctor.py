@@ -28,10 +28,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from flows.runtime.terminal import StatusLine
+from flows.runtime.terminal import StatusLine, detect_terminal_columns
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import DEFAULT_OUTPUT, add_config_and_output_options, add_json_option
-from posttrain.cli.tables import detect_terminal_columns
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.json_client import find_health_problem
 from tasks.command_hints import format_posttrain_command

@@ -249,15 +249,20 @@ def _run_command(arguments: argparse.Namespace) -> int:
         code: int = arguments.handler(arguments)
         return code
     except Stopped as stopped:
-        return _print_failure(arguments, str(stopped), 128 + stopped.signum)
+        return _print_failure(arguments, _name_stop_cause(stopped), 128 + stopped.signum)
+    except SystemExit as error:  # no code of ours: a user's module, or a library
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        status = "" if error.code is None else repr(error.code)
+        text = f"{place.filename}:{place.lineno} ended the command by sys.exit({status})"
+        return _print_failure(arguments, text, 2)
     except KeyboardInterrupt as error:
-        if isinstance(error, TerminatedBySignal):
-            cause, signum = "SIGTERM", signal.SIGTERM
-        else:
-            cause, signum = "Ctrl-C", signal.SIGINT
+        is_terminated = isinstance(error, TerminatedBySignal)
+        signum = signal.SIGTERM if is_terminated else signal.SIGINT
         is_resumable = arguments.command in TRAINING
         hint = "; the same command resumes from the last checkpoint" if is_resumable else ""
-        return _print_failure(arguments, f"stopped by {cause}{hint}", 128 + signum)
+        return _print_failure(
+            arguments, f"stopped by {stopping.describe_signal(signum)}{hint}", 128 + signum
+        )
     except (SettingsError, DataError, ModelError, ResumeRefused) as error:
         return _print_failure(arguments, str(error), 2)
     except PosttrainError as error:
@@ -266,6 +271,16 @@ def _run_command(arguments: argparse.Namespace) -> int:
         return _print_os_error(arguments, error)
     except Exception as error:
         return _print_foreign_error(arguments, error)
+
+
+def _name_stop_cause(stopped: Stopped) -> str:
+    """Return the message of a stop; if `--stop-after` caused it, with the time limit instead of its signal."""
+    cause = stopping.describe_signal(stopped.signum)
+    if stopped.signum != signal.SIGTERM or cause == "SIGTERM":
+        return str(stopped)
+    message = str(stopped).replace(cause, "SIGTERM").replace("SIGTERM", "the time limit")
+    message = message.removeprefix("stopped ")
+    return f"stopped by {cause} {message}"
 
 
 def _print_os_error(arguments: argparse.Namespace, error: OSError) -> int:

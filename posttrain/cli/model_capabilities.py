@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.runtime.terminal import detect_terminal_columns
 from posttrain.cli.model_references import resolve_model_references
-from posttrain.cli.tables import detect_terminal_columns, format_table
+from posttrain.cli.tables import format_table
 from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.settings import ModelSettings
 

@@ -31,6 +31,78 @@ _NAME_COLUMNS = 18
 _COMMAND_COLUMNS = 26  # of "posttrain NAME"
 
 
+# Options that people type from other training scripts -> the option here.
+SETTING_OPTIONS: dict[tuple[str, ...], str] = {
+    (
+        "model",
+        "model-name",
+        "model-path",
+        "model-name-or-path",
+        "base-model",
+        "sft-model",
+        "policy-model",
+        "pretrain",
+    ): "--set model.path=FOLDER_OR_HUB_NAME",
+    (
+        "multi-gpu",
+        "gpus",
+        "num-gpus",
+        "n-gpus",
+        "n-gpus-per-node",
+        "nproc-per-node",
+        "num-processes",
+        "world-size",
+    ): "--set 'stages.policy.launch={kind: torchrun, processes: N}' (each training stage has it)",
+    (
+        "exp-name",
+        "experiment",
+        "experiment-name",
+        "run-name",
+        "project-name",
+        "name",
+    ): "--set name=NAME, the pipeline's name and folder (in MLflow: tracking.experiment)",
+    (
+        "num-samples",
+        "n-samples",
+        "num-generations",
+        "num-rollouts",
+        "n-samples-per-prompt",
+        "group-size",
+    ): "--set stages.policy.group_size=N (rollouts of a prompt), or stages.evaluate.samples=N",
+    ("lr", "learning-rate"): "--set stages.policy.learning_rate=X (each training stage has it)",
+    ("seed",): "--set seed=N",
+    ("epochs", "num-epochs", "num-train-epochs"): "--set stages.sft.epochs=N",
+    (
+        "batch-size",
+        "train-batch-size",
+        "per-device-train-batch-size",
+    ): "--set stages.sft.batch_size=N, or stages.policy.prompts_per_iteration=N",
+    (
+        "max-steps",
+        "steps",
+        "total-steps",
+    ): "--set stages.sft.max_steps=N, or stages.policy.iterations=N",
+    ("iterations", "num-iterations", "max-iterations"): "--set stages.policy.iterations=N",
+    ("temperature",): "--set stages.policy.sampling.temperature=X",
+    (
+        "max-tokens",
+        "max-new-tokens",
+        "max-completion-length",
+    ): "--set stages.policy.sampling.max_completion_tokens=N",
+    ("output", "output-dir", "out-dir", "save-dir", "save-path"): "--set output=FOLDER",
+    ("device",): "--set model.device=DEVICE",
+    (
+        "data",
+        "dataset",
+        "dataset-name",
+        "train-file",
+    ): "--set stages.prepare_data.demonstrations=FILE",
+    ("env", "environment", "env-name"): "--set environment.name=NAME",
+    ("config", "config-file"): "an argument without an option: posttrain COMMAND CONFIG",
+    ("resume", "resume-from-checkpoint"): "the same command without it, which resumes by itself",
+}
+
+
 class SuggestingParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` that suggests the nearest known name; subparsers are of this class, too."""
 
@@ -41,10 +113,9 @@ class SuggestingParser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [name for action in self._actions for name in action.option_strings]
+            names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             hints = [
-                _suggest_nearest(word.partition("=")[0], options)
-                for word in unknown
-                if word.startswith("-")
+                _suggest_setting(name, options) or _suggest_nearest(name, options) for name in names
             ]
             hint = next((hint for hint in hints if hint), "")
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -80,6 +151,15 @@ def _suggest_nearest(name: str, candidates: Iterable[str]) -> str:
     completions = [known for known in names if len(name) > 2 and known.startswith(name)]
     match = completions or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def _suggest_setting(name: str, options: Sequence[str]) -> str:
+    """Return "; here it is --set seed=N" for a usual option of training scripts; "" for others."""
+    if "--set" not in options:
+        return ""
+    plain_name = name.lstrip("-").lower().replace("_", "-")
+    answer = next((text for names, text in SETTING_OPTIONS.items() if plain_name in names), "")
+    return f"; here it is {answer}" if answer else ""
 
 
 class OverviewParser(SuggestingParser):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.runtime.terminal import UNLIMITED_COLUMNS, detect_terminal_columns
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import (
     add_config_argument,
@@ -254,8 +255,9 @@ def format_profile_table(
         table.add_row(part.label, f"{part.seconds:.4f}", f"{part.share:.1%}")
     table.add_section()
     table.add_row("all", f"{sum(part.seconds for part in parts):.4f}", "")
+    columns = width or detect_terminal_columns() or UNLIMITED_COLUMNS
     text = io.StringIO()
-    Console(file=text, width=width or 100, no_color=True).print(table)
+    Console(file=text, width=columns, no_color=True).print(table)
     lines = [text.getvalue().rstrip()]
     for metric, median in _compute_medians(records).items():
         label, number_format = _MEDIAN_FORMATS[metric]

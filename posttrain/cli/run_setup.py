@@ -125,14 +125,18 @@ def load_pipeline_settings(
             quantized weights have no GPU.
     """
     from tasks.config import load_settings
+    from tasks.mlflow_environment import check_environment_uri
 
-    return load_settings(
+    settings = load_settings(
         arguments.config,
         arguments.set,
         import_code=import_code,
         check_servers=check_servers,
         warn=print_warning,
     )
+    if settings.tracking.uri is None:
+        check_environment_uri()
+    return settings
 
 
 def print_warning(text: str) -> None:

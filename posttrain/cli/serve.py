@@ -120,10 +120,13 @@ def _resolve_config_serving(arguments: argparse.Namespace) -> ServingConfig:
 
 def _build_learning_plan(settings: PipelineSettings, output: Path) -> OnlineLearningPlan:
     from posttrain.serving.online_learning import OnlineLearningPlan
-    from rl_core.settings import OnlineSettings
+    from rl_core.settings import OnlineSettings, resolve_defaults
+    from tasks.config.machine_checks import read_context_length
 
+    model = settings.model
     return OnlineLearningPlan(
-        online=settings.online or OnlineSettings(),
+        online=settings.online
+        or resolve_defaults(OnlineSettings(), model, read_context_length(model)),
         root=output / settings.name / "online",
         environment=settings.environment,
         experiment=settings.experiment,

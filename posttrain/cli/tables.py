@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import io
-import os
-import shutil
-import sys
 from collections.abc import Sequence
 
-from flows.runtime.terminal import escape_control_characters
+from flows.runtime.terminal import (
+    UNLIMITED_COLUMNS,
+    detect_terminal_columns,
+    escape_control_characters,
+)
 
 _GAP_COLUMNS = 2
-_UNLIMITED_COLUMNS = 100_000
 _TRUNCATED_COLUMNS = ("settings", "result")  # may be cut, in this order
 _DROPPED_COLUMNS = ("settings", "took")  # dropped if run names alone fill the width, in this order
 _MIN_COLUMN_WIDTH = 12  # of a cut column
 _MIN_RESULT_WIDTH = 34  # success of a model with its interval, and the name of the next model
 
 RunRow = dict[str, str]
-
-
-def detect_terminal_columns() -> int | None:
-    """Return the columns of the terminal or of COLUMNS; None if standard output is not a terminal."""
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return shutil.get_terminal_size().columns
-    return None
 
 
 def format_table(
@@ -62,7 +55,7 @@ def format_table(
         table.add_row(*(Text(cell) for cell in row))
     console = Console(
         file=io.StringIO(),
-        width=width or _UNLIMITED_COLUMNS,
+        width=width or UNLIMITED_COLUMNS,
         color_system=None,
         legacy_windows=False,
     )

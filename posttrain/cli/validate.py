@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument
-from rl_core.errors import SettingsError
+from rl_core.errors import ModelError, PosttrainError, SettingsError
 
 if TYPE_CHECKING:
+    from rl_core.settings import ModelSettings
     from tasks.config import PipelineSettings
 
 EXAMPLES = ("validate demo", "validate demo --set stages.policy.group_size=16 --show")
@@ -45,6 +46,12 @@ def run_command(arguments: argparse.Namespace) -> int:
 
         print(yaml.safe_dump(dump_settings(settings), sort_keys=False, allow_unicode=True), end="")
         return 0
+    try:
+        _check_chat_template(settings.model)
+    except PosttrainError as error:
+        key = "model.path" if isinstance(error, ModelError) else "model.chat_template"
+        text = str(error).removeprefix(f"{key}: ")
+        raise SettingsError(f"{arguments.config}: {key}: {text}") from error
     data = describe_checked_files(settings)
     code = ", ".join(list_code_paths(settings))
     is_unimported = bool(code) and not arguments.import_code
@@ -74,9 +81,33 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_chat_template(model: ModelSettings) -> None:
+    """Examine the chat template of a folder or of the settings, as stages do. Raises: PosttrainError.
+
+    A hub's tokenizer is not loaded: a template that the settings name for it is only rendered.
+    """
+    is_folder = model.path is not None and Path(model.path).is_dir()
+    if not is_folder and model.chat_template is None:
+        return
+    from rl_core.data.chat import ChatRenderer
+    from rl_core.data.chat_template import ChatTemplate, refuse_unusable_template
+    from rl_core.data.tokenizer import train_tokenizer
+    from rl_core.models.causal_lm import load_tokenizer, set_chat_template
+
+    if is_folder:
+        ChatRenderer(load_tokenizer(str(model.path), model), model)
+        return
+    tokenizer = train_tokenizer(["a conversation"], model.vocab_size)
+    set_chat_template(tokenizer, model)
+    if model.path is None:
+        ChatRenderer(tokenizer, model)
+        return
+    refuse_unusable_template(ChatTemplate(tokenizer, model))
+
+
 def _wrap_summary_line(line: str) -> str:
     """Wrap a line of the summary between words if it is wider than the terminal."""
-    from posttrain.cli.tables import detect_terminal_columns
+    from flows.runtime.terminal import detect_terminal_columns
 
     columns = detect_terminal_columns()
     if columns is None or len(line) <= max(36, columns):

@@ -73,11 +73,12 @@ def parse_selection(
     """Parse the selection in an address or a request of the page; ignore names that do not exist.
 
     Args:
-        query: `first` marks a page that has just been opened; later, a run that no longer exists stays selected.
+        query: `run` is a run, or a pipeline for its newest run; `first` marks a page that has just been opened:
+            later, a run that no longer exists stays selected.
         default: id of the run to show if none is named; "" = the newest.
     """
-    run = query.get("run", default)
     known = [view.id for view in reader.list_runs()]
+    run = _find_newest_run(query.get("run", default), known)
     view = reader.load_run(run if run in known else default)
     stage = query.get("stage", "")
     if view is None or view.find_stage(stage) is None:
@@ -89,7 +90,9 @@ def parse_selection(
     outcome = query.get("outcome", "all")
     return PageSelection(
         run=run if run in known or "first" not in query else default,
-        compare=tuple(name for name in compare if name in known),
+        compare=tuple(
+            name for name in (_find_newest_run(part, known) for part in compare) if name in known
+        ),
         stage=stage,
         window=_parse_window(query.get("window", "")),
         by_time=query.get("axis") == "minutes",
@@ -98,6 +101,11 @@ def parse_selection(
         source=query.get("source", ""),
         outcome=outcome if outcome in OUTCOME_FILTERS else "all",
     )
+
+
+def _find_newest_run(name: str, known: Sequence[str]) -> str:
+    """Return the newest run of the pipeline of this name, if there is one; otherwise the name itself."""
+    return next((run for run in known if run == name or run.startswith(f"{name}/")), name)
 
 
 def _parse_window(text: str) -> int:

@@ -25,8 +25,10 @@ from rl_core.storage.atomic_files import write_json_atomic
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
+    from prefect.client.schemas.objects import DeploymentSchedule
 
 POOL_TYPE = "process"
+PAGE_SIZE = 200  # deployments of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,12 @@ async def _register_all(request: RegistrationRequest, result: dict[str, Any]) ->
         result["gpu_slots"] = await _set_gpu_limit(client, request.gpu_slots)
         deployments = Path(request.deployments)
         if deployments.exists():
+            switches = await read_schedule_switches(client)
             result["deployments"] = _deploy_all(deployments, Path(request.root))
             await _check_parameters(client, result["deployments"], deployments)
+            result["notes"] += await restore_schedule_switches(
+                client, result["deployments"], switches
+            )
         else:
             result["notes"].append(f"{deployments}: no such file, so no deployment was registered")
         if Path(request.automations).exists():
@@ -143,6 +149,48 @@ async def _set_gpu_limit(client: PrefectClient, wanted: int | None) -> int | Non
         GPU_LIMIT, GlobalConcurrencyLimitUpdate(limit=wanted)
     )
     return wanted
+
+
+async def read_schedule_switches(client: PrefectClient) -> dict[tuple[str, str], bool]:
+    """Read which schedules are on, by id of the deployment and name of the schedule (or its definition)."""
+    switches, offset = {}, 0
+    while page := await client.read_deployments(limit=PAGE_SIZE, offset=offset):
+        offset += len(page)
+        for deployment in page:
+            for schedule in deployment.schedules:
+                switches[str(deployment.id), _name_schedule(schedule)] = schedule.active
+    return switches
+
+
+async def restore_schedule_switches(
+    client: PrefectClient, names: list[str], switches: dict[tuple[str, str], bool]
+) -> list[str]:
+    """Switch schedules as they were before the deployments were registered again; return a note of those that are off.
+
+    `prefect deploy` replaces schedules. A new one is on or off as its file says.
+    """
+    off = []
+    for name in names:
+        deployment = await client.read_deployment_by_name(name)
+        for schedule in deployment.schedules:
+            label = _name_schedule(schedule)
+            is_active = switches.get((str(deployment.id), label), schedule.active)
+            if is_active != schedule.active:
+                await client.update_deployment_schedule(
+                    deployment.id, schedule.id, active=is_active
+                )
+            if not is_active:
+                off.append(name)
+    if not off:
+        return []
+    return [
+        f"schedules are off for {', '.join(dict.fromkeys(off))}: switch one on at its deployment's page, or "
+        "`prefect deployment schedule ls NAME`, then `... resume NAME ID`"
+    ]
+
+
+def _name_schedule(schedule: DeploymentSchedule) -> str:
+    return schedule.slug or schedule.schedule.model_dump_json()
 
 
 def _deploy_all(path: Path, root: Path) -> list[str]:

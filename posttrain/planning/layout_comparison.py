@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flows.runtime.terminal import UNLIMITED_COLUMNS, detect_terminal_columns
 from posttrain.planning.policy_stage_simulation import SimulatedRun, simulate_run
 from posttrain.planning.simulation_inputs import ClusterLayout, RolloutSizeDistributions
 from rl_core.errors import SettingsError
@@ -172,8 +173,9 @@ def format_layout_table(
             f"{run.worker_share:.0%}",
             f"{run.trainer_share:.0%}",
         )
+    columns = width or detect_terminal_columns() or UNLIMITED_COLUMNS
     text = io.StringIO()
-    Console(file=text, width=width or 100, no_color=True).print(table)
+    Console(file=text, width=columns, no_color=True).print(table)
     return "\n".join([text.getvalue().rstrip(), *_list_remarks(layouts)])
 
 

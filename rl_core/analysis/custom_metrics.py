@@ -25,7 +25,7 @@ class CustomMetric:
         place = f"measure '{self.name}' on {trajectory.level}/{trajectory.seed}"
         try:
             value = self.function(trajectory)
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise DataError(f"{place} raised {type(error).__name__}: {error}") from error
         if value is None:
             return None

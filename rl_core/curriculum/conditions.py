@@ -45,7 +45,7 @@ def compute_custom_statistic(condition: ExitCondition, history: MetricHistory) -
     values = {name: history.list_values(name, condition.window) for name in history.names}
     try:
         value = import_function(condition.function, "function")(values, **condition.options)
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise SettingsError(
             f"function: '{condition.function}' raised {type(error).__name__}: {error}"
         ) from error

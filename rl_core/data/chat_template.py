@@ -196,7 +196,7 @@ def examine_template(template: ChatTemplate) -> TemplateFacts:
     """
     _refuse_unknown_settings(template)
     bare = template.without_tools()
-    _refuse_unusable_template(bare)
+    refuse_unusable_template(bare)
     added = [
         token.content
         for token in template.tokenizer.added_tokens_decoder.values()
@@ -276,7 +276,8 @@ def _refuse_unknown_settings(template: ChatTemplate) -> None:
         )
 
 
-def _refuse_unusable_template(template: ChatTemplate) -> None:
+def refuse_unusable_template(template: ChatTemplate) -> None:
+    """Refuse a template that omits messages, or renders them differently each time. Raises: DataError."""
     if PLACEHOLDER not in template.render_messages([{"role": "user", "content": PLACEHOLDER}]):
         raise DataError(
             "the tokenizer's chat template omits user messages, so a policy would not see its prompt; name another one "
@@ -298,9 +299,6 @@ def _refuse_unusable_template(template: ChatTemplate) -> None:
             "the tokenizer's chat template renders the same messages differently each time, so nothing exact can be "
             "trained; name another one in model.chat_template"
         )
-
-
-# ------------------------------------------------------------------------------------------------------------ probes
 
 
 def _build_user_message(content: str = "U") -> dict[str, Any]:

@@ -79,6 +79,9 @@ def describe_value(value: object) -> str:
     return f"{kind} ({shown if len(shown) <= 40 else shown[:37] + '...'})"
 
 
+_RIGHT_ANSWERS = ("answer", "final", "target", "solution", "ground_truth")
+
+
 def read_number(row: Mapping[str, Any], name: str, lowest: float = -sys.float_info.max) -> float:
     """Return a finite number of a row, at least `lowest`. Raises: BadRow."""
     value = row[name]
@@ -102,6 +105,19 @@ def read_text(row: Mapping[str, Any], name: str, path: str = "", may_be_empty: b
         raise BadRow(path, "is empty")
     _refuse_surrogate(value, path)
     return value
+
+
+def refuse_answer_row(row: Mapping[str, Any]) -> None:
+    """Refuse a row of a prompt and its right answer, which is no completion to imitate. Raises: BadRow."""
+    name = next((name for name in _RIGHT_ANSWERS if name in row), None)
+    if name is None or "completion" in row:
+        return
+    raise BadRow(
+        "completion",
+        f"is missing: these are prompts with a right answer ('{name}'). To reward answers, name the file in "
+        f"environment: {{name: prompts, options: {{path: FILE, verifier: exact}}}}; to imitate them, write jq -c "
+        f"'{{prompt, completion: .{name}}}' FILE > NEW.jsonl",
+    )
 
 
 def compute_file_digest(path: Path) -> str:

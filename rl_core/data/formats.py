@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.data.files import BadRow, describe_value, read_number, read_text
+from rl_core.data.files import BadRow, describe_value, read_number, read_text, refuse_answer_row
 from rl_core.data.messages import (
     HH_TURN,
     build_assistant_message,
@@ -267,6 +267,7 @@ def convert_demonstration(row: RawRow) -> RawRow:
         return row
     if "prompt" in row or "completion" in row:
         read_text(row, "prompt")
+        refuse_answer_row(row)
         read_text(row, "completion")
     raise BadRow(
         "messages",

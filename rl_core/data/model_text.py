@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from rl_core.settings.patterns import compile_pattern
+
 # (opening, closing) of a thought: DeepSeek-R1, QwQ, Qwen3 and others; Magistral; Command A.
 THOUGHT_MARKERS = (
     ("<think>", "</think>"),
@@ -129,11 +131,11 @@ class TimeLimitedPattern:
     """
 
     def __init__(self, pattern: str, match_s: float = MATCH_TIME_LIMIT_S) -> None:
-        """Raises: regex.error."""
+        """Raises: SettingsError, which begins with the pattern."""
         # Not `re`, whose matching cannot be stopped, not even by a signal.
         import regex  # here: tools and environments import this module without it
 
-        self._compiled = regex.compile(pattern, regex.DOTALL)
+        self._compiled = compile_pattern(pattern, regex.DOTALL)
         self.pattern, self.timed_out, self._match_s = pattern, 0, match_s
 
     def matches_text(self, text: str, *, match_entire_text: bool) -> bool:

@@ -53,7 +53,8 @@ CheckRows = Callable[[Sequence[Row]], Iterable[str]]
 
 _DEMONSTRATION_COLUMNS = list_format_columns("demonstrations")
 _PREFERENCE_COLUMNS = list_format_columns("preferences")
-_MAX_LISTED_PROBLEMS = 10  # bad rows listed in a message
+_MAX_LISTED_PROBLEMS = 10  # bad rows listed in a message; rows with equal problems are one
+_MAX_LISTED_PLACES = 5  # of further rows with the same problem
 
 _logger = logging.getLogger(__name__)
 
@@ -67,9 +68,13 @@ class RowProblem:
     field: str  # "" = the entire row
     reason: str
 
+    @property
+    def place(self) -> str:
+        """File and line."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{place}: {self.field + ': ' if self.field else ''}{self.reason}"
+        return f"{self.place}: {self.field + ': ' if self.field else ''}{self.reason}"
 
 
 @dataclass(slots=True)
@@ -306,14 +311,33 @@ def report_row_problems(
     if not problems:
         return
     count = f"{source}: {len(problems)} of {num_rows} rows cannot be used"
-    listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED_PROBLEMS])
-    if len(problems) > _MAX_LISTED_PROBLEMS:
-        listed += f"\n  and {len(problems) - _MAX_LISTED_PROBLEMS} more"
+    groups: dict[tuple[str, str], list[RowProblem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.field, problem.reason), []).append(problem)
+    listed = "".join(
+        f"\n  {_format_equal_problems(group)}"
+        for group in list(groups.values())[:_MAX_LISTED_PROBLEMS]
+    )
+    if unlisted := sum(map(len, list(groups.values())[_MAX_LISTED_PROBLEMS:])):
+        listed += f"\n  and {unlisted} more"
     if on_bad_row == "stop":
         raise RecordsError(f"{count}:{listed}\nFix them, or skip them with on_bad_row: skip")
     if len(problems) == num_rows:
         raise RecordsError(f"{count}, so none is left:{listed}")
     _logger.warning("%s and are skipped:%s", count, listed)
+
+
+def _format_equal_problems(problems: Sequence[RowProblem]) -> str:
+    """Format problems with the same field and reason: the first one with the lines of the others."""
+    first, *others = problems
+    if not others:
+        return str(first)
+    places = [
+        str(problem.line) if problem.line and problem.file == first.file else problem.place
+        for problem in others[:_MAX_LISTED_PLACES]
+    ]
+    more = f" and {len(others) - len(places)} more" if len(others) > len(places) else ""
+    return f"{first} ({len(problems)} rows; also {', '.join(places)}{more})"
 
 
 def _drop_refused_rows(

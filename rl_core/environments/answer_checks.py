@@ -15,8 +15,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
-import regex
-
 from rl_core.data.model_text import TimeLimitedPattern, strip_thought
 from rl_core.environments.calculator import extract_solution_final, parse_single_number
 from rl_core.environments.optional_packages import require_package
@@ -144,10 +142,8 @@ class RegexCheck(AnswerCheck):
                 self._patterns.clear()
             try:
                 self._patterns[pattern] = TimeLimitedPattern(pattern)
-            except regex.error as error:
-                raise DataError(
-                    f"verifier 'regex': {pattern[:60]!r} is no regular expression: {error}"
-                ) from None
+            except SettingsError as error:
+                raise DataError(f"verifier 'regex': {error}") from None
         compiled = self._patterns[pattern]
         timed_out = compiled.timed_out
         matches = compiled.matches_text(strip_thought(text), match_entire_text=self._settings.whole)

@@ -455,7 +455,12 @@ class Environment(ABC):
 
     def _warn_about_separation(self, level: str, separation: HeldOutSeparation) -> None:
         if separation.note:
-            methods = {"content": "by content", "seeds": "by seed only", "unchecked": "unchecked"}
+            is_generated = len(self.seeds_of("heldout", level)) >= MIN_GENERATED_SEEDS
+            methods = {
+                "content": "by content",
+                "seeds": "by seed only" if is_generated else "in name only",
+                "unchecked": "unchecked",
+            }
             warn_once(
                 f"environment '{self.name}', level '{level}': held out {methods[separation.by]}: {separation.note}"
             )

@@ -111,7 +111,7 @@ def main(script: str, options: dict[str, Any]) -> None:
         # Imports and loads data; this time does not count against the first request.
         names["start"](options["setup"])
         handle = names["handle"]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         send(_encode_reply({"error": f"{type(error).__name__}: {error}"[:2000]}))
         return
     send(_encode_reply({"value": {"missing": missing}}))

@@ -254,7 +254,7 @@ class VectorEnvironment:
             yield
         except EnvironmentFault:
             raise
-        except Exception as error:  # a user's environment may raise anything
+        except (Exception, SystemExit) as error:  # a user's environment may raise anything
             raise EnvironmentFault(
                 f"{self._describe_position()} raised {type(error).__name__} in {call}: {error}. This iteration is "
                 "discarded; fix the environment and run the same command again"
@@ -359,7 +359,7 @@ def make_vector_environment(
     try:
         # No copies, because observations are converted to new arrays before the next step.
         return vector_class([factory] * count, copy=False, autoreset_mode=mode)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SettingsError(_describe_creation_error(error)) from error
 
 
@@ -382,7 +382,7 @@ def read_spaces(settings: NetworkSettings) -> tuple[int, ActionSpace]:
     factory = build_environment_factory(settings)
     try:
         environment = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SettingsError(_describe_creation_error(error)) from error
     try:
         actions = convert_action_space(environment.action_space)
@@ -391,6 +391,6 @@ def read_spaces(settings: NetworkSettings) -> tuple[int, ActionSpace]:
         environment.close()
 
 
-def _describe_creation_error(error: Exception) -> str:
+def _describe_creation_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"environment: cannot be made ({type(error).__name__}: {lines[0][:300]})"

@@ -15,14 +15,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import regex
-
 from rl_core.errors import BackendError, CheckpointError, RewardError, SettingsError, suggest_name
 from rl_core.json_client import RequestLimits, build_v1_address, post_with_retries
 from rl_core.models.hidden_states import TurnEmbeddings
 from rl_core.rewards.components import RewardComponent, SampleFailure
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.settings import JudgeSettings
+from rl_core.settings.patterns import compile_pattern
 from rl_core.storage.atomic_files import make_folder, resolve_cache_folder, write_json_atomic
 from rl_core.types import Rollout
 
@@ -110,7 +109,7 @@ class JudgeReward(RewardComponent):
                 f"rewards.judge: reward_options.judge.url '{settings.url}' is not an http:// or https:// address"
             )
         self._url = build_v1_address(settings.url, "chat/completions")
-        self._pattern = regex.compile(settings.pattern)
+        self._pattern = compile_pattern(settings.pattern)
         self._folder = (
             Path(settings.cache).expanduser()
             if settings.cache

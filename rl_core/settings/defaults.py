@@ -20,7 +20,7 @@ class ModelDefault:
     full: float
     lora: float
     source: str
-    is_length: bool = False  # tokens: at most half of the model's context
+    share_of_half_context: float | None = None  # of tokens: at most this share of half the context
 
     def select_value(self, kind: ModelKind, context: int | None = None) -> float | None:
         """Return the default for a kind of model.
@@ -29,9 +29,14 @@ class ModelDefault:
             context: its longest sequence, in tokens; None = unknown.
         """
         value: float | None = getattr(self, kind)
-        if kind != "preset" and self.is_length and context is not None and value is not None:
-            return min(value, max(1, context // 2))
-        return value
+        if kind == "preset" or context is None or value is None:
+            return value
+        if self.share_of_half_context is None:
+            return value
+        half = max(1, context // 2)
+        if self.share_of_half_context == 1:
+            return min(value, half)
+        return min(value, round(half * self.share_of_half_context), half - 1)
 
     def build_unresolved_value(self) -> float:
         """Return the preset's value as a type that marks it as not set by the user."""
@@ -93,18 +98,25 @@ MODEL_DEFAULTS: dict[str, ModelDefault] = {
         "TRL, examples/scripts/reward_modeling.py; more epochs overfit (InstructGPT, arXiv:2203.02155)",
     ),
     "SamplingSettings.max_completion_tokens": ModelDefault(
-        64, 512, 512, f"{_VERL} (data.max_response_length)", is_length=True
+        64, 512, 512, f"{_VERL} (data.max_response_length)", share_of_half_context=1.0
     ),
     "ThoughtsSettings.max_thought_tokens": ModelDefault(
-        64, 256, 256, "half of max_completion_tokens, so that an answer has room", is_length=True
+        64,
+        256,
+        256,
+        "half of max_completion_tokens, so that an answer has room",
+        share_of_half_context=1.0,
     ),
     "LengthSettings.free": ModelDefault(
         32,
         410,
         410,
         "penalises the last fifth of the tokens, as DAPO's overlong punishment (arXiv:2503.14476)",
+        share_of_half_context=0.8,
     ),
-    "LengthSettings.limit": ModelDefault(64, 512, 512, "max_completion_tokens"),
+    "LengthSettings.limit": ModelDefault(
+        64, 512, 512, "max_completion_tokens", share_of_half_context=1.0
+    ),
 }
 
 
@@ -122,8 +134,8 @@ _TABLE_HEAD = """\
 With `model.path`, unset learning rates and lengths default to values commonly used for that kind of model; from-scratch
 presets use values that suit models of a few million parameters. A value that you set always wins; `posttrain validate
 CONFIG --show` prints the values in use. If the model's context is known, the default of a length marked * is at most
-half of it. Commands that put another model into a config (`posttrain stage --model`, `posttrain retrain`) keep the
-config's values.
+half of it (`LengthSettings.free`: 80% of that half). Commands that put another model into a config (`posttrain stage
+--model`, `posttrain retrain`) keep the config's values.
 
 | setting | preset | full fine-tuning | LoRA | source |
 |---|---|---|---|---|
@@ -140,7 +152,6 @@ def render_defaults_table() -> str:
     rows = []
     for name, row in MODEL_DEFAULTS.items():
         cells = [_format_number(value) for value in (row.preset, row.full, row.lora)]
-        rows.append(
-            f"| `{name}`{' *' if row.is_length else ''} | {' | '.join(cells)} | {row.source} |\n"
-        )
+        mark = "" if row.share_of_half_context is None else " *"
+        rows.append(f"| `{name}`{mark} | {' | '.join(cells)} | {row.source} |\n")
     return _TABLE_HEAD + "".join(rows) + _TABLE_TAIL

@@ -10,6 +10,8 @@ dataclasses by reflection) and verl_aliases.csv (verl's `ppo_trainer` configurat
                  empty = no equivalent
     copied       yes = the value is the same here, no = it has to be converted
     difference   the difference in meaning, or why there is no equivalent
+
+common_names.csv has names of other RL code, by stage (empty = any place), which no edit distance relates to ours.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ def find_verl_alias(name: str) -> FrameworkAlias | None:
 
 
 def explain_framework_name(name: str, stage: str | None = None, *, omitted_prefix: str = "") -> str:
-    """Explain an unknown key that TRL or verl has; "" = neither has it.
+    """Explain an unknown key that TRL or verl has, or that is common in other RL code; "" = none of them has it.
 
     Args:
         name: the key, a last part or dotted.
@@ -128,7 +130,30 @@ def explain_framework_name(name: str, stage: str | None = None, *, omitted_prefi
             sentences.append(f"{subject} is {' and '.join(paths)} here ({row.difference})")
         else:
             sentences.append(f"{subject} has no equal here: {row.difference}")
-    return "; ".join(sentences)
+    return "; ".join(sentences) or _explain_common_name(name, stage, omitted_prefix)
+
+
+@functools.cache
+def list_common_names() -> tuple[dict[str, str], ...]:
+    """List the rows of common_names.csv."""
+    path = Path(__file__).with_name("common_names.csv")
+    with path.open(encoding="utf-8", newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+def _explain_common_name(name: str, stage: str | None, omitted_prefix: str) -> str:
+    """Explain a name of other RL code by the row of its stage, else by the first row; "" = there is none."""
+    rows = [row for row in list_common_names() if row["name"] == name]
+    in_stage = [row for row in rows if stage in row["stages"].split()]
+    if not rows:
+        return ""
+    row = (in_stage or rows)[0]
+    row_stage = stage if in_stage else next(iter(row["stages"].split()), "")
+    paths = row["settings"].replace("STAGE", f"stages.{row_stage}").split(", ")
+    paths = [path.removeprefix(omitted_prefix) for path in paths]
+    if not row["settings"]:
+        return f"{name} has no equal here: {row['explanation']}"
+    return f"{name} is {' and '.join(paths)} here ({row['explanation']})"
 
 
 def explain_framework_block(name: str, value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Literal
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.defaults import MODEL_DEFAULTS, is_unresolved
+from rl_core.settings.patterns import compile_pattern
 
 AnswerLocation = Literal["auto", "whole", "tag", "boxed", "hashes", "last_line", "last_number"]
 
@@ -24,15 +25,13 @@ _COLUMN_DOC = "column of the right answer; default: the environment's target"
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raise SettingsError if the setting `pattern` is set and not a regular expression."""
+    """Raise SettingsError if the setting `pattern` is set and not a regular expression that can be compiled."""
     if not pattern:
         return
-    import regex  # imported here: a configuration without patterns does not need it
-
     try:
-        regex.compile(pattern)
-    except regex.error as error:
-        raise SettingsError(f"pattern: {pattern!r} is not a regular expression: {error}") from None
+        compile_pattern(pattern)
+    except SettingsError as error:
+        raise SettingsError(f"pattern: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +147,11 @@ class JudgeSettings(Settings):
             raise SettingsError(f"lowest: {self.lowest} must be below highest {self.highest}")
         if self.pattern == _SCORE_PATTERN:
             return
-        import regex  # imported here as in `check_pattern`
-
         try:
-            groups = regex.compile(self.pattern).groups
-        except regex.error as error:
-            raise SettingsError(
-                f"pattern: {self.pattern!r} is not a regular expression: {error}"
-            ) from None
-        if groups < 1:
+            num_groups = compile_pattern(self.pattern).groups
+        except SettingsError as error:
+            raise SettingsError(f"pattern: {error}") from None
+        if num_groups < 1:
             raise SettingsError(
                 f"pattern: {self.pattern!r} has no group; put the score in parentheses"
             )

@@ -21,6 +21,14 @@ class IterationAborted(KeyboardInterrupt):
         self.signum = signum
 
 
+# What sent a signal of this process, for messages: a time limit sends SIGTERM.
+signal_causes: dict[int, str] = {}
+
+
+def _name_cause(signum: int) -> str:
+    return signal_causes.get(signum) or signal.Signals(signum).name
+
+
 class StopRequests:
     """Handler of stop signals: inside its `with` block the first SIGTERM or SIGINT is stored, the second raises.
 
@@ -72,14 +80,14 @@ class StopRequests:
     def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._received is not None:
             cause = f"not done {GRACE_SECONDS:g} s after" if self._is_late else "a second"
-            raise IterationAborted(f"{cause} {signal.Signals(signum).name}", self._received)
+            raise IterationAborted(f"{cause} {_name_cause(signum)}", self._received)
         self._received = signum
         if signum == signal.SIGTERM:
             self._timer = threading.Timer(GRACE_SECONDS, self._abort_iteration)
             self._timer.daemon = True
             self._timer.start()
         logger.warning(
-            "%s: finishing this iteration, then saving and stopping", signal.Signals(signum).name
+            "%s: finishing this iteration, then saving and stopping", _name_cause(signum)
         )
 
     def _abort_iteration(self) -> None:

@@ -59,8 +59,11 @@ def import_object(path: str, key: str, kind: str = "function") -> Any:
         module = load_module(module_name)
     except SettingsError as error:
         raise SettingsError(f"{key}: {error}") from error
-    except Exception as error:  # a user's module may raise anything on import
+    except (Exception, SystemExit) as error:  # a user's module may raise anything on import
         problem, hint, folder = f"{type(error).__name__}: {error}", "", Path.cwd()
+        if isinstance(error, SystemExit):
+            problem = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
+            hint = '; put what it does as a script below `if __name__ == "__main__":`'
         missing_module = getattr(error, "name", None) or ""
         if isinstance(error, ModuleNotFoundError) and missing_module.split(".")[0] == folder.name:
             # The command runs inside the package.

@@ -20,6 +20,7 @@ from typing import Any
 from rl_core.errors import SettingsError
 from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
 from rl_core.settings.base import replace_unchecked
+from rl_core.settings.defaults import is_unresolved
 from rl_core.settings.deprecated_keys import restore_former_names
 from tasks.config.cross_checks import check_combinations, find_waste
 from tasks.config.machine_checks import read_context_length, resolve_files
@@ -161,14 +162,16 @@ def _check_settings(
         stages, stage_problems = load_custom_stages(settings.stages, settings.model, context)
         settings = replace_unchecked(settings, {("stages",): stages})
         problems = problems + stage_problems
-    try:
-        stages = resolve_defaults(settings.stages, settings.model, context)
-        settings = replace_unchecked(settings, {("stages",): stages})
-    except SettingsError as error:
-        name, _, text = str(error).partition(": ")
-        key = ("stages", *name.split("."))
-        if not any(keys_overlap(key, known.key) for known in problems):
-            problems = [*problems, ConfigProblem(key, text)]
+    for block in ("stages", "online"):
+        values = getattr(settings, block)
+        try:
+            resolved = values and resolve_defaults(values, settings.model, context)
+            settings = replace_unchecked(settings, {(block,): resolved})
+        except SettingsError as error:
+            name, _, text = str(error).partition(": ")
+            key = (block, *name.split("."))
+            if not any(keys_overlap(key, known.key) for known in problems):
+                problems = [*problems, ConfigProblem(key, text)]
     broken = {problem.key for problem in problems}
     problems = problems + check_combinations(
         settings, broken, import_code=import_code, check_servers=check_servers
@@ -222,4 +225,6 @@ def _convert_to_json_values(
         return {str(key): _convert_to_json_values(item, rename) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_convert_to_json_values(item, rename) for item in value]
+    if is_unresolved(value):  # numbers of a subclass, which YAML would refuse
+        return int(value) if isinstance(value, int) else float(value)
     return str(value) if isinstance(value, Path) else value

@@ -237,11 +237,16 @@ def _reject_invalid_values(draft: _ConfigDraft) -> None:
     """Reject the values that our settings refuse; list the problems that remain as still to do."""
     from tasks.config import build_settings
 
+    # Trainers get their model as an argument; checks against the default preset would reject lengths.
+    has_model = any(path in draft.values for path in ("model.path", "model.preset"))
+    model: dict[str, Any] = {} if has_model else {"model.path": "organization/model"}
     problems: tuple[ConfigProblem, ...] = ()
     for _ in range(len(draft.values) + 1):
         try:
-            build_settings(_nest_values(draft.values), check_files=False, import_code=False)
-            return
+            values = _nest_values({**draft.values, **model})
+            build_settings(values, check_files=False, import_code=False)
+            problems = ()
+            break
         except ConfigError as error:
             problems = error.problems
         rejected = {
@@ -254,6 +259,8 @@ def _reject_invalid_values(draft: _ConfigDraft) -> None:
         for path, text in rejected.items():
             draft.reject_value(path, text)
     draft.to_do = [f"{join_key(problem.key)}: {problem.text}" for problem in problems]
+    if not has_model:
+        draft.to_do.insert(0, "model.path: the file names no model; set a folder or a hub name")
 
 
 def _find_rejected_paths(draft: _ConfigDraft, problem: ConfigProblem) -> list[str]:

@@ -145,7 +145,10 @@ def check_network_environment(
 
 
 def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
-    """Yield alerts on names that are not in the metric reference, as warnings: custom stages may log any metric."""
+    """Yield alerts on names that are not in the metric reference.
+
+    Those of online learning are errors, others warnings, because custom stages may log any metric.
+    """
     if not settings.tracking.alerts:
         return
     from rl_core.analysis.metric_reference import METRIC_GROUPS  # imports pandas
@@ -157,9 +160,7 @@ def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
     exact_names = [name for name in names if "{" not in name]
     policy = settings.stages.policy
     for alert in settings.tracking.alerts:
-        is_known = alert.startswith("online/") or any(
-            pattern.fullmatch(alert) for pattern in patterns
-        )
+        is_known = any(pattern.fullmatch(alert) for pattern in patterns)
         if not is_known and (policy is None or find_metric_range(alert, policy) is None):
             yield ConfigProblem(
                 ("tracking", "alerts", alert),
@@ -197,6 +198,7 @@ def check_combinations(
         *_check_sampling(settings),
         *_check_training_loops(settings),
         *_check_sinks(settings),
+        *_check_online_alerts(settings),
         *(_Finding(problem, (("model",),)) for problem in check_rollouts(settings, check_servers)),
         *(_Finding(problem, ()) for problem in check_user_code(settings, import_code)),
         *_check_environment(settings, import_code),
@@ -223,6 +225,7 @@ def check_combinations(
 def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
     """List settings that work but waste time, or wait for something that never happens: for warnings."""
     policy, problems = settings.stages.policy, [*find_unlogged_alerts(settings)]
+    problems = [problem for problem in problems if not _is_online_alert(problem)]
     if settings.stages.reward_model is None or policy is None or _uses_learned_reward(policy):
         return problems
     text = (
@@ -280,7 +283,12 @@ def _check_quantization(settings: PipelineSettings) -> Iterator[_Finding]:
 
 
 def _list_sampling_settings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:
+    """Yield the sampling of stages that sample: pairs of a file replace those of scored rollouts."""
+    data = settings.stages.prepare_data
+    has_pairs = data is not None and data.preferences is not None
     for name in settings.stages.active:
+        if has_pairs and name in ("preference", "reward_model"):
+            continue
         sampling = getattr(getattr(settings.stages, name), "sampling", None)
         if isinstance(sampling, SamplingSettings):
             yield ("stages", name, "sampling"), sampling
@@ -328,6 +336,17 @@ def _check_sinks(settings: PipelineSettings) -> Iterator[_Finding]:
             yield _build_finding(("tracking", "sinks", index), str(error))
 
 
+def _check_online_alerts(settings: PipelineSettings) -> Iterator[_Finding]:
+    """Refuse alerts on metrics that online learning does not log: nothing else logs names of that kind."""
+    for problem in find_unlogged_alerts(settings):
+        if _is_online_alert(problem):
+            yield _Finding(problem, ())
+
+
+def _is_online_alert(problem: ConfigProblem) -> bool:
+    return str(problem.key[-1]).startswith("online/")
+
+
 def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
     """Check that the environment exists, accepts its options, and has the levels that the settings name."""
     from rl_core.environments import list_environment_code, make_environment  # imports torch
@@ -352,7 +371,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
         else:
             yield _build_finding(("environment",), str(error))
         return
-    except Exception as error:  # from a user's class: the user has to see whatever it raises
+    except (Exception, SystemExit) as error:  # from a user's class: show whatever it raises
         yield _build_finding(("environment",), f"{name!r} raised {type(error).__name__}: {error}")
         return
     yield from _check_reward_columns(settings, environment.columns, import_code)
@@ -447,7 +466,10 @@ def _check_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_F
         try:
             RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
         except PosttrainError as error:
-            yield _build_finding(reward_key, str(error).partition(": ")[2] or str(error))
+            options_key = (*POLICY_KEY, "reward_options", name)
+            yield _build_finding(
+                reward_key, str(error).partition(": ")[2] or str(error), options_key
+            )
     if settings.stages.evaluate is not None and "learned" in settings.stages.evaluate.rewards:
         yield _build_finding(
             ("stages", "evaluate", "rewards", "learned"),

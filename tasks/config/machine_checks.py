@@ -194,6 +194,17 @@ def _find_environment_files(
     return paths
 
 
+def _find_folder_of_others(name: str, finder: _FileFinder) -> Path | None:
+    """Return the existing folder that ORGANIZATION/MODEL would lie in, unless it holds models as downloads do."""
+    if name.count("/") != 1:
+        return None
+    for candidate in finder.list_candidates(name):
+        folder = candidate.parent
+        if folder.is_dir() and not any(folder.glob("*/config.json")):
+            return folder
+    return None
+
+
 def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
     """Return a model folder's absolute path; leave hub names and registered models for the stage to look up."""
     if name.startswith("models:"):
@@ -207,6 +218,11 @@ def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
             tried = " and ".join(str(candidate) for candidate in finder.list_candidates(name))
             text = f"{name!r} is neither a model folder (looked at {tried}) nor a hub name; give one of the two"
             finder.report(key, f"{text}, or models:/NAME@ALIAS")
+        elif folder := _find_folder_of_others(name, finder):
+            finder.report(
+                key,
+                f"{folder} has no '{Path(name).name}'; give a model folder, or the name of a hub model",
+            )
         return name
     if not path.is_dir():
         finder.report(key, f"{path} is a file; give the folder that contains config.json")

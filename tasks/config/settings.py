@@ -37,6 +37,7 @@ from rl_core.settings import (
 from rl_core.settings.deprecated_keys import read_deprecated_value
 from rl_core.settings.services import ALERTS_DOC, SINKS_DOC, check_alerts, check_sinks
 from tasks import stage_registry
+from tasks.mlflow_environment import STORE_SCHEMES
 
 # In the order in which they run, without custom stages (`stage_registry.list_stage_names()`).
 STAGES = stage_registry.list_stage_names()
@@ -48,7 +49,6 @@ else:
 # Folders of servers and logs in the output folder, next to those of pipelines.
 _RESERVED_NAMES = ("logs", "mlflow", "operations", "prefect")
 _PIPELINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
 def _check_pipeline_name(field: str, name: str) -> None:
@@ -103,7 +103,7 @@ class TrackingSettings(Settings):
             parts = urlsplit(self.uri)
         except ValueError as error:
             raise SettingsError(f"uri: {self.uri!r} is not an address: {error}") from error
-        if parts.scheme.split("+")[0] not in _STORE_SCHEMES:
+        if parts.scheme.split("+")[0] not in STORE_SCHEMES:
             raise SettingsError(
                 f"uri: {self.uri!r} is not a store that MLflow accepts; use http://host:port, "
                 "sqlite:///absolute/path.db or postgresql://..., or leave it out for a sqlite file in the output folder"

@@ -266,6 +266,7 @@ def run_stage(
     inputs: Mapping[str, StageResult | Path | str],
     settings: Any = None,
     label: str | None = None,
+    is_complete: Callable[[Path], bool] = Path.is_dir,
 ) -> StageResult:
     """Run one stage, or reuse its finished folder if its key has been run before.
 
@@ -276,6 +277,7 @@ def run_stage(
         inputs: what the stage reads, by name; the content decides the key.
         settings: of the stage; None = those of the pipeline.
         label: name of the tracking run, if it differs from the stage's.
+        is_complete: returns whether a finished folder has what the later stages of this run need; else it is replaced.
     Raises: FolderBusy if another process runs the same stage; ResumeRefused if checkpoints of other conditions would be
         ignored; Stopped; whatever the body raises.
     """
@@ -295,8 +297,9 @@ def run_stage(
     with _lock_stage(pipeline_run, final.with_name(f"{key}.lock")):
         inject_fault("stage.locked")
         clear_leftovers(final.parent)
-        fresh = pipeline_run.should_recompute(name, key)
         had_finished_folder = final.is_dir()
+        is_incomplete = had_finished_folder and not is_complete(final)
+        fresh = is_incomplete or pipeline_run.should_recompute(name, key)
         finished = None if fresh else load_finished_stage(final, name, key)
         if finished is not None:
             inject_fault("stage.cached")
@@ -308,9 +311,8 @@ def run_stage(
             discard_stage(final)
             archive_checkpoints(final)
         drift = resolve_checkpoints(final, fingerprint, pipeline_run.options)
-        kind = (
-            "fresh" if fresh else "drifted" if drift else "damaged" if had_finished_folder else ""
-        )
+        kind = "incomplete" if is_incomplete else "fresh" if fresh else "drifted" if drift else ""
+        kind = kind or ("damaged" if had_finished_folder else "")
         _record_start(stage, kind, drift, for_people=not pipeline_run.options.evaluated_models)
         pipeline_run.mark_computed(key)
         return _compute_stage(pipeline_run, stage, body, drift)

@@ -268,6 +268,7 @@ class StageDecision:
             "first": "run for the first time",
             "changed": f"run because this changed since {self.compared}",
             "resumed": "resumed from its checkpoint",
+            "incomplete": "run again because a later stage needs what the finished folder lacks",
             "drifted": "resumed from its checkpoint although this changed",
             "damaged": "run again because the finished folder was damaged (it was moved aside)",
             "fresh": "run again as requested (--fresh)",

@@ -185,6 +185,13 @@ def _run_evaluation(context: StageContext) -> dict[str, Any]:
     }
 
 
+# Levels whose held-out questions are not known to be new, by method.
+_UNSEPARATED = {
+    "seeds": "held out by seed only, so these questions may be training questions",
+    "unchecked": "held-out questions not compared with the training questions, which are too many",
+}
+
+
 def _describe_results(
     environment: Environment,
     table: Mapping[str, Mapping[str, Any]],
@@ -200,9 +207,9 @@ def _describe_results(
     note = f"{measure} on {num_episodes} held-out episodes: {rates}"
     if num_failed := sum(row["failed_episodes"] for row in table.values()):
         note += f"; {num_failed} episodes failed and are not counted ({FAILED_EPISODES})"
-    by_seed = [level for level, report in held_out.items() if report.by != "content"]
-    if by_seed:
-        note += f"; held out by seed only, so these questions may be training questions: {', '.join(by_seed)}"
+    for method, text in _UNSEPARATED.items():
+        levels = [level for level, report in held_out.items() if report.by == method]
+        note += f"; {text}: {', '.join(levels)}" if levels else ""
     return note
 
 

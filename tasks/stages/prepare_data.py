@@ -169,8 +169,18 @@ def prepare_data(pipeline_run: PipelineRun, base: Path | str | None) -> StageRes
     inputs: dict[str, Path | str] = {name: Path(path) for name, path in named.items() if path}
     if base is not None:
         inputs["base"] = base
+    # The stage sft is not part of this stage's key, but without it there are no demonstrations.
+    needs_demonstrations = pipeline_run.settings.stages.sft is not None
     result = run_stage(
-        pipeline_run, "prepare_data", _prepare_all_data, settings=settings, inputs=inputs
+        pipeline_run,
+        "prepare_data",
+        _prepare_all_data,
+        settings=settings,
+        inputs=inputs,
+        is_complete=lambda folder: (
+            not needs_demonstrations
+            or all(path.is_file() for path in list_split_files(folder, "demonstrations"))
+        ),
     )
     if settings.preferences:
         _check_preference_uses(

@@ -38,6 +38,7 @@ from rl_core.storage.locks import FolderLock
 from tasks.mlflow_environment import (
     build_default_uri,
     build_offline_environment,
+    check_environment_uri,
     find_served_page,
     strip_uri_password,
 )
@@ -275,10 +276,12 @@ class TrackingStore:
     def __init__(self, uri: str | None, output: Path, experiment: str) -> None:
         """Choose the store without opening it.
 
-        `uri` None: MLFLOW_TRACKING_URI if it is set, else sqlite under `output`.
+        `uri` None: MLFLOW_TRACKING_URI if it is set, else sqlite under `output`. Raises: SettingsError.
         """
         self.output = output.resolve()
         self.default_uri = build_default_uri(self.output)
+        if uri is None:
+            check_environment_uri()
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or self.default_uri
         self.experiment = experiment
         self.cost = TrackingCost()

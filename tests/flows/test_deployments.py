@@ -104,6 +104,7 @@ def test_prefect_accepts_the_cron_lines_of_schedules():
     assert set(crons) == {"nightly-retrain", "evaluate-champion", "nightly-consolidate"}
     for cron in crons.values():
         CronSchedule(cron=cron["cron"], timezone=cron["timezone"])
+        assert cron["active"] is False  # `posttrain up` starts nothing that nobody asked for
 
 
 def replace_ids(item):

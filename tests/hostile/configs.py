@@ -513,6 +513,31 @@ _PLACES = [
         "template is /dev/zero",
         **{"t.jinja": device("zero")},
     ),
+    *(
+        config(
+            _change("preset: nano", f"{model}, chat_template: t.jinja"),
+            ("model.chat_template", says),
+            f"template: {name}, {model}",
+            **{"t.jinja": text},
+        )
+        for name, text, says in (
+            ("no Jinja", "{% for message in messages %}{{", "chat template refuses"),
+            ("an error", "{{ raise_exception('no') }}", "refuses this conversation (user): no"),
+        )
+        for model in ("preset: nano", "path: nobody/model")
+    ),
+    config(
+        _change("preset: nano", "preset: nano, chat_template: t.jinja"),
+        ("model.chat_template", "omits user messages"),
+        "template without messages",
+        **{"t.jinja": "Hello"},
+    ),
+    config(
+        _change("preset: nano", "preset: nano, chat_template: t.jinja"),
+        ("model.chat_template", "omits assistant messages"),
+        "template of users",
+        **{"t.jinja": "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"},
+    ),
     config(
         _change("preset: nano", "preset: nano, chat_template_date: 9999-99-99"),
         "date",

@@ -159,7 +159,7 @@ _ROWS = [
     rows(sparse(20 * 2**30, GOOD * 99), (":100:", "longer than"), "20 GiB of zeros"),
     rows(sparse(20 * 2**30), "NUL bytes", "20 GiB of nothing but zeros"),
     rows(repeated(GOOD, b"\n", 3 * 2**20, b"{\n"), (":3145730:",), "3 million empty lines"),
-    rows(repeated(GOOD, b"{}\n", 300_000, b""), (":2:", "and 989 more"), "300000 empty objects"),
+    rows(repeated(GOOD, b"{}\n", 300_000, b""), (":2:", "and 993 more"), "300000 empty objects"),
     rows(b"", "is empty", "empty"),
     rows(b"\n\n \n", "holds no row", "blank"),
     rows(b"\xef\xbb\xbf\n", "holds no row", "a byte order mark alone"),

@@ -158,6 +158,17 @@ _VARIABLES = [
         environment={"HOME": None},
         user=STRANGER,
     ),
+    *(
+        _with(f"store {uri}", 2, f"MLFLOW_TRACKING_URI: '{uri}'", MLFLOW_TRACKING_URI=uri)
+        for uri in ("ftp://x/y", "http://[bad")
+    ),
+    Case(
+        "store by FTP of a run",
+        ("run", CONFIG),
+        ("MLFLOW_TRACKING_URI: 'ftp://host' is not a store that MLflow accepts",),
+        {CONFIG: BASE},
+        environment={"MLFLOW_TRACKING_URI": "ftp://user:s3cret-c4nary@host"},
+    ),
     Case(
         "store of garbage",
         ("runs",),

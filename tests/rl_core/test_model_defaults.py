@@ -68,6 +68,26 @@ def test_a_default_length_leaves_room_in_a_short_context(context, expected):
     assert resolve_defaults(SamplingSettings(), PRESET, context).max_completion_tokens == 64
 
 
+@pytest.mark.parametrize(
+    ("context", "free", "limit"),
+    [
+        (None, 410, 512),
+        (4096, 410, 512),
+        (1024, 410, 512),
+        (600, 240, 300),
+        (4, 1, 2),
+        (3, 0, 1),
+        (1, 0, 1),
+    ],
+)
+def test_the_length_penalty_shrinks_with_the_longest_completion(context, free, limit):
+    length = resolve_defaults(RewardSettings(), FULL, context).length
+    assert (length.free, length.limit) == (free, limit)
+    longest = resolve_defaults(SamplingSettings(), FULL, context).max_completion_tokens
+    assert length.limit == longest  # the penalty is -1 at the end, whatever the context
+    assert resolve_defaults(RewardSettings(), PRESET, context) == RewardSettings()
+
+
 @pytest.mark.parametrize("model", [PRESET, FULL, LORA])
 def test_an_explicit_value_wins_though_it_is_another_column_s(model):
     settings = PolicySettings(

@@ -172,7 +172,7 @@ def _run_on_example(key: str, name: str, call: Callable[[], Any]) -> Any:
             return call()
     except DataError as error:
         raise SettingsError(str(error)) from error
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise SettingsError(
             f"{key}: '{name}' raised {type(error).__name__} on a small example: {error}"
         ) from error

@@ -82,3 +82,42 @@ def test_ctrl_c_is_bounded_from_the_end_of_the_iteration(tmp_path, how, code, ou
     assert (done.returncode, done.stdout) == (code, output), done.stderr
     assert ("stopped by Ctrl-C; the same command resumes" in done.stderr) is (code == 130)
     assert (tmp_path / "words").exists() is (code == 130)
+
+
+@pytest.mark.parametrize(("how", "code"), [("stopped", 143), ("unwound", 143), ("forced", 143)])
+def test_a_time_limit_is_the_cause_of_its_stop(tmp_path, how, code):
+    """Name `--stop-after` however the command ends: by its loop, by unwinding, or by force."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, how],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == code, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("posttrain: stopped by the time limit of 0.2 s (--stop-after)"), line
+    assert "SIGTERM" not in line
+
+
+LIMITED = """
+import signal, sys, time, types
+sys.path.insert(0, ROOT)
+from flows.runtime import stopping
+from posttrain.cli import main as cli
+from rl_core.errors import Stopped
+stopping.FORCED_EXIT_SECONDS = 0.2
+def handle(arguments):
+    if sys.argv[1] != "unwound":
+        signal.signal(signal.SIGTERM, lambda *arguments: None)
+    stopping.schedule_sigterm(0.2)
+    if sys.argv[1] == "stopped":
+        stopping.FORCED_EXIT_SECONDS = 60
+        signal.pause()
+        raise Stopped("stopped within iteration 3 (a second SIGTERM); the same command resumes", 15)
+    time.sleep(30)
+    time.sleep(30)
+module = types.SimpleNamespace(EXAMPLES=(), add_arguments=lambda parser: None, run_command=handle)
+cli.import_command_modules = lambda words: {"run": module}
+sys.exit(cli.main(["run"]))
+""".replace("ROOT", repr(str(ROOT)))

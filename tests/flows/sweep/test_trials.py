@@ -162,6 +162,20 @@ def test_no_trial_was_evaluated_on_the_fresh_episodes(plan, swept_record):
     assert played & chosen_by == set()
 
 
+def test_a_report_in_a_file_or_a_pipe_is_not_cut(plan, swept_record, monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    rows = build_report_rows(swept_record, plan, None)
+    rows[0]["settings"] = {
+        f"stages.policy.sampling.option_{number}_with_a_long_name": "0.123456789"
+        for number in range(9)
+    }
+    header, *_ = format_report_table(rows, plan).splitlines()[1:]
+    (line,) = [row for row in format_report_table(rows, plan).splitlines() if "option_0" in row]
+    assert format_configuration(rows[0]["settings"]) in line and len(header) == len(line) > 300
+    monkeypatch.setenv("COLUMNS", "100")
+    assert all(len(line) <= 100 for line in format_report_table(rows, plan).splitlines())
+
+
 def test_report_and_figure(plan, swept_record):
     rows = build_report_rows(swept_record, plan, None)
     assert sorted(row["seeds"] for row in rows) == [1, 2] and rows[0]["mean"] >= rows[1]["mean"]

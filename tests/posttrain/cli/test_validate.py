@@ -7,6 +7,7 @@ import pytest
 from helpers.adapters import fakes
 
 from posttrain.cli import main as cli
+from tasks.config import load_settings
 
 
 def test_validate(config, capsys):
@@ -161,3 +162,18 @@ def test_validate_show_prints_a_config_that_loads(config, capsys, tmp_path):
     from tasks.config import load_settings
 
     assert load_settings(shown) == load_settings(config, ["seed=5"])
+
+
+BLOCKS = ("online: {}", "serving: {}", "prefer: {}", "online: {update: {batch_size: 4}}")
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_show_prints_yaml_that_is_the_same_configuration(block, tmp_path, config, capsys):
+    with open(config, "a") as file:
+        file.write(f"\n{block}\n")
+    assert cli.main(["validate", config, "--show"]) == 0
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(capsys.readouterr().out)
+    assert load_settings(shown) == load_settings(config)
+    assert cli.main(["validate", str(shown), "--show"]) == 0
+    assert capsys.readouterr().out == shown.read_text()

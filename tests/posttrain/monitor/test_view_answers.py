@@ -66,6 +66,17 @@ def test_pages_with_different_selections_do_not_share_charts(tmp_path):
     assert any("lines" in chart for chart in first_again.values())
 
 
+def test_an_address_may_name_a_pipeline_for_its_newest_run(tmp_path):
+    for name in ("demo", "demolition", "other"):
+        make_run(tmp_path, name=name)
+    reader = RunReader(tmp_path)
+    for first in ({"first": "1"}, {}):
+        chosen = parse_selection(reader, {"run": "demo", "compare": "other,demo/x,nobody", **first})
+        assert chosen.run == RUN and chosen.compare == (RUN.replace("demo", "other"),)
+    assert parse_selection(reader, {"run": "dem", "first": "1"}).run == ""
+    assert parse_selection(reader, {"run": "other"}, RUN).run == RUN.replace("demo", "other")
+
+
 def test_unknown_names_are_ignored(tmp_path):
     make_run(tmp_path)
     reader = RunReader(tmp_path)

@@ -149,13 +149,49 @@ def test_a_bad_row_is_named_with_line_field_and_reason(
     assert reason in problem[2]
 
 
+def test_equal_problems_are_one_line(tmp_path: Path) -> None:
+    bad = [{**GOOD, "chosen": ""}] * 13
+    path = write_rows(tmp_path, [GOOD, *bad, {**GOOD, "level": 7}, {**GOOD, "chosen": ""}])
+    with pytest.raises(RecordsError) as caught:
+        read_preferences(path)
+    lines = str(caught.value).splitlines()
+    assert lines[:3] == [
+        f"{path}: 15 of 16 rows cannot be used:",
+        f"  {path}:2: chosen: is empty (14 rows; also 3, 4, 5, 6, 7 and 8 more)",
+        f"  {path}:15: level: must be text, found a number (7)",
+    ]
+    assert len(lines) == 4 and "on_bad_row: skip" in lines[3]
+    problems = [RowProblem("data[3]", 0, "", "is bad"), RowProblem("data[5]", 0, "", "is bad")]
+    problems += [RowProblem("b.jsonl", 4, "", "is bad")]
+    with pytest.raises(
+        RecordsError, match=r"data\[3\]: is bad \(3 rows; also data\[5\], b.jsonl:4\)"
+    ):
+        report_row_problems("rows", problems, 9, "stop")
+
+
+def test_rows_of_a_prompt_and_a_right_answer_are_recognised(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} + 1", "answer": str(number + 1)} for number in range(3)]
+    with pytest.raises(RecordsError) as caught:
+        read_demonstrations(write_rows(tmp_path, rows))
+    line = str(caught.value).splitlines()[1]
+    assert "completion: is missing: these are prompts with a right answer" in line
+    assert "environment: {name: prompts, options: {path: FILE, verifier: exact}}" in line
+    assert "jq -c '{prompt, completion: .answer}' FILE > NEW.jsonl" in line
+    assert "(3 rows; also 2, 3)" in line
+    with pytest.raises(RecordsError, match=r"completion: is missing$|completion: is missing\n"):
+        read_demonstrations(write_rows(tmp_path, [{"prompt": "a", "colour": "red"}]))
+
+
 def test_stop_lists_the_first_ten_and_the_count(tmp_path: Path) -> None:
-    path = write_rows(tmp_path, [GOOD] + [{**GOOD, "chosen": ""} for _ in range(13)])
+    path = write_rows(tmp_path, [GOOD] + [{**GOOD, "level": number} for number in range(100, 113)])
     with pytest.raises(RecordsError) as caught:
         read_preferences(path)
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{path}: 13 of 14 rows cannot be used:"
-    assert lines[1:11] == [f"  {path}:{line}: chosen: is empty" for line in range(2, 12)]
+    assert lines[1:11] == [
+        f"  {path}:{line}: level: must be text, found a number ({98 + line})"
+        for line in range(2, 12)
+    ]
     assert lines[11] == "  and 3 more"
     assert "on_bad_row: skip" in lines[12] and len(lines) == 13
 

@@ -71,7 +71,7 @@ def test_a_column_takes_the_place_of_the_target():
     [
         ("exact", "", "has no target to compare with"),
         ("numeric", "many", "'many' holds no number"),
-        ("regex", "a(b", "'a[(]b' is no regular expression"),
+        ("regex", "a(b", "'a[(]b' is not a regular expression"),
     ],
 )
 def test_data_that_cannot_be_used_is_no_zero(name, target, message):

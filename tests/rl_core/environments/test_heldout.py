@@ -13,6 +13,7 @@ from rl_core.environments import make_environment
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.environments.environment import (
     HELDOUT_START,
+    MAX_COMPARED_ROWS,
     ContentSeeds,
     Environment,
     Episode,
@@ -183,6 +184,30 @@ def test_questions_repeat_only_when_there_are_no_others(caplog):
 
 
 # ------------------------------------------------------------------------------- where questions cannot be held out
+
+
+def test_rows_that_are_handed_in_are_not_called_held_out_by_seed(caplog, monkeypatch):
+    from rl_core.environments.prompts import Prompts
+    from tasks.stages.evaluate import _describe_results
+
+    def describe(rows, heldout):
+        warn_once.cache_clear()
+        environment = Prompts(rows=rows, heldout=heldout, verifier="exact")
+        report = {"all": environment.held_out("all")}
+        return _describe_results(environment, {}, report, len(heldout)), caplog.text
+
+    rows = [{"prompt": f"what is {number}?", "answer": "1"} for number in range(30)]
+    assert "held out by" not in "".join(describe(rows[:20], rows[20:]))
+    monkeypatch.setitem(MAX_COMPARED_ROWS, False, 10)
+    note, log = describe(rows[:20], rows[20:])
+    assert note.endswith(
+        "held-out questions not compared with the training questions, which are too many: all"
+    )
+    assert "by seed only" not in note + log
+    monkeypatch.undo()
+    note, log = describe(rows[:20], rows[:5])
+    assert "held out in name only: every held-out question is a training question" in log
+    assert "by seed only" not in log
 
 
 def test_too_few_questions_are_held_out_by_seed_and_say_so(caplog):

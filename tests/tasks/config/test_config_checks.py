@@ -236,6 +236,14 @@ def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
         assert find_waste(build_settings({"name": "x", "stages": without}, check_files=False)) == []
 
 
+def test_an_alert_on_an_online_metric_that_does_not_exist_is_refused():
+    known = ("online/paused", "online/drift/kl_level", "online/refused/kl", "online/gate_p_value")
+    alerts = {**dict.fromkeys(known, "> 0.5"), "online/pause": "> 0.5", "online/drift/x": "> 1"}
+    reported = list_problems(stages={"sft": {}}, tracking={"alerts": alerts})
+    assert set(reported) == {"tracking.alerts.online/pause", "tracking.alerts.online/drift/x"}
+    assert "did you mean 'online/paused'?" in reported["tracking.alerts.online/pause"]
+
+
 def test_an_alert_on_a_metric_that_nothing_logs_is_a_warning():
     known = (
         "policy/ref_kl",
@@ -299,6 +307,15 @@ def test_rewards():
 
 
 # Sampling and loops
+
+
+def test_a_sampling_length_counts_only_where_a_stage_samples():
+    """Learn from the pairs of a file: no rollout is sampled, so no room for a completion is needed."""
+    for name in ("reward_model", "preference"):
+        stages = {"prepare_data": {"preferences": "pairs.jsonl"}, name: {}}
+        assert list_problems(model={"context": 48}, stages=stages) == {}
+        sampled = list_problems(model={"context": 48}, stages={"sft": {}, name: {}})
+        assert "64 leaves no room" in sampled[f"stages.{name}.sampling.max_completion_tokens"]
 
 
 def test_completion_longer_than_the_context():

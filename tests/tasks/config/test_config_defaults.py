@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rl_core.settings import OnlineSettings
 from tasks.config import ConfigError, build_settings, dump_settings
 from tasks.pipeline.stage_key import collect_stage_key
 
@@ -28,6 +29,15 @@ def test_a_preset_keeps_its_defaults():
     assert (loaded.stages.sft.learning_rate, loaded.stages.policy.learning_rate) == (1e-3, 3e-4)
     assert loaded.stages.evaluate.sampling.max_completion_tokens == 64
     assert loaded.stages.policy.critic is None
+
+
+def test_online_learning_has_the_defaults_of_its_model():
+    values = {"name": "x", "model": {"path": "org/name"}, "stages": STAGES, "online": {}}
+    loaded = build_settings(values, check_files=False)
+    length = loaded.online.reward_options.length
+    assert (length.free, length.limit) == (410, 512)
+    loaded = build_settings({**values, "model": {}}, check_files=False)
+    assert (loaded.online.reward_options.length.free, loaded.online) == (32, OnlineSettings())
 
 
 def test_explicit_values_win_and_null_stands_for_the_default():

@@ -304,3 +304,17 @@ def test_a_custom_chat_template_is_looked_up_next_to_the_config(home):
     (home / "configs" / "custom.jinja").unlink()
     key, text = read_problem(write_config(home, text))
     assert key == "model.chat_template" and "is not a file (looked at" in text
+
+
+def test_a_model_in_a_folder_that_exists_is_no_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "demo").mkdir(parents=True)
+    path = tmp_path / "config.yaml"
+    path.write_text("name: x\nmodel: {path: out/nothing}\nstages: {policy: {}}\n")
+    with pytest.raises(ConfigError, match=r":2: model.path: .*/out has no 'nothing'; give a model"):
+        load_settings(path)
+    (tmp_path / "out" / "downloaded").mkdir()
+    (tmp_path / "out" / "downloaded" / "config.json").write_text("{}")
+    assert load_settings(path).model.path == "out/nothing"  # a folder named as an organisation
+    path.write_text("name: x\nmodel: {path: org/nothing}\nstages: {policy: {}}\n")
+    assert load_settings(path).model.path == "org/nothing"

@@ -16,6 +16,7 @@ from rl_core.settings.framework_aliases import (
     explain_framework_name,
     find_trl_alias,
     find_verl_alias,
+    list_common_names,
     list_trl_aliases,
     list_verl_aliases,
 )
@@ -36,7 +37,9 @@ VERL = [name for group in RECORDED["verl"].values() if isinstance(group, list) f
 def load_settings(text, tmp_path):
     path = tmp_path / "converted.yaml"
     path.write_text(text)
-    return build_settings(read_yaml(path).data, check_files=False)
+    values = read_yaml(path).data
+    values.setdefault("model", {"path": "org/model"})  # as the result asks to
+    return build_settings(values, check_files=False)
 
 
 def resolve_block(path):
@@ -56,6 +59,62 @@ def path_exists(path):
         return resolve_block(path) is not None
     except KeyError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "hint"),
+    [
+        ("policy", "vf_coef", "vf_coef is stages.policy.critic.value_coef here"),
+        ("network", "vf_coef", "vf_coef is stages.network.value_coef here"),
+        ("network", "n_steps", "is stages.network.rollout_steps here"),
+        ("sft", "n_steps", "is stages.sft.max_steps here"),
+        ("policy", "min_entropy_coefficient", "is stages.policy.entropy_floor here"),
+        ("thoughts", "baseline_hidden_size", "is stages.thoughts.baseline_width here"),
+        ("policy", "max_beta", "is stages.policy.kl_band.maximum here"),
+        ("preference", "max_beta", "is stages.policy.kl_band.maximum here"),
+        ("sft", "validation_frequency", "is stages.sft.eval_every here"),
+        ("policy", "validation_frequency", "is stages.policy.eval_every here"),
+        ("policy", "loop_detection_rate", "no equal here: repeated actions are counted by"),
+        ("policy", "use_gae", "is stages.policy.algorithm and stages.policy.gae_lambda here"),
+        ("network", "use_gae", "is stages.network.advantages here"),
+        ("policy", "R_final", "is stages.policy.rewards here"),
+        (None, "training", "each stage has its settings of training"),
+    ],
+)
+def test_names_of_other_rl_code_have_hints(stage, name, hint):
+    values = {"name": "x", "stages": {"prepare_data": {}, "sft": {}, "policy": {}}}
+    if stage is None:
+        values[name] = {"epochs": 1}
+    else:
+        values["stages"][stage] = {name: 1}
+    with pytest.raises(ConfigError, match=r"unknown key; ") as caught:
+        build_settings(values, check_files=False, import_code=False)
+    (problem,) = [problem for problem in caught.value.problems if problem.key[-1] == name]
+    assert hint in problem.text and "did you mean" not in problem.text
+
+
+def test_common_names_name_settings_that_exist():
+    for row in list_common_names():
+        stages = row["stages"].split() or [""]
+        for stage in stages:
+            assert not explain_framework_name(row["name"], stage).startswith(("TRL", "verl"))
+            for path in filter(None, row["settings"].split(", ")):
+                resolve_block(path.replace("STAGE", f"stages.{stage}"))
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "distillation"])
+def test_a_config_without_a_model_keeps_its_lengths(trainer, tmp_path):
+    """Trainers get the model as an argument: the context of our default preset says nothing about it."""
+    for values, length in (({}, 512), ({"max_completion_length": 2048}, 2048)):
+        text = convert_config({"num_generations": 8, **values}, "plain.yaml", trainer)
+        (tmp_path / "x.yaml").write_text(text)
+        written = read_yaml(tmp_path / "x.yaml").data
+        (stage,) = written["stages"].values()
+        assert stage["sampling"]["max_completion_tokens"] == length and "model" not in written
+        assert "#   model.path: the file names no model; set a folder or a hub name" in text
+        assert "leaves no room" not in text
+    text = convert_config({"num_generations": 8, "model_name_or_path": "org/m"}, "x.yaml", trainer)
+    assert "names no model" not in text
 
 
 def test_every_recorded_name_has_an_entry():

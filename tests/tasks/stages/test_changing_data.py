@@ -73,3 +73,28 @@ def test_a_file_that_grew_after_the_stage_got_its_key(data, tmp_path, monkeypatc
             prepare_data(pipeline_run, None)
     assert list(tmp_path.glob("stages/*/*/manifest.json")) == []
     assert prepare_data(pipeline_run, None).summary["demonstrations_file"]["rows"] == 21
+
+
+def test_data_prepared_without_demonstrations_is_prepared_again_for_sft(tmp_path, monkeypatch):
+    """`posttrain stage prepare_data`, then `posttrain stage sft`: the first one has no stage to demonstrate for."""
+    monkeypatch.setattr(Tracker, "log_dataset", lambda *arguments: None, raising=False)
+
+    def prepare(**stages):
+        data = {"num_demonstrations": 20, "levels": ["easy"]}
+        stages = {"prepare_data": data, **stages}
+        pipeline_run = PipelineRun(tmp_path / "stages", stages=stages, model=MODEL)
+        pipeline_run.parent = Tracker()
+        return prepare_data(pipeline_run, None)
+
+    without = prepare()
+    assert not list(without.path.glob("demonstrations_*"))
+    with_sft = prepare(sft={})
+    assert (with_sft.key, with_sft.cached) == (without.key, False)
+    rows = (with_sft.path / "demonstrations_train.jsonl").read_text().splitlines()
+    assert len(rows) == with_sft.summary["demonstrations"]["num_train_rows"] > 10
+    assert prepare(sft={}).cached and prepare().cached  # more than needed is no reason
+    kinds = [
+        json.loads(line)["kind"]
+        for line in (without.path.parent / "decisions.jsonl").read_text().splitlines()
+    ]
+    assert kinds == ["first", "incomplete", "cached", "cached"]
