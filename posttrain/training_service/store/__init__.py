@@ -1,12 +1,13 @@
 """Durable state of the training service in SQLite (WAL) or PostgreSQL, through SQLAlchemy Core.
 
-records      rows as plain data, and the errors of acceptance
-tables       table definitions
-database     connections, transactions and the service's clock
-intake       the server's side of requests: accept, look up, wait, drop, cancel
-work_queue   the worker's side: ready, claim, finish, replay, snapshots
-directory    sessions, runs, samplers and checkpoints; API keys and audit
-overview     queue statistics, and a read-only view for pages
+records            rows as plain data, and the errors of acceptance
+tables             table definitions
+database           connections, transactions and the service's clock
+intake             the server's side of requests: accept, look up, wait, drop, cancel
+work_queue         the worker's side: ready, claim, finish, replay, snapshots
+waiting_requests   what waits, in the worker's memory
+directory          sessions, runs, samplers and checkpoints; API keys and audit
+overview           queue statistics, and a read-only view for pages
 
 `ServiceStore` combines them: everything that server and worker share.
 """
