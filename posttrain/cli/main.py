@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from flows.runtime import prefect_outage, stopping
-from flows.runtime.import_setup import disable_bytecode_under_file_limit
+from flows.runtime.import_setup import disable_bytecode_under_file_limit, ensure_home_folder
 from flows.runtime.stopping import TerminatedBySignal, bound_shutdown_time, unwind_on_sigterm
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli.parser import (
@@ -42,6 +42,7 @@ from rl_core.errors import (
     SettingsError,
     Stopped,
 )
+from rl_core.json_client import exempt_loopback_from_proxies
 from rl_core.storage import faults
 from rl_core.storage.atomic_files import REMEDIES
 from rl_core.user_code.load import append_working_directory
@@ -143,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     repair_standard_streams()
     disable_bytecode_under_file_limit()
+    exempt_loopback_from_proxies()
     words = sys.argv[1:] if argv is None else argv
     arguments = build_parser(words).parse_args(words)
     if arguments.command is None:
@@ -241,6 +243,7 @@ def command() -> NoReturn:
 def _run_command(arguments: argparse.Namespace) -> int:
     """Run the command; turn user errors into a message and an exit code."""
     try:
+        ensure_home_folder()
         faults.check_fault_plan()
         if sys.flags.optimize:
             raise SettingsError(

@@ -123,7 +123,10 @@ class StandbyProcess:
         self._spare = None
         try:
             connection.sendall(f"{role}\n".encode())
-        except OSError:
+        except OSError:  # it has ended, or hangs
+            connection.close()
+            process.kill()
+            process.wait()
             return None
         return process, connection
 
@@ -155,7 +158,7 @@ def spawn_with_heartbeat(
                 append_up_to=LOG_BYTES,
                 descriptors=(child_end.fileno(),),
             )
-    except (OSError, PosttrainError):
+    except BaseException:
         connection.close()
         raise
     return process, connection

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import BackendError, CheckpointError, DataError, PosttrainError, SettingsError
+from rl_core.json_client import exempt_loopback_from_proxies
 from rl_core.storage.atomic_files import (
     make_folder,
     move_into_place,
@@ -325,6 +326,7 @@ class TrackingStore:
 
     def import_mlflow(self) -> None:
         """Import MLflow, and its modules for sqlite stores, after setting its environment."""
+        exempt_loopback_from_proxies()
         for name, value in build_offline_environment().items():
             os.environ.setdefault(name, value)
         import mlflow

@@ -5,8 +5,8 @@ grows with time by an equal part and falls by the seconds that its requests took
 highest balance, and those less than a quantum below it, with a quantum each. A debt is bounded, and nobody waits while
 nobody else has a request.
 
-A request cannot be interrupted, so a round's length is what others wait for. The quantum is therefore the time that
-the least demanding of the present owners usually asks for: two that train at full load share long rounds, and one that
+A request cannot be interrupted, so a round's length is what others wait for. The quantum is therefore half the time
+that the least demanding of the present owners usually asks for: two that train at full load share long rounds, and one that
 draws a sample now and then finds short ones. An owner that is alone gets long rounds.
 """
 
@@ -23,7 +23,8 @@ from posttrain.training_service.store.waiting_requests import ReadyRequest
 BATCH_BYTES = 64 << 20  # size of the payloads of one batch; the engine splits them into passes
 # A request that caused this many crashes is computed alone, because it may be the reason.
 DEATHS_BEFORE_ISOLATION = 3
-MIN_QUANTUM_SECONDS, MAX_QUANTUM_SECONDS = 0.01, 0.5
+MIN_QUANTUM_SECONDS, MAX_QUANTUM_SECONDS = 0.005, 0.5
+QUANTUM_SHARE = 0.5  # of the time that the least demanding owner asks for
 ALONE_SECONDS = 4.0  # length of a round of an owner that is alone,
 MIN_ALONE_REQUESTS = 16  # if it has more requests than these
 UNKNOWN_SECONDS = ALONE_SECONDS / MIN_ALONE_REQUESTS  # of a request, before the first is measured
@@ -139,7 +140,7 @@ class FairRounds:
         present = self._update_presence(by_owner)
         if len(present) <= 1:
             return dict.fromkeys(by_owner, ALONE_SECONDS)
-        quantum = min(owner.demand or 0.0 for owner in present.values())
+        quantum = QUANTUM_SHARE * min(owner.demand or 0.0 for owner in present.values())
         quantum = min(max(quantum, MIN_QUANTUM_SECONDS), MAX_QUANTUM_SECONDS)
         for owner in present.values():
             owner.balance = min(owner.balance, quantum)

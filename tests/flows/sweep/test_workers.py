@@ -50,6 +50,15 @@ def make_worker(log, stop, **variables):
     return TrialWorker(log, lambda: LocalTrialProcess(log, build_environment(**variables)), stop)
 
 
+def test_a_trial_that_cannot_start_leaves_no_open_file(tmp_path):
+    (tmp_path / "taken").write_text("a file where the log's folder should be")
+    num_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError):
+            LocalTrialProcess(tmp_path / "taken" / "log", build_environment())
+    assert len(os.listdir("/proc/self/fd")) == num_files
+
+
 def make_job(settings, home, **changes):
     job = TrialJob(
         home=str(home / "trial"),
