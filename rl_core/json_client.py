@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import ipaddress
 import json
-import importlib.util
 import logging
 import os
 import socket

@@ -41,12 +41,14 @@ def find_free_port(preferred_port: int) -> int:
     )
 
 
-def raise_open_file_limit(num_files: int) -> None:
-    """Allow this process `num_files` open files, or as many as the system permits."""
+def raise_open_file_limit(num_files: int) -> int:
+    """Allow this process `num_files` open files, or as many as the system permits; return the number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
+    return num_files if soft == resource.RLIM_INFINITY else soft
 
 
 def shorten_switch_interval() -> None:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rl_core.errors import PosttrainError
 from rl_core.processes.children import kill_group, start_child, stop_group
 from rl_core.processes.supervision import RestartPolicy, SupervisedProcess
 from rl_core.storage.faults import inject_fault

@@ -16,7 +16,7 @@ from types import FrameType
 
 from flows.runtime.stopping import bound_shutdown_time
 from posttrain.training_service.paths import ServiceFolder
-from posttrain.training_service.store import ServiceStore
+from posttrain.training_service.store import ServiceStore, open_service_store
 from posttrain.training_service.worker.fair_rounds import FairRounds
 from posttrain.training_service.worker.loaded_runs import LoadedRuns
 from posttrain.training_service.worker.loaded_samplers import LoadedSamplers
@@ -191,7 +191,7 @@ def run_worker(settings: ServiceSettings) -> int:
         _collect_signals() as (received, callbacks),
     ):
         # A signal may arrive while this waits for the database.
-        store = ServiceStore(settings.store_url)
+        store = open_service_store(settings)
         process = EngineProcess(settings, store)
         callbacks.append(process.request_stop)
         if received:

@@ -6,8 +6,8 @@ highest balance, and those less than a quantum below it, with a quantum each. A 
 nobody else has a request.
 
 A request cannot be interrupted, so a round's length is what others wait for. The quantum is therefore half the time
-that the least demanding of the present owners usually asks for: two that train at full load share long rounds, and one that
-draws a sample now and then finds short ones. An owner that is alone gets long rounds.
+that the least demanding of the present owners usually asks for: two that train at full load share long rounds, and one
+that draws a sample now and then finds short ones. An owner that is alone gets long rounds.
 """
 
 from __future__ import annotations
