@@ -155,6 +155,8 @@ def _create_database(path: Path) -> None:
         if not _copy_cached_tables(temporary):
             _create_tables(temporary)
             _cache_tables(temporary)
+        if not path.parent.stat().st_mode & 0o077:  # a folder that only this user may open
+            temporary.chmod(0o600)
         inject_fault("store.tables")
         if path.exists():
             aside = move_aside(path, f"{path.name}.half-made")

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-
 from posttrain.training_service.paths import ServiceFolder
 from posttrain.training_service.store.database import (
     StoreDatabase,
