@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rl_core.errors import SettingsError
 
+MIN_OPEN_FILES = 128
 _freeze_pending = False  # the imports of a command are not frozen yet
 
 
@@ -29,6 +30,25 @@ def disable_bytecode_under_file_limit() -> None:
     if getrlimit(RLIMIT_FSIZE)[0] != RLIM_INFINITY:
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+
+def ensure_open_files() -> None:
+    """Allow this process and its children as many open files as the heavy commands need.
+
+    With fewer, a run waits for servers that cannot accept connections.
+    Raises: SettingsError if the system does not permit it.
+    """
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
+    except ImportError:  # not available on this system
+        return
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    if soft != RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        if hard != RLIM_INFINITY and hard < MIN_OPEN_FILES:
+            raise SettingsError(
+                f"the limit of open files is {hard}, and at least {MIN_OPEN_FILES} are needed; raise it (ulimit -n)"
+            )
+        setrlimit(RLIMIT_NOFILE, (MIN_OPEN_FILES, hard))
 
 
 def ensure_home_folder() -> None:

@@ -25,7 +25,11 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from flows.runtime import prefect_outage, stopping
-from flows.runtime.import_setup import disable_bytecode_under_file_limit, ensure_home_folder
+from flows.runtime.import_setup import (
+    disable_bytecode_under_file_limit,
+    ensure_home_folder,
+    ensure_open_files,
+)
 from flows.runtime.stopping import TerminatedBySignal, bound_shutdown_time, unwind_on_sigterm
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli.parser import (
@@ -113,6 +117,23 @@ _BOUNDED_AFTER_CTRL_C = (
     "evaluate",
     "analyze",
     "diff",
+)
+
+# Commands that start no server, and open few files at a time.
+_FEW_FILES = (
+    "init",
+    "convert",
+    "data",
+    "validate",
+    "plan",
+    "runs",
+    "why",
+    "compare",
+    "down",
+    "status",
+    "gc",
+    "doctor",
+    "completion",
 )
 
 WRITABLE_FOLDER_ADVICE = (
@@ -244,6 +265,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
     """Run the command; turn user errors into a message and an exit code."""
     try:
         ensure_home_folder()
+        if arguments.command not in _FEW_FILES:
+            ensure_open_files()
         faults.check_fault_plan()
         if sys.flags.optimize:
             raise SettingsError(
