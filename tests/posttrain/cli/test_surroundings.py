@@ -200,7 +200,9 @@ def test_too_few_open_files_are_refused_before_anything_starts(tmp_path, command
 def test_a_low_limit_of_open_files_is_raised_where_the_system_permits():
     body = "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     code = (
-        PROGRAM.replace("BODY", body).replace('["runs"]', '["profile"]').replace("runs", "profile")
+        PROGRAM.replace("BODY", body)
+        .replace('["runs"]', '["profile", "demo"]')
+        .replace("runs", "profile")
     )
     done = subprocess.run(
         ["bash", "-c", 'ulimit -S -n 40; exec "$PYTHON" -c "$CODE" '],
