@@ -31,6 +31,7 @@ from rl_core.errors import ServiceError
 from rl_core.storage.faults import inject_fault
 
 _requests, _runs = tables.requests, tables.runs
+CANCELLED_TOGETHER = 1000  # requests, in a transaction during which nobody else writes
 DEADLINE_PASSED_MESSAGE = "its deadline passed before it was started"
 
 # Built once, because building a statement costs more than running it.
@@ -126,7 +127,8 @@ class WorkQueue:
         now = self._clock()
         with self._database.read_transaction() as connection:
             self._waiting.read_changes(connection)
-            blocked, over = self._waiting.list_blocked(), []
+            blocked = self._waiting.list_blocked()
+            over: list[str] = []
             names = sorted(blocked)
             for start in range(0, len(names), MAX_IDS_PER_STATEMENT):
                 part = {"targets": names[start : start + MAX_IDS_PER_STATEMENT]}
@@ -146,8 +148,14 @@ class WorkQueue:
                 & (_requests.c.state == "waiting")
                 & (_requests.c.seq > blocked[target])
             )
-            with self._database.write_transaction() as connection:
-                num_cancelled += cancel_requests(connection, is_blocked, error, now)
+            part = sa.select(_requests.c.request_id).where(is_blocked).limit(CANCELLED_TOGETHER)
+            num_new = CANCELLED_TOGETHER
+            while num_new == CANCELLED_TOGETHER:
+                with self._database.write_transaction() as connection:
+                    num_new = cancel_requests(
+                        connection, _requests.c.request_id.in_(part), error, now
+                    )
+                num_cancelled += num_new
         return num_cancelled
 
     def claim_requests(self, request_ids: Iterable[str]) -> list[StoredRequest]:
