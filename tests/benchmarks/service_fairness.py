@@ -135,11 +135,12 @@ def start_flood(address: str, key: str, kind: str) -> Iterator[Any]:
         process.join()
 
 
-def measure_floods(address: str, light: str, heavy: str, count: int) -> list[dict[str, Any]]:
-    """Measure the light tenant alone, then beside each kind of flood."""
+def measure_floods(address: str, light: str, heavy: str, count: int) -> Iterator[dict[str, Any]]:
+    """Measure the light tenant alone, then beside each kind of flood; yield a row for each."""
     asyncio.run(measure_light(address, light, WARM_UP))
     alone_seconds = asyncio.run(measure_light(address, light, count))
-    rows = [summarize_seconds("alone", alone_seconds[WARM_UP:])]
+    alone_row = summarize_seconds("alone", alone_seconds[WARM_UP:])
+    yield alone_row
     for kind in ("samples", "passes"):
         with start_flood(address, heavy, kind) as counter:
             while not counter.value:
@@ -153,11 +154,10 @@ def measure_floods(address: str, light: str, heavy: str, count: int) -> list[dic
             beside = (counter.value - before) / (time.perf_counter() - started_at)
         row = summarize_seconds(kind, seconds[WARM_UP:])
         row["first"] = round(seconds[0], 4)
-        row["p99_ratio"] = round(row["p99"] / rows[0]["p99"], 2)
+        row["p99_ratio"] = round(row["p99"] / alone_row["p99"], 2)
         row["flood_per_second"] = {"alone": round(alone, 1), "beside": round(beside, 1)}
-        rows.append(row)
+        yield row
         time.sleep(AWAY_SECONDS)  # requests that the flood left are computed
-    return rows
 
 
 def summarize_seconds(name: str, seconds: list[float]) -> dict[str, Any]:
@@ -186,9 +186,10 @@ def main() -> None:
     with run_service(folder, base, arguments.threads, "exact") as (address, heavy, _):
         with contextlib.closing(ServiceStore(f"sqlite:///{folder}/service.db")) as store:
             _, light = store.create_key("light")
-        rows = measure_floods(address, light, heavy, arguments.count)
-    for row in rows:
-        print(json.dumps(row))
+        rows = []
+        for row in measure_floods(address, light, heavy, arguments.count):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
     (arguments.output / "results.json").write_text(json.dumps(rows, indent=1))
 
 
