@@ -168,10 +168,10 @@ class WaitingRequests:
             row.owner,
         )
         self._ids.add(row.request_id)
-        if row.line == "training":
-            self._chains[row.target].waiting[row.seq] = request
-        else:
+        if row.line != "training":
             self._others.setdefault(row.owner, {})[row.request_id] = request
+        elif row.target in self._chains:
+            self._chains[row.target].waiting[row.seq] = request
         if row.deadline is not None:
             heapq.heappush(self._deadlines, (row.deadline, row.request_id))
 

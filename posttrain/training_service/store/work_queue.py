@@ -148,12 +148,12 @@ class WorkQueue:
                 & (_requests.c.state == "waiting")
                 & (_requests.c.seq > blocked[target])
             )
-            part = sa.select(_requests.c.request_id).where(is_blocked).limit(CANCELLED_TOGETHER)
+            first = sa.select(_requests.c.request_id).where(is_blocked).limit(CANCELLED_TOGETHER)
             num_new = CANCELLED_TOGETHER
             while num_new == CANCELLED_TOGETHER:
                 with self._database.write_transaction() as connection:
                     num_new = cancel_requests(
-                        connection, _requests.c.request_id.in_(part), error, now
+                        connection, _requests.c.request_id.in_(first), error, now
                     )
                 num_cancelled += num_new
         return num_cancelled

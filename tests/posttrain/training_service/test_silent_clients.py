@@ -42,7 +42,12 @@ def server(tmp_path_factory):
         "server",
         str(folder / "settings.json"),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        ),
+    }
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
