@@ -135,29 +135,50 @@ def start_flood(address: str, key: str, kind: str) -> Iterator[Any]:
         process.join()
 
 
-def measure_floods(address: str, light: str, heavy: str, count: int) -> Iterator[dict[str, Any]]:
-    """Measure the light tenant alone, then beside each kind of flood; yield a row for each."""
+def measure_in_turn(
+    address: str, light: str, heavy: str, count: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Measure the light tenant alone and beside each kind of flood, in turn, as other load of the machine changes."""
+    seconds: dict[str, list[float]] = {"alone": [], "samples": [], "passes": []}
+    first: dict[str, list[float]] = {kind: [] for kind in seconds}
+    rates: dict[str, list[float]] = {kind: [] for kind in seconds}
     asyncio.run(measure_light(address, light, WARM_UP))
-    alone_seconds = asyncio.run(measure_light(address, light, count))
-    alone_row = summarize_seconds("alone", alone_seconds[WARM_UP:])
-    yield alone_row
-    for kind in ("samples", "passes"):
-        with start_flood(address, heavy, kind) as counter:
-            while not counter.value:
-                time.sleep(0.1)
-            time.sleep(AWAY_SECONDS)
-            before, started_at = counter.value, time.perf_counter()
-            time.sleep(AWAY_SECONDS)
-            alone = (counter.value - before) / (time.perf_counter() - started_at)
-            before, started_at = counter.value, time.perf_counter()
-            seconds = asyncio.run(measure_light(address, light, count))
-            beside = (counter.value - before) / (time.perf_counter() - started_at)
-        row = summarize_seconds(kind, seconds[WARM_UP:])
-        row["first"] = round(seconds[0], 4)
-        row["p99_ratio"] = round(row["p99"] / alone_row["p99"], 2)
-        row["flood_per_second"] = {"alone": round(alone, 1), "beside": round(beside, 1)}
-        yield row
-        time.sleep(AWAY_SECONDS)  # requests that the flood left are computed
+    for _ in range(repeats):
+        for kind, latencies in seconds.items():
+            context = (
+                contextlib.nullcontext() if kind == "alone" else start_flood(address, heavy, kind)
+            )
+            with context as counter:
+                rate_alone = 0.0
+                if counter is not None:
+                    while not counter.value:
+                        time.sleep(0.1)
+                    before = counter.value
+                    time.sleep(AWAY_SECONDS)
+                    rate_alone = (counter.value - before) / AWAY_SECONDS
+                before, started_at = (
+                    (counter.value if counter is not None else 0),
+                    time.perf_counter(),
+                )
+                new = asyncio.run(measure_light(address, light, count))
+                if counter is not None:
+                    beside = (counter.value - before) / (time.perf_counter() - started_at)
+                    rates[kind] += [rate_alone, beside]
+            first[kind].append(new[0])
+            latencies += new[WARM_UP:]
+            time.sleep(AWAY_SECONDS / 4)  # requests that the flood left are computed
+    rows = []
+    for kind, latencies in seconds.items():
+        row = summarize_seconds(kind, latencies)
+        if kind != "alone":
+            row["p99_ratio"] = round(row["p99"] / rows[0]["p99"], 2)
+            row["first"] = [round(value, 3) for value in first[kind]]
+            row["flood_per_second"] = {
+                "alone": [round(rate, 1) for rate in rates[kind][::2]],
+                "beside": [round(rate, 1) for rate in rates[kind][1::2]],
+            }
+        rows.append(row)
+    return rows
 
 
 def summarize_seconds(name: str, seconds: list[float]) -> dict[str, Any]:
@@ -176,7 +197,8 @@ def main() -> None:
     """Measure and write results.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=220, help="samples of the light tenant")
+    parser.add_argument("--count", type=int, default=120, help="samples of the light tenant")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -186,10 +208,9 @@ def main() -> None:
     with run_service(folder, base, arguments.threads, "exact") as (address, heavy, _):
         with contextlib.closing(ServiceStore(f"sqlite:///{folder}/service.db")) as store:
             _, light = store.create_key("light")
-        rows = []
-        for row in measure_floods(address, light, heavy, arguments.count):
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+        rows = measure_in_turn(address, light, heavy, arguments.count, arguments.repeats)
+    for row in rows:
+        print(json.dumps(row))
     (arguments.output / "results.json").write_text(json.dumps(rows, indent=1))
 
 
