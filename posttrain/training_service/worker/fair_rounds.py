@@ -25,8 +25,9 @@ BATCH_BYTES = 64 << 20  # size of the payloads of one batch; the engine splits t
 DEATHS_BEFORE_ISOLATION = 3
 MIN_QUANTUM_SECONDS, MAX_QUANTUM_SECONDS = 0.005, 0.5
 QUANTUM_SHARE = 0.5  # of the time that the least demanding owner asks for
-ALONE_SECONDS = 4.0  # length of a round of an owner that is alone,
-MIN_ALONE_REQUESTS = 16  # if it has more requests than these
+ALONE_SECONDS = 4.0  # length of a round of an owner that is alone, unless a longer one is faster
+MIN_ALONE_REQUESTS = 16  # of a kind, in such a round
+WORTHWHILE_GAIN = 1.25  # in requests a second, by twice the requests in a round
 UNKNOWN_SECONDS = ALONE_SECONDS / MIN_ALONE_REQUESTS  # of a request, before the first is measured
 MAX_DEBT_SECONDS = 1.0
 # An owner is present for three of its usual intervals after its last request, within these bounds.
@@ -55,6 +56,31 @@ class _Owner:
     balance: float = 0.0  # seconds; below 0: it had more than its part
     demand: float | None = None  # seconds that its ready requests take, moving average
     seconds: dict[str, float] = field(default_factory=dict)  # of a request, by kind
+    # requests a second by kind and number in a batch, which is rounded down to 16, 32, 64, ...
+    rates: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def record_batch(self, kind: str, number: int, seconds: float) -> None:
+        """Record the speed of a batch of this owner alone."""
+        if number >= MIN_ALONE_REQUESTS and seconds > 0:
+            size = MIN_ALONE_REQUESTS << (number // MIN_ALONE_REQUESTS).bit_length() - 1
+            rates = self.rates.setdefault(kind, {})
+            rates[size] = _average(rates.get(size, number / seconds), number / seconds)
+
+    def choose_batch_size(self, kind: str, most: int) -> int:
+        """Choose the number of requests of an owner that is alone.
+
+        Twice as many are tried once, and preferred if they end in time or are computed faster together: on a GPU many
+        sequences take hardly longer than one.
+        """
+        size, rates = MIN_ALONE_REQUESTS, self.rates.get(kind, {})
+        while size < most and size in rates:
+            doubled = 2 * size
+            is_short = doubled / rates.get(doubled, rates[size]) <= ALONE_SECONDS
+            gain = rates.get(doubled, WORTHWHILE_GAIN * rates[size]) / rates[size]
+            if not is_short and gain < WORTHWHILE_GAIN:
+                break
+            size = doubled
+        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +117,11 @@ class FairRounds:
         by_owner = _list_candidates(ready, self._max_runs)
         chosen: list[tuple[int, _Candidate]] = []  # with the rank among its owner's
         for owner, budget in self._share_time(by_owner).items():
-            least = MIN_ALONE_REQUESTS if budget > MAX_QUANTUM_SECONDS else 1
+            if budget is None:
+                chosen += enumerate(self._select_alone(owner, by_owner[owner]))
+                continue
             for rank, candidate in enumerate(by_owner[owner]):
-                if budget <= 0 and rank >= least:
+                if budget <= 0 and rank > 0:
                     break
                 chosen.append((rank, candidate))
                 budget -= self._estimate_seconds(candidate.request)
@@ -107,6 +135,21 @@ class FairRounds:
         )
         selected.single = [request.request_id for request in steps.get("single", ())]
         selected.updates = [request.request_id for request in steps.get("updates", ())]
+        return selected
+
+    def _select_alone(self, name: str, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        """Select the requests of an owner that nobody waits for, by number of each kind."""
+        owner, remaining = self._owners[name], dict[str, int]()
+        selected, ended = [], set[str]()  # targets of which a request was left out
+        for candidate in candidates:
+            kind, target = candidate.request.kind, candidate.request.target
+            if kind not in remaining:
+                remaining[kind] = owner.choose_batch_size(kind, self._max_requests)
+            if target in ended or not remaining[kind]:
+                ended.add(target)
+                continue
+            remaining[kind] -= 1
+            selected.append(candidate)
         return selected
 
     def record_seconds(
@@ -127,6 +170,8 @@ class FairRounds:
         for (name, kind), shares in shares_by_kind.items():
             if owner := self._owners.get(name):
                 mean = sum(shares) / len(shares)
+                if len(shares) == len(requests):
+                    owner.record_batch(kind, len(shares), seconds)
                 owner.seconds[kind] = _average(owner.seconds.get(kind, mean), mean)
 
     def _estimate_seconds(
@@ -135,11 +180,11 @@ class FairRounds:
         owner = self._owners.get(request.owner)
         return unknown if owner is None else owner.seconds.get(request.kind, unknown)
 
-    def _share_time(self, by_owner: dict[str, list[_Candidate]]) -> dict[str, float]:
-        """Return the seconds of this round of each owner that is served."""
+    def _share_time(self, by_owner: dict[str, list[_Candidate]]) -> dict[str, float | None]:
+        """Return the seconds of this round of each owner that is served; None = nobody else is present."""
         present = self._update_presence(by_owner)
         if len(present) <= 1:
-            return dict.fromkeys(by_owner, ALONE_SECONDS)
+            return dict.fromkeys(by_owner)
         quantum = QUANTUM_SHARE * min(owner.demand or 0.0 for owner in present.values())
         quantum = min(max(quantum, MIN_QUANTUM_SECONDS), MAX_QUANTUM_SECONDS)
         for owner in present.values():

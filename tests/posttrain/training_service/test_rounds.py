@@ -101,7 +101,8 @@ def test_a_batch_is_bounded_by_bytes_and_by_the_runs_that_fit_into_memory():
 class SimulatedWorker:
     """A worker whose requests take set seconds, on a simulated clock."""
 
-    def __init__(self, seconds, max_requests=256, max_runs=100):
+    def __init__(self, seconds, max_requests=256, max_runs=100, fixed_seconds=0.0):
+        self.fixed_seconds = fixed_seconds  # of a round
         self.now, self.seconds = 0.0, seconds  # seconds: of a request, by owner
         self.rounds = FairRounds(max_requests, max_runs, lambda: self.now)
         self.waiting, self.order, self._number = [], [], 0
@@ -128,7 +129,7 @@ class SimulatedWorker:
         names = [*selected.single, *selected.updates, *selected.passes, *selected.samples]
         chosen = [request for request in self.waiting if request.request_id in names]
         assert chosen, "a round without requests, although some wait"
-        took = sum(self.seconds[request.owner] for request in chosen)
+        took = self.fixed_seconds + sum(self.seconds[request.owner] for request in chosen)
         self.now += took
         self.rounds.record_seconds(chosen, [self.seconds[r.owner] for r in chosen], took)
         self.waiting = [request for request in self.waiting if request not in chosen]
@@ -170,15 +171,37 @@ def test_owners_at_full_load_share_time_and_not_requests():
 def test_a_debt_is_bounded_and_an_owner_alone_gets_long_rounds():
     worker = SimulatedWorker({"first": 0.01, "second": 0.01})
     worker.submit("first", 5000)
-    assert len(worker.run_round()) == 16  # as nothing is known of its costs
-    sizes = [len(worker.run_round()) for _ in range(3)]
-    assert sizes == [256, 256, 256]  # the bound of a batch
+    sizes = [len(worker.run_round()) for _ in range(7)]
+    assert sizes == [16, 32, 64, 128, 256, 256, 256]  # up to the bound of a batch
     worker.submit("second", 5000)
     before = worker.now
     owners = []
     while "first" not in owners:  # it has had more than its part
         owners += worker.run_round()
     assert worker.now - before < 2.5
+
+
+def test_a_batch_grows_where_that_is_faster_and_else_stays_short():
+    """Half a second for each request: 16 at a time. Ten seconds for any number, as on a GPU: as many as are allowed."""
+    slow = SimulatedWorker({"me": 0.5})
+    slow.submit("me", 1000)
+    assert [len(slow.run_round()) for _ in range(5)] == [16, 32, 16, 16, 16]  # 32 are tried once
+    wide = SimulatedWorker({"me": 0.01}, fixed_seconds=10.0)
+    wide.submit("me", 2000)
+    assert [len(wide.run_round()) for _ in range(6)] == [16, 32, 64, 128, 256, 256]
+
+
+def test_a_pass_is_left_out_with_the_update_before_it():
+    rounds = FairRounds(256, 100, lambda: 0.0)
+    ready = []
+    for run in range(20):
+        for seq, kind in enumerate(("optim_step", "forward_backward")):
+            ready.append(
+                ReadyRequest(f"{run}.{seq}", kind, f"r{run}", seq, len(ready), 1, owner="me")
+            )
+    selected = rounds.select_round(ready)
+    assert len(selected.updates) == 16
+    assert {name[:-2] for name in selected.passes} == {name[:-2] for name in selected.updates}
 
 
 def test_runs_of_one_owner_do_not_take_all_places_in_memory():
