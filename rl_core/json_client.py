@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import ipaddress
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -27,6 +29,15 @@ from rl_core.errors import BackendError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_PROXY_VARIABLES = (
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+)
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_RESPONSE_BYTES = 256 * 2**20
 MAX_REPLY_BYTES = 64 * 2**20  # of a single request
 MAX_RETRY_WAIT_S = 60.0  # between two attempts
@@ -245,6 +256,30 @@ def is_loopback_address(url: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def exempt_loopback_from_proxies() -> None:
+    """Let other libraries of this process and its children request loopback addresses directly (NO_PROXY).
+
+    The clients of Prefect (httpx, websockets) and MLflow (requests) obey the variables of the environment, and a proxy
+    does not reach this machine's servers. Without a proxy in the environment nothing is changed. httpx refuses to work
+    at all with a SOCKS proxy and without the package socksio; such variables are then removed, with a warning.
+    """
+    for name in _PROXY_VARIABLES:
+        is_socks = os.environ.get(name, "").strip().lower().startswith("socks")
+        if is_socks and importlib.util.find_spec("socksio") is None:
+            logger.warning(
+                "%s names a SOCKS proxy, which needs the package socksio; it is not used", name
+            )
+            del os.environ[name]
+    if not any(os.environ.get(name) for name in _PROXY_VARIABLES):
+        return
+    # The lower-case variable comes first in all of these libraries.
+    text = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [host.strip() for host in text.split(",") if host.strip()]
+    if "*" not in hosts:
+        hosts += [host for host in _LOOPBACK_HOSTS if host not in hosts]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
 
 
 def find_health_problem(url: str, timeout_s: float = 5.0) -> str:

@@ -2,7 +2,11 @@
 
 import ast
 import http.server
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import threading
 from contextlib import contextmanager
@@ -10,7 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
+import requests
 from helpers import ROOT
 
 from flows.runtime.embedded_server import _EmbeddedServer
@@ -24,12 +30,20 @@ from rl_core.json_client import (
     JsonConnections,
     RequestLimits,
     ServerErrorResponse,
+    exempt_loopback_from_proxies,
     fetch_json,
     post_with_retries,
 )
 from rl_core.service.client import ServiceClient
 
-PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+PROXY_VARIABLES = (
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -107,6 +121,17 @@ def check_mlflow_version(url):
     return True
 
 
+def request_as_prefect_does(url):
+    exempt_loopback_from_proxies()
+    with httpx.Client() as client:
+        return client.get(url).json() == {"status": "ok"}
+
+
+def request_as_mlflow_does(url):
+    exempt_loopback_from_proxies()
+    return requests.get(url, timeout=5).json() == {"status": "ok"}
+
+
 def check_training_service(url):
     with ServiceClient(url, key="tml-x", patience=0.0) as client:
         return client.is_up()
@@ -128,6 +153,11 @@ REQUESTS = {
     "posttrain up, version": check_mlflow_version,
     "embedded server": wait_for_embedded_server,
     "training service": check_training_service,
+    "Prefect's client": request_as_prefect_does,
+    "Prefect's client, by name": lambda url: request_as_prefect_does(
+        url.replace("127.0.0.1", "localhost")
+    ),
+    "MLflow's client": request_as_mlflow_does,
 }
 
 
@@ -148,6 +178,61 @@ def test_a_redirection_to_loopback_leaves_the_proxy(proxy, local_server):
     proxy.status, proxy.headers = 302, {"Location": local_server.url}
     assert fetch_json("http://server.example/health") == {"status": "ok"}
     assert len(proxy.targets) == len(local_server.targets) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "corp.example, 127.0.0.1"}, "corp.example,127.0.0.1,localhost,::1"),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_the_users_exemptions_from_the_proxy_are_extended(proxy, monkeypatch, before, after):
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    exempt_loopback_from_proxies()
+    exempt_loopback_from_proxies()
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == after
+
+
+def test_nothing_is_set_without_a_proxy(monkeypatch):
+    for name in (*PROXY_VARIABLES, "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    exempt_loopback_from_proxies()
+    assert not {"no_proxy", "NO_PROXY"} & os.environ.keys()
+
+
+def test_a_socks_proxy_without_its_package_stops_no_client(monkeypatch, local_server):
+    """httpx raises an ImportError for every address, loopback ones included."""
+    for name in PROXY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert request_as_prefect_does(local_server.url)
+    assert "all_proxy" not in os.environ
+
+
+@pytest.mark.parametrize("program", ["posttrain.cli.entry", "posttrain.cli.main"])
+def test_every_command_and_its_children_exempt_loopback(program):
+    code = (
+        f"import os, sys; from {program} import command; from posttrain.cli import runs\n"
+        "runs.run_command = lambda arguments: os.system('echo $NO_PROXY')\n"
+        "sys.argv = ['posttrain', 'runs']; command()"
+    )
+    without = ("no_proxy", "NO_PROXY")
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    environment |= {"ALL_PROXY": "http://proxy.example:1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "localhost,127.0.0.1,::1\n"), done.stderr
 
 
 CLIENT_LIBRARIES = ("urllib.request.", "http.client.", "httpx.", "requests.", "aiohttp.")

@@ -37,6 +37,7 @@ from rl_core.storage.atomic_files import (
     REMEDIES,
     make_folder,
     move_into_place,
+    protect_database,
     reserve_temporary,
     resolve_cache_folder,
 )
@@ -79,6 +80,7 @@ def copy_cached_tables(home: Path, environment: Mapping[str, str] = os.environ) 
         with reserve_temporary(path) as copy:
             try:
                 shutil.copyfile(cached, copy)
+                copy.chmod(0o600)  # a password guards what it will hold
                 inject_fault("prefect.copied")
                 return move_into_place(copy, path, once=True)  # False: another run was faster
             finally:
@@ -86,6 +88,14 @@ def copy_cached_tables(home: Path, environment: Mapping[str, str] = os.environ) 
     except (OSError, PosttrainError) as error:
         log.debug("Prefect creates its tables itself: %s", error)
         return False
+
+
+def _prepare_database(home: Path, environment: Mapping[str, str]) -> None:
+    """Create the database of a home if it is missing, readable only by this user."""
+    copy_cached_tables(home, environment)
+    if not _uses_other_database(environment):
+        with contextlib.suppress(PosttrainError):  # the server reports what it cannot write
+            protect_database(locate_database(home))
 
 
 def cache_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool:
@@ -286,7 +296,7 @@ def prestart_embedded_server() -> None:
     if "prefect.settings" in sys.modules:
         return
     _refuse_full_disk(Path(home))
-    copy_cached_tables(Path(home))
+    _prepare_database(Path(home), os.environ)
     _prestarted_server = _EmbeddedServer(build_embedded_access(), Path(home))
     atexit.register(stop_embedded_server)
 
@@ -331,7 +341,7 @@ def start_embedded_server(while_starting: Callable[[], None] | None = None) -> N
     explicit = settings.to_environment_variables(exclude_unset=True)
     # A profile may name another database than that of the home.
     environment = {**os.environ, **explicit}
-    copy_cached_tables(settings.home, environment)
+    _prepare_database(settings.home, environment)
     server = _prestarted_server or _EmbeddedServer(explicit, settings.home)
     _prestarted_server = None
     if while_starting is not None:

@@ -1,13 +1,19 @@
-"""Setup of imports: bytecode files, garbage collection during imports."""
+"""Setup of a process before its imports: bytecode files, home folder, garbage collection."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+from rl_core.errors import SettingsError
+
+MIN_OPEN_FILES = 128
 _freeze_pending = False  # the imports of a command are not frozen yet
 
 
@@ -24,6 +30,49 @@ def disable_bytecode_under_file_limit() -> None:
     if getrlimit(RLIMIT_FSIZE)[0] != RLIM_INFINITY:
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+
+def ensure_open_files() -> None:
+    """Allow this process and its children as many open files as the heavy commands need.
+
+    With fewer, a run waits for servers that cannot accept connections.
+    Raises: SettingsError if the system does not permit it.
+    """
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
+    except ImportError:  # not available on this system
+        return
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    if soft != RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        if hard != RLIM_INFINITY and hard < MIN_OPEN_FILES:
+            raise SettingsError(
+                f"the limit of open files is {hard}, and at least {MIN_OPEN_FILES} are needed; raise it (ulimit -n)"
+            )
+        setrlimit(RLIMIT_NOFILE, (MIN_OPEN_FILES, hard))
+
+
+def ensure_home_folder() -> None:
+    """Give a user without HOME and without an entry in the user database a home folder and a name, also for children.
+
+    Containers run with arbitrary user ids, and libraries look for their caches in the home folder. It is then a folder
+    of this user in the temporary folder.
+    Raises: SettingsError if that belongs to somebody else.
+    """
+    try:
+        Path.home()
+    except RuntimeError:
+        folder = os.path.join(tempfile.gettempdir(), f"posttrain-home-{os.getuid()}")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        status = os.lstat(folder)
+        is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
+        if not is_private or status.st_uid != os.getuid():
+            raise SettingsError(
+                f"this user has no home folder, and {folder} is not theirs alone; set HOME"
+            ) from None
+        os.environ["HOME"] = folder
+        if not os.environ.keys() & {"LOGNAME", "USER", "LNAME", "USERNAME"}:
+            os.environ["USER"] = str(os.getuid())
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from flows.runtime import prefect_access
+from rl_core.json_client import exempt_loopback_from_proxies
 from rl_core.storage.atomic_files import make_folder
 
 # Modules that draw waits and pings from the global random generator.
@@ -60,6 +61,7 @@ def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
 
 def set_prefect_environment(output: Path | None = None) -> None:
     """Set the variables that the user has not set. They have no effect once Prefect is imported."""
+    exempt_loopback_from_proxies()
     for name, value in build_prefect_environment(output).items():
         os.environ.setdefault(name, value)
     if output is not None:
@@ -75,6 +77,7 @@ def apply_prefect_defaults() -> Iterator[None]:
     from prefect.logging.configuration import setup_logging
     from prefect.settings import get_current_settings, temporary_settings
 
+    exempt_loopback_from_proxies()
     isolate_random_generator()
     user_settings = get_current_settings().model_dump(exclude_unset=True)
     missing = {}

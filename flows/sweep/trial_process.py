@@ -61,14 +61,19 @@ class LocalTrialProcess:
         """Start it. `log` receives its output. Raises: OSError."""
         read_end, write_end = os.pipe()
         program = [sys.executable, "-P", "-m", "flows.sweep.worker"]
-        self.process = start_child(
-            [*program, str(os.getpid()), str(write_end)],
-            log=log,
-            stdin=subprocess.PIPE,
-            environment=environment,
-            descriptors=(write_end,),
-        )
-        os.close(write_end)
+        try:
+            self.process = start_child(
+                [*program, str(os.getpid()), str(write_end)],
+                log=log,
+                stdin=subprocess.PIPE,
+                environment=environment,
+                descriptors=(write_end,),
+            )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
         self._events: IO[str] = os.fdopen(read_end)
 
     @property

@@ -25,7 +25,11 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from flows.runtime import prefect_outage, stopping
-from flows.runtime.import_setup import disable_bytecode_under_file_limit
+from flows.runtime.import_setup import (
+    disable_bytecode_under_file_limit,
+    ensure_home_folder,
+    ensure_open_files,
+)
 from flows.runtime.stopping import TerminatedBySignal, bound_shutdown_time, unwind_on_sigterm
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli.parser import (
@@ -42,6 +46,7 @@ from rl_core.errors import (
     SettingsError,
     Stopped,
 )
+from rl_core.json_client import exempt_loopback_from_proxies
 from rl_core.storage import faults
 from rl_core.storage.atomic_files import REMEDIES
 from rl_core.user_code.load import append_working_directory
@@ -114,6 +119,23 @@ _BOUNDED_AFTER_CTRL_C = (
     "diff",
 )
 
+# Commands that start no server, and open few files at a time.
+_FEW_FILES = (
+    "init",
+    "convert",
+    "data",
+    "validate",
+    "plan",
+    "runs",
+    "why",
+    "compare",
+    "down",
+    "status",
+    "gc",
+    "doctor",
+    "completion",
+)
+
 WRITABLE_FOLDER_ADVICE = (
     "use a writable folder (--output, or output: in the configuration), or fix this one"
 )
@@ -143,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     repair_standard_streams()
     disable_bytecode_under_file_limit()
+    exempt_loopback_from_proxies()
     words = sys.argv[1:] if argv is None else argv
     arguments = build_parser(words).parse_args(words)
     if arguments.command is None:
@@ -241,6 +264,9 @@ def command() -> NoReturn:
 def _run_command(arguments: argparse.Namespace) -> int:
     """Run the command; turn user errors into a message and an exit code."""
     try:
+        ensure_home_folder()
+        if arguments.command not in _FEW_FILES:
+            ensure_open_files()
         faults.check_fault_plan()
         if sys.flags.optimize:
             raise SettingsError(

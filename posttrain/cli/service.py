@@ -130,9 +130,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.part == "logs":
         return _print_log_tails(settings, arguments)
-    from posttrain.training_service.store import ServiceStore
+    from posttrain.training_service.store import open_service_store
 
-    store = ServiceStore(settings.store_url)
+    store = open_service_store(settings)
     try:
         if arguments.part == "promote":
             return _promote_checkpoint(settings, store, arguments)

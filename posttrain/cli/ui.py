@@ -20,12 +20,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from flows.runtime import prefect_access
+from flows.runtime.embedded_server import locate_database
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_and_output_options, parse_port
 from rl_core.errors import BackendError, SettingsError
 from rl_core.json_client import find_health_problem
 from rl_core.processes.children import kill_group, signal_group, start_child
-from rl_core.storage.atomic_files import make_folder
+from rl_core.storage.atomic_files import make_folder, protect_database
 from tasks.mlflow_environment import build_server_options, record_served_page
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,7 @@ class PageServers:
                 external_url.removesuffix("/").removesuffix("/api"),
                 notes=["(runs elsewhere)"],
             )
+        protect_database(locate_database(self.output / "prefect"))
         service = self._build_service("Prefect", "/api/health")
         port = self._ports["Prefect"]
         environment = {

@@ -41,6 +41,7 @@ class ManagedService(SupervisedProcess):
             service.name, url=service.url, log=str(log_path), access=service.access
         )
         self._checked_at = self._healthy_at = 0.0
+        self._hang = ""  # why the current process was ended
 
     @property
     def is_up(self) -> bool:
@@ -59,7 +60,7 @@ class ManagedService(SupervisedProcess):
         if self.process is not None:
             self.state.phase, self.state.since, self.state.retry_at = "starting", now, 0.0
             self.state.process = ProcessId.from_pid(self.process.pid)
-            self._healthy_at = now
+            self._healthy_at, self._hang = now, ""
 
     def _spawn_process(self) -> subprocess.Popen[bytes]:
         service = self.service
@@ -86,13 +87,13 @@ class ManagedService(SupervisedProcess):
         timeout = HANG_SECONDS if self.is_up else START_SECONDS
         if now - self._healthy_at > timeout:
             self.send_signal(signal.SIGTERM)  # a later step detects its end
-            self.state.message = f"did not answer for {timeout:.0f} s"
+            self._hang = self.state.message = f"did not answer for {timeout:.0f} s"
             self._healthy_at = now
 
     def _describe_exit(self, code: int) -> str:
         """Describe the exit code of a keeper; 128 + n = the server was ended by signal n."""
-        if self.state.message.startswith("did not answer"):
-            return self.state.message
+        if self._hang:
+            return self._hang
         number = -code if code < 0 else code - 128
         if number > 0 and number in set(signal.Signals):
             return f"was ended by {signal.Signals(number).name}"

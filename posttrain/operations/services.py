@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.runtime.embedded_server import locate_database
 from flows.runtime.prefect_access import (
     CLIENT_AUTH_VARIABLE,
     build_basic_auth_header,
@@ -21,6 +22,7 @@ from posttrain.operations.database import DatabaseAddresses
 from posttrain.operations.processes import HOST, MARK_VARIABLE, format_mark
 from posttrain.operations.state import ServerOptions
 from rl_core.json_client import RequestError, fetch_json, find_health_problem
+from rl_core.storage.atomic_files import protect_database
 from tasks.mlflow_environment import (
     build_default_uri,
     build_offline_environment,
@@ -196,6 +198,8 @@ def _build_prefect_spec(
     }
     if databases.prefect:
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = databases.prefect
+    else:
+        protect_database(locate_database(output / "prefect"))  # a password guards what it holds
     command = (
         sys.executable,
         "-m",

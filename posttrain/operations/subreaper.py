@@ -128,17 +128,18 @@ class ProcessTreeKeeper:
         started = time.monotonic()
         if self.exit_code is None:
             send_signals([self.server.pid], signal.SIGTERM)
-        while list_descendants(os.getpid()):
+        # Until the server is reaped: while threads of a large process end, it looks like a zombie but has no code yet.
+        while self.exit_code is None or list_descendants(os.getpid()):
             elapsed = time.monotonic() - started
             if self.exit_code is not None or elapsed >= self.soft:
                 self.terminate_others()
             if must_kill or elapsed >= self.grace:
-                send_signals(list_descendants(os.getpid()), signal.SIGKILL)
+                unreaped = [self.server.pid] if self.exit_code is None else []
+                send_signals([*list_descendants(os.getpid()), *unreaped], signal.SIGKILL)
                 must_kill = True
             if elapsed >= self.grace + STUCK_SECONDS:
                 break  # stuck in the kernel, as on an unreachable file system
             must_kill = self.wait_for_signal() or must_kill
-        self.reap_children()
         if self.exit_code is None:
             self.exit_code = 1
 

@@ -25,6 +25,7 @@ from rl_core.errors import DataError, PosttrainError
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 MAX_BODY_BYTES = 64 * 1024
+BODY_SECONDS = 15.0  # for a body to arrive
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'"
@@ -106,7 +107,7 @@ def _build_request_handler(token: str, respond: Callable[[bytes], Any]) -> Handl
             raise HTTPError(
                 401, "the token is missing or wrong; open the link that `posttrain prefer` printed"
             )
-        body, num_bytes = await read_body_prefix(request, MAX_BODY_BYTES)
+        body, num_bytes = await read_body_prefix(request, MAX_BODY_BYTES, BODY_SECONDS)
         if num_bytes > MAX_BODY_BYTES:
             raise HTTPError(413, f"a request has at most {MAX_BODY_BYTES} bytes")
         # On a thread: a rating waits for the disk.

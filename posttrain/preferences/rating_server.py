@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.preferences.rating_session import RatingSession, filter_ratable_items
-from posttrain.web.server_setup import LOOPBACK_HOST, find_free_port, run_server
+from posttrain.web.server_setup import (
+    LOOPBACK_HOST,
+    find_free_port,
+    limit_connections,
+    run_server,
+)
 from posttrain.web.tokens import load_or_create_token
 from rl_core.errors import DataError
 from rl_core.preferences.items import RatedItem, load_items, read_items, write_items
@@ -22,6 +27,7 @@ from rl_core.storage.atomic_files import make_folder
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
 
+MAX_CONNECTIONS, IDLE_SECONDS = 256, 30.0  # of browsers
 Say = Callable[[str], None]
 
 
@@ -144,9 +150,11 @@ def _serve_page(session: RatingSession, token: str, preferred_port: int, say: Sa
     from posttrain.preferences.rating_routes import build_rating_app
 
     port = find_free_port(preferred_port)
+    http: Any = limit_connections(MAX_CONNECTIONS, IDLE_SECONDS)
     server = uvicorn.Server(
         uvicorn.Config(
             build_rating_app(session, token),
+            http=http,
             host=LOOPBACK_HOST,
             port=port,
             log_level="warning",

@@ -135,12 +135,9 @@ async def _run_chat_completion(request: Request, server: ChatServer, began: floa
 async def read_full_body(server: ChatServer, request: Request) -> bytes:
     """Read the body of a request within its limits. Raises: ServingHTTPError (400, 408, 413, 415)."""
     try:
-        async with asyncio.timeout(server.settings.idle_seconds):
-            payload = await read_request_payload(request, server.settings.max_body_bytes)
-    except TimeoutError:
-        raise ServingHTTPError(
-            408, f"the body was not complete in {server.settings.idle_seconds:g} s"
-        ) from None
+        payload = await read_request_payload(
+            request, server.settings.max_body_bytes, server.settings.idle_seconds
+        )
     except HTTPError as error:
         raise ServingHTTPError(error.status, str(error)) from None
     if payload.rejection_reason:

@@ -29,6 +29,7 @@ from rl_core.settings import EnvironmentSettings, ModelSettings, ServingSettings
 log = logging.getLogger(__name__)
 
 FIRST_POLL_SECONDS = 2.0  # between two checks for the first model
+RESERVED_FILES = 256  # for the model, labels and logs
 STOP_SECONDS = 5  # for responses in progress when the server is stopped
 
 
@@ -193,9 +194,10 @@ def _serve_http(server: ChatServer, config: ServingConfig, say: Callable[[str], 
     import uvicorn
 
     settings = config.settings
-    raise_open_file_limit(settings.max_connections + 256)
+    num_files = raise_open_file_limit(settings.max_connections + RESERVED_FILES)
+    max_connections = min(settings.max_connections, max(1, num_files - RESERVED_FILES))
     shorten_switch_interval()
-    http: Any = limit_connections(settings.max_connections, settings.idle_seconds)
+    http: Any = limit_connections(max_connections, settings.idle_seconds)
 
     class WebServer(uvicorn.Server):
         async def shutdown(self, sockets: Any = None) -> None:

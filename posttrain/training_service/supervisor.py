@@ -17,7 +17,7 @@ from flows.runtime.stopping import suspend_shutdown_bound
 from posttrain.operations.managed_service import ManagedService, stop_services
 from posttrain.operations.processes import check_platform, check_port, format_mark, terminate_marked
 from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment
-from posttrain.training_service.store import ServiceStore
+from posttrain.training_service.store import open_service_store
 from rl_core.errors import BackendError
 from rl_core.json_client import RequestError, fetch_json
 from rl_core.processes.supervision import MonotonicClock, handle_signals
@@ -67,7 +67,7 @@ def prepare_pipeline_specs(
     Raises: BackendError if the store does not answer.
     """
     folder = make_folder(Path(settings.folder))
-    ServiceStore(settings.store_url).close()
+    open_service_store(settings).close()
     write_json_atomic(folder / "settings.json", dump_settings(settings))
     option = "the service's file: server.port"
     # Other users may read the records of `up`, so a store URL with a password is not shown.
@@ -160,7 +160,7 @@ def supervise_service(settings: ServiceSettings, say: Callable[[str], None] = pr
         servers: list[ManagedService] = []
         try:
             terminate_marked(format_mark(folder), grace=_compute_stop_seconds(settings))
-            store = ServiceStore(settings.store_url)
+            store = open_service_store(settings)
             has_keys = any(key.revoked is None for key in store.list_keys())
             store.close()
             check_port(settings.server.port, "the training service", "--set server.port=N")

@@ -1,7 +1,8 @@
-"""Request bodies within size limits: read chunk by chunk, decompressed chunk by chunk, validated."""
+"""Request bodies within limits of size and time: read chunk by chunk, decompressed chunk by chunk, validated."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -23,17 +24,20 @@ class RequestPayload:
     rejection_reason: str = ""
 
 
-async def read_request_payload(request: Request, max_bytes: int) -> RequestPayload:
+async def read_request_payload(
+    request: Request, max_bytes: int, max_seconds: float
+) -> RequestPayload:
     """Read the body of a request: at most `max_bytes`, before and after decompression.
 
-    Raises: HTTPError (415) for an unknown encoding, (400) for invalid compressed bytes.
+    Raises: HTTPError (408) for a body that is not complete in time, (415) for an unknown encoding, (400) for invalid
+        compressed bytes.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "", "zstd"):
         raise HTTPError(
             415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd or none"
         )
-    body, num_bytes = await read_body_prefix(request, max_bytes)
+    body, num_bytes = await read_body_prefix(request, max_bytes, max_seconds)
     is_too_large = num_bytes > max_bytes
     if encoding == "zstd":
         body, is_complete = decompress_zstd(
@@ -48,19 +52,29 @@ async def read_request_payload(request: Request, max_bytes: int) -> RequestPaylo
     return RequestPayload(body)
 
 
-async def read_body_prefix(request: Request, max_bytes: int) -> tuple[bytes, int]:
+async def read_body_prefix(
+    request: Request, max_bytes: int, max_seconds: float
+) -> tuple[bytes, int]:
     """Read a body as sent, without decompression, and keep about `max_bytes` of it.
 
     Returns: the bytes kept; the number of bytes received, above `max_bytes` if the body is too large.
+    Raises: HTTPError (408) for a body that is not complete in `max_seconds`.
     """
     parts: list[bytes] = []
     num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes <= max_bytes or not parts:
-            parts.append(part[: max_bytes + 1])
-        elif num_bytes > MAX_DRAIN_FACTOR * max_bytes:
-            break
+    try:
+        async with asyncio.timeout(max_seconds):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes <= max_bytes or not parts:
+                    parts.append(part[: max_bytes + 1])
+                elif num_bytes > MAX_DRAIN_FACTOR * max_bytes:
+                    break
+    except TimeoutError:
+        # The rest of the body would be taken for the next request.
+        raise HTTPError(
+            408, f"the body was not complete in {max_seconds:g} s", {"Connection": "close"}
+        ) from None
     return b"".join(parts), num_bytes
 
 

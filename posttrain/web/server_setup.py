@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rl_core.errors import BackendError, SettingsError
 
@@ -41,12 +42,14 @@ def find_free_port(preferred_port: int) -> int:
     )
 
 
-def raise_open_file_limit(num_files: int) -> None:
-    """Allow this process `num_files` open files, or as many as the system permits."""
+def raise_open_file_limit(num_files: int) -> int:
+    """Allow this process `num_files` open files, or as many as the system permits; return the number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
+    return num_files if soft == resource.RLIM_INFINITY else soft
 
 
 def shorten_switch_interval() -> None:
@@ -68,7 +71,7 @@ def run_server(server: uvicorn.Server, announce: Callable[[], None]) -> None:
         server.run()
 
 
-def limit_connections(max_connections: int, idle_seconds: float) -> type[H11Protocol]:
+def limit_connections(max_connections: int, idle_seconds: float) -> type[asyncio.Protocol]:
     """Build a protocol class for uvicorn's `http` that limits the number and idle time of connections.
 
     Args:
@@ -76,13 +79,15 @@ def limit_connections(max_connections: int, idle_seconds: float) -> type[H11Prot
         idle_seconds: time for the head of a request to arrive; twice as long after another request.
     """
 
-    class BoundedProtocol(H11Protocol):
+    base: Any = AutoHTTPProtocol  # httptools where it is installed, else h11
+
+    class BoundedProtocol(base):
         """A connection that is closed unless requests begin in time."""
 
         _timer: asyncio.TimerHandle | None = None
         _last_cycle: object = None  # the request that had completed at the last check
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        def connection_made(self, transport: asyncio.Transport) -> None:
             """Accept a connection if the limit permits."""
             super().connection_made(transport)
             if len(self.connections) > max_connections:

@@ -14,11 +14,13 @@ import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,11 +29,16 @@ from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
 from rl_core.tracking import replace_invalid_characters
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 MAX_PAGES = 100  # of a server's tool list
 _OPTIONS = ("command", "url", "env", "cwd", "tools", "timeout_s", "start_timeout_s")
 _connection_futures: set[Any] = set()  # of open connections, cancelled at the end of the process
 _loop_lock = threading.Lock()
+_CLIENT_LOGGER = "mcp.client.stdio"  # of the package
+_server_name: ContextVar[str] = ContextVar("mcp_server", default="")  # of the running task
+_noisy_servers: set[str] = set()  # whose invalid output was reported
 
 
 @dataclass(frozen=True)
@@ -216,6 +223,8 @@ class _ServerConnection:
         )
 
     async def _run_connection(self, ready: asyncio.Future[None]) -> None:
+        _server_name.set(self._server.name)  # the package's tasks inherit it
+        logging.getLogger(_CLIENT_LOGGER).addFilter(_report_invalid_output_once)
         self._stop = asyncio.Event()
         try:
             async with AsyncExitStack() as stack:
@@ -232,6 +241,21 @@ class _ServerConnection:
                 )
             if not isinstance(error, Exception):
                 raise
+
+
+def _report_invalid_output_once(record: logging.LogRecord) -> bool:
+    """Replace the package's traceback for each invalid line on a server's stdout by one warning for the server."""
+    if "JSONRPC" not in record.getMessage():
+        return True
+    name = _server_name.get()
+    if name not in _noisy_servers:
+        _noisy_servers.add(name)
+        logger.warning(
+            "MCP server '%s' writes lines to its standard output that are no messages of the protocol; they are "
+            "skipped (its logs belong on standard error)",
+            name,
+        )
+    return False
 
 
 def _create_client(server: _ServerOptions, stderr_fd: int) -> Any:

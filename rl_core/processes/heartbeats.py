@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rl_core.errors import PosttrainError
 from rl_core.processes.children import kill_group, start_child, stop_group
 from rl_core.processes.supervision import RestartPolicy, SupervisedProcess
 from rl_core.storage.faults import inject_fault
@@ -123,7 +122,10 @@ class StandbyProcess:
         self._spare = None
         try:
             connection.sendall(f"{role}\n".encode())
-        except OSError:
+        except OSError:  # it has ended, or hangs
+            connection.close()
+            process.kill()
+            process.wait()
             return None
         return process, connection
 
@@ -155,7 +157,7 @@ def spawn_with_heartbeat(
                 append_up_to=LOG_BYTES,
                 descriptors=(child_end.fileno(),),
             )
-    except (OSError, PosttrainError):
+    except BaseException:
         connection.close()
         raise
     return process, connection

@@ -328,6 +328,19 @@ class ServiceServerSettings(Settings):
         le=2**31,
         doc="largest body of a request, before and after decompression",
     )
+    max_connections: int = setting(
+        8192,
+        ge=1,
+        le=1_000_000,
+        doc="open connections; further ones are closed immediately; each client that waits for a result holds one",
+    )
+    idle_seconds: float = setting(
+        30.0,
+        gt=0.0,
+        le=1e6,
+        doc="time for a request's head to arrive, and between two requests of a connection",
+    )
+    body_seconds: float = setting(120.0, gt=0.0, le=1e6, doc="time for a request's body to arrive")
     poll_seconds: float = setting(
         25.0, gt=0.0, le=40.0, doc="how long a request for a result is held open"
     )

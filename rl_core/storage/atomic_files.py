@@ -312,6 +312,21 @@ def create_file_once(path: Path | str, text: str, *, mode: int = 0o644) -> bool:
     return True
 
 
+def protect_database(path: Path) -> None:
+    """Let only this user read a SQLite database, also one that a server is about to create.
+
+    One that the group may write to is shared on purpose and stays so.
+    Raises: CheckpointError if it cannot be created.
+    """
+    make_folder(path.parent)
+    create_file_once(path, "", mode=0o600)
+    for file in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        with contextlib.suppress(OSError):  # absent, or of another user
+            mode = stat.S_IMODE(file.stat().st_mode)
+            if mode & 0o077 and not mode & 0o020:
+                file.chmod(mode & 0o700)
+
+
 def move_into_place(source: Path, path: Path, *, once: bool = False) -> bool:
     """Rename a file that a library or a compiler wrote, after flushing it to the disk.
 

@@ -24,6 +24,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -49,21 +50,38 @@ class SessionFolder:
     """Folder of this process with a short path, because paths of sockets in it have at most 107 characters."""
 
     def __init__(self, prefix: str = RAY_PREFIX, root: Path | None = None) -> None:
-        """Create and lock the folder in `root`; None = the temporary folder. Raises: OSError if that fails."""
+        """Create and lock the folder in `root`; None = the temporary folder. Raises: OSError if that fails.
+
+        It is removed by `close`, and at the latest when this object or the process ends.
+        """
         self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getuid()}-", dir=root))
-        self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._lock = os.open(self.path / LOCK_FILE, flags, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except BaseException:
+            _remove_session_folder(self.path, 0.0)
+            raise
+        self._finalizer = weakref.finalize(
+            self, _close_folder, self.path, self._lock, os.getpid(), 0.0
+        )
 
     def close(self) -> None:
         """Remove the folder and its content; keep trying for a few seconds while others write to it."""
-        _remove_session_folder(self.path, REMOVAL_TIMEOUT_S)
-        self.release_lock()
+        if self._finalizer.detach() is not None:
+            _close_folder(self.path, self._lock, os.getpid(), REMOVAL_TIMEOUT_S)
 
     def release_lock(self) -> None:
-        """Release the lock, as the end of the process does."""
-        if self._lock >= 0:
+        """Release the lock and leave the folder, as a kill of the process does."""
+        if self._finalizer.detach() is not None:
             os.close(self._lock)
-        self._lock = -1
+
+
+def _close_folder(path: Path, lock: int, owner: int, seconds: float) -> None:
+    """Remove a folder and release its lock, unless this process is a fork of the owner."""
+    if os.getpid() == owner:
+        _remove_session_folder(path, seconds)
+        os.close(lock)
 
 
 def remove_stale_session_folders(prefix: str = RAY_PREFIX, root: Path | None = None) -> list[str]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import BackendError, CheckpointError, DataError, PosttrainError, SettingsError
+from rl_core.json_client import exempt_loopback_from_proxies
 from rl_core.storage.atomic_files import (
     make_folder,
     move_into_place,
@@ -155,6 +156,8 @@ def _create_database(path: Path) -> None:
         if not _copy_cached_tables(temporary):
             _create_tables(temporary)
             _cache_tables(temporary)
+        if not path.parent.stat().st_mode & 0o077:  # a folder that only this user may open
+            temporary.chmod(0o600)
         inject_fault("store.tables")
         if path.exists():
             aside = move_aside(path, f"{path.name}.half-made")
@@ -328,6 +331,7 @@ class TrackingStore:
 
     def import_mlflow(self) -> None:
         """Import MLflow, and its modules for sqlite stores, after setting its environment."""
+        exempt_loopback_from_proxies()
         for name, value in build_offline_environment().items():
             os.environ.setdefault(name, value)
         import mlflow

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -33,9 +34,14 @@ from posttrain.training_service.store import (
     RequestForgotten,
     SequenceIdReused,
     ServiceStore,
+    open_service_store,
 )
 from posttrain.web.errors import HTTPError
-from posttrain.web.server_setup import raise_open_file_limit, shorten_switch_interval
+from posttrain.web.server_setup import (
+    limit_connections,
+    raise_open_file_limit,
+    shorten_switch_interval,
+)
 from rl_core.errors import BackendError, PosttrainError, ServiceError
 from rl_core.settings import ServiceSettings
 
@@ -44,6 +50,7 @@ DROP_INTERVAL_SECONDS = 30.0
 LOG_CHECKPOINT_SECONDS = 2.0  # between two checkpoints of SQLite's log
 MAX_LOG_BYTES = 32 << 20  # SQLite's log is restarted beyond this size
 MAX_OPEN_FILES = 16_384  # each client that waits for a result holds a connection
+RESERVED_FILES = 256  # for the store and its log
 
 # Parts of the public interface that this service does not offer.
 _UNSUPPORTED_PATHS = {
@@ -147,17 +154,22 @@ def serve_http(settings: ServiceSettings) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises: SettingsError; BackendError if the store cannot be opened."""
     import uvicorn
 
-    raise_open_file_limit(MAX_OPEN_FILES)
+    limits = settings.server
+    num_files = raise_open_file_limit(max(MAX_OPEN_FILES, limits.max_connections + RESERVED_FILES))
+    max_connections = min(limits.max_connections, max(1, num_files - RESERVED_FILES))
+    http: Any = limit_connections(max_connections, limits.idle_seconds)
     shorten_switch_interval()
-    store = ServiceStore(settings.store_url)
+    store = open_service_store(settings)
     server = uvicorn.Server(
         uvicorn.Config(
             build_service_app(settings, store),
+            http=http,
             host=settings.server.host,
             port=settings.server.port,
             log_level="warning",
             access_log=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=max(1, int(limits.idle_seconds)),
+            backlog=2048,
             timeout_graceful_shutdown=3,
             lifespan="on",
         )

@@ -120,7 +120,8 @@ async def _accept_forward_backward(request: Request) -> Response:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != PROTOBUF_MEDIA_TYPE:
         raise HTTPError(415, f"forward_backward takes {PROTOBUF_MEDIA_TYPE} (SDK 0.25 and newer)")
-    payload = await read_request_payload(request, server.settings.server.max_body_bytes)
+    limits = server.settings.server
+    payload = await read_request_payload(request, limits.max_body_bytes, limits.body_seconds)
     rejection = payload.rejection_reason
     try:
         model_id, seq = read_request_header(payload.body, is_complete=not rejection)

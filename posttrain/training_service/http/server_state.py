@@ -196,7 +196,8 @@ def draw_seed() -> int:
 
 async def read_full_payload(server: ServiceServer, request: Request) -> bytes:
     """Read the bytes of a JSON body. Raises: HTTPError (413, 415)."""
-    payload = await read_request_payload(request, server.settings.server.max_body_bytes)
+    limits = server.settings.server
+    payload = await read_request_payload(request, limits.max_body_bytes, limits.body_seconds)
     if payload.rejection_reason:
         raise HTTPError(413, payload.rejection_reason)
     return payload.body

@@ -1,12 +1,13 @@
 """Durable state of the training service in SQLite (WAL) or PostgreSQL, through SQLAlchemy Core.
 
-records      rows as plain data, and the errors of acceptance
-tables       table definitions
-database     connections, transactions and the service's clock
-intake       the server's side of requests: accept, look up, wait, drop, cancel
-work_queue   the worker's side: ready, claim, finish, replay, snapshots
-directory    sessions, runs, samplers and checkpoints; API keys and audit
-overview     queue statistics, and a read-only view for pages
+records            rows as plain data, and the errors of acceptance
+tables             table definitions
+database           connections, transactions and the service's clock
+intake             the server's side of requests: accept, look up, wait, drop, cancel
+work_queue         the worker's side: ready, claim, finish, replay, snapshots
+waiting_requests   what waits, in the worker's memory
+directory          sessions, runs, samplers and checkpoints; API keys and audit
+overview           queue statistics, and a read-only view for pages
 
 `ServiceStore` combines them: everything that server and worker share.
 """
@@ -15,8 +16,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
-from posttrain.training_service.store.database import StoreDatabase, create_service_clock
+from posttrain.training_service.paths import ServiceFolder
+from posttrain.training_service.store.database import (
+    StoreDatabase,
+    create_service_clock,
+    find_sqlite_file,
+)
 from posttrain.training_service.store.directory import (
     DEFAULT_PROJECT,
     AccessControl,
@@ -40,6 +47,8 @@ from posttrain.training_service.store.records import (
     TrainingRunRecord,
 )
 from posttrain.training_service.store.work_queue import WorkQueue
+from rl_core.errors import SettingsError
+from rl_core.settings import ServiceSettings
 
 __all__ = [
     "DEFAULT_PROJECT",
@@ -55,6 +64,7 @@ __all__ = [
     "SamplerRecord",
     "SequenceIdReused",
     "ServiceStore",
+    "open_service_store",
     "SessionRecord",
     "StoredRequest",
     "TrainingRunRecord",
@@ -105,3 +115,26 @@ class ServiceStore(RequestIntake, WorkQueue, ResourceDirectory, AccessControl):
     def close(self) -> None:
         """Close all connections."""
         self._database.close_connections()
+
+
+def open_service_store(settings: ServiceSettings) -> ServiceStore:
+    """Open a service's store.
+
+    Raises: SettingsError for an invalid URL, or a store without a training run beside snapshots of runs: it is lost, or
+        another one; BackendError if the database does not answer.
+    """
+    snapshots = ServiceFolder(Path(settings.folder)).snapshots_root
+    num_runs = len(list(snapshots.glob("[!.]*"))) if snapshots.is_dir() else 0
+    advice = (
+        f"but {snapshots} holds snapshots of {num_runs} training runs; restore the store from a backup, or move "
+        f"{settings.folder} away to begin with an empty service"
+    )
+    file = find_sqlite_file(settings.store_url)
+    if num_runs and file is not None and not (file.is_file() and file.stat().st_size):
+        problem = "is empty" if file.is_file() else "does not exist"
+        raise SettingsError(f"store: {file} {problem}, {advice}")
+    store = ServiceStore(settings.store_url)
+    if num_runs and not store.list_runs(limit=1).total:
+        store.close()
+        raise SettingsError(f"store: it has no training run, {advice}")
+    return store

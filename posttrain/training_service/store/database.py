@@ -277,6 +277,20 @@ def _convert_database_errors() -> Iterator[None]:
         raise BackendError(f"the service's store: {' '.join(str(cause).split())}") from error
 
 
+def find_sqlite_file(url: str) -> Path | None:
+    """Return the file of a sqlite:///FILE URL; None for another URL."""
+    try:
+        parsed = sa.make_url(url)
+    except ArgumentError:
+        return None
+    is_file = parsed.get_backend_name() == "sqlite" and parsed.database not in (
+        None,
+        "",
+        ":memory:",
+    )
+    return Path(str(parsed.database)) if is_file else None
+
+
 def read_boot_id() -> str:
     """Return the id of the machine's current boot; "" if the system does not report it."""
     try:

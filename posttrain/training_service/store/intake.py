@@ -22,6 +22,7 @@ from posttrain.training_service.store.records import (
     RequestForgotten,
     SequenceIdReused,
     StoredRequest,
+    replace_unstorable,
     resolve_request_line,
 )
 from rl_core.errors import ServiceError
@@ -76,6 +77,18 @@ _UPDATE_TOUCHED = [
     .values(touched=sa.bindparam("now"))
     for table, name in ((_runs, _runs.c.model_id), (_samplers, _samplers.c.sampler_id))
 ]
+_CANCEL_REQUEST = (
+    _request_rows.update()
+    .where(_request_rows.c.request_id == sa.bindparam("id"))
+    .values(
+        state="cancelled",
+        error=sa.bindparam("cancel_error"),
+        category="user",
+        finished=sa.bindparam("now"),
+        finish_place=sa.bindparam("at"),
+        payload=b"",
+    )
+)
 _SELECT_REQUEST = sa.select(_request_rows).where(
     _request_rows.c.request_id == sa.bindparam("request_id")
 )
@@ -269,11 +282,6 @@ class _KeyLimits:
             for minute, number in self._accepted.items()
         ]
         self._connection.execute(_INSERT_ACCEPTED_COUNTS, rows)
-
-
-def next_finish_place(connection: sa.Connection) -> int:
-    """Return the next position in the order of finishing."""
-    return next_counter_value(connection, "finished")
 
 
 class RequestIntake:
@@ -476,17 +484,14 @@ def cancel_requests(connection: sa.Connection, condition: Any, error: str, now: 
     ids = connection.scalars(
         sa.select(_request_rows.c.request_id).where(condition).order_by(_request_rows.c.place)
     ).all()
-    for request_id in ids:
+    if ids:
+        last = next_counter_value(connection, "finished", len(ids))
+        values = {"cancel_error": replace_unstorable(error), "now": now}
         connection.execute(
-            _request_rows.update()
-            .where(_request_rows.c.request_id == request_id)
-            .values(
-                state="cancelled",
-                error=error,
-                category="user",
-                finished=now,
-                finish_place=next_finish_place(connection),
-                payload=b"",
-            )
+            _CANCEL_REQUEST,
+            [
+                {"id": request_id, "at": place, **values}
+                for place, request_id in enumerate(ids, last - len(ids) + 1)
+            ],
         )
     return len(ids)

@@ -6,8 +6,9 @@ import functools
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sqlalchemy as sa
@@ -19,41 +20,33 @@ from posttrain.training_service.store.database import (
     next_counter_value,
     record_latest_time,
 )
-from posttrain.training_service.store.intake import cancel_requests, parse_request_row
+from posttrain.training_service.store.intake import (
+    MAX_IDS_PER_STATEMENT,
+    cancel_requests,
+    parse_request_row,
+)
 from posttrain.training_service.store.records import ResultBody, StoredRequest, replace_unstorable
+from posttrain.training_service.store.waiting_requests import ReadyRequest, WaitingRequests
 from rl_core.errors import ServiceError
 from rl_core.storage.faults import inject_fault
 
 _requests, _runs = tables.requests, tables.runs
+CANCELLED_TOGETHER = 1000  # requests, in a transaction during which nobody else writes
 DEADLINE_PASSED_MESSAGE = "its deadline passed before it was started"
 
 # Built once, because building a statement costs more than running it.
-_SELECT_WAITING = (
-    sa.select(
-        _requests.c.request_id,
-        _requests.c.kind,
-        _requests.c.line,
-        _requests.c.target,
-        _requests.c.seq,
-        _requests.c.place,
-        _requests.c.deadline,
-        _requests.c.deaths,
-        sa.func.length(_requests.c.payload).label("size"),
-    )
-    .where(_requests.c.state == "waiting", _requests.c.place > sa.bindparam("after"))
-    .order_by(_requests.c.place)
-    .limit(sa.bindparam("most"))
-)
-_SELECT_CHAINS = (
-    sa.select(_requests.c.target, _requests.c.seq, _runs.c.next_seq, _requests.c.state)
-    .join(_runs, _runs.c.model_id == _requests.c.target)
+_SELECT_LOST_SESSIONS = (
+    sa.select(_runs.c.model_id)
+    .outerjoin(tables.sessions, tables.sessions.c.session_id == _runs.c.session_id)
     .where(
-        _requests.c.target.in_(sa.bindparam("targets", expanding=True)),
-        _requests.c.line == "training",
-        _requests.c.seq >= _runs.c.next_seq,
-        _requests.c.state.in_(("waiting", "running", "cancelled")),
+        _runs.c.model_id.in_(sa.bindparam("targets", expanding=True)),
+        tables.sessions.c.finished.is_not(None)
+        | (
+            (_runs.c.touched < sa.bindparam("silent_since"))
+            & (sa.func.coalesce(tables.sessions.c.touched, 0.0) < sa.bindparam("silent_since"))
+        ),
     )
-    .order_by(_requests.c.target, _requests.c.seq)
+    .order_by(_runs.c.model_id)
 )
 _MATCHES_IDS = _requests.c.request_id.in_(sa.bindparam("ids", expanding=True))
 _CLAIM_REQUESTS = (
@@ -83,19 +76,6 @@ _WRITE_OUTCOME = (
 _WRITE_OUTCOME_DROP_PAYLOAD = _WRITE_OUTCOME.values(payload=b"")  # nothing replays it
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyRequest:
-    """Request that may be computed now, without its contents."""
-
-    request_id: str
-    kind: str
-    target: str
-    seq: int
-    place: int
-    size: int  # bytes of the payload
-    deaths: int = 0  # number of workers that crashed while computing it
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutcome:
     """End of a request, and the changes committed with it."""
@@ -114,60 +94,69 @@ class WorkQueue:
     def __init__(self, database: StoreDatabase, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
 
+    @cached_property
+    def _waiting(self) -> WaitingRequests:
+        return WaitingRequests()
+
     def list_ready_requests(self, limit: int = 1024) -> list[ReadyRequest]:
         """List requests that may be computed, in the order of acceptance.
 
         Training requests are included only if no earlier number of their run is missing, and in the order of their
-        numbers. Requests whose deadline has passed are cancelled. Ready requests are listed even if any number of older
-        requests wait behind a gap.
+        numbers. Requests whose deadline has passed are cancelled. Each owner gets an equal part of the list, so no
+        number of requests of one hides those of another. Only changes since the last call are read from the store.
         """
-        now, page_size = self._clock(), 8 * limit
-        rows: list[sa.Row[Any]] = []
-        chains: dict[str, list[int]] = {}
         with self._database.read_transaction() as connection:
-            while True:
-                last_place = rows[-1].place if rows else -1
-                page = connection.execute(
-                    _SELECT_WAITING, {"most": page_size, "after": last_place}
-                ).all()
-                rows += page
-                late = [
-                    row.request_id
-                    for row in page
-                    if row.deadline is not None and row.deadline <= now
-                ]
-                targets = {row.target for row in page if row.line == "training"}
-                chains |= self._find_ready_chains(connection, targets - chains.keys())
-                ready = _sort_by_chain(rows, chains)
-                if late or ready or len(page) < page_size:
-                    break
-        if late:
+            self._waiting.read_changes(connection)
+        if late := self._waiting.list_late(self._clock()):
             with self._database.write_transaction() as connection:
-                is_late = _requests.c.request_id.in_(late) & (_requests.c.state == "waiting")
-                cancel_requests(connection, is_late, DEADLINE_PASSED_MESSAGE, now)
-            return self.list_ready_requests(limit)
-        return [
-            ReadyRequest(
-                row.request_id, row.kind, row.target, row.seq, row.place, row.size or 0, row.deaths
-            )
-            for row in ready[:limit]
-        ]
+                for start in range(0, len(late), MAX_IDS_PER_STATEMENT):
+                    ids = late[start : start + MAX_IDS_PER_STATEMENT]
+                    is_late = _requests.c.request_id.in_(ids) & (_requests.c.state == "waiting")
+                    cancel_requests(connection, is_late, DEADLINE_PASSED_MESSAGE, self._clock())
+            with self._database.read_transaction() as connection:
+                self._waiting.read_changes(connection)
+        return self._waiting.list_ready(limit)
 
-    @staticmethod
-    def _find_ready_chains(connection: sa.Connection, targets: set[str]) -> dict[str, list[int]]:
-        """Find the waiting numbers that follow each run's newest computed request without a gap.
+    def cancel_blocked_requests(self, silent_seconds: float) -> int:
+        """Cancel requests behind a gap in their run's numbers if their session can no longer fill it.
 
-        Cancelled ones are no gap.
+        Args:
+            silent_seconds: how long an unfinished session may be silent: no heartbeat and no request of the run.
+        Returns: the number of cancelled requests.
         """
-        rows = connection.execute(_SELECT_CHAINS, {"targets": sorted(targets)}) if targets else ()
-        chains: dict[str, list[int]] = {target: [] for target in targets}
-        ends: dict[str, int] = {}
-        for target, seq, next_seq, state in rows:
-            if seq == ends.setdefault(target, next_seq):
-                ends[target] += 1
-                if state == "waiting":
-                    chains[target].append(seq)
-        return chains
+        now = self._clock()
+        with self._database.read_transaction() as connection:
+            self._waiting.read_changes(connection)
+            blocked = self._waiting.list_blocked()
+            over: list[str] = []
+            names = sorted(blocked)
+            for start in range(0, len(names), MAX_IDS_PER_STATEMENT):
+                part = {"targets": names[start : start + MAX_IDS_PER_STATEMENT]}
+                rows = connection.execute(
+                    _SELECT_LOST_SESSIONS, {**part, "silent_since": now - silent_seconds}
+                )
+                over += rows.scalars()
+        num_cancelled = 0
+        for target in over:
+            error = (
+                f"seq_id {blocked[target]} of {target} never arrived, and the session has ended or is silent; "
+                "requests after it were cancelled"
+            )
+            is_blocked = (
+                (_requests.c.target == target)
+                & (_requests.c.line == "training")
+                & (_requests.c.state == "waiting")
+                & (_requests.c.seq > blocked[target])
+            )
+            first = sa.select(_requests.c.request_id).where(is_blocked).limit(CANCELLED_TOGETHER)
+            num_new = CANCELLED_TOGETHER
+            while num_new == CANCELLED_TOGETHER:
+                with self._database.write_transaction() as connection:
+                    num_new = cancel_requests(
+                        connection, _requests.c.request_id.in_(first), error, now
+                    )
+                num_cancelled += num_new
+        return num_cancelled
 
     def claim_requests(self, request_ids: Iterable[str]) -> list[StoredRequest]:
         """Mark those requests that still wait as running; return them in the order of acceptance."""
@@ -176,6 +165,7 @@ class WorkQueue:
             return []
         with self._database.write_transaction("later") as connection:
             rows = connection.execute(_CLAIM_REQUESTS, {"ids": ids, "now": self._clock()}).all()
+        self._waiting.remove_claimed(rows)
         inject_fault("service.claimed")
         return sorted((parse_request_row(row) for row in rows), key=lambda request: request.place)
 
@@ -185,6 +175,7 @@ class WorkQueue:
         Args:
             count_death: count a crash of the worker against them.
         """
+        self._waiting.invalidate()
         with self._database.write_transaction() as connection:
             return connection.execute(
                 _requests.update()
@@ -353,26 +344,6 @@ class WorkQueue:
             removed = connection.execute(_requests.delete().where(is_removable)).rowcount
             record_latest_time(connection, now)
         return forgotten, removed
-
-
-def _sort_by_chain(
-    rows: Sequence[sa.Row[Any]], chains: Mapping[str, Sequence[int]]
-) -> list[sa.Row[Any]]:
-    """Return ready rows in order, with the requests of each run sorted by number.
-
-    A request that arrived late takes the position of the first, so truncating the list never separates a request from
-    its predecessors.
-
-    Args:
-        chains: computable numbers of each run, in order. A chain ends at the first number without a row.
-    """
-    training_rows = {(row.target, row.seq): row for row in rows if row.line == "training"}
-    turns: dict[str, Iterator[sa.Row[Any]]] = {}
-    for target, chain in chains.items():
-        keys = itertools.takewhile(training_rows.__contains__, [(target, seq) for seq in chain])
-        turns[target] = iter([training_rows[key] for key in keys])
-    ready = [row if row.line != "training" else next(turns[row.target], None) for row in rows]
-    return [row for row in ready if row is not None]
 
 
 def _format_outcome(outcome: RequestOutcome, place: int, now: float) -> dict[str, Any]:

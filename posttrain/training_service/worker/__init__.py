@@ -1,7 +1,8 @@
 """Worker of the training service: the process that owns the engine and computes.
 
 engine_process     process loop, shutdown by signals, housekeeping
-request_execution  choice of the requests of a round; engine calls and their answers
+fair_rounds        the requests of a round, and each owner's part of it
+request_execution  engine calls and their answers
 loaded_runs        runs in memory: snapshots, replay, eviction
 loaded_samplers    samplers in memory
 saved_weights      saved paths, and the parts shared by all modules

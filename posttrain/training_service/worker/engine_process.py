@@ -16,10 +16,11 @@ from types import FrameType
 
 from flows.runtime.stopping import bound_shutdown_time
 from posttrain.training_service.paths import ServiceFolder
-from posttrain.training_service.store import ServiceStore
+from posttrain.training_service.store import ServiceStore, open_service_store
+from posttrain.training_service.worker.fair_rounds import FairRounds
 from posttrain.training_service.worker.loaded_runs import LoadedRuns
 from posttrain.training_service.worker.loaded_samplers import LoadedSamplers
-from posttrain.training_service.worker.request_execution import RequestExecutor, select_round
+from posttrain.training_service.worker.request_execution import RequestExecutor
 from posttrain.training_service.worker.run_tracking import (
     CheckpointRegistrar,
     MlflowRuns,
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 HOUSEKEEPING_SECONDS = 30.0
 IDLE_WAIT_SECONDS = 1.0  # longest wait for a request before snapshots and housekeeping are checked
+SILENT_SESSION_SECONDS = 3600.0  # then what waits behind a missing request of it is cancelled
 RETRY_SECONDS = 1.0  # after an error of the store
 # exit code if time ran out before all runs were saved (EX_TEMPFAIL of sysexits.h)
 EXIT_NOT_SAVED = 75
@@ -72,6 +74,8 @@ class Housekeeping:
         self._store.expire_results(
             result_seconds=settings.result_seconds, memory_seconds=settings.memory_seconds
         )
+        if cancelled := self._store.cancel_blocked_requests(SILENT_SESSION_SECONDS):
+            log.info("%d requests behind a missing one cancelled; their sessions ended", cancelled)
         removed = self._weights.delete_expired_weights()
         for path in removed:
             self._samplers.detach_samplers(path)
@@ -91,15 +95,16 @@ class EngineProcess:
         self._store = store
         self._folder = ServiceFolder(Path(settings.folder).resolve())
         engine = TrainingEngine(settings.engine, settings.references, settings.reference_models)
-        self._max_requests = settings.worker.batch_requests
-        self._max_runs = settings.engine.max_runs
+        self._rounds = FairRounds(settings.worker.batch_requests, settings.engine.max_runs)
         weights = WeightsStorage(engine, store, self._folder, settings.worker)
         context = WorkerContext(engine, store, self._folder, weights, settings)
         self._runs, self._samplers = LoadedRuns(context), LoadedSamplers(context)
         self._runs.on_unload = self._release_run
         trackers = MlflowRuns(settings, self._folder.root, store)
         self._metrics = RunMetrics(settings, self._folder.root, trackers)
-        self._executor = RequestExecutor(context, self._runs, self._samplers, self._metrics)
+        self._executor = RequestExecutor(
+            context, self._runs, self._samplers, self._metrics, self._rounds
+        )
         self._housekeeping = Housekeeping(context, self._runs, self._samplers)
         self._registrar = CheckpointRegistrar(context, trackers)
         # Not an Event: waiting for it would block the signal handler that sets it.
@@ -161,7 +166,7 @@ class EngineProcess:
         counter = self._store.read_change_counter()
         if ready := self._store.list_ready_requests():
             num_computed = self._executor.execute_round(
-                select_round(ready, self._max_requests, self._max_runs), lambda: self._is_stopping
+                self._rounds.select_round(ready), lambda: self._is_stopping
             )
         else:
             num_computed = 0
@@ -186,7 +191,7 @@ def run_worker(settings: ServiceSettings) -> int:
         _collect_signals() as (received, callbacks),
     ):
         # A signal may arrive while this waits for the database.
-        store = ServiceStore(settings.store_url)
+        store = open_service_store(settings)
         process = EngineProcess(settings, store)
         callbacks.append(process.request_stop)
         if received:

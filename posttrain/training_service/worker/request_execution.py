@@ -1,4 +1,4 @@
-"""Execution of requests in rounds: selection of the requests of a round, engine calls, and storage of the answers.
+"""Execution of requests in rounds (`fair_rounds` selects them): engine calls, and storage of the answers.
 
 A round computes, in this order: the next request of every run that is not a forward_backward, together with new
 samplers, where optimizer updates of all runs form one batch; then the next forward_backward requests of every run in
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from posttrain.training_service.commands import (
 from posttrain.training_service.paths import is_tinker_path
 from posttrain.training_service.store import ResultBody, StoredRequest
 from posttrain.training_service.store.records import resolve_request_line
-from posttrain.training_service.store.work_queue import ReadyRequest, RequestOutcome
+from posttrain.training_service.store.work_queue import RequestOutcome
 from posttrain.training_service.wire.codec import decode_request, encode_result
+from posttrain.training_service.worker.fair_rounds import ExecutionRound, FairRounds
 from posttrain.training_service.worker.loaded_runs import LoadedRuns
 from posttrain.training_service.worker.loaded_samplers import LoadedSamplers
 from posttrain.training_service.worker.run_tracking import RunMetrics
@@ -46,82 +47,9 @@ from rl_core.storage.faults import inject_fault
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 64 << 20  # size of the payloads of one batch; the engine splits them into passes
 MAX_ATTEMPTS = 5  # after which a request fails, and the others continue
-# A request that caused this many crashes is computed alone, because it may be the reason.
-DEATHS_BEFORE_ISOLATION = 3
 # Kills from outside hit any request, some repeatedly; a request that takes all memory kills every worker.
 MAX_WORKER_DEATHS = 24
-# deaths of workers after which a request is computed by itself: it may be the reason
-DEATHS_BEFORE_ISOLATION = 3
-
-
-@dataclass(slots=True)
-class ExecutionRound:
-    """Request ids of the four steps of a round, each in the order of acceptance."""
-
-    single: list[str] = field(default_factory=list)  # computed one by one
-    updates: list[str] = field(default_factory=list)  # optim_step, together
-    passes: list[str] = field(default_factory=list)  # forward_backward, together
-    samples: list[str] = field(default_factory=list)  # together
-
-
-def select_round(ready: Iterable[ReadyRequest], max_requests: int, max_runs: int) -> ExecutionRound:
-    """Select the requests of one round.
-
-    Args:
-        ready: in the order of acceptance, without gaps within a run (`WorkQueue.list_ready_requests`).
-        max_requests: requests in a batch.
-        max_runs: runs that fit into memory.
-    """
-    chains: dict[str, list[ReadyRequest]] = {}
-    selected, samples = ExecutionRound(), []
-    for request in ready:
-        if resolve_request_line(request.kind) == "training":
-            chains.setdefault(request.target, []).append(request)
-        elif request.kind == "sample":
-            samples.append(request)
-        else:
-            selected.single.append(request.request_id)
-    passes: list[ReadyRequest] = []
-    for chain in list(chains.values())[:max_runs]:
-        chain.sort(key=lambda request: request.seq)
-        first, start = chain[0], 0
-        if first.kind != "forward_backward":
-            is_batched = first.kind == "optim_step" and first.deaths < DEATHS_BEFORE_ISOLATION
-            (selected.updates if is_batched else selected.single).append(first.request_id)
-            start = 1
-        for request in chain[start:]:
-            if request.kind != "forward_backward":
-                break
-            passes.append(request)
-    selected.passes = _limit_batch(_sort_by_turn(passes), max_requests)
-    selected.samples = _limit_batch(samples, max_requests)
-    return selected
-
-
-def _sort_by_turn(passes: Sequence[ReadyRequest]) -> list[ReadyRequest]:
-    """Sort by turn: the first pass of every run, then the second of every run, so a long queue delays no other run."""
-    turns: dict[str, int] = {}
-    ranked = []
-    for request in passes:
-        turns[request.target] = turns.get(request.target, -1) + 1
-        ranked.append((turns[request.target], request.place, request))
-    return [request for _, _, request in sorted(ranked, key=lambda entry: entry[:2])]
-
-
-def _limit_batch(requests: Sequence[ReadyRequest], max_requests: int) -> list[str]:
-    """Return as many requests as a batch may hold, at least one. Suspects of crashes are computed alone."""
-    batch: list[str] = []
-    size = 0
-    for request in requests[:max_requests]:
-        size += request.size
-        if batch and (size > BATCH_BYTES or request.deaths >= DEATHS_BEFORE_ISOLATION):
-            break
-        batch.append(request.request_id)
-        if request.deaths >= DEATHS_BEFORE_ISOLATION:
-            break
-    return batch
 
 
 class RequestExecutor:
@@ -133,12 +61,14 @@ class RequestExecutor:
         runs: LoadedRuns,
         samplers: LoadedSamplers,
         metrics: RunMetrics,
+        rounds: FairRounds,
     ) -> None:
         self._engine = context.engine
         self._store = context.store
         self._folder = context.folder
         self._weights = context.weights
         self._runs, self._samplers, self._metrics = runs, samplers, metrics
+        self._rounds = rounds  # to which the time of computing is reported
         # of requests that a store or disk error interrupted
         self._num_attempts: dict[str, int] = {}
 
@@ -169,6 +99,7 @@ class RequestExecutor:
         return num_answered
 
     def _execute_single(self, request: StoredRequest) -> None:
+        started_at = time.perf_counter()
         try:
             self._store.sync_to_disk()  # folders must not be ahead of requests and answers in the store
             outcome = self._execute_command(request)
@@ -176,6 +107,7 @@ class RequestExecutor:
             outcome = self._build_failed_outcome(request, error)
         # Synced, because folders are created and deleted with it.
         self._finish_requests([(request, outcome)], synced=True)
+        self._record_seconds([(request, outcome)], started_at)
         if isinstance(outcome.answer, ServiceError):
             return
         if request.kind == "load_weights":
@@ -315,6 +247,7 @@ class RequestExecutor:
             ensure_loaded: loads a target into memory without evicting the others.
             build_outcome: of a request, its answer, and the seconds of the call.
         """
+        begun_at = time.perf_counter()
         targets = {request.target for request in requests}
         outcomes: dict[str, RequestOutcome] = {}
         valid: list[tuple[StoredRequest, Any]] = []
@@ -338,8 +271,21 @@ class RequestExecutor:
                 outcomes[request.request_id] = build_outcome(request, answer, seconds)
             except Exception as error:
                 outcomes[request.request_id] = self._build_failed_outcome(request, error)
-        self._finish_requests(
-            [(request, outcomes[request.request_id]) for request in requests], synced=False
+        pairs = [(request, outcomes[request.request_id]) for request in requests]
+        self._finish_requests(pairs, synced=False)
+        self._record_seconds(pairs, begun_at)
+
+    def _record_seconds(
+        self, pairs: Sequence[tuple[StoredRequest, RequestOutcome]], started_at: float
+    ) -> None:
+        """Report the time of a batch; bytes of requests and answers stand for their parts of the work."""
+        sizes = [
+            len(request.payload)
+            + (len(outcome.answer.body) if isinstance(outcome.answer, ResultBody) else 0)
+            for request, outcome in pairs
+        ]
+        self._rounds.record_seconds(
+            [request for request, _ in pairs], sizes, time.perf_counter() - started_at
         )
 
     def _finish_requests(

@@ -28,6 +28,7 @@ from rl_core.errors import BackendError, PosttrainError, ServiceError
 from rl_core.service.results import rename_metrics_for_trackers
 from rl_core.settings import ServiceSettings
 from rl_core.settings.services import check_sink_installed
+from rl_core.storage.atomic_files import make_folder, protect_database
 from rl_core.storage.faults import inject_fault
 from rl_core.trackers import BackgroundTracker
 from rl_core.tracking import SilentTracker, replace_invalid_characters
@@ -111,10 +112,19 @@ class MlflowRuns:
             "service.owner": "" if run is None else run.owner,
         }
         tracking = Tracking(self._settings.mlflow or None, self._root, EXPERIMENT)
+        if tracking.uri == tracking.store.default_uri:
+            self._protect_store()
         folder = self._root / "tracking" / model_id
         return tracking.start_run(
             model_id, folder, tags=tags, params=facts, wait_s=0.0, interval_s=DELIVERY_SECONDS
         )
+
+    def _protect_store(self) -> None:
+        """Let only this user read the store in the service's folder: API keys guard what it holds."""
+        folder = make_folder(self._root / "mlflow")
+        folder.chmod(0o700)
+        if (database := folder / "mlflow.db").exists():
+            protect_database(database)
 
 
 class MlflowRunTracker(SilentTracker):

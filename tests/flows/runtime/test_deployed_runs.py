@@ -101,6 +101,18 @@ def test_nothing_is_imported_before_the_refusal(declares, monkeypatch, tmp_path)
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*the old name works:FutureWarning")
+def test_former_names_of_settings_are_the_same_settings(declares):
+    """Declared under a former name, set by a run under that of today, and the other way round."""
+    former, present = (
+        {**DECLARED, "stages": {**DECLARED["stages"], name: {}}} for name in ("own", "custom")
+    )
+    for declared, run in ((former, present), (present, former), (former, former)):
+        assert declares(run, declared=declared).stages.custom == {}
+    with pytest.raises(SettingsError, match="may not change name;"):
+        declares(present, ["name=other"], declared=former)
+
+
 def test_the_operator_may_allow_more(declares, monkeypatch):
     changes = ["name=other", "model.path=other/model"]
     with pytest.raises(

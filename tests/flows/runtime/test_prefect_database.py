@@ -4,12 +4,14 @@ import errno
 import os
 import shutil
 import sqlite3
+import stat
 from contextlib import closing
 
 import pytest
 from helpers.prefect_tables import create_migrated_database, rows
 
 from flows.runtime.embedded_server import (
+    _prepare_database,
     build_migration_environment,
     cache_tables,
     copy_cached_tables,
@@ -125,3 +127,33 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):
     home = tmp_path / "home"
     assert not copy_cached_tables(home, {})
     assert list(home.iterdir()) == []
+
+
+def read_mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_database_behind_the_password_is_this_users_alone(tmp_path, cache):
+    """It was readable by everybody: with the cached tables, without them, and when Prefect created it."""
+    previous = os.umask(0o022)
+    try:
+        _prepare_database(tmp_path / "first", {})
+        create_migrated_database(tmp_path / "one")
+        (tmp_path / "one/prefect.db-wal").touch(0o644)
+        assert cache_tables(tmp_path / "one", {})
+        for home in ("one", "copied"):
+            _prepare_database(tmp_path / home, {})
+        with closing(sqlite3.connect(tmp_path / "first/prefect.db")) as database:
+            database.execute("CREATE TABLE a (b)")  # an empty file becomes a database
+        _prepare_database(tmp_path / "elsewhere", {"PREFECT_SERVER_DATABASE_HOST": "db"})
+        shared = create_migrated_database(tmp_path / "shared")
+        shared.chmod(0o664)
+        _prepare_database(tmp_path / "shared", {})
+    finally:
+        os.umask(previous)
+    for home in ("first", "one", "copied"):
+        assert read_mode(tmp_path / home / "prefect.db") == 0o600, home
+    assert read_mode(tmp_path / "one/prefect.db-wal") == 0o600
+    assert rows(tmp_path / "copied/prefect.db", "alembic_version") == ["abc"]
+    assert read_mode(shared) == 0o664, "a group shares it on purpose"
+    assert not (tmp_path / "elsewhere").exists()

@@ -19,7 +19,7 @@ from flows.sweep.trial_process import (
     refuse_insufficient_memory,
     select_visible_device,
 )
-from rl_core.errors import SettingsError, Stopped, WorkerFailed
+from rl_core.errors import CheckpointError, SettingsError, Stopped, WorkerFailed
 from rl_core.machine_memory import measure_free_memory
 from rl_core.storage.checkpoint import CheckpointStore
 from tasks.config import dump_settings
@@ -48,6 +48,15 @@ def build_environment(**variables):
 
 def make_worker(log, stop, **variables):
     return TrialWorker(log, lambda: LocalTrialProcess(log, build_environment(**variables)), stop)
+
+
+def test_a_trial_that_cannot_start_leaves_no_open_file(tmp_path):
+    (tmp_path / "taken").write_text("a file where the log's folder should be")
+    num_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match="File exists"):
+            LocalTrialProcess(tmp_path / "taken" / "log", build_environment())
+    assert len(os.listdir("/proc/self/fd")) == num_files
 
 
 def make_job(settings, home, **changes):

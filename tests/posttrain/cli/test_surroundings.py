@@ -176,3 +176,40 @@ def test_texts_of_models_and_environments_are_wrapped_and_escaped(tmp_path, monk
         lines = capsys.readouterr().out.splitlines()
         assert "\\x1b[2J" in lines[0] and "\x1b" not in "".join(lines), command
         assert max(map(len, lines)) <= 60 and len(lines) > 3, command
+
+
+@pytest.mark.parametrize("command", ["run demo", "serve demo", "service up"])
+def test_too_few_open_files_are_refused_before_anything_starts(tmp_path, command):
+    """A run hung: its Prefect server could not accept a connection."""
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -n 16; exec "$PYTHON" -m posttrain {command}'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable},
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "posttrain: the limit of open files is 16, and at least 128 are needed; raise it (ulimit -n)\n",
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_low_limit_of_open_files_is_raised_where_the_system_permits():
+    body = "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    code = (
+        PROGRAM.replace("BODY", body)
+        .replace('["runs"]', '["profile", "demo"]')
+        .replace("runs", "profile")
+    )
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -S -n 40; exec "$PYTHON" -c "$CODE" '],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "CODE": code},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "128\n", "")

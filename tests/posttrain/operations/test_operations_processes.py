@@ -113,6 +113,29 @@ def test_second_sigterm_kills_immediately(tmp_path):
     assert not any(process.is_alive for process in ids)
 
 
+# On SIGTERM the first thread ends, as early in the exit of a large process; the others live on for a second.
+SLOW_EXIT = """
+import ctypes, os, signal, sys, threading, time
+SYS_EXIT = 60 if os.uname().machine == "x86_64" else 93
+def end_slowly(number, frame):
+    threading.Thread(target=lambda: (time.sleep(1.0), os._exit(143))).start()
+    ctypes.CDLL(None).syscall(SYS_EXIT, 0)
+signal.signal(signal.SIGTERM, end_slowly)
+print(os.getpid(), os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+def test_the_exit_code_is_that_of_the_server_although_its_first_thread_ends_before(tmp_path):
+    """Such a process looks like a zombie; `service up` then said that not every run was saved, at every stop."""
+    command = [sys.executable, "-c", SLOW_EXIT]
+    keeper = spawn_server(command, dict(os.environ), tmp_path, tmp_path / "log", soft=20, grace=20)
+    (server, _) = read_process_ids(tmp_path / "log")
+    keeper.terminate()
+    assert keeper.wait(30) == 143
+    assert not server.is_alive
+
+
 def test_children_end_with_their_server(tmp_path):
     keeper, ids = start_keeper(tmp_path, "sys.stdout.flush(); time.sleep(0.5); sys.exit(7)")
     assert keeper.wait(30) == 7

@@ -150,6 +150,25 @@ def test_server_that_never_answers_is_ended(world):
     assert world.signals == [signal.SIGTERM]
 
 
+def test_a_crash_after_a_hang_is_described_by_its_exit(world):
+    """The words of the hang stayed in the state and were repeated after every later crash."""
+    server, state = world.server, world.server.state
+    world.answers = True
+    server.step(0.0)
+    server.step(1.0)
+    world.answers = False
+    server.step(200.0)
+    assert state.message == "did not answer for 120 s"
+    world.processes[-1].returncode = 128 + signal.SIGTERM
+    server.step(201.0)
+    assert (state.phase, state.message) == ("waiting", "did not answer for 120 s")
+    server.step(210.0)
+    assert len(world.processes) == 2
+    world.processes[-1].returncode = 3
+    server.step(211.0)
+    assert state.message == "ended with exit code 3"
+
+
 def test_taken_port_is_awaited(world, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]

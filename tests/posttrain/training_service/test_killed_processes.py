@@ -21,16 +21,16 @@ def run_crash_test(folder, *options):
 INTERRUPTED_WORKER = """
 import os, signal, sys
 from pathlib import Path
-from posttrain.training_service.store import ServiceStore
+from posttrain.training_service.store import open_service_store
 from posttrain.training_service.worker import engine_process
 from helpers.service_load import settings_of
 
-class StoreThatIsInterrupted(ServiceStore):
-    def __init__(self, url):
-        super().__init__(url)
-        os.kill(os.getpid(), signal.SIGTERM)
+def open_and_interrupt(settings):
+    store = open_service_store(settings)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return store
 
-engine_process.ServiceStore = StoreThatIsInterrupted
+engine_process.open_service_store = open_and_interrupt
 sys.exit(engine_process.run_worker(settings_of(Path(sys.argv[1]), Path(sys.argv[2]))))
 """
 

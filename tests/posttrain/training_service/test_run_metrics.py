@@ -1,14 +1,17 @@
 """Metrics of training runs from the engine's answers: which reach trackers, and that none fails a request."""
 
+import os
 import threading
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from posttrain.training_service.worker import run_tracking
 from posttrain.training_service.worker.run_tracking import MlflowRuns, RunMetrics
 from rl_core.errors import BackendError, SettingsError
 from rl_core.settings import ServiceSettings
+from tasks.tracking.store import ensure_database
 
 
 def test_an_update_is_a_step_with_the_means_of_its_passes(tmp_path):
@@ -158,3 +161,31 @@ def test_settings_of_sinks_and_alerts_are_checked():
         ServiceSettings(sinks=("promotheus",))
     with pytest.raises(SettingsError, match=r"alerts\.policy/ref_kl: 'high' is not a condition"):
         ServiceSettings(alerts={"policy/ref_kl": "high"})
+
+
+def test_the_store_in_the_services_folder_is_the_services_alone(tmp_path, monkeypatch):
+    """API keys guard what it holds; it was readable by everybody on the machine."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(
+        run_tracking.Tracking, "start_run", lambda tracking, *parts, **options: tracking
+    )
+    previous = os.umask(0o022)
+    try:
+        runs = run_tracking.MlflowRuns(ServiceSettings(), tmp_path, SilentStore())
+        store = runs._start_run("run-1").store
+        store.import_mlflow()
+        ensure_database(store.uri)
+        file = tmp_path / "mlflow" / "mlflow.db"
+        assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        file.chmod(0o644)  # of an earlier version
+        runs._start_run("run-1")
+        assert file.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(previous)
+
+
+class SilentStore:
+    """A store that knows no run."""
+
+    def find_run(self, model_id):
+        return None

@@ -146,3 +146,26 @@ def test_errors_show_the_last_line_of_a_server_that_does_not_start(tmp_path):
         EnvironmentFault, match=r"cannot be used: .*; last line on stderr: .*no_such_package"
     ):
         acting.episode(0, "all").reset()
+
+
+def test_a_server_that_writes_garbage_gives_one_warning(caplog):
+    """The package logged a traceback for every line."""
+    code = (
+        "import runpy, sys, threading, time\n"
+        "def write():\n"
+        "    while True: print('loading 50%', flush=True); time.sleep(0.02)\n"
+        "threading.Thread(target=write, daemon=True).start()\n"
+        f"sys.argv = [{SERVER!r}]; runpy.run_path({SERVER!r}, run_name='__main__')"
+    )
+    acting = Prompts(
+        ROWS,
+        mcp={"noisy": {"command": [sys.executable, "-c", code], "env": PATHS}},
+        verifier="exact",
+    )
+    for _ in range(2):
+        episode = acting.episode(0, "all")
+        assert episode.step(call("add", numbers=[5])).messages[0]["content"] == "5"
+        episode.close()
+    texts = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    assert [text for text in texts if "MCP server 'noisy' writes lines" in text] == texts[:1]
+    assert len(texts) == 1

@@ -224,3 +224,25 @@ def test_standby_replaces_a_crashed_process(make_supervised, tmp_path, request):
     assert process.process is spare_process and standby.process is None
     step_until(process, lambda: process.is_up, "the standby's heartbeat")
     assert (tmp_path / "standby.log").read_text().startswith("worker")
+
+
+def test_a_standby_that_does_not_take_its_role_is_ended(tmp_path):
+    """It closed its socket; process and socket were forgotten but lived on."""
+    code = (
+        "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[1])); s.send(b'r'); s.close();"
+        "time.sleep(600)"
+    )
+    num_files = len(os.listdir("/proc/self/fd"))
+    standby = StandbyProcess([sys.executable, "-S", "-c", code], tmp_path / "standby.log")
+    standby.ensure_started()
+    process = standby.process
+    try:
+        deadline = time.monotonic() + 20
+        while standby.process is not None and time.monotonic() < deadline:
+            assert standby.claim_process("worker") is None
+            time.sleep(0.05)
+        assert standby.process is None and process.poll() is not None
+        assert len(os.listdir("/proc/self/fd")) == num_files
+    finally:
+        process.kill()
+        process.wait()

@@ -95,3 +95,34 @@ def test_a_killed_owners_folder_is_removed_and_a_living_ones_stays(tmp_path: Pat
     assert list(tmp_path.iterdir()) == [living.path]
     living.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_nobody_closed_ends_with_its_object_or_process(tmp_path: Path) -> None:
+    session = SessionFolder(root=tmp_path)
+    (session.path / "version-1").mkdir()
+    num_files = len(os.listdir("/proc/self/fd"))
+    del session
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == num_files - 1
+    code = (
+        "import os, sys; from pathlib import Path; from rl_core.storage.session_resources import SessionFolder\n"
+        "session = SessionFolder(root=Path(sys.argv[1])); (session.path / 'a').write_text('b')\n"
+        "if child := os.fork(): os.waitpid(child, 0); print(session.path.exists())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    assert result.stdout == "True\n", "a forked child removed its parent's folder"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_a_lock_file_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(session_resources.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="no locks"):
+        SessionFolder(root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
