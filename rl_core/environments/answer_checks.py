@@ -7,7 +7,6 @@ A verifier takes the text of an action, the right answer as text and the episode
 from __future__ import annotations
 
 import dataclasses
-import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,7 +17,13 @@ from typing import Any, ClassVar
 import regex
 
 from rl_core.data.model_text import TimeLimitedPattern, strip_thought
-from rl_core.environments.calculator import extract_solution_final, parse_single_number
+from rl_core.environments.calculator import extract_solution_final
+from rl_core.environments.number_values import (
+    FoundValue,
+    find_last_value,
+    find_marked_value,
+    read_value,
+)
 from rl_core.environments.optional_packages import require_package
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool, ChildTimeout
 from rl_core.errors import DataError, SettingsError, suggest_name
@@ -31,7 +36,6 @@ from rl_core.settings import (
 )
 from rl_core.settings.rewards import AnswerLocation
 
-_NUMBER = re.compile(r"[-+−]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")  # noqa: RUF001
 _FENCE = "```"
 MAX_PATTERNS = 1024  # compiled patterns kept in memory
 
@@ -60,6 +64,10 @@ class AnswerCheck(ABC):
             if columns
             else f"verifier '{self.name}' reads the column '{self.column}', but the environment's episodes are no rows"
         )
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Check a target and its row before any answer. Raises: DataError for what `score_action` would refuse."""
+        self._read_target(target, row)
 
     @property
     def needs_target(self) -> bool:
@@ -111,14 +119,31 @@ class NumericCheck(AnswerCheck):
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """Return 1 for equal numbers, else 0."""
-        target_text = self._read_target(target, row)
-        expected = _parse_last_number(extract_solution_final(target_text) or target_text)
-        if expected is None:
-            raise DataError(f"verifier 'numeric': the target {target_text[:60]!r} holds no number")
-        number = _parse_last_number(extract_answer(text, self._settings.find))
-        if number is None:
+        expected = self._read_expected_value(target, row)
+        found = _find_answer_value(text, self._settings.find)
+        if found is None:
             return 0.0
-        return float(abs(number - expected) <= Fraction(self._settings.tolerance) * abs(expected))
+        right, tolerance = [expected.value], Fraction(self._settings.tolerance)
+        if expected.is_percent and not found.is_percent:
+            right.append(expected.value / 100)
+        elif found.is_percent and not expected.is_percent:
+            right.append(expected.value * 100)
+        return float(any(abs(found.value - value) <= tolerance * abs(value) for value in right))
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Refuse a target that is not one number, see `AnswerCheck`."""
+        self._read_expected_value(target, row)
+
+    def _read_expected_value(self, target: str, row: Mapping[str, Any]) -> FoundValue:
+        text = self._read_target(target, row)
+        answer = extract_solution_final(text) or _extract_boxed_answer(text) or text
+        value = read_value(answer)
+        if value is None:
+            raise DataError(
+                f"verifier 'numeric': the target {answer[:60]!r} is not one number; write it as 0.75, 3/4, 1 1/2 or "
+                "2^10, or use the verifier 'math' or 'exact'"
+            )
+        return value
 
 
 class RegexCheck(AnswerCheck):
@@ -303,9 +328,18 @@ def _extract_marked_answer(text: str, marker: str) -> str | None:
     if marker == "last_line":
         return text.splitlines()[-1].strip() if text else ""
     if marker == "last_number":
-        numbers = _NUMBER.findall(text)
-        return numbers[-1] if numbers else None
+        found = find_last_value(text)
+        return found.text if found else None
     return text
+
+
+def _find_answer_value(text: str, find: AnswerLocation) -> FoundValue | None:
+    """Return the number of an answer: of a marked one all of it if that is a number, else the last number."""
+    answer = extract_answer(text, "whole" if find == "last_number" else find)
+    is_marked = find in ("tag", "boxed", "hashes") or (
+        find == "auto" and answer != strip_thought(text).strip()
+    )
+    return find_marked_value(answer) if is_marked else read_value(answer) or find_last_value(answer)
 
 
 def _extract_boxed_answer(text: str) -> str | None:
@@ -318,16 +352,6 @@ def _extract_boxed_answer(text: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
             return text[start + len(r"\boxed{") : index].strip()
-    return None
-
-
-def _parse_last_number(text: str) -> Fraction | None:
-    """Return the last number of a text: '$1,234.50' -> 2469/2, '1e3' -> 1000; None without one."""
-    for number in reversed(_NUMBER.findall(re.sub(r"[$€£¥]\s*", "", text))):
-        mantissa, _, exponent = number.lower().partition("e")
-        digits = parse_single_number(mantissa)
-        if digits is not None:
-            return Fraction(digits) * Fraction(10) ** int(exponent or 0)
     return None
 
 

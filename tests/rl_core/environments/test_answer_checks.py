@@ -70,7 +70,7 @@ def test_a_column_takes_the_place_of_the_target():
     ("name", "target", "message"),
     [
         ("exact", "", "has no target to compare with"),
-        ("numeric", "many", "'many' holds no number"),
+        ("numeric", "many", "'many' is not one number"),
         ("regex", "a(b", "'a[(]b' is no regular expression"),
     ],
 )
