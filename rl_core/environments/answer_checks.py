@@ -18,6 +18,7 @@ import regex
 
 from rl_core.data.model_text import TimeLimitedPattern, strip_thought
 from rl_core.environments.calculator import extract_solution_final
+from rl_core.environments.code_tests import ProgramTests, read_program_tests
 from rl_core.environments.number_values import (
     FoundValue,
     find_last_value,
@@ -256,12 +257,12 @@ class MathCheck(_ChildProcessCheck):
 
 
 class CodeCheck(_ChildProcessCheck):
-    """A program and its tests: statements that must not raise, or inputs with expected outputs."""
+    """A program and its tests, see `environments.code_tests`."""
 
     name = "code"
     _script = "code_child.py"
     _probe = (
-        {"program": "x = 1", "tests": ["assert x == 1"]},
+        ProgramTests(steps=[("assert x == 1", True)]).build_request("x = 1"),
         {"passed": [True], "timed_out": False},
     )
 
@@ -272,16 +273,27 @@ class CodeCheck(_ChildProcessCheck):
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """Return the share of tests that pass, or 1 if all do; timed_out counts programs that ran out of time."""
-        tests = _read_row_tests(row, self.column)
-        reply = self._request_child(
-            {"program": _extract_program(strip_thought(text)), "tests": tests}
-        )
+        tests = self._read_tests(row)
+        reply = self._request_child(tests.build_request(_extract_program(strip_thought(text))))
         if reply is None:
             return 0.0
         if reply["timed_out"]:
             self._count_event("timed_out")
         passed = sum(reply["passed"])
-        return passed / len(tests) if self._partial else float(passed == len(tests))
+        return passed / tests.num_tests if self._partial else float(passed == tests.num_tests)
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Refuse tests in no known form, and tests that every program passes, see `AnswerCheck`."""
+        self._read_tests(row)
+
+    def _read_tests(self, row: Mapping[str, Any]) -> ProgramTests:
+        try:
+            return read_program_tests(row.get(self.column), row)
+        except DataError as error:
+            raise DataError(
+                f"verifier 'code': the tests in column '{self.column}' of the row of "
+                f"{str(row.get('prompt', ''))[:60]!r} cannot be used: {error}"
+            ) from None
 
 
 ANSWER_CHECKS: dict[str, tuple[type[Any], type[Any]]] = {
@@ -363,23 +375,3 @@ def _extract_program(text: str) -> str:
         return text
     _language, _, program = text[start + len(_FENCE) : end].partition("\n")
     return program
-
-
-def _read_row_tests(row: Mapping[str, Any], column: str) -> list[Any]:
-    """Return the tests of a row: statements, or inputs with outputs. Raises: DataError."""
-    tests = row.get(column)
-    tests = [tests] if isinstance(tests, str) else tests
-    if isinstance(tests, list) and tests:
-        if all(isinstance(test, str) for test in tests):
-            return tests
-        if all(
-            isinstance(t, Mapping)
-            and isinstance(t.get("input"), str)
-            and isinstance(t.get("output"), str)
-            for t in tests
-        ):
-            return [{"input": test["input"], "output": test["output"]} for test in tests]
-    raise DataError(
-        f"verifier 'code': the column '{column}' of the row of {str(row.get('prompt', ''))[:60]!r} must hold Python "
-        'statements (text, or a list of texts) or [{"input": text, "output": text}]'
-    )
