@@ -164,7 +164,19 @@ class RegexCheck(AnswerCheck):
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """Return 1 for a match, else 0; a match that takes too long scores 0 and is counted in timed_out."""
-        pattern = self._settings.pattern or self._read_target(target, row)
+        compiled = self._compile_pattern(self._settings.pattern or self._read_target(target, row))
+        timed_out = compiled.timed_out
+        matches = compiled.matches_text(strip_thought(text), match_entire_text=self._settings.whole)
+        if compiled.timed_out > timed_out:
+            self._count_event("timed_out")
+        return float(matches)
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Refuse a row without a pattern that compiles, see `AnswerCheck`."""
+        if self._settings.pattern is None:
+            self._compile_pattern(self._read_target(target, row))
+
+    def _compile_pattern(self, pattern: str) -> TimeLimitedPattern:
         if pattern not in self._patterns:
             if len(self._patterns) >= MAX_PATTERNS:
                 self._patterns.clear()
@@ -174,12 +186,7 @@ class RegexCheck(AnswerCheck):
                 raise DataError(
                     f"verifier 'regex': {pattern[:60]!r} is no regular expression: {error}"
                 ) from None
-        compiled = self._patterns[pattern]
-        timed_out = compiled.timed_out
-        matches = compiled.matches_text(strip_thought(text), match_entire_text=self._settings.whole)
-        if compiled.timed_out > timed_out:
-            self._count_event("timed_out")
-        return float(matches)
+        return self._patterns[pattern]
 
 
 class _ChildProcessCheck(AnswerCheck):

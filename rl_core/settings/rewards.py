@@ -94,7 +94,8 @@ class CodeSettings(Settings):
 
     column: str = setting(
         "tests",
-        doc='column of tests: Python statements as text or a list of them, or [{"input": ..., "output": ...}]',
+        doc="column of tests: Python statements, pytest or unittest tests, HumanEval's check, pairs of input and "
+        "output, calls of fn_name with inputs and outputs; as values or as JSON text",
     )
     partial: bool = setting(
         False, doc="reward the share of tests that pass; default: 1 if all pass, else 0"
