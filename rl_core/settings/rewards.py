@@ -19,7 +19,8 @@ _FIND_DOC = (
     "where the answer is in the text after the thought: tag (<answer>...</answer>), boxed (\\boxed{...}), hashes "
     "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that occurs, else whole"
 )
-_SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
+# The default until the pattern was replaced by a reader of scores; recorded settings still hold it.
+FORMER_SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
 _COLUMN_DOC = "column of the right answer; default: the environment's target"
 
 
@@ -109,7 +110,10 @@ class CodeSettings(Settings):
 class JudgeSettings(Settings):
     """Judge: a model behind an OpenAI-compatible URL that scores answers."""
 
-    url: str | None = setting(None, doc="URL of the server, such as http://127.0.0.1:8000/v1")
+    url: str | None = setting(
+        None,
+        doc="base URL of the server, such as http://127.0.0.1:8000/v1; /v1 is added to one without a path",
+    )
     model: str | None = setting(None, doc="the server's name for the model")
     prompt: str = setting(
         "Question:\n{prompt}\n\nReference answer:\n{target}\n\nAnswer to grade:\n{completion}\n\n"
@@ -119,12 +123,20 @@ class JudgeSettings(Settings):
     system: str = setting("", doc="system message of the judge")
     lowest: float = setting(0.0, doc="score that becomes reward 0")
     highest: float = setting(10.0, doc="score that becomes reward 1")
-    pattern: str = setting(
-        _SCORE_PATTERN,
-        doc="regular expression whose first group is the score; its last match counts",
+    pattern: str | None = setting(
+        None,
+        doc="regular expression whose first group is the score, in the text after the thought; its last match counts. "
+        "Default: the last number after 'score:'",
     )
-    max_tokens: int = setting(512, ge=1, doc="length of a judgement")
-    temperature: float = setting(0.0, ge=0, doc="temperature of the judge")
+    max_tokens: int = setting(
+        512,
+        ge=1,
+        doc="length of a judgement; a longer one is cut and does not count. Sent as max_completion_tokens to models "
+        "that take only that",
+    )
+    temperature: float = setting(
+        0.0, ge=0, doc="temperature of the judge; left out for models that refuse it"
+    )
     concurrency: int = setting(8, ge=1, le=256, doc="concurrent requests")
     timeout_s: float = setting(
         60.0, gt=0, doc="time limit of one request in seconds, even if the answer arrives slowly"
@@ -147,7 +159,7 @@ class JudgeSettings(Settings):
         """Check that the scale is not empty and the pattern has a group."""
         if self.lowest >= self.highest:
             raise SettingsError(f"lowest: {self.lowest} must be below highest {self.highest}")
-        if self.pattern == _SCORE_PATTERN:
+        if self.pattern in (None, FORMER_SCORE_PATTERN):
             return
         import regex  # imported here as in `check_pattern`
 
