@@ -139,7 +139,12 @@ class TestCode:
         if not has_assertion:
             raise DataError(f"{name} asserts nothing, so every program passes")
         if not any(self._tests_program(node) for node, _ in nodes):
-            raise DataError(f"{name} calls nothing of the program")
+            hint = (
+                ""
+                if self._function
+                else "; if its function is named like a builtin, set entry_point"
+            )
+            raise DataError(f"{name} calls nothing of the program{hint}")
         if not any(is_effective and _can_fail(node) for node, is_effective in nodes):
             raise DataError(f"{name} cannot fail: its assertions hold for every program")
         return True

@@ -272,6 +272,7 @@ def _list_function_calls(tree: ast.Module, code: TestCode, function: str) -> lis
                 raise DataError(
                     "they define check(candidate) and never call it; name the function in the column entry_point"
                 )
+            _parse_source(f"check({function})", 1, 1)
             code.add_program_name([*node.args.posonlyargs, *node.args.args][0].arg)
             calls.append(_TestCall("check", f"check({function})", node.body))
         elif node.name.startswith("test"):

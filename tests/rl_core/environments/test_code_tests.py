@@ -122,6 +122,21 @@ def test_the_forms_of_tests(code, tests, wrong, right):
     assert code.score_action(right, "", row) == 1.0
 
 
+def test_functions_named_like_builtins_and_methods(code):
+    row = {"tests": ["assert sum(10, 15) == 6"]}
+    with pytest.raises(DataError, match="if its function is named like a builtin, set entry_point"):
+        code.check_row("", row)
+    row["entry_point"] = "sum"
+    assert code.score_action("def sum(a, b): return 6", "", row) == 1.0
+    assert code.score_action("def sum(a, b): return 7", "", row) == 0.0
+    row = {"tests": CHECK, "entry_point": "Solution().add"}  # as LeetCode's
+    program = "class Solution:\n    def add(self, a, b): return a + b"
+    assert code.score_action(program, "", row) == 1.0
+    assert code.score_action(program.replace("+", "-"), "", row) == 0.0
+    with pytest.raises(DataError, match="neither Python nor JSON"):
+        code.check_row("", {"tests": CHECK, "entry_point": "a b"})
+
+
 def test_shares_count_tests_only(partial):
     small = "def add(a, b): return 3"
     for tests, share in (
