@@ -9,7 +9,7 @@ import regex
 
 from rl_core.data.model_text import strip_thought
 from rl_core.settings import JudgeSettings
-from rl_core.settings.rewards import FORMER_SCORE_PATTERN
+from rl_core.settings.rewards import DEFAULT_SCORE_PATTERN
 
 MATCH_TIMEOUT_S = 1.0
 _CUT_REASONS = frozenset({"length", "max_tokens", "content_filter", "abort", "error", "timeout"})
@@ -54,7 +54,7 @@ def read_reply(answer: Any) -> tuple[str, str | None]:
 def read_score(reply: str, settings: JudgeSettings) -> float:
     """Return the score in a reply, after its thought, scaled to (score - lowest) / (highest - lowest).
 
-    Without a pattern it is the last number after 'score:' or 'score =', else one that stands as 'score 7' on a line of
+    With the default pattern it is the last number after 'score:' or 'score =', else one that stands as 'score 7' on a line of
     its own, else one in 'score is 7'. Raises: ValueError without a score within the scale.
     """
     text = strip_thought(reply).translate(_MINUS_SIGNS)
@@ -73,7 +73,7 @@ def read_score(reply: str, settings: JudgeSettings) -> float:
 
 def _find_score(text: str, settings: JudgeSettings) -> str | None:
     """Return the score's text; None without one. Raises: TimeoutError; ValueError for another scale."""
-    if settings.pattern not in (None, FORMER_SCORE_PATTERN):
+    if settings.pattern != DEFAULT_SCORE_PATTERN:
         pattern = regex.compile(settings.pattern)
         found = [match[1] for match in pattern.finditer(text, timeout=MATCH_TIMEOUT_S)]
         return found[-1] if found else None

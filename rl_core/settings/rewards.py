@@ -19,8 +19,8 @@ _FIND_DOC = (
     "where the answer is in the text after the thought: tag (<answer>...</answer>), boxed (\\boxed{...}), hashes "
     "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that occurs, else whole"
 )
-# The default until the pattern was replaced by a reader of scores; recorded settings still hold it.
-FORMER_SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
+# Stands for the reader of scores in `rewards.judge_replies`, which reads more than the pattern says.
+DEFAULT_SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
 _COLUMN_DOC = "column of the right answer; default: the environment's target"
 
 
@@ -123,10 +123,10 @@ class JudgeSettings(Settings):
     system: str = setting("", doc="system message of the judge")
     lowest: float = setting(0.0, doc="score that becomes reward 0")
     highest: float = setting(10.0, doc="score that becomes reward 1")
-    pattern: str | None = setting(
-        None,
+    pattern: str = setting(
+        DEFAULT_SCORE_PATTERN,
         doc="regular expression whose first group is the score, in the text after the thought; its last match counts. "
-        "Default: the last number after 'score:'",
+        "The default stands for the last number after 'score:', with its sign and exponent",
     )
     max_tokens: int = setting(
         512,
@@ -159,7 +159,7 @@ class JudgeSettings(Settings):
         """Check that the scale is not empty and the pattern has a group."""
         if self.lowest >= self.highest:
             raise SettingsError(f"lowest: {self.lowest} must be below highest {self.highest}")
-        if self.pattern in (None, FORMER_SCORE_PATTERN):
+        if self.pattern == DEFAULT_SCORE_PATTERN:
             return
         import regex  # imported here as in `check_pattern`
 

@@ -12,7 +12,6 @@ from rl_core.errors import RewardError, SettingsError
 from rl_core.rewards.judge_replies import read_score
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import JudgeSettings, RewardSettings
-from rl_core.settings.rewards import FORMER_SCORE_PATTERN
 
 
 class Server(ThreadingHTTPServer):
@@ -309,9 +308,8 @@ SCORES = [
 
 
 @pytest.mark.parametrize(("scale", "reply", "score"), SCORES)
-@pytest.mark.parametrize("pattern", [None, FORMER_SCORE_PATTERN])
-def test_the_score_of_a_reply(scale, reply, score, pattern):
-    settings = JudgeSettings(lowest=scale[0], highest=scale[1], pattern=pattern)
+def test_the_score_of_a_reply(scale, reply, score):
+    settings = JudgeSettings(lowest=scale[0], highest=scale[1])
     if score is None:
         with pytest.raises(ValueError, match="score"):
             read_score(reply, settings)
