@@ -54,8 +54,8 @@ def read_reply(answer: Any) -> tuple[str, str | None]:
 def read_score(reply: str, settings: JudgeSettings) -> float:
     """Return the score in a reply, after its thought, scaled to (score - lowest) / (highest - lowest).
 
-    With the default pattern it is the last number after 'score:' or 'score =', else one that stands as 'score 7' on a line of
-    its own, else one in 'score is 7'. Raises: ValueError without a score within the scale.
+    With the default pattern it is the last number after 'score:' or 'score =', else one that stands as 'score 7' on a
+    line of its own, else one in 'score is 7'. Raises: ValueError without a score within the scale.
     """
     text = strip_thought(reply).translate(_MINUS_SIGNS)
     lowest, highest = settings.lowest, settings.highest
