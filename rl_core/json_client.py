@@ -1,6 +1,7 @@
 """Client for JSON servers over HTTP: single requests, and connections that stay open.
 
-`fetch_json` sends one request, `post_with_retries` repeats it. `JsonConnections` keeps connections to one server alive
+`fetch_json` sends one request, `post_with_retries` repeats it, `post_adapted` leaves out what an OpenAI-compatible
+server's model does not take. `JsonConnections` keeps connections to one server alive
 for any number of threads and can close all of them at once. Common to all: loopback addresses are never requested
 through a proxy, a timeout is that of a whole attempt from the connection to the last byte, and failures are
 `RequestError`s.
@@ -22,7 +23,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from rl_core.errors import BackendError
 
@@ -44,12 +45,17 @@ MAX_RETRY_WAIT_S = 60.0  # between two attempts
 CONNECT_TIMEOUT_S = 60.0  # for a connection to be made, which `close` cannot interrupt
 _TRANSIENT_STATUSES = {408, 409, 425, 429}  # and 500 or above: another attempt may succeed
 _UNAVAILABLE_STATUSES = (408, 425, 502, 503, 504)  # a later request may succeed
+_PARAMETER_STATUSES = (400, 422)  # a parameter that the server's model does not take
 _STALE_CONNECTION_ERRORS = (
     http.client.RemoteDisconnected,
     ConnectionResetError,
     BrokenPipeError,
     http.client.CannotSendRequest,
 )
+
+# Parameters that an address and model do not take, by what the server said.
+_refused_parameters: dict[tuple[str, str], frozenset[str]] = {}
+_refused_parameters_lock = threading.Lock()
 
 
 class RequestError(BackendError):
@@ -363,7 +369,11 @@ def _extract_error_message(data: bytes) -> str:
     with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
         content = json.loads(text)
         error = content.get("error", content.get("detail", text))
-        return str(error.get("message", error) if isinstance(error, dict) else error)
+        if not isinstance(error, dict):
+            return str(error)
+        message, parameter = str(error.get("message", error)), error.get("param")
+        is_named = not isinstance(parameter, str) or parameter in message
+        return message if is_named else f"{message} ({parameter})"
     return text
 
 
@@ -373,14 +383,6 @@ class RequestLimits(NamedTuple):
     timeout_s: float  # of one attempt, from the connection to the last byte
     retries: int
     retry_delay_s: float  # doubled with each retry
-
-
-def build_v1_address(url: str, path: str) -> str:
-    """Build the address of an OpenAI-compatible end point, for a base with or without /v1."""
-    base = url.rstrip("/")
-    if not base.endswith("/v1"):
-        base += "/v1"
-    return f"{base}/{path}"
 
 
 def post_with_retries(
@@ -420,3 +422,72 @@ def post_with_retries(
             backoff_s = limits.retry_delay_s * 2 ** (attempts - 1)
             stop.wait(min(MAX_RETRY_WAIT_S, max(wait_s, backoff_s)))
     raise BackendError(f"{url} did not answer in {attempts} tries (the last: {problem})")
+
+
+def build_openai_address(url: str, path: str) -> str:
+    """Build the address of an end point of a base address.
+
+    '/v1' is added to a base without a path; any other path, as '/v1beta/openai' or Azure's '/openai/deployments/NAME',
+    is taken as it is, with its query. A base that already ends in the end point is the address.
+    """
+    parts = urlsplit(url.strip())
+    base = parts.path.rstrip("/") or "/v1"
+    full = base if base.endswith(f"/{path}") else f"{base}/{path}"
+    return urlunsplit(parts._replace(path=full))
+
+
+def post_adapted(
+    url: str,
+    body: Mapping[str, Any],
+    limits: RequestLimits,
+    *,
+    parse_response: Callable[[Any], T],
+    headers: Mapping[str, str] | None = None,
+    stop: threading.Event | None = None,
+) -> T:
+    """Send a chat completion without the parameters that its model does not take; see `post_with_retries`.
+
+    If the server refuses a request and names `max_tokens` or `temperature`, it is sent once more with
+    `max_completion_tokens`, or without temperature. What then worked is used for later requests to this address and
+    model.
+    """
+    key = (url, str(body.get("model")))
+    with _refused_parameters_lock:
+        refused = _refused_parameters.get(key, frozenset())
+    while True:
+        try:
+            response = post_with_retries(
+                url,
+                _drop_parameters(body, refused),
+                limits,
+                parse_response=parse_response,
+                headers=headers,
+                stop=stop,
+            )
+        except BackendError as error:
+            named = _find_refused_parameters(error, body) - refused
+            if not named:
+                raise
+            logger.warning("%s refuses %s; sending without", url, " and ".join(sorted(named)))
+            refused |= named
+            continue
+        if refused:
+            with _refused_parameters_lock:
+                _refused_parameters[key] = refused
+        return response
+
+
+def _find_refused_parameters(error: BackendError, body: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parameters of a request that a server's refusal names."""
+    cause = error.__cause__
+    if not isinstance(cause, RequestError) or cause.status not in _PARAMETER_STATUSES:
+        return frozenset()
+    names = frozenset(("max_tokens", "temperature"))
+    return frozenset(name for name in names if name in body and name in cause.reason)
+
+
+def _drop_parameters(body: Mapping[str, Any], refused: frozenset[str]) -> dict[str, Any]:
+    adapted = {name: value for name, value in body.items() if name not in refused}
+    if "max_tokens" in refused:
+        adapted["max_completion_tokens"] = body["max_tokens"]
+    return adapted

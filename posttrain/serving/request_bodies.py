@@ -8,14 +8,24 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from posttrain.serving.errors import ServingHTTPError
 from posttrain.web.request_body import describe_first_error
+from rl_core.settings.common import MIN_TEMPERATURE
 
 B = TypeVar("B", bound=BaseModel)
+
+
+def _refuse_tiny_temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"must be 0 or at least {MIN_TEMPERATURE:g}")
+    return value
+
+
 ShortText = Annotated[str, Field(max_length=1000)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Temperature = Annotated[FiniteFloat, Field(ge=0, le=5), AfterValidator(_refuse_tiny_temperature)]
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -143,7 +153,7 @@ class ChatBody(_StrictBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=5)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -188,7 +198,7 @@ class CompletionBody(_StrictBody):
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] = 16
     n: Annotated[int, Field(ge=1)] = 1
     stream: Literal[False] = False
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=5)] = 1.0
+    temperature: Temperature = 1.0
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0

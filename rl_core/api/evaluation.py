@@ -52,7 +52,11 @@ def evaluate(
     """
     settings = settings or EvaluationSettings()
     environment, _ = resolve_environment(environment, prompts, prompts, system)
-    reward_spec = parse_reward(reward) if reward is not None else None
+    rewards = None
+    if reward is not None:
+        reward_spec = parse_reward(reward)
+        rewards = RewardOrchestrator(reward_spec.weights, functions=reward_spec.functions)
+        rewards.check_rows(environment.iter_target_rows())
     policy = load_policy(model)
     check_prompt_lengths(environment, policy.renderer, policy.context, ["heldout"])
     settings = resolve_defaults(settings, policy.kind, policy.context)
@@ -72,9 +76,8 @@ def evaluate(
     )
     if not isinstance(environment, Prompts):
         result.held_out = _describe_heldout_levels(environment, result)
-    if reward_spec is None:
+    if rewards is None:
         return result
-    rewards = RewardOrchestrator(reward_spec.weights, functions=reward_spec.functions)
     return _apply_rewards(result, rewards)
 
 
@@ -98,6 +101,8 @@ def evaluate_heldout(
         raise SettingsError(
             "rewards: curiosity and coherence need a model in training; leave them out"
         )
+    if rewards is not None:
+        rewards.check_rows(environment.iter_target_rows())
 
     def run_evaluation(samples: int, sampling: SamplingSettings) -> Evaluation:
         result = play_episodes(

@@ -5,6 +5,7 @@ Rows with prompts from files: JSON Lines, a JSON array, Parquet, CSV, a folder o
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fnmatch
 import functools
@@ -14,8 +15,8 @@ import logging
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class Records:
     problems: list[RowProblem]
     digest: str  # SHA-256 of the file, regardless of max_rows
     lines: list[int] = field(default_factory=list)  # line or row number of each usable row
+    numbers: Sequence[int] = ()  # of each usable row among those read, from 1
     formats: Counter[str] = field(default_factory=Counter)  # rows by format; "" = not recognised
     unread_columns: set[str] = field(default_factory=set)  # columns that the formats do not use
     # Usable rows that copy or contradict an earlier one; of demonstrations and preferences only
@@ -248,6 +250,7 @@ def _read_checked_rows(
         numbers.append(records.num_rows)
         rows.append(row)
         records.lines.append(line)
+    records.numbers = numbers
     if not records.num_rows:
         raise DataError(f"{name}: holds no row")
     if records.unread_columns:
@@ -302,7 +305,11 @@ def _compute_source_digest(source: RowSource, rows: Sequence[Row]) -> str:
 
 
 def report_row_problems(
-    source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_row: str
+    source: str,
+    problems: Sequence[RowProblem],
+    num_rows: int,
+    on_bad_row: str,
+    advice: str = "Fix them, or skip them with on_bad_row: skip",
 ) -> None:
     """Raise or log, by `on_bad_row`, if some of the `num_rows` rows of `source` are unusable.
 
@@ -321,7 +328,7 @@ def report_row_problems(
     if unlisted := sum(map(len, list(groups.values())[_MAX_LISTED_PROBLEMS:])):
         listed += f"\n  and {unlisted} more"
     if on_bad_row == "stop":
-        raise RecordsError(f"{count}:{listed}\nFix them, or skip them with on_bad_row: skip")
+        raise RecordsError(f"{count}:{listed}\n{advice}")
     if len(problems) == num_rows:
         raise RecordsError(f"{count}, so none is left:{listed}")
     _logger.warning("%s and are skipped:%s", count, listed)
@@ -352,6 +359,7 @@ def _drop_refused_rows(
     usable = [place for place, reason in enumerate(reasons) if not reason]
     records.rows = select_rows(records.rows, usable)
     records.lines = [records.lines[place] for place in usable]
+    records.numbers = array("q", (numbers[place] for place in usable))
 
 
 _KINDS_BY_VALIDATOR: dict[Callable[[Row], Row], RowKind] = {
@@ -374,6 +382,28 @@ class PromptRows:
     num_skipped: int = 0
     files: list[str] = field(default_factory=list)
     digest: str = ""
+    numbers: array[int] = field(default_factory=lambda: array("q"))  # of each row, from 1
+    starts: list[tuple[int, str]] = field(default_factory=list)  # first row of each file
+    # What verifiers said of the rows, by verifier; rows are cached, so each is asked once.
+    refused: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    def describe_place(self, index: int) -> str:
+        """Return file and number of a row: the line of a JSONL file, else the row."""
+        name = [file for first, file in self.starts if first <= index][-1]
+        return f"{name}{self.numbers[index]}"
+
+    def drop_rows(self, dropped: Collection[int]) -> PromptRows:
+        """Return a copy without some rows, which count as skipped."""
+        usable = [index for index in range(len(self.rows)) if index not in dropped]
+        starts = [(bisect.bisect_left(usable, first), file) for first, file in self.starts]
+        return replace(
+            self,
+            rows=[self.rows[index] for index in usable],
+            numbers=array("q", (self.numbers[index] for index in usable)),
+            starts=starts,
+            num_skipped=self.num_skipped + len(dropped),
+            refused={},
+        )
 
 
 def read_prompt_rows(
@@ -410,6 +440,11 @@ def read_prompt_rows(
         records = read_prompts(
             _load_prompt_column(file, prompt), on_bad_row=on_bad_row, max_rows=left
         )
+        has_lines = bool(records.lines and records.lines[0]) and file.suffix == ".jsonl"
+        prompt_rows.starts.append(
+            (len(prompt_rows.rows), f"{file}{':' if has_lines else ': row '}")
+        )
+        prompt_rows.numbers.extend(records.lines if has_lines else records.numbers)
         prompt_rows.rows += records.rows
         prompt_rows.num_rows += records.num_rows
         prompt_rows.num_skipped += records.num_skipped

@@ -7,7 +7,6 @@ A verifier takes the text of an action, the right answer as text and the episode
 from __future__ import annotations
 
 import dataclasses
-import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,7 +15,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rl_core.data.model_text import TimeLimitedPattern, strip_thought
-from rl_core.environments.calculator import extract_solution_final, parse_single_number
+from rl_core.environments.calculator import extract_solution_final
+from rl_core.environments.code_tests import ProgramTests, read_program_tests
+from rl_core.environments.number_values import (
+    FoundValue,
+    find_last_value,
+    find_marked_value,
+    read_value,
+)
 from rl_core.environments.optional_packages import require_package
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool, ChildTimeout
 from rl_core.errors import DataError, SettingsError, suggest_name
@@ -29,7 +35,6 @@ from rl_core.settings import (
 )
 from rl_core.settings.rewards import AnswerLocation
 
-_NUMBER = re.compile(r"[-+−]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")  # noqa: RUF001
 _FENCE = "```"
 MAX_PATTERNS = 1024  # compiled patterns kept in memory
 
@@ -58,6 +63,10 @@ class AnswerCheck(ABC):
             if columns
             else f"verifier '{self.name}' reads the column '{self.column}', but the environment's episodes are no rows"
         )
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Check a target and its row before any answer. Raises: DataError for what `score_action` would refuse."""
+        self._read_target(target, row)
 
     @property
     def needs_target(self) -> bool:
@@ -109,14 +118,31 @@ class NumericCheck(AnswerCheck):
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """Return 1 for equal numbers, else 0."""
-        target_text = self._read_target(target, row)
-        expected = _parse_last_number(extract_solution_final(target_text) or target_text)
-        if expected is None:
-            raise DataError(f"verifier 'numeric': the target {target_text[:60]!r} holds no number")
-        number = _parse_last_number(extract_answer(text, self._settings.find))
-        if number is None:
+        expected = self._read_expected_value(target, row)
+        found = _find_answer_value(text, self._settings.find)
+        if found is None:
             return 0.0
-        return float(abs(number - expected) <= Fraction(self._settings.tolerance) * abs(expected))
+        right, tolerance = [expected.value], Fraction(self._settings.tolerance)
+        if expected.is_percent and not found.is_percent:
+            right.append(expected.value / 100)
+        elif found.is_percent and not expected.is_percent:
+            right.append(expected.value * 100)
+        return float(any(abs(found.value - value) <= tolerance * abs(value) for value in right))
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Refuse a target that is not one number, see `AnswerCheck`."""
+        self._read_expected_value(target, row)
+
+    def _read_expected_value(self, target: str, row: Mapping[str, Any]) -> FoundValue:
+        text = self._read_target(target, row)
+        answer = extract_solution_final(text) or _extract_boxed_answer(text) or text
+        value = read_value(answer)
+        if value is None:
+            raise DataError(
+                f"verifier 'numeric': the target {answer[:60]!r} is not one number; write it as 0.75, 3/4, 1 1/2 or "
+                "2^10, or use the verifier 'math' or 'exact'"
+            )
+        return value
 
 
 class RegexCheck(AnswerCheck):
@@ -136,7 +162,19 @@ class RegexCheck(AnswerCheck):
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """Return 1 for a match, else 0; a match that takes too long scores 0 and is counted in timed_out."""
-        pattern = self._settings.pattern or self._read_target(target, row)
+        compiled = self._compile_pattern(self._settings.pattern or self._read_target(target, row))
+        timed_out = compiled.timed_out
+        matches = compiled.matches_text(strip_thought(text), match_entire_text=self._settings.whole)
+        if compiled.timed_out > timed_out:
+            self._count_event("timed_out")
+        return float(matches)
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Refuse a row without a pattern that compiles, see `AnswerCheck`."""
+        if self._settings.pattern is None:
+            self._compile_pattern(self._read_target(target, row))
+
+    def _compile_pattern(self, pattern: str) -> TimeLimitedPattern:
         if pattern not in self._patterns:
             if len(self._patterns) >= MAX_PATTERNS:
                 self._patterns.clear()
@@ -144,12 +182,7 @@ class RegexCheck(AnswerCheck):
                 self._patterns[pattern] = TimeLimitedPattern(pattern)
             except SettingsError as error:
                 raise DataError(f"verifier 'regex': {error}") from None
-        compiled = self._patterns[pattern]
-        timed_out = compiled.timed_out
-        matches = compiled.matches_text(strip_thought(text), match_entire_text=self._settings.whole)
-        if compiled.timed_out > timed_out:
-            self._count_event("timed_out")
-        return float(matches)
+        return self._patterns[pattern]
 
 
 class _ChildProcessCheck(AnswerCheck):
@@ -227,12 +260,12 @@ class MathCheck(_ChildProcessCheck):
 
 
 class CodeCheck(_ChildProcessCheck):
-    """A program and its tests: statements that must not raise, or inputs with expected outputs."""
+    """A program and its tests, see `environments.code_tests`."""
 
     name = "code"
     _script = "code_child.py"
     _probe = (
-        {"program": "x = 1", "tests": ["assert x == 1"]},
+        ProgramTests(steps=[("assert x == 1", True)]).build_request("x = 1"),
         {"passed": [True], "timed_out": False},
     )
 
@@ -243,16 +276,27 @@ class CodeCheck(_ChildProcessCheck):
 
     def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """Return the share of tests that pass, or 1 if all do; timed_out counts programs that ran out of time."""
-        tests = _read_row_tests(row, self.column)
-        reply = self._request_child(
-            {"program": _extract_program(strip_thought(text)), "tests": tests}
-        )
+        tests = self._read_tests(row)
+        reply = self._request_child(tests.build_request(_extract_program(strip_thought(text))))
         if reply is None:
             return 0.0
         if reply["timed_out"]:
             self._count_event("timed_out")
         passed = sum(reply["passed"])
-        return passed / len(tests) if self._partial else float(passed == len(tests))
+        return passed / tests.num_tests if self._partial else float(passed == tests.num_tests)
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Refuse tests in no known form, and tests that every program passes, see `AnswerCheck`."""
+        self._read_tests(row)
+
+    def _read_tests(self, row: Mapping[str, Any]) -> ProgramTests:
+        try:
+            return read_program_tests(row.get(self.column), row)
+        except DataError as error:
+            raise DataError(
+                f"verifier 'code': the tests in column '{self.column}' of the row of "
+                f"{str(row.get('prompt', ''))[:60]!r} cannot be used: {error}"
+            ) from None
 
 
 ANSWER_CHECKS: dict[str, tuple[type[Any], type[Any]]] = {
@@ -299,9 +343,18 @@ def _extract_marked_answer(text: str, marker: str) -> str | None:
     if marker == "last_line":
         return text.splitlines()[-1].strip() if text else ""
     if marker == "last_number":
-        numbers = _NUMBER.findall(text)
-        return numbers[-1] if numbers else None
+        found = find_last_value(text)
+        return found.text if found else None
     return text
+
+
+def _find_answer_value(text: str, find: AnswerLocation) -> FoundValue | None:
+    """Return the number of an answer: of a marked one all of it if that is a number, else the last number."""
+    answer = extract_answer(text, "whole" if find == "last_number" else find)
+    is_marked = find in ("tag", "boxed", "hashes") or (
+        find == "auto" and answer != strip_thought(text).strip()
+    )
+    return find_marked_value(answer) if is_marked else read_value(answer) or find_last_value(answer)
 
 
 def _extract_boxed_answer(text: str) -> str | None:
@@ -317,16 +370,6 @@ def _extract_boxed_answer(text: str) -> str | None:
     return None
 
 
-def _parse_last_number(text: str) -> Fraction | None:
-    """Return the last number of a text: '$1,234.50' -> 2469/2, '1e3' -> 1000; None without one."""
-    for number in reversed(_NUMBER.findall(re.sub(r"[$€£¥]\s*", "", text))):
-        mantissa, _, exponent = number.lower().partition("e")
-        digits = parse_single_number(mantissa)
-        if digits is not None:
-            return Fraction(digits) * Fraction(10) ** int(exponent or 0)
-    return None
-
-
 def _extract_program(text: str) -> str:
     """Return the program in an answer: its last fenced block, else the entire text."""
     end = text.rfind(_FENCE)
@@ -335,23 +378,3 @@ def _extract_program(text: str) -> str:
         return text.lstrip(" ")  # a SentencePiece model's first token
     _language, _, program = text[start + len(_FENCE) : end].partition("\n")
     return program
-
-
-def _read_row_tests(row: Mapping[str, Any], column: str) -> list[Any]:
-    """Return the tests of a row: statements, or inputs with outputs. Raises: DataError."""
-    tests = row.get(column)
-    tests = [tests] if isinstance(tests, str) else tests
-    if isinstance(tests, list) and tests:
-        if all(isinstance(test, str) for test in tests):
-            return tests
-        if all(
-            isinstance(t, Mapping)
-            and isinstance(t.get("input"), str)
-            and isinstance(t.get("output"), str)
-            for t in tests
-        ):
-            return [{"input": test["input"], "output": test["output"]} for test in tests]
-    raise DataError(
-        f"verifier 'code': the column '{column}' of the row of {str(row.get('prompt', ''))[:60]!r} must hold Python "
-        'statements (text, or a list of texts) or [{"input": text, "output": text}]'
-    )

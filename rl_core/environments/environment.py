@@ -344,6 +344,10 @@ class Environment(ABC):
         """Store `data`, the folder prepared by the data stage; unused by environments that generate their episodes."""
         self.data = data
 
+    def iter_target_rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Yield (place, right answer, row) of the data rows that verifiers will read; none if they are unknown."""
+        yield from ()
+
     @classmethod
     def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """List the import paths among the options whose code runs when the environment is constructed."""

@@ -10,11 +10,17 @@ reward functions as `trajectory.row`. Without a verifier the environment itself 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_core.data.records import PromptRows, list_table_files, read_prompt_rows
+from rl_core.data.records import (
+    PromptRows,
+    RowProblem,
+    list_table_files,
+    read_prompt_rows,
+    report_row_problems,
+)
 from rl_core.environments.answer_checks import AnswerCheck, build_answer_check
 from rl_core.environments.environment import (
     HELDOUT_START,
@@ -144,11 +150,18 @@ class Prompts(Environment):
         self._system_option = system
         self._call_format, self._describe_tools = call_format, describe_tools
         self._report: dict[str, Any] = {}
+        # Rows as they were read, with a function that says where each stands.
+        self._sources: list[tuple[PromptRowSequence, Callable[[int], str]]] = []
+        self._verifier_key, self._on_bad_row = repr(verifier), on_bad_row
         reader = functools.partial(_read_rows_cached, prompt, on_bad_row, max_rows)
-        self._rows = self._split_rows(rows, heldout, path, reader, files, revision)
+        self._rows = self._split_rows(
+            rows, heldout, path, functools.partial(self._read_usable_rows, reader), files, revision
+        )
         all_rows = [row for split_rows in self._rows.values() for row in split_rows]
         self.columns = tuple(dict.fromkeys(name for row in all_rows for name in row))
         self._check_column_options()
+        if path is None:
+            self._refuse_unusable_rows()
         self.levels = _list_levels([row.get(level) for row in all_rows], level)
         self._seeds: dict[tuple[str, str], list[int]] = {
             (split, row_level): [] for split in self._rows for row_level in self.levels
@@ -204,6 +217,12 @@ class Prompts(Environment):
         """Return the right answer of a row as text; "" = none."""
         columns = (self._target,) if self._target is not None else _TARGET_COLUMNS
         return next((str(row[name]) for name in columns if row.get(name) is not None), "")
+
+    def iter_target_rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Yield (place, right answer, row) of every row, see `Environment`."""
+        for rows, describe_place in self._sources:
+            for index, row in enumerate(rows):
+                yield describe_place(index), self.target_of(row), row
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
         """Return the row's answer in the column of demonstrations. Raises: DataError for a row without one."""
@@ -279,6 +298,10 @@ class Prompts(Environment):
                 "num_skipped": records.num_skipped,
             }
             heldout = 0.1 if heldout is None else heldout
+        else:
+            for name, given in (("data", rows), ("heldout", heldout)):
+                if isinstance(given, Sequence) and not isinstance(given, str):
+                    self._sources.append((given, (f"{name}[{{}}]").format))
         if not rows:
             raise DataError("prompts: there is no row to train on")
         if isinstance(heldout, str):
@@ -322,6 +345,41 @@ class Prompts(Environment):
             splits["heldout" if key in heldout else "train"].append(row)
         return {name: split_rows for name, split_rows in splits.items()}
 
+    def _read_usable_rows(self, read: Callable[..., PromptRows], *source: Any) -> PromptRows:
+        """Read rows; refuse or skip, by `on_bad_row`, those that the verifier cannot use. Raises: RecordsError."""
+        records = read(*source)
+        columns = tuple(dict.fromkeys(name for row in records.rows for name in row))
+        if self.check is not None and self._can_check_rows(columns):
+            key = f"{self._verifier_key} {self._target}"
+            if key not in records.refused:
+                records.refused[key] = list(_find_unusable_rows(self, self.check, records.rows))
+            if refused := records.refused[key]:
+                problems = [
+                    RowProblem(records.describe_place(i), 0, "", text) for i, text in refused
+                ]
+                report_row_problems(str(source[0]), problems, records.num_rows, self._on_bad_row)
+                records = records.drop_rows({index for index, _ in refused})
+        self._sources.append((records.rows, records.describe_place))
+        return records
+
+    def _refuse_unusable_rows(self) -> None:
+        """Refuse rows in memory that the verifier cannot use. Raises: RecordsError."""
+        if self.check is None:
+            return
+        for rows, describe_place in self._sources:
+            refused = _find_unusable_rows(self, self.check, rows)
+            problems = [RowProblem(describe_place(i), 0, "", text) for i, text in refused]
+            report_row_problems("prompts", problems, len(rows), "stop")
+
+    def _can_check_rows(self, columns: tuple[str, ...]) -> bool:
+        """Return whether the rows have the verifier's column; `_check_column_options` reports a missing one."""
+        if self.check is None:
+            return False
+        if self.check.column is not None:
+            return self.check.column in columns
+        targets = (self._target,) if self._target is not None else _TARGET_COLUMNS
+        return not self.check.needs_target or bool(set(targets) & set(columns))
+
     def _check_column_options(self) -> None:
         """Raise SettingsError for options that name a missing column."""
         assert self.columns is not None
@@ -347,6 +405,17 @@ class Prompts(Environment):
                 f"options.target: the verifier '{self.check.name}' compares with the right answer; name its column, "
                 f"one of {', '.join(self.columns)}"
             )
+
+
+def _find_unusable_rows(
+    environment: Prompts, check: AnswerCheck, rows: PromptRowSequence
+) -> Iterator[tuple[int, str]]:
+    """Yield (index, reason) of the rows that a verifier cannot use."""
+    for index, row in enumerate(rows):
+        try:
+            check.check_row(environment.target_of(row), row)
+        except DataError as error:
+            yield index, str(error)
 
 
 def _read_prompt_messages(row: Mapping[str, Any]) -> list[Message]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rl_core.errors import BackendError, DataError, SettingsError
-from rl_core.json_client import RequestLimits, build_v1_address, post_with_retries
+from rl_core.json_client import RequestLimits, build_openai_address, post_with_retries
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.settings import TeacherSettings
@@ -81,7 +81,7 @@ class ServedTeacher:
                 "teacher: a served teacher needs url and model (the model's name on the server)"
             )
         self.settings = settings
-        self.url = build_v1_address(settings.url, "completions")
+        self.url = build_openai_address(settings.url, "completions")
 
     def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """See `Teacher`.

@@ -115,8 +115,12 @@ def exact_forward_kl(old_logits_NV: torch.Tensor, new_logits_NV: torch.Tensor) -
     new_log_p_NV = torch.log_softmax(new_logits_NV, dim=-1, dtype=dtype)
     # p log p -> 0 as p -> 0; without the mask -inf - -inf would be NaN.
     allowed_NV = old_logits_NV != forbidden
-    difference_NV = fill_masked(old_log_p_NV, allowed_NV) - fill_masked(new_log_p_NV, allowed_NV)
-    return (old_log_p_NV.exp() * difference_NV).sum(-1)
+    # Not computed: exp(log p) of an allowed token may be 0 in this dtype, and 0 * inf is NaN.
+    excluded_NV = allowed_NV & (new_logits_NV == forbidden)
+    counted_NV = allowed_NV & ~excluded_NV
+    difference_NV = fill_masked(old_log_p_NV, counted_NV) - fill_masked(new_log_p_NV, counted_NV)
+    kl_N = (old_log_p_NV.exp() * difference_NV).sum(-1)
+    return kl_N.masked_fill(excluded_NV.any(-1), float("inf"))
 
 
 def adaptive_kl_coef(

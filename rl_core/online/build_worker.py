@@ -64,6 +64,7 @@ def build_update_worker(
         settings.rewards, scorer=scorer, options=settings.reward_options, seed=settings.seed
     )
     rewards.check_columns(environment.columns if environment is not None else ())
+    rewards.check_rows(environment.iter_target_rows() if environment is not None else ())
     pad_id = policy.renderer.pad_id
     if pad_id is None:
         raise SettingsError("model.path: its tokenizer has no padding token, which batches need")

@@ -38,6 +38,7 @@ class RewardComponent(ABC):
     """
 
     needs_states: ClassVar[bool] = False  # True = called with the policy's states, one per rollout
+    reads_rows: ClassVar[bool] = False  # True = `check_row` may refuse a row
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
@@ -51,6 +52,9 @@ class RewardComponent(ABC):
 
     def check_columns(self, columns: Sequence[str] | None) -> None:  # noqa: B027 most read no column
         """Raise SettingsError for a column that the component reads and no row has; None = unknown."""
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:  # noqa: B027 most read no row
+        """Raise DataError for a row that the component cannot use."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs; empty for most components."""
@@ -246,6 +250,8 @@ class VerifierReward(RewardComponent):
     earn 0).
     """
 
+    reads_rows = True
+
     def __init__(self, check: AnswerCheck, workers: int = 1) -> None:
         """Use `workers` threads for a verifier that waits for child processes."""
         super().__init__()
@@ -269,6 +275,10 @@ class VerifierReward(RewardComponent):
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """Refuse missing columns, see `RewardComponent`."""
         self.check.check_columns(None if columns is None else tuple(columns))
+
+    def check_row(self, target: str, row: Mapping[str, Any]) -> None:
+        """Refuse a row that the verifier cannot use, see `RewardComponent`."""
+        self.check.check_row(target, row)
 
     def _score_rollout(self, rollout: Rollout) -> float:
         trajectory = rollout.trajectory

@@ -14,14 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import urlsplit
 
 from rl_core.errors import BackendError, CheckpointError, RewardError, SettingsError, suggest_name
-from rl_core.json_client import RequestLimits, build_v1_address, post_with_retries
+from rl_core.json_client import RequestLimits, build_openai_address, post_adapted
 from rl_core.models.hidden_states import TurnEmbeddings
 from rl_core.rewards.components import RewardComponent, SampleFailure
+from rl_core.rewards.judge_replies import read_reply, read_score
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.settings import JudgeSettings
-from rl_core.settings.patterns import compile_pattern
 from rl_core.storage.atomic_files import make_folder, resolve_cache_folder, write_json_atomic
 from rl_core.types import Rollout
 
@@ -79,16 +80,15 @@ class LearnedReward(RewardComponent):
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 _BUILTIN_NAMES = ("prompt", "completion", "target")
-MATCH_TIMEOUT_S = 1.0
 
 
 class JudgeReward(RewardComponent):
     """Judge's score of each rollout, scaled to (score - lowest) / (highest - lowest).
 
-    A request that fails, or whose reply has no score within the scale, is repeated a bounded number of times; after
-    that
-    the rollout is in `failed` and has no reward. Once `has_too_many` have failed, no further requests are sent. Replies
-    are cached in a folder by the digest of the request, so each request is sent once.
+    A request that fails, or whose reply was cut or has no score within the scale, is repeated a bounded number of
+    times; after that the rollout is in `failed` and has no reward. Once `has_too_many` have failed, no further requests
+    are sent. Complete replies with a score are cached in a folder by the digest of the request, so each request is sent
+    once.
     Metrics: asked, cached (judgements), failed (rollouts).
     """
 
@@ -108,8 +108,7 @@ class JudgeReward(RewardComponent):
             raise SettingsError(
                 f"rewards.judge: reward_options.judge.url '{settings.url}' is not an http:// or https:// address"
             )
-        self._url = build_v1_address(settings.url, "chat/completions")
-        self._pattern = compile_pattern(settings.pattern)
+        self._url = build_openai_address(settings.url, "chat/completions")
         self._folder = (
             Path(settings.cache).expanduser()
             if settings.cache
@@ -185,15 +184,15 @@ class JudgeReward(RewardComponent):
         settings = self.settings
         limits = RequestLimits(settings.timeout_s, settings.retries, settings.retry_delay_s)
 
-        def read(answer: Any) -> tuple[str, float]:
-            reply = answer["choices"][0]["message"]["content"]
-            return reply, self._parse_score(reply)
+        def read(answer: Any) -> tuple[str, str | None, float]:
+            reply, finish_reason = read_reply(answer)
+            return reply, finish_reason, read_score(reply, settings)
 
         body = {name: value for name, value in question.items() if name != "url"}
-        reply, score = post_with_retries(
+        reply, finish_reason, score = post_adapted(
             self._url, body, limits, parse_response=read, headers=self._build_headers(), stop=stop
         )
-        self._write_cached_reply(key, reply)
+        self._write_cached_reply(key, reply, finish_reason)
         return score
 
     def _build_headers(self) -> dict[str, str]:
@@ -205,7 +204,10 @@ class JudgeReward(RewardComponent):
             raise BackendError(
                 f"reward_options.judge.key_variable: the environment variable {name} is not set"
             )
-        return {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}"}
+        if (urlsplit(self._url).hostname or "").endswith(".azure.com"):
+            headers["api-key"] = key
+        return headers
 
     def _build_question(self, rollout: Rollout) -> dict[str, Any]:
         trajectory, settings = rollout.trajectory, self.settings
@@ -225,36 +227,22 @@ class JudgeReward(RewardComponent):
             "temperature": settings.temperature,
         }
 
-    def _parse_score(self, reply: Any) -> float:
-        """Return the scaled score in a judge's reply. Raises: ValueError."""
-        if not isinstance(reply, str):
-            raise ValueError("the reply holds no text")
-        try:
-            scores = [match[1] for match in self._pattern.finditer(reply, timeout=MATCH_TIMEOUT_S)]
-        except TimeoutError:
-            raise ValueError("the pattern was not matched in time") from None
-        lowest, highest = self.settings.lowest, self.settings.highest
-        if not scores:
-            raise ValueError(f"the reply holds no score: {reply[:100]!r}")
-        score = float(scores[-1])
-        if not lowest <= score <= highest:
-            raise ValueError(f"the score {score:g} is not from {lowest:g} to {highest:g}")
-        return (score - lowest) / (highest - lowest)
-
     def _read_cached_score(self, key: str) -> float | None:
-        """Return the score of a cached reply; None if there is none."""
+        """Return the score of a cached reply; None if there is none.
+
+        Replies without a finish reason are of a version that also cached replies that were cut.
+        """
         try:
-            return self._parse_score(
-                json.loads(self._resolve_cache_path(key).read_text(encoding="utf-8"))["reply"]
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            cached = json.loads(self._resolve_cache_path(key).read_text(encoding="utf-8"))
+            return read_score(cached["reply"], self.settings) if "finish_reason" in cached else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def _write_cached_reply(self, key: str, reply: str) -> None:
+    def _write_cached_reply(self, key: str, reply: str, finish_reason: str | None) -> None:
         path = self._resolve_cache_path(key)
         try:
             make_folder(path.parent)
-            write_json_atomic(path, {"reply": reply})
+            write_json_atomic(path, {"reply": reply, "finish_reason": finish_reason})
         except CheckpointError as error:
             logger.warning("judgements cannot be cached in %s: %s", self._folder, error)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from rl_core.data.records import RowProblem, report_row_problems
 from rl_core.environments.answer_checks import ANSWER_CHECKS, build_answer_check
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
-from rl_core.errors import RewardError, SettingsError, suggest_name
+from rl_core.errors import DataError, RewardError, SettingsError, suggest_name
 from rl_core.losses.advantages import fill_masked_rewards
 from rl_core.models.hidden_states import TurnEmbedder, TurnEmbeddings
 from rl_core.rewards.cached_function import CachedReward, build_user_reward
@@ -120,6 +121,25 @@ class RewardOrchestrator:
         """
         for component in self.components.values():
             component.check_columns(columns)
+
+    def check_rows(self, rows: Iterable[tuple[str, str, Mapping[str, Any]]]) -> None:
+        """Refuse rows that a component cannot use, before anything is played.
+
+        Args:
+            rows: (place, right answer, row) of each, see `Environment.iter_target_rows`.
+        Raises: RecordsError listing the first ten.
+        """
+        problems: list[RowProblem] = []
+        components = [(name, part) for name, part in self.components.items() if part.reads_rows]
+        num_rows = 0
+        for place, target, row in rows if components else ():
+            num_rows += 1
+            for name, component in components:
+                try:
+                    component.check_row(target, row)
+                except DataError as error:
+                    problems.append(RowProblem(place, 0, f"rewards.{name}", str(error)))
+        report_row_problems("rewards", problems, num_rows, "stop", advice="Fix them")
 
     def set_weights(self, changes: Mapping[str, float]) -> None:
         """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""

@@ -24,12 +24,14 @@ from rl_core.service.requests import (
     SampleRequest,
 )
 from rl_core.settings import ServiceEngineSettings
+from rl_core.settings.common import MIN_TEMPERATURE
 
 MAX_STOP_SEQUENCES = 64
 REFERENCE_OPTION = "reference"  # the only option whose value is a string
 NO_TARGET = -1  # in `SampleRequest.target_prompt_logprobs`
 MAX_EVALUATED_TOKENS = 1 << 18  # scored or sampled by one evaluation, because training waits for it
 MAX_RESAMPLES = 100_000
+MIN_EPS = 1e-30  # at 0, as which float32 reads 1e-300, a gradient of 0 is an update of 0 / 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,19 +248,23 @@ def check_adapter(config: AdapterConfig, settings: ServiceEngineSettings) -> Non
         )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_adam(adam: AdamParameters, muon_momentum: float) -> None:
     """Refuse parameters that the optimizer does not accept. Raises: ServiceError (user)."""
     limits = {
         "learning_rate": (adam.learning_rate, 0.0, 1e3),
         "beta1": (adam.beta1, 0.0, math.nextafter(1.0, 0.0)),
         "beta2": (adam.beta2, 0.0, math.nextafter(1.0, 0.0)),
-        "eps": (adam.eps, 0.0, 1.0),
+        "eps": (adam.eps, MIN_EPS, 1.0),
         "weight_decay": (adam.weight_decay, 0.0, 1e6),
         "grad_clip_norm": (adam.grad_clip_norm, -1e12, 1e12),
         "muon_momentum": (muon_momentum, 0.0, math.nextafter(1.0, 0.0)),
     }
     for name, (value, low, high) in limits.items():
-        if not (isinstance(value, int | float) and low <= value <= high):
+        if not (_is_number(value) and low <= value <= high):
             refuse_request(f"adam_params.{name}: {value!r}, expected {low:g} to {high:.17g}")
 
 
@@ -299,10 +305,11 @@ def _check_sampling_parameters(request: SampleRequest, limits: ModelLimits) -> N
     parameters = request.parameters
     if parameters.max_tokens is not None and parameters.max_tokens < 1:
         refuse_request(f"max_tokens: {parameters.max_tokens}, expected at least 1")
-    if not 0 <= parameters.temperature <= 5:
-        refuse_request(f"temperature: {parameters.temperature}, expected 0 to 5")
-    if not 0 < parameters.top_p <= 1:
-        refuse_request(f"top_p: {parameters.top_p}, expected above 0 and at most 1")
+    temperature = parameters.temperature
+    if not (_is_number(temperature) and (temperature == 0 or MIN_TEMPERATURE <= temperature <= 5)):
+        refuse_request(f"temperature: {temperature!r}, expected 0 or {MIN_TEMPERATURE:g} to 5")
+    if not (_is_number(parameters.top_p) and 0 < parameters.top_p <= 1):
+        refuse_request(f"top_p: {parameters.top_p!r}, expected above 0 and at most 1")
     if parameters.top_k < -1:
         refuse_request(f"top_k: {parameters.top_k}, expected -1 (all tokens) or more")
     stops = parameters.stop or ()

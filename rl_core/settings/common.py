@@ -37,6 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 MAX_STOP_TEXTS = 64
+MIN_TEMPERATURE = 1e-6  # above 0; float32 logits divided by less overflow
 # Arguments and functions of the rendering, which template variables may not replace.
 _RENDERING_ARGUMENTS = frozenset(
     {
@@ -234,7 +235,10 @@ class SamplingSettings(Settings):
     """Sampling of completions."""
 
     temperature: float = setting(
-        1.0, ge=0, le=5, doc="divides the logits; 0 = greedy, evaluation only"
+        1.0,
+        ge=0,
+        le=5,
+        doc=f"divides the logits, from {MIN_TEMPERATURE:g}; 0 = greedy, evaluation only",
     )
     top_k: int = setting(
         0,
@@ -303,7 +307,12 @@ class SamplingSettings(Settings):
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def check(self) -> None:
-        """Check the stop texts. An empty one would end every action before its first token."""
+        """Check temperature and stop texts. An empty one would end every action before its first token."""
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise SettingsError(
+                f"temperature: {self.temperature:g} is too small to divide logits by; use 0, which is greedy, or at "
+                f"least {MIN_TEMPERATURE:g}"
+            )
         if len(self.stop) > MAX_STOP_TEXTS:
             raise SettingsError(
                 f"stop: {len(self.stop)} texts, each searched after every token; use at most {MAX_STOP_TEXTS}"

@@ -26,7 +26,8 @@ class TeacherSettings(Settings):
     )
     url: str | None = setting(
         None,
-        doc="base URL of a server with /v1/completions, such as http://127.0.0.1:8000; default: loaded here",
+        doc="base URL of a server with completions, such as http://127.0.0.1:8000; /v1 is added to one without a path; "
+        "default: loaded here",
     )
     tokenizer: str | None = setting(
         None,

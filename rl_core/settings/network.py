@@ -51,7 +51,7 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
     min_lr_ratio: float = setting(0.0, ge=0, le=1, doc="final learning rate as a share of the peak")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     betas: tuple[float, float] = setting((0.9, 0.999), ge=0, lt=1, doc="AdamW moments")
-    eps: float = setting(1e-5, gt=0, doc="AdamW epsilon (arXiv:2005.12729)")
+    eps: float = setting(1e-5, ge=1e-30, doc="AdamW epsilon (arXiv:2005.12729)")
     max_grad_norm: float = setting(0.5, gt=0, doc="clip by global norm")
     micro_batch_tokens: int = setting(
         16384,

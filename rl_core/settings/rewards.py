@@ -20,7 +20,8 @@ _FIND_DOC = (
     "where the answer is in the text after the thought: tag (<answer>...</answer>), boxed (\\boxed{...}), hashes "
     "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that occurs, else whole"
 )
-_SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
+# Stands for the reader of scores in `rewards.judge_replies`, which reads more than the pattern says.
+DEFAULT_SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
 _COLUMN_DOC = "column of the right answer; default: the environment's target"
 
 
@@ -93,7 +94,8 @@ class CodeSettings(Settings):
 
     column: str = setting(
         "tests",
-        doc='column of tests: Python statements as text or a list of them, or [{"input": ..., "output": ...}]',
+        doc="column of tests: Python statements, pytest or unittest tests, HumanEval's check, pairs of input and "
+        "output, calls of fn_name with inputs and outputs; as values or as JSON text",
     )
     partial: bool = setting(
         False, doc="reward the share of tests that pass; default: 1 if all pass, else 0"
@@ -107,7 +109,10 @@ class CodeSettings(Settings):
 class JudgeSettings(Settings):
     """Judge: a model behind an OpenAI-compatible URL that scores answers."""
 
-    url: str | None = setting(None, doc="URL of the server, such as http://127.0.0.1:8000/v1")
+    url: str | None = setting(
+        None,
+        doc="base URL of the server, such as http://127.0.0.1:8000/v1; /v1 is added to one without a path",
+    )
     model: str | None = setting(None, doc="the server's name for the model")
     prompt: str = setting(
         "Question:\n{prompt}\n\nReference answer:\n{target}\n\nAnswer to grade:\n{completion}\n\n"
@@ -118,11 +123,19 @@ class JudgeSettings(Settings):
     lowest: float = setting(0.0, doc="score that becomes reward 0")
     highest: float = setting(10.0, doc="score that becomes reward 1")
     pattern: str = setting(
-        _SCORE_PATTERN,
-        doc="regular expression whose first group is the score; its last match counts",
+        DEFAULT_SCORE_PATTERN,
+        doc="regular expression whose first group is the score, in the text after the thought; its last match counts. "
+        "The default stands for the last number after 'score:', with its sign and exponent",
     )
-    max_tokens: int = setting(512, ge=1, doc="length of a judgement")
-    temperature: float = setting(0.0, ge=0, doc="temperature of the judge")
+    max_tokens: int = setting(
+        512,
+        ge=1,
+        doc="length of a judgement; a longer one is cut and does not count. Sent as max_completion_tokens to models "
+        "that take only that",
+    )
+    temperature: float = setting(
+        0.0, ge=0, doc="temperature of the judge; left out for models that refuse it"
+    )
     concurrency: int = setting(8, ge=1, le=256, doc="concurrent requests")
     timeout_s: float = setting(
         60.0, gt=0, doc="time limit of one request in seconds, even if the answer arrives slowly"
@@ -145,7 +158,7 @@ class JudgeSettings(Settings):
         """Check that the scale is not empty and the pattern has a group."""
         if self.lowest >= self.highest:
             raise SettingsError(f"lowest: {self.lowest} must be below highest {self.highest}")
-        if self.pattern == _SCORE_PATTERN:
+        if self.pattern == DEFAULT_SCORE_PATTERN:
             return
         try:
             num_groups = compile_pattern(self.pattern).groups

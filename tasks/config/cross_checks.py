@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_core.curriculum.watched_metrics import (
     TOOL_SHARE_PREFIX,
@@ -33,6 +34,9 @@ from tasks.config.problems import ConfigProblem, Key, keys_overlap
 from tasks.config.settings import PipelineSettings, StagesSettings
 from tasks.config.user_code import check_user_code
 from tasks.stage_registry import list_policy_stages, list_stage_names
+
+if TYPE_CHECKING:
+    from rl_core.environments import Environment
 
 StageFinding = tuple[
     ConfigProblem, tuple[Key, ...]
@@ -374,7 +378,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
     except (Exception, SystemExit) as error:  # from a user's class: show whatever it raises
         yield _build_finding(("environment",), f"{name!r} raised {type(error).__name__}: {error}")
         return
-    yield from _check_reward_columns(settings, environment.columns, import_code)
+    yield from _check_reward_columns(settings, environment, import_code)
     policy = settings.stages.policy
     for key, metric in list_watched_metrics(policy):
         tools = environment.tools.tools if metric.startswith(TOOL_SHARE_PREFIX) else ()
@@ -431,9 +435,9 @@ def _list_configured_levels(settings: PipelineSettings) -> Iterator[tuple[Key, C
 
 
 def _check_reward_columns(
-    settings: PipelineSettings, columns: tuple[str, ...] | None, import_code: bool
+    settings: PipelineSettings, environment: Environment, import_code: bool
 ) -> Iterator[_Finding]:
-    """Check that the columns that rewards read are columns of the environment's rows."""
+    """Check that rewards can use the environment's rows: that they have their columns, and usable values."""
     policy = settings.stages.policy
     for key, name, weight in _list_configured_rewards(settings, import_code):
         from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
@@ -443,7 +447,8 @@ def _check_reward_columns(
                 {name: weight}, options=policy.reward_options if policy else None
             )
             try:
-                rewards.check_columns(columns)
+                rewards.check_columns(environment.columns)
+                rewards.check_rows(environment.iter_target_rows())
             except PosttrainError as error:
                 yield _build_finding(key, str(error), ("environment",))
 

@@ -58,6 +58,7 @@ SOURCES = {
         "rl_core/environments/tools",
         "rl_core/environments/calculator",
         "rl_core/environments/answer_checks",
+        "rl_core/environments/number_values",
         "rl_core/environments/question_episodes",
         "rl_core/data/model_text",
     ),

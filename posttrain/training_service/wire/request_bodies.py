@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rl_core.errors import ServiceError
 
@@ -32,14 +32,30 @@ def _check_metadata_size(metadata: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
-Seq = Annotated[int, Field(ge=1, le=MAX_ID)]
-Number = Annotated[int, Field(ge=0, le=MAX_ID)]
+def _refuse_truth_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, found {str(value).lower()}")
+    return value
+
+
+def _refuse_truth_values(values: Any) -> Any:
+    if isinstance(values, list) and bool in set(map(type, values)):
+        raise ValueError("expected numbers, found true or false")
+    return values
+
+
+# pydantic takes true as 1
+Integer = Annotated[int, BeforeValidator(_refuse_truth_value)]
+Real = Annotated[float, BeforeValidator(_refuse_truth_value)]
+Integers = Annotated[list[int], BeforeValidator(_refuse_truth_values)]
+Seq = Annotated[Integer, Field(ge=1, le=MAX_ID)]
+Number = Annotated[Integer, Field(ge=0, le=MAX_ID)]
 Id = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_refuse_nul)]
 Text = Annotated[str, Field(max_length=10_000), AfterValidator(_refuse_nul)]
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_metadata_size)]
 Tags = Annotated[dict[str, str], Field(max_length=100)]
-Ttl = Annotated[int, Field(ge=1, le=10 * 366 * 86_400)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Ttl = Annotated[Integer, Field(ge=1, le=10 * 366 * 86_400)]
+Finite = Annotated[Real, Field(allow_inf_nan=False)]
 
 
 class RequestBody(BaseModel):
@@ -80,8 +96,8 @@ SamplerKind = Literal["snapshot", "inflight"]
 class LoraBody(RequestBody):
     """LoRA adapter."""
 
-    rank: int = 32
-    seed: int | None = None
+    rank: Integer = 32
+    seed: Integer | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -91,7 +107,7 @@ class OptimizerFamily(RequestBody):
     """Family of an optimizer."""
 
     type: Text = "adamw"
-    version: int = 1
+    version: Integer = 1
 
 
 class CreateModelBody(RequestBody):
@@ -114,12 +130,12 @@ class GetInfoBody(RequestBody):
 class AdamBody(RequestBody):
     """Parameters of AdamW."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: Real = 1e-4
+    beta1: Real = 0.9
+    beta2: Real = 0.95
+    eps: Real = 1e-12
+    weight_decay: Real = 0.0
+    grad_clip_norm: Real = 0.0
 
 
 class OptimizerParameters(AdamBody):
@@ -198,7 +214,7 @@ class PromptChunk(RequestBody):
     """Part of a prompt."""
 
     type: Text = "encoded_text"
-    tokens: list[int] = Field(default_factory=list)
+    tokens: Integers = Field(default_factory=list)
 
 
 class PromptBody(RequestBody):
@@ -210,21 +226,23 @@ class PromptBody(RequestBody):
 class TensorBody(RequestBody):
     """Tensor, dense or in compressed rows."""
 
-    data: list[int] | list[float]
+    data: Annotated[list[int] | list[float], BeforeValidator(_refuse_truth_values)]
     dtype: Literal["float32", "int64"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Integers | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
 
 
 class SamplingBody(RequestBody):
     """Sampling distribution."""
 
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[int] | list[str] | None = None
+    max_tokens: Integer | None = None
+    seed: Integer | None = None
+    stop: Annotated[str | list[int] | list[str] | None, BeforeValidator(_refuse_truth_values)] = (
+        None
+    )
     temperature: Finite = 1.0
-    top_k: int = -1
+    top_k: Integer = -1
     top_p: Finite = 1.0
 
 
@@ -233,15 +251,15 @@ class SampleBody(RequestBody):
 
     sampling_session_id: Id
     seq_id: Number
-    num_samples: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    num_samples: Annotated[Integer, Field(ge=1, le=1 << 16)] = 1
     prompt: PromptBody
     sampling_params: SamplingBody = SamplingBody()
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
+    topk_prompt_logprobs: Integer = 0
+    topk_sample_logprobs: Integer = 0
     target_prompt_logprobs: TensorBody | None = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_alt_tokens_k: Integer = 0
+    prompt_logprobs_last_n: Integer | None = None
     record_stability_info: bool | None = None
 
 
@@ -309,7 +327,7 @@ class SearchSessions(RequestBody):
     display_name: Text | None = None
     owner: SearchOwner = SearchOwner()
     statuses: list[StatusQuery] | None = None
-    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    limit: Annotated[Integer, Field(ge=1, le=200)] = 50
     cursor: SearchCursor | None = None
 
 
@@ -331,7 +349,7 @@ class FuturesTarget(RequestBody):
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: Id
     # bounded so that the sequence numbers of its samples stay below 2^63
-    cloned_sampler_id: Annotated[int, Field(ge=0, le=1 << 32)] = 0
+    cloned_sampler_id: Annotated[Integer, Field(ge=0, le=1 << 32)] = 0
 
 
 class RetrieveFutures(RequestBody):
@@ -339,7 +357,7 @@ class RetrieveFutures(RequestBody):
 
     target: FuturesTarget
     prev_cursor: Number = 0
-    timeout: Annotated[float, Field(ge=0)] | None = None
+    timeout: Annotated[Real, Field(ge=0)] | None = None
     retrieved_request_ids: Annotated[list[Id], Field(max_length=100_000)] = Field(
         default_factory=list
     )

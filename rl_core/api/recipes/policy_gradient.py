@@ -92,6 +92,7 @@ def build_policy_gradient_recipe(
         functions=functions,
     )
     rewards.check_columns(environment.columns)
+    rewards.check_rows(environment.iter_target_rows())
     server = _connect_server(policy, settings) if settings.rollouts.workers == "server" else None
     trainer = PolicyGradientTrainer(
         policy.model,

@@ -307,6 +307,7 @@ def test_errors_have_openai_format(served):
     bad_requests = [
         (dict(temperature="hot"), "temperature"),
         (dict(temperature=-1), "temperature"),
+        (dict(temperature=1e-300), "temperature"),
         (dict(n=0), "n"),
         (dict(n=1000), "n"),
         (dict(top_p=0), "top_p"),

@@ -221,12 +221,18 @@ def test_parameters_of_updates():
     assert result.muon_momentum == 0.8 and result.adam == AdamParameters(
         learning_rate=0.1, grad_clip_norm=2.0
     )
-    for wrong in (
-        {},
-        {"adam_params": {}, "optimizer_params": {"type": "adamw"}},
-        {"optimizer_params": {"type": "sgd"}},
+    for wrong, text in (
+        ({}, "expected either"),
+        ({"adam_params": {}, "optimizer_params": {"type": "adamw"}}, "expected either"),
+        ({"optimizer_params": {"type": "sgd"}}, "expected adamw or dimuon"),
+        (
+            {"adam_params": {"learning_rate": True}},
+            "adam_params.learning_rate: expected a number, found true",
+        ),
+        ({"adam_params": {"eps": False}}, "adam_params.eps: expected a number, found false"),
+        ({"optimizer_params": {"weight_decay": True}}, "optimizer_params.weight_decay: expected"),
     ):
-        with pytest.raises(ServiceError):
+        with pytest.raises(ServiceError, match=text):
             decode_step(**wrong)
 
 
@@ -362,6 +368,20 @@ def test_requests_for_samples():
             "do not fill",
         ),
         ({"sampling_params": {"temperature": "hot"}}, "temperature"),
+        (
+            {"sampling_params": {"temperature": True}},
+            "sampling_params.temperature: expected a numb",
+        ),
+        ({"sampling_params": {"top_p": True}}, "sampling_params.top_p: expected a number"),
+        (
+            {"sampling_params": {"max_tokens": True}},
+            "sampling_params.max_tokens: expected a number",
+        ),
+        ({"sampling_params": {"stop": [True]}}, "sampling_params.stop: expected numbers"),
+        ({"num_samples": True}, "num_samples: expected a number, found true"),
+        ({"seq_id": False}, "seq_id: expected a number, found false"),
+        ({"prompt": {"chunks": [{"tokens": [1, True]}]}}, "tokens: expected numbers, found true"),
+        ({"target_prompt_logprobs": {"data": [True], "dtype": "int64"}}, "data: expected numbers"),
     ],
 )
 def test_samples_that_are_refused(fields, text):

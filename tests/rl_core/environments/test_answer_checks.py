@@ -70,7 +70,7 @@ def test_a_column_takes_the_place_of_the_target():
     ("name", "target", "message"),
     [
         ("exact", "", "has no target to compare with"),
-        ("numeric", "many", "'many' holds no number"),
+        ("numeric", "many", "'many' is not one number"),
         ("regex", "a(b", "'a[(]b' is not a regular expression"),
     ],
 )
@@ -113,7 +113,7 @@ ADDS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
         ("raise SystemExit(0)", ADDS, 0.0),
         ("import __main__\n__main__.report([True, True])", ADDS, 0.0),
         (FORGER, ADDS, 0.0),
-        ("x = [0] * 10**9", "assert True", 0.0),  # beyond the memory
+        ("x = [0] * 10**9", "assert len(x)", 0.0),  # beyond the memory
         ("print(int(input()) + int(input()))", [{"input": "1\n2\n", "output": "3"}], 1.0),
         (SHOUTER, [{"input": "a", "output": "A\n"}], 1.0),
         ("print(4)\nraise ValueError", [{"input": "", "output": "4"}], 0.0),
@@ -148,7 +148,8 @@ def test_partial_credit_and_time():
 
 def test_a_row_without_tests_is_no_zero(code):
     with pytest.raises(
-        DataError, match="the column 'tests' of the row of 'p' must hold Python statements"
+        DataError,
+        match=r"column .tests. of the row of .p. cannot be used: they must be Python statements",
     ):
         code.score_action("x", "", {"prompt": "p", "tests": [1]})
 

@@ -65,6 +65,19 @@ def test_exact_kl_with_ruled_out_tokens():
     assert exact_forward_kl(old, torch.tensor([[0.0, 0.0, -math.inf]])).item() == 0
     assert exact_forward_kl(old, torch.zeros(1, 3)).item() == pytest.approx(math.log(1.5), rel=1e-6)
     assert exact_forward_kl(torch.zeros(1, 3), old).item() == math.inf
+    # exp(-200) is 0 in float32 and exp(-800) in float64, and yet the token is allowed
+    for logit, dtype in ((-200.0, torch.float32), (-800.0, torch.float64)):
+        unlikely = torch.tensor([[0.0, 0.0, logit]], dtype=dtype)
+        rows = torch.cat([unlikely, unlikely])
+        new = torch.tensor(
+            [[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]], dtype=dtype, requires_grad=True
+        )
+        kl = exact_forward_kl(rows, new)
+        assert kl[0].item() == math.inf
+        assert kl[1].item() == pytest.approx(math.log(1.5), rel=1e-6)
+        (gradient,) = torch.autograd.grad(kl[1], new)
+        assert gradient.isfinite().all()
+        assert exact_forward_kl(unlikely, unlikely).item() == 0
     with pytest.raises(DataError, match="new_logits: nan"):
         exact_forward_kl(torch.zeros(1, 3), torch.full((1, 3), math.nan))
     with pytest.raises(DataError, match="new_logits: shape"):

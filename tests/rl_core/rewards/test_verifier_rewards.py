@@ -32,7 +32,7 @@ def test_the_last_action_is_verified():
     ] == [2.0]
     with pytest.raises(
         RewardError,
-        match=r"reward 'numeric': verifier 'numeric': the target 'a' holds no number .*seed 0",
+        match=r"reward 'numeric': verifier 'numeric': the target 'a' is not one number.*seed 0",
     ):
         score_replies("numeric", ["1"], target="a")
 

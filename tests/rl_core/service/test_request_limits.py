@@ -5,7 +5,9 @@ import pytest
 from helpers.service import CONTEXT, VOCAB, bits, loss_request, make_engine, new_run, random_data
 
 from rl_core.errors import ServiceError
+from rl_core.service.request_checks import check_adam
 from rl_core.service.requests import (
+    AdamParameters,
     CreateSampler,
     Datum,
     SampleParameters,
@@ -200,6 +202,12 @@ SAMPLE_CASES = {
     "top_k -2": (dict(parameters={"top_k": -2}), "top_k"),
     "a temperature below 0": (dict(parameters={"temperature": -1.0}), "temperature"),
     "a temperature that is none": (dict(parameters={"temperature": float("nan")}), "temperature"),
+    "a tiny temperature": (
+        dict(parameters={"temperature": 1e-300}),
+        "temperature: 1e-300, expected 0 or 1e-06 to 5",
+    ),
+    "a temperature of true": (dict(parameters={"temperature": True}), "temperature: True"),
+    "a top_p of true": (dict(parameters={"top_p": True}), "top_p: True"),
     "no tokens": (dict(parameters={"max_tokens": 0}), "max_tokens: 0"),
     "an empty stop": (dict(parameters={"stop": ("",)}), "non-empty texts"),
     "stops of two kinds": (dict(parameters={"stop": ("a", 1)}), "or as many token ids"),
@@ -238,3 +246,26 @@ def test_sparse_tensors_become_dense_or_are_refused():
     ):
         with pytest.raises(ServiceError, match=text):
             densify_rows(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"eps": 0}, "adam_params.eps: 0, expected 1e-30 to 1"),
+        ({"eps": 1e-300}, "adam_params.eps: 1e-300, expected 1e-30 to 1"),  # 0 in float32
+        ({"eps": True}, "adam_params.eps: True"),
+        ({"learning_rate": True}, "adam_params.learning_rate: True, expected 0 to 1000"),
+        ({"learning_rate": "1e-4"}, "adam_params.learning_rate: '1e-4'"),
+        ({"learning_rate": float("nan")}, "adam_params.learning_rate: nan"),
+        ({"weight_decay": False}, "adam_params.weight_decay: False"),
+        ({"grad_clip_norm": True}, "adam_params.grad_clip_norm: True"),
+        ({"beta1": False}, "adam_params.beta1: False"),
+        ({"beta2": 1.0}, "adam_params.beta2: 1.0"),
+    ],
+)
+def test_bad_optimizer_parameters(changes, text):
+    with pytest.raises(ServiceError) as error:
+        check_adam(AdamParameters(**changes), 0.95)
+    assert error.value.category == "user" and text in str(error.value)
+    check_adam(AdamParameters(), 0.95)
+    check_adam(AdamParameters(learning_rate=1, eps=1e-30), 0.0)

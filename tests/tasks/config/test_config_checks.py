@@ -362,6 +362,12 @@ def test_another_distribution_than_the_trained_one(sampling):
         assert list_problems(stages={"sft": {}, stage_name: {"sampling": sampling}}) == {}
 
 
+def test_tiny_temperatures():
+    problem = list_policy_problems(sampling={"temperature": 1e-300})["sampling.temperature"]
+    assert "1e-300 is too small to divide logits by" in problem
+    assert list_policy_problems(sampling={"temperature": 1e-6}) == {}
+
+
 def test_stop_texts():
     assert list_policy_problems(sampling={"stop": ["</answer>"]}) == {}
     assert (

@@ -96,3 +96,14 @@ def test_another_content_is_another_stage(tmp_path):
     before = collect_stage_key("policy", PolicySettings(), settings, {}).key
     (tmp_path / "many" / "a.csv").write_text("prompt,answer\nx,1\ny,3\n")
     assert collect_stage_key("policy", PolicySettings(), settings, {}).key != before
+
+
+def test_rows_that_a_verifier_cannot_use_are_problems(tmp_path):
+    bad = {"prompt": "when?", "answer": "3:45", "level": "0"}
+    for options, rewards in (({"verifier": "numeric"}, None), ({}, {"numeric": 1.0})):
+        values = build_config(tmp_path, rewards=rewards, **options)
+        build_settings(values)
+        with Path(values["environment"]["options"]["path"]).open("a") as file:
+            file.write(json.dumps(bad) + "\n")
+        problems = read_problems(values)
+        assert "q.jsonl:31: " in problems and "the target '3:45' is not one number" in problems

@@ -303,6 +303,12 @@ def test_what_a_teacher_cannot_judge_is_refused(tokenizer, tmp_path):
         student,
     )
     assert isinstance(served, ServedTeacher) and served.url == "http://127.0.0.1:1/v1/completions"
+    azure = TeacherSettings(model="m", url="https://h/openai/deployments/d?api-version=1")
+    assert ServedTeacher(azure).url == "https://h/openai/deployments/d/completions?api-version=1"
+    assert (
+        ServedTeacher(TeacherSettings(model="m", url="http://h/v4")).url
+        == "http://h/v4/completions"
+    )
     local = load_teacher(TeacherSettings(model=str(tmp_path / "same")), student)
     assert isinstance(local, LocalTeacher) and not any(
         p.requires_grad for p in local.model.parameters()
