@@ -351,10 +351,15 @@ def _check_config(path: Path) -> None:
         raise ModelError(f"the config '{path}' is not a JSON object")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, value in section.items():
-            if "layer" in name and isinstance(value, int) and value > MAX_LAYERS:
+            if _is_layer_count(name) and isinstance(value, int) and value > MAX_LAYERS:
                 raise ModelError(
                     f"the config '{path}' sets {name} to {value}; at most {MAX_LAYERS} are allowed"
                 )
+
+
+def _is_layer_count(name: str) -> bool:
+    """Return whether a config's entry counts layers; others are sizes of one (vocab_size_per_layer_input)."""
+    return "layer" in name and "per_layer" not in name and not name.endswith(("_size", "_dim"))
 
 
 def _check_weight_files(folder: Path) -> None:
