@@ -39,6 +39,11 @@ test-all: $(STAMP)  ## the test suite with the slow proofs
 fuzz: $(STAMP)  ## fuzz the readers of configs, data, tool calls and templates (make fuzz MINUTES=10)
 	cd tests && PYTHONPATH=..:. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.run --minutes $(MINUTES)
 
+transformers4-test:
+	.venv/bin/python -m pip install -q --upgrade --no-deps --target build/transformers4 \
+		'transformers<5' 'huggingface-hub<1' 'tokenizers<0.23'
+	POSTTRAIN_TRANSFORMERS4=$(CURDIR)/build/transformers4 .venv/bin/python -m pytest -q tests/rl_core/models/test_portable_files.py
+
 sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments of their own, against the training service
 	$(BIN)/python -m pytest -s tests/posttrain/training_service/test_public_client.py tests/posttrain/training_service/test_sdk_parity.py \
 		tests/posttrain/training_service/test_sdk_examples.py

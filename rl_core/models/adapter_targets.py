@@ -136,7 +136,9 @@ def describe_adapters(model: Any) -> str:
     for name, parameter in model.get_base_model().named_parameters():
         is_matrix = parameter.dim() >= 2 and not parameter.requires_grad
         if is_matrix and id(parameter) not in covered and ".lora_" not in name:
-            parts = [part for part in name.split(".") if part not in ("base_layer", "original_module")]
+            parts = [
+                part for part in name.split(".") if part not in ("base_layer", "original_module")
+            ]
             label = parts[-2] if parts[-1] == "weight" else ".".join(parts[-2:])
             plain[label] += parameter.numel()
     base = max(1, total - trainable)
@@ -174,9 +176,7 @@ def _resolve_all_layers(
     return _build_targets(settings, names, stacks) if stacks else AdapterTargets(tuple(names))
 
 
-def _build_targets(
-    settings: LoraSettings, names: list[str], stacks: list[str]
-) -> AdapterTargets:
+def _build_targets(settings: LoraSettings, names: list[str], stacks: list[str]) -> AdapterTargets:
     """Build the targets of a model with stacked experts.
 
     Raises: SettingsError for an option that peft cannot apply to them.

@@ -115,7 +115,9 @@ def test_what_peft_itself_refuses_is_a_settings_error(monkeypatch):
         raise ValueError("target module is not supported")
 
     monkeypatch.setattr(peft, "get_peft_model", refuse)
-    with pytest.raises(SettingsError, match="lora: peft refuses .* target module is not supported"):
+    with pytest.raises(
+        SettingsError, match=r"lora: peft refuses .* target module is not supported"
+    ):
         add_adapter(create_family_model("llama"), LoraSettings(rank=2))
 
 
