@@ -201,6 +201,38 @@ def test_the_first_token_of_a_packed_sequence_carries_no_loss():
         completion_logprobs(create_model(), batch)
 
 
+def create_deep_model(num_layers=30):
+    """Create a model whose hidden states in bfloat16 round by more than a shallow one's bound."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def test_rounding_over_many_layers_does_not_refuse_packing(monkeypatch):
+    from rl_core.capabilities import training
+
+    model = create_deep_model()
+    leak, effect, difference, share = training._measure_packing_leak(model)
+    assert difference > torch.finfo(torch.bfloat16).eps ** 0.5  # more than in a shallow model
+    assert leak <= effect / 50 and share < 0.1
+    assert check_sequence_packing(model).allowed
+
+    def mix_positions(base):
+        """Measure a row whose sequences are separated, but at positions that are not reset."""
+        return leak, effect, difference, 0.5
+
+    monkeypatch.setattr(training, "_measure_packing_leak", mix_positions)
+    assert not check_sequence_packing(model).allowed
+
+
 def test_models_that_would_mix_sequences_are_detected(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
