@@ -116,7 +116,7 @@ def merge_adapter(model: PreTrainedModel, adapter: StoredAdapter) -> PreTrainedM
 
     Raises: ModelError if its weights do not fit.
     """
-    merged: Any = _load_peft_model(model, adapter, dropout=0.0).merge_and_unload()  # type: ignore[operator]
+    merged: Any = _load_peft_model(model, adapter, dropout=0.0).merge_and_unload()
     return merged.requires_grad_(True)
 
 

@@ -63,7 +63,7 @@ def resolve_targets(model: PreTrainedModel, settings: LoraSettings) -> AdapterTa
     """
     linear_names = list(_iter_linear_names(model))
     stacks = find_stacked_experts(model)
-    names = settings.target_modules
+    names: tuple[str, ...] | str = settings.target_modules
     if names != ALL_LINEAR:
         missing = _find_missing_names(names, linear_names, stacks)
         if missing and names == LoraSettings().target_modules:

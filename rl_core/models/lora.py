@@ -127,7 +127,9 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float is fine: it only scales
         lora_dropout=settings.dropout,
-        target_modules=targets.modules if targets.is_all_linear else list(targets.modules),
+        target_modules=targets.modules
+        if isinstance(targets.modules, str)
+        else list(targets.modules),
         target_parameters=list(targets.parameters) or None,
         modules_to_save=list(settings.modules_to_save) or None,
         use_rslora=settings.rank_stabilized,

@@ -122,8 +122,8 @@ class LoraSettings(Settings):
     )
     target_modules: tuple[str, ...] | Literal["all-linear"] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        doc="names of the linear layers and experts with an adapter; all-linear: all except the output head, also where "
-        "a model lacks one of the default names",
+        doc="names of the linear layers and experts with an adapter; all-linear: all except the output head, also "
+        "where a model lacks one of the default names",
     )
     rank_stabilized: bool = setting(
         False, doc="scale by alpha / sqrt(rank): rsLoRA (arXiv:2312.03732)"
@@ -160,8 +160,8 @@ class ModelSettings(Settings):
 
     path: str | None = setting(
         None,
-        doc="model folder, hub name, models:/NAME@ALIAS, or the folder of an adapter (adapter_config.json), which `lora` "
-        "continues; default: a preset",
+        doc="model folder, hub name, models:/NAME@ALIAS, or the folder of an adapter (adapter_config.json), which "
+        "`lora` continues; default: a preset",
     )
     preset: Literal["nano", "tiny", "small"] = setting(
         "tiny", doc="size of a from-scratch model; unused with path"

@@ -44,7 +44,8 @@ class NumericsGateSettings(Settings):
         None,
         gt=0,
         doc="largest difference of a token's log-probability, nats; default: 0.001 in float32, 0.5 in bfloat16 and "
-        "float16 (of an inference server: mean and KL on texts), none with `importance`, `importance_mask` or a `sampler_kl_max`, which allow for other samplers",
+        "float16 (of an inference server: mean and KL on texts), none with `importance`, `importance_mask` or a "
+        "`sampler_kl_max`, which allow for other samplers",
     )
     action: Literal["refuse", "rollback"] = setting(
         "refuse",
