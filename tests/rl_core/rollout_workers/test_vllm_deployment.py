@@ -109,8 +109,8 @@ def test_the_packed_head_is_renewed_and_compared(tokenizer, tmp_path, is_tied, d
     model, sent = (compiled_model(tokenizer).to(dtype) for _ in range(2))
     for each in (model, sent):
         each.config.tie_word_embeddings = is_tied
-        if not is_tied:
-            each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach() * 2)
+        if is_tied:
+            each.lm_head.weight = each.model.embed_tokens.weight
     with torch.no_grad():  # of a size that a comparison up to rounding would not see
         head = sent.lm_head.weight
         head[3] = head[3] * (1 + 2 * torch.finfo(dtype).eps)
