@@ -19,7 +19,7 @@ from rl_core.models.lora import (
     save_merged,
     use_merged_weights,
 )
-from rl_core.settings import LoraSettings
+from rl_core.settings import LoraSettings, ModelSettings
 
 IDS = torch.tensor([[5, 9, 11, 7, 3, 4, 8], [8, 6, 5, 12, 13, 14, 3]])
 
@@ -79,6 +79,26 @@ def test_experts_are_adapted_by_default(family):
     assert kinds.count("ParamWrapper") >= len(stacks)
     assert not is_servable_adapter(wrapped)  # servers get the merged model
     assert "experts" in describe_adapters(wrapped) or family == "jetmoe"
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "rank"),
+    [
+        ("qwen3_moe", LoraSettings().target_modules, 0),
+        ("qwen3_moe", "all-linear", 0),
+        ("qwen3_moe", ("q_proj", "v_proj"), 2),
+        ("llama", "all-linear", 2),
+    ],
+)
+def test_validate_knows_whether_a_server_gets_the_adapter(family, targets, rank, tmp_path):
+    from tasks.config.machine_checks import compute_adapter_rank
+
+    model = create_family_model(family)
+    model.config.save_pretrained(tmp_path)
+    settings = LoraSettings(rank=2, target_modules=targets)
+    checked = compute_adapter_rank(ModelSettings(path=str(tmp_path), lora=settings))
+    assert checked == rank
+    assert is_servable_adapter(add_adapter(model, settings)) == (checked > 0)
 
 
 def test_experts_are_left_out_by_name_and_the_line_says_so():

@@ -139,3 +139,28 @@ def test_validate_knows_adapter_folders(folders, tmp_path):
     values["model"]["lora"]["rank"] = 4
     with pytest.raises(ConfigError, match=r"model.lora.rank.*but the adapter in .* has 2"):
         build_settings(values)
+
+
+def test_the_kl_refers_to_the_start_of_a_continued_adapter(folders):
+    """Without its adapters, a policy that continues one is not the model that it started from."""
+    from types import SimpleNamespace
+
+    from rl_core.api.policy import load_policy
+    from tasks.stages.kl_reference import load_kl_reference
+
+    base, adapter, before, trained = folders
+    settings = ModelSettings(device="cpu", lora=LORA)
+
+    def load(folder):
+        policy = load_policy(folder, settings)
+        pipeline = SimpleNamespace(model=policy.origin)
+        context = SimpleNamespace(pipeline=pipeline, inputs={"model": folder})
+        return policy, load_kl_reference(context, policy)
+
+    policy, reference = load(adapter)
+    assert reference is not policy.model
+    torch.testing.assert_close(compute_logits(reference), trained, atol=1e-5, rtol=0)
+    policy, reference = load(base)
+    assert reference is policy.model  # with new adapters
+    with disable_adapter(reference):
+        torch.testing.assert_close(compute_logits(reference), before, atol=1e-5, rtol=0)
