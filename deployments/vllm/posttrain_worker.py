@@ -1,8 +1,8 @@
 """Methods of posttrain in vLLM's workers: their description, and weights from a folder with a check of what arrived.
 
 Runs in vLLM's environment as `--worker-extension-cls posttrain_worker.PosttrainWorker`, which start.py passes. vLLM
-makes it a base class of its worker, and POST /collective_rpc calls its methods. For vLLM 0.30.0; imports nothing from
-posttrain.
+makes it a base class of its worker, and POST /collective_rpc calls its methods. For vLLM 0.30.0 and 0.32.0; imports
+nothing from posttrain.
 """
 
 import hashlib
@@ -17,6 +17,11 @@ from safetensors import safe_open
 
 MAX_COMPARED_BYTES = 2**24  # tensors up to this size are compared after an update
 MAX_COMPARED_TENSORS = 64
+HEAD_NAME = "lm_head"
+EMBEDDING_ENDING = (
+    "embed_tokens.weight"  # the head's weight in a folder of a model with tied embeddings
+)
+MAX_HEAD_ROWS, MAX_HEAD_COLUMNS = 256, 16  # of the product that is compared
 
 
 class PosttrainWorker:
@@ -65,13 +70,21 @@ class PosttrainWorker:
         return {"digest": _combine_digests(digests)}
 
     def posttrain_load_weights(self, folder: str) -> dict[str, Any]:
-        """Load a model folder's weights in place; report compared tensors that the model does not hold afterwards."""
+        """Load a model folder's weights in place; report compared tensors that the model does not hold afterwards.
+
+        The output head of tied embeddings is no tensor of the folder: vLLM's build for CPUs multiplies by a packed copy
+        of it, which reloading leaves as it was. The head is packed again, and a product of it is compared.
+        """
         digests: dict[str, str] = {}
         sent: dict[str, torch.Tensor] = {}
+        head_rows: dict[str, torch.Tensor] = {}
         parameters = dict(self.model_runner.get_model().named_parameters())
+        head = _find_head(self.model_runner.get_model())
 
         def record_tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in _read_tensors(Path(folder), digests):
+                if head is not None and name.endswith((f"{HEAD_NAME}.weight", EMBEDDING_ENDING)):
+                    head_rows[name] = _read_head_rows(head, tensor).clone()
                 parameter = parameters.get(name)
                 is_small = tensor.nbytes <= MAX_COMPARED_BYTES and len(sent) < MAX_COMPARED_TENSORS
                 if parameter is not None and parameter.shape == tensor.shape and is_small:
@@ -82,8 +95,52 @@ class PosttrainWorker:
         self.reload_weights(weights_iterator=record_tensors())
         loaded = dict(self.model_runner.get_model().named_parameters())
         differing = [name for name, tensor in sent.items() if not _is_equal(loaded[name], tensor)]
+        compared = len(sent)
+        own = [name for name in head_rows if name.endswith(f"{HEAD_NAME}.weight")]
+        if head is not None and head_rows:
+            _renew_head(head)
+            compared += 1
+            name = (own or list(head_rows))[0]
+            if not _is_head_applied(head, head_rows[name]):
+                differing.append(f"product of {HEAD_NAME} with {name}")
         self.posttrain_weights = _combine_digests(digests)
-        return {"digest": self.posttrain_weights, "compared": len(sent), "differing": differing}
+        return {"digest": self.posttrain_weights, "compared": compared, "differing": differing}
+
+
+def _find_head(model: Any) -> Any:
+    """Find the output head as vLLM computes with it; None if this process has none, or a packed or quantised one."""
+    heads = [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == HEAD_NAME and hasattr(module, "quant_method")
+    ]
+    weight = getattr(heads[0], "weight", None) if len(heads) == 1 else None
+    is_plain = weight is not None and weight.dim() == 2 and weight.dtype.is_floating_point
+    return heads[0] if is_plain else None
+
+
+def _renew_head(head: Any) -> None:
+    """Derive what the head computes with from its weight again."""
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _read_head_rows(head: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Read the first rows of a weight that this process holds."""
+    start = int(getattr(getattr(head, "shard_indices", None), "org_vocab_start_index", 0))
+    return tensor[start : start + MAX_HEAD_ROWS]
+
+
+def _is_head_applied(head: Any, rows: torch.Tensor) -> bool:
+    """Return whether products of the head with unit vectors, which no rounding changes, are the columns sent."""
+    hidden, device = rows.shape[1], head.weight.device
+    columns = torch.linspace(0, hidden - 1, min(MAX_HEAD_COLUMNS, hidden)).long()
+    units = torch.zeros(len(columns), hidden, dtype=head.weight.dtype)
+    units[torch.arange(len(columns)), columns] = 1
+    with torch.inference_mode():
+        product = head.quant_method.apply(head, units.to(device), None)
+    expected = rows[:, columns].to(head.weight.dtype).T
+    return torch.equal(product[:, : len(rows)].to("cpu"), expected)
 
 
 def _is_equal(loaded: torch.Tensor, sent: torch.Tensor) -> bool:

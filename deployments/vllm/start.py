@@ -30,6 +30,11 @@ def main(arguments: list[str] | None = None) -> None:
         variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
         print(" ".join([*variables, shlex.join(command)]))
         return
+    if options.sleeps and not has_gpu():
+        sys.exit(
+            "start.py: --sleeps: vLLM releases the memory of a GPU alone, and this machine has none; remove --sleeps "
+            "(rollouts.server.sleeps: false)"
+        )
     python = Path(options.python)
     if not (python.is_file() and os.access(python, os.X_OK)):
         sys.exit(
@@ -37,6 +42,17 @@ def main(arguments: list[str] | None = None) -> None:
             "deployments/vllm/requirements.txt"
         )
     os.execve(python, command, {**os.environ, **environment})
+
+
+def has_gpu() -> bool:
+    """Return whether this machine shows a GPU of NVIDIA or AMD that is not hidden from the process."""
+    if any(
+        os.environ.get(name) in ("", "-1")
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    ):
+        return False
+    names = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")  # dxg: Windows' Linux
+    return any(path for name in names for path in Path("/dev").glob(name))
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

@@ -46,6 +46,7 @@ def explain_model(
 
     from rl_core.capabilities import inspect_capabilities
     from rl_core.models import causal_lm, lora
+    from rl_core.models.adapter_targets import describe_adapters
 
     disable_progress_bar()
     settings = settings or ModelSettings()
@@ -66,6 +67,7 @@ def explain_model(
     lines = [
         title,
         f"({source})",
+        *([describe_adapters(loaded)] if lora.is_lora(loaded) else []),
         "",
         _format_decisions(decisions),
         "",
@@ -121,7 +123,10 @@ def _load_model(model_path: str, settings: ModelSettings) -> tuple[PreTrainedMod
     from transformers import AutoModelForCausalLM
 
     from rl_core.models import causal_lm, lora
+    from rl_core.models.adapter_folder import is_adapter_folder
 
+    if is_adapter_folder(model_path):
+        return causal_lm.load_without_weights(model_path, settings), False
     weights = list(Path(model_path).expanduser().glob("*.safetensors"))
     if not weights or sum(file.stat().st_size for file in weights) > _MAX_LOADED_BYTES:
         return causal_lm.load_without_weights(model_path, settings), False

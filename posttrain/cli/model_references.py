@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError, suggest_name
+from rl_core.models.adapter_folder import is_adapter_folder
 from rl_core.tracking import replace_invalid_characters
 from tasks.pipeline.stage_result import EPOCH_MODELS
 from tasks.stage_registry import list_policy_stages
@@ -94,7 +95,7 @@ def _find_model(path: str) -> str | None:
     folder = Path(path)
     try:
         for candidate in (folder, folder / "model"):
-            if (candidate / "config.json").is_file():
+            if (candidate / "config.json").is_file() or is_adapter_folder(candidate):
                 return str(candidate.resolve())
         exists = folder.exists()
     except OSError as error:
@@ -150,7 +151,7 @@ def refuse_missing_model(name: str, output: Path, uri: str | None) -> None:
         return
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not is_adapter_folder(path):
             has_model = (path / "model" / "config.json").is_file()
             hint = f"; did you mean {path / 'model'}?" if has_model else ""
             raise SettingsError(

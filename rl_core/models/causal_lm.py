@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,16 @@ from huggingface_hub.errors import EntryNotFoundError
 from rl_core.data.token_ids import GENERATION_CONFIG, read_generation_settings, set_end_ids
 from rl_core.errors import ModelError, SettingsError
 from rl_core.models import lora
+from rl_core.models.adapter_folder import (
+    StoredAdapter,
+    build_empty_adapter,
+    is_adapter_folder,
+    load_adapter,
+    merge_adapter,
+    read_adapter_folder,
+)
+from rl_core.models.adapter_targets import describe_adapters
+from rl_core.models.portable_files import adapt_config, adapt_tokenizer, write_model_card
 from rl_core.models.rotary import fix_frequencies, read_config_max_length
 from rl_core.settings import ModelSettings
 from rl_core.settings.common import PRESETS
@@ -25,6 +36,8 @@ from rl_core.storage.manifest import verify_while_reading
 if TYPE_CHECKING:  # the package takes seconds to import, and many commands load no model
     from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+
+logger = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 * 2**20  # real configs have a few KiB
 MAX_LAYERS = 10_000  # each costs milliseconds before any weight is read
@@ -124,6 +137,9 @@ def load_model(
     Only safetensors weights are read. Adapters are added if `settings.lora` is set, drawn from `seed`. A tokenizer
     without a padding token pads with its end-of-sequence token.
 
+    A folder with an adapter alone (adapter_config.json) names its base model: the adapter is trained on, or merged
+    if `settings.lora` is not set.
+
     Args:
         options: further arguments of `from_pretrained` that place the model, such as a quantisation.
     Raises: ModelError if there is no such model or its files cannot be used.
@@ -134,14 +150,31 @@ def load_model(
     quantized = options or lora.build_quantization_options(
         settings.lora, resolve_device(settings), resolve_dtype(settings)
     )
-    model: Any = load_pretrained(AutoModelForCausalLM, path, settings, **quantized)
+    adapter = read_adapter_folder(path) if is_adapter_folder(path) else None
+    base = path if adapter is None else adapter.base
+    model: Any = load_pretrained(AutoModelForCausalLM, base, settings, **quantized)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    if settings.lora is not None:
+    if settings.lora is not None or adapter is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = lora.add_adapter(model, settings.lora)
+            model = _add_adapter(model, settings, adapter)
     return (model if quantized else model.to(resolve_device(settings))).train(), tokenizer
+
+
+def _add_adapter(model: Any, settings: ModelSettings, adapter: StoredAdapter | None) -> Any:
+    """Add a new adapter or the one of a folder, and log which layers have one; merge it without `settings.lora`."""
+    if settings.lora is None:
+        assert adapter is not None
+        logger.info("%s: its adapter is merged, as model.lora is not set", adapter.path)
+        return merge_adapter(model, adapter)
+    if adapter is None:
+        model = lora.add_adapter(model, settings.lora)
+    else:
+        model = load_adapter(model, adapter, settings.lora)
+        logger.info("%s: its adapter is continued on %s", adapter.path, adapter.base)
+    logger.info("%s", describe_adapters(model))
+    return model
 
 
 def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
@@ -152,6 +185,7 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    adapter = read_adapter_folder(path) if is_adapter_folder(path) else None
     source = _resolve_model_path(path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
@@ -160,7 +194,9 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
                 config, dtype=resolve_dtype(settings), trust_remote_code=settings.trust_remote_code
             )
             fix_frequencies(model, settings.rope_context)
-            if settings.lora is not None:
+            if settings.lora is not None and adapter is not None:
+                model = build_empty_adapter(model, adapter)
+            elif settings.lora is not None:
                 model = lora.add_adapter(model, settings.lora)
     except SettingsError:
         raise
@@ -178,6 +214,8 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
     from transformers import AutoTokenizer
 
     source = _resolve_model_path(path)
+    if is_adapter_folder(path) and read_adapter_folder(path).has_tokenizer:
+        source = str(Path(path).expanduser())
     with verify_while_reading(source, lambda name: not _is_weights_file(name)):
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -257,6 +295,10 @@ def load_pretrained(
         allowed_missing: weights that may be missing in the files; transformers initialises them. Other missing
             weights are errors.
     """
+    if is_adapter_folder(path):
+        raise ModelError(
+            f"'{path}' is an adapter, which only a policy can start from; name a folder with a complete model"
+        )
     source = _resolve_model_path(path)
     if Path(source).is_dir():
         _check_weight_files(Path(source))
@@ -292,13 +334,13 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
     """Write model and tokenizer into `folder` in Hugging Face format, weights as safetensors.
 
     With adapters, the folder holds the merged model, which loads without peft, and `adapter/` holds the adapter
-    alone. The caller publishes the folder atomically.
+    alone. transformers 4 and llama.cpp's converter read it, too. The caller publishes the folder atomically.
     """
     folder = Path(folder)
     save_weights(model, folder)
     if lora.is_lora(model):
         model.save_pretrained(folder / "adapter", safe_serialization=True)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer_and_card(model, tokenizer, folder)
     inject_fault("model.saved")
 
 
@@ -308,6 +350,28 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
         lora.save_merged(model, folder)
     else:
         model.save_pretrained(folder)
+    adapt_config(folder, lora.unwrap_model(model).config)
+
+
+def save_tokenizer_and_card(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Write the tokenizer and the model card into a folder with the model's weights."""
+    base: Any = lora.unwrap_model(model)
+    max_length = read_config_max_length(base.config)
+    tokenizer.save_pretrained(folder)
+    adapt_tokenizer(folder, max_length)
+    parameters = sum(
+        parameter.numel() for name, parameter in base.named_parameters() if ".lora_" not in name
+    )
+    write_model_card(
+        folder,
+        base,
+        tokenizer,
+        parameters=parameters,
+        max_length=max_length,
+        source=base.name_or_path,
+    )
 
 
 def publish_model(
@@ -326,11 +390,16 @@ def _is_weights_file(name: str) -> bool:
 
 
 def _resolve_model_path(path: str | Path) -> str:
-    """Return `path` as text.
+    """Return `path` as text, or that of the base model of an adapter's folder.
 
     Raises: ModelError if it can only be a folder and is none.
     """
     source = str(path)
+    if is_adapter_folder(source):
+        base = read_adapter_folder(source).base
+        if not is_adapter_folder(base):
+            return _resolve_model_path(base)
+        raise ModelError(f"'{source}' is an adapter for '{base}', which is itself an adapter")
     local = Path(source).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -368,10 +437,15 @@ def _check_config(path: Path) -> None:
         raise ModelError(f"the config '{path}' is not a JSON object")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, value in section.items():
-            if "layer" in name and isinstance(value, int) and value > MAX_LAYERS:
+            if _is_layer_count(name) and isinstance(value, int) and value > MAX_LAYERS:
                 raise ModelError(
                     f"the config '{path}' sets {name} to {value}; at most {MAX_LAYERS} are allowed"
                 )
+
+
+def _is_layer_count(name: str) -> bool:
+    """Return whether a config's entry counts layers; others are sizes of one (vocab_size_per_layer_input)."""
+    return "layer" in name and "per_layer" not in name and not name.endswith(("_size", "_dim"))
 
 
 def _check_weight_files(folder: Path) -> None:

@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import SettingsError
+from rl_core.models.adapter_targets import find_tied_names, read_adapted_weight, resolve_targets
 from rl_core.settings import LoraSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-ALL_LINEAR = "all-linear"
 _QUANTIZED_KINDS = (
     "Params4bit",
     "Int8Params",
 )  # of bitsandbytes, which is imported only where it is used
 # part of the name of a weight of a fully trained module
 _MODULES_TO_SAVE = re.compile(r"\.modules_to_save\.[^.]+\.")
+# part of the name of a weight under adapters, one for each
+_BASE_LAYERS = re.compile(r"(\.base_layer)+\.")
 
 
 def find_quantized_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
@@ -106,7 +108,7 @@ def drop_quantization_config(model: Any) -> Iterator[None]:
 def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
     """Add trainable adapters on the model's `target_modules`; freeze all other weights.
 
-    Raises: SettingsError if peft is missing, or no layer has one of these names.
+    Raises: SettingsError if peft is missing, no layer has one of these names, or peft refuses a layer or option.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -114,58 +116,32 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise SettingsError("lora: needs the peft package, which is not installed") from error
-    targets = _resolve_target_modules(model, settings)
+    targets = resolve_targets(model, settings)
     _check_saved_modules(model, settings)
     is_transposed = any(
         isinstance(module, Conv1D)
         for name, module in model.named_modules()
-        if targets == ALL_LINEAR or name.rsplit(".", 1)[-1] in targets
+        if targets.is_all_linear or name.rsplit(".", 1)[-1] in targets.modules
     )
-    wrapped: Any = get_peft_model(
-        model,
-        LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float is fine: it only scales
-            lora_dropout=settings.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            modules_to_save=list(settings.modules_to_save) or None,
-            use_rslora=settings.rank_stabilized,
-            use_dora=settings.dora,
-            fan_in_fan_out=is_transposed,
-            task_type="CAUSAL_LM",
-        ),
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float is fine: it only scales
+        lora_dropout=settings.dropout,
+        target_modules=targets.modules
+        if isinstance(targets.modules, str)
+        else list(targets.modules),
+        target_parameters=list(targets.parameters) or None,
+        modules_to_save=list(settings.modules_to_save) or None,
+        use_rslora=settings.rank_stabilized,
+        use_dora=settings.dora,
+        fan_in_fan_out=is_transposed,
+        task_type="CAUSAL_LM",
     )
+    try:
+        wrapped: Any = get_peft_model(model, config)
+    except (ValueError, NotImplementedError) as error:
+        raise SettingsError(f"lora: peft refuses this model or these options: {error}") from error
     return wrapped
-
-
-def _resolve_target_modules(
-    model: PreTrainedModel, settings: LoraSettings
-) -> tuple[str, ...] | str:
-    """Return the names of the layers with an adapter.
-
-    Raises: SettingsError for a name without a linear layer, or with shared weights.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    if settings.target_modules == ALL_LINEAR:
-        return ALL_LINEAR
-    linear_names = {
-        name.rsplit(".", 1)[-1]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D)
-    }
-    missing = [name for name in settings.target_modules if name not in linear_names]
-    if missing:
-        raise SettingsError(
-            f"lora.target_modules: no linear layer of this model is named {', '.join(missing)}; "
-            f"there are {', '.join(sorted(linear_names))} (all-linear: all but the output head)"
-        )
-    if tied := [name for name in settings.target_modules if name in _find_tied_names(model)]:
-        raise SettingsError(
-            f"lora.target_modules: {tied[0]} shares its weights with the embedding here, so merging its adapter would "
-            "change both; remove it"
-        )
-    return settings.target_modules
 
 
 def _check_saved_modules(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -173,24 +149,11 @@ def _check_saved_modules(model: PreTrainedModel, settings: LoraSettings) -> None
     names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     if missing := [name for name in settings.modules_to_save if name not in names]:
         raise SettingsError(f"lora.modules_to_save: this model has no module named {missing[0]}")
-    if tied := [name for name in settings.modules_to_save if name in _find_tied_names(model)]:
+    if tied := [name for name in settings.modules_to_save if name in find_tied_names(model)]:
         raise SettingsError(
             f"lora.modules_to_save: {tied[0]} shares its weights with the embedding or the output head here, and a "
             "copy of it would not; remove it"
         )
-
-
-def _find_tied_names(model: PreTrainedModel) -> set[str]:
-    """Return the last names of embedding and output head if they share their weights."""
-    if not model.config.tie_word_embeddings:
-        return set()
-    shared = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = {
-        name.rsplit(".", 1)[-1]
-        for name, module in model.named_modules()
-        if any(module is tied for tied in shared)
-    }
-    return names | {"lm_head", "embed_tokens"}
 
 
 def is_lora(model: torch.nn.Module) -> bool:
@@ -249,7 +212,9 @@ def use_merged_weights(model: torch.nn.Module) -> Iterator[None]:
     quantized = find_quantized_layers(model)
     quantized_ids = {id(layer) for _, _, layer in quantized}
     packed = {
-        id(layer) for layer in _find_adapter_layers(model) if id(layer.base_layer) in quantized_ids
+        id(layer)
+        for layer in _find_adapter_layers(model)
+        if id(layer.get_base_layer()) in quantized_ids
     }
     with dequantize_layers(model, quantized):
         yield from _merge_layers(model, packed)
@@ -262,7 +227,7 @@ def _merge_layers(model: torch.nn.Module, packed: set[int]) -> Iterator[None]:
         packed: ids of the adapter layers whose weights are quantised otherwise.
     """
     layers = _find_adapter_layers(model)
-    originals = [layer.base_layer.weight.detach().clone() for layer in layers]
+    originals = [read_adapted_weight(layer).detach().clone() for layer in layers]
     merged: list[Any] = []
     try:
         with torch.no_grad():
@@ -276,18 +241,21 @@ def _merge_layers(model: torch.nn.Module, packed: set[int]) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for layer, original in zip(merged, originals, strict=False):
-                layer.base_layer.weight.data.copy_(original)
+                read_adapted_weight(layer).data.copy_(original)
                 layer.merged_adapters.clear()
                 layer._caches.clear()  # norms that DoRA stores for `unmerge`
 
 
 def is_servable_adapter(model: Any) -> bool:
-    """Return whether inference servers can apply the adapter to the base model: neither DoRA nor full modules."""
+    """Return whether inference servers can apply the adapter to the base model: no DoRA, full modules or experts."""
     if not is_lora(model):
         return False
     config = next(iter(model.peft_config.values()))
     return not (
-        config.use_dora or config.modules_to_save or getattr(config, "fan_in_fan_out", False)
+        config.use_dora
+        or config.modules_to_save
+        or getattr(config, "fan_in_fan_out", False)
+        or getattr(config, "target_parameters", None)
     )
 
 
@@ -301,7 +269,7 @@ def save_merged(model: Any, folder: Path) -> None:
     base = unwrap_model(model)
     with use_merged_weights(model):
         state = {
-            _MODULES_TO_SAVE.sub(".", name.replace(".base_layer.", ".")): tensor
+            _MODULES_TO_SAVE.sub(".", _BASE_LAYERS.sub(".", name)): tensor
             for name, tensor in base.state_dict().items()
             if ".lora_" not in name and ".original_module." not in name
         }

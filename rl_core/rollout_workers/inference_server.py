@@ -23,6 +23,7 @@ from rl_core.errors import SettingsError
 from rl_core.json_client import JsonConnections, ServerErrorResponse, ServerUnavailable
 from rl_core.models.lora import is_lora, is_servable_adapter, unwrap_model
 from rl_core.settings import RolloutSettings, SamplingSettings
+from rl_core.settings.rollouts import TRIED_VLLM_VERSIONS, VLLM_VERSION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -431,9 +432,12 @@ def check_server_capabilities(
 ) -> None:
     """Raise SettingsError for another version of vLLM, or a feature that the server was not started with."""
     required = settings.server.version
-    if description.engine == VLLM_ENGINE and description.version != required:
+    accepted = TRIED_VLLM_VERSIONS if required == VLLM_VERSION else (required,)
+    release = description.version.partition("+")[0]
+    if description.engine == VLLM_ENGINE and not {description.version, release} & {*accepted}:
         raise SettingsError(
-            f"rollouts.server.version: {settings.address} runs vLLM {description.version}, but {required} is required; "
+            f"rollouts.server.version: {settings.address} runs vLLM {description.version}, but "
+            f"{' or '.join(accepted)} is required; "
             f"install deployments/vllm/requirements.txt there, or set version: {description.version} if you have "
             "tested it"
         )

@@ -21,10 +21,22 @@ from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import SamplingSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 NUM_SEQUENCES, PROMPT_TOKENS, COMPLETION_TOKENS = 8, 8, 4
+TEXT_PROMPT_TOKENS, TEXT_COMPLETION_TOKENS = 24, 16
+# Rounding in half precision is larger, and less regular, after tokens that no text has.
+_PROBE_TEXTS = (
+    "The capital of France is",
+    "To make a cup of tea, first boil",
+    "def add(a, b):\n    return",
+    "In 1969 the first people walked on",
+    "Water freezes at a temperature of",
+    "She opened the door and saw",
+    "The sum of 12 and 30 is",
+    "A good scientist always asks",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +45,46 @@ class SamplerProbe:
 
     vocab_size: int
     sampling: SamplingSettings
+    prompts: tuple[tuple[int, ...], ...] = ()  # of texts; () = prompts of arbitrary tokens
 
     @classmethod
-    def from_sampling(cls, vocab_size: int, sampling: SamplingSettings) -> SamplerProbe:
-        """Build the probe at the temperature of these settings, with its own length limits."""
+    def from_sampling(
+        cls,
+        vocab_size: int,
+        sampling: SamplingSettings,
+        prompts: tuple[tuple[int, ...], ...] = (),
+    ) -> SamplerProbe:
+        """Build the probe at the temperature of these settings, with its own length limits.
+
+        Args:
+            prompts: of `encode_probe_texts`.
+        """
         short = dataclasses.replace(
             sampling,
-            max_completion_tokens=COMPLETION_TOKENS,
+            max_completion_tokens=TEXT_COMPLETION_TOKENS if prompts else COMPLETION_TOKENS,
             max_turns=1,
             slots=NUM_SEQUENCES,
             stop=(),
         )
-        return cls(vocab_size, short)
+        return cls(vocab_size, short, prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobDifference:
+    """How far a sampler's log-probs are from the trainer's on the tokens that it drew, in nats."""
+
+    largest: float
+    mean: float  # of the absolute differences
+    kl: float  # of the trainer from the sampler, by the k3 estimator (never negative)
+
+
+def encode_probe_texts(
+    tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[tuple[int, ...], ...]:
+    """Encode the texts that the probe continues; they leave room for its tokens."""
+    room = max(1, min(TEXT_PROMPT_TOKENS, max_length - TEXT_COMPLETION_TOKENS))
+    rows = [tokenizer.encode(text, add_special_tokens=True) for text in _PROBE_TEXTS]
+    return tuple(tuple(int(token) for token in row[:room]) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +99,8 @@ class ProbeCompletion:
 class _ProbeSequence:
     """A `RolloutSequence` of one action."""
 
-    def __init__(self, number: int, length: int, vocab_size: int) -> None:
-        self.prompt_ids = [
-            (7919 * (number * length + position) + 13) % vocab_size for position in range(length)
-        ]
+    def __init__(self, number: int, prompt_ids: list[int]) -> None:
+        self.prompt_ids = prompt_ids
         self.seed = compute_sequence_seed("probe", number)
         self.answer = ProbeCompletion(self.prompt_ids, [], [])
 
@@ -83,9 +121,14 @@ class _ProbeSequence:
 def sample_probe(backend: RolloutBackend, probe: SamplerProbe) -> list[ProbeCompletion]:
     """Continue the probe's prompts with a sampler."""
     length = max(1, min(PROMPT_TOKENS, backend.max_length - 1))
-    sequences = [
-        _ProbeSequence(number, length, probe.vocab_size) for number in range(NUM_SEQUENCES)
+    prompts = [list(prompt) for prompt in probe.prompts] or [
+        [
+            (7919 * (number * length + position) + 13) % probe.vocab_size
+            for position in range(length)
+        ]
+        for number in range(NUM_SEQUENCES)
     ]
+    sequences = [_ProbeSequence(number, prompt) for number, prompt in enumerate(prompts)]
     backend.run_sequences(sequences, probe.sampling)
     return [sequence.answer for sequence in sequences]
 
@@ -128,20 +171,35 @@ def measure_trainer_difference(
     model: PreTrainedModel, answers: Sequence[ProbeCompletion], probe: SamplerProbe
 ) -> float:
     """Return the largest difference, in nats, of the answers' log-probs from the trainer's forward pass."""
+    return measure_logprob_difference(model, answers, probe).largest
+
+
+def measure_logprob_difference(
+    model: PreTrainedModel, answers: Sequence[ProbeCompletion], probe: SamplerProbe
+) -> LogprobDifference:
+    """Measure the differences of the answers' log-probs from the trainer's forward pass."""
     temperature = probe.sampling.temperature
     rows = [
         TrainRow(a.prompt_ids, a.tokens, [True] * len(a.tokens), a.logprobs, temperature)
         for a in answers
     ]
-    device, max_gap = next(model.parameters()).device, 0.0
+    device, gaps = next(model.parameters()).device, list[float]()
     with torch.no_grad(), use_eval_mode(model):
         for batch in build_batches(rows, 1_024, 0):
             batch = batch.to(device)
             logprobs_BS, _ = completion_logprobs(model, batch)
             assert batch.sampler_logprobs_BS is not None
-            difference_BS = (logprobs_BS.float() - batch.sampler_logprobs_BS).abs()
-            max_gap = max(max_gap, _compute_gap(float(difference_BS[batch.loss_mask_BS].max())))
-    return max_gap
+            difference_BS = logprobs_BS.float() - batch.sampler_logprobs_BS
+            gaps += difference_BS[batch.loss_mask_BS].tolist()
+    # log of trainer over sampler; its k3 is e^x - 1 - x (Schulman 2020)
+    kl = sum(_compute_k3(gap) for gap in gaps) / len(gaps)
+    sizes = [_compute_gap(gap) for gap in gaps]
+    return LogprobDifference(max(sizes), sum(sizes) / len(sizes), kl)
+
+
+def _compute_k3(gap: float) -> float:
+    """Return e^x - 1 - x; infinity where it overflows or x is no number."""
+    return math.expm1(gap) - gap if math.isfinite(gap) and gap < 700 else math.inf
 
 
 def check_trainer_difference(

@@ -30,6 +30,7 @@ from rl_core.rollout_workers.inference_server import (
     check_served_model,
     check_server_tokenizer,
 )
+from rl_core.rollout_workers.sampler_probe import encode_probe_texts
 from rl_core.rollout_workers.server_weights import ServerWeights, WeightFolders
 from rl_core.settings import RolloutSettings, SamplingSettings
 
@@ -94,7 +95,8 @@ class ServerBackend:
             check_server_tokenizer(self.server, self.description, tokenizer)
         self.max_length = min(max_length, self.description.context)
         folders = WeightFolders(model, self.settings.folder)
-        self.weights = ServerWeights(self.server, model, self.description, folders, bound)
+        prompts = () if tokenizer is None else encode_probe_texts(tokenizer, self.max_length)
+        self.weights = ServerWeights(self.server, model, self.description, folders, bound, prompts)
         logger.info(
             "rollouts are sampled by %s at %s", self.description.engine_label, self.server.address
         )

@@ -6,6 +6,7 @@ Each version is written to a folder; the session folder is removed even after a 
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ from rl_core.rollout_workers.inference_server import (
     ServerState,
 )
 from rl_core.rollout_workers.sampler_probe import (
+    LogprobDifference,
     SamplerProbe,
-    measure_trainer_difference,
+    measure_logprob_difference,
     sample_probe,
 )
 from rl_core.rollout_workers.weight_transfer import combine_digests, digest_tensors
@@ -58,6 +60,19 @@ class WeightFolder:
     digest: str  # of the tensors
     num_bytes: int
     is_adapter: bool  # False = a full model, adapters merged
+
+
+# of the first comparison of a run in half precision: beyond the rounding of deep models on texts
+HALF_PRECISION_LIMIT = LogprobDifference(largest=math.inf, mean=0.08, kl=0.01)
+
+
+def _build_relative_limit(first: LogprobDifference) -> LogprobDifference:
+    """Build the limit of later comparisons: rounding stays of the first one's size while the weights change."""
+    return LogprobDifference(
+        largest=math.inf,
+        mean=min(HALF_PRECISION_LIMIT.mean, 2 * first.mean + 0.01),
+        kl=min(HALF_PRECISION_LIMIT.kl, 4 * first.kl + 0.001),
+    )
 
 
 class WeightFolders:
@@ -142,18 +157,23 @@ class ServerWeights:
         description: ServerDescription,
         folders: WeightFolders,
         bound: float | None,
+        prompts: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         """Store the parts; send nothing.
 
         Args:
-            bound: largest difference of log-probs, nats; None = what rounding explains, by the model's dtype.
+            bound: largest difference of log-probs, nats; None = what rounding explains: a largest difference in
+                float32, and in half precision a mean and a KL on texts, relative to the first comparison.
+            prompts: of `encode_probe_texts`, for comparisons in half precision.
         """
         self.server, self.model, self.description = server, model, description
         self.sent_bytes = 0  # size of the newest version
         self.difference = 0.0  # largest in the newest comparison, nats
         # False = the trainer's forward pass runs in reduced precision (autocast)
         self.is_exact = True
-        self._folders, self._bound = folders, bound
+        self._folders, self._bound, self._prompts = folders, bound, prompts
+        # the first comparison of this process, by temperature
+        self._first_differences: dict[float, LogprobDifference] = {}
         self._prefix = (
             f"posttrain-{secrets.token_hex(4)}"  # of adapter names: other runs may share the server
         )
@@ -182,10 +202,12 @@ class ServerWeights:
         """Largest accepted difference of log-probs, nats."""
         if self._bound is not None:
             return self._bound
+        return select_rounding_bound(self._computes_in_float32)
+
+    @property
+    def _computes_in_float32(self) -> bool:
         is_float32 = next(self.model.parameters()).dtype == torch.float32
-        return select_rounding_bound(
-            is_float32 and self.is_exact and "float32" in self.description.dtype
-        )
+        return is_float32 and self.is_exact and "float32" in self.description.dtype
 
     def mark_changed(self) -> None:
         """Mark the model's weights as possibly changed."""
@@ -310,16 +332,36 @@ class ServerWeights:
             raise self._build_changed_error(state)
 
     def _verify_logprobs(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
-        probe = SamplerProbe.from_sampling(read_vocabulary_size(self.model), sampling)
+        is_relative = self._bound is None and not self._computes_in_float32 and self._prompts
+        prompts = self._prompts if is_relative else ()
+        probe = SamplerProbe.from_sampling(read_vocabulary_size(self.model), sampling, prompts)
         answers = sample_probe(sampler, probe)
-        self.difference = measure_trainer_difference(self.model, answers, probe)
-        if not self.difference <= self.bound:
+        difference = measure_logprob_difference(self.model, answers, probe)
+        self.difference = difference.largest
+        if is_relative:
+            self._check_half_precision(difference, sampling.temperature)
+        elif not self.difference <= self.bound:
             raise SamplerMismatch(
                 f"{self.server_label}: on {len(answers)} fixed prompts its log-probs differ by up to "
                 f"{self.difference:.3g} nats from the trainer's (limit {self.bound:g}; numerics.bound): it does not "
                 "sample from the trained weights, adapter and temperature. None of its rollouts is used"
             )
         self._verified_temperatures.add(sampling.temperature)
+
+    def _check_half_precision(self, difference: LogprobDifference, temperature: float) -> None:
+        """Raise SamplerMismatch if mean or KL exceed what rounding explains, by the run's first comparison."""
+        first = self._first_differences.get(temperature)
+        limit = HALF_PRECISION_LIMIT if first is None else _build_relative_limit(first)
+        if not (difference.mean <= limit.mean and difference.kl <= limit.kl):
+            basis = "the first comparison" if first is None else "what the first comparison allows"
+            raise SamplerMismatch(
+                f"{self.server_label}: on {len(self._prompts)} texts its log-probs differ from the trainer's by "
+                f"{difference.mean:.3g} nats on average, with a KL of {difference.kl:.3g} (limits of {basis} "
+                f"{limit.mean:.3g} and {limit.kl:.3g}; numerics.bound sets one of the largest difference, here "
+                f"{difference.largest:.3g}): it does not sample from the trained weights, adapter and temperature. "
+                "None of its rollouts is used"
+            )
+        self._first_differences.setdefault(temperature, difference)
 
     def close(self) -> None:
         """Unload the run's adapter and remove what was written."""

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from rl_core.errors import CheckpointError, ServiceError
+from rl_core.models.causal_lm import save_tokenizer_and_card, save_weights
 from rl_core.models.routed_adapters import LowRank
 from rl_core.service.base_model import SharedBaseModel
 from rl_core.service.requests import AdapterConfig, CreateModel
@@ -119,10 +120,10 @@ def export_model(base: SharedBaseModel, state: Mapping[str, Any], folder: str | 
         with base.swap_weights(weights) as model:
             try:
                 model.config.tie_word_embeddings = tied and not unties
-                model.save_pretrained(target)
+                save_weights(model, target)
             finally:
                 model.config.tie_word_embeddings = tied
-        base.tokenizer.save_pretrained(target)
+        save_tokenizer_and_card(base.model, base.tokenizer, target)
 
     replace_folder(folder, write, {"kind": "model"})
 

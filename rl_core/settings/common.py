@@ -123,7 +123,8 @@ class LoraSettings(Settings):
     )
     target_modules: tuple[str, ...] | Literal["all-linear"] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        doc="names of the linear layers with an adapter; all-linear: all except the output head",
+        doc="names of the linear layers and experts with an adapter; all-linear: all except the output head, also "
+        "where a model lacks one of the default names",
     )
     rank_stabilized: bool = setting(
         False, doc="scale by alpha / sqrt(rank): rsLoRA (arXiv:2312.03732)"
@@ -159,7 +160,9 @@ class ModelSettings(Settings):
     """The initial policy: a path, a hub name, a registered model, or a from-scratch preset."""
 
     path: str | None = setting(
-        None, doc="model folder, hub name, or models:/NAME@ALIAS; default: a preset"
+        None,
+        doc="model folder, hub name, models:/NAME@ALIAS, or the folder of an adapter (adapter_config.json), which "
+        "`lora` continues; default: a preset",
     )
     preset: Literal["nano", "tiny", "small"] = setting(
         "tiny", doc="size of a from-scratch model; unused with path"

@@ -12,6 +12,8 @@ from rl_core.settings.base import Settings, setting
 
 RAY_VERSION = "2.60"  # tested version; see the extra `ray`
 VLLM_VERSION = "0.30.0"  # the client was written from its source; see deployments/vllm/
+# versions that the client was run against or whose source it was compared with; a build suffix (+cpu) does not count
+TRIED_VLLM_VERSIONS = (VLLM_VERSION, "0.32.0")
 _RAY_ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
 _SERVER_ADDRESS = re.compile(
     r"(https?://)?([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}/?", re.ASCII
@@ -42,7 +44,8 @@ class NumericsGateSettings(Settings):
         None,
         gt=0,
         doc="largest difference of a token's log-probability, nats; default: 0.001 in float32, 0.5 in bfloat16 and "
-        "float16, none with `importance`, `importance_mask` or a `sampler_kl_max`, which allow for other samplers",
+        "float16 (of an inference server: mean and KL on texts), none with `importance`, `importance_mask` or a "
+        "`sampler_kl_max`, which allow for other samplers",
     )
     action: Literal["refuse", "rollback"] = setting(
         "refuse",
@@ -71,7 +74,8 @@ class RolloutServerSettings(Settings):
     )
     version: str = setting(
         VLLM_VERSION,
-        doc="accepted version of vLLM; other versions may answer differently in form or meaning",
+        doc=f"accepted version of vLLM; the default accepts the tried ones ({', '.join(TRIED_VLLM_VERSIONS)}); "
+        "others may answer differently in form or meaning",
     )
     key_variable: str | None = setting(
         None, doc="environment variable with the server's API key; unset: no key"

@@ -17,8 +17,13 @@ from typing import Any
 
 from rl_core.data.files import DATA_SUFFIXES, list_data_files
 from rl_core.data.records import TABLE_SUFFIXES, check_first_rows
-from rl_core.errors import CheckpointError, SettingsError
+from rl_core.errors import CheckpointError, ModelError, SettingsError
 from rl_core.machine_memory import measure_machine_memory
+from rl_core.models.adapter_folder import (
+    check_adapter_settings,
+    is_adapter_folder,
+    read_adapter_folder,
+)
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings
 from rl_core.settings.base import replace_unchecked
 from rl_core.settings.common import PRESETS
@@ -54,6 +59,8 @@ TRAINED_WEIGHT_BYTES = 16  # float32 weight, gradient and the two moments of Ada
 
 # their layers store the transposed weights (transformers' Conv1D)
 _TRANSPOSED_MODEL_TYPES = ("gpt2", "openai-gpt")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ATTENTION_NAMES = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def resolve_files(
@@ -83,6 +90,7 @@ def resolve_files(
     _check_output_folder(settings.output, settings.name, problems)
     _check_device(settings.model, problems)
     _check_rope_context(replace_unchecked(settings, paths).model, problems)
+    _check_continued_adapter(replace_unchecked(settings, paths).model, problems)
     return paths, problems
 
 
@@ -226,12 +234,23 @@ def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
         return name
     if not path.is_dir():
         finder.report(key, f"{path} is a file; give the folder that contains config.json")
+    elif is_adapter_folder(path):
+        _check_adapter_folder(path, key, finder)
     elif not (path / "config.json").is_file():
-        # A stage writes its model into model/, and with LoRA only the adapter into a folder below it.
-        suggestion = path.parent if (path / "adapter_config.json").is_file() else path / "model"
+        suggestion = path / "model"  # where a stage writes its model
         hint = f"; did you mean {suggestion}?" if (suggestion / "config.json").is_file() else ""
         finder.report(key, f"{path} contains no config.json, so it is not a model folder{hint}")
     return str(path)
+
+
+def _check_adapter_folder(path: Path, key: Key, finder: _FileFinder) -> None:
+    """Report an adapter that no run can start from."""
+    try:
+        if key != ("model", "path"):
+            raise ModelError(f"{path} is an adapter; name a folder with a complete model")
+        read_adapter_folder(path)
+    except ModelError as error:
+        finder.report(key, str(error))
 
 
 def _find_template_file(model: ModelSettings, finder: _FileFinder) -> str | None:
@@ -303,6 +322,19 @@ def _check_rope_context(model: ModelSettings, problems: list[ConfigProblem]) -> 
         problems.append(ConfigProblem(("model", "rope_context"), text))
 
 
+def _check_continued_adapter(model: ModelSettings, problems: list[ConfigProblem]) -> None:
+    """Report settings of another adapter than the one that `model.path` holds."""
+    if model.path is None or model.lora is None or not is_adapter_folder(model.path):
+        return
+    try:
+        check_adapter_settings(read_adapter_folder(model.path), model.lora)
+    except SettingsError as error:
+        name, _, text = str(error).partition(": ")
+        problems.append(ConfigProblem(("model", "lora", name.removeprefix("lora.")), text))
+    except ModelError:
+        pass  # reported where the folder is looked up
+
+
 def read_context_length(model: ModelSettings) -> int | None:
     """Read the longest sequence of the model, in tokens; None if it cannot be known without a download."""
     if model.path is None:
@@ -333,14 +365,22 @@ def compute_adapter_rank(model: ModelSettings) -> int:
     if model.lora is None:
         return 0
     config = (_read_model_config(model) if model.path is not None else None) or {}
-    return 0 if config.get("model_type") in _TRANSPOSED_MODEL_TYPES else model.lora.served_rank
+    if config.get("model_type") in _TRANSPOSED_MODEL_TYPES:
+        return 0
+    text = config.get("text_config", config)
+    targets = {*model.lora.target_modules} - _ATTENTION_NAMES  # never empty for all-linear
+    has_experts = any(text.get(name) for name in _EXPERT_COUNTS)
+    return 0 if has_experts and targets else model.lora.served_rank
 
 
 def _read_model_config(model: ModelSettings) -> dict[str, Any] | None:
     """Read the configuration in the model's folder, if there is one."""
     try:
-        config = json.loads((Path(str(model.path)) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        folder = Path(str(model.path))
+        if is_adapter_folder(folder):
+            folder = Path(read_adapter_folder(folder).base)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, ModelError):
         return None
     return config if isinstance(config, dict) else None
 

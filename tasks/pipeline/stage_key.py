@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.models.adapter_folder import is_adapter_folder, read_adapter_folder
 from rl_core.settings import Settings, iter_code_paths
 from rl_core.settings.rollouts import select_decisive_numerics, select_decisive_rollouts
 from rl_core.storage.manifest import digest_bytes, digest_file, digest_folder
@@ -221,7 +222,10 @@ def digest_input(value: StageResult | Path | str) -> str:
         return value.digest
     path = Path(value)
     if path.is_dir():
-        return digest_folder(path)
+        digest = digest_folder(path)
+        if is_adapter_folder(path):  # the model that it belongs to is an input, too
+            return digest_bytes(f"{digest} {digest_input(read_adapter_folder(path).base)}".encode())
+        return digest
     if path.is_file():
         return digest_file(path)
     if isinstance(value, Path):

@@ -3,7 +3,8 @@
 MLflow's `transformers.save_model` loads the weights to write them again, asks the hub for a licence, and refuses a
 folder with transformers 5.23. Therefore the flavor's description is written here, around hard links to the files as the
 stage published them. `mlflow.transformers.load_model`, `mlflow.pyfunc.load_model` and `from_pretrained` on `model/` all
-read the result.
+read the result. A policy with a chat template is MLflow's task llm/v1/chat: `pyfunc` and `mlflow models serve` take
+messages and render them with the template.
 
     MLmodel  requirements.txt  python_env.yaml  conda.yaml  input_example.json  serving_input_example.json
     model/                 config.json, *.safetensors, tokenizer files, ...: the stage's folder
@@ -44,6 +45,8 @@ MODEL_TASKS: dict[str, tuple[str, str]] = {
     "policy": ("text-generation", "TextGenerationPipeline"),
     "reward_model": ("text-classification", "TextClassificationPipeline"),
 }
+_CHAT_TASK = "llm/v1/chat"  # MLflow's name
+_MAX_NEW_TOKENS = 512  # of an answer whose request names no limit
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\- ]{0,99}")
 PICKLE_SUFFIXES = {
     ".bin",
@@ -158,10 +161,18 @@ def write_mlflow_model(
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             link_file(path, target / "components" / "tokenizer" / path.name)
-    example = [input_example or "Hello"]
+    is_chat = kind == "policy" and bool(tokenizer.chat_template)
+    text = input_example or "Hello"
+    chat = {"messages": [{"role": "user", "content": text}]}
+    example = chat if is_chat else [text]
+    serving_example = chat if is_chat else {"inputs": example}
     (target / "input_example.json").write_text(json.dumps(example))
-    (target / "serving_input_example.json").write_text(json.dumps({"inputs": example}, indent=2))
-    description = Model(model_id=model_id, signature=_build_signature(kind))
+    (target / "serving_input_example.json").write_text(json.dumps(serving_example, indent=2))
+    description = Model(
+        model_id=model_id,
+        signature=_build_signature(kind, is_chat=is_chat),
+        metadata={"task": _CHAT_TASK} if is_chat else None,
+    )
     description.saved_input_example_info = {
         "artifact_path": "input_example.json",
         "serving_input_path": "serving_input_example.json",
@@ -180,9 +191,18 @@ def write_mlflow_model(
         model_binary="model",
         components=["tokenizer"],
         tokenizer_type=type(tokenizer).__name__,
+        **({"inference_task": _CHAT_TASK} if is_chat else {}),
     )
-    # A reward is the head's raw output; by default the pipeline would apply a sigmoid.
-    model_config = {"function_to_apply": "none"} if kind == "reward_model" else None
+    model_config: dict[str, Any] | None = None
+    if kind == "reward_model":
+        # A reward is the head's raw output; by default the pipeline would apply a sigmoid.
+        model_config = {"function_to_apply": "none"}
+    elif is_chat:
+        model_config = {
+            "do_sample": True,  # otherwise a request's temperature, top_p and top_k are ignored
+            "max_new_tokens": min(_MAX_NEW_TOKENS, max(1, tokenizer.model_max_length // 2)),
+            "add_special_tokens": False,  # the template writes them
+        }
     pyfunc.add_to_model(
         description,
         loader_module="mlflow.transformers",
@@ -197,14 +217,17 @@ def write_mlflow_model(
     _write_requirements(target)
 
 
-def _build_signature(kind: Kind) -> ModelSignature:
+def _build_signature(kind: Kind, *, is_chat: bool) -> ModelSignature:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+    from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
 
     inputs = Schema([ColSpec(DataType.string)])
     if kind == "reward_model":
         outputs = Schema([ColSpec(DataType.string, "label"), ColSpec(DataType.double, "score")])
         return ModelSignature(inputs=inputs, outputs=outputs)
+    if is_chat:
+        return ModelSignature(inputs=CHAT_MODEL_INPUT_SCHEMA, outputs=CHAT_MODEL_OUTPUT_SCHEMA)
     params = ParamSchema(
         [
             ParamSpec("max_new_tokens", DataType.long, 64),

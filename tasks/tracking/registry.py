@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError, suggest_name
+from rl_core.models.adapter_folder import is_adapter_folder
 from rl_core.storage.atomic_files import make_folder
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder
@@ -127,7 +128,7 @@ class ModelRegistry:
             return self.download_version(self.find_version(reference), cache_folder)
         path = Path(reference).expanduser()
         if path.exists():
-            if not (path / "config.json").is_file():
+            if not (path / "config.json").is_file() and not is_adapter_folder(path):
                 raise SettingsError(
                     f"model path '{reference}' is no Hugging Face model folder: config.json is missing"
                 )

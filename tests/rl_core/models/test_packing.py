@@ -201,6 +201,46 @@ def test_the_first_token_of_a_packed_sequence_carries_no_loss():
         completion_logprobs(create_model(), batch)
 
 
+def create_deep_model():
+    """Create a model whose hidden states in bfloat16 round by more than a shallow one's bound."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.25,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def test_rounding_over_many_layers_does_not_refuse_packing(monkeypatch):
+    from rl_core.capabilities import training
+
+    model = create_deep_model()
+    leak, effect, difference, share = training._measure_packing_leak(model)
+    assert difference > torch.finfo(torch.bfloat16).eps ** 0.5  # more than in a shallow model
+    assert leak <= effect / 50 and share < 0.2
+    assert check_sequence_packing(model).allowed
+
+    # learned positions that are not reset at each sequence: separated by the mask, yet other states
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=512, n_embd=64, n_layer=30, n_head=4, n_positions=64)
+    wrong = GPT2LMHeadModel(config).to(torch.bfloat16).eval()
+    assert check_sequence_packing(wrong).allowed
+    embed = wrong.transformer.wpe.forward
+    monkeypatch.setattr(
+        wrong.transformer.wpe,
+        "forward",
+        lambda positions: embed(torch.arange(positions.shape[-1]).expand(positions.shape)),
+    )
+    leak, effect, _, share = training._measure_packing_leak(wrong)
+    assert leak <= effect / 50 and share > 0.5
+    assert not check_sequence_packing(wrong).allowed
+
+
 def test_models_that_would_mix_sequences_are_detected(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)

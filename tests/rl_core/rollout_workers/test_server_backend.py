@@ -1,5 +1,6 @@
 """Rollouts from vLLM, against a stand-in with the answers of vLLM 0.30.0."""
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from rl_core.settings import (
     NumericsGateSettings,
     SamplingSettings,
 )
+from rl_core.settings.rollouts import TRIED_VLLM_VERSIONS
 from rl_core.storage.session_resources import (
     WEIGHTS_PREFIX,
     SessionFolder,
@@ -137,6 +139,59 @@ def test_log_probs_are_those_of_the_trainers_forward_pass(tokenizer, server):
             np.testing.assert_allclose(rollout.sampler_logprobs, logprobs.numpy(), atol=1e-4)
 
 
+def spread_error(backend, error):
+    """Make a backend's served log-probs wrong by `error(position)` nats."""
+    request = ServerBackend.request_tokens
+
+    def request_tokens(row, sampling):
+        served = request(backend, row, sampling)
+        start = row.num_sampled
+        wrong = [value + error(start + i) for i, value in enumerate(served.logprobs)]
+        return dataclasses.replace(served, logprobs=wrong)
+
+    backend.request_tokens = request_tokens
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        # the old limit of 0.5 nats passed the first two, and a lower one would refuse the rounding of one token
+        (lambda i: -0.1, None, r"0.1\d* nats on average.*limits of the first comparison 0.08"),
+        (lambda i: 0.0, lambda i: 0.1 * (-1) ** i, "limits of what the first comparison allows"),
+        (lambda i: 0.33 * (i == 5), lambda i: -0.33 * (i == 7), None),
+        (lambda i: 3.0 * (i == 5), None, "with a KL of"),
+        (lambda i: -9.0 * (i == 5), None, "with a KL of"),
+    ],
+)
+def test_half_precision_is_judged_by_mean_and_kl_on_texts(tokenizer, first, later, message):
+    model = compiled_model(tokenizer).to(torch.bfloat16)
+    with vllm_stand_in(model, tokenizer, context=64) as server:
+        trainer = letters_trainer(tokenizer)
+        trainer.policy.to(torch.bfloat16)
+        backend = connect_vllm(trainer, server).server
+        sampling = SamplingSettings()
+
+        def compare(error):
+            spread_error(backend, error)
+            backend.weights.forget_server_state()
+            backend._sync_weights(sampling)
+
+        if message is not None and later is None:
+            with pytest.raises(SamplerMismatch, match=message):
+                compare(first)
+            return
+        compare(first)
+        assert backend.weights._first_differences.keys() == {1.0}
+        prompts = [body["prompt"] for path, body in server.asked if path == "/v1/completions"]
+        assert tokenizer.encode("The capital of France is")[:16] in prompts
+        if message is None:
+            compare(later)
+            assert backend.weights.difference > 0.3
+            return
+        with pytest.raises(SamplerMismatch, match=message):
+            compare(later)
+
+
 def test_an_adapter_for_each_version(tokenizer, server):
     model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4, alpha=8.0))
     trainer = connect_vllm(letters_trainer(tokenizer, model=model), server)
@@ -202,7 +257,7 @@ def test_a_server_that_an_earlier_run_left_asleep(tokenizer, server):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"version": "0.29.0"}, {}, "runs vLLM 0.29.0, but 0.30.0 is required"),
+        ({"version": "0.29.0"}, {}, "runs vLLM 0.29.0, but 0.30.0 or 0.32.0 is required"),
         (
             {},
             {"logprobs": "raw_logprobs"},
@@ -236,6 +291,19 @@ class range_of:  # noqa: N801  # only the size of a tokenizer
 
     def __len__(self):
         return self.size
+
+
+@pytest.mark.parametrize("version", [*TRIED_VLLM_VERSIONS, "0.32.0+cpu"])
+def test_tried_versions_are_accepted(tokenizer, server, version):
+    server.version = version
+    backend = connect_vllm(letters_trainer(tokenizer), server).server
+    assert backend.description.version == version
+
+
+def test_a_version_by_setting_is_the_only_one(tokenizer, server):
+    server.version = "0.30.0"
+    with pytest.raises(SettingsError, match=r"runs vLLM 0\.30\.0, but 0\.31\.0 is required"):
+        connect_vllm(letters_trainer(tokenizer), server, version="0.31.0")
 
 
 def test_another_version_by_setting(tokenizer, server):

@@ -83,6 +83,63 @@ def test_start_command(tmp_path):
     )
 
 
+class PackingMethod:
+    """What vLLM's build for CPUs does with a head: it multiplies by a copy made after loading."""
+
+    def process_weights_after_loading(self, layer):
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda inputs: inputs @ packed.T
+
+    def apply(self, layer, inputs, bias=None):
+        return layer.cpu_linear(inputs)
+
+
+class StaleMethod(PackingMethod):
+    """A build in which packing again has no effect."""
+
+    def process_weights_after_loading(self, layer):
+        if not hasattr(layer, "cpu_linear"):
+            super().process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_packed_head_is_renewed_and_compared(tokenizer, tmp_path, is_tied, dtype):
+    """A head that multiplies by a copy of its weight computes with the new one, or the update is refused."""
+    model, sent = (compiled_model(tokenizer).to(dtype) for _ in range(2))
+    for each in (model, sent):
+        each.config.tie_word_embeddings = is_tied
+        if is_tied:
+            each.lm_head.weight = each.model.embed_tokens.weight
+    with torch.no_grad():  # of a size that a comparison up to rounding would not see
+        head = sent.lm_head.weight
+        head[3] = head[3] * (1 + 2 * torch.finfo(dtype).eps)
+    sent.save_pretrained(tmp_path)
+    for method, differing in ((PackingMethod(), False), (StaleMethod(), True)):
+        model.lm_head.quant_method = method
+        model.lm_head.__dict__.pop("cpu_linear", None)
+        with torch.no_grad():
+            model.lm_head.weight[3] = 0
+        method.process_weights_after_loading(model.lm_head)
+        result = make_worker(model).posttrain_load_weights(str(tmp_path))
+        name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+        expected = [f"product of lm_head with {name}"] if differing else []
+        assert [each for each in result["differing"] if "product" in each] == expected
+        units = torch.eye(model.config.hidden_size, dtype=dtype)
+        is_new = torch.equal(method.apply(model.lm_head, units).T, sent.lm_head.weight)
+        assert is_new is not differing
+
+
+def test_sleep_mode_needs_a_gpu(monkeypatch):
+    """A server that cannot sleep is refused before it loads; the command can be printed anywhere."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refused = run_start_command("--python", sys.executable, "--model", "base", "--sleeps")
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert refused.stderr.startswith("start.py: --sleeps: vLLM releases the memory of a GPU alone")
+    printed = run_start_command("--python", "p", "--model", "base", "--sleeps", "--print")
+    assert printed.returncode == 0 and "--enable-sleep-mode" in printed.stdout
+
+
 def test_vllm_has_our_versions():
     def read_pins(path):
         lines = (ROOT / path).read_text().splitlines()

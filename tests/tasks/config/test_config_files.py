@@ -127,16 +127,31 @@ def test_model_folder_becomes_absolute(home):
     )
 
 
-@pytest.mark.parametrize("path", ["sft/0123", "sft/0123/model/adapter"])
-def test_a_folder_next_to_the_model_gets_a_suggestion(home, path):
+def test_a_folder_next_to_the_model_gets_a_suggestion(home):
     folder = home / "work" / "sft/0123/model"
-    (folder / "adapter").mkdir(parents=True)
-    (folder / "adapter" / "adapter_config.json").write_text("{}")
-    assert "did you mean" not in read_problem(write_config(home, model(path)))[1]
+    folder.mkdir(parents=True)
+    assert "did you mean" not in read_problem(write_config(home, model("sft/0123")))[1]
     (folder / "config.json").write_text("{}")
-    assert read_problem(write_config(home, model(path)))[1].endswith(
+    assert read_problem(write_config(home, model("sft/0123")))[1].endswith(
         f"so it is not a model folder; did you mean {folder}?"
     )
+
+
+def test_an_adapter_without_its_base_points_to_the_merged_model(home):
+    folder = home / "work" / "sft/0123/model"
+    adapter = folder / "adapter"
+    adapter.mkdir(parents=True)
+    values = {"peft_type": "LORA", "r": 2, "base_model_name_or_path": str(home / "base")}
+    (adapter / "adapter_config.json").write_text(json.dumps(values))
+    path = "sft/0123/model/adapter"
+    assert "adapter_model.safetensors" in read_problem(write_config(home, model(path)))[1]
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    problem = read_problem(write_config(home, model(path)))[1]
+    assert "there is no such folder" in problem and "start from" not in problem
+    (folder / "config.json").write_text("{}")
+    assert f"or start from {folder}, the model" in read_problem(write_config(home, model(path)))[1]
+    (home / "base").mkdir()
+    assert load_settings(write_config(home, model(path))).model.path == str(adapter)
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,6 @@ def test_mlflow_loads_policies_and_reward_models(tracking, models, versions, mon
     expected = tokenizer.decode(tokens[0], skip_special_tokens=True)
     pipeline = mlflow.transformers.load_model(policy_uri)
     assert pipeline(PROMPT, max_new_tokens=4, do_sample=False)[0]["generated_text"] == expected
-    function = mlflow.pyfunc.load_model(policy_uri)
-    assert function.predict([PROMPT], params={"max_new_tokens": 4})[0].strip() == expected.strip()
-    assert function.metadata.signature.inputs is not None
     head = AutoModelForSequenceClassification.from_pretrained(models["reward_model"])
     with torch.no_grad():
         reward = float(head(**tokenizer(PROMPT, return_tensors="pt")).logits)
@@ -122,6 +119,47 @@ def test_mlflow_loads_policies_and_reward_models(tracking, models, versions, mon
     scored = mlflow.pyfunc.load_model(reward_uri).predict([PROMPT])
     assert float(scored["score"][0]) == pytest.approx(reward, abs=1e-5)
     assert mlflow.get_tracking_uri() == before
+
+
+def test_a_registered_policy_answers_messages(tracking, models, versions, monkeypatch):
+    """pyfunc and the server of `mlflow models serve` render messages with the chat template, once."""
+    import mlflow
+    from fastapi.testclient import TestClient
+    from mlflow.pyfunc import scoring_server
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    registry = tracking.registry
+    folder = registry.download_version(registry.fetch_version("policy", 1), Path("unused")).parent
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    messages = [{"role": "user", "content": PROMPT}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    model = AutoModelForCausalLM.from_pretrained(models["policy"])
+    tokens = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    num_prompt = prompt["input_ids"].shape[1]
+    expected = tokenizer.decode(tokens[0, num_prompt:], skip_special_tokens=True).strip()
+    function = mlflow.pyfunc.load_model(str(folder))
+    # the most likely token alone
+    request = {"messages": messages, "max_tokens": 4, "top_k": 1}
+    answer = function.predict(request)[0]
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+    assert answer["usage"]["prompt_tokens"] == num_prompt
+    assert function.metadata.signature.inputs.input_names()[0] == "messages"
+    client = TestClient(scoring_server.init(function))
+    response = client.post("/invocations", json=request)
+    assert response.status_code == 200, response.text
+    served = response.json()
+    served = served[0] if isinstance(served, list) else served
+    assert served["choices"][0]["message"]["content"] == expected
+    answers = {
+        function.predict({"messages": messages, "max_tokens": 8})[0]["choices"][0]["message"][
+            "content"
+        ]
+        for _ in range(4)
+    }
+    assert len(answers) > 1  # sampled, so that a request's temperature counts
 
 
 def test_lineage_metrics_and_links(tracking, models, versions):
