@@ -355,7 +355,8 @@ class RolloutBuffer:
             assert self.ref_logprobs_RS is not None
             kl_RS = fill_masked(kl_k1(old_RS, self.ref_logprobs_RS), self.mask_RS)
             penalty_RS = kl_reward_coef * kl_RS
-            metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum().clamp(min=1))
+            if bool(self.mask_RS.any()):  # without a token the controller has nothing to follow
+                metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum())
         if self.actor_critic.teacher is not None:
             metrics |= self._estimate_from_teacher()
         elif self.settings.value_function is not None:
@@ -419,6 +420,8 @@ class RolloutBuffer:
     ) -> dict[str, float]:
         """Estimate advantages and returns of all rows by GAE or V-trace; masked rows and filtered tokens lose their
         mask.
+
+        Returns: metrics over the loss tokens; {} if no token carries loss.
         """
         assert self.values_RS is not None and self.value_after_R is not None
         ratios_RS = self._compute_trace_ratios()
@@ -440,7 +443,9 @@ class RolloutBuffer:
         )
         self.mask_RS = self.mask_RS & ~masked_R1  # no loss, for the critic either
         self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
-        count = self.mask_RS.sum().clamp(min=1)
+        if not bool(self.mask_RS.any()):
+            return {}
+        count = self.mask_RS.sum()
         metrics = {
             "value/explained_variance": explained_variance(
                 self.values_RS, self.returns_RS, self.mask_RS
