@@ -31,7 +31,7 @@ from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.forward_modes import seed_dropout_masks, use_training_mode
 from rl_core.models.heads import PolicyWithCritic, SeparateCritic, ValueHead, read_hidden_size
 from rl_core.models.logprobs import check_contexts, check_router, completion_logprobs
-from rl_core.models.lora import disable_adapter, is_lora
+from rl_core.models.lora import disable_adapter, draw_adapter_masks, is_lora
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.batching import build_batches
 from rl_core.settings import PolicySettings
@@ -265,11 +265,12 @@ class RolloutBuffer:
 
     @torch.no_grad()
     def compute_ref_logprobs(self, plan: StepPlan) -> None:
-        """Compute log-probs of the reference, once for all epochs."""
-        reference = self.actor_critic.reference
+        """Compute log-probs of the reference, once for all epochs; with dropout under the policy's masks."""
+        policy, reference = self.actor_critic.policy, self.actor_critic.reference
         assert reference is not None
-        is_policy = reference is self.actor_critic.policy
-        with span("reference"), disable_adapter(reference) if is_policy else nullcontext():
+        without = disable_adapter(reference) if reference is policy else nullcontext()
+        masks = nullcontext() if self.mask_seed is None else draw_adapter_masks(policy, reference)
+        with span("reference"), without, masks:
             self.ref_logprobs_RS = self._compute_logprobs(reference, plan)
 
     @torch.no_grad()
