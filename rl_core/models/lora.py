@@ -268,8 +268,12 @@ def draw_adapter_masks(model: torch.nn.Module, base: torch.nn.Module) -> Iterato
             hook.remove()
 
 
-def _draw_masks(layer: Any, _: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+def _draw_masks(
+    layer: Any, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
+) -> None:
     """Draw what the adapters of `layer` draw on these inputs, in the order and dtype of peft's forward pass."""
+    if not module.training:  # as in a comparison of fast and plain passes
+        return
     x = inputs[0].detach()
     for name in layer.active_adapters:
         if name not in layer.lora_A:  # of an embedding, which has no dropout

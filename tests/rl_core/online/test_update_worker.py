@@ -359,7 +359,7 @@ def test_answers_far_from_the_champion_raise_an_alarm(tmp_path):
         write_traffic(log, range(8), feedback=10**9)
         run_to_end(worker)  # the KL of the champion's answers is exactly 0 for any log-probs
         assert (
-            worker.signals[0] == ("champion_kl", 0.0)
+            worker.signals[0] == ("champion_kl", 0.0, 1.0)
             and worker.collect_metrics()["online/champion_kl"] == 0.0
         )
         with ExperienceLog(log) as writer:
