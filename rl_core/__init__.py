@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         FolderBusy,
         ModelError,
         NonFiniteError,
+        NothingLearned,
         NonFiniteTensor,
         OutOfMemory,
         PosttrainError,
@@ -211,6 +212,7 @@ __all__ = [
     "ModelSettings",
     "ModelSource",
     "NonFiniteError",
+    "NothingLearned",
     "NonFiniteTensor",
     "OptimizerSettings",
     "OutOfMemory",
@@ -329,7 +331,7 @@ _PUBLIC_NAMES = {
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
-        "FolderBusy ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused "
+        "FolderBusy ModelError NonFiniteError NonFiniteTensor NothingLearned OutOfMemory PosttrainError RecordsError ResumeRefused "
         "RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer "
         "WorkerFailed"
     ),
