@@ -54,8 +54,8 @@ if TYPE_CHECKING:
         FolderBusy,
         ModelError,
         NonFiniteError,
-        NothingLearned,
         NonFiniteTensor,
+        NothingLearned,
         OutOfMemory,
         PosttrainError,
         RecordsError,
@@ -212,8 +212,8 @@ __all__ = [
     "ModelSettings",
     "ModelSource",
     "NonFiniteError",
-    "NothingLearned",
     "NonFiniteTensor",
+    "NothingLearned",
     "OptimizerSettings",
     "OutOfMemory",
     "Policy",
@@ -331,8 +331,8 @@ _PUBLIC_NAMES = {
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
-        "FolderBusy ModelError NonFiniteError NonFiniteTensor NothingLearned OutOfMemory PosttrainError RecordsError ResumeRefused "
-        "RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer "
+        "FolderBusy ModelError NonFiniteError NonFiniteTensor NothingLearned OutOfMemory PosttrainError RecordsError "
+        "ResumeRefused RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer "
         "WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
