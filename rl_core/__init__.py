@@ -332,8 +332,8 @@ _PUBLIC_NAMES = {
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
         "FolderBusy ModelError NonFiniteError NonFiniteTensor NothingLearned OutOfMemory PosttrainError RecordsError "
-        "ResumeRefused RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer "
-        "WorkerFailed"
+        "ResumeRefused RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse "
+        "UnknownAnswer WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.networks.actor_critic": "ActionSpace ActorCritic NetworkShape PolicyNetwork ValueNetwork",
