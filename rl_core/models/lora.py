@@ -248,7 +248,7 @@ def draw_adapter_masks(model: torch.nn.Module, base: torch.nn.Module) -> Iterato
     the same layers of `model`.
 
     Args:
-        base: `model` itself with disabled adapters, or another model of the same layers. One with adapters of its own
+        base: `model` itself with disabled adapters, or another model of the same layers. One that has adapters
             draws their masks itself.
     """
     if base is not model and is_lora(base):

@@ -14,7 +14,7 @@ false alarm of all comes after at least `run_length` observations on average.
 A change is detected if the mean passes the limit (m_low - slack, or m_high + slack). The reference is uncertain, so
 that is more than the slack: with 200 observations of mean 0.8 and an error of 0.001, m_low is 0.683.
 
-Sampling at another temperature is another distribution, not a change: each temperature has a reference of its own, the
+Sampling at another temperature is another distribution, not a change: each temperature has a separate reference, the
 first one that is complete counts, and observations at other temperatures are left out from then on.
 
 Also here: the signals KL to the champion, and reward components compared with success.

@@ -320,7 +320,7 @@ def test_the_coefficient_follows_the_trend_of_the_kl(tmp_path):
 
 def test_an_update_with_nothing_to_learn_is_null_and_changes_nothing(tmp_path):
     learner = make_learner(tmp_path, kl_coef=0.01)
-    update_from_request(learner, "r1", number=1, learning_rate=1e-4)  # moments that would go on
+    update_from_request(learner, "r1", number=1, learning_rate=1e-4)  # leaves moments
     learner.kl_coef = 0.01
     before = digest_state(learner)
     for number in range(2, 5):

@@ -244,7 +244,7 @@ def test_masks_of_adapters_and_of_attention_are_the_same_too(tokenizer, name):
 
 
 def build_noisy_adapted_model(vocabulary, base_dropout=0.2, adapter_dropout=0.3, **options):
-    """Build a model with dropout of its own, and fresh adapters with dropout on several of its layers."""
+    """Build a model with dropout, and fresh adapters with dropout on several of its layers."""
     settings = LoraSettings(
         rank=4,
         dropout=adapter_dropout,
