@@ -434,7 +434,7 @@ def test_updates_with_nothing_to_learn_make_no_snapshot(tmp_path):
             writer.append_experience(build_answered_request(number))
             label = Label("score", "feedback", text=None, score=0.0)
             writer.append_label(f"r{number}", label)
-    chosen = settings(rewards={"task": 0.0})  # every total is 0, so every advantage is
+    chosen = settings(rewards={"task": 1.0})  # every known total is 0, so every advantage is
     with make_worker(tmp_path, log, chosen) as worker:
         before = worker.learner.copy_served_weights()
         run_to_end(worker)
