@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         ModelError,
         NonFiniteError,
         NonFiniteTensor,
+        NothingLearned,
         OutOfMemory,
         PosttrainError,
         RecordsError,
@@ -212,6 +213,7 @@ __all__ = [
     "ModelSource",
     "NonFiniteError",
     "NonFiniteTensor",
+    "NothingLearned",
     "OptimizerSettings",
     "OutOfMemory",
     "Policy",
@@ -329,9 +331,9 @@ _PUBLIC_NAMES = {
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
-        "FolderBusy ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused "
-        "RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse UnknownAnswer "
-        "WorkerFailed"
+        "FolderBusy ModelError NonFiniteError NonFiniteTensor NothingLearned OutOfMemory PosttrainError RecordsError "
+        "ResumeRefused RewardError SamplerMismatch ServiceError SettingsError StageTimeout Stopped ToolMisuse "
+        "UnknownAnswer WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.networks.actor_critic": "ActionSpace ActorCritic NetworkShape PolicyNetwork ValueNetwork",

@@ -16,6 +16,7 @@
     |-- RewardError                     a reward function raised, hung, or returned an invalid value
     |-- CallbackError                   a callback of the training loop raised
     |-- NonFiniteError                  too many non-finite steps in a row; names the first bad tensor
+    |-- NothingLearned                  training ended, and every trained weight has the bits it started with
     |-- SamplerMismatch                 rollouts are not from the distribution that is trained
     |-- ExportMismatch                  a written model differs from the one that was trained and evaluated
     |-- OutOfMemory                     a single row does not fit into device memory
@@ -98,6 +99,10 @@ class CallbackError(PosttrainError):
 
 class NonFiniteError(PosttrainError):
     """Too many non-finite steps in a row; the message names the first non-finite tensor."""
+
+
+class NothingLearned(PosttrainError):
+    """Training ended with the weights it started with, bit for bit; the message says why no step moved one."""
 
 
 class SamplerMismatch(PosttrainError):

@@ -17,6 +17,11 @@ if TYPE_CHECKING:  # importing torch takes seconds, and many commands do not nee
     import torch
 
 
+# Largest magnitude of a reward. Its square, summed over billions of tokens, is a finite float32; beyond it a step of
+# the policy, the critic or the whitening silently becomes 0 or infinite.
+REWARD_LIMIT = 1e12
+
+
 class Message(TypedDict):
     """Chat message; role is system, user, assistant or tool. The other fields are OpenAI's."""
 

@@ -125,10 +125,12 @@ def _summarize_service(record: OnlineServiceRecord) -> ReportSection:
     metrics = record.worker_metrics
     taken = sum(not update.get("refused") for update in record.updates)
     refused = Counter(str(update["refused"]) for update in record.updates if update.get("refused"))
+    num_null = refused.pop("null", 0)
     reasons = ", ".join(f"{reason}: {count}" for reason, count in refused.items())
     paused = metrics.get("paused") or ""
     rows = [
         ("updates on record", f"{len(record.updates)}, {taken} taken"),
+        ("with nothing to learn", str(num_null)),
         ("refused", reasons or "none"),
         ("learning", f"paused: {paused}" if paused else "on"),
         ("live snapshot", _format_number(metrics.get("online/live_version"))),

@@ -105,13 +105,20 @@ def masked_whiten(
     Args:
         values_BT: float [B, T].
         shift_mean: False adds the mean back (for rewards, whose sign matters).
-    Returns: float [B, T]. A single value has no variance: it becomes 0 (unchanged with shift_mean=False).
-    Raises: DataError on shapes, an empty mask, or non-finite values.
+    Returns: float [B, T], computed in float64 if squares overflow. A single value has no variance: it becomes 0
+        (unchanged with shift_mean=False).
+    Raises: DataError on shapes, an empty mask, non-finite values, or squares that overflow float64.
     """
     check_inputs(mask_BT, values=values_BT)
     count = check_count("mask", int(mask_BT.sum()))
     mean = masked_sum(values_BT, mask_BT) / count
     centered_BT = fill_masked(values_BT - mean, mask_BT)
     if count > 1:
-        centered_BT = centered_BT * torch.rsqrt(centered_BT.square().sum() / (count - 1) + eps)
+        squares = centered_BT.square().sum()
+        if not bool(torch.isfinite(squares)):
+            if values_BT.dtype == torch.float64:
+                raise DataError("values: too large to whiten, their squares overflow float64")
+            whitened_BT = masked_whiten(values_BT.double(), mask_BT, shift_mean=shift_mean, eps=eps)
+            return whitened_BT.to(values_BT.dtype)
+        centered_BT = centered_BT * torch.rsqrt(squares / (count - 1) + eps)
     return centered_BT if shift_mean else fill_masked(centered_BT + mean, mask_BT)

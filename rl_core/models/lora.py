@@ -7,6 +7,7 @@ are therefore swapped for plain ones with the dequantised values, and swapped ba
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
@@ -200,6 +201,50 @@ def disable_adapter(model: Any) -> Iterator[None]:
     """
     with model.disable_adapter():
         yield
+
+
+@contextmanager
+def draw_adapter_masks(model: torch.nn.Module, base: torch.nn.Module) -> Iterator[None]:
+    """Draw the dropout masks of `model`'s adapters in passes of `base`, its network without them, and discard them.
+
+    Dropout layers draw from one generator in turn. Without these draws the layers of `base` would get other masks than
+    the same layers of `model`.
+
+    Args:
+        base: `model` itself with disabled adapters, or another model of the same layers. One that has adapters
+            draws their masks itself.
+    """
+    if base is not model and is_lora(base):
+        yield
+        return
+    modules = dict(unwrap_model(base).named_modules())
+    adapted = set(map(id, _find_adapter_layers(model)))
+    hooks = [
+        modules[name].register_forward_hook(functools.partial(_draw_masks, layer))
+        for name, layer in unwrap_model(model).named_modules()
+        if id(layer) in adapted and name in modules
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _draw_masks(
+    layer: Any, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
+) -> None:
+    """Draw what the adapters of `layer` draw on these inputs, in the order and dtype of peft's forward pass."""
+    if not module.training:  # as in a comparison of fast and plain passes
+        return
+    x = inputs[0].detach()
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:  # of an embedding, which has no dropout
+            continue
+        x = x.to(layer.lora_A[name].weight.dtype)
+        rate = getattr(layer.lora_dropout[name], "p", 0.0)
+        if rate > 0:
+            torch.nn.functional.dropout(x, rate, training=True)
 
 
 @contextmanager

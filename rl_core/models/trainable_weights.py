@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_core.distributed.sharding import is_sharded_tensor
+from rl_core.distributed.sharding import is_sharded_tensor, to_local_rows
 from rl_core.errors import CheckpointError
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_DIGEST_CHUNK = 2**22  # entries that are widened at a time
 
 
 def _list_frozen_names(model: nn.Module) -> set[str]:
@@ -65,6 +68,25 @@ def _collect_sharded_weights(
             unique[owner] = tensor.clone() if copy else tensor
         result[name] = unique[owner]
     return result
+
+
+@torch.no_grad()
+def digest_trainable_weights(model: nn.Module) -> int:
+    """Return a 64-bit number that follows from all bits of the trainable parameters, of sharded ones this process's.
+
+    It is a sum over entries, so numbers of shards add up. It detects that nothing has changed; it is no protection.
+    """
+    digest = 0
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        rows = to_local_rows(parameter.detach()).contiguous().flatten()
+        bits = rows.view(_INTEGERS[rows.element_size()])
+        for chunk in bits.split(_DIGEST_CHUNK):
+            chunk = chunk.long()
+            # Of the sum alone, two opposite steps could cancel.
+            digest += int(chunk.sum()) + 3 * int((chunk * chunk).sum())
+    return digest % 2**64
 
 
 def load_trainable_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ from rl_core.environments.optional_packages import import_optional_package
 from rl_core.errors import CheckpointError, EnvironmentFault, SettingsError
 from rl_core.networks.actor_critic import ActionSpace
 from rl_core.settings import NetworkSettings
+from rl_core.types import REWARD_LIMIT
 from rl_core.user_code.load import import_subclass
 
 logger = logging.getLogger(__name__)
@@ -162,9 +163,9 @@ class VectorEnvironment:
             raw, rewards_N, terminated_N, truncated_N, infos = self.inner.step(inner_actions)
             observations_ND = self._read_observations(raw)
         rewards_N = np.asarray(rewards_N, np.float32)
-        if not np.isfinite(rewards_N).all():
+        if not (np.abs(rewards_N) <= REWARD_LIMIT).all():
             raise EnvironmentFault(
-                f"{self._describe_position()}: reward {rewards_N.tolist()} is not finite"
+                f"{self._describe_position()}: reward {rewards_N.tolist()} is not finite, or beyond +-{REWARD_LIMIT:g}"
             )
         terminated_N, truncated_N = np.asarray(terminated_N, bool), np.asarray(truncated_N, bool)
         ended_N = terminated_N | truncated_N

@@ -11,6 +11,12 @@ supermartingale, so an alarm at R >= c comes after at least c observations on av
 c = J run_length; the sum of their detectors, less the observations times J, is a supermartingale too, so the first
 false alarm of all comes after at least `run_length` observations on average.
 
+A change is detected if the mean passes the limit (m_low - slack, or m_high + slack). The reference is uncertain, so
+that is more than the slack: with 200 observations of mean 0.8 and an error of 0.001, m_low is 0.683.
+
+Sampling at another temperature is another distribution, not a change: each temperature has a separate reference, the
+first one that is complete counts, and observations at other temperatures are left out from then on.
+
 Also here: the signals KL to the champion, and reward components compared with success.
 
 B rows of a micro-batch, S complete sequence, R rollouts of a request, C reward components.
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
 
 TASK_COMPONENT = "task"  # the reward component that is success itself
 _NUM_STAKES = 16
+_MAX_TEMPERATURES = 16  # with an incomplete reference of a signal; the least observed one goes
 # The change of each signal that raises an alarm.
 ALARM_DIRECTIONS: dict[str, Literal["falls", "rises"]] = {
     "confidence": "falls",
@@ -132,6 +139,16 @@ class DriftDetector:
         return compute_lower_mean_bound(mean, self.reference, self.error) - self.slack
 
     @property
+    def limit(self) -> float:
+        """Mean of the signal beyond which a change is detected; outside [0, 1] there is none."""
+        return self.bound if self.direction == "falls" else 1.0 - self.bound
+
+    @property
+    def is_reference_complete(self) -> bool:
+        """True = further observations are compared."""
+        return self.count >= self.reference
+
+    @property
     def log_value(self) -> float:
         """log R."""
         largest = float(self.log_values.max())
@@ -180,30 +197,64 @@ class DriftMonitor:
         self.settings = settings
         self.alarm: DriftAlarm | None = None
         self.alarms = 0
-        self.detectors: dict[str, DriftDetector] = {}
+        self.left_out = 0  # observations at another temperature than the reference's
+        # By signal and temperature; one temperature once its reference is complete.
+        self._detectors: dict[str, dict[float, DriftDetector]] = {}
         self.reset()
+
+    @property
+    def detectors(self) -> dict[str, DriftDetector]:
+        """The detector of each signal, at the temperature with the most observations."""
+        return {
+            name: max(by_temperature.values(), key=lambda detector: detector.count)
+            if by_temperature
+            else self._build_detector(name)
+            for name, by_temperature in self._detectors.items()
+        }
 
     def reset(self) -> None:
         """Restart detection with a new reference."""
-        settings = self.settings
         self.alarm = None
-        self.detectors = {
-            name: DriftDetector(
-                ALARM_DIRECTIONS[name],
-                threshold=settings.run_length * len(settings.watched),
-                reference=settings.reference,
-                slack=settings.slack,
-                error=settings.reference_error,
-            )
-            for name in settings.watched
-        }
+        self._detectors = {name: {} for name in self.settings.watched}
 
-    def observe(self, signal: str, value: float) -> DriftAlarm | None:
-        """Add one observation of a signal; return the alarm that it raises. None if there is none, or one is active."""
-        detector = self.detectors.get(signal)
-        if detector is None or self.alarm is not None:
+    def _build_detector(self, name: str) -> DriftDetector:
+        settings = self.settings
+        return DriftDetector(
+            ALARM_DIRECTIONS[name],
+            threshold=settings.run_length * len(settings.watched),
+            reference=settings.reference,
+            slack=settings.slack,
+            error=settings.reference_error,
+        )
+
+    def _choose_detector(self, signal: str, temperature: float) -> DriftDetector | None:
+        """Return the detector of observations at this temperature; None if another one is the reference."""
+        detectors = self._detectors[signal]
+        if temperature in detectors:
+            return detectors[temperature]
+        if any(detector.is_reference_complete for detector in detectors.values()):
             return None
-        if not detector.observe(min(1.0, max(0.0, value))):
+        if len(detectors) >= _MAX_TEMPERATURES:
+            del detectors[min(detectors, key=lambda key: detectors[key].count)]
+        detectors[temperature] = self._build_detector(signal)
+        return detectors[temperature]
+
+    def observe(self, signal: str, value: float, temperature: float = 1.0) -> DriftAlarm | None:
+        """Add one observation of a signal; return the alarm that it raises. None if there is none, or one is active.
+
+        Args:
+            temperature: at which the observed answers were sampled.
+        """
+        if signal not in self._detectors or self.alarm is not None:
+            return None
+        detector = self._choose_detector(signal, temperature)
+        if detector is None:
+            self.left_out += 1
+            return None
+        raises_alarm = detector.observe(min(1.0, max(0.0, value)))
+        if detector.is_reference_complete:
+            self._detectors[signal] = {temperature: detector}
+        if not raises_alarm:
             return None
         mean = detector.total / detector.reference
         self.alarms += 1
@@ -217,12 +268,17 @@ class DriftMonitor:
         return self.alarm
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return recent means, levels (log detector / log threshold; 1 = alarm) and the number of alarms."""
-        metrics = {"online/drift_alarms": float(self.alarms)}
+        """Return recent means, levels (log detector / log threshold; 1 = alarm), limits and the number of alarms."""
+        metrics = {
+            "online/drift_alarms": float(self.alarms),
+            "online/drift_left_out": float(self.left_out),
+        }
         for name, detector in self.detectors.items():
             metrics[f"online/drift/{name}"] = detector.recent
             level = detector.log_value / math.log(detector.threshold)
             metrics[f"online/drift/{name}_level"] = max(0.0, level)
+            if detector.is_reference_complete:
+                metrics[f"online/drift/{name}_limit"] = detector.limit
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,15 +289,26 @@ class DriftMonitor:
         return {
             "alarms": self.alarms,
             "alarm": alarm,
-            "detectors": {name: detector.state_dict() for name, detector in self.detectors.items()},
+            "left_out": self.left_out,
+            "detectors": {
+                name: [[temperature, detector.state_dict()] for temperature, detector in by.items()]
+                for name, by in self._detectors.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; inverse of `state_dict`."""
         self.alarms = int(state["alarms"])
         self.alarm = None if state["alarm"] is None else DriftAlarm(**state["alarm"])
-        for name, detector in self.detectors.items():
-            detector.load_state_dict(state["detectors"][name])
+        self.left_out = int(state.get("left_out", 0))
+        for name in self._detectors:
+            saved = state["detectors"][name]
+            if isinstance(saved, Mapping):  # of an earlier release, for all temperatures
+                saved = [[1.0, saved]]
+            self._detectors[name] = {}
+            for temperature, detector_state in saved:
+                detector = self._detectors[name][float(temperature)] = self._build_detector(name)
+                detector.load_state_dict(detector_state)
 
 
 @torch.no_grad()

@@ -89,6 +89,11 @@ class Experience:
         return self.rollouts[0].trajectory.policy_version
 
     @property
+    def temperature(self) -> float:
+        """Temperature that all samples were drawn at."""
+        return self.rollouts[0].temperature
+
+    @property
     def returned_answers(self) -> tuple[str | None, ...]:
         """Answers that the caller got, by choice; None for a choice without an answer."""
         if self.is_voted:

@@ -80,9 +80,9 @@ class ExperienceReader:
             self.counts["refused"] += 1
             logger.warning("record %d of %s is skipped: %s", record.number, log_path, error)
 
-    def observe_signal(self, signal: str, value: float) -> None:
-        """Pass a signal to the drift monitor."""
-        alarm = self.drift.observe(signal, value)
+    def observe_signal(self, signal: str, value: float, temperature: float = 1.0) -> None:
+        """Pass a signal, of answers sampled at this temperature, to the drift monitor."""
+        alarm = self.drift.observe(signal, value, temperature)
         if alarm is not None:
             self._on_alarm(signal, f"drift: {alarm}")
 
@@ -111,9 +111,13 @@ class ExperienceReader:
         rollouts = experience.rollouts
         turns = [turn for rollout in rollouts for turn in rollout.trajectory.turns]
         mean_tokens = sum(sum(rollout.loss_mask) for rollout in rollouts) / len(rollouts)
-        self.observe_signal("confidence", experience.vote.confidence)
-        self.observe_signal("length", mean_tokens / self.settings.drift.max_length)
-        self.observe_signal("refusals", sum(turn.is_error for turn in turns) / max(1, len(turns)))
+        signals = {
+            "confidence": experience.vote.confidence,
+            "length": mean_tokens / self.settings.drift.max_length,
+            "refusals": sum(turn.is_error for turn in turns) / max(1, len(turns)),
+        }
+        for signal, value in signals.items():
+            self.observe_signal(signal, value, experience.temperature)
 
     def _choose_first_label(self, experience: Experience) -> Label | None:
         label = self._create_consensus_label(experience) if self.trusts_consensus else None
@@ -158,9 +162,12 @@ class ExperienceReader:
             is_right = returned_answer is not None and (
                 normalise_answer(returned_answer) == normalise_answer(label.text)
             )
-            self.observe_signal("success", float(is_right))
+            value = float(is_right)
         elif label.score is not None:
-            self.observe_signal("success", max(0.0, label.score))
+            value = max(0.0, label.score)
+        else:
+            return
+        self.observe_signal("success", value, buffered.experience.temperature)
 
     def _review_trust(self) -> None:
         """Drop the pseudo-labels when feedback shows that too few are right; use new ones again when it recovers."""

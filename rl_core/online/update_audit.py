@@ -33,6 +33,8 @@ def format_audit_line(report: UpdateReport, seconds: float) -> str:
     """
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     verdict = f"REFUSED ({report.refused})" if report.refused else "taken"
+    if report.refused == "null":
+        verdict = f"null: no answer of {report.num_rollouts} was better or worse than the others"
     if not report.losses:
         return f"{when} update {report.number}: {verdict}"
     kl = report.kl_control

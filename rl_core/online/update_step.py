@@ -257,7 +257,7 @@ class UpdateReport:
     """Outcome of one update."""
 
     number: int
-    refused: str = ""  # empty, kl, nonfinite or paused; "" = applied
+    refused: str = ""  # empty, null, kl, nonfinite or paused; "" = applied
     learning_rate: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)  # rl, kl (with its coefficient), total
     gradients: dict[str, float] = field(default_factory=dict)  # norm, clipped
@@ -300,9 +300,8 @@ class GuardedLearner:
 
     L = clipped policy loss against the sampler's log-probs + coefficient KL(old || policy), both means over the loss
     tokens. A step whose mean KL(old || policy) exceeds the limit, or that is not finite, leaves weights, moments and
-    average unchanged. The coefficient is adjusted by the KL measured after the step, refused or not, unless the update
-    has
-    no error: then nothing drives the KL.
+    average unchanged. The coefficient is adjusted by the KL measured after the step, refused or not. An update
+    without an advantage other than 0 is null: it takes no step, as nothing but the KL would drive it.
     """
 
     def __init__(
@@ -319,7 +318,7 @@ class GuardedLearner:
         self.pad_id = pad_id
         self.kl_coef = settings.kl_coef
         self.num_taken = 0
-        self.refused = {"empty": 0, "kl": 0, "nonfinite": 0, "paused": 0}
+        self.refused = dict.fromkeys(("empty", "null", "kl", "nonfinite", "paused"), 0)
         self.refused_in_row = 0
         self.optimizer_step = self._build_optimizer_step()
         self.device = next(model.parameters()).device
@@ -343,6 +342,10 @@ class GuardedLearner:
         report.is_lower_bound = any(not old.is_exact for old in update.old_distributions)
         if not update.rows:
             return self.refuse_update(report, "empty")
+        if not any(
+            update.advantages
+        ):  # a step would follow only the KL and the optimizer's momentum
+            return self.refuse_update(report, "null")
         batches = build_batches(update.rows, self.settings.micro_batch_tokens, self.pad_id)
         num_skipped = self.optimizer_step.skipped_steps
 
@@ -364,7 +367,7 @@ class GuardedLearner:
             return self.refuse_update(report, "nonfinite")
         (kl,) = result.kls
         report.kl_control["mean_kl"] = kl
-        if math.isfinite(kl) and task.error > 0:
+        if math.isfinite(kl):
             self.kl_coef = self._compute_next_kl_coef(kl, report.kl_control["before"])
         if result.is_refused:
             # A finite step can still lead to weights whose outputs are not finite.
@@ -417,7 +420,8 @@ class GuardedLearner:
         """Load a state; inverse of `state_dict`. Load the model's weights first."""
         self.optimizer_step.load_state_dict(state["optimizer_step"])
         self.kl_coef, self.num_taken = float(state["kl_coef"]), int(state["taken"])
-        self.refused = {reason: int(count) for reason, count in state["refused"].items()}
+        counts = {reason: int(count) for reason, count in state["refused"].items()}
+        self.refused = {**dict.fromkeys(self.refused, 0), **counts}  # earlier releases: no null
         self.refused_in_row = int(state["refused_in_row"])
 
     def _build_rows(self, task: UpdateTask) -> _UpdateRows:

@@ -101,7 +101,8 @@ class UpdateWorker:
         self.held: int | None = None  # candidate of the gate, whose snapshot is retained
         self.paused = ""  # why learning is paused; "" = learning
         self.last_report: UpdateReport | None = None
-        self.signals: list[tuple[str, float]] = []  # of the current update, for the alarms
+        # Name, value and temperature of the current update's, for the alarms.
+        self.signals: list[tuple[str, float, float]] = []
         self.referenced: set[int] = set()  # versions that the last checkpoint refers to
         self.first_needed_record = 0  # first record that the last checkpoint needs
 
@@ -230,9 +231,9 @@ class UpdateWorker:
             self.audit.enqueue_update(report, task)
         kl = report.kl_control.get("mean_kl")
         if kl is not None and not report.refused:
-            self.signals.append(("kl", kl / self.settings.drift.max_kl))
-        for signal, value in self.signals:
-            self.experience_reader.observe_signal(signal, value)
+            self.signals.append(("kl", kl / self.settings.drift.max_kl, 1.0))
+        for signal, value, temperature in self.signals:
+            self.experience_reader.observe_signal(signal, value, temperature)
         if not self.paused and self.learner.refused_in_row >= settings.max_refused:
             self._pause_learning(
                 f"{self.learner.refused_in_row} updates in a row were refused, the last one: {report.refused}"
@@ -309,20 +310,23 @@ class UpdateWorker:
         """Compute the signals of the experiences that are learned from for the first time."""
         new = [buffered for buffered in drawn if buffered.times_learned == 0]
         if "champion_kl" in self.settings.drift.watched:
-            kl = measure_champion_kl(
-                self.learner.model,
-                self.learner.optimizer_step,
-                self.learner.snapshots,
-                [buffered.experience for buffered in new],
-                pad_id=self.learner.pad_id,
-            )
-            if kl is not None:
-                self.signals.append(("champion_kl", kl / self.settings.drift.max_champion_kl))
+            # Temperatures apart, as a KL of flat distributions is smaller.
+            for temperature in dict.fromkeys(buffered.experience.temperature for buffered in new):
+                kl = measure_champion_kl(
+                    self.learner.model,
+                    self.learner.optimizer_step,
+                    self.learner.snapshots,
+                    [b.experience for b in new if b.experience.temperature == temperature],
+                    pad_id=self.learner.pad_id,
+                )
+                if kl is not None:
+                    value = kl / self.settings.drift.max_champion_kl
+                    self.signals.append(("champion_kl", value, temperature))
         for buffered in new:
             table = tables[buffered.number]
             share = None if isinstance(table, str) else measure_component_misranking(table)
             if share is not None:
-                self.signals.append(("components", share))
+                self.signals.append(("components", share, buffered.experience.temperature))
 
     def _record_rewards(self, buffered: BufferedExperience, table: RewardTable | str) -> None:
         """Add each experience's rewards to the running mean once, under the first label that determines them."""
@@ -385,7 +389,7 @@ class UpdateWorker:
             metrics["online/kl_target"] = report.kl_control["target_kl"]
             if "mean_kl" in report.kl_control:
                 metrics["online/mean_kl"] = report.kl_control["mean_kl"]
-        for signal, value in self.signals:
+        for signal, value, _ in self.signals:
             if signal == "champion_kl":
                 metrics["online/champion_kl"] = value * self.settings.drift.max_champion_kl
         if self.rollouts is not None:

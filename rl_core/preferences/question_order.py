@@ -1,7 +1,7 @@
 """Question order: repeat an earlier item, show one that others rated, or ask the most informative new one.
 
 Information is measured with a reward model's uncertainty about pairs: the posterior of a linear head over the
-difference of their states. N pairs, D features.
+difference of their states. N pairs, D features, G points of a grid.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ MIN_QUESTIONS_BEFORE_REPEAT = 10  # between an item and its repetition
 # A rater's next pair is drawn from this many of the most informative ones, so that raters do not collide.
 NUM_CANDIDATES = 16
 FloatArray = NDArray[np.float64]
+_GRID_G = np.linspace(-8.0, 8.0, 321)  # in standard deviations
+_LEAST_VARIANCE = 1e-12
 
 
 def compute_principal_axes(
@@ -52,13 +54,28 @@ def project_head_on_axes(head_D: NDArray[np.floating], axes_DK: FloatArray) -> F
     return np.asarray(np.linalg.lstsq(axes_DK, np.asarray(head_D, np.float64), rcond=None)[0])
 
 
+def compute_label_moments(mean: float, variance: float, label: float) -> tuple[float, float]:
+    """Return mean and variance of N(a; mean, variance) sigmoid(a)^label sigmoid(-a)^(1 - label), normalised.
+
+    By a sum over a grid that spans 8 standard deviations on each side.
+    """
+    a_G = mean + math.sqrt(variance) * _GRID_G
+    log_weight_G = label * a_G - np.logaddexp(0.0, a_G) - 0.5 * _GRID_G**2
+    weight_G = np.exp(log_weight_G - log_weight_G.max())
+    weight_G /= weight_G.sum()
+    new_mean = float(weight_G @ a_G)
+    return new_mean, float(weight_G @ (a_G - new_mean) ** 2)
+
+
 class RewardPosterior:
     """Gaussian posterior of the head w under p(first better) = sigmoid(w . x), updated label by label.
 
-    The update is one Newton step on the new label (an extended Kalman filter on the logistic likelihood); a tie counts
-    as a label of 1/2. Pairs are chosen by the mutual information of label and head (BALD).
+    An update takes mean and variance of w . x from the exact posterior of one label (assumed density filtering, by
+    numerical integration): exact after one label; after several, at a prior variance of 4, the mean is within 0.1
+    posterior standard deviations and the variance within 30% (tested on labels of one direction). A tie counts as a
+    label of 1/2. Pairs are chosen by the mutual information of label and head (BALD).
     Source: MacKay 1992, Neural Computation 4(4), sec. 3 (the probit scaling); Houlsby et al. 2011, arXiv:1112.5745,
-        eq. 3 (the closed form); West et al. 1985, JASA 80(389) (dynamic generalised linear models).
+        eq. 3 (the closed form); Opper 1998, "A Bayesian approach to on-line learning" (assumed density filtering).
     """
 
     def __init__(
@@ -105,11 +122,13 @@ class RewardPosterior:
         """
         x_D = self._x_ND[pair]
         gain_D = self._covariance_DD @ x_D
-        probability = 1 / (1 + math.exp(-float(np.clip(self.mean_D @ x_D, -30, 30))))
-        curvature = probability * (1 - probability)
-        scale = curvature / (1 + curvature * float(x_D @ gain_D))
+        mean, variance = float(self.mean_D @ x_D), float(x_D @ gain_D)
+        if variance <= _LEAST_VARIANCE:  # equal answers, or a direction that is known
+            return 0.0, gain_D
+        new_mean, new_variance = compute_label_moments(mean, variance, label)
+        scale = (variance - new_variance) / variance**2
         self._covariance_DD -= scale * np.outer(gain_D, gain_D)
-        self.mean_D += (self._covariance_DD @ x_D) * (label - probability)
+        self.mean_D += gain_D * ((new_mean - mean) / variance)
         return scale, gain_D
 
     def compute_information(self) -> FloatArray:

@@ -21,6 +21,7 @@ from rl_core.rewards.components import (
     FormatReward,
     LengthReward,
     RewardComponent,
+    SampleFailure,
     TaskReward,
     ToolUseReward,
     VerifierReward,
@@ -33,7 +34,7 @@ from rl_core.rewards.state_components import CoherenceReward, CuriosityReward
 from rl_core.rewards.user_function import RewardFunction, UserReward
 from rl_core.settings import RewardSettings
 from rl_core.storage.faults import inject_fault
-from rl_core.types import Rollout, RolloutGroup
+from rl_core.types import REWARD_LIMIT, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,8 @@ class RewardOrchestrator:
         """Write each rollout's components (raw and weighted), total and `is_masked` into its trajectory.
 
         A rollout on which a user function failed is masked: it carries no loss, and its reward is the mean of the other
-        rollouts of its group, so that their differences do not change. Too many failures are an error (`failures`).
+        rollouts of its group, so that their differences do not change. So is one with a reward beyond +-REWARD_LIMIT
+        that is not clipped, or with such a total. Too many failures are an error (`failures`).
 
         Args:
             embed: returns the policy's states; called once, and only if a component needs them.
@@ -178,17 +180,20 @@ class RewardOrchestrator:
             return {}
         states = self._compute_states(rollouts, embed)
         raw = {
-            name: self._score_component(name, component, rollouts, states)
+            name: self._reject_large_values(
+                name, self._score_component(name, component, rollouts, states)
+            )
             for name, component in self.components.items()
         }
         masked = [
             any(values[index] is None for values in raw.values()) for index in range(len(rollouts))
         ]
-        self._record_failures(rollouts)
         weighted = {
             name: [self.weights[name] * v for v in self._scale_values(name, values)]
             for name, values in raw.items()
         }
+        self._reject_large_totals(weighted, masked)
+        self._record_failures(rollouts)
         penalised = self._score_penalties(penalties or {}, rollouts, masked)
         totals: list[float | None] = []
         for index, rollout in enumerate(rollouts):
@@ -311,6 +316,7 @@ class RewardOrchestrator:
         """Return the checked values of one component."""
         if isinstance(component, UserReward):
             return component(rollouts)
+        component.failed = {}
         try:
             values = list(component(rollouts, states))
         except RewardError as error:
@@ -327,6 +333,36 @@ class RewardOrchestrator:
                     f"reward '{name}' gave {value!r}, no finite number, for {describe_rollout(rollout)}"
                 )
         return values
+
+    def _reject_large_values(self, name: str, values: Sequence[float | None]) -> list[float | None]:
+        """Return the values of a component, None for those beyond the limit, which are failures of their samples.
+
+        They would spoil a running mean, and silence an update of float32. Where only a clip follows, they may be large.
+        """
+        if self.options.clip is not None and name not in self.norms:
+            return list(values)
+        checked = list(values)
+        for index, value in enumerate(values):
+            if value is not None and abs(value) > REWARD_LIMIT:
+                failure = SampleFailure(f"gave {value:g}, beyond +-{REWARD_LIMIT:g}")
+                self.components[name].failed[index] = failure
+                checked[index] = None
+        return checked
+
+    def _reject_large_totals(
+        self, weighted: Mapping[str, Sequence[float]], masked: list[bool]
+    ) -> None:
+        """Mask the samples whose total is beyond the limit; their largest part is the one that failed."""
+        for index, is_masked in enumerate(masked):
+            parts = {name: values[index] for name, values in weighted.items()}
+            total = math.fsum(parts.values())
+            if is_masked or abs(total) <= REWARD_LIMIT:
+                continue
+            largest = max(parts, key=lambda name: abs(parts[name]))
+            self.components[largest].failed[index] = SampleFailure(
+                f"with its weight gave {parts[largest]:g}, a total beyond +-{REWARD_LIMIT:g}"
+            )
+            masked[index] = True
 
     def _score_penalties(
         self,
@@ -372,7 +408,7 @@ class RewardOrchestrator:
                 f"reward/{short}/{key}": value
                 for key, value in self.components[name].metrics.items()
             }
-        if any(
+        if len(known) < len(totals) or any(
             isinstance(component, UserReward | JudgeReward)
             for component in self.components.values()
         ):
@@ -392,7 +428,7 @@ class RewardOrchestrator:
         return [0.0 if value is None else next(scaled) for value in values]
 
     def _record_failures(self, rollouts: Sequence[Rollout]) -> None:
-        """Count and keep the rollouts on which a user function failed. Raises: RewardError where they are too many."""
+        """Count and keep the rollouts on which a component failed. Raises: RewardError where they are too many."""
         failed: dict[int, FailedEpisode] = {}
         for name, component in self.components.items():
             for index, failure in component.failed.items():

@@ -305,7 +305,9 @@ class OnlineDriftSettings(Settings):
         0.02,
         ge=0,
         lt=1,
-        doc="change of a signal's mean (signals run from 0 to 1) that is tolerated",
+        doc="tolerated change of a signal's mean (signals run from 0 to 1), in addition to the uncertainty of the "
+        "reference: with 200 observations of mean 0.8, what falls by less than 0.14 is tolerated "
+        "(`online/drift/NAME_limit`)",
     )
     reference_error: float = setting(
         0.001,

@@ -266,9 +266,9 @@ class RewardSettings(Settings):
         0.1,
         ge=0,
         le=1,
-        doc="share of samples on which user functions may raise, hang or return no finite number, or the judge gives "
-        "no judgement (counted over ten iterations and at least 50 samples); they carry no loss. Above it the stage "
-        "stops; 0: at the first, 1: only if all fail",
+        doc="share of samples on which user functions may raise, hang or return no finite number, a reward is beyond "
+        "+-1e12, or the judge gives no judgement (counted over ten iterations and at least 50 samples); they carry no "
+        "loss. Above it the stage stops; 0: at the first, 1: only if all fail",
     )
     timeout_s: float | None = setting(
         120.0,

@@ -21,11 +21,11 @@ Suffixes: B rows of a micro-batch or episodes, K questions of an episode, S sequ
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,8 +43,9 @@ from rl_core.losses.policy import reinforce_loss
 from rl_core.losses.supervised import entropy_bonus, supervised_loss
 from rl_core.losses.value import explained_variance
 from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.forward_modes import has_dropout, seed_dropout_masks, use_training_mode
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.models.lora import disable_adapter
+from rl_core.models.lora import disable_adapter, draw_adapter_masks
 from rl_core.rollouts.collect import list_training_seeds
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.rollout_metrics import compute_rollout_metrics
@@ -91,17 +92,29 @@ def require_kl_reference(
 
 @torch.no_grad()
 def compute_reference_logprobs(
-    model: PreTrainedModel, reference: PreTrainedModel | None, train: TrainBatch
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    train: TrainBatch,
+    mask_seed: int | None = None,
 ) -> torch.Tensor:
-    """Compute log-probabilities of the tokens that carry loss under the reference, float32 [B, S], without dropout.
+    """Compute log-probabilities of the tokens that carry loss under the reference, float32 [B, S].
 
     They are at the temperatures of the batch, like the policy's.
     Args:
         reference: `model` itself = that model without its adapters.
+        mask_seed: of the dropout masks of the policy's pass over this batch; None = without dropout.
     """
     assert reference is not None
-    adapters = disable_adapter(reference) if reference is model else nullcontext()
-    with span("reference"), adapters, use_eval_mode(reference):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(span("reference"))
+        if reference is model:
+            stack.enter_context(disable_adapter(reference))
+        if mask_seed is None:
+            stack.enter_context(use_eval_mode(reference))
+        else:
+            stack.enter_context(use_training_mode(reference, dropout=True))
+            stack.enter_context(draw_adapter_masks(model, reference))
+            stack.enter_context(seed_dropout_masks(train.input_ids_BS.device, mask_seed))
         return completion_logprobs(reference, train)[0]
 
 
@@ -459,6 +472,12 @@ class ThoughtsTrainer(RolloutTrainer):
         temperature = self.settings.sampling.temperature
         return torch.where(thought_BS, temperature, 1.0).float() if temperature != 1 else None
 
+    def _draw_mask_seed(self) -> int | None:
+        """Draw a seed of dropout masks that policy and reference share; None = they compare nothing under dropout."""
+        if not (self.settings.dropout and self.settings.kl_coef > 0 and has_dropout(self.model)):
+            return None
+        return int(torch.randint(2**62, ()))
+
     def compute_loss(self, batch: ThoughtBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the loss of one micro-batch over the denominators of the whole optimizer step."""
         num_thought, num_answer = self._counts
@@ -471,7 +490,16 @@ class ThoughtsTrainer(RolloutTrainer):
             loss_mask_BS=thought_BS | answer_BS,
             temperatures_BS=self._build_temperatures(thought_BS),
         )
-        logprobs_BS, entropy_BS = completion_logprobs(self.model, train_batch, with_entropy=True)
+        mask_seed = self._draw_mask_seed()
+        masks = (
+            contextlib.nullcontext()
+            if mask_seed is None
+            else seed_dropout_masks(self.device, mask_seed)
+        )
+        with masks:
+            logprobs_BS, entropy_BS = completion_logprobs(
+                self.model, train_batch, with_entropy=True
+            )
         assert entropy_BS is not None
         loss, loss_metrics = reinforce_loss(
             logprobs_BS,
@@ -487,7 +515,7 @@ class ThoughtsTrainer(RolloutTrainer):
         if self.settings.kl_coef > 0:
             kl, kl_metrics = kl_penalty(
                 logprobs_BS,
-                compute_reference_logprobs(self.model, self.reference, train_batch),
+                compute_reference_logprobs(self.model, self.reference, train_batch, mask_seed),
                 thought_BS,
                 num_loss_tokens=num_thought,
                 estimator=self.settings.kl_estimator,

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 UNSAVED_SECONDS_LIMIT = 60.0
 UNSAVED_TO_SAVE_RATIO = 50.0
 EPOCHS_FOLDER = "epochs"
+# Fields of the loop's progress that checkpoints of earlier releases lack.
+_LATER_FIELDS = {"unmoved_iterations", "initial_digest"}
 
 
 def collect_runtime_fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -204,7 +206,8 @@ class LoopCheckpoints:
         self.memory.best_weights = state["best_model"]
         self.trainer.optimizer_step.load_state_dict(state["optimizer_step"])
         self.trainer.load_state_dict(state["trainer"])
-        missing = sorted({field.name for field in fields(LoopProgress)} - state["loop"].keys())
+        expected = {field.name for field in fields(LoopProgress)} - _LATER_FIELDS
+        missing = sorted(expected - state["loop"].keys())
         if missing:
             raise CheckpointError(f"the checkpoint's loop lacks {', '.join(missing)}")
         self.memory.state = LoopProgress(**state["loop"])

@@ -22,8 +22,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.distributed import ProcessGroup
-from rl_core.errors import SettingsError, Stopped, suggest_name
-from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
+from rl_core.errors import NothingLearned, SettingsError, Stopped, suggest_name
+from rl_core.models.trainable_weights import (
+    collect_trainable_weights,
+    digest_trainable_weights,
+    load_trainable_weights,
+)
 from rl_core.settings import LoopSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import inject_fault
@@ -60,6 +64,7 @@ HEADLINES = {
 MAX_HEADLINES = 3
 ROUNDING_NOISE = 1e-12
 _HIDDEN_WHEN_ZERO = "policy/update_kl"  # always 0 with one step per rollout
+_UNMOVED_HEADLINE = "no weight moved"
 
 
 def format_headline(metrics: Mapping[str, float]) -> str:
@@ -113,8 +118,9 @@ def run_loop(
         after_iteration: called in every process with the number of iterations done, after each one and its evaluation
             and before its checkpoint; if a run is killed in between, it is called again for that iteration.
         memory: updated during training; a later call on the same trainer continues from it, without a checkpoint.
-    Raises: Stopped after a stop request (state saved, or the iteration abandoned); CallbackError; ResumeRefused;
-        NonFiniteError; CheckpointError; FolderBusy.
+    Raises: Stopped after a stop request (state saved, or the iteration abandoned); NothingLearned if the trained
+        weights have the bits that they started with; CallbackError; ResumeRefused; NonFiniteError; CheckpointError;
+        FolderBusy.
     """
     tracker, memory = tracker or MemoryTracker(), memory or LoopMemory()
     process_group = trainer.optimizer_step.process_group
@@ -180,7 +186,12 @@ class _TrainingLoop:
         start_time = self.checkpoints.saved_at = self.clock()
         if not (self.state.iteration and self.memory.is_consistent):
             self.checkpoints.resume_latest(allow_drift)
+            is_continued = False
+        else:
+            is_continued = True
         resumed_iteration = self.state.iteration
+        if not resumed_iteration:
+            self.state.initial_digest = self._digest_weights()
         self._evaluate_when_due()
         while (reason := self._find_stop_reason()) is None:
             self._run_iteration()
@@ -195,6 +206,8 @@ class _TrainingLoop:
             self.checkpoints.save_checkpoint()
         self.metrics.export_history(is_last=True)
         inject_fault("loop.finished")
+        if not (is_continued and self.state.iteration == resumed_iteration):
+            self._check_learning()  # otherwise the weights are the best ones, left by the last call
         self._restore_best_weights()
         inject_fault("loop.left")
         has_best = self.state.best_iteration is not None
@@ -209,7 +222,39 @@ class _TrainingLoop:
             resumed_iteration=resumed_iteration,
             seconds=self.clock() - start_time,
             history=self.memory.history,
+            unmoved_iterations=self.state.unmoved_iterations,
         )
+
+    def _digest_weights(self) -> str:
+        digest = digest_trainable_weights(self.trainer.model)
+        return f"{sum(self.process_group.all_gather(digest)) % 2**64:016x}"
+
+    def _check_learning(self) -> None:
+        """Raise NothingLearned if the weights after the last iteration are those before the first, bit for bit."""
+        state = self.state
+        if not state.iteration or self._digest_weights() != state.initial_digest:
+            return
+        num_skipped = self.trainer.optimizer_step.skipped_steps
+        if state.unmoved_iterations < state.iteration:
+            cause = (
+                "steps were undone, or too small for the weights' precision (learning_rate, dtype)"
+            )
+        elif num_skipped:
+            cause = f"{num_skipped} optimizer steps were skipped, as a loss or gradient was not finite (see the log)"
+        else:
+            cause = (
+                "no step had a gradient: of a policy, because all rewards of each prompt were equal or masked, or each "
+                "update exceeded its KL limit"
+            )
+        raise NothingLearned(
+            f"no weight moved in {state.iteration} iterations, so the result is the model that training started from: "
+            f"{cause}. Start over in another folder or with other settings once the cause is mended"
+        )
+
+    def _count_steps(self) -> tuple[int, int]:
+        """Count the steps that were tried and those that moved weights, of all optimizers, in this process."""
+        steps = getattr(self.trainer, "optimizer_steps", [self.trainer.optimizer_step])
+        return sum(step.tried_steps for step in steps), sum(step.moved_steps for step in steps)
 
     def _find_stop_reason(self) -> str | None:
         if self.callback_stop_reason is not None:
@@ -227,6 +272,7 @@ class _TrainingLoop:
         inject_fault("loop.step")
         start_time = self.clock()
         self.memory.is_consistent = False
+        num_tried, num_moved = self._count_steps()
         with collect_seconds() as spans:
             metrics = dict(self.trainer.step())
         metrics["perf/step_seconds"] = self.clock() - start_time
@@ -239,12 +285,17 @@ class _TrainingLoop:
             spans.pop(name, None)
         spans |= self.metrics.take_overheads()
         metrics |= {f"perf/{name}_seconds": seconds for name, seconds in spans.items()}
+        has_tried = self._count_steps()[0] != num_tried or metrics.get("train/empty_updates", 0) > 0
+        is_unmoved = has_tried and self._count_steps()[1] == num_moved
+        self.state.unmoved_iterations += is_unmoved
         self.state.iteration += 1
         self.memory.is_consistent = True
         inject_fault("loop.stepped")
         finite = self.metrics.log_metrics(metrics, self.trainer.optimizer_step.num_steps)
         if self.process_group.is_rank_zero:
             headline = format_headline(finite)
+            if is_unmoved:
+                headline = f"{_UNMOVED_HEADLINE} · {headline}" if headline else _UNMOVED_HEADLINE
             self.metrics.tracker.progress(self.state.iteration, self.iterations, headline)
         inject_fault("loop.logged")
         self._call_callbacks("iteration", finite)

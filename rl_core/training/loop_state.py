@@ -56,11 +56,15 @@ class LoopOutcome:
     history: MetricHistory = field(
         default_factory=lambda: MetricHistory(HISTORY_LENGTH), repr=False
     )
+    unmoved_iterations: int = 0  # in which no step moved a weight
 
     @property
     def ended(self) -> str:
         """Length and stop reason for the user: `142 iterations (success 98% over ten)`."""
-        return f"{self.iterations} iterations ({_STOP_REASON_TEXTS.get(self.stop_reason, self.stop_reason)})"
+        text = f"{self.iterations} iterations ({_STOP_REASON_TEXTS.get(self.stop_reason, self.stop_reason)})"
+        if self.unmoved_iterations:
+            text += f", {self.unmoved_iterations} of which moved no weight"
+        return text
 
 
 @dataclass
@@ -76,6 +80,9 @@ class LoopProgress:
     reference: float | None = None  # value at the last improvement large enough for patience
     bad_evaluations: int = 0  # evaluations since then
     nonfinite_metrics: int = 0
+    unmoved_iterations: int = 0  # whose steps were all skipped, refused, or without a gradient
+    # Of the trainable weights before the first iteration; None = unknown (a checkpoint of an earlier release).
+    initial_digest: str | None = None
 
 
 @dataclass
@@ -176,6 +183,8 @@ class LoopMetrics:
             state.nonfinite_metrics += len(values) - len(finite)
             nonfinite_names = sorted(values.keys() - finite.keys())
             logger.warning("metrics that are not finite: %s", ", ".join(nonfinite_names))
+        if state.unmoved_iterations:
+            finite["train/unmoved_iterations"] = float(state.unmoved_iterations)
         if state.nonfinite_metrics:
             finite["train/nonfinite_metrics"] = float(state.nonfinite_metrics)
         start_time = self.clock()

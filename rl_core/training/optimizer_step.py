@@ -112,6 +112,9 @@ class OptimizerStep:
         self.num_steps = 0  # steps tried, including skipped ones: the x axis of every metric
         self.skipped_steps = 0  # steps skipped because something was not finite
         self.skipped_in_row = 0
+        # Of this process, for the loop's report; a restored state counts as if its steps had never moved a weight.
+        self.tried_steps = 0
+        self.moved_steps = 0
         self.learning_rate_scale = 1.0  # of the whole schedule; a rollback reduces it
         # Padded tokens of a micro-batch that fit in memory; None = memory never ran out.
         self.max_tokens: int | None = None
@@ -176,6 +179,7 @@ class OptimizerStep:
         # A dummy batch has no lengths.
         lengths = [length for batch in micro_batches for length in read_sequence_lengths(batch)]
         add_to_total("optimizer_flops", count_step_flops(self.model, lengths))
+        self.tried_steps += 1
         with span("optimizer"):
             return self._run_step(micro_batches, loss_fn)
 
@@ -248,6 +252,7 @@ class OptimizerStep:
         self.ema.update_averages()
         self.skipped_in_row = 0
         self.num_steps += 1
+        self.moved_steps += norm_value > 0
 
     def _accumulate_gradients(
         self, micro_batches: list[Batch], loss_fn: LossFn[Batch]
@@ -336,13 +341,14 @@ class OptimizerStep:
         """Return copies of the trainable weights and of `state_dict`, on their device."""
         weights = collect_trainable_weights(self.model)
         copies = {name: tensor.clone() for name, tensor in weights.items()}
-        return copies, copy.deepcopy(self.state_dict())
+        return copies, {**copy.deepcopy(self.state_dict()), "moved_steps": self.moved_steps}
 
     def restore_state(self, state: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
         """Restore a `copy_state`; `num_steps` stays, since it counts the steps tried."""
         weights, optimizer_state = state
         load_trainable_weights(self.model, weights)
         self.load_state_dict({**optimizer_state, "num_steps": self.num_steps})
+        self.moved_steps = optimizer_state["moved_steps"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return optimizer moments, float32 masters, averages and counters; the schedule follows from `num_steps`."""

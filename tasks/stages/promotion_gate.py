@@ -76,7 +76,8 @@ def decide_promotion(
 
     Without a champion the challenger needs `min_success`. With one, two conditions must hold: the lower bound of the
     paired bootstrap interval of (challenger - champion) is above `min_gain`, and the exact test of the same hypothesis
-    (`run_gain_test`) has a p-value of at most the attempt's level. Both need `min_episodes`.
+    (`run_gain_test`, which says for which differences it is exact) has a p-value of at most the attempt's level. Both
+    need `min_episodes`.
 
     Args:
         attempt: number of this model's attempts on these episodes, including this one.

@@ -9,6 +9,8 @@ such challengers against one champion on one set of episodes, one after the othe
 the gate with the interval alone (lower bound above 0); the others are the gate of `tasks/stages/promotion_gate.py` with
 its three settings of `repeated_attempts`. For `fresh` every attempt has new episodes.
 
+Graded outcomes: how often the test rejects for models of equal mean, by the distribution of an episode's difference.
+
 Power: share of single comparisons that are promoted where the challenger gains so many points.
 """
 
@@ -20,12 +22,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rl_core.analysis.significance_tests import run_gain_test
 from rl_core.evaluation import Evaluation, summarize_trajectories
 from rl_core.types import Trajectory
 from tasks.config import PromotionSettings
 from tasks.stages.promotion_gate import decide_promotion
 
 ATTEMPTS = (1, 5, 10, 50)
+GRADED_SIZES = {50: 1000, 200: 1000, 1000: 300}  # episodes: comparisons
+# Differences of an episode between two models of equal mean, as draws of so many.
+GRADED = {
+    "symmetric": lambda rng, n: rng.choice([-0.5, -0.25, 0, 0.25, 0.5], n),
+    "beta": lambda rng, n: np.round(0.2 - rng.beta(0.5, 2, n), 2),
+    "rare losses": lambda rng, n: np.where(rng.random(n) < 0.1, -0.9, 0.1),
+    "rare gains": lambda rng, n: np.where(rng.random(n) < 0.1, 0.9, -0.1),
+}
 GATES = ("interval", "off", "spend", "fresh")
 SIZES = (200, 500, 1000)
 GAINS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15)
@@ -118,6 +129,16 @@ def simulate_power(repetitions: int, episodes: int, gain: float, seed: int) -> d
     return {name: count / repetitions for name, count in counts.items()}
 
 
+def simulate_graded_level(kind: str, episodes: int, repetitions: int, seed: int) -> float:
+    """Return the share of comparisons of models of equal mean that the test rejects at 2.5%."""
+    rng = np.random.default_rng([seed, episodes])
+    rejected = 0
+    for _ in range(repetitions):
+        differences = GRADED[kind](rng, episodes)
+        rejected += run_gain_test(differences, level=0.025).p_value <= 0.025
+    return rejected / repetitions
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     for name, default in (
@@ -128,6 +149,10 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
+    print("graded outcomes: level of the test at 2.5%, by episodes")
+    for kind in GRADED:
+        levels = [simulate_graded_level(kind, n, r, options.seed) for n, r in GRADED_SIZES.items()]
+        print(f"| {kind} | " + " | ".join(f"{level:.1%}" for level in levels) + " |", flush=True)
     print(
         f"wrong promotions within so many attempts, {options.episodes} episodes, {options.repetitions} repetitions"
     )

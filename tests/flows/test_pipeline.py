@@ -312,6 +312,8 @@ def test_a_pipeline_starts_from_the_registered_champion(first):
         "stages.policy.iterations=1",
         "stages.policy.curriculum=[]",
         "stages.policy.rewards.learned=0",
+        "stages.policy.rewards.length=1.0",  # no episode succeeds, but lengths differ
+        "stages.policy.reward_options.length={free: 0, limit: 72}",
         *disable_stages("prepare_data", "sft", "reward_model", "analyze", "promote"),
     )
     assert list(continued.results) == ["policy", "evaluate"]

@@ -100,13 +100,18 @@ def compute_value_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute unwhitened advantages and the critic's targets [R, S], by GAE over each row's loss tokens or by V-trace.
     The reward is placed on the last loss token. A truncated row is bootstrapped from the value of its last state; the
-    value after a terminal state is 0.
+    value after a terminal state is 0. A row without a loss token has neither.
 
     Args:
         kl_penalty_RS: subtracted from each token's reward (kl_coef times k1); None = none.
         ratios_RS: policy over sampler, for V-trace with `rho_cap` and `c_cap`; None = GAE.
     """
-    token_rewards_RS = scatter_rewards_to_last_token(rewards_R.to(values_RS.dtype), loss_mask_RS)
+    rewards_R = rewards_R.to(values_RS.dtype)
+    has_loss_R = loss_mask_RS.any(1)
+    token_rewards_RS = rewards_R.new_zeros(loss_mask_RS.shape)
+    token_rewards_RS[has_loss_R] = scatter_rewards_to_last_token(
+        rewards_R[has_loss_R], loss_mask_RS[has_loss_R]
+    )
     if kl_penalty_RS is not None:
         token_rewards_RS = token_rewards_RS - fill_masked(kl_penalty_RS, loss_mask_RS)
     bootstrap_R = torch.where(is_truncated_R, value_after_R, torch.zeros_like(value_after_R))
@@ -150,7 +155,7 @@ def compute_advantage_metrics(
     else:
         advantages = advantages_RS[mask_RS].double()
         tokens = sum(sum(sample.row.loss_mask) for sample in samples)
-        filtered = 1 - advantages.numel() / tokens
+        filtered = 1 - advantages.numel() / tokens if tokens else 0.0
     if not advantages.numel():
         return {"train/filtering_rate": filtered}
     return {

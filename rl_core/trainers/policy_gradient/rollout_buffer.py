@@ -31,7 +31,7 @@ from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.forward_modes import seed_dropout_masks, use_training_mode
 from rl_core.models.heads import PolicyWithCritic, SeparateCritic, ValueHead, read_hidden_size
 from rl_core.models.logprobs import check_contexts, check_router, completion_logprobs
-from rl_core.models.lora import disable_adapter, is_lora
+from rl_core.models.lora import disable_adapter, draw_adapter_masks, is_lora
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.batching import build_batches
 from rl_core.settings import PolicySettings
@@ -265,11 +265,12 @@ class RolloutBuffer:
 
     @torch.no_grad()
     def compute_ref_logprobs(self, plan: StepPlan) -> None:
-        """Compute log-probs of the reference, once for all epochs."""
-        reference = self.actor_critic.reference
+        """Compute log-probs of the reference, once for all epochs; with dropout under the policy's masks."""
+        policy, reference = self.actor_critic.policy, self.actor_critic.reference
         assert reference is not None
-        is_policy = reference is self.actor_critic.policy
-        with span("reference"), disable_adapter(reference) if is_policy else nullcontext():
+        without = disable_adapter(reference) if reference is policy else nullcontext()
+        masks = nullcontext() if self.mask_seed is None else draw_adapter_masks(policy, reference)
+        with span("reference"), without, masks:
             self.ref_logprobs_RS = self._compute_logprobs(reference, plan)
 
     @torch.no_grad()
@@ -355,7 +356,8 @@ class RolloutBuffer:
             assert self.ref_logprobs_RS is not None
             kl_RS = fill_masked(kl_k1(old_RS, self.ref_logprobs_RS), self.mask_RS)
             penalty_RS = kl_reward_coef * kl_RS
-            metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum().clamp(min=1))
+            if bool(self.mask_RS.any()):  # without a token the controller has nothing to follow
+                metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum())
         if self.actor_critic.teacher is not None:
             metrics |= self._estimate_from_teacher()
         elif self.settings.value_function is not None:
@@ -419,6 +421,8 @@ class RolloutBuffer:
     ) -> dict[str, float]:
         """Estimate advantages and returns of all rows by GAE or V-trace; masked rows and filtered tokens lose their
         mask.
+
+        Returns: metrics over the loss tokens; {} if no token carries loss.
         """
         assert self.values_RS is not None and self.value_after_R is not None
         ratios_RS = self._compute_trace_ratios()
@@ -440,7 +444,9 @@ class RolloutBuffer:
         )
         self.mask_RS = self.mask_RS & ~masked_R1  # no loss, for the critic either
         self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
-        count = self.mask_RS.sum().clamp(min=1)
+        if not bool(self.mask_RS.any()):
+            return {}
+        count = self.mask_RS.sum()
         metrics = {
             "value/explained_variance": explained_variance(
                 self.values_RS, self.returns_RS, self.mask_RS

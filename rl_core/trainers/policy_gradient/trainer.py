@@ -198,10 +198,13 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     def _build_snapshots(self) -> StageSnapshots:
         """Build a store for snapshots of the policy, its critic, and their optimizers."""
-        optimizer_steps = [self.optimizer_step]
-        if self.actor_critic.critic_optimizer_step is not None:
-            optimizer_steps.append(self.actor_critic.critic_optimizer_step)
-        return StageSnapshots(self.model, optimizer_steps)
+        return StageSnapshots(self.model, self.optimizer_steps)
+
+    @property
+    def optimizer_steps(self) -> list[OptimizerStep]:
+        """The optimizers of the policy and of a separate critic."""
+        critic = self.actor_critic.critic_optimizer_step
+        return [self.optimizer_step, *([] if critic is None else [critic])]
 
     @property
     def model(self) -> nn.Module:

@@ -64,7 +64,7 @@ for name in rl_core.__all__:
 model = rl_core.ModelSettings(preset="nano", vocab_size=300, context=32, device="cpu")
 policy = rl_core.create_policy(["a b c"], model)
 trainer = rl_core.grpo(
-    policy, prompts=["a"], reward=lambda trajectories: [float(len(t.answer or "")) for t in trajectories],
+    policy, prompts=["a"], reward=lambda trajectories: [float(n) for n, _ in enumerate(trajectories)],
     settings=rl_core.PolicySettings(
         iterations=1, prompts_per_iteration=1, group_size=2, sampling=rl_core.SamplingSettings(max_completion_tokens=2)
     ),

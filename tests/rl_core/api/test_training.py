@@ -23,7 +23,10 @@ def test_a_reward_and_prompts_are_enough(tmp_path):
 
     def grade(trajectories):
         observed.extend(trajectories)
-        return [float(t.row["answer"] in t.turns[0].action) for t in trajectories]
+        return [
+            float(t.row["answer"] in t.turns[0].action) + 0.1 * number
+            for number, t in enumerate(trajectories)
+        ]
 
     training = rl_core.grpo(small_policy(), prompts=path, reward=grade, settings=settings())
     outcome = training.run()

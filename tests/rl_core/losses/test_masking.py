@@ -106,3 +106,19 @@ def test_large_finite_numbers_are_finite_and_infinities_that_cancel_are_not():
     check_finite()
     with pytest.raises(NonFiniteTensor, match=r"b: inf at \(1,\); 2 of 3 are not finite"):
         check_finite(a=torch.ones(2), b=torch.tensor([0.0, float("inf"), float("-inf")]))
+
+
+def test_squares_beyond_float32_are_whitened_too():
+    """Check +-1e30: squares of 1e60 overflow float32, where the whitened values were 0."""
+    values = torch.tensor([[1e30, -1e30, 0.0, 5.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    # mean 0, unbiased variance 1e60
+    assert masked_whiten(values, mask).tolist() == [[1.0, -1.0, 0.0, 0.0]]
+    assert masked_whiten(values, mask).dtype == torch.float32
+    large = torch.tensor([[3e38, 3e38, 0.0]])  # their sum overflows as well: mean 2e38, std 1.73e38
+    torch.testing.assert_close(
+        masked_whiten(large, torch.ones(1, 3).bool()),
+        torch.tensor([[3**-0.5, 3**-0.5, -2 * 3**-0.5]]),
+    )
+    with pytest.raises(DataError, match="too large to whiten"):
+        masked_whiten(torch.tensor([[1e200, 0.0]], dtype=torch.float64), torch.ones(1, 2).bool())

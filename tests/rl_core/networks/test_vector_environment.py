@@ -145,10 +145,11 @@ def test_an_environment_that_raises_is_named_with_its_seeds():
     )
 
 
-def test_a_reward_that_is_no_number_is_a_fault():
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -1e30])
+def test_a_reward_that_is_no_number_or_too_large_is_a_fault(reward):
     environment = build_environment(walkers(1))
-    environment.inner.step = lambda actions: (np.zeros((1, 2)), [np.nan], [False], [False], {})
-    with pytest.raises(EnvironmentFault, match=r"reward \[nan\] is not finite"):
+    environment.inner.step = lambda actions: (np.zeros((1, 2)), [reward], [False], [False], {})
+    with pytest.raises(EnvironmentFault, match=r"reward \[.*\] is not finite, or beyond"):
         environment.step(np.array([0]))
 
 

@@ -129,3 +129,77 @@ def test_the_run_length_with_measured_references():
     rng = np.random.default_rng(2)
     times = [count_until_alarm(rng, 0.7, 2000, run_length=200.0) for _ in range(100)]
     assert np.mean(times) >= 200
+
+
+def test_the_limit_of_a_signal_is_its_bound_in_its_direction():
+    falls, rises = (
+        DriftDetector(direction, threshold=7e4, reference=200, slack=0.02, error=0.001)
+        for direction in ("falls", "rises")
+    )
+    for number in range(200):
+        falls.observe(float(number % 5 != 0))  # mean 0.8
+        rises.observe(float(number % 5 == 0))  # mean 0.2
+    # 200 kl(0.8, q) = log 1000 at q = 0.683
+    assert falls.limit == pytest.approx(0.683 - 0.02, abs=1e-3)
+    assert rises.limit == pytest.approx(1 - falls.limit)
+
+
+@pytest.mark.parametrize(
+    ("mean", "delay"), [(0.69, None), (0.6, 684), (0.5, 153), (0.4, 66), (0.2, 27)]
+)
+def test_delays_are_as_documented(mean, delay):
+    """Check docs/online.md, Alarms: a signal of mean 0.8 with the default settings."""
+    settings = OnlineDriftSettings()
+    delays = []
+    for seed in range(15):
+        rng = np.random.default_rng(seed)
+        monitor = DriftMonitor(settings)
+        for number in range(200):
+            monitor.observe("success", float(number % 5 != 0))
+        values = (rng.random(1500) < mean).astype(float)
+        alarms = (n for n, value in enumerate(values, 1) if monitor.observe("success", value))
+        delays.append(next(alarms, math.inf))
+    if delay is None:  # within the limit
+        assert min(delays) == math.inf
+    else:
+        assert float(np.median(delays)) == pytest.approx(delay, rel=0.25)
+
+
+def test_another_temperature_is_no_change():
+    monitor = make_monitor(watched=("confidence", "length"))
+    for number in range(3000):
+        if number % 3 == 0:  # from the start on
+            assert monitor.observe("confidence", 0.1, temperature=5.0) is None
+        assert monitor.observe("confidence", 0.9, temperature=0.7) is None
+    assert monitor.alarm is None and monitor.detectors["confidence"].count == 3000
+    assert monitor.compute_metrics()["online/drift_left_out"] == 1000 - 34
+    assert 0.6 < monitor.compute_metrics()["online/drift/confidence_limit"] < 0.9
+    other = make_monitor(watched=("confidence", "length"))
+    other.load_state_dict(monitor.state_dict())
+    assert other.state_dict() == monitor.state_dict()
+    assert any(other.observe("confidence", 0.1, temperature=0.7) for _ in range(100))
+
+
+def test_many_temperatures_do_not_hide_the_usual_one():
+    monitor = make_monitor(watched=("confidence",))
+    for number in range(200):
+        monitor.observe("confidence", 0.9)
+        for other in range(3):
+            monitor.observe("confidence", 0.1, temperature=2.0 + 3 * number + other)
+    assert monitor.detectors["confidence"].total == pytest.approx(90)
+    assert any(monitor.observe("confidence", 0.1) for _ in range(100))
+
+
+def test_the_state_of_an_earlier_release_has_one_detector_for_all_temperatures():
+    monitor = make_monitor(watched=("confidence",))
+    for _ in range(150):
+        monitor.observe("confidence", 0.9)
+    state = monitor.state_dict()
+    old = {
+        "alarms": 0,
+        "alarm": None,
+        "detectors": {"confidence": state["detectors"]["confidence"][0][1]},
+    }
+    other = make_monitor(watched=("confidence",))
+    other.load_state_dict(old)
+    assert other.state_dict() == state

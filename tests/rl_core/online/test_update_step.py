@@ -19,6 +19,7 @@ from rl_core.models.trainable_weights import collect_trainable_weights, load_tra
 from rl_core.online.experience_buffer import BufferedExperience
 from rl_core.online.labelled_rewards import RewardTable
 from rl_core.online.labels import Label
+from rl_core.online.update_audit import format_audit_line
 from rl_core.online.update_step import (
     GuardedLearner,
     RunningRewardBaseline,
@@ -317,11 +318,22 @@ def test_the_coefficient_follows_the_trend_of_the_kl(tmp_path):
         )
 
 
-def test_an_update_without_a_signal_keeps_the_coefficient(tmp_path):
+def test_an_update_with_nothing_to_learn_is_null_and_changes_nothing(tmp_path):
     learner = make_learner(tmp_path, kl_coef=0.01)
-    for number in range(1, 4):
+    update_from_request(learner, "r1", number=1, learning_rate=1e-4)  # leaves moments
+    learner.kl_coef = 0.01
+    before = digest_state(learner)
+    for number in range(2, 5):
         report = update_from_request(learner, "r1", [1.0, 1.0, 1.0], number=number)
-        assert report.error == 0 and report.kl_control["mean_kl"] < 0.04 and learner.kl_coef == 0.01
+        assert report.refused == "null" and report.error == 0 and report.num_rollouts == 3
+        assert digest_state(learner) == before and learner.kl_coef == 0.01
+    assert "null: no answer of 3 was better or worse" in format_audit_line(report, 0.0)
+    assert (learner.num_taken, learner.refused["null"], learner.refused_in_row) == (1, 3, 0)
+    assert learner.collect_metrics()["online/update_success_rate"] == 1.0
+    state = learner.state_dict()
+    del state["refused"]["null"]  # as in checkpoints of earlier releases
+    learner.load_state_dict(state)
+    assert learner.refused["null"] == 0
     assert update_from_request(learner, "r1", number=4, learning_rate=1e-6).refused == ""
     assert learner.kl_coef == pytest.approx(0.01 / 1.2)
 

@@ -359,7 +359,7 @@ def test_answers_far_from_the_champion_raise_an_alarm(tmp_path):
         write_traffic(log, range(8), feedback=10**9)
         run_to_end(worker)  # the KL of the champion's answers is exactly 0 for any log-probs
         assert (
-            worker.signals[0] == ("champion_kl", 0.0)
+            worker.signals[0] == ("champion_kl", 0.0, 1.0)
             and worker.collect_metrics()["online/champion_kl"] == 0.0
         )
         with ExperienceLog(log) as writer:
@@ -424,3 +424,25 @@ def test_repeatedly_refused_updates_pause_the_worker(tmp_path, traffic):
             worker.learner.refused["kl"] == 2
             and "in a row were refused, the last one: kl" in worker.paused
         )
+
+
+def test_updates_with_nothing_to_learn_make_no_snapshot(tmp_path):
+    """Check traffic whose answers are all worth the same; the gate only looks at new snapshots."""
+    log = tmp_path / "log"
+    with ExperienceLog(log, segment_bytes=4096) as writer:
+        for number in range(12):
+            writer.append_experience(build_answered_request(number))
+            label = Label("score", "feedback", text=None, score=0.0)
+            writer.append_label(f"r{number}", label)
+    chosen = settings(rewards={"task": 1.0})  # every known total is 0, so every advantage is
+    with make_worker(tmp_path, log, chosen) as worker:
+        before = worker.learner.copy_served_weights()
+        run_to_end(worker)
+        metrics = worker.collect_metrics()
+        assert worker.updates >= 5 and metrics["online/updates_taken"] == 0
+        assert metrics["online/refused/null"] + metrics["online/refused/empty"] == worker.updates
+        assert metrics["online/refused/null"] > 0
+        assert metrics["online/update_success_rate"] == 1.0
+        assert worker.learner.snapshots.list_versions() == [0] and not worker.paused
+        after = worker.learner.copy_served_weights()
+        assert all(torch.equal(after[name], before[name]) for name in before)

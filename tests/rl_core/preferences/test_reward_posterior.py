@@ -13,22 +13,60 @@ from rl_core.preferences.question_order import (
 )
 
 
-def test_one_update_by_hand():
-    """Prefer the first answer with one feature, prior N(0, 4) and x = 1.
+def integrate_posterior(mean, variance, labels, span=40.0):
+    """Return mean and variance of a head of one feature after labels (x, label), on a fine grid."""
+    w = np.linspace(mean - span, mean + span, 400_001)
+    log_density = -((w - mean) ** 2) / (2 * variance)
+    for x, label in labels:
+        log_density += label * w * x - np.logaddexp(0, w * x)
+    density = np.exp(log_density - log_density.max())
+    density /= density.sum()
+    exact = (density * w).sum()
+    return exact, (density * (w - exact) ** 2).sum()
 
-    Then p = 1/2, the curvature is 1/4 and the variance is 4 / (1 + 4 / 4) = 2.
-    """
+
+def test_one_update_is_exact():
+    """Prefer the first answer with one feature, prior N(0, 4) and x = 1: E[w] = 2 E[w sigmoid(w)]."""
     posterior = RewardPosterior(np.array([[1.0], [2.0]]), prior_variance=4.0)
     posterior.update(0, 1.0)
-    assert posterior._covariance_DD[0, 0] == pytest.approx(2.0)
-    assert posterior.mean_D[0] == pytest.approx(2.0 * 0.5)
-    assert posterior._variance_N == pytest.approx([2.0, 8.0])
+    mean, variance = integrate_posterior(0, 4.0, [(1, 1)])
+    assert mean == pytest.approx(1.2114, abs=1e-4)  # one Newton step gave 1
+    assert posterior.mean_D[0] == pytest.approx(mean, rel=1e-6)
+    assert posterior._covariance_DD[0, 0] == pytest.approx(variance, rel=1e-6)
+    assert posterior._variance_N == pytest.approx([variance, 4 * variance], rel=1e-6)
     assert posterior.compute_probabilities() == pytest.approx(
-        [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))]
+        [1 / (1 + math.exp(-mean)), 1 / (1 + math.exp(-2 * mean))]
     )
     before = posterior.mean_D.copy()
     posterior.update(0, 0.5)  # a tie moves the mean towards 0
     assert 0 < posterior.mean_D[0] < before[0]
+
+
+@pytest.mark.parametrize("variance", [0.5, 4.0])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [(1, 1), (1, 1)],
+        [(1, 1)] * 6,
+        [(2, 1), (0.5, 0), (1, 0.5), (1, 1)],
+        [(1, 1), (1, 0)] * 5,
+        [(3, 0)] * 3,
+    ],
+)
+def test_many_updates_are_close_to_the_exact_posterior(labels, variance):
+    posterior = RewardPosterior(np.array([[x] for x, _ in labels]), prior_variance=variance)
+    for pair, (_, label) in enumerate(labels):
+        posterior.update(pair, label)
+    mean, exact = integrate_posterior(0, variance, labels, span=20 * math.sqrt(variance))
+    # in standard deviations of the exact posterior, which is what the choice of pairs depends on
+    assert abs(posterior.mean_D[0] - mean) < 0.1 * math.sqrt(exact)
+    assert posterior._covariance_DD[0, 0] == pytest.approx(exact, rel=0.3)
+
+
+def test_equal_answers_teach_nothing():
+    posterior = RewardPosterior(np.zeros((1, 2)))
+    posterior.update(0, 1.0)
+    assert posterior.mean_D.tolist() == [0, 0] and posterior.compute_information() == [0]
 
 
 def test_a_refit_equals_updates_label_by_label():

@@ -256,3 +256,44 @@ def test_observations_count_towards_the_length_that_is_punished():
         for mask in masks
     ]
     assert penalty(rollouts) == [0.0, -0.5, -1.0]
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30, 1.0001e12])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalise": ("task",)}, {"normalise": ("task",), "clip": 5.0}],
+)
+def test_a_reward_beyond_the_limit_masks_and_counts_its_sample(value, options):
+    groups = build_groups()
+    groups[0].rollouts[0].trajectory.rewards["task"] = value
+    rewards = RewardOrchestrator(
+        {"task": 1.0}, options=RewardSettings(max_failed_share=0.5, **options)
+    )
+    metrics = rewards.score(groups)
+    masks = [[rollout.is_masked for rollout in group.rollouts] for group in groups]
+    assert masks == [[True, False], [False, False]]
+    assert rewards.failures.total == 1 and metrics["reward/masked_rate"] == 0.25
+    assert metrics["reward/task"] == 0.0  # of 0, 0.5, -0.5
+    assert all(abs(total) < 10 for group in groups for total in group.rewards)
+    if rewards.norms:
+        assert rewards.norms["task"].mean == 0.0  # not spoiled
+
+
+def test_a_reward_at_the_limit_or_clipped_below_it_counts():
+    groups = build_groups()
+    groups[0].rollouts[0].trajectory.rewards["task"] = 1e12
+    assert not RewardOrchestrator({"task": 1.0}).score(groups).get("reward/masked_rate")
+    assert groups[0].rewards[0] == 1e12
+    groups = build_groups()
+    groups[0].rollouts[0].trajectory.rewards["task"] = 1e30
+    RewardOrchestrator({"task": 1.0}, options=RewardSettings(clip=5.0)).score(groups)
+    assert groups[0].rewards[0] == 5.0
+
+
+def test_a_total_beyond_the_limit_is_a_failure_of_its_largest_part():
+    groups = build_groups()
+    groups[0].rollouts[0].trajectory.rewards["task"] = 1e10
+    strict = RewardSettings(max_failed_share=0)
+    rewards = RewardOrchestrator({"task": 1e9, "format": 1.0}, options=strict)
+    with pytest.raises(RewardError, match=r"reward 'task' with its weight gave 1e\+19, a total"):
+        rewards.score(groups)

@@ -144,6 +144,23 @@ def test_with_adapters_the_reference_is_the_policy_without_them(renderer, taught
     assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["itself", "full weights", "without adapters"])
+def test_policy_and_reference_have_the_same_dropout_masks(renderer, taught, kind):
+    """Check that the KL is 0 before the first step, with dropout in the base and in fresh adapters."""
+    base = copy.deepcopy(taught)
+    base.config.attention_dropout = 0.2
+    for layer in base.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    model, reference = copy.deepcopy(base), copy.deepcopy(base)
+    if kind != "without adapters":
+        settings = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"), dropout=0.3)
+        model = lora.add_adapter(model, settings)
+    trainer = make_trainer(renderer, model, kl_coef=0.5, reference=reference, dropout=True)
+    if kind == "itself":
+        trainer.reference = trainer.model
+    assert trainer.step()["policy/ref_kl"] == pytest.approx(0, abs=1e-6)
+
+
 def test_a_kl_without_reference_is_refused(renderer, taught):
     with pytest.raises(SettingsError, match="kl_coef: needs a reference"):
         make_trainer(renderer, taught, kl_coef=0.1)

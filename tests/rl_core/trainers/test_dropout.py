@@ -243,6 +243,58 @@ def test_masks_of_adapters_and_of_attention_are_the_same_too(tokenizer, name):
     assert metrics["policy/sampler_difference_max"] > 0.05
 
 
+def build_noisy_adapted_model(vocabulary, base_dropout=0.2, adapter_dropout=0.3, **options):
+    """Build a model with dropout, and fresh adapters with dropout on several of its layers."""
+    settings = LoraSettings(
+        rank=4,
+        dropout=adapter_dropout,
+        target_modules=("q_proj", "v_proj", "o_proj", "down_proj"),
+        **options,
+    )
+    return run_seeded(lambda: lora.add_adapter(build_llama(vocabulary, base_dropout), settings))
+
+
+REFERENCES = {
+    "itself": lambda model, vocabulary: model,
+    "copy": lambda model, vocabulary: copy.deepcopy(model),
+    "full weights": lambda model, vocabulary: build_llama(vocabulary, 0.2),
+}
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize(
+    ("reference", "options"),
+    [
+        ("itself", {}),
+        ("itself", {"dora": True}),
+        ("itself", {"modules_to_save": ("k_proj",)}),
+        ("copy", {}),
+        ("full weights", {}),
+    ],
+)
+def test_masks_of_the_base_are_the_same_with_and_without_adapters(
+    tokenizer, reference, options, kl_in
+):
+    """Check that the reference, without the adapters, draws theirs too: else the base's masks are others."""
+    model = build_noisy_adapted_model(len(tokenizer), **options)
+    trainer = make_trainer(
+        tokenizer,
+        model=model,
+        reference=REFERENCES[reference](model, len(tokenizer)),
+        algorithm="grpo" if kl_in == "loss" else "rloo",
+        kl_in=kl_in,
+        kl_coef=0.1,
+        learning_rate=1e-9,
+        epochs=2,
+        minibatches=2,
+        dropout=True,
+    )
+    metrics = trainer.step()
+    assert metrics["policy/ref_kl"] == pytest.approx(0, abs=1e-7 if kl_in == "loss" else 1e-5)
+    assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/sampler_difference_max"] > 0.05
+
+
 def test_every_iteration_has_separate_masks(tokenizer):
     trainer = build_policy_trainer(
         tokenizer, learning_rate=1e-9, dropout=True, curriculum=(), group_size=3

@@ -12,7 +12,14 @@ from tasks.config import ConfigError
 from tasks.pipeline.run_tracking import ModelVersions
 from tasks.stages import policy
 
-OPTIONS = {"rewards": {"task": 1.0, "length": 0.1}, "iterations": 3, "checkpoint_every": 1}
+OPTIONS = {
+    "rewards": {"task": 1.0, "length": 0.1},
+    "reward_options": {
+        "length": {"free": 0, "limit": 32}
+    },  # no episode succeeds, but lengths differ
+    "iterations": 3,
+    "checkpoint_every": 1,
+}
 
 
 @pytest.fixture

@@ -198,3 +198,17 @@ def test_episodes_that_no_reward_function_could_score_remain(tokenizer, monkeypa
         and stored[0].iteration == 0
         and "ZeroDivisionError" in stored[0].trace
     )
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "ppo"])
+def test_one_reward_beyond_the_limit_does_not_silence_the_iteration(tokenizer, algorithm):
+    def score_letters(trajectories):
+        return [1e30 if number == 0 else float(number % 2) for number, _ in enumerate(trajectories)]
+
+    rewards = RewardOrchestrator({"letters": 1.0}, functions={"letters": score_letters})
+    trainer = make_trainer(tokenizer, rewards=rewards, algorithm=algorithm)
+    before = weights(trainer).clone()
+    metrics = trainer.step()
+    assert metrics["train/skipped_steps"] == 0 and metrics["train/failed_episodes"] == 1
+    assert not torch.equal(weights(trainer), before)
+    assert abs(metrics["reward/mean"] - 18 / 35) < 1e-12  # 36 samples, the first is left out
