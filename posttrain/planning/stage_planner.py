@@ -332,7 +332,8 @@ class StagePlanner:
         trained = [
             getattr(self.settings.stages, name) for name in stage_registry.list_policy_stages()
         ]
-        return max(1, sum(block is not None for block in trained))
+        is_started = self.settings.model.path is not None  # the start model is played as well
+        return max(1, is_started + sum(block is not None for block in trained))
 
     def _plan_rollout_phase(
         self, shape: ModelShape, block: Any, resident_parts: Mapping[str, int]
