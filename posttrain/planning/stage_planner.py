@@ -106,12 +106,13 @@ class StagePlanner:
         model: PlannedModel,
     ) -> None:
         self.name, self.settings, self.model = name, settings, model
-        self.target, self.lengths = target, lengths
+        self.target = target
+        self.lengths, length_notes = lengths.choose_for_stage(name, settings)
         self.block = getattr(settings.stages, name)
         launch = self.block.launch if isinstance(self.block, LoopSettings) else None
         self.processes = 1 if launch is None else launch.processes * launch.nodes
         self.placement: Placement = target.build_placement(model.settings, self.processes)
-        self.notes: list[str] = []
+        self.notes: list[str] = length_notes
         self.runtime = {"runtime": self.placement.runtime} if self.placement.runtime else {}
         self.notes += list_target_notes(target, self.processes, model.module)
 
