@@ -6,7 +6,6 @@ Also the commands that answer a pending approval, as printed by a waiting run an
 from __future__ import annotations
 
 import io
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,20 +165,20 @@ def format_result_table(
                 wrap_to_terminal(note) if width is None else note, soft_wrap=True, highlight=False
             )
     console.print()
-    if run_url:
+    pages_answer = facts.get("pages_answer", True)
+    if run_url and pages_answer:
         console.print(f"MLflow run  {run_url}", soft_wrap=True)
     if facts.get("undelivered"):
         console.print(f"Waiting     {facts['undelivered']}", soft_wrap=True)
-    if facts.get("runs_url"):
+    if facts.get("runs_url") and pages_answer:
         console.print(f"All runs    {facts['runs_url']}", soft_wrap=True)
     console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)
     if facts.get("logs"):
         console.print(f"Logs        {facts['logs']}", soft_wrap=True)
-    if "127.0.0.1" in run_url and not os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http"):
+    if not pages_answer:
         pages = facts.get("pages", "posttrain ui")
         console.print(
-            f"Pages       {pages}    starts the MLflow and Prefect pages behind these links",
-            soft_wrap=True,
+            f"Pages       {pages}    shows this run in MLflow and Prefect", soft_wrap=True
         )
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

@@ -209,9 +209,13 @@ def plan_case(case, output, machine_file):
     plan = plan_stage(
         case["stage"], settings, target, PlanLengths(case["length"], PROMPT, None, rows)
     )
-    phases = [
-        phase for phase in plan.memory.phases if "checkpoint" not in phase.name
-    ]  # no loop saves here
+    phases = [  # no loop saves here
+        dataclasses.replace(
+            phase, parts={k: v for k, v in phase.parts.items() if k != "checkpoint buffer"}
+        )
+        for phase in plan.memory.phases
+        if "checkpoint" not in phase.name
+    ]
     memory = StageMemory(tuple(phases))
     peak = memory.peak
     return {
