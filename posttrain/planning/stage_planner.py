@@ -64,6 +64,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# Holes of the heap with adapters on a machine without calibration; measured ones are 0.6 to 0.8 of the activations.
+_ADAPTER_HEAP_SHARE = 0.8
+
+
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """Resources of one stage; memory is that of each of its processes."""
@@ -431,9 +435,9 @@ class StagePlanner:
         machine = self.target.machine
         if self._uses_packed_forward(block):
             packed = estimate_packed_activations(shape, batch)
-            if machine is None:
-                return packed
             has_adapters = bool(shape.ranks)
+            if machine is None:
+                return packed.with_heap_holes(_ADAPTER_HEAP_SHARE) if has_adapters else packed
             return packed.with_heap_holes(
                 machine.heap_share_adapters if has_adapters else machine.heap_share
             )
