@@ -1,6 +1,7 @@
 # Everything from nothing: `make demo` runs the main job, `make test` passes the tests.
 PYTHON ?= python3
 VENV := .venv
+EXTRAS_VENV := .venv-extras
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
@@ -10,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
 	rl_core/service/client.py rl_core/service/client_calls.py
 
-.PHONY: help setup demo readme-pictures test test-all sdk-test transformers4-test crash-test service-crash-test fuzz lint format docs clean
+.PHONY: help setup demo readme-pictures test test-all test-extras sdk-test transformers4-test crash-test service-crash-test fuzz lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -35,6 +36,14 @@ test: $(STAMP)  ## the test suite (8 minutes on 2 idle cores)
 
 test-all: $(STAMP)  ## the test suite with the slow proofs
 	$(BIN)/python -m pytest
+
+# Extras that install in 15 s and 250 MB; ray (500 MB) with EXTRAS=$(EXTRAS),ray
+EXTRAS ?= gymnasium,sweep,tensorboard,datadog,quantize,data,mcp,math,reasoning-gym,monitor,wandb
+test-extras: pyproject.toml constraints.txt  ## tests of code behind optional packages, in an environment of its own (weekly)
+	test -x $(EXTRAS_VENV)/bin/python || $(PYTHON) -m venv $(EXTRAS_VENV)
+	$(EXTRAS_VENV)/bin/python deployments/install.py --extras dev,$(EXTRAS)
+	$(EXTRAS_VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow' \
+		$$(grep -rlE 'importorskip\(|find_spec\("gradio"|tensorboard' tests --include='test_*.py')
 
 fuzz: $(STAMP)  ## fuzz the readers of configs, data, tool calls and templates (make fuzz MINUTES=10)
 	cd tests && PYTHONPATH=..:. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.run --minutes $(MINUTES)
@@ -72,4 +81,4 @@ docs: $(STAMP)  ## build the documentation into docs-site/; warnings are errors
 	PYTHONPATH=docs/tools $(BIN)/zensical build --clean --strict
 
 clean:  ## remove the virtual environment and caches; outputs stay
-	rm -rf $(VENV) docs-site .cache .ruff_cache .mypy_cache posttrain.egg-info build
+	rm -rf $(VENV) $(EXTRAS_VENV) docs-site .cache .ruff_cache .mypy_cache posttrain.egg-info build

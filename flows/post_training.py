@@ -250,6 +250,8 @@ def _collect_facts(pipeline_run: PipelineRun) -> dict[str, Any]:
         "logs": str(pipeline_run.stages_folder / "*" / "*" / STAGE_LOG),
         "runs_url": pipeline_run.tracking.build_runs_url(),
         "pages": format_posttrain_command("ui", pipeline_run.output),
+        "pages_answer": not pipeline_run.tracking.store.is_local
+        or bool(find_served_page(pipeline_run.output, "mlflow")),
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,
     }

@@ -32,6 +32,11 @@ STAGE_INPUTS = (
 )
 
 
+START_MODEL = (
+    "base"  # name of the model at `model.path` in evaluations, beside the stages that train
+)
+
+
 @dataclass(frozen=True)
 class CustomStage:
     """A user-defined stage: an object in the user's code that `stages.custom` of a config names.

@@ -6,7 +6,6 @@ Also the commands that answer a pending approval, as printed by a waiting run an
 from __future__ import annotations
 
 import io
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from flows.runtime.terminal import UNLIMITED_COLUMNS, detect_terminal_columns
 from tasks.command_hints import format_output_option
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import ApprovalRequest
-from tasks.pipeline.stage_result import StageResult
-from tasks.stage_registry import list_training_stages
+from tasks.pipeline.stage_result import GAIN, StageResult, format_gain
+from tasks.stage_registry import START_MODEL, list_training_stages
 from tasks.tracking import MAX_RESULT_LENGTH, shorten_result
 
 if TYPE_CHECKING:
@@ -39,14 +38,25 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
     """Build the rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}.
 
     The figures of an evaluated model that no stage of the run trained are in the row of the evaluation, with its name
-    as `model`; several such models have a row each.
+    as `model`; several such models have a row each. The model that training started from has a row before the first
+    model trained.
     """
     evaluated: dict[str, Any] = {}
     if "evaluate" in pipeline_run.results:
         evaluated = pipeline_run.results["evaluate"].summary["models"]
+    trained_models = [name for name in evaluated if name in pipeline_run.results]
     other_models = [name for name in evaluated if name not in pipeline_run.results]
+    starts_from = START_MODEL if trained_models and START_MODEL in other_models else None
+    if starts_from is not None:
+        other_models.remove(starts_from)
     rows = []
     for name, result in pipeline_run.results.items():
+        if starts_from is not None and name == trained_models[0]:
+            url = pipeline_run.tracking.build_run_url(pipeline_run.results["evaluate"].run_id)
+            note = f"the start model, {pipeline_run.settings.model.path}"
+            start_row = {**_build_empty_row(starts_from, url, note), "is_model": True}
+            figures = _extract_model_figures(evaluated[starts_from])
+            rows.append({**start_row, "is_start": True, "metric": starts_from, **figures})
         row: dict[str, Any] = {
             "stage": name,
             "seconds": result.summary.get("seconds", result.seconds),
@@ -91,8 +101,13 @@ def _build_empty_row(stage: str, url: str, note: str) -> dict[str, Any]:
 
 
 def _extract_model_figures(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return reward and, if a verifier knows it, success with interval of an evaluated model."""
+    """Return reward, gain over the start model, and, if a verifier knows it, success with interval of a model."""
     figures = {"reward": evaluation["reward"]}
+    for suffix in ("", "_low", "_high"):
+        if f"{GAIN}{suffix}" in evaluation:
+            figures[f"{GAIN}{suffix}"] = evaluation[f"{GAIN}{suffix}"]
+    if GAIN in evaluation:
+        figures["knows_success"] = evaluation.get("knows_success", True)
     if evaluation.get("knows_success", True):
         figures |= {
             "success": evaluation["success"],
@@ -121,9 +136,11 @@ def format_result_table(
 ) -> str:
     """Format the result table with links."""
     table = Table(title=None, pad_edge=False)
+    has_gains = any(row.get(GAIN) is not None for row in rows)
     for name, justify in (
         ("stage", "left"),
         ("success (95% interval)", "right"),
+        *([(f"gain over {START_MODEL}", "right")] if has_gains else []),
         ("reward", "right"),
         ("tokens/s", "right"),
         ("seconds", "right"),
@@ -133,6 +150,7 @@ def format_result_table(
         table.add_row(
             _format_row_label(row),
             _format_rate(row),
+            *([format_gain(row)] if has_gains else []),
             "" if row.get("reward") is None else f"{row['reward']:.3f}",
             "" if not row.get("tokens_per_second") else f"{row['tokens_per_second']:,.0f}",
             _format_seconds(row),
@@ -147,20 +165,20 @@ def format_result_table(
                 wrap_to_terminal(note) if width is None else note, soft_wrap=True, highlight=False
             )
     console.print()
-    if run_url:
+    pages_answer = facts.get("pages_answer", True)
+    if run_url and pages_answer:
         console.print(f"MLflow run  {run_url}", soft_wrap=True)
     if facts.get("undelivered"):
         console.print(f"Waiting     {facts['undelivered']}", soft_wrap=True)
-    if facts.get("runs_url"):
+    if facts.get("runs_url") and pages_answer:
         console.print(f"All runs    {facts['runs_url']}", soft_wrap=True)
     console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)
     if facts.get("logs"):
         console.print(f"Logs        {facts['logs']}", soft_wrap=True)
-    if "127.0.0.1" in run_url and not os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http"):
+    if not pages_answer:
         pages = facts.get("pages", "posttrain ui")
         console.print(
-            f"Pages       {pages}    starts the MLflow and Prefect pages behind these links",
-            soft_wrap=True,
+            f"Pages       {pages}    shows this run in MLflow and Prefect", soft_wrap=True
         )
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -192,6 +210,9 @@ def collect_parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
             metrics[f"success_rate/{name}"] = row["success"]
             metrics[f"success_rate/{name}_low"] = row["low"]
             metrics[f"success_rate/{name}_high"] = row["high"]
+        for suffix in ("", "_low", "_high"):
+            if row.get(f"{GAIN}{suffix}") is not None:
+                metrics[f"{GAIN}/{name}{suffix}"] = row[f"{GAIN}{suffix}"]
         if row.get("accuracy") is not None:
             metrics["reward_model/accuracy"] = row["accuracy"]
         if not row["cached"] and not row.get("is_model"):
@@ -206,12 +227,14 @@ def format_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """
     evaluated_rows = [row for row in rows if row.get("success") is not None]
     if not any(
-        row.get("model") or row.get("is_model") for row in evaluated_rows
+        row.get("model") or (row.get("is_model") and not row.get("is_start"))
+        for row in evaluated_rows
     ):  # else in the order of the command
         evaluated_rows.reverse()
-    rates = "; ".join(
-        f"{row.get('model') or row['stage']} {_format_rate(row)}" for row in evaluated_rows
-    )
+    parts = [f"{row.get('model') or row['stage']} {_format_rate(row)}" for row in evaluated_rows]
+    if evaluated_rows and (gain := format_gain(evaluated_rows[0])):
+        parts[0] += f", {gain} over {START_MODEL}"
+    rates = "; ".join(parts)
     decision = "; ".join(str(row["note"]) for row in rows if row["stage"] == "promote")
     if rates and decision:
         length = max(MAX_RESULT_LENGTH // 3, MAX_RESULT_LENGTH - len(decision) - 2)
@@ -225,18 +248,21 @@ def describe_run(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -
     links = " · ".join(f"[{name}]({url})" for name, url in _list_run_links(pipeline_run))
     # Links and headline come first: the page folds everything below a hundred pixels.
     lines = [links, "", f"**{format_headline(rows)}**", ""]
+    has_gains = any(row.get(GAIN) is not None for row in rows)
+    gain_head = f" gain over {START_MODEL} |" if has_gains else ""
     lines += [
-        "| stage | success (95% interval) | reward | seconds | result |",
-        "|---|---|---|---|---|",
+        f"| stage | success (95% interval) |{gain_head} reward | seconds | result |",
+        "|---|---|---|---|---|" + "---|" * has_gains,
     ]
     for row in rows:
         label = _format_row_label(row)
         if row["url"]:
             label = f"[{label}]({row['url']})"
         reward = "" if row.get("reward") is None else f"{row['reward']:.3f}"
+        gain = f" {format_gain(row)} |" if has_gains else ""
         note = str(row["note"]).replace("|", "/")
         lines.append(
-            f"| {label} | {_format_rate(row)} | {reward} | {_format_seconds(row)} | {note} |"
+            f"| {label} | {_format_rate(row)} |{gain} {reward} | {_format_seconds(row)} | {note} |"
         )
     return "\n".join(lines)
 

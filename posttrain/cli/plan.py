@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_length_options(parser: argparse.ArgumentParser) -> None:
     """Add the mean lengths, which a configuration does not contain."""
-    longest = "(default: the longest that the settings allow)"
+    longest = "(default: of a sample, or the longest that the settings allow)"
     parser.add_argument(
         "--row-tokens",
         type=parse_positive_integer,
@@ -185,7 +185,9 @@ def _print_resource_plan(arguments: argparse.Namespace) -> int:
         fits_target,
         format_plan,
     )
+    from posttrain.planning.sampled_lengths import sample_lengths
 
+    lengths = sample_lengths(settings, lengths)
     plan = plan_pipeline(settings, target, lengths)
     if not plan.stages:
         raise SettingsError("plan: no stage of the configuration trains or plays a language model")

@@ -5,6 +5,7 @@ The memory of a process on this machine is measured once per set of installed ve
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import platform
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}  # of a weight, without scales
+PAIR_STAGES = ("preference", "reward_model")
 _KEYED_PACKAGES = ("posttrain", "torch", "transformers")
 _MIN_PROCESS_BYTES = 2**20  # less means a damaged file
 
@@ -148,6 +150,31 @@ class PlanLengths:
     prompt: int | None = None
     completion: int | None = None  # of a rollout
     rows: int | None = None  # of the data file that a stage learns from
+    # of a sample of data and environment (`sampled_lengths`), used where the user gives none
+    sampled_prompt: int | None = None  # the longest
+    sampled_row: int | None = None  # of a demonstration
+    sampled_side: int | None = None  # of a preference, with its prompt
+    sampled_side_prompt: int | None = None
+
+    def choose_for_stage(
+        self, name: str, settings: PipelineSettings
+    ) -> tuple[PlanLengths, list[str]]:
+        """Return the lengths with the sampled ones that apply to a stage, and a note on each of those."""
+        row, prompt, row_noun = None, self.sampled_prompt, ""
+        if name == "sft":
+            row, prompt, row_noun = self.sampled_row, None, "rows"
+        elif find_data_file(settings, "preferences") is not None and name in PAIR_STAGES:
+            row, prompt, row_noun = self.sampled_side, self.sampled_side_prompt, "sides of pairs"
+        elif name in PAIR_STAGES and prompt is not None:  # pairs are made from rollouts
+            row = prompt + getattr(settings.stages, name).sampling.max_completion_tokens
+        notes = []
+        if self.row is None and row is not None and row_noun:
+            notes.append(f"{row_noun} count at {row:,} tokens, the mean of a sample")
+        if self.prompt is None and prompt is not None:
+            kind = "mean" if row_noun else "longest"
+            notes.append(f"prompts count at {prompt:,} tokens, the {kind} of a sample")
+        lengths = dataclasses.replace(self, row=self.row or row, prompt=self.prompt or prompt)
+        return lengths, notes
 
     def resolve_row_length(self, context: int) -> int:
         """Return the tokens of a row."""

@@ -14,13 +14,13 @@ import torch
 
 from rl_core.resources.activations import Activations, MicroBatch, estimate_head_bytes
 from rl_core.resources.model_shape import ModelShape
-from rl_core.settings import OptimizerSettings, PolicySettings
+from rl_core.settings import LoopSettings, OptimizerSettings, PolicySettings
 from rl_core.settings.common import Precision
 
 PERSISTENT_PARTS = ("KV cache", "packed weights")  # of rollouts, in memory during updates
 PACKED_LIMIT = 1 << 30  # `capabilities.decoding.PACKED_BYTES`: larger models are not packed
 _PREFILL_TOKENS = 8192  # of `rl_core.inference.engine`
-_SHARD_BYTES = 1 << 30  # `storage.checkpoint.SHARD_BYTES`: checkpoint files are built in memory
+_SHARD_BYTES = 1 << 28  # `storage.checkpoint.SHARD_BYTES`: checkpoint files are built in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,11 @@ def estimate_update_phases(
     # The moments fragment the memory of the last step's gradients in glibc's heap, so that no activation fits.
     freed = min(-(-gradients // processes), saved_bytes) if placement.device == "cpu" else 0
     heap = {"holes of the heap": activations.holes, "freed gradients": freed}
+    moments = state.get("optimizer moments", 0) + 4 * shape.trainable // processes
+    saves = not isinstance(settings, LoopSettings) or settings.checkpoint_every > 0
+    # A file of a checkpoint: its tensors' bytes fit into what a step has freed, the file does not.
+    buffer = min(_SHARD_BYTES, moments) if placement.device == "cpu" and saves else 0
+    heap["checkpoint buffer"] = buffer
     backward = {**resident_parts, **state, "gathered weights": gathered_bytes, **peak, **heap}
     temporary = _estimate_optimizer_temporary(shape, settings)
     update = {
@@ -168,10 +173,7 @@ def estimate_update_phases(
         "gradients": -(-gradients // processes),
         "optimizer temporaries": temporary,
     }
-    moments = state.get("optimizer moments", 0) + 4 * shape.trainable // processes
-    # Tensors and their bytes, both in host memory.
-    buffer = 2 * min(_SHARD_BYTES, moments) if placement.device == "cpu" else 0
-    checkpoint = {**resident_parts, **state, **best, "checkpoint buffer": buffer}
+    checkpoint = {**resident_parts, **state, **best, "checkpoint buffer": 2 * buffer}
     phases = (("backward", backward), ("optimizer step", update), ("checkpoint", checkpoint))
     return [
         MemoryPhase(name, {part: size for part, size in parts.items() if size})

@@ -352,8 +352,13 @@ def copy_tree(source: Path, target: Path) -> None:
         if path.is_file():
             copy = target / path.relative_to(source)
             make_folder(copy.parent)
-            with path.open("rb") as source_file, replace_file(copy, binary=True) as copy_file:
-                shutil.copyfileobj(source_file, copy_file, 1 << 20)
+            copy_file(path, copy)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file; replace an existing one atomically."""
+    with source.open("rb") as source_file, replace_file(target, binary=True) as target_file:
+        shutil.copyfileobj(source_file, target_file, 1 << 20)
 
 
 def open_log_file(path: Path | str, *, append_up_to: int = 0) -> IO[bytes]:

@@ -50,7 +50,7 @@ POINTER_FILE = "LATEST"
 STATE_FILE = "state.json"
 # Parts that must be finite: a checkpoint of broken weights must never become the newest one.
 FINITE_PARTS = ("model", "best_model")
-SHARD_BYTES = 1 << 30  # safetensors builds a file in memory before writing it
+SHARD_BYTES = 1 << 28  # safetensors builds a file in memory, twice, before writing it
 _KIND = "$"
 _PART_NAME = re.compile(r"[a-z_]+")
 _CORRUPT_PREFIX = ".corrupt-"
@@ -306,6 +306,7 @@ class CheckpointStore:
                     data = safetensors.torch.save(cpu_tensors)
                     digests[name] = digest_bytes(data)
                     write_folder_file(folder / name, data)
+                    del data, cpu_tensors  # before the next file is built in memory
                     inject_fault("publish.file")
                 digests[STATE_FILE] = digest_bytes(text)
                 write_folder_file(folder / STATE_FILE, text)

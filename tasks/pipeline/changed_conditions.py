@@ -25,6 +25,7 @@ from tasks.pipeline.stage_fingerprint import (
     FINGERPRINT_FILE,
     build_stage_fingerprint,
     compare_fingerprints,
+    list_side_models,
     read_finished_fingerprint,
     read_stage_fingerprint,
 )
@@ -291,10 +292,12 @@ def list_finished_stages(stages_folder: Path, keys: StageKeys) -> list[str]:
             and "." not in path.name
             and (fingerprint := read_finished_fingerprint(path))
         }
+        trains = any(stage in keys_by_stage for stage in stage_registry.list_policy_stages())
         matching_keys = [
             key
             for key, fingerprint in fingerprints.items()
-            if _has_same_predecessors(fingerprint, keys_by_stage)
+            if not (trains and list_side_models(fingerprint))
+            and _has_same_predecessors(fingerprint, keys_by_stage)
             and not compare_fingerprints(fingerprint, current, with_inputs=False)
         ]
         if not matching_keys:

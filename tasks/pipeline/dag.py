@@ -142,15 +142,20 @@ class _StageOutputs:
 
     @property
     def models(self) -> Mapping[str, StageResult | Path | str]:
-        """The policies to evaluate, by name; in a trial only the newest, since trials share the others."""
+        """The policies to evaluate, by name, the start model first.
+
+        In a trial only the newest, since trials share the others.
+        """
         named = {
             name: self.pipeline_run.models.resolve_model(source)[0]
             for name, source in self.evaluated_models.items()
         }
-        trained = list(self.trained.items())
+        trained: list[tuple[str, StageResult | Path | str]] = list(self.trained.items())
         if self.pipeline_run.options.trial is not None:
             trained = trained[-1:]
-        return named or dict(trained) or {"base": self.model}
+        elif self.base is not None:
+            trained.insert(0, (stage_registry.START_MODEL, self.base))
+        return named or dict(trained) or {stage_registry.START_MODEL: self.model}
 
     @property
     def challenger(self) -> StageResult | None:

@@ -28,9 +28,11 @@ from rl_core.storage.manifest import read_manifest
 from tasks.config.displayed_settings import mask_secrets
 from tasks.pipeline.stage_key import StageKey
 from tasks.pipeline.stage_result import StageResult
+from tasks.stage_registry import START_MODEL
 
 FINGERPRINT_FILE = "conditions.json"
 DECISIONS_FILE = "decisions.jsonl"
+SIDE_MODELS = {START_MODEL, "champion", "challenger"}  # names that no training stage has
 _MAX_DECISIONS = 100  # per stage
 _MAX_SHOWN_FILES = 5  # names of files in a message
 _MAX_VALUE_LENGTH = 120  # characters of a value in a message
@@ -281,7 +283,7 @@ def record_decision(
     """Record why a stage is run or reused; compare a changed one with the newest finished one."""
     compared, changes = "", list(drift)
     if kind == "first":
-        earlier = _read_newest_finished(final)
+        earlier = _read_newest_finished(final, fingerprint)
         if earlier is not None:
             kind, compared = "changed", str(earlier.get("key", ""))
             changes = compare_fingerprints(earlier, fingerprint) or ["nothing that was recorded"]
@@ -297,15 +299,31 @@ def record_decision(
     return decision
 
 
-def _read_newest_finished(final: Path) -> dict[str, Any] | None:
-    """Read the fingerprint of the stage that finished last under another key."""
+def _read_newest_finished(final: Path, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read the fingerprint of the stage that finished last under another key.
+
+    An evaluation of only the start model, or of a champion, is compared with its kind alone.
+    """
     folders = [
         path
         for path in final.parent.iterdir()
         if path.is_dir() and "." not in path.name and path != final
     ]
-    newest = max(folders, key=lambda path: os.stat(path).st_mtime, default=None)
-    return None if newest is None else read_finished_fingerprint(newest)
+    side_models = list_side_models(fingerprint)
+    for folder in sorted(folders, key=lambda path: os.stat(path).st_mtime, reverse=True):
+        finished = read_finished_fingerprint(folder)
+        if finished is None or list_side_models(finished) == side_models:
+            return finished
+    return None
+
+
+def list_side_models(fingerprint: Mapping[str, Any]) -> set[str]:
+    """List the models of an evaluation that plays no trained model, such as the start model; empty for other stages."""
+    if fingerprint.get("stage") != "evaluate":
+        return set()
+    inputs = fingerprint.get("inputs") or {}
+    models = {name.removeprefix("model.") for name in inputs if name.startswith("model.")}
+    return models if models <= SIDE_MODELS else set()
 
 
 def read_decisions(folder: Path) -> list[StageDecision]:

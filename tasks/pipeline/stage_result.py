@@ -26,6 +26,9 @@ STAGE_LOG = "stage.log"  # log messages of the stage, with times
 EPOCH_MODELS = "epochs"  # folder of the models of single epochs, if some are kept; not part of the stage's result
 PAIR_FILES = ("pairs_train.jsonl", "pairs_heldout.jsonl")  # preference pairs from rollouts, as text
 REVIEW_FILE = "review.md"  # of a promotion: the evidence behind the decision
+GAIN = (
+    "gain_over_base"  # of an evaluated model: key of its row and metric; also with _low and _high
+)
 
 # Files that hold timings, paths of this machine or text for people, or that a resumed run writes less of. They belong
 # to a stage's folder but not to its content digest: a stage that reruns to the same result must not make later stages
@@ -119,3 +122,15 @@ def load_finished_stage(folder: Path, name: str, key: str) -> StageResult | None
 def resolve_journal_folder(folder: Path) -> Path:
     """Return the folder of the journal of a finished stage's run."""
     return folder.with_name(f"{folder.name}.tracking")
+
+
+def format_gain(row: Mapping[str, Any]) -> str:
+    """Format an evaluated model's gain over the start model, with its interval; "" if it has none."""
+    if row.get(GAIN) is None:
+        return ""
+    values = [row[GAIN], row[f"{GAIN}_low"], row[f"{GAIN}_high"]]
+    if row.get("knows_success", True):
+        gain, low, high = (f"{100 * value:+.1f}" for value in values)
+        return f"{gain} points [{low}, {high}]"
+    gain, low, high = (f"{value:+.3f}" for value in values)
+    return f"{gain} in reward [{low}, {high}]"

@@ -15,7 +15,7 @@ from rl_core.settings import AnalysisSettings
 from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.stage import StageContext, run_stage
 from tasks.pipeline.stage_result import StageResult
-from tasks.stage_registry import list_policy_stages
+from tasks.stage_registry import START_MODEL, list_policy_stages
 from tasks.stages.loading import build_pipeline_environment
 from tasks.tracking import RunTracker
 from tasks.tracking.journal import build_events_path, read_lines
@@ -127,7 +127,7 @@ def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
         (file.stem.removeprefix("trajectories").strip("_-") or file.parent.name, file)
         for file in files
     ]
-    known = ("base", *list_policy_stages())
+    known = (START_MODEL, *list_policy_stages())
     ranks = {name: rank for rank, name in enumerate(known)}
     counts = Counter(name for name, _ in named_files)
     models: dict[str, Path] = {}

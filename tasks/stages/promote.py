@@ -7,6 +7,7 @@ the pipeline run then ends as waiting.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from tasks.lifecycle.approval import (
 from tasks.lifecycle.promotion import GateAttempt, build_figure_tags
 from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.stage import StageContext, has_begun, run_stage
-from tasks.pipeline.stage_result import REVIEW_FILE, StageResult
+from tasks.pipeline.stage_result import GAIN, REVIEW_FILE, StageResult, format_gain
+from tasks.stage_registry import START_MODEL
 from tasks.stages.evaluate import evaluate_models, read_evaluation
 from tasks.stages.export import verify_proof
 from tasks.stages.promotion_gate import (
@@ -262,6 +264,11 @@ def _run_gate(
         context.pipeline.seed,
         attempt.number or 1 if attempt else 1,
     )
+    start = _pair_with_start_model(context, new.label, challenger.stage)
+    if start is not None:
+        row = _read_evaluated_row(context, challenger.stage)
+        numbers |= {key: value for key, value in row.items() if key.startswith(GAIN)}
+        reason += f"; {text} over {START_MODEL}" if (text := format_gain(row)) else ""
     manual = promoted and settings.approve == "manual"
     decision = AWAITING_APPROVAL if manual else "promoted" if promoted else "rejected"
     if attempt is not None:
@@ -302,9 +309,28 @@ def _run_gate(
     write_json_atomic(context.folder / "decision.json", summary)
     inject_fault("gate.written")
     verdict = f"It passes the gate: {reason}." if manual else str(summary["note"])
-    _write_evidence(context, new, champion, verdict, attempt, report=manual)
+    _write_evidence(context, new, champion, start, verdict, attempt, report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
+
+
+def _read_evaluated_row(context: StageContext, name: str) -> dict[str, Any]:
+    """Read the row of a model in the pipeline's evaluation."""
+    summary = json.loads((Path(context.inputs["evaluation"]) / "summary.json").read_text())
+    return dict(summary["models"].get(name, {}))
+
+
+def _pair_with_start_model(
+    context: StageContext, label: str, name: str
+) -> tuple[ComparedModel, ComparedModel] | None:
+    """Return the challenger and the model that training started from, on the pipeline's episodes.
+
+    None if the start model was not evaluated, as with a preset.
+    """
+    if not _read_evaluated_row(context, START_MODEL):
+        return None
+    folder = Path(context.inputs["evaluation"])
+    return ComparedModel(label, folder, name), ComparedModel(START_MODEL, folder, START_MODEL)
 
 
 def _claim_gate_attempt(
@@ -355,6 +381,7 @@ def _write_evidence(
     context: StageContext,
     challenger: ComparedModel,
     champion: ComparedModel | None,
+    start: tuple[ComparedModel, ComparedModel] | None,
     verdict: str,
     attempt: GateAttempt | None,
     *,
@@ -375,6 +402,7 @@ def _write_evidence(
         verdict=verdict,
         seed=context.pipeline.seed,
         attempts=_list_shared_attempts(context, attempt),
+        start=start,
     )
     context.tracker.set_description(text)
     files = [context.folder / REVIEW_FILE]

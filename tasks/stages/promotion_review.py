@@ -75,10 +75,12 @@ def write_review(
     verdict: str,
     seed: int,
     attempts: Sequence[GateAttempt] = (),
+    start: tuple[ComparedModel, ComparedModel] | None = None,
 ) -> str:
     """Write the page and return its text.
 
     Args:
+        start: the challenger and the model that its training started from, on the same episodes.
         results: the stages so far, for curves and cost.
         attempts: at the gate, on these episodes; this one is the last.
     """
@@ -102,6 +104,12 @@ def write_review(
             "### Worst regressions",
             *_format_cases([champion, challenger], regressions, "episodes that got worse"),
         ]
+    if start is not None:
+        trained, base = start
+        table = _format_paired_table(
+            trained, base, trained.evaluation, base.evaluation, settings, seed
+        )
+        parts += ["### Compared with the start model", table]
     parts += ["### Training", _format_curves(results), "### Cost", _format_cost(results)]
     text = "\n\n".join(part for part in parts if part) + "\n"
     write_text_atomic(path, text)

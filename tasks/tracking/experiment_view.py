@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.stage_registry import list_policy_stages, list_training_stages
+from tasks.stage_registry import START_MODEL, list_policy_stages, list_training_stages
 
 VIEW_KEY = "posttrain"
 _PREFIX = "mlflow.sharedViewState."
@@ -65,7 +65,7 @@ _FOLDED_SECTIONS = (
 
 def build_experiment_view() -> dict[str, Any]:
     """Build the view. Custom stages that a config has named have a column as well."""
-    stages = ("base", *list_policy_stages(), "champion")
+    stages = (START_MODEL, *list_policy_stages(), "champion")
     success_rates = [f"metrics.`success_rate/{name}`" for name in stages]
     shown = (_RESULTS_SECTION, *(f"{name}{_UNFOLD_HINT}" for name in _LEARNING_CHARTS))
     sections = [_build_section(name, is_shown=True) for name in shown]

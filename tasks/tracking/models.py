@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -273,19 +274,19 @@ def register_logged_model(
     registered_name: str,
     *,
     metrics: dict[str, float],
+    points: Mapping[str, tuple[int, int]],
     tags: dict[str, Any],
     input_example: str | None,
     step: int,
     description: str,
     scratch: Path,
-    time_ms: int,
 ) -> int:
     """Store the folder as a logged model of the run and as a new registered version; return the version's number.
 
     A killed attempt is continued: the same model from the same run is one model, and its metrics are logged once.
     Args:
+        points: (step, time in ms) of each metric in the run's curves; MLflow logs it there as well.
         scratch: folder for temporaries.
-        time_ms: time at which the model was recorded.
     """
     check_model_registration(folder, kind, registered_name)
     digest = digest_model(folder)
@@ -302,7 +303,7 @@ def register_logged_model(
         model_id = _upload_logged_model(
             store, run_id, folder, kind, registered_name, text_tags, input_example, scratch
         )
-        _attach_to_run(store, run_id, model_id, metrics, step, time_ms)
+        _attach_to_run(store, run_id, model_id, metrics, points, step)
         # A local registry would look up a models:/ source in the process-wide store, which may be a different one.
         source = f"models:/{model_id}"
         if store.is_local:
@@ -395,8 +396,8 @@ def _attach_to_run(
     run_id: str,
     model_id: str,
     metrics: dict[str, float],
+    points: Mapping[str, tuple[int, int]],
     step: int,
-    time_ms: int,
 ) -> None:
     """Link the model to its run as an output, with its metrics, so that models can be ranked."""
     from mlflow.entities import LoggedModelOutput, Metric
@@ -405,7 +406,13 @@ def _attach_to_run(
     if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else ())]:
         store.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     entries = [
-        Metric(sanitize_store_name(name), float(value), time_ms, step, model_id=model_id)
+        Metric(
+            sanitize_store_name(name),
+            float(value),
+            points[name][1],
+            points[name][0],
+            model_id=model_id,
+        )
         for name, value in metrics.items()
     ]
     if entries:

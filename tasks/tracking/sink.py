@@ -25,7 +25,12 @@ from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import remove_folder
 from rl_core.types import Trajectory, Turn
 from tasks.run_status import STALE_STOP_TAGS
-from tasks.tracking.journal import SCRATCH_PREFIX, DeliveryCursor, build_events_path
+from tasks.tracking.journal import (
+    SCRATCH_PREFIX,
+    DeliveryCursor,
+    build_events_path,
+    find_metric_points,
+)
 from tasks.tracking.models import clear_broken_uploads, find_local_artifacts, register_logged_model
 from tasks.tracking.registry import ModelRegistry, read_alias_move_time
 from tasks.tracking.shipper import RunNotFound
@@ -444,12 +449,12 @@ class MlflowSink:
             event["kind"],
             event["name"],
             metrics=event["metrics"],
+            points=find_metric_points(self._folder, event["metrics"], event["step"], event["time"]),
             tags=event["tags"] | parent_tags,
             step=event["step"],
             input_example=event["input_example"],
             description=event["description"].replace(PARENT_PLACEHOLDER, parent_name),
             scratch=build_events_path(self._folder).parent,
-            time_ms=event["time"],
         )
         remove_folder(copy.parent)
         return version

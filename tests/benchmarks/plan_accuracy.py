@@ -37,7 +37,15 @@ SHAPES = {
     30: (640, 7, 10, 5, 1720),
     60: (768, 8, 12, 4, 2048),
     100: (1024, 9, 16, 8, 2752),
+    135: (
+        576,
+        30,
+        9,
+        3,
+        1536,
+    ),  # SmolLM2-135M, whose vocabulary is 49,152 and whose embedding is tied
 }
+TIED = (135,)
 TRAINED = dict(learning_rate=1e-5, warmup_steps=0)
 ROLLED = dict(
     TRAINED,
@@ -49,7 +57,9 @@ ROLLED = dict(
 )
 
 
-def make_case(stage, millions, *, length=128, lora=False, vocabulary=512, **settings):
+def make_case(
+    stage, millions, *, length=128, lora=False, vocabulary=512, dtype="float32", **settings
+):
     """Make one configuration: a stage's settings, its model, and the tokens of a row (of a rollout: `ROLLED`)."""
     shared = ROLLED if stage == "policy" else {**TRAINED, "batch_size": 16, "epochs": 1}
     return {
@@ -58,6 +68,7 @@ def make_case(stage, millions, *, length=128, lora=False, vocabulary=512, **sett
         "length": length,
         "lora": lora,
         "vocabulary": vocabulary,
+        "dtype": dtype,
         "settings": {**shared, **settings},
     }
 
@@ -95,8 +106,24 @@ BLIND = {
     "grpo-60M-lora": make_case("policy", 60, lora=True),
     "ppo-2M": make_case("policy", 2, algorithm="ppo", epochs=2),
 }
+REAL = {"vocabulary": 49152, "length": 256, "batch_size": 4}
+ROLLED_REAL = {
+    "vocabulary": 49152,
+    "length": 96,
+    "prompts_per_iteration": 2,
+    "sampling": {"max_completion_tokens": 64, "slots": 8},
+}
+# The parts at the size of a real model; the plan's constants were chosen knowing these.
+KNOWN_REAL = {
+    "sft-135M": make_case("sft", 135, **REAL),
+    "sft-135M-micro": make_case("sft", 135, **REAL, micro_batch_tokens=512),
+    "sft-135M-lora": make_case("sft", 135, **REAL, lora=True),
+    "sft-135M-bfloat16": make_case("sft", 135, **REAL, dtype="bfloat16"),
+    "dpo-135M": make_case("preference", 135, **{**REAL, "batch_size": 2}),
+    "grpo-135M": make_case("policy", 135, **ROLLED_REAL),
+}
 STEPS = 3  # of a case, the first of which is not timed
-EVERY = {**CASES, **BLIND}
+EVERY = {**CASES, **BLIND, **KNOWN_REAL}
 CLOCK = "process_time"  # with one thread what the wall clock shows on a machine without other work
 
 
@@ -117,7 +144,9 @@ def main():
     if not machine.exists():
         run_python(build_calibration_command(machine), 1)
     rows, failures = [], 0
-    for name in {"known": CASES, "blind": BLIND}.get(options.cases) or options.cases.split(","):
+    for name in {"known": CASES, "blind": BLIND, "known-real": KNOWN_REAL}.get(
+        options.cases
+    ) or options.cases.split(","):
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         try:
             build_model(EVERY[name], output)
@@ -162,7 +191,8 @@ def plan_case(case, output, machine_file):
 
     machine, _ = read_settings_file(MachineSettings, machine_file, shipped_name=str(machine_file))
     target = build_machine_target(dataclasses.replace(machine, pipeline_bytes=0))
-    model = {"path": str(name_folder(case, output)), **({"lora": {}} if case["lora"] else {})}
+    model = {"path": str(name_folder(case, output)), "dtype": case["dtype"]}
+    model |= {"lora": {}} if case["lora"] else {}
     data = {
         "heldout_fraction": 1e-6,
         "preferences": "pairs.jsonl",
@@ -179,9 +209,13 @@ def plan_case(case, output, machine_file):
     plan = plan_stage(
         case["stage"], settings, target, PlanLengths(case["length"], PROMPT, None, rows)
     )
-    phases = [
-        phase for phase in plan.memory.phases if "checkpoint" not in phase.name
-    ]  # no loop saves here
+    phases = [  # no loop saves here
+        dataclasses.replace(
+            phase, parts={k: v for k, v in phase.parts.items() if k != "checkpoint buffer"}
+        )
+        for phase in plan.memory.phases
+        if "checkpoint" not in phase.name
+    ]
     memory = StageMemory(tuple(phases))
     peak = memory.peak
     return {
@@ -268,7 +302,9 @@ def build(folder, millions, vocabulary):
     )
     shape = dict(zip(names, SHAPES[millions], strict=True), vocab_size=vocabulary)
     torch.manual_seed(inputs.SEED)
-    LlamaForCausalLM(inputs.make_config(shape)).float().save_pretrained(folder)
+    config = inputs.make_config(shape)
+    config.tie_word_embeddings = millions in TIED
+    LlamaForCausalLM(config).float().save_pretrained(folder)
     inputs.make_tokenizer(vocabulary).save_pretrained(folder)
 
 
@@ -313,7 +349,8 @@ def load_model(case, output):
     from rl_core.settings import LoraSettings, ModelSettings
 
     folder = name_folder(case, output)
-    settings = ModelSettings(path=str(folder), lora=LoraSettings() if case["lora"] else None)
+    lora = LoraSettings() if case["lora"] else None
+    settings = ModelSettings(path=str(folder), dtype=case["dtype"], lora=lora)
     return causal_lm.load_model(folder, settings)[0], settings
 
 
@@ -351,7 +388,9 @@ def reward_model(case, output):
     from rl_core.trainers.reward_model import RewardModelTrainer
 
     folder = name_folder(case, output)
-    model, _ = heads.create_reward_model(folder, ModelSettings(path=str(folder)))
+    model, _ = heads.create_reward_model(
+        folder, ModelSettings(path=str(folder), dtype=case["dtype"])
+    )
     settings = RewardModelSettings(**case["settings"])
     return RewardModelTrainer(
         model, inputs.PAD, draw_sides(case, settings.batch_size * STEPS), [], settings, 0

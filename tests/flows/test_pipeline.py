@@ -49,7 +49,7 @@ def test_every_stage_leaves_a_verified_folder_and_a_row_in_the_table(first):
         assert 0 <= row["low"] <= row["success"] <= row["high"] <= 1
         assert row["low"] < row["high"]
     assert (result.results["analyze"].path / "report.html").stat().st_size > 10_000
-    assert result.run_url in table
+    assert result.run_url not in table and "posttrain ui --output" in table  # nobody serves it
 
 
 def test_the_policy_uses_the_reward_model_and_the_result_shows_its_contribution(first):

@@ -23,11 +23,19 @@ def test_names_are_printed_as_they_are(name):
     assert f"Logs        {name}/stages/*/*/stage.log" in lines
 
 
-def test_the_command_for_the_pages_names_the_output_folder(monkeypatch, tmp_path):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    facts = {"output": "x", "pages": format_posttrain_command("ui", tmp_path / "my runs")}
-    text = format_result_table([], "http://127.0.0.1:5000/#/x", facts, 80)
-    assert f"Pages       posttrain ui --output '{tmp_path}/my runs'    starts" in text
+def test_pages_that_do_not_answer_are_replaced_by_the_command_that_shows_them(tmp_path):
+    url = "http://127.0.0.1:5000/#/x"
+    facts = {
+        "output": "x",
+        "pages": format_posttrain_command("ui", tmp_path / "my runs"),
+        "runs_url": "http://127.0.0.1:5000/#/all",
+        "pages_answer": False,
+    }
+    text = format_result_table([], url, facts, 80)
+    assert f"Pages       posttrain ui --output '{tmp_path}/my runs'    shows" in text
+    assert "http://" not in text
+    text = format_result_table([], url, {**facts, "pages_answer": True}, 80)
+    assert f"MLflow run  {url}" in text and "All runs    http" in text and "Pages  " not in text
 
 
 @pytest.mark.parametrize(("knows_success", "rate"), [(True, "25.0% [10.0%, 50.0%]"), (False, "")])

@@ -192,9 +192,9 @@ def test_holes_of_the_heap_are_calibrated_with_or_without_adapters(model_folder)
         without = make_plan(SFT, lengths=PlanLengths(row=64), **options)
         parts = phase(make_plan(SFT, target, PlanLengths(row=64), **options), "backward")
         live = sum(phase(without, "backward").values())
-        assert sum(parts.values()) == live + parts[
-            "holes of the heap"
-        ] and "holes of the heap" not in phase(without, "backward")
+        assert sum(parts.values()) == live + parts["holes of the heap"]
+        # without a calibration only adapters have some
+        assert ("holes of the heap" in phase(without, "backward")) == bool(adapters)
         assert parts["holes of the heap"] >= int(share * parts["activations"])
 
 
