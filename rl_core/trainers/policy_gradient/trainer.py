@@ -380,7 +380,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             attempt: round of this iteration, from 0.
         """
         settings = self.stage_settings
-        self.failures.is_refill = attempt > 0
+        self.failures.is_refill = self.rewards.failures.is_refill = attempt > 0
         if self.stream is not None:
             return self._take_stream_groups(
                 count, settings, lambda rng: self._draw_episodes(rng, 1)[0]
