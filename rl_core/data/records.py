@@ -26,6 +26,8 @@ from rl_core.data.files import (
     compute_file_digest,
     describe_value,
     list_data_files,
+    list_field_names,
+    read_field,
     read_rows,
     read_text,
     refuse_concurrent_change,
@@ -442,7 +444,9 @@ def _load_prompt_column(file: Path, prompt: str) -> Path | list[Row]:
                 raise DataError(f"{file}:{line}: {row}")
             rows.append(row)
     _check_prompt_column(file, rows[0] if rows else None, prompt)
-    return [{**row, "prompt": row.get(prompt)} for row in rows] if prompt != "prompt" else rows
+    if prompt == "prompt":
+        return rows
+    return [{**row, "prompt": read_field(row, prompt)} for row in rows]
 
 
 def _read_first_row(file: Path) -> Row | None:
@@ -451,9 +455,9 @@ def _read_first_row(file: Path) -> Row | None:
 
 
 def _check_prompt_column(file: Path, row: Row | None, prompt: str) -> None:
-    if row is None or prompt in row:
+    if row is None or prompt in row or read_field(row, prompt) is not None:
         return
-    columns = list(row)
+    columns = list_field_names(row)
     likely = next(
         (
             name

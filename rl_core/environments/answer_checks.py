@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import regex
 
+from rl_core.data.files import describe_value, list_field_names, read_field
 from rl_core.data.model_text import TimeLimitedPattern, strip_thought
 from rl_core.environments.calculator import extract_solution_final, parse_single_number
 from rl_core.environments.optional_packages import require_package
@@ -54,6 +55,8 @@ class AnswerCheck(ABC):
         """Raise SettingsError if no row has the column."""
         if columns is None or self.column is None or self.column in columns:
             return
+        if self.column.partition(".")[0] in columns:  # a field; each row is looked at when scored
+            return
         raise SettingsError(
             f"verifier '{self.name}' reads the column '{self.column}', but the rows have {', '.join(columns)}; "
             f"{suggest_name(self.column, columns)}"
@@ -70,7 +73,12 @@ class AnswerCheck(ABC):
         self.counts[name] = self.counts.get(name, 0) + 1
 
     def _read_target(self, target: str, row: Mapping[str, Any]) -> str:
-        value = target if self.column is None else row.get(self.column)
+        value = target if self.column is None else read_field(row, self.column)
+        if isinstance(value, Mapping | list):
+            raise DataError(
+                f"verifier '{self.name}': the column '{self.column}' holds {describe_value(value)}, no right answer; "
+                f"name a field of it: {list_field_names({self.column or '': value})[1:]}"
+            )
         if value is None or not str(value).strip():
             problem = (
                 "no target" if self.column is None else f"nothing in the column '{self.column}'"
@@ -343,7 +351,7 @@ def _extract_program(text: str) -> str:
 
 def _read_row_tests(row: Mapping[str, Any], column: str) -> list[Any]:
     """Return the tests of a row: statements, or inputs with outputs. Raises: DataError."""
-    tests = row.get(column)
+    tests = read_field(row, column)
     tests = [tests] if isinstance(tests, str) else tests
     if isinstance(tests, list) and tests:
         if all(isinstance(test, str) for test in tests):
