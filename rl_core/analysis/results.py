@@ -229,7 +229,7 @@ class ModelResult:
 
     name: str
     summary: TrajectorySummary
-    total: Rate
+    total: Rate | None  # None = success is unknown; the rates and pass@k are then {}
     by_level: dict[str, Rate]
     by_kind: dict[str, Rate]
     pass_at_k: dict[int, float]
@@ -275,12 +275,13 @@ def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -
     metrics: dict[str, float] = {}
     for model in analysis.models:
         prefix_of_model = f"{prefix}/{_convert_to_metric_name(model.name)}"
-        metrics |= {
-            f"{prefix_of_model}/success_rate": model.total.rate,
-            f"{prefix_of_model}/success_rate_low": model.total.low,
-            f"{prefix_of_model}/success_rate_high": model.total.high,
-            f"{prefix_of_model}/episodes": float(model.episodes),
-        }
+        metrics[f"{prefix_of_model}/episodes"] = float(model.episodes)
+        if model.total is not None:
+            metrics |= {
+                f"{prefix_of_model}/success_rate": model.total.rate,
+                f"{prefix_of_model}/success_rate_low": model.total.low,
+                f"{prefix_of_model}/success_rate_high": model.total.high,
+            }
         metrics |= {
             f"{prefix_of_model}/{name}": value for name, value in model.collect_metrics().items()
         }
@@ -295,10 +296,13 @@ def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -
         }
     for pair in analysis.comparisons:
         prefix_of_model = f"{prefix}/{_convert_to_metric_name(pair.second)}_minus_{_convert_to_metric_name(pair.first)}"
+        if (gain := pair.total.success) is not None:
+            metrics |= {
+                f"{prefix_of_model}/success": gain.difference,
+                f"{prefix_of_model}/success_low": gain.low,
+                f"{prefix_of_model}/success_high": gain.high,
+            }
         metrics |= {
-            f"{prefix_of_model}/success": pair.total.success.difference,
-            f"{prefix_of_model}/success_low": pair.total.success.low,
-            f"{prefix_of_model}/success_high": pair.total.success.high,
             f"{prefix_of_model}/reward": pair.reward.difference,
             f"{prefix_of_model}/p_value": pair.p_value,
             f"{prefix_of_model}/episodes": float(pair.total.episodes),
@@ -317,10 +321,10 @@ def build_summary_rows(analysis: AnalysisData) -> list[dict[str, Any]]:
         {
             "model": model.name,
             "episodes": model.episodes,
-            "samples": model.total.n,
-            "success_rate": model.total.rate,
-            "low": model.total.low,
-            "high": model.total.high,
+            "samples": model.summary.trajectories,
+            "success_rate": None if model.total is None else model.total.rate,
+            "low": None if model.total is None else model.total.low,
+            "high": None if model.total is None else model.total.high,
             **model.collect_metrics(),
             **{f"pass_at_{k}": value for k, value in model.pass_at_k.items()},
         }
@@ -335,7 +339,7 @@ def write_analysis_json(path: Path, analysis: AnalysisData) -> Path:
             {
                 "name": model.name,
                 "episodes": model.episodes,
-                "success": model.total._asdict(),
+                "success": None if model.total is None else model.total._asdict(),
                 "by_level": {name: rate._asdict() for name, rate in model.by_level.items()},
                 "by_kind": {name: rate._asdict() for name, rate in model.by_kind.items()},
                 "pass_at_k": {str(k): value for k, value in model.pass_at_k.items()},
@@ -372,7 +376,7 @@ def write_analysis_csv(path: Path, analysis: AnalysisData) -> Path:
         writer.writerow(["model", "group", "name", "metric", "value", "low", "high", "n"])
         for model in analysis.models:
             groups = (
-                ("all", {"all": model.total}),
+                ("all", {} if model.total is None else {"all": model.total}),
                 ("level", model.by_level),
                 ("kind", model.by_kind),
             )
@@ -425,6 +429,8 @@ def write_analysis_csv(path: Path, analysis: AnalysisData) -> Path:
         for pair in analysis.comparisons:
             place = [_escape_formula(pair.second), f"minus {pair.first}"]
             for row in (pair.total, *pair.by_level, *pair.by_kind):
+                if row.success is None:
+                    continue
                 writer.writerow(
                     [
                         *place,

@@ -120,7 +120,7 @@ def compute_right_action_rate(
     tool_steps = steps if steps is not None else extract_tool_steps(trajectory)
     last = trajectory.turns[-1]
     is_answer = last.tool_call is None and not last.is_error
-    right = is_answer and trajectory.success and trajectory.is_grounded is not False
+    right = is_answer and bool(trajectory.success) and trajectory.is_grounded is not False
     return (len(tool_steps.useful) + right) / len(trajectory.turns)
 
 

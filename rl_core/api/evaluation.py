@@ -28,7 +28,6 @@ TIMING_METRICS: tuple[str, ...] = (
     "eval/seconds",
     "eval/tokens_per_second",
 )  # left out: the loop times evaluations
-SUCCESS_METRICS = ("eval/success_rate", "eval/pass_at_")
 
 
 def evaluate(
@@ -44,20 +43,24 @@ def evaluate(
     """Play held-out episodes of an environment, or answer prompts, and summarise with 95% intervals.
 
     Args:
-        prompts: rows, a JSONL or a Parquet file, all of which are answered, instead of an environment.
-        reward: scores the episodes instead of the environment (`reward_mean`); success is still the environment's.
+        prompts: rows, a JSONL or a Parquet file, instead of an environment. Without settings, or if `episodes` are as
+            many, all of them are answered.
+        reward: scores the episodes instead of the environment (`reward_mean`); success is still the environment's, and
+            None for prompts without a verifier.
         settings: episodes, levels, samples and sampling; `greedy` is not used (set sampling.temperature to 0).
         seed: of the sampling and of the choice of episodes.
     Raises: SettingsError, DataError, EnvironmentFault, RewardError.
     """
+    takes_all = settings is None
     settings = settings or EvaluationSettings()
     environment, _ = resolve_environment(environment, prompts, prompts, system)
     reward_spec = parse_reward(reward) if reward is not None else None
     policy = load_policy(model)
     check_prompt_lengths(environment, policy.renderer, policy.context, ["heldout"])
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    if isinstance(environment, Prompts):
-        requests = [EpisodeRequest(level, row) for level, row in environment.heldout_levels()]
+    rows = environment.heldout_levels() if isinstance(environment, Prompts) else []
+    if rows and (takes_all or _includes_all_rows(settings, len(rows))):
+        requests = [EpisodeRequest(level, row) for level, row in rows]
     else:
         episodes_seed = seed if settings.episodes_seed is None else settings.episodes_seed
         requests = draw_heldout_requests(environment, settings, episodes_seed)
@@ -76,6 +79,11 @@ def evaluate(
         return result
     rewards = RewardOrchestrator(reward_spec.weights, functions=reward_spec.functions)
     return _apply_rewards(result, rewards)
+
+
+def _includes_all_rows(settings: EvaluationSettings, num_rows: int) -> bool:
+    """Return whether the settings choose no part of the rows."""
+    return settings.episodes >= num_rows and not settings.levels and not settings.episodes_draw
 
 
 def evaluate_heldout(
@@ -150,11 +158,8 @@ def build_validator(
         )
         if rewards is not None:
             result = _apply_rewards(result, rewards)
-        hidden = TIMING_METRICS
-        if not environment.knows_success:
-            hidden += SUCCESS_METRICS
         metrics = result.metrics()
-        return {name: value for name, value in metrics.items() if not name.startswith(hidden)}
+        return {name: value for name, value in metrics.items() if name not in TIMING_METRICS}
 
     return measure
 
@@ -215,4 +220,5 @@ def _describe_heldout_levels(
     environment: Environment, result: Evaluation
 ) -> dict[str, dict[str, Any]]:
     """Return `Environment.held_out` of each level that was played."""
-    return {level: environment.held_out(level).to_json() for level in result.by_level}
+    levels = dict.fromkeys(episode.level for episode in result.episodes)
+    return {level: environment.held_out(level).to_json() for level in levels}

@@ -275,7 +275,7 @@ class ExperienceScorer:
             if rollout is None or rollout.is_masked:
                 continue
             values = rollout.trajectory.rewards
-            is_known_R[index], success_R[index] = True, rollout.trajectory.success
+            is_known_R[index], success_R[index] = True, bool(rollout.trajectory.success)
             raw_RC[index] = [values[name] for name in names]
             weighted_RC[index] = [values[WEIGHTED_PREFIX + name] for name in names]
             totals_R[index] = rollout.reward

@@ -40,7 +40,6 @@ def compute_rollout_metrics(
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     action_tokens = sum(trajectory.num_action_tokens for trajectory in trajectories)
     metrics = {
-        "train/success_rate": _compute_mean(rollout.success for rollout in rollouts),
         "train/completion_tokens": _compute_mean(
             trajectory.num_completion_tokens for trajectory in trajectories
         ),
@@ -56,12 +55,13 @@ def compute_rollout_metrics(
         / max(action_tokens, 1),
     }
     metrics |= compute_behaviour_metrics(trajectories, tools)
-    if not with_success:
-        del metrics["train/success_rate"]
+    known = [trajectory for trajectory in trajectories if trajectory.success is not None]
+    if not with_success or not known:
         return metrics
+    metrics["train/success_rate"] = _compute_mean(bool(t.success) for t in known)
     by_level: dict[str, list[bool]] = defaultdict(list)
-    for trajectory in trajectories:
-        by_level[trajectory.level].append(trajectory.success)
+    for trajectory in known:
+        by_level[trajectory.level].append(bool(trajectory.success))
     return metrics | {
         f"train/success_rate_by_level/{level}": _compute_mean(by_level[level])
         for level in sorted(by_level)

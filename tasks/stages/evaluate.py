@@ -149,7 +149,8 @@ def _run_evaluation(context: StageContext) -> dict[str, Any]:
         row = _summarize_evaluation(result) | {"knows_success": environment.knows_success}
         if greedy is not None:
             stored[f"{name}_greedy"] = greedy.to_json()
-            metrics[f"eval/{name}/greedy_success_rate"] = greedy.success_rate
+            if greedy.success_rate is not None:
+                metrics[f"eval/{name}/greedy_success_rate"] = greedy.success_rate
             row["greedy_success"] = greedy.success_rate
             row["failed_episodes"] += greedy.failed_episodes
         context.tracker.log_metrics(metrics, index)
@@ -164,12 +165,10 @@ def _run_evaluation(context: StageContext) -> dict[str, Any]:
             result.trajectories, context.pipeline.tracking.traces, model=name
         )
         table[name] = {**row, "metrics": metrics}
-        logger.info(
-            "%s: success %.1f%% of %d held-out episodes",
-            name,
-            100 * result.success_rate,
-            len(requests),
-        )
+        measure = f"reward {result.reward_mean:.4g}"
+        if result.success_rate is not None:
+            measure = f"success {result.success_rate:.1%}"
+        logger.info("%s: %s on %d held-out episodes", name, measure, len(requests))
     write_records(context.folder / EVALUATED_LOGPROBS_FILE, records)  # for the proof of export
     write_json_atomic(context.folder / "evaluation.json", stored)
     inject_fault("evaluation.written")
@@ -207,7 +206,7 @@ def _describe_results(
 
 
 def _summarize_evaluation(result: Evaluation) -> dict[str, Any]:
-    low, high = result.interval
+    low, high = result.interval or (None, None)
     return {
         "success": result.success_rate,
         "success_low": low,

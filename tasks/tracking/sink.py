@@ -118,7 +118,7 @@ class _EpisodeTrace:
             "level": trajectory.level,
             "kind": trajectory.kind,
             "seed": str(trajectory.seed),
-            "success": str(trajectory.success).lower(),
+            "success": "" if trajectory.success is None else str(trajectory.success).lower(),
             "reward": f"{trajectory.reward:.4g}",
             "stop_reason": str(trajectory.stop_reason),
             "turns": str(len(trajectory.turns)),
@@ -146,10 +146,11 @@ class _EpisodeTrace:
         source = AssessmentSource(
             source_type="CODE", source_id=self.trajectory.environment or "environment"
         )
+        success = self.trajectory.success
         values: dict[str, bool | float | str] = {
             "model": self.model,
             "level": self.trajectory.level,
-            "success": self.trajectory.success,
+            "success": "" if success is None else success,
             "reward": self.trajectory.reward,
         }
         assessments: list[Assessment] = [
@@ -167,6 +168,8 @@ class _EpisodeTrace:
     def _describe_verdict(self) -> str:
         trajectory = self.trajectory
         answer = "no answer" if trajectory.answer is None else trajectory.answer
+        if trajectory.success is None:
+            return answer
         if trajectory.success:
             return f"{answer} (right)"
         if trajectory.target:
@@ -187,7 +190,7 @@ class _EpisodeTrace:
             trajectory.prompt,
             self._describe_verdict(),
             attributes,
-            ok=trajectory.success,
+            ok=trajectory.success is not False,
         )
         for index, turn in enumerate(trajectory.turns):
             yield from self._build_turn_spans(index, turn)

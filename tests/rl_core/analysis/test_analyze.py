@@ -482,3 +482,29 @@ def test_matplotlib_is_imported_only_to_draw():
         ).stdout
         == "[]\n"
     )
+
+
+def test_an_unknown_success_is_left_out_and_rewards_are_compared(tmp_path):
+    models = {}
+    for number, name in enumerate(("sft", "policy")):
+        played = list(generate_trajectories(20, 0.5, seed=1))
+        for index, each in enumerate(played):
+            each.success, each.reward = None, number * (index % 4 - 0.5)
+        models[name] = tmp_path / f"{name}.jsonl"
+        write_trajectories(models[name], played)
+    result = analyze(models, tmp_path / "out", SETTINGS)
+    assert not [name for name in result.metrics if "success" in name or "pass_at" in name]
+    assert result.metrics["analysis/policy_minus_sft/wins"] > 0
+    assert result.metrics["analysis/policy_minus_sft/losses"] > 0
+    assert [row["success_rate"] for row in result.summary] == [None, None]
+    (pair,) = result.comparisons
+    assert pair.total.success is None and pair.reward.difference > 0
+    assert pair.regressions and {e.success for e in pair.regressions} == {(None, None)}
+    text = result.report.read_text()
+    assert "success is unknown" in text and "✗" not in text and "✓" not in text
+    names = {path.name for path in result.files}
+    assert not {"success_by_level.png", "differences.png", "pass_at_k.png"} & names
+    stored = json.loads((tmp_path / "out/analysis.json").read_text())
+    assert stored["models"][0]["success"] is None
+    assert stored["comparisons"][0]["total"]["success"] is None
+    assert "success" not in (tmp_path / "out/analysis.csv").read_text()
