@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from rl_core.analysis.statistics import Rate, wilson_interval
 from rl_core.analysis.summary import TrajectorySummary
 from rl_core.errors import DataError
 from rl_core.storage.atomic_files import replace_file, write_text_atomic
-from rl_core.tracking import replace_invalid_characters
+from rl_core.tracking import distinguish_name, replace_invalid_characters
 from rl_core.types import Trajectory
 
 MAX_BINS = 10  # maximum; fewer if there are fewer than PAIRS_OF_BIN pairs per bin
@@ -273,8 +273,15 @@ class AnalysisData:
 def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -> dict[str, float]:
     """Return scalars for tracking, named `analysis/MODEL/...` and `analysis/SECOND_minus_FIRST/...`."""
     metrics: dict[str, float] = {}
+    parts = _assign_metric_names(
+        *(model.name for model in analysis.models),
+        *(pair.first for pair in analysis.comparisons),
+        *(pair.second for pair in analysis.comparisons),
+    )
+    levels = _assign_metric_names(*(level for m in analysis.models for level in m.by_level))
+    kinds = _assign_metric_names(*(kind for m in analysis.models for kind in m.by_kind))
     for model in analysis.models:
-        prefix_of_model = f"{prefix}/{_convert_to_metric_name(model.name)}"
+        prefix_of_model = f"{prefix}/{parts[model.name]}"
         metrics[f"{prefix_of_model}/episodes"] = float(model.episodes)
         if model.total is not None:
             metrics |= {
@@ -287,15 +294,15 @@ def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -
         }
         metrics |= {f"{prefix_of_model}/pass_at_{k}": value for k, value in model.pass_at_k.items()}
         metrics |= {
-            f"{prefix_of_model}/success_rate_by_level/{_convert_to_metric_name(name)}": rate.rate
+            f"{prefix_of_model}/success_rate_by_level/{levels[name]}": rate.rate
             for name, rate in model.by_level.items()
         }
         metrics |= {
-            f"{prefix_of_model}/success_rate_by_kind/{_convert_to_metric_name(name)}": rate.rate
+            f"{prefix_of_model}/success_rate_by_kind/{kinds[name]}": rate.rate
             for name, rate in model.by_kind.items()
         }
     for pair in analysis.comparisons:
-        prefix_of_model = f"{prefix}/{_convert_to_metric_name(pair.second)}_minus_{_convert_to_metric_name(pair.first)}"
+        prefix_of_model = f"{prefix}/{parts[pair.second]}_minus_{parts[pair.first]}"
         if (gain := pair.total.success) is not None:
             metrics |= {
                 f"{prefix_of_model}/success": gain.difference,
@@ -455,6 +462,13 @@ def _escape_formula(text: str) -> str:
     return "'" + text if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
-def _convert_to_metric_name(name: str) -> str:
-    """Convert a name to a valid part of a metric name."""
-    return replace_invalid_characters(name, "A-Za-z0-9_.-").strip("_") or "unnamed"
+def _assign_metric_names(*names: str) -> dict[str, str]:
+    """Assign each name a valid part of a metric name of its own; letters of every script stay."""
+    plain = {
+        name: replace_invalid_characters(name, r"\w.-").strip("_") or "unnamed" for name in names
+    }
+    counts = Counter(plain.values())
+    return {
+        name: clean if counts[clean] == 1 else distinguish_name(clean, name)
+        for name, clean in plain.items()
+    }

@@ -88,6 +88,9 @@ def decide_promotion(
             text = "success is unknown: the environment has no verifier"
             if settings.metric == "success":
                 return False, f"no champion yet; {text} (metric: reward compares rewards)", {}
+            if settings.min_success > 0:
+                text += ", so min_success cannot be met; set it to 0"
+                return False, f"no champion yet; {text}", {}
             reason = (
                 f"no champion yet; {text}, and reward {challenger.reward_mean:.4g} is the first"
             )

@@ -29,7 +29,7 @@ from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import link_file, link_tree
 from tasks.tracking.journal import SCRATCH_PREFIX
 from tasks.tracking.store import TrackingStore, is_missing_error
-from tasks.tracking.values import list_pinned_versions, sanitize_store_name
+from tasks.tracking.values import build_metric_store_name, list_pinned_versions, sanitize_store_name
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -382,7 +382,7 @@ def _attach_to_run(
     if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else ())]:
         store.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     entries = [
-        Metric(sanitize_store_name(name), float(value), time_ms, step, model_id=model_id)
+        Metric(build_metric_store_name(name), float(value), time_ms, step, model_id=model_id)
         for name, value in metrics.items()
     ]
     if entries:

@@ -30,7 +30,12 @@ from tasks.tracking.models import clear_broken_uploads, find_local_artifacts, re
 from tasks.tracking.registry import ModelRegistry, read_alias_move_time
 from tasks.tracking.shipper import RunNotFound
 from tasks.tracking.store import TrackingStore, is_missing_error, read_user_name
-from tasks.tracking.values import MAX_VALUE_LENGTH, SECONDS_TAG, sanitize_store_name
+from tasks.tracking.values import (
+    MAX_VALUE_LENGTH,
+    SECONDS_TAG,
+    build_metric_store_name,
+    sanitize_store_name,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Assessment, Span, TraceInfo
@@ -372,7 +377,7 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(sanitize_store_name(name), value, time_ms, step)
+            Metric(build_metric_store_name(name), value, time_ms, step)
             for name, value, time_ms, step in rows
         ]
         with self._translate_write_errors(run_id, "store metrics"):

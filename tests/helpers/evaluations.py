@@ -5,7 +5,10 @@ from rl_core.types import Trajectory
 
 
 def build_evaluation(successes, *, samples=1, rewards=None, first=0) -> Evaluation:
-    """Make an evaluation of episodes first, first + 1, ... with these numbers of successes among `samples` samples; None = unknown."""
+    """Make an evaluation of episodes first, first + 1, ... with these numbers of successes among `samples` samples.
+
+    None = success is unknown.
+    """
     return summarize_trajectories(
         Trajectory(
             environment="e",

@@ -203,6 +203,8 @@ def test_an_unknown_success_decides_nothing():
         assert not promoted and "success is unknown" in reason and "metric: reward" in reason
         assert numbers == {}
     by_reward = dataclasses.replace(settings, metric="reward")
+    unmet = dataclasses.replace(by_reward, min_success=0.5)
+    assert not decide_promotion(new, None, unmet, None, 0)[0]
     for champion in (None, old):
         promoted, reason, numbers = decide_promotion(new, champion, by_reward, 1, 0)
         assert promoted, reason
