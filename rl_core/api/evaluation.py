@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_core.api.custom_functions import RewardSource, parse_reward
@@ -21,7 +21,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import collect_rollouts
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.heldout_episodes import draw_heldout_requests
-from rl_core.settings import EvaluationSettings, SamplingSettings, resolve_defaults
+from rl_core.settings import EvaluationSettings, SamplingSettings, build_settings, resolve_defaults
 from rl_core.types import RolloutGroup
 
 TIMING_METRICS: tuple[str, ...] = (
@@ -36,7 +36,7 @@ def evaluate(
     *,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
-    settings: EvaluationSettings | None = None,
+    settings: EvaluationSettings | Mapping[str, Any] | None = None,
     system: str = "",
     seed: int = 0,
 ) -> Evaluation:
@@ -52,7 +52,8 @@ def evaluate(
     Raises: SettingsError, DataError, EnvironmentFault, RewardError.
     """
     takes_all = settings is None
-    settings = settings or EvaluationSettings()
+    if not isinstance(settings, EvaluationSettings):
+        settings = build_settings(settings or {}, EvaluationSettings)
     environment, _ = resolve_environment(environment, prompts, prompts, system)
     reward_spec = parse_reward(reward) if reward is not None else None
     policy = load_policy(model)
@@ -169,7 +170,7 @@ def generate(
     prompts: RowSource,
     *,
     samples: int = 1,
-    sampling: SamplingSettings | None = None,
+    sampling: SamplingSettings | Mapping[str, Any] | None = None,
     system: str = "",
     seed: int = 0,
 ) -> list[list[str]]:
@@ -188,7 +189,9 @@ def generate(
     rows = [{**row, "level": "all"} for row in read_prompts(prompts).rows]
     environment = Prompts(rows, system=system)
     requests = [EpisodeRequest("all", index) for index in environment.seeds("train")]
-    sampling = resolve_defaults(sampling or SamplingSettings(), policy.kind, policy.context)
+    if not isinstance(sampling, SamplingSettings):
+        sampling = build_settings(sampling or {}, SamplingSettings)
+    sampling = resolve_defaults(sampling, policy.kind, policy.context)
     groups = collect_rollouts(
         environment,
         policy.backend(),

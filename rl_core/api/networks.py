@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class NetworkTraining(ResumableTraining[NetworkTrainer]):
 def network_ppo(
     environment: str | EnvironmentFactory | Any | None = None,
     *,
-    settings: NetworkSettings | None = None,
+    settings: NetworkSettings | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     tracker: TrackerSource = None,
     callbacks: Sequence[Callback] = (),

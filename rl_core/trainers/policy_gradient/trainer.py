@@ -176,6 +176,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._latest_evaluation: dict[str, float] = {}
         self._watched_names = list_watchable_names(settings, environment.levels)
         self._tools = tuple(environment.tools.tools)
+        self._visual_tools = environment.tools.list_visual_tools()
         check_watched_tools(settings, self._tools)
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # those of the last update, for inspection
@@ -229,7 +230,10 @@ class PolicyGradientTrainer(RolloutTrainer):
         played_groups, self.groups, metrics = self._play_and_score(rng)
         rollout_seconds = metrics["perf/rollout_seconds"]
         metrics |= compute_rollout_metrics(
-            played_groups, with_success=self.environment.knows_success, tools=self._tools
+            played_groups,
+            with_success=self.environment.knows_success,
+            tools=self._tools,
+            visual_tools=self._visual_tools,
         )
         rollouts = [rollout for group in played_groups for rollout in group.rollouts]
         self._record_rollouts(rollouts)
