@@ -91,8 +91,8 @@ class ResumableTraining(Generic[TrainerT]):
 
     def __repr__(self) -> str:
         """Say in three lines what is trained, how far it is, and where its files are."""
-        iteration, total = self.memory.state.iteration, getattr(self.settings, "iterations", None)
-        progress = f"iteration {iteration}" + (f" of {total}" if total is not None else "")
+        iteration = self.memory.state.iteration
+        progress = f"iteration {iteration} of {self.recipe.iterations}"
         state = "not started" if not iteration else "ended" if self.outcome else "stopped"
         return (
             f"{self.name}: {type(self.trainer).__name__} with {type(self.settings).__name__}\n"

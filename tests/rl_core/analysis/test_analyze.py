@@ -528,7 +528,8 @@ def test_every_level_has_its_own_metric_and_is_legible(tmp_path, recwarn):
         assert len({build_metric_store_name(name) for name in names}) == len(names) == 7
     models = {}
     for name in ("模型", "策略"):
-        models[name] = write_trajectories(tmp_path / f"{len(models)}.jsonl", played)
+        models[name] = tmp_path / f"{len(models)}.jsonl"
+        write_trajectories(models[name], played)
     result = analyze(models, tmp_path / "out", SETTINGS)
     for group in ("level", "kind"):
         for name in models:
