@@ -31,7 +31,7 @@ from rl_core.training.callbacks import Callback
 from rl_core.user_code.digest import digest_settings_code
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class NetworkTraining(ResumableTraining[NetworkTrainer]):
     """Training of a network. `run` trains, `save` writes the network; both may be called again."""
 

@@ -237,7 +237,7 @@ S = TypeVar(
 )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Training(ResumableTraining[T]):
     """Training of a language model. `run` trains, `save` writes the model; both may be called again."""
 
