@@ -19,7 +19,6 @@ from flows.parameters import PipelineForm, describe_overrides, extract_pipeline_
 from flows.post_training import execute_pipeline
 from flows.runtime.flow_run_states import mark_flow_run_stopped
 from flows.runtime.run_summary import PipelineResult
-from rl_core.analysis.statistics import Rate
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, digest_settings
@@ -30,6 +29,7 @@ from tasks.lifecycle.promotion import (
     check_champion_regression,
     count_checks,
     read_success_figure,
+    read_success_rate,
     record_check,
 )
 from tasks.pipeline.prefect_stages import publish_page
@@ -103,7 +103,7 @@ def _check_champion(settings: PipelineSettings) -> ChampionCheckResult:
         result = read_evaluation(pipeline.results["evaluate"].path, "champion")
         inject_fault("check.played")
         registered = read_success_figure(champion.tags)
-        now = Rate(result.success_rate, *result.interval, result.samples)
+        now = read_success_rate(result)
         verdict = None
         if registered:
             verdict = check_champion_regression(result, registered, settings.retrain.margin)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -42,7 +43,7 @@ class EpisodeResult:
     kind: str
     seed: int
     samples: int  # rollouts of this episode
-    successes: int  # successful rollouts
+    successes: int | None  # successful rollouts; None = success is unknown
     reward: float  # mean over the rollouts
 
     @property
@@ -51,18 +52,22 @@ class EpisodeResult:
         return self.level, self.seed
 
     @property
-    def success(self) -> float:
-        """Success rate over the samples."""
-        return self.successes / self.samples
+    def success(self) -> float | None:
+        """Success rate over the samples; None = unknown."""
+        return None if self.successes is None else self.successes / self.samples
 
 
 @dataclass
 class Evaluation:
-    """Results of one model on the held-out episodes."""
+    """Results of one model on the held-out episodes.
 
-    success_rate: float
+    An environment without a notion of success gives `success_rate` and `interval` None and no rates: its measure is the
+    reward.
+    """
+
+    success_rate: float | None
     # Wilson 95%, at the effective sample size if episodes were sampled several times.
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     by_level: dict[str, Rate]
     by_kind: dict[str, Rate]
     pass_at_k: dict[int, float]
@@ -87,15 +92,23 @@ class Evaluation:
         """Total number of rollouts."""
         return sum(episode.samples for episode in self.episodes)
 
+    @property
+    def total(self) -> Rate | None:
+        """Success rate with its interval and the number of rollouts; None = unknown."""
+        if self.success_rate is None or self.interval is None:
+            return None
+        return Rate(self.success_rate, *self.interval, self.samples)
+
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """Return scalars for tracking, named `eval/...`."""
-        values = {
-            "success_rate": self.success_rate,
-            "success_rate_low": self.interval[0],
-            "success_rate_high": self.interval[1],
-            "episodes": float(len(self.episodes)),
-            "samples": float(self.samples),
-        }
+        """Return scalars for tracking, named `eval/...`; without those of an unknown success."""
+        values: dict[str, float] = {}
+        if (total := self.total) is not None:
+            values = {
+                "success_rate": total.rate,
+                "success_rate_low": total.low,
+                "success_rate_high": total.high,
+            }
+        values |= {"episodes": float(len(self.episodes)), "samples": float(self.samples)}
         for name in (
             "reward_mean",
             "turns_mean",
@@ -126,7 +139,7 @@ class Evaluation:
             for f in dataclasses.fields(self)
             if f.name not in _SEPARATE_FIELDS + _TIMING_FIELDS
         }
-        row["interval"] = list(self.interval)
+        row["interval"] = None if self.interval is None else list(self.interval)
         row["by_level"] = {level: rate._asdict() for level, rate in self.by_level.items()}
         row["by_kind"] = {kind: rate._asdict() for kind, rate in self.by_kind.items()}
         row["pass_at_k"] = {str(k): value for k, value in self.pass_at_k.items()}
@@ -141,7 +154,8 @@ class Evaluation:
         """
         try:
             values = {**dict.fromkeys(_TIMING_FIELDS, 0.0), **row}
-            values["interval"] = (float(row["interval"][0]), float(row["interval"][1]))
+            if row["interval"] is not None:
+                values["interval"] = (float(row["interval"][0]), float(row["interval"][1]))
             values["by_level"] = {level: Rate(**rate) for level, rate in row["by_level"].items()}
             values["by_kind"] = {kind: Rate(**rate) for kind, rate in row["by_kind"].items()}
             values["pass_at_k"] = {int(k): float(value) for k, value in row["pass_at_k"].items()}
@@ -155,11 +169,11 @@ class Evaluation:
 class PairedResult:
     """Challenger minus champion on their common episodes."""
 
-    success: Difference
+    success: Difference | None  # None = unknown for one of the two
     reward: Difference
     episodes: int  # number of compared episodes
     unpaired: int  # number of episodes that only one of the two played
-    wins: int  # episodes with a higher success rate of the challenger
+    wins: int  # episodes with a higher success rate of the challenger; with a higher reward if success is unknown
     losses: int
     p_value: float  # exact sign test of wins against losses
 
@@ -167,7 +181,7 @@ class PairedResult:
         """Convert to a JSON-serialisable dict."""
         return {
             **dataclasses.asdict(self),
-            "success": self.success._asdict(),
+            "success": None if self.success is None else self.success._asdict(),
             "reward": self.reward._asdict(),
         }
 
@@ -245,7 +259,7 @@ def summarize_trajectories(trajectories: Iterable[Trajectory], seconds: float = 
             group[0].kind,
             seed,
             len(group),
-            sum(t.success for t in group),
+            _count_successes(group),
             _compute_mean(t.reward for t in group),
         )
         for (level, seed), group in grouped.items()
@@ -254,16 +268,10 @@ def summarize_trajectories(trajectories: Iterable[Trajectory], seconds: float = 
     turns = [turn for t in trajectories for turn in t.turns]
     tokens = sum(t.num_action_tokens for t in trajectories)
     return Evaluation(
-        success_rate=total.rate,
-        interval=(total.low, total.high),
-        by_level={
-            name: _compute_rate(e for e in episodes if e.level == name)
-            for name in dict.fromkeys(e.level for e in episodes)
-        },
-        by_kind={
-            name: _compute_rate(e for e in episodes if e.kind == name)
-            for name in dict.fromkeys(e.kind for e in episodes)
-        },
+        success_rate=None if total is None else total.rate,
+        interval=None if total is None else (total.low, total.high),
+        by_level=_compute_rates_by(episodes, lambda episode: episode.level),
+        by_kind=_compute_rates_by(episodes, lambda episode: episode.kind),
         pass_at_k=_compute_pass_at_ks(episodes),
         reward_mean=_compute_mean(t.reward for t in trajectories),
         turns_mean=len(turns) / len(trajectories),
@@ -291,18 +299,23 @@ def compare(
     Raises: DataError without common episodes.
     """
     pairs = _pair_episodes(challenger, champion)
-    wins = sum(new.success > old.success for new, old in pairs)
-    losses = sum(new.success < old.success for new, old in pairs)
-    success, reward = (
-        bootstrap_paired_difference(
-            [getattr(new, name) for new, _ in pairs],
-            [getattr(old, name) for _, old in pairs],
-            samples=bootstrap_samples,
-            seed=seed,
-            confidence=confidence,
-        )
-        for name in ("success", "reward")
+    successes = [
+        (new.success, old.success)
+        for new, old in pairs
+        if new.success is not None and old.success is not None
+    ]
+    rewards = [(new.reward, old.reward) for new, old in pairs]
+    knows_success = len(successes) == len(pairs)
+    compared = successes if knows_success else rewards
+    wins = sum(new > old for new, old in compared)
+    losses = sum(new < old for new, old in compared)
+    bootstrap = functools.partial(
+        bootstrap_paired_difference, samples=bootstrap_samples, seed=seed, confidence=confidence
     )
+    success = None
+    if knows_success:
+        success = bootstrap([new for new, _ in successes], [old for _, old in successes])
+    reward = bootstrap([new for new, _ in rewards], [old for _, old in rewards])
     unpaired = len(challenger.episodes) + len(champion.episodes) - 2 * len(pairs)
     return PairedResult(
         success, reward, len(pairs), unpaired, wins, losses, sign_test(wins, losses)
@@ -314,12 +327,17 @@ def compute_paired_differences(
 ) -> list[float]:
     """Compute challenger minus champion on each common episode, averaged over the samples of an episode.
 
-    Raises: DataError without common episodes.
+    Raises: DataError without common episodes, or where success is unknown.
     """
-    return [
-        getattr(new, metric) - getattr(old, metric)
-        for new, old in _pair_episodes(challenger, champion)
-    ]
+    differences = []
+    for new, old in _pair_episodes(challenger, champion):
+        values = getattr(new, metric), getattr(old, metric)
+        if None in values:
+            raise DataError(
+                "success is unknown: the environment has no verifier that tells it; compare by reward (metric: reward)"
+            )
+        differences.append(values[0] - values[1])
+    return differences
 
 
 def _pair_episodes(
@@ -339,14 +357,36 @@ def _pair_episodes(
     return pairs
 
 
-def _compute_rate(episodes: Iterable[EpisodeResult]) -> Rate:
-    counts = [(episode.successes, episode.samples) for episode in episodes]
+def _count_successes(trajectories: Sequence[Trajectory]) -> int | None:
+    known = [t.success for t in trajectories if t.success is not None]
+    return sum(known) if len(known) == len(trajectories) else None
+
+
+def _compute_rate(episodes: Iterable[EpisodeResult]) -> Rate | None:
+    """Compute the success rate over the episodes that know it; None = there are none."""
+    counts = [(e.successes, e.samples) for e in episodes if e.successes is not None]
+    if not counts:
+        return None
     return compute_clustered_rate([s for s, _ in counts], [n for _, n in counts])
+
+
+def _compute_rates_by(
+    episodes: Sequence[EpisodeResult], group: Callable[[EpisodeResult], str]
+) -> dict[str, Rate]:
+    """Compute the success rate of each level or kind; without those of an unknown success."""
+    rates = {
+        name: _compute_rate(e for e in episodes if group(e) == name)
+        for name in dict.fromkeys(map(group, episodes))
+    }
+    return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 def _compute_pass_at_ks(episodes: Sequence[EpisodeResult]) -> dict[int, float]:
     """Compute pass@1, pass@2, pass@4, ... and pass@n, n the fewest samples of an episode."""
-    samples, successes = [e.samples for e in episodes], [e.successes for e in episodes]
+    known = [(e.samples, e.successes) for e in episodes if e.successes is not None]
+    if not known:
+        return {}
+    samples, successes = [n for n, _ in known], [c for _, c in known]
     fewest = min(samples)
     ks = sorted({2**i for i in range(fewest.bit_length()) if 2**i <= fewest} | {fewest})
     values = {k: compute_mean_pass_at_k(samples, successes, k) for k in ks}

@@ -5,6 +5,7 @@ A tracker must never block a training step: implementations append to a local jo
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import re
@@ -49,6 +50,14 @@ def replace_invalid_characters(
         merge: True = one substitute for adjacent invalid characters, False = one for each.
     """
     return re.sub(f"[^{valid}]{'+' if merge else ''}", substitute, text)
+
+
+def distinguish_name(clean: str, name: str, max_length: int = 250) -> str:
+    """Return `clean`, marked by a digest of `name` if that was changed: two names never become the same one."""
+    if clean == name:
+        return clean
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:6]
+    return f"{clean[: max_length - 7]}_{digest}"
 
 
 def sync_tracker(tracker: Tracker) -> None:

@@ -107,7 +107,9 @@ class Trajectory:
     target: str  # the correct answer, as text; "" = none
     turns: list[Turn] = field(default_factory=list)
     answer: str | None = None  # the policy's final answer, if any
-    success: bool = False
+    success: bool | None = (
+        False  # None = nothing tells it: the environment has no notion of success
+    )
     # Total reward: the environment's until the rollout is scored for training, then the one that training uses.
     # Set when the trajectory is created and by `rewards.orchestrator`, nowhere else.
     reward: float = 0.0
@@ -183,8 +185,8 @@ class Rollout:
         return self.trajectory.reward
 
     @property
-    def success(self) -> bool:
-        """Success as judged by the environment."""
+    def success(self) -> bool | None:
+        """Success as judged by the environment; None = it judges none."""
         return self.trajectory.success
 
     @property

@@ -204,9 +204,15 @@ def _measure_metric(run: PipelineRun, metric: str) -> tuple[float, dict[str, flo
     if "evaluate" in run.results:
         row = next(iter(run.results["evaluate"].summary["models"].values()))
         metrics |= {
-            name: float(row[name]) for name in ("success", "success_low", "success_high", "reward")
+            name: float(row[name])
+            for name in ("success", "success_low", "success_high", "reward")
+            if row[name] is not None
         }
     if metric in EVALUATION_METRICS:
+        if metric not in metrics:
+            raise SettingsError(
+                "--metric success: success is unknown, as the environment has no verifier; use --metric reward"
+            )
         return metrics[metric], metrics
     for name in trained:
         logged = [

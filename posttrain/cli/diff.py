@@ -152,11 +152,15 @@ def _list_paired_groups(diff: ModelDiff) -> list[PairedGroup]:
 
 def _format_gain(row: PairedGroup) -> str:
     success = row.success
+    if success is None:
+        return f"unknown, {row.episodes} episodes"
     interval = f"[{100 * success.low:+.1f}, {100 * success.high:+.1f}]"
     return f"{100 * success.difference:+.1f} points {interval}, {row.episodes} episodes"
 
 
 def _format_regression(row: PairedGroup) -> str:
+    if row.success is None:
+        return row.name
     note = "" if row.success.high < 0 else " (the interval holds 0)"
     return f"{row.name} {100 * row.success.difference:+.1f}{note}"
 

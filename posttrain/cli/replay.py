@@ -219,9 +219,8 @@ def _format_recording(recorded: FailedEpisode | Trajectory) -> list[str]:
     if not isinstance(recorded, Trajectory):
         lines = [f"it failed: {recorded.failure_label}"]
         return lines + [f"    {line}" for line in recorded.trace.rstrip().splitlines()]
-    ending = (
-        f"ended by {recorded.stop_reason}, success {recorded.success}, reward {recorded.reward:g}"
-    )
+    success = "" if recorded.success is None else f"success {recorded.success}, "
+    ending = f"ended by {recorded.stop_reason}, {success}reward {recorded.reward:g}"
     rewards = ", ".join(f"{name} {value:g}" for name, value in recorded.rewards.items())
     return [f"{ending}; rewards {rewards}"]
 

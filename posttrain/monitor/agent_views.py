@@ -45,7 +45,7 @@ MAX_EPISODES = 60  # in the list of trajectories
 OUTCOME_FILTERS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "all": lambda row: True,
     "right": lambda row: bool(row.get("success")),
-    "wrong": lambda row: not row.get("success"),
+    "wrong": lambda row: row.get("success") is False,
     "with misuse": has_misuse,
 }
 
@@ -446,7 +446,7 @@ def _build_episode(run: RunView, row: Mapping[str, Any], path: Path) -> dict[str
         "id": f"{row.get('iteration', '')}:{level}:{seed}:{row.get('sample', 0)}",
         "prompt": str(row.get("prompt", "")),
         "sub": f"{iteration}{level} · {row.get('kind', '')} · {num_turns} · reward {reward}",
-        "success": bool(row.get("success")),
+        "success": row.get("success"),
         "facts": _list_episode_facts(run, row, path),
         "image": image,
         "turns": [

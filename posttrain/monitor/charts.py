@@ -93,6 +93,7 @@ _LABELS = {
     "tool/misuse_rate": "Calls that failed",
     "tool/calls": "Tool calls",
     "tool/used_rate": "Rollouts with a call",
+    "tool/rapr": "Pixel-space reasoning (RaPR)",
     "tool/hung_calls": "Calls that hang",
     "tool/share/*": "Share of calls, {}",
     "curriculum/stage": "Stage of the curriculum",

@@ -65,7 +65,7 @@ def summarize_tool_calls(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     """
     calls: Counter[str] = Counter()
     errors: Counter[str] = Counter()
-    episodes: dict[str, list[bool]] = defaultdict(list)
+    episodes: dict[str, list[bool | None]] = defaultdict(list)
     for row in rows:
         used = set()
         for turn in row["turns"]:
@@ -77,7 +77,7 @@ def summarize_tool_calls(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             errors[name] += bool(turn.get("is_error"))
             used.add(name)
         for name in used:
-            episodes[name].append(bool(row.get("success")))
+            episodes[name].append(row.get("success"))
     return [
         {
             "tool": name,
@@ -85,10 +85,16 @@ def summarize_tool_calls(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             "per_episode": count / len(rows),
             "share_of_episodes": len(episodes[name]) / len(rows),
             "error_rate": errors[name] / count,
-            "success_rate": sum(episodes[name]) / len(episodes[name]),
+            "success_rate": _compute_success_rate(episodes[name]),
         }
         for name, count in calls.most_common(30)
     ]
+
+
+def _compute_success_rate(successes: Sequence[bool | None]) -> float | None:
+    """Return the share of successes; None = no episode tells it."""
+    known = [bool(success) for success in successes if success is not None]
+    return sum(known) / len(known) if known else None
 
 
 def summarize_reward_components(path: Path) -> tuple[int, list[dict[str, Any]]]:
@@ -101,7 +107,7 @@ def summarize_reward_components(path: Path) -> tuple[int, list[dict[str, Any]]]:
     rows = [row for row in rows if isinstance(row.get("rewards"), dict) and not row.get("masked")]
     if not rows:
         return 0, []
-    success = np.array([float(bool(row.get("success"))) for row in rows])
+    success = np.array([_parse_number(row.get("success")) for row in rows])  # NaN = unknown
     names = {name for row in rows for name in row["rewards"] if not name.startswith("weighted/")}
     totals = np.array([_parse_number(row.get("reward")) for row in rows])
     table = [_summarize_component("total", totals, None, success)]
@@ -117,14 +123,16 @@ def _summarize_component(
 ) -> dict[str, Any]:
     is_known = np.isfinite(weighted)
     values, wins = weighted[is_known], success[is_known]
-    varies = len(values) > 2 and float(values.std()) > 1e-12 and float(wins.std()) > 0
+    judged = np.isfinite(wins)
+    known, known_wins = values[judged], wins[judged]
+    varies = len(known) > 2 and float(known.std()) > 1e-12 and float(known_wins.std()) > 0
     return {
         "part": name,
         "raw": None if raw is None else _compute_mean(raw[np.isfinite(raw)]),
         "weighted": _compute_mean(values),
         "on_success": _compute_mean(values[wins > 0]),
         "on_failure": _compute_mean(values[wins == 0]),
-        "correlation": float(np.corrcoef(values, wins)[0, 1]) if varies else None,
+        "correlation": float(np.corrcoef(known, known_wins)[0, 1]) if varies else None,
     }
 
 

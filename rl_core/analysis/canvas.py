@@ -5,6 +5,7 @@ A model has the same colour in every figure of an analysis, by its index.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,8 @@ def open_canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
         "axes.spines.right": False,
         "text.parse_math": False,  # '$' in tool or model names is literal
     }
+    if fallbacks := _list_fallback_fonts():
+        style["font.family"] = ["DejaVu Sans", *fallbacks]
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
@@ -104,8 +107,55 @@ def add_headroom(axes: Axes, share: float = 0.1) -> None:
 
 
 def shorten_text(text: str, width: int = 24) -> str:
-    """Return drawable text: replace lone surrogates and control characters, cap the length."""
+    """Return drawable text: replace lone surrogates and control characters, cap the length.
+
+    Characters that no installed font has are written as in Python, `\\u6570`.
+    """
     shown = "".join(
         c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode("utf-8")
     )
-    return shown if len(shown) <= width else shown[: width - 1] + "…"
+    shown = shown if len(shown) <= width else shown[: width - 1] + "…"
+    if shown.isascii():
+        return shown
+    drawable = _collect_drawable_characters()
+    return "".join(
+        c if ord(c) in drawable else c.encode("ascii", "backslashreplace").decode() for c in shown
+    )
+
+
+# Fonts with letters that matplotlib's own font lacks (Chinese, Japanese, Korean), the commonest first.
+_FALLBACK_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans SC",
+    "Source Han Sans SC",
+    "WenQuanYi Micro Hei",
+    "WenQuanYi Zen Hei",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Hiragino Sans GB",
+    "Microsoft YaHei",
+    "SimHei",
+    "Malgun Gothic",
+    "Apple SD Gothic Neo",
+    "Droid Sans Fallback",
+    "Arial Unicode MS",
+)
+
+
+@functools.cache
+def _list_fallback_fonts() -> tuple[str, ...]:
+    """List the installed fonts of _FALLBACK_FONTS."""
+    from matplotlib.font_manager import fontManager
+
+    installed = {font.name for font in fontManager.ttflist}
+    return tuple(name for name in _FALLBACK_FONTS if name in installed)
+
+
+@functools.cache
+def _collect_drawable_characters() -> frozenset[int]:
+    """Collect the code points that the figures' fonts have."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    paths = [findfont(FontProperties(family=f)) for f in ("DejaVu Sans", *_list_fallback_fonts())]
+    return frozenset(code for path in paths for code in get_font(path).get_charmap())

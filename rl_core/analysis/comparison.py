@@ -32,10 +32,15 @@ class PairedGroup:
     """Difference of success rates on one group of episodes."""
 
     name: str  # all, a level or a kind
-    success: Difference
+    success: Difference | None  # None = unknown
     episodes: int
-    wins: int  # episodes with a higher success rate of the second model
+    wins: int  # episodes with a higher success rate of the second model; with a higher reward if success is unknown
     losses: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-serialisable dict."""
+        success = None if self.success is None else self.success._asdict()
+        return {**asdict(self), "success": success}
 
 
 @dataclass(frozen=True)
@@ -60,19 +65,16 @@ class ModelComparison:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict."""
 
-        def row(paired: PairedGroup) -> dict[str, Any]:
-            return {**asdict(paired), "success": paired.success._asdict()}
-
         def ref(episode: EpisodeReference) -> dict[str, Any]:
             return {name: value for name, value in asdict(episode).items() if name != "offsets"}
 
         return {
             "first": self.first,
             "second": self.second,
-            "total": row(self.total),
+            "total": self.total.to_json(),
             "reward": self.reward._asdict(),
-            "by_level": [row(paired) for paired in self.by_level],
-            "by_kind": [row(paired) for paired in self.by_kind],
+            "by_level": [paired.to_json() for paired in self.by_level],
+            "by_kind": [paired.to_json() for paired in self.by_kind],
             "p_value": self.p_value,
             "regressions": [ref(episode) for episode in self.regressions],
             "improvements": [ref(episode) for episode in self.improvements],
@@ -101,9 +103,11 @@ def compare_models(
     """
 
     def row(name: str, pairs: PairedDifferences) -> PairedGroup:
-        difference = bootstrap_mean(
-            pairs.values, pairs.counts, samples=samples, seed=seed, confidence=confidence
-        )
+        difference = None
+        if pairs.knows_success:
+            difference = bootstrap_mean(
+                pairs.values, pairs.counts, samples=samples, seed=seed, confidence=confidence
+            )
         signed = list(zip(pairs.values, pairs.counts, strict=True))
         wins, losses = sum(c for v, c in signed if v > 0), sum(c for v, c in signed if v < 0)
         return PairedGroup(name, difference, pairs.episodes, wins, losses)
@@ -184,7 +188,7 @@ class DivergentEpisode:
     seed: int
     prompt: str
     target: str
-    success: tuple[float, float]
+    success: tuple[float | None, float | None]  # None = unknown
     reward: tuple[float, float]
     turn: (
         int | None
@@ -200,7 +204,8 @@ class ModelDiff:
     """Second model minus first, on their common episodes."""
 
     paired: ModelComparison
-    exact_p_value: float  # two-sided sign-flip test of the mean difference of success, on episodes
+    # Two-sided sign-flip test of the mean difference of success (of the reward's sign, if unknown), on episodes.
+    exact_p_value: float
     behaviour: tuple[ModelBehaviour, ModelBehaviour]
     worse: list[PairedGroup]  # levels and kinds on which the second does worse, the most first
     lost: list[DivergentEpisode]  # episodes that the first did better
@@ -218,7 +223,7 @@ class ModelDiff:
                 self.paired.first: asdict(self.behaviour[0]),
                 self.paired.second: asdict(self.behaviour[1]),
             },
-            "worse": [{**asdict(row), "success": row.success._asdict()} for row in self.worse],
+            "worse": [row.to_json() for row in self.worse],
             "lost": [asdict(episode) for episode in self.lost],
             "won": [asdict(episode) for episode in self.won],
         }
@@ -252,12 +257,16 @@ def diff_models(
         sign_flip_test([sign * value for value in pairs.values], pairs.counts)
         for sign in (1.0, -1.0)
     ]
-    groups = [row for row in (*paired.by_level, *paired.by_kind) if row.success.difference < 0]
+    worse = [
+        (row.success.difference, row)
+        for row in (*paired.by_level, *paired.by_kind)
+        if row.success is not None and row.success.difference < 0
+    ]
     return ModelDiff(
         paired=paired,
         exact_p_value=min(1.0, 2 * min(exact)),
         behaviour=(behaviour[0], behaviour[1]),
-        worse=sorted(groups, key=lambda row: row.success.difference),
+        worse=[row for _, row in sorted(worse, key=lambda entry: entry[0])],
         lost=[_read_divergent_episode(paths, episode) for episode in regressions],
         won=[_read_divergent_episode(paths, episode) for episode in improvements],
     )
@@ -288,8 +297,8 @@ def _count_behaviour(sums: Counter[str], tools: Counter[str], trajectory: Trajec
     sums["tokens"] += trajectory.num_action_tokens
     sums["misuse"] += sum(turn.is_error for turn in trajectory.turns)
     sums["truncated"] += trajectory.stop_reason != StopReason.TERMINATED
-    sums["successes"] += trajectory.success
-    sums["lucky"] += trajectory.success and trajectory.is_grounded is False
+    sums["successes"] += bool(trajectory.success)
+    sums["lucky"] += bool(trajectory.success) and trajectory.is_grounded is False
     tools.update(call.name for turn in trajectory.turns for call in turn.calls)
 
 

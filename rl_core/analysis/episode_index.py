@@ -27,7 +27,7 @@ CREATE TABLE episode (
     kind INTEGER,
     digest INTEGER,     -- of prompt and target: the same seed under another version of the data is another episode
     samples INTEGER,
-    successes INTEGER,
+    successes INTEGER,  -- NULL where one of the samples does not tell it
     reward REAL,        -- sum over the samples
     offset INTEGER,     -- of the first sample's line
     {", ".join(f"{name} REAL" for name in _METRICS)},  -- sums over the samples; NULL where one of them has none
@@ -39,6 +39,9 @@ _JOIN = """
 FROM episode a JOIN episode b USING (place, seed)
 WHERE a.model = ? AND b.model = ? AND a.digest = b.digest
 """
+_SUCCESS_GAIN = "1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples"
+_REWARD_GAIN = "(b.reward / b.samples - a.reward / a.samples)"
+_REWARD_SIGN = f"1.0 * (({_REWARD_GAIN} > 0) - ({_REWARD_GAIN} < 0))"
 GroupBy = Literal["all", "level", "kind"]
 _ALIASES = "abcdefgh"  # aliases of the joined tables; limits the number of models
 MAX_GROUPS = 1000  # maximum distinct levels or kinds; more indicate a malformed file
@@ -53,16 +56,19 @@ class EpisodeReference:
     kind: str
     seed: int
     offsets: tuple[int, ...]  # in the order of the requested models
-    success: tuple[float, ...]  # success rate over the samples, in that order
+    success: tuple[
+        float | None, ...
+    ]  # success rate over the samples, in that order; None = unknown
     reward: tuple[float, ...]  # mean over the samples
 
 
 @dataclass(frozen=True, slots=True)
 class PairedDifferences:
-    """Histogram of paired success differences (b - a) of two models."""
+    """Histogram of paired success differences (b - a) of two models; of the rewards' signs where success is unknown."""
 
     values: list[float]
     counts: list[int]
+    knows_success: bool
     reward_sum: float  # of the differences b - a of mean rewards
     reward_squares: float
 
@@ -138,7 +144,7 @@ class EpisodeIndex:
                 model,
                 kind,
                 digest,
-                int(trajectory.success),
+                None if trajectory.success is None else int(trajectory.success),
                 trajectory.reward,
                 offset,
                 *(known.get(name) for name in _METRICS),
@@ -173,11 +179,12 @@ class EpisodeIndex:
         return {number: kind for kind, number in self._kind_ids.items()}
 
     def compute_rates(self, model: int, by: GroupBy = "all") -> dict[str, Rate]:
-        """Compute the success rate of a model with its interval, overall or by level or kind."""
+        """Compute the success rate of a model with its interval, overall or by level or kind; {} = unknown."""
         self.flush_pending_rows()
         rows = self._db.execute(
             f"""SELECT {_select_group_column(by)}, COUNT(*), SUM(samples), SUM(successes), SUM(successes * successes),
-            SUM(samples * samples), SUM(successes * samples) FROM episode WHERE model = ? GROUP BY 1 ORDER BY 1""",
+            SUM(samples * samples), SUM(successes * samples) FROM episode
+            WHERE model = ? AND successes IS NOT NULL GROUP BY 1 ORDER BY 1""",
             (model,),
         )
         names = self.list_group_names(by)
@@ -187,9 +194,11 @@ class EpisodeIndex:
         """Compute pass@k for k = 1, 2, 4, ... up to the fewest samples of an episode."""
         self.flush_pending_rows()
         rows = self._db.execute(
-            "SELECT samples, successes, COUNT(*) FROM episode WHERE model = ? GROUP BY 1, 2",
+            "SELECT samples, successes, COUNT(*) FROM episode WHERE model = ? AND successes IS NOT NULL GROUP BY 1, 2",
             (model,),
         ).fetchall()
+        if not rows:
+            return {}
         fewest = min(row[0] for row in rows)
         ks = sorted({2**i for i in range(fewest.bit_length())} | {fewest})
         total = sum(count for _, _, count in rows)
@@ -208,20 +217,20 @@ class EpisodeIndex:
         """Compute the differences b - a on common episodes, overall or by level or kind."""
         self.flush_pending_rows()
         rows = self._db.execute(
-            f"""SELECT {_select_group_column(by, "a.")},
-            1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples, COUNT(*),
-            SUM(b.reward / b.samples - a.reward / a.samples),
+            f"""SELECT {_select_group_column(by, "a.")}, COALESCE({_SUCCESS_GAIN}, {_REWARD_SIGN}), COUNT(*),
+            COUNT({_SUCCESS_GAIN}), SUM(b.reward / b.samples - a.reward / a.samples),
             SUM((b.reward / b.samples - a.reward / a.samples) * (b.reward / b.samples - a.reward / a.samples))
             {_JOIN} GROUP BY 1, 2 ORDER BY 1, 2""",
             (a, b),
         )
         names = self.list_group_names(by)
         differences: dict[str, PairedDifferences] = {}
-        for number, value, count, reward, squares in rows:
-            old = differences.get(names[number], PairedDifferences([], [], 0.0, 0.0))
+        for number, value, count, known, reward, squares in rows:
+            old = differences.get(names[number], PairedDifferences([], [], True, 0.0, 0.0))
             differences[names[number]] = PairedDifferences(
                 [*old.values, value],
                 [*old.counts, count],
+                old.knows_success and known == count,
                 old.reward_sum + reward,
                 old.reward_squares + squares,
             )
@@ -243,7 +252,7 @@ class EpisodeIndex:
     def find_changed_episodes(
         self, models: Sequence[int], *, worse: bool, limit: int
     ) -> list[EpisodeReference]:
-        """Find common episodes on which the last model is worse (or better) than the first.
+        """Find common episodes on which the last model is worse (or better) than the first: by success, where known.
 
         Sorted by the difference of success, then of reward, largest first.
         """
@@ -253,7 +262,8 @@ class EpisodeIndex:
             f"{sign} * (1.0 * {last}.successes / {last}.samples - 1.0 * a.successes / a.samples)"
         )
         reward = f"{sign} * ({last}.reward / {last}.samples - a.reward / a.samples)"
-        return self._find_episodes(models, f"AND {success} < 0", f"{success}, {reward}, ", limit)
+        worst = f"COALESCE({success}, {reward})"
+        return self._find_episodes(models, f"AND {worst} < 0", f"{success}, {reward}, ", limit)
 
     def find_common_episodes(self, models: Sequence[int], limit: int) -> list[EpisodeReference]:
         """Return common episodes in a fixed pseudo-random order."""

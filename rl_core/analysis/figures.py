@@ -446,12 +446,17 @@ def draw_analysis_figures(
     models = analysis.models
     colors = {model.name: select_model_color(index) for index, model in enumerate(models)}
     drawn: list[tuple[Path, str]] = []
-    by_level = {m.name: {"all": m.total, **m.by_level} for m in models}
-    path = draw_success_rates(out / "success_by_level.png", by_level, "Success by level")
-    caption = (
-        "How often does each model succeed at each level? Held-out episodes, with 95% intervals."
-    )
-    drawn.append((path, caption))
+    by_level = {
+        m.name: {"all": m.total, **m.by_level} for m in models if m.total is not None
+    }  # {} = success is unknown
+    if by_level:
+        path = draw_success_rates(out / "success_by_level.png", by_level, "Success by level")
+        drawn.append(
+            (
+                path,
+                "How often does each model succeed at each level? Held-out episodes, with 95% intervals.",
+            )
+        )
     if len({kind for m in models for kind in m.by_kind}) > 1:
         by_kind = {m.name: m.by_kind for m in models}
         path = draw_success_rates(
@@ -468,6 +473,7 @@ def draw_analysis_figures(
         )
         for pair in shown
         for row in (pair.total, *pair.by_level)
+        if row.success is not None
     ]
     if rows:
         title = f"Paired difference to {models[0].name}"

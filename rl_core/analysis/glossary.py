@@ -7,6 +7,7 @@ METRICS = (
     ("tool_calls_mean", "Tool calls per episode", "{:.2f}"),
     ("action_tokens_mean", "Sampled tokens per episode", "{:.1f}"),
     ("looked_rate", "Looked with a tool before answering", "{:.1%}"),
+    ("rapr", "Pixel-space reasoning (RaPR)", "{:.1%}"),
     ("answered_rate", "Gave an answer", "{:.1%}"),
     ("truncated_rate", "Cut by a limit", "{:.1%}"),
     ("misuse_rate", "Turns that misused a tool", "{:.2%}"),
@@ -30,6 +31,7 @@ PAIRED_METRIC_DIRECTIONS = {
     "tool_calls_mean": 0,
     "action_tokens_mean": 0,
     "looked_rate": 1,
+    "rapr": 1,
     "answered_rate": 1,
     "truncated_rate": -1,
     "trajectories_with_misuse": -1,
@@ -53,8 +55,13 @@ GLOSSARY = (
     ),
     (
         "Looked with a tool",
-        "Share of episodes with a tool observation before the answer: reasoning in pixel space. Tools of environments "
-        "without images do not count; if only files are given, every tool counts.",
+        "Share of episodes with a tool observation before the answer. Tools of environments without images do not "
+        "count; if only files are given, every tool counts.",
+    ),
+    (
+        "RaPR",
+        "Rate of pixel-space reasoning: share of episodes that call a visual tool (`Tool.is_visual`); "
+        "if only files are given, every tool counts.",
     ),
     (
         "Misuse",
@@ -70,7 +77,7 @@ GLOSSARY = (
     ),
     (
         "Right action, right place",
-        "RaPR: useful tool steps (as above) and right answers that are no guesses, over all turns, mean over episodes; "
+        "Useful tool steps (as above) and right answers that are no guesses, over all turns, mean over episodes; "
         "1 = every turn was one of these.",
     ),
     (

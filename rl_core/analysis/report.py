@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rl_core.analysis.canvas import select_model_color
-from rl_core.analysis.comparison import ModelComparison
+from rl_core.analysis.comparison import ModelComparison, PairedGroup
 from rl_core.analysis.glossary import GLOSSARY, METRICS, PAIRED_METRIC_DIRECTIONS
 from rl_core.analysis.report_html import (
     MISSING,
@@ -60,7 +60,7 @@ def render_overview_table(analysis: AnalysisData) -> str:
     rows: list[list[str]] = [
         [
             "Success (95% interval)",
-            *(format_rate(model.total) for model in models),
+            *(MISSING if model.total is None else format_rate(model.total) for model in models),
             *_render_success_difference(pair),
         ],
         *(
@@ -73,7 +73,7 @@ def render_overview_table(analysis: AnalysisData) -> str:
         ),
         [
             "Episodes &times; samples",
-            *(f"{m.episodes:,} &times; {m.total.n / m.episodes:.3g}" for m in models),
+            *(f"{m.episodes:,} &times; {m.summary.trajectories / m.episodes:.3g}" for m in models),
             *([""] if pair else []),
         ],
         *(
@@ -120,7 +120,15 @@ def _select_metric(name: str) -> Callable[[ModelResult], float | None]:
 
 
 def _render_success_difference(pair: ModelComparison | None) -> list[str]:
-    return [format_difference(pair.total.success)] if pair is not None else []
+    return [_format_success_gain(pair.total)] if pair is not None else []
+
+
+def _format_success_gain(row: PairedGroup) -> str:
+    return MISSING if row.success is None else format_difference(row.success)
+
+
+def _format_episode_success(values: Sequence[float | None]) -> str:
+    return " → ".join(MISSING if value is None else f"{100 * value:.0f}%" for value in values[:2])
 
 
 def _render_unpaired_difference(
@@ -158,7 +166,7 @@ def render_comparisons_table(comparisons: Sequence[ModelComparison]) -> str:
         rows.append(
             [
                 f"{escape_text(pair.second)} &minus; {escape_text(pair.first)}",
-                format_difference(total.success),
+                _format_success_gain(total),
                 format_difference(pair.reward, 1, 3),
                 f"{total.episodes:,}",
                 f"{total.wins:,}",
@@ -221,7 +229,7 @@ def render_rates_table(analysis: AnalysisData, group: str, head: str) -> str:
             escape_text(name),
             *(format_rate(rate[name]) if name in rate else MISSING for rate in rates),
             *(
-                [format_difference(paired[name].success) if name in paired else MISSING]
+                [_format_success_gain(paired[name]) if name in paired else MISSING]
                 if pair is not None
                 else []
             ),
@@ -307,8 +315,11 @@ _MAX_QUESTION_CHARACTERS = 90  # characters of the question in an episode's head
 
 
 def is_regression(case: EpisodeCase) -> bool:
-    """Return whether the last model did worse than the first."""
-    return case.episode.success[-1] < case.episode.success[0]
+    """Return whether the last model did worse than the first: by success, where known, else by reward."""
+    first, last = case.episode.success[0], case.episode.success[-1]
+    if first is None or last is None:
+        return case.episode.reward[-1] < case.episode.reward[0]
+    return last < first
 
 
 def render_regressions(
@@ -325,7 +336,7 @@ def render_regressions(
             [
                 f"{escape_text(e.level)} / {e.seed}",
                 escape_text(e.kind),
-                f"{100 * e.success[0]:.0f}% → {100 * e.success[1]:.0f}%",
+                _format_episode_success(e.success),
                 f"{e.reward[0]:.3f} → {e.reward[1]:.3f}",
             ]
             for e in one.regressions
@@ -425,6 +436,7 @@ def _render_case(case: EpisodeCase, names: Sequence[str], classes: str, *, is_op
     marks = " ".join(
         f"<span class='{'good' if t.success else 'bad'}' title='{escape_text(name)}'>{'✓' if t.success else '✗'}</span>"
         for name, t in zip(names, case.trajectories, strict=True)
+        if t.success is not None
     )
     question = escape_text(
         " ".join(first.prompt.split())[-_MAX_QUESTION_CHARACTERS:], _MAX_QUESTION_CHARACTERS
@@ -438,11 +450,11 @@ def _render_case(case: EpisodeCase, names: Sequence[str], classes: str, *, is_op
 
 
 def _render_case_column(index: int, name: str, trajectory: Trajectory, turning: int | None) -> str:
-    outcome = (
-        "<span class='good'>✓ success</span>"
-        if trajectory.success
-        else "<span class='bad'>✗ failure</span>"
-    )
+    outcome = {
+        True: "<span class='good'>✓ success</span>",
+        False: "<span class='bad'>✗ failure</span>",
+        None: "",
+    }[trajectory.success]
     answer = "none" if trajectory.answer is None else escape_text(trajectory.answer, 200)
     turns = "".join(
         _render_turn(number, turn, number == turning)
@@ -510,21 +522,41 @@ def render_report(
 
 def _render_headline(analysis: AnalysisData) -> str:
     last = analysis.models[-1]
+    if last.total is None:
+        return _render_reward_headline(analysis)
     text = (
         f"<b>{escape_text(last.name)}</b> succeeds in <b>{100 * last.total.rate:.1f}%</b> "
         f"of {last.total.n:,} attempts at "
         f"{last.episodes:,} episodes (95% interval {100 * last.total.low:.1f} to {100 * last.total.high:.1f}%)"
     )
     for pair in analysis.comparisons:
-        if pair.second == last.name:
-            d = pair.total.success
+        if pair.second == last.name and (d := pair.total.success) is not None:
             text += (
                 f". It is <b>{_VERDICT_PHRASES[classify_difference(d)]} {escape_text(pair.first)}</b>: "
                 f"{100 * d.difference:+.1f} points "
                 f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}] on the {pair.total.episodes:,} common episodes"
             )
     main = find_main_comparison(analysis)
-    kind = classify_difference(main.total.success) if main is not None else "same"
+    gain = main.total.success if main is not None else None
+    kind = classify_difference(gain) if gain is not None else "same"
+    return f"<p class='lead is-{kind}' id='verdict'>{text}.</p>"
+
+
+def _render_reward_headline(analysis: AnalysisData) -> str:
+    """Render the verdict by reward, for episodes that do not tell success."""
+    last, main = analysis.models[-1], find_main_comparison(analysis)
+    text = (
+        f"<b>{escape_text(last.name)}</b> has the mean reward <b>{last.collect_metrics()['reward_mean']:.3f}</b> "
+        f"over {last.summary.trajectories:,} attempts at {last.episodes:,} episodes; success is unknown, as the "
+        "environment has no verifier"
+    )
+    kind = "same"
+    if main is not None:
+        kind, d = classify_difference(main.reward), main.reward
+        text += (
+            f". It is <b>{_VERDICT_PHRASES[kind]} {escape_text(main.first)}</b>: {d.difference:+.3f} "
+            f"[{d.low:+.3f}, {d.high:+.3f}] on the {main.total.episodes:,} common episodes"
+        )
     return f"<p class='lead is-{kind}' id='verdict'>{text}.</p>"
 
 

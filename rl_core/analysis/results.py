@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from rl_core.analysis.statistics import Rate, wilson_interval
 from rl_core.analysis.summary import TrajectorySummary
 from rl_core.errors import DataError
 from rl_core.storage.atomic_files import replace_file, write_text_atomic
-from rl_core.tracking import replace_invalid_characters
+from rl_core.tracking import distinguish_name, replace_invalid_characters
 from rl_core.types import Trajectory
 
 MAX_BINS = 10  # maximum; fewer if there are fewer than PAIRS_OF_BIN pairs per bin
@@ -229,7 +229,7 @@ class ModelResult:
 
     name: str
     summary: TrajectorySummary
-    total: Rate
+    total: Rate | None  # None = success is unknown; the rates and pass@k are then {}
     by_level: dict[str, Rate]
     by_kind: dict[str, Rate]
     pass_at_k: dict[int, float]
@@ -273,32 +273,43 @@ class AnalysisData:
 def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -> dict[str, float]:
     """Return scalars for tracking, named `analysis/MODEL/...` and `analysis/SECOND_minus_FIRST/...`."""
     metrics: dict[str, float] = {}
+    parts = _assign_metric_names(
+        *(model.name for model in analysis.models),
+        *(pair.first for pair in analysis.comparisons),
+        *(pair.second for pair in analysis.comparisons),
+    )
+    levels = _assign_metric_names(*(level for m in analysis.models for level in m.by_level))
+    kinds = _assign_metric_names(*(kind for m in analysis.models for kind in m.by_kind))
     for model in analysis.models:
-        prefix_of_model = f"{prefix}/{_convert_to_metric_name(model.name)}"
-        metrics |= {
-            f"{prefix_of_model}/success_rate": model.total.rate,
-            f"{prefix_of_model}/success_rate_low": model.total.low,
-            f"{prefix_of_model}/success_rate_high": model.total.high,
-            f"{prefix_of_model}/episodes": float(model.episodes),
-        }
+        prefix_of_model = f"{prefix}/{parts[model.name]}"
+        metrics[f"{prefix_of_model}/episodes"] = float(model.episodes)
+        if model.total is not None:
+            metrics |= {
+                f"{prefix_of_model}/success_rate": model.total.rate,
+                f"{prefix_of_model}/success_rate_low": model.total.low,
+                f"{prefix_of_model}/success_rate_high": model.total.high,
+            }
         metrics |= {
             f"{prefix_of_model}/{name}": value for name, value in model.collect_metrics().items()
         }
         metrics |= {f"{prefix_of_model}/pass_at_{k}": value for k, value in model.pass_at_k.items()}
         metrics |= {
-            f"{prefix_of_model}/success_rate_by_level/{_convert_to_metric_name(name)}": rate.rate
+            f"{prefix_of_model}/success_rate_by_level/{levels[name]}": rate.rate
             for name, rate in model.by_level.items()
         }
         metrics |= {
-            f"{prefix_of_model}/success_rate_by_kind/{_convert_to_metric_name(name)}": rate.rate
+            f"{prefix_of_model}/success_rate_by_kind/{kinds[name]}": rate.rate
             for name, rate in model.by_kind.items()
         }
     for pair in analysis.comparisons:
-        prefix_of_model = f"{prefix}/{_convert_to_metric_name(pair.second)}_minus_{_convert_to_metric_name(pair.first)}"
+        prefix_of_model = f"{prefix}/{parts[pair.second]}_minus_{parts[pair.first]}"
+        if (gain := pair.total.success) is not None:
+            metrics |= {
+                f"{prefix_of_model}/success": gain.difference,
+                f"{prefix_of_model}/success_low": gain.low,
+                f"{prefix_of_model}/success_high": gain.high,
+            }
         metrics |= {
-            f"{prefix_of_model}/success": pair.total.success.difference,
-            f"{prefix_of_model}/success_low": pair.total.success.low,
-            f"{prefix_of_model}/success_high": pair.total.success.high,
             f"{prefix_of_model}/reward": pair.reward.difference,
             f"{prefix_of_model}/p_value": pair.p_value,
             f"{prefix_of_model}/episodes": float(pair.total.episodes),
@@ -317,10 +328,10 @@ def build_summary_rows(analysis: AnalysisData) -> list[dict[str, Any]]:
         {
             "model": model.name,
             "episodes": model.episodes,
-            "samples": model.total.n,
-            "success_rate": model.total.rate,
-            "low": model.total.low,
-            "high": model.total.high,
+            "samples": model.summary.trajectories,
+            "success_rate": None if model.total is None else model.total.rate,
+            "low": None if model.total is None else model.total.low,
+            "high": None if model.total is None else model.total.high,
             **model.collect_metrics(),
             **{f"pass_at_{k}": value for k, value in model.pass_at_k.items()},
         }
@@ -335,7 +346,7 @@ def write_analysis_json(path: Path, analysis: AnalysisData) -> Path:
             {
                 "name": model.name,
                 "episodes": model.episodes,
-                "success": model.total._asdict(),
+                "success": None if model.total is None else model.total._asdict(),
                 "by_level": {name: rate._asdict() for name, rate in model.by_level.items()},
                 "by_kind": {name: rate._asdict() for name, rate in model.by_kind.items()},
                 "pass_at_k": {str(k): value for k, value in model.pass_at_k.items()},
@@ -372,7 +383,7 @@ def write_analysis_csv(path: Path, analysis: AnalysisData) -> Path:
         writer.writerow(["model", "group", "name", "metric", "value", "low", "high", "n"])
         for model in analysis.models:
             groups = (
-                ("all", {"all": model.total}),
+                ("all", {} if model.total is None else {"all": model.total}),
                 ("level", model.by_level),
                 ("kind", model.by_kind),
             )
@@ -425,6 +436,8 @@ def write_analysis_csv(path: Path, analysis: AnalysisData) -> Path:
         for pair in analysis.comparisons:
             place = [_escape_formula(pair.second), f"minus {pair.first}"]
             for row in (pair.total, *pair.by_level, *pair.by_kind):
+                if row.success is None:
+                    continue
                 writer.writerow(
                     [
                         *place,
@@ -449,6 +462,13 @@ def _escape_formula(text: str) -> str:
     return "'" + text if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
-def _convert_to_metric_name(name: str) -> str:
-    """Convert a name to a valid part of a metric name."""
-    return replace_invalid_characters(name, "A-Za-z0-9_.-").strip("_") or "unnamed"
+def _assign_metric_names(*names: str) -> dict[str, str]:
+    """Assign each name a valid part of a metric name of its own; letters of every script stay."""
+    plain = {
+        name: replace_invalid_characters(name, r"\w.-").strip("_") or "unnamed" for name in names
+    }
+    counts = Counter(plain.values())
+    return {
+        name: clean if counts[clean] == 1 else distinguish_name(clean, name)
+        for name, clean in plain.items()
+    }

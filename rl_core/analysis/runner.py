@@ -179,7 +179,7 @@ def _summarize_model(
     return ModelResult(
         name=name,
         summary=summary,
-        total=index.compute_rates(number)["all"],
+        total=index.compute_rates(number).get("all"),
         by_level=index.compute_rates(number, "level"),
         by_kind=index.compute_rates(number, "kind"),
         pass_at_k=index.compute_pass_at_ks(number),

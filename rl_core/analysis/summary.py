@@ -108,7 +108,7 @@ def extract_tool_steps(trajectory: Trajectory) -> ToolSteps:
 def compute_right_action_rate(
     trajectory: Trajectory, steps: ToolSteps | None = None
 ) -> float | None:
-    """Compute the share of right actions (RaPR): useful tool steps and a right answer, over all turns; None = no turn.
+    """Compute the share of right actions: useful tool steps and a right answer, over all turns; None = no turn.
 
     A call is right if it worked and returned information that no earlier step of the episode had. An answer is right if
     the
@@ -120,8 +120,14 @@ def compute_right_action_rate(
     tool_steps = steps if steps is not None else extract_tool_steps(trajectory)
     last = trajectory.turns[-1]
     is_answer = last.tool_call is None and not last.is_error
-    right = is_answer and trajectory.success and trajectory.is_grounded is not False
+    right = is_answer and bool(trajectory.success) and trajectory.is_grounded is not False
     return (len(tool_steps.useful) + right) / len(trajectory.turns)
+
+
+def uses_tool(trajectory: Trajectory, names: Collection[str] | None = None) -> bool:
+    """Return whether the policy called one of these tools; None = any tool."""
+    calls = (call for turn in trajectory.turns for call in turn.calls)
+    return any(names is None or call.name in names for call in calls)
 
 
 MAX_NAMES = 256  # distinct tools or strategies counted by name; further ones count as OTHER, which bounds memory
@@ -231,6 +237,7 @@ class TrajectorySummary:
             measure.name: (measure, StreamMoments()) for measure in custom_metrics
         }
         self._image_tools = image_tools
+        self._has_image = image_tools is None or len(image_tools) > 0
         self.tools: dict[tuple[str, str], LevelToolCounts] = {}  # by (environment, level)
         names = (
             "reward",
@@ -270,6 +277,8 @@ class TrajectorySummary:
         counts["answered"] += trajectory.answer is not None
         looked = self._has_looked(trajectory)
         counts["looked"] += looked
+        is_visual = uses_tool(trajectory, self._image_tools)
+        counts["visual"] += is_visual
         counts["action_tokens"] += trajectory.num_action_tokens
         self._nll -= trajectory.mean_logprob * trajectory.num_action_tokens
         self.stop_reasons[_limit_names(self.stop_reasons, trajectory.stop_reason)] += 1
@@ -312,6 +321,7 @@ class TrajectorySummary:
             "tool_calls_mean": len(calls),
             "action_tokens_mean": trajectory.num_action_tokens,
             "looked_rate": looked,
+            "rapr": is_visual if self._has_image else None,
             "answered_rate": trajectory.answer is not None,
             "truncated_rate": trajectory.stop_reason != StopReason.TERMINATED,
             "trajectories_with_misuse": errors > 0,
@@ -348,6 +358,7 @@ class TrajectorySummary:
             "distinct_2": compute_distinct_words(self._actions.items, 2),
             "strategy_entropy": compute_entropy(self.strategies.values()),
             "nll_per_token": self._nll / tokens,
+            **({"rapr": counts["visual"] / total} if self._has_image else {}),
         } | {name: moments.mean for name, (_, moments) in self.custom_metrics.items() if moments.n}
 
     def to_json(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_core.api.custom_functions import RewardSource, parse_reward
@@ -21,14 +21,13 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import collect_rollouts
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.heldout_episodes import draw_heldout_requests
-from rl_core.settings import EvaluationSettings, SamplingSettings, resolve_defaults
+from rl_core.settings import EvaluationSettings, SamplingSettings, build_settings, resolve_defaults
 from rl_core.types import RolloutGroup
 
 TIMING_METRICS: tuple[str, ...] = (
     "eval/seconds",
     "eval/tokens_per_second",
 )  # left out: the loop times evaluations
-SUCCESS_METRICS = ("eval/success_rate", "eval/pass_at_")
 
 
 def evaluate(
@@ -37,20 +36,24 @@ def evaluate(
     *,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
-    settings: EvaluationSettings | None = None,
+    settings: EvaluationSettings | Mapping[str, Any] | None = None,
     system: str = "",
     seed: int = 0,
 ) -> Evaluation:
     """Play held-out episodes of an environment, or answer prompts, and summarise with 95% intervals.
 
     Args:
-        prompts: rows, a JSONL or a Parquet file, all of which are answered, instead of an environment.
-        reward: scores the episodes instead of the environment (`reward_mean`); success is still the environment's.
+        prompts: rows, a JSONL or a Parquet file, instead of an environment. Without settings, or if `episodes` are as
+            many, all of them are answered.
+        reward: scores the episodes instead of the environment (`reward_mean`); success is still the environment's, and
+            None for prompts without a verifier.
         settings: episodes, levels, samples and sampling; `greedy` is not used (set sampling.temperature to 0).
         seed: of the sampling and of the choice of episodes.
     Raises: SettingsError, DataError, EnvironmentFault, RewardError.
     """
-    settings = settings or EvaluationSettings()
+    takes_all = settings is None
+    if not isinstance(settings, EvaluationSettings):
+        settings = build_settings(settings or {}, EvaluationSettings)
     environment, _ = resolve_environment(environment, prompts, prompts, system)
     rewards = None
     if reward is not None:
@@ -60,8 +63,9 @@ def evaluate(
     policy = load_policy(model)
     check_prompt_lengths(environment, policy.renderer, policy.context, ["heldout"])
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    if isinstance(environment, Prompts):
-        requests = [EpisodeRequest(level, row) for level, row in environment.heldout_levels()]
+    rows = environment.heldout_levels() if isinstance(environment, Prompts) else []
+    if rows and (takes_all or _includes_all_rows(settings, len(rows))):
+        requests = [EpisodeRequest(level, row) for level, row in rows]
     else:
         episodes_seed = seed if settings.episodes_seed is None else settings.episodes_seed
         requests = draw_heldout_requests(environment, settings, episodes_seed)
@@ -79,6 +83,11 @@ def evaluate(
     if rewards is None:
         return result
     return _apply_rewards(result, rewards)
+
+
+def _includes_all_rows(settings: EvaluationSettings, num_rows: int) -> bool:
+    """Return whether the settings choose no part of the rows."""
+    return settings.episodes >= num_rows and not settings.levels and not settings.episodes_draw
 
 
 def evaluate_heldout(
@@ -155,11 +164,8 @@ def build_validator(
         )
         if rewards is not None:
             result = _apply_rewards(result, rewards)
-        hidden = TIMING_METRICS
-        if not environment.knows_success:
-            hidden += SUCCESS_METRICS
         metrics = result.metrics()
-        return {name: value for name, value in metrics.items() if not name.startswith(hidden)}
+        return {name: value for name, value in metrics.items() if name not in TIMING_METRICS}
 
     return measure
 
@@ -169,7 +175,7 @@ def generate(
     prompts: RowSource,
     *,
     samples: int = 1,
-    sampling: SamplingSettings | None = None,
+    sampling: SamplingSettings | Mapping[str, Any] | None = None,
     system: str = "",
     seed: int = 0,
 ) -> list[list[str]]:
@@ -188,7 +194,9 @@ def generate(
     rows = [{**row, "level": "all"} for row in read_prompts(prompts).rows]
     environment = Prompts(rows, system=system)
     requests = [EpisodeRequest("all", index) for index in environment.seeds("train")]
-    sampling = resolve_defaults(sampling or SamplingSettings(), policy.kind, policy.context)
+    if not isinstance(sampling, SamplingSettings):
+        sampling = build_settings(sampling or {}, SamplingSettings)
+    sampling = resolve_defaults(sampling, policy.kind, policy.context)
     groups = collect_rollouts(
         environment,
         policy.backend(),
@@ -220,4 +228,5 @@ def _describe_heldout_levels(
     environment: Environment, result: Evaluation
 ) -> dict[str, dict[str, Any]]:
     """Return `Environment.held_out` of each level that was played."""
-    return {level: environment.held_out(level).to_json() for level in result.by_level}
+    levels = dict.fromkeys(episode.level for episode in result.episodes)
+    return {level: environment.held_out(level).to_json() for level in levels}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from rl_core.training.callbacks import Callback
 from rl_core.user_code.digest import digest_settings_code
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class NetworkTraining(ResumableTraining[NetworkTrainer]):
     """Training of a network. `run` trains, `save` writes the network; both may be called again."""
 
@@ -61,7 +61,7 @@ class NetworkTraining(ResumableTraining[NetworkTrainer]):
 def network_ppo(
     environment: str | EnvironmentFactory | Any | None = None,
     *,
-    settings: NetworkSettings | None = None,
+    settings: NetworkSettings | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     tracker: TrackerSource = None,
     callbacks: Sequence[Callback] = (),

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.custom_functions import (
     FunctionSource,
@@ -76,7 +76,7 @@ def grpo(
     reward: RewardSource | None = None,
     loss: FunctionSource | None = None,
     advantages: FunctionSource | None = None,
-    settings: PolicySettings | None = None,
+    settings: PolicySettings | Mapping[str, Any] | None = None,
     heldout_prompts: RowSource | None = None,
     system: str = "",
     reward_model: str | Path | None = None,
@@ -121,7 +121,7 @@ def ppo(
     reward: RewardSource | None = None,
     loss: FunctionSource | None = None,
     advantages: FunctionSource | None = None,
-    settings: PolicySettings | None = None,
+    settings: PolicySettings | Mapping[str, Any] | None = None,
     heldout_prompts: RowSource | None = None,
     system: str = "",
     reward_model: str | Path | None = None,
@@ -163,7 +163,7 @@ def policy_gradient(
     reward: RewardSource | None = None,
     loss: FunctionSource | None = None,
     advantages: FunctionSource | None = None,
-    settings: PolicySettings | None = None,
+    settings: PolicySettings | Mapping[str, Any] | None = None,
     heldout_prompts: RowSource | None = None,
     system: str = "",
     reward_model: str | Path | None = None,
@@ -245,7 +245,7 @@ def distill(
     *,
     environment: Environment | None = None,
     prompts: RowSource | None = None,
-    settings: DistillationSettings | None = None,
+    settings: DistillationSettings | Mapping[str, Any] | None = None,
     heldout_prompts: RowSource | None = None,
     system: str = "",
     output: str | Path | None = None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rl_core.api.data import load_conversations, load_preference_pairs
 from rl_core.api.policy import (
@@ -48,7 +48,7 @@ def sft(
     data: RowSource,
     *,
     heldout: RowSource | float = 0.1,
-    settings: SFTSettings | None = None,
+    settings: SFTSettings | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     tracker: TrackerSource = None,
     callbacks: Sequence[Callback] = (),
@@ -98,7 +98,7 @@ def dpo(
     *,
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] | None = None,
     heldout: RowSource | float = 0.1,
-    settings: PreferenceSettings | None = None,
+    settings: PreferenceSettings | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     tracker: TrackerSource = None,
     callbacks: Sequence[Callback] = (),
@@ -151,7 +151,7 @@ def reward_model(
     data: RowSource,
     *,
     heldout: RowSource | float = 0.1,
-    settings: RewardModelSettings | None = None,
+    settings: RewardModelSettings | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     tracker: TrackerSource = None,
     callbacks: Sequence[Callback] = (),
@@ -201,7 +201,11 @@ def reward_model(
 def _check_heldout(
     heldout: RowSource | float, settings: SFTSettings | RewardModelSettings | PreferenceSettings
 ) -> None:
-    if heldout == 0 and (settings.eval_every or settings.patience):
+    if (
+        isinstance(heldout, int | float)
+        and heldout == 0
+        and (settings.eval_every or settings.patience)
+    ):
         raise SettingsError(
             "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold out rows"
         )

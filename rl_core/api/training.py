@@ -26,6 +26,7 @@ from rl_core.settings import (
     RewardModelSettings,
     SamplingSettings,
     SFTSettings,
+    build_settings,
 )
 from rl_core.settings.rollouts import select_decisive_rollouts
 from rl_core.storage.atomic_files import make_folder
@@ -59,7 +60,7 @@ FREE_SETTINGS = ("launch", "checkpoint_every", "keep_checkpoints", "keep_epochs"
 LENGTH_SETTINGS = ("iterations", "epochs", "max_steps")  # also free under a constant schedule
 
 
-@dataclass
+@dataclass(repr=False)
 class ResumableTraining(Generic[TrainerT]):
     """One training run. `run` trains; it may be called again.
 
@@ -87,6 +88,17 @@ class ResumableTraining(Generic[TrainerT]):
         if self.output is not None:
             file_trackers.append(JsonlTracker(self.output / METRICS_FILE, cut=True))
         self._tracker = build_tracker_group(self.tracker, file_trackers, folder=self.output)
+
+    def __repr__(self) -> str:
+        """Say in three lines what is trained, how far it is, and where its files are."""
+        iteration = self.memory.state.iteration
+        progress = f"iteration {iteration} of {self.recipe.iterations}"
+        state = "not started" if not iteration else "ended" if self.outcome else "stopped"
+        return (
+            f"{self.name}: {type(self.trainer).__name__} with {type(self.settings).__name__}\n"
+            f"  {progress}, {state}\n"
+            f"  output: {self.output if self.output is not None else 'none (nothing is written)'}"
+        )
 
     @property
     def trainer(self) -> TrainerT:
@@ -225,7 +237,7 @@ S = TypeVar(
 )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Training(ResumableTraining[T]):
     """Training of a language model. `run` trains, `save` writes the model; both may be called again."""
 
@@ -324,10 +336,15 @@ def build_training(
     )
 
 
-def resolve_settings(settings: S | None, kind: type[S]) -> S:
-    """Return the settings, or the defaults. Raises: SettingsError for another algorithm's, or for several processes."""
+def resolve_settings(settings: S | Mapping[str, Any] | None, kind: type[S]) -> S:
+    """Return the settings, built from a dict, or the defaults.
+
+    Raises: SettingsError for another algorithm's, or for several processes.
+    """
     if settings is None:
         return kind()
+    if isinstance(settings, Mapping):
+        settings = build_settings(settings, kind)
     if not isinstance(settings, kind):
         raise SettingsError(
             f"settings: expected rl_core.{kind.__name__}, found {type(settings).__name__}"

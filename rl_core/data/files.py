@@ -120,6 +120,26 @@ def refuse_answer_row(row: Mapping[str, Any]) -> None:
     )
 
 
+def read_field(row: Mapping[str, Any], name: str) -> Any:
+    """Return a column of a row, or a field within one (`reward_model.ground_truth`); None if there is none."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def list_field_names(row: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """List the columns of a row and the fields within them, as `read_field` takes them."""
+    names = []
+    for name, value in row.items():
+        names.append(prefix + str(name))
+        if isinstance(value, Mapping):
+            names += list_field_names(value, f"{prefix}{name}.")
+    return names
+
+
 def compute_file_digest(path: Path) -> str:
     """Compute the SHA-256 of the file, as hex."""
     with path.open("rb") as file:
@@ -407,7 +427,12 @@ def _read_parquet_rows(
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            known = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            names = file.schema_arrow.names
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise DataError(
+                    f"{path}: has the column '{twice[0]}' {names.count(twice[0])} times; rename one"
+                )
+            known = [name for name in names if columns is None or name in columns]
             if columns is not None and file.metadata.num_rows and not known:
                 raise DataError(f"{path}: has none of the columns {', '.join(sorted(columns))}")
             for batch in file.iter_batches(batch_size=1024, columns=known):
@@ -425,7 +450,9 @@ def _read_parquet_row(batch: Any, row: int) -> dict[str, Any] | BadRow:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             values[name] = column[row].as_py()
-        except UnicodeDecodeError as error:
+        except ValueError as error:
+            if not isinstance(error, UnicodeDecodeError):  # a field twice in one object
+                return BadRow(name, f"cannot be read as an object: {error}")
             return BadRow(
                 name,
                 f"is not UTF-8: byte {error.start} of the text is 0x{error.object[error.start]:02x}",

@@ -78,7 +78,7 @@ def build_pairs_from_groups(
     pairs: list[PreferencePair] = []
     for group in groups:
         good = [r for r in group.rollouts if r.success and r.trajectory.is_grounded is not False]
-        bad = [rollout for rollout in group.rollouts if not rollout.success]
+        bad = [rollout for rollout in group.rollouts if rollout.success is False]
         choices = [(i, j) for i in range(len(good)) for j in range(len(bad))]
         seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for choice in rng.permutation(len(choices)):

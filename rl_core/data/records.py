@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import re
 from array import array
 from collections import Counter
@@ -27,6 +28,8 @@ from rl_core.data.files import (
     compute_file_digest,
     describe_value,
     list_data_files,
+    list_field_names,
+    read_field,
     read_rows,
     read_text,
     refuse_concurrent_change,
@@ -49,7 +52,9 @@ from rl_core.data.splits import RepeatedRows, find_repeats
 from rl_core.errors import DataError, RecordsError, SettingsError, suggest_name
 from rl_core.storage.faults import inject_fault
 
-RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in memory
+# A JSONL or Parquet file, or rows in memory: a list of rows, texts or conversations, a pandas DataFrame, or a
+# `datasets.Dataset` (both by what they can do: neither package is needed).
+RowSource = str | Path | Sequence[Any] | Any
 CheckRows = Callable[[Sequence[Row]], Iterable[str]]
 
 _DEMONSTRATION_COLUMNS = list_format_columns("demonstrations")
@@ -234,7 +239,8 @@ def _read_checked_rows(
     records = Records(rows, num_rows=0, num_skipped=0, problems=[], digest="")
     problems: list[tuple[int, RowProblem]] = []  # with the number of the row
     numbers, in_memory = array("q"), not isinstance(source, str | Path)
-    for file, line, raw in _iter_raw_rows(source, columns):
+    list_column = "messages" if schema is validate_demonstration else "prompt"
+    for file, line, raw in _iter_raw_rows(source, columns, list_column):
         if max_rows is not None and records.num_rows >= max_rows:
             break
         records.num_rows += 1
@@ -279,22 +285,69 @@ def _count_format(records: Records, raw: Row | BadRow, kind: RowKind) -> None:
 
 
 def _iter_raw_rows(
-    source: RowSource, columns: tuple[str, ...] | None
+    source: RowSource, columns: tuple[str, ...] | None, list_column: str = "prompt"
 ) -> Iterator[tuple[str, int, Row | BadRow]]:
-    """Yield (file, line, row) of every row; rows in memory are named data[0], data[1], ..., with line 0."""
+    """Yield (file, line, row) of every row; rows in memory are named data[0], data[1], ..., with line 0.
+
+    Args:
+        list_column: of a row that is a list of messages.
+    """
     if isinstance(source, str | Path):
         for line, raw in read_rows(Path(source), columns):
             yield str(source), line, raw
         return
-    if isinstance(source, Mapping) or not isinstance(source, Sequence):
-        raise DataError(
-            f"data: expected a JSONL or Parquet file or a list of rows, found {type(source).__name__}"
-        )
-    for index, row in enumerate(source):
+    for index, row in enumerate(_iter_table_rows(source)):
         if isinstance(row, str):
             row = {"prompt": row}
+        elif isinstance(row, list):
+            row = {list_column: row}
         bad = BadRow("", f"must be an object, found {describe_value(row)}")
         yield f"data[{index}]", 0, dict(row) if isinstance(row, Mapping) else bad
+
+
+def _iter_table_rows(source: Any) -> Iterable[Any]:
+    """Return the rows of a list, a DataFrame or a `datasets.Dataset`. Raises: DataError for anything else."""
+    is_frame = hasattr(source, "to_dict") and hasattr(source, "columns")
+    if is_frame:
+        names = [str(name) for name in source.columns]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError(f"data: the DataFrame has the column '{twice[0]}' twice; rename one")
+        return map(_convert_frame_row, source.to_dict("records"))
+    if isinstance(source, Mapping):
+        if all(hasattr(part, "column_names") for part in source.values()) and source:
+            raise DataError(
+                f"data: holds the splits {', '.join(map(str, source))}; pass one, as data['{next(iter(source))}']"
+            )
+    elif hasattr(source, "column_names") and hasattr(source, "__iter__"):
+        return iter(source)
+    elif isinstance(source, Sequence):
+        return source
+    raise DataError(
+        "data: expected a JSONL or Parquet file, a list of rows, a pandas DataFrame or a datasets.Dataset, found "
+        f"{type(source).__name__}"
+    )
+
+
+def _convert_frame_row(row: Mapping[Any, Any]) -> Row:
+    """Convert the values of NumPy to Python's; a missing value (NaN, NaT, pandas.NA) is left out."""
+    values = {str(name): _convert_frame_value(value) for name, value in row.items()}
+    return {name: value for name, value in values.items() if not _is_missing(value)}
+
+
+def _convert_frame_value(value: Any) -> Any:
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array or a scalar of NumPy
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_convert_frame_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _convert_frame_value(item) for name, item in value.items()}
+    return value
+
+
+def _is_missing(value: Any) -> bool:
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _compute_source_digest(source: RowSource, rows: Sequence[Row]) -> str:
@@ -501,7 +554,9 @@ def _load_prompt_column(file: Path, prompt: str) -> Path | list[Row]:
                 raise DataError(f"{file}:{line}: {row}")
             rows.append(row)
     _check_prompt_column(file, rows[0] if rows else None, prompt)
-    return [{**row, "prompt": row.get(prompt)} for row in rows] if prompt != "prompt" else rows
+    if prompt == "prompt":
+        return rows
+    return [{**row, "prompt": read_field(row, prompt)} for row in rows]
 
 
 def _read_first_row(file: Path) -> Row | None:
@@ -510,9 +565,9 @@ def _read_first_row(file: Path) -> Row | None:
 
 
 def _check_prompt_column(file: Path, row: Row | None, prompt: str) -> None:
-    if row is None or prompt in row:
+    if row is None or prompt in row or read_field(row, prompt) is not None:
         return
-    columns = list(row)
+    columns = list_field_names(row)
     likely = next(
         (
             name

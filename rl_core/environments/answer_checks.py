@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_core.data.files import describe_value, list_field_names, read_field
 from rl_core.data.model_text import TimeLimitedPattern, strip_thought
 from rl_core.environments.calculator import extract_solution_final
 from rl_core.environments.code_tests import ProgramTests, read_program_tests
@@ -57,6 +58,8 @@ class AnswerCheck(ABC):
         """Raise SettingsError if no row has the column."""
         if columns is None or self.column is None or self.column in columns:
             return
+        if self.column.partition(".")[0] in columns:  # a field; each row is looked at when scored
+            return
         raise SettingsError(
             f"verifier '{self.name}' reads the column '{self.column}', but the rows have {', '.join(columns)}; "
             f"{suggest_name(self.column, columns)}"
@@ -77,7 +80,12 @@ class AnswerCheck(ABC):
         self.counts[name] = self.counts.get(name, 0) + 1
 
     def _read_target(self, target: str, row: Mapping[str, Any]) -> str:
-        value = target if self.column is None else row.get(self.column)
+        value = target if self.column is None else read_field(row, self.column)
+        if isinstance(value, Mapping | list):
+            raise DataError(
+                f"verifier '{self.name}': the column '{self.column}' holds {describe_value(value)}, no right answer; "
+                f"name a field of it: {list_field_names({self.column or '': value})[1:]}"
+            )
         if value is None or not str(value).strip():
             problem = (
                 "no target" if self.column is None else f"nothing in the column '{self.column}'"
@@ -291,7 +299,7 @@ class CodeCheck(_ChildProcessCheck):
 
     def _read_tests(self, row: Mapping[str, Any]) -> ProgramTests:
         try:
-            return read_program_tests(row.get(self.column), row)
+            return read_program_tests(read_field(row, self.column), row)
         except DataError as error:
             raise DataError(
                 f"verifier 'code': the tests in column '{self.column}' of the row of "

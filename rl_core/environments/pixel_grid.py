@@ -367,16 +367,20 @@ def _run_count(grid: PixelGridImage, colour: str, line: str, number: int) -> str
     return str(grid.count_colour(colour, line, number))
 
 
-_ZOOM = Tool("zoom", "digit and colour of one cell", {"row": int, "column": int}, _run_zoom)
+_ZOOM = Tool(
+    "zoom", "digit and colour of one cell", {"row": int, "column": int}, _run_zoom, is_visual=True
+)
 _SCAN = Tool(
     "scan",
     "all cells of one line (row or column) in order",
     {"line": str, "number": int},
     _run_scan,
+    is_visual=True,
 )
 _COUNT = Tool(
     "count",
     "how many cells of a colour one line (row or column) has",
     {"colour": str, "line": str, "number": int},
     _run_count,
+    is_visual=True,
 )

@@ -3,7 +3,8 @@
     environment: {name: prompts, options: {path: questions.jsonl, verifier: numeric}}
     Prompts([{"prompt": "2 + 3 = ?", "target": "5"}, ...])
 
-A row's target is the right answer as text; its level (in all rows or none) is a level of difficulty. All columns reach
+A row's target is the right answer as text; a field of a column is named with a dot (`reward_model.ground_truth`, as in
+verl's files). Its level (in all rows or none) is a level of difficulty. All columns reach
 reward functions as `trajectory.row`. Without a verifier the environment itself gives no reward and knows no success.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_core.data.files import describe_value, list_field_names, read_field
 from rl_core.data.records import (
     PromptRows,
     RowProblem,
@@ -126,8 +128,9 @@ class Prompts(Environment):
             path: JSONL, JSON array, Parquet or CSV file, a folder of them, or with `revision` a hub data set.
             files: pattern of the files to read from a folder or data set, such as 'data/train-*.parquet'.
             revision: commit of the hub data set, 40 hex digits.
-            prompt: column of the prompt, text or a list of messages.
-            target: column of the right answer; default: target or answer, if the rows have one.
+            prompt: column of the prompt, text or a list of messages. This and the other columns may be fields of a
+                column: 'reward_model.ground_truth'.
+            target: column of the right answer; default: target or answer, if the rows have one; '' = none.
             level: column of the level of difficulty.
             system: system message before every prompt.
             verifier: exact, numeric, regex, math, code, or {name: options}: reward and success of an answer.
@@ -159,16 +162,17 @@ class Prompts(Environment):
         )
         all_rows = [row for split_rows in self._rows.values() for row in split_rows]
         self.columns = tuple(dict.fromkeys(name for row in all_rows for name in row))
-        self._check_column_options()
+        self._check_column_options(all_rows)
+        self._check_values_are_plain(all_rows)
         if path is None:
             self._refuse_unusable_rows()
-        self.levels = _list_levels([row.get(level) for row in all_rows], level)
+        self.levels = _list_levels([read_field(row, level) for row in all_rows], level)
         self._seeds: dict[tuple[str, str], list[int]] = {
             (split, row_level): [] for split in self._rows for row_level in self.levels
         }
         for split, split_rows in self._rows.items():
             for seed, row in zip(self.seeds(split), split_rows, strict=True):
-                row_level = self.levels[0] if len(self.levels) == 1 else str(row[level])
+                row_level = self.levels[0] if len(self.levels) == 1 else str(read_field(row, level))
                 self._seeds[split, row_level].append(seed)
         tools_block = bool(mcp) or any(tool.may_wait for tool in self._tools.tools.values())
         self.blocking = tools_block or bool(self.check is not None and self.check.blocking)
@@ -215,8 +219,12 @@ class Prompts(Environment):
 
     def target_of(self, row: Mapping[str, Any]) -> str:
         """Return the right answer of a row as text; "" = none."""
-        columns = (self._target,) if self._target is not None else _TARGET_COLUMNS
-        return next((str(row[name]) for name in columns if row.get(name) is not None), "")
+        values = (read_field(row, name) for name in self._target_columns)
+        return next((str(value) for value in values if value is not None), "")
+
+    @property
+    def _target_columns(self) -> tuple[str, ...]:
+        return _TARGET_COLUMNS if self._target is None else tuple(filter(None, (self._target,)))
 
     def iter_target_rows(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Yield (place, right answer, row) of every row, see `Environment`."""
@@ -229,7 +237,7 @@ class Prompts(Environment):
         if self._demonstrations is None:
             return None
         row = self._find_row(seed)
-        answer = row.get(self._demonstrations)
+        answer = read_field(row, self._demonstrations)
         if isinstance(answer, str) and answer.strip():
             answer = [Message(role="assistant", content=answer)]
         if not isinstance(answer, list) or not answer or answer[-1].get("role") != "assistant":
@@ -326,11 +334,10 @@ class Prompts(Environment):
             messages = [[m["role"], m["content"]] for m in _read_prompt_messages(row)]
             keys.append(compute_content_digest(messages))
         heldout = {key for key in keys if is_heldout(key, share)}
-        for level in dict.fromkeys(str(row.get(self._level)) for row in rows):
-            keyed_rows = zip(keys, rows, strict=True)
-            level_keys = sorted(
-                {key for key, row in keyed_rows if str(row.get(self._level)) == level}
-            )
+        row_levels = [str(read_field(row, self._level)) for row in rows]
+        for level in dict.fromkeys(row_levels):
+            keyed_levels = zip(keys, row_levels, strict=True)
+            level_keys = sorted({key for key, row_level in keyed_levels if row_level == level})
             if len(level_keys) > 1 and heldout.isdisjoint(level_keys):
                 heldout.add(level_keys[0])
             elif len(level_keys) > 1 and heldout.issuperset(level_keys):
@@ -348,8 +355,8 @@ class Prompts(Environment):
     def _read_usable_rows(self, read: Callable[..., PromptRows], *source: Any) -> PromptRows:
         """Read rows; refuse or skip, by `on_bad_row`, those that the verifier cannot use. Raises: RecordsError."""
         records = read(*source)
-        columns = tuple(dict.fromkeys(name for row in records.rows for name in row))
-        if self.check is not None and self._can_check_rows(columns):
+        names = (name for row in records.rows for name in list_field_names(row))
+        if self.check is not None and self._can_check_rows(tuple(dict.fromkeys(names))):
             key = f"{self._verifier_key} {self._target}"
             if key not in records.refused:
                 records.refused[key] = list(_find_unusable_rows(self, self.check, records.rows))
@@ -377,29 +384,50 @@ class Prompts(Environment):
             return False
         if self.check.column is not None:
             return self.check.column in columns
-        targets = (self._target,) if self._target is not None else _TARGET_COLUMNS
-        return not self.check.needs_target or bool(set(targets) & set(columns))
+        return not self.check.needs_target or bool(set(self._target_columns) & set(columns))
 
-    def _check_column_options(self) -> None:
+    def _check_values_are_plain(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse targets and levels that are objects or lists, whose text would be Python's. Raises: DataError."""
+        options = dict.fromkeys(self._target_columns, "target") | {self._level: "level"}
+        for number, row in enumerate(rows, start=1):
+            for column, option in options.items():
+                value = read_field(row, column)
+                if not isinstance(value, Mapping | list):
+                    continue
+                fields = list_field_names({column: value})[1:]
+                advice = "set the option to a column of text or numbers"
+                if fields:
+                    advice = (
+                        f"name a field of it, options.{option}: {fields[-1]} ({', '.join(fields)})"
+                    )
+                elif option == "target":
+                    advice += ", or to '' if no verifier needs the right answer"
+                raise DataError(
+                    f"options.{option}: the column '{column}' of row {number} holds {describe_value(value)}; {advice}"
+                )
+
+    def _check_column_options(self, all_rows: Sequence[Mapping[str, Any]]) -> None:
         """Raise SettingsError for options that name a missing column."""
         assert self.columns is not None
-        columns = {"target": self._target, "demonstrations": self._demonstrations}
+        columns = {"target": self._target or None, "demonstrations": self._demonstrations}
         if self._level != "level":
             columns["level"] = self._level
+        if self.check is not None and "." in (self.check.column or ""):
+            columns["verifier"] = self.check.column
+        known_columns = dict.fromkeys(name for row in all_rows for name in list_field_names(row))
         for option, column in columns.items():
-            if column is not None and column not in self.columns:
-                known_columns = ", ".join(self.columns)
+            if column is not None and column not in known_columns:
                 raise SettingsError(
-                    f"options.{option}: no row has a column '{column}', they have {known_columns}; "
-                    f"{suggest_name(column, self.columns)}"
+                    f"options.{option}: no row has a column '{column}', they have {', '.join(known_columns)}; "
+                    f"{suggest_name(column, tuple(known_columns))}"
                 )
         if self.check is None:
             return
         self.check.check_columns(self.columns)
         if (
             self.check.needs_target
-            and self._target is None
-            and not set(_TARGET_COLUMNS) & set(self.columns)
+            and not self._target
+            and not set(self._target_columns) & set(self.columns)
         ):
             raise SettingsError(
                 f"options.target: the verifier '{self.check.name}' compares with the right answer; name its column, "

@@ -74,6 +74,9 @@ class Tool:
     waits: bool = (
         False  # True = blocks, and limits its time itself: calls of one turn run concurrently
     )
+    is_visual: bool = (
+        False  # True = a visual operation: it looks at an image (counted in tool/rapr)
+    )
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -156,6 +159,10 @@ class Toolset:
     def tools(self) -> dict[str, Tool]:
         """Tools by name."""
         return dict(self._tools)
+
+    def list_visual_tools(self) -> tuple[str, ...]:
+        """List the tools that look at an image."""
+        return tuple(name for name, tool in self.tools.items() if tool.is_visual)
 
     def session(self) -> Toolset:
         """Return the tools for one episode, with separate sessions where tools have them."""

@@ -24,9 +24,8 @@ def fill_masked_rewards(
 ) -> list[torch.Tensor]:
     """Replace the reward of each masked rollout by the mean of the unmasked rollouts of its group.
 
-    Its advantage within the group is then 0, and the differences between the others do not change. A group without an
-    unmasked rollout gets the mean of all unmasked ones. Called when rewards are recorded (`RewardOrchestrator.score`),
-    and when they are compared: there a KL penalty in the reward has changed them, and other groups may be present.
+    A group without an unmasked rollout gets the mean of all unmasked ones. For the record only
+    (`RewardOrchestrator.score`): advantages, baselines and denominators leave masked rollouts out.
 
     Args:
         groups: float [G] rewards of each group; ignored where masked.

@@ -33,7 +33,7 @@ from typing import Any, Literal
 from rl_core.analysis.significance_tests import betting_test, compute_spent_alpha
 from rl_core.api.policy import Policy
 from rl_core.environments.environment import ContentSeeds, Environment, is_heldout
-from rl_core.errors import CheckpointError, CorruptError, DataError
+from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError
 from rl_core.evaluation import evaluate
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.trainable_weights import load_trainable_weights
@@ -213,6 +213,10 @@ class CanaryGate:
             folder: of the service.
             policy: its weights are replaced by those of the snapshots that play.
         """
+        if not environment.knows_success:
+            raise SettingsError(
+                "gate: compares success, which is unknown without a verifier; set environment.options.verifier"
+            )
         self.folder, self.settings = folder, settings
         self.policy, self.environment, self.snapshots = policy, environment, snapshots
         self.gate = SequentialGateTest(settings.gate)
@@ -335,7 +339,11 @@ class CanaryGate:
                 seed=self.settings.seed * 7919 + self.round,
                 policy_version=version,
             )
-        return {episode.key: episode.success for episode in evaluation.episodes}
+        return {
+            episode.key: episode.success
+            for episode in evaluation.episodes
+            if episode.success is not None
+        }
 
     def _collect_statistics(self) -> dict[str, float]:
         statistics = {"episodes": float(self.gate.episodes), "level": self.gate.level}

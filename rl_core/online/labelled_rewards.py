@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import functools
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,9 +258,9 @@ class ExperienceScorer:
                 self.rewards.score(groups, embed=self.embed)
         except RewardError as error:
             return str(error)
-        except statistics.StatisticsError:
-            return "no rollout could be scored"
         for group in groups:
+            if all(rollout.is_masked for rollout in group.rollouts):
+                return "no rollout could be scored"
             for rollout in group.rollouts:
                 if not math.isfinite(rollout.reward):
                     return f"a reward is {rollout.reward}"
@@ -276,7 +275,7 @@ class ExperienceScorer:
             if rollout is None or rollout.is_masked:
                 continue
             values = rollout.trajectory.rewards
-            is_known_R[index], success_R[index] = True, rollout.trajectory.success
+            is_known_R[index], success_R[index] = True, bool(rollout.trajectory.success)
             raw_RC[index] = [values[name] for name in names]
             weighted_RC[index] = [values[WEIGHTED_PREFIX + name] for name in names]
             totals_R[index] = rollout.reward

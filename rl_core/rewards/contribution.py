@@ -81,7 +81,7 @@ def compute_contributions(
         differs = _has_spread(totals)
         differing += differs
         won = [row for row in rows if row["success"]]
-        failed = [row for row in rows if not row["success"]]
+        failed = [row for row in rows if row["success"] is False]
         pairs += len(won) * len(failed)
         for name, sums_of in sums.items():
             if differs:

@@ -159,11 +159,13 @@ def compute_rise(values: Sequence[float]) -> float:
 def _summarize_iteration(rollouts: Sequence[Rollout], parts: Sequence[str]) -> _IterationStats:
     totals = [rollout.reward for rollout in rollouts]
     past = _IterationStats(
-        fmean(totals), fmean(rollout.success for rollout in rollouts), RunningNorm(totals)
+        fmean(totals), fmean(bool(rollout.success) for rollout in rollouts), RunningNorm(totals)
     )
     for name in ("total", *parts):
         sides: tuple[list[float], list[float]] = ([], [])
         for rollout in rollouts:
+            if rollout.success is None:
+                continue  # nothing to correlate with
             sides[rollout.success].append(
                 rollout.reward if name == "total" else rollout.trajectory.rewards[name]
             )

@@ -160,16 +160,16 @@ class RewardOrchestrator:
     ) -> dict[str, float]:
         """Write each rollout's components (raw and weighted), total and `is_masked` into its trajectory.
 
-        A rollout on which a user function failed is masked: it carries no loss, and its reward is the mean of the other
-        rollouts of its group, so that their differences do not change. So is one with a reward beyond +-REWARD_LIMIT
-        that is not clipped, or with such a total. Too many failures are an error (`failures`).
+        A rollout on which a user function failed is masked: learning leaves it out, and its recorded reward is the mean
+        of the other rollouts of its group. So is one with a reward beyond +-REWARD_LIMIT that is not clipped, or with
+        such a total. Too many failures are an error (`failures`).
 
         Args:
             embed: returns the policy's states; called once, and only if a component needs them.
             penalties: components of the algorithm by name, added to the total unscaled (see `OverlongPenalty`).
         Returns: reward/mean, reward/std (of the total, over unmasked rollouts), reward/<component> (mean raw value),
             reward/weighted/<component> (mean contribution), reward/<component>/..., reward/<penalty> (mean),
-            reward/masked_rate.
+            reward/masked_rate. Means over nothing are left out.
         Raises: RewardError naming the component and the sample if a component returns a wrong number of values, or if
             it
             raises, times out or returns a non-finite value on too many samples.
@@ -231,6 +231,7 @@ class RewardOrchestrator:
         return metrics | {
             f"reward/{name}": statistics.fmean(values.values())
             for name, values in penalised.items()
+            if values
         }
 
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
@@ -392,18 +393,24 @@ class RewardOrchestrator:
     ) -> dict[str, float]:
         """Return means of totals, raw values and contributions, see `score`. `totals`: None = masked."""
         known = [total for total in totals if total is not None]
-        metrics = {"reward/mean": statistics.fmean(known), "reward/std": statistics.pstdev(known)}
+        metrics = {}
+        if known:
+            metrics = {
+                "reward/mean": statistics.fmean(known),
+                "reward/std": statistics.pstdev(known),
+            }
         for name, values in raw.items():
             short = name.replace(":", ".")
-            metrics[f"reward/{short}"] = statistics.fmean(
-                value for value in values if value is not None
-            )
+            scored = [value for value in values if value is not None]
+            if scored:
+                metrics[f"reward/{short}"] = statistics.fmean(scored)
             kept = [
                 value
                 for value, total in zip(weighted[name], totals, strict=True)
                 if total is not None
             ]
-            metrics[f"reward/weighted/{short}"] = statistics.fmean(kept)
+            if kept:
+                metrics[f"reward/weighted/{short}"] = statistics.fmean(kept)
             metrics |= {
                 f"reward/{short}/{key}": value
                 for key, value in self.components[name].metrics.items()

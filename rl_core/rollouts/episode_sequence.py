@@ -71,6 +71,7 @@ class EpisodeSequence:
         self.messages: list[Message] = []
         self.prompt_ids: list[int] = []
         self._environment_name = environment.name
+        self._knows_success = environment.knows_success
         self._renderer = renderer
         self._max_turns, self._token_budget = sampling.max_turns, sampling.max_completion_tokens
         self._temperature = sampling.temperature
@@ -278,7 +279,7 @@ class EpisodeSequence:
             target=episode.target if episode is not None else "",
             turns=self._turns,
             answer=self._last_step.answer,
-            success=bool(self._last_step.success),
+            success=bool(self._last_step.success) if self._knows_success else None,
             is_grounded=self._last_step.is_grounded,
             temperature=self._temperature,
             reward=self._reward,

@@ -188,7 +188,8 @@ def _compare_outcome(
     trajectory: Trajectory, episode: Episode, last: Step, total: float, replay: EpisodeReplay
 ) -> None:
     replay.compare_values("answer", trajectory.answer, last.answer)
-    replay.compare_values("success", trajectory.success, bool(last.success))
+    if trajectory.success is not None:
+        replay.compare_values("success", trajectory.success, bool(last.success))
     replay.compare_values(
         "reward of the environment", trajectory.rewards.get("task", trajectory.reward), total
     )

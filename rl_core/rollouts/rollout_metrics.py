@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rl_core.analysis.summary import (
     compute_right_action_rate,
     count_contradictions,
     count_repetitions,
     extract_tool_steps,
+    uses_tool,
 )
 from rl_core.time_limits import count_hung_calls
 from rl_core.types import RolloutGroup, Trajectory
@@ -21,7 +22,11 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")  # a policy may make up any na
 
 
 def compute_rollout_metrics(
-    groups: Sequence[RolloutGroup], *, with_success: bool = True, tools: Sequence[str] = ()
+    groups: Sequence[RolloutGroup],
+    *,
+    with_success: bool = True,
+    tools: Sequence[str] = (),
+    visual_tools: Collection[str] = (),
 ) -> dict[str, float]:
     """Compute success, length, truncation and tool use of one iteration, all as means over its rollouts.
 
@@ -31,7 +36,7 @@ def compute_rollout_metrics(
 
     Args:
         with_success: False = omit success rates, for environments without them.
-        tools: see `compute_behaviour_metrics`, whose metrics are included.
+        tools, visual_tools: see `compute_behaviour_metrics`, whose metrics are included.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -40,7 +45,6 @@ def compute_rollout_metrics(
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     action_tokens = sum(trajectory.num_action_tokens for trajectory in trajectories)
     metrics = {
-        "train/success_rate": _compute_mean(rollout.success for rollout in rollouts),
         "train/completion_tokens": _compute_mean(
             trajectory.num_completion_tokens for trajectory in trajectories
         ),
@@ -55,13 +59,14 @@ def compute_rollout_metrics(
         "policy/mean_logprob": math.fsum(t.mean_logprob * t.num_action_tokens for t in trajectories)
         / max(action_tokens, 1),
     }
-    metrics |= compute_behaviour_metrics(trajectories, tools)
-    if not with_success:
-        del metrics["train/success_rate"]
+    metrics |= compute_behaviour_metrics(trajectories, tools, visual_tools)
+    known = [trajectory for trajectory in trajectories if trajectory.success is not None]
+    if not with_success or not known:
         return metrics
+    metrics["train/success_rate"] = _compute_mean(bool(t.success) for t in known)
     by_level: dict[str, list[bool]] = defaultdict(list)
-    for trajectory in trajectories:
-        by_level[trajectory.level].append(trajectory.success)
+    for trajectory in known:
+        by_level[trajectory.level].append(bool(trajectory.success))
     return metrics | {
         f"train/success_rate_by_level/{level}": _compute_mean(by_level[level])
         for level in sorted(by_level)
@@ -69,7 +74,9 @@ def compute_rollout_metrics(
 
 
 def compute_behaviour_metrics(
-    trajectories: Sequence[Trajectory], tools: Sequence[str] = ()
+    trajectories: Sequence[Trajectory],
+    tools: Sequence[str] = (),
+    visual_tools: Collection[str] = (),
 ) -> dict[str, float]:
     """Compute loops, exploration, right actions (`analysis.extract_tool_steps`), coherence, lengths and the use of
     each tool.
@@ -77,10 +84,12 @@ def compute_behaviour_metrics(
     loop_rate: share of rollouts with a block of tool steps that is immediately repeated. exploration_efficiency:
     distinct useful steps over steps, mean over rollouts with steps. coherent_rate: share of rollouts without a
     repeated action or a retracted answer. action_tokens_p10, _p90: percentiles of sampled tokens per rollout.
-    tool/share/NAME: share of all calls.
+    tool/share/NAME: share of all calls. tool/rapr: rate of pixel-space reasoning, the share of rollouts that call a
+    visual tool (Su et al. 2025, arXiv:2505.15966).
 
     Args:
         tools: of the environment; those never called get tool/share 0 if any tool was called.
+        visual_tools: those that look at an image (`Tool.is_visual`); () = no tool/rapr.
     """
     steps = [extract_tool_steps(trajectory) for trajectory in trajectories]
     efficiencies = [
@@ -106,6 +115,8 @@ def compute_behaviour_metrics(
             any(turn.calls for turn in trajectory.turns) for trajectory in trajectories
         ),
     }
+    if visual_tools:
+        metrics["tool/rapr"] = _compute_mean(uses_tool(t, visual_tools) for t in trajectories)
     if efficiencies:
         metrics["train/exploration_efficiency"] = _compute_mean(efficiencies)
     calls.update(dict.fromkeys(tools[:MAX_TOOL_METRICS] if calls else (), 0))

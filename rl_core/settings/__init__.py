@@ -5,7 +5,13 @@ Defaults follow the literature, with sources unless they are common knowledge; t
 construction and used by the configuration loader for messages and forms.
 """
 
-from rl_core.settings.base import Settings, iter_code_paths, resolve_defaults, setting
+from rl_core.settings.base import (
+    Settings,
+    build_settings,
+    iter_code_paths,
+    resolve_defaults,
+    setting,
+)
 from rl_core.settings.common import (
     AnalysisSettings,
     DataSettings,
@@ -139,6 +145,7 @@ __all__ = [
     "ToolUseSettings",
     "VotingSettings",
     "iter_code_paths",
+    "build_settings",
     "resolve_defaults",
     "setting",
 ]

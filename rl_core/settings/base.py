@@ -276,6 +276,33 @@ def resolve_defaults(settings: S, model: StartingModel, context: int | None = No
     return dataclasses.replace(settings, **changed) if changed else settings
 
 
+def build_settings(values: Mapping[str, Any], kind: type[S]) -> S:
+    """Build settings from a dict; blocks within it may be dicts too. Raises: SettingsError naming the field."""
+    hints = _resolve_field_types(kind)
+    built: dict[str, Any] = {}
+    for name, value in values.items():
+        classes = _list_settings_classes(hints.get(str(name)))
+        if isinstance(value, Mapping) and len(classes) == 1:
+            value = build_settings(value, classes[0])
+        elif isinstance(value, list):
+            items = [
+                build_settings(item, classes[0])
+                if isinstance(item, Mapping) and len(classes) == 1
+                else item
+                for item in value
+            ]
+            value = tuple(items)
+        built[str(name)] = value
+    return kind(**built)
+
+
+def _list_settings_classes(hint: Any) -> list[type[Settings]]:
+    """List the settings classes in a type, as in `X | None` and `tuple[X, ...]`."""
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        return [hint]
+    return [found for part in typing.get_args(hint) for found in _list_settings_classes(part)]
+
+
 def replace_unchecked(settings: S, changed: Mapping[SettingKey, Any]) -> S:
     """Replace values by their keys without running checks: their problems are reported, and checking continues."""
     fields: dict[Any, dict[SettingKey, Any]] = {}

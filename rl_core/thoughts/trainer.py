@@ -284,7 +284,7 @@ class ThoughtsTrainer(RolloutTrainer):
         _, metrics = self._compute_rewards(episodes, build_answer_rows(episodes))
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return {
-            "eval/success_rate": sum(rollout.success for rollout in rollouts) / len(rollouts),
+            "eval/success_rate": sum(bool(rollout.success) for rollout in rollouts) / len(rollouts),
             "eval/thought_gain": metrics["reward/mean"],
             "eval/thought_rate": metrics["thoughts/rate"],
         }

@@ -386,6 +386,13 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
             yield _build_finding((*key, "metric"), problem, ("environment",))
     if policy is not None and name == "prompts" and not environment.knows_success:
         yield from _check_prompt_rewards(policy)
+    promote = settings.stages.promote
+    if promote is not None and promote.metric == "success" and not environment.knows_success:
+        yield _build_finding(
+            ("stages", "promote", "metric"),
+            "success is unknown without a verifier: set metric: reward, or environment.options.verifier",
+            ("environment",),
+        )
     yield from _check_levels(settings, known_levels)
 
 

@@ -217,13 +217,24 @@ def read_success_figure(tags: Mapping[str, str]) -> Rate | None:
 
 def build_figure_tags(result: Evaluation) -> dict[str, str]:
     """Build the tags of a version's success figure, with which later evaluations are compared."""
-    low, high = result.interval
+    if result.total is None:
+        return {}
+    low, high = result.total.low, result.total.high
     return {
-        "figure.success_rate": f"{result.success_rate:.6g}",
+        "figure.success_rate": f"{result.total.rate:.6g}",
         "figure.low": f"{low:.6g}",
         "figure.high": f"{high:.6g}",
         "figure.samples": str(result.samples),
     }
+
+
+def read_success_rate(result: Evaluation) -> Rate:
+    """Return the success rate with its interval. Raises: SettingsError if the environment tells no success."""
+    if result.total is None:
+        raise SettingsError(
+            "champion: success is unknown, as the environment has no verifier; a check compares success rates"
+        )
+    return result.total
 
 
 def check_champion_regression(result: Evaluation, registered: Rate, margin: float) -> ChampionCheck:
@@ -232,7 +243,7 @@ def check_champion_regression(result: Evaluation, registered: Rate, margin: floa
     The two figures come from different episodes, so their intervals are combined (Newcombe 1998). An unchanged champion
     is reported as worse in at most one of forty checks with margin 0, and less often the larger the margin.
     """
-    now = Rate(result.success_rate, *result.interval, result.samples)
+    now = read_success_rate(result)
     change = compute_rate_difference(now, registered)
     return ChampionCheck(now, registered, change, margin, change.high < -margin)
 

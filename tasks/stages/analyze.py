@@ -171,7 +171,12 @@ def build_image_function(environment: Environment) -> Callable[[str, int], bytes
 
 
 def list_image_tools(environment: Environment) -> tuple[str, ...] | None:
-    """List the tools that look at a hidden image: None = all, if episodes have images; () = none otherwise."""
+    """List the tools that look at an image.
+
+    Those that are declared (`Tool.is_visual`); without such, None = all, if episodes have images; () = none otherwise.
+    """
+    if visual := environment.tools.list_visual_tools():
+        return visual
     try:
         seed = environment.seeds_of("heldout", environment.levels[0])[0]
         has_image = callable(

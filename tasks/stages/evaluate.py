@@ -226,7 +226,8 @@ def _play_model(
     row = _summarize_evaluation(result) | {"knows_success": environment.knows_success}
     if greedy is not None:
         played.stored[f"{name}_greedy"] = greedy.to_json()
-        metrics[f"eval/{name}/greedy_success_rate"] = greedy.success_rate
+        if greedy.success_rate is not None:
+            metrics[f"eval/{name}/greedy_success_rate"] = greedy.success_rate
         row["greedy_success"] = greedy.success_rate
         row["failed_episodes"] += greedy.failed_episodes
     path = resolve_trajectories_path(context.folder, name)
@@ -240,12 +241,10 @@ def _play_model(
     context.tracker.log_artifact(path, "trajectories")
     context.tracker.log_traces(result.trajectories, context.pipeline.tracking.traces, model=name)
     played.table[name] = {**row, "metrics": metrics}
-    logger.info(
-        "%s: success %.1f%% of %d held-out episodes",
-        name,
-        100 * result.success_rate,
-        len(requests),
-    )
+    measure = f"reward {result.reward_mean:.4g}"
+    if result.success_rate is not None:
+        measure = f"success {result.success_rate:.1%}"
+    logger.info("%s: %s on %d held-out episodes", name, measure, len(requests))
 
 
 def _compare_with_start(
@@ -285,7 +284,7 @@ def _describe_results(
 
 
 def _summarize_evaluation(result: Evaluation) -> dict[str, Any]:
-    low, high = result.interval
+    low, high = result.interval or (None, None)
     return {
         "success": result.success_rate,
         "success_low": low,

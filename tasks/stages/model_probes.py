@@ -103,7 +103,15 @@ def _calibrate_reward_model(
         model, [r.last_context for r in rollouts], pad_id=renderer.pad_id, max_tokens=MAX_TOKENS
     )
     episodes = [(r.trajectory.environment, r.trajectory.level, r.trajectory.seed) for r in rollouts]
-    return calibrate_reward_model(scores, [r.success for r in rollouts], episodes)
+    known = [index for index, rollout in enumerate(rollouts) if rollout.success is not None]
+    if not known:
+        notes.append("success is unknown: the reward model was not compared with it.")
+        return None
+    return calibrate_reward_model(
+        [scores[index] for index in known],
+        [bool(rollouts[index].success) for index in known],
+        [episodes[index] for index in known],
+    )
 
 
 def _load_heldout_demonstrations(

@@ -273,7 +273,7 @@ def _run_gate(
     decision = AWAITING_APPROVAL if manual else "promoted" if promoted else "rejected"
     if attempt is not None:
         attempt = dataclasses.replace(
-            attempt, level=numbers["alpha"], p_value=numbers["p_value"], decision=decision
+            attempt, level=numbers.get("alpha"), p_value=numbers.get("p_value"), decision=decision
         )
         promotion.record_attempt(pipeline_run.tracking, registered, attempt)
     tags = {

@@ -85,6 +85,18 @@ def decide_promotion(
     if champion is None:
         few = explain_too_few_episodes(len(challenger.episodes), settings)
         rate = challenger.success_rate
+        if rate is None:
+            text = "success is unknown: the environment has no verifier"
+            if settings.metric == "success":
+                return False, f"no champion yet; {text} (metric: reward compares rewards)", {}
+            if settings.min_success > 0:
+                text += ", so min_success cannot be met; set it to 0"
+                return False, f"no champion yet; {text}", {}
+            reason = (
+                f"no champion yet; {text}, and reward {challenger.reward_mean:.4g} is the first"
+            )
+            numbers = {"reward_mean": challenger.reward_mean}
+            return not few, f"{reason}, but {few}" if few else reason, numbers
         enough = rate >= settings.min_success
         relation = "at least" if enough else "below"
         reason = f"no champion yet; success {rate:.1%} is {relation} {settings.min_success:.0%}"
@@ -97,6 +109,11 @@ def decide_promotion(
         confidence=settings.confidence,
     )
     gain = paired.success if settings.metric == "success" else paired.reward
+    if gain is None:
+        text = (
+            "success is unknown: the environment has no verifier; metric: reward compares rewards"
+        )
+        return False, text, {}
     level = compute_attempt_level(settings, attempt)
     differences = compute_paired_differences(challenger, champion, settings.metric)
     test = run_gain_test(
@@ -124,8 +141,7 @@ def decide_promotion(
     ):
         text += f"; detecting a gain of this size takes about {needed} episodes"
     numbers = {
-        "success_rate": challenger.success_rate,
-        "champion_success_rate": champion.success_rate,
+        **_name_success_rates(challenger, champion),
         "gain": gain.difference,
         "gain_low": gain.low,
         "gain_high": gain.high,
@@ -137,6 +153,15 @@ def decide_promotion(
         "discordant": float(test.discordant),
     }
     return promoted, text, numbers
+
+
+def _name_success_rates(challenger: Evaluation, champion: Evaluation) -> dict[str, float]:
+    """Return the known success rates by the names of the gate's numbers."""
+    rates = {
+        "success_rate": challenger.success_rate,
+        "champion_success_rate": champion.success_rate,
+    }
+    return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 def _describe_gain(gain: Difference, episodes: int, settings: PromotionSettings) -> str:

@@ -87,7 +87,11 @@ def write_review(
     new = challenger.evaluation
     parts = [f"## {title}", verdict]
     if champion is None:
-        failed = [(episode.level, episode.seed) for episode in new.episodes if episode.success < 1]
+        failed = [
+            (episode.level, episode.seed)
+            for episode in new.episodes
+            if episode.success is not None and episode.success < 1
+        ]
         parts += [
             f"There is no champion yet. {challenger.label} on {len(new.episodes)} held-out episodes:",
             _format_success_table(new),
@@ -148,7 +152,7 @@ def find_regressions(new: Evaluation, old: Evaluation) -> list[tuple[str, int]]:
     before = {episode.key: episode for episode in old.episodes}
     changed = [
         (
-            episode.success - before[episode.key].success,
+            _subtract_successes(episode.success, before[episode.key].success),
             episode.reward - before[episode.key].reward,
             episode.key,
         )
@@ -162,6 +166,11 @@ def find_regressions(new: Evaluation, old: Evaluation) -> list[tuple[str, int]]:
     ]
 
 
+def _subtract_successes(new: float | None, old: float | None) -> float:
+    """Return the difference; 0 where success is unknown, so that rewards decide."""
+    return 0.0 if new is None or old is None else new - old
+
+
 def _format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
@@ -173,7 +182,9 @@ def _format_percent(values: Sequence[float]) -> str:
 
 
 def _format_success_table(new: Evaluation) -> str:
-    rows = [("all", _format_percent((new.success_rate, *new.interval)), str(len(new.episodes)))]
+    if new.total is None:
+        return f"Success is unknown: the environment has no verifier. Mean reward: {new.reward_mean:.4g}."
+    rows = [("all", _format_percent(new.total), str(len(new.episodes)))]
     rows += [
         (_escape_cell(level), _format_percent(rate), str(rate.n))
         for level, rate in new.by_level.items()
@@ -214,7 +225,8 @@ def _format_paired_table(
         ]
 
     rows = [build_row("**all**", None)]
-    rows += [build_row(_escape_cell(level), level) for level in new.by_level]
+    levels = dict.fromkeys(episode.level for episode in new.episodes)
+    rows += [build_row(_escape_cell(level), level) for level in levels]
     head = [
         "level",
         challenger.label,
@@ -264,12 +276,14 @@ def _select_level(evaluation: Evaluation, level: str | None) -> Evaluation:
 
 
 def _format_success_rate(evaluation: Evaluation) -> str:
-    successes = [episode.success for episode in evaluation.episodes]
+    successes = [e.success for e in evaluation.episodes if e.success is not None]
     return f"{sum(successes) / len(successes):.1%}" if successes else ""
 
 
 def _format_success_gain(paired: PairedResult) -> str:
     gain = paired.success
+    if gain is None:
+        return "unknown"
     return f"{100 * gain.difference:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
 
 
@@ -333,7 +347,8 @@ def _select_trajectories(
 def _format_heading(side: ComparedModel, trajectory: Trajectory | None) -> str:
     if trajectory is None:
         return side.label
-    return f"{side.label}: {'right' if trajectory.success else 'wrong'}, reward {trajectory.reward:.3g}"
+    outcomes = {True: "right, ", False: "wrong, ", None: ""}
+    return f"{side.label}: {outcomes[trajectory.success]}reward {trajectory.reward:.3g}"
 
 
 def _format_turn(turn: Turn) -> str:

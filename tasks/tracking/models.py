@@ -31,7 +31,7 @@ from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import link_file, link_tree
 from tasks.tracking.journal import SCRATCH_PREFIX
 from tasks.tracking.store import TrackingStore, is_missing_error
-from tasks.tracking.values import list_pinned_versions, sanitize_store_name
+from tasks.tracking.values import build_metric_store_name, list_pinned_versions, sanitize_store_name
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -407,7 +407,7 @@ def _attach_to_run(
         store.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     entries = [
         Metric(
-            sanitize_store_name(name),
+            build_metric_store_name(name),
             float(value),
             points[name][1],
             points[name][0],

@@ -35,7 +35,12 @@ from tasks.tracking.models import clear_broken_uploads, find_local_artifacts, re
 from tasks.tracking.registry import ModelRegistry, read_alias_move_time
 from tasks.tracking.shipper import RunNotFound
 from tasks.tracking.store import TrackingStore, is_missing_error, read_user_name
-from tasks.tracking.values import MAX_VALUE_LENGTH, SECONDS_TAG, sanitize_store_name
+from tasks.tracking.values import (
+    MAX_VALUE_LENGTH,
+    SECONDS_TAG,
+    build_metric_store_name,
+    sanitize_store_name,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Assessment, Span, TraceInfo
@@ -123,7 +128,7 @@ class _EpisodeTrace:
             "level": trajectory.level,
             "kind": trajectory.kind,
             "seed": str(trajectory.seed),
-            "success": str(trajectory.success).lower(),
+            "success": "" if trajectory.success is None else str(trajectory.success).lower(),
             "reward": f"{trajectory.reward:.4g}",
             "stop_reason": str(trajectory.stop_reason),
             "turns": str(len(trajectory.turns)),
@@ -151,10 +156,11 @@ class _EpisodeTrace:
         source = AssessmentSource(
             source_type="CODE", source_id=self.trajectory.environment or "environment"
         )
+        success = self.trajectory.success
         values: dict[str, bool | float | str] = {
             "model": self.model,
             "level": self.trajectory.level,
-            "success": self.trajectory.success,
+            "success": "" if success is None else success,
             "reward": self.trajectory.reward,
         }
         assessments: list[Assessment] = [
@@ -172,6 +178,8 @@ class _EpisodeTrace:
     def _describe_verdict(self) -> str:
         trajectory = self.trajectory
         answer = "no answer" if trajectory.answer is None else trajectory.answer
+        if trajectory.success is None:
+            return answer
         if trajectory.success:
             return f"{answer} (right)"
         if trajectory.target:
@@ -192,7 +200,7 @@ class _EpisodeTrace:
             trajectory.prompt,
             self._describe_verdict(),
             attributes,
-            ok=trajectory.success,
+            ok=trajectory.success is not False,
         )
         for index, turn in enumerate(trajectory.turns):
             yield from self._build_turn_spans(index, turn)
@@ -374,7 +382,7 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(sanitize_store_name(name), value, time_ms, step)
+            Metric(build_metric_store_name(name), value, time_ms, step)
             for name, value, time_ms, step in rows
         ]
         with self._translate_write_errors(run_id, "store metrics"):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from rl_core.tracking import replace_invalid_characters
+from rl_core.tracking import distinguish_name, replace_invalid_characters
 
 # Tag of the time spent on a run in all its processes. MLflow's duration includes the gaps between them.
 SECONDS_TAG = "seconds"
@@ -50,6 +50,11 @@ def sanitize_store_name(name: str) -> str:
     clean = replace_invalid_characters(name, r"\w.\- :/", merge=False)
     parts = [part for part in clean.split("/") if part.strip(". ")]
     return "/".join(parts)[:MAX_NAME_LENGTH] or "_"
+
+
+def build_metric_store_name(name: str) -> str:
+    """Return a metric's name that the store accepts; names that it would change stay different from each other."""
+    return distinguish_name(sanitize_store_name(name), name, MAX_NAME_LENGTH)
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, str]:

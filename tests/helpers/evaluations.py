@@ -5,7 +5,10 @@ from rl_core.types import Trajectory
 
 
 def build_evaluation(successes, *, samples=1, rewards=None, first=0) -> Evaluation:
-    """Make an evaluation of episodes first, first + 1, ... with these numbers of successes among `samples` samples."""
+    """Make an evaluation of episodes first, first + 1, ... with these numbers of successes among `samples` samples.
+
+    None = success is unknown.
+    """
     return summarize_trajectories(
         Trajectory(
             environment="e",
@@ -14,8 +17,8 @@ def build_evaluation(successes, *, samples=1, rewards=None, first=0) -> Evaluati
             seed=first + offset,
             prompt="p",
             target="t",
-            success=sample < won,
-            reward=float(sample < won) if rewards is None else rewards[offset],
+            success=None if won is None else sample < won,
+            reward=float(won is not None and sample < won) if rewards is None else rewards[offset],
         )
         for offset, won in enumerate(successes)
         for sample in range(samples)

@@ -146,15 +146,19 @@ def compute_advantage_metrics(
 ) -> dict[str, float]:
     """Return mean, standard deviation and share of zeros of the advantages, and the share filtered out.
 
-    Computed over rollouts if rewards were compared (before whitening), over loss tokens if values were used.
+    Computed over rollouts if rewards were compared (before whitening), over loss tokens if values were used; without
+    masked rollouts. Returns {} if all are masked.
     """
-    compared = [sample.advantage for sample in samples if sample.advantage is not None]
+    known = [sample for sample in samples if not sample.is_masked]
+    if not known:
+        return {}
+    compared = [sample.advantage for sample in known if sample.advantage is not None]
     if compared:
         advantages = torch.tensor(compared, dtype=torch.float64)
         filtered = float((advantages.abs() < filter_threshold).double().mean())
     else:
         advantages = advantages_RS[mask_RS].double()
-        tokens = sum(sum(sample.row.loss_mask) for sample in samples)
+        tokens = sum(sum(sample.row.loss_mask) for sample in known)
         filtered = 1 - advantages.numel() / tokens if tokens else 0.0
     if not advantages.numel():
         return {"train/filtering_rate": filtered}

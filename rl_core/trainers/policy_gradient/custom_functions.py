@@ -125,7 +125,7 @@ class CustomAdvantages:
     Args: float64 [R] rewards of an iteration's rollouts; int64 [R] index of each one's group (prompt), from 0; int64
         [R]
     number of its loss tokens. Returns: float [R], shared by a rollout's tokens; a dict of scalars. Rollouts whose
-    reward failed have their group's mean reward, and the advantage returned for them is replaced by 0.
+    reward failed are left out, and have the advantage 0.
     """
 
     def __init__(

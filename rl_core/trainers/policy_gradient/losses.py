@@ -36,7 +36,9 @@ class LossDenominators:
     )
     num_sequences: float  # rows with loss tokens that count
     num_forward_sequences: float
-    num_rollouts: float = 0  # rows of the step, including filtered and masked ones
+    num_rollouts: float = (
+        0  # rows of the step, including filtered ones, without those that have no reward
+    )
 
 
 def compute_token_weights(

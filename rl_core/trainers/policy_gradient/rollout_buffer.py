@@ -22,7 +22,7 @@ from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.inference.teacher import Teacher
-from rl_core.losses.advantages import distillation_advantages, fill_masked_rewards
+from rl_core.losses.advantages import distillation_advantages
 from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
@@ -190,9 +190,15 @@ class RolloutBuffer:
             len(sample.row.prompt_ids) + len(sample.row.completion_ids) for sample in self.samples
         )
         self.shape = (len(self.samples), width)
+        # No reward: no loss, and no part in a mean, a deviation or a denominator. A teacher needs no reward.
+        self.is_left_out = [
+            sample.is_masked and not settings.is_taught for sample in self.samples
+        ]  # [R]
         mask_RS = torch.zeros(self.shape, dtype=torch.bool)
         for index, sample in enumerate(self.samples):
             start, mask = len(sample.row.prompt_ids), sample.row.loss_mask
+            if self.is_left_out[index]:
+                continue
             mask_RS[index, start : start + len(mask)] = torch.tensor(mask, dtype=torch.bool)
         self.mask_RS = mask_RS.to(self.device)  # True = counts in the loss
         self.advantages_RS = torch.zeros(self.shape, device=self.device)
@@ -379,38 +385,43 @@ class RolloutBuffer:
         return logprobs_RS
 
     def _estimate_from_rewards(self, rewards_R: torch.Tensor) -> dict[str, float]:
-        """Estimate group-relative or batch advantages of the fresh groups; filtered and masked samples lose their
-        mask.
+        """Estimate group-relative or batch advantages of the fresh groups; filtered samples lose their mask.
+
+        Masked samples are left out of every comparison: a group of 8 with 6 masked is a group of 2.
         """
-        rewards = rewards_R.split([len(group) for group in self.groups])
-        fresh = [
-            index
-            for index, group in enumerate(self.groups)
-            if not any(sample.is_replayed for sample in group)
-        ]
-        masked = [
-            torch.tensor([sample.is_masked for sample in self.groups[index]]) for index in fresh
-        ]
-        filled = fill_masked_rewards([rewards[index] for index in fresh], masked)
-        compared, metrics = self._compute_relative_advantages(filled, fresh)
-        for index, advantages_G in zip(fresh, compared, strict=True):
-            for sample, advantage in zip(self.groups[index], advantages_G.tolist(), strict=True):
-                sample.advantage = 0.0 if sample.is_masked else advantage
+        rows = iter(range(len(self.samples)))
+        compared_rows: list[list[int]] = []  # of each fresh group with a reward
+        for group in self.groups:
+            group_rows = [next(rows) for _ in group]
+            if any(sample.is_replayed for sample in group):
+                continue
+            known_rows = [row for row in group_rows if not self.samples[row].is_masked]
+            if known_rows:
+                compared_rows.append(known_rows)
+            for row in group_rows:
+                self.samples[row].advantage = 0.0
+        metrics: dict[str, float] = {}
+        if compared_rows:
+            compared, metrics = self._compute_relative_advantages(rewards_R, compared_rows)
+            for known_rows, advantages_G in zip(compared_rows, compared, strict=True):
+                for row, advantage in zip(known_rows, advantages_G.tolist(), strict=True):
+                    self.samples[row].advantage = advantage
         for row, sample in enumerate(self.samples):
             assert sample.advantage is not None
-            if sample.is_masked or abs(sample.advantage) < self.settings.filter_threshold:
+            if abs(sample.advantage) < self.settings.filter_threshold:
                 self.mask_RS[row] = False  # carries no loss and counts in no denominator
             self.advantages_RS[row][self.mask_RS[row]] = sample.advantage
         return metrics
 
     def _compute_relative_advantages(
-        self, groups: Sequence[torch.Tensor], indices: Sequence[int]
+        self, rewards_R: torch.Tensor, rows: Sequence[Sequence[int]]
     ) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Compute advantages [G] of groups of rewards, by the user's estimator (with metrics) or the algorithm's."""
+        """Compute advantages [G] of groups of rows, by the user's estimator (with metrics) or the algorithm's."""
+        groups = [rewards_R[list(group_rows)] for group_rows in rows]
         estimator = self.actor_critic.custom_functions.advantages
         if estimator is None:
             return compute_relative_advantages(groups, self.settings.algorithm), {}
-        lengths = [sum(sample.row.loss_mask) for index in indices for sample in self.groups[index]]
+        lengths = [sum(self.samples[row].row.loss_mask) for group in rows for row in group]
         # On one process for all: a user's function may return different numbers in another call.
         process_group = self.actor_critic.optimizer_step.process_group
         advantages, metrics = process_group.run_on_rank_zero(lambda: estimator(groups, lengths))
@@ -419,30 +430,30 @@ class RolloutBuffer:
     def _estimate_from_values(
         self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None
     ) -> dict[str, float]:
-        """Estimate advantages and returns of all rows by GAE or V-trace; masked rows and filtered tokens lose their
-        mask.
+        """Estimate advantages and returns of all unmasked rows by GAE or V-trace; filtered tokens lose their mask.
 
         Returns: metrics over the loss tokens; {} if no token carries loss.
         """
         assert self.values_RS is not None and self.value_after_R is not None
         ratios_RS = self._compute_trace_ratios()
-        self.advantages_RS, self.returns_RS = compute_value_advantages(
-            rewards_R.to(device=self.device, dtype=torch.float32),
-            torch.tensor([sample.is_truncated for sample in self.samples], device=self.device),
-            self.values_RS,
-            self.value_after_R,
-            self.mask_RS,
+        self.returns_RS = torch.zeros_like(self.advantages_RS)
+        known_R = ~torch.tensor(self.is_left_out, device=self.device)
+        if all(self.is_left_out):
+            return {}
+        is_truncated_R = torch.tensor([s.is_truncated for s in self.samples], device=self.device)
+        self.advantages_RS[known_R], self.returns_RS[known_R] = compute_value_advantages(
+            rewards_R.to(device=self.device, dtype=torch.float32)[known_R],
+            is_truncated_R[known_R],
+            self.values_RS[known_R],
+            self.value_after_R[known_R],
+            self.mask_RS[known_R],
             gamma=self.settings.gamma,
             gae_lambda=self.settings.gae_lambda,
-            kl_penalty_RS=penalty_RS,
-            ratios_RS=ratios_RS,
+            kl_penalty_RS=None if penalty_RS is None else penalty_RS[known_R],
+            ratios_RS=None if ratios_RS is None else ratios_RS[known_R],
             rho_cap=self.settings.weight_cap,
             c_cap=self.settings.vtrace_c,
         )
-        masked_R1 = torch.tensor(
-            [[sample.is_masked] for sample in self.samples], device=self.device
-        )
-        self.mask_RS = self.mask_RS & ~masked_R1  # no loss, for the critic either
         self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         if not bool(self.mask_RS.any()):
             return {}

@@ -225,6 +225,8 @@ class SampledGroups:
             for rollout in group.rollouts
             if not rollout.is_masked
         ]
+        if not totals:
+            return means
         return means | {
             "reward/mean": statistics.fmean(totals),
             "reward/std": statistics.pstdev(totals),

@@ -176,6 +176,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._latest_evaluation: dict[str, float] = {}
         self._watched_names = list_watchable_names(settings, environment.levels)
         self._tools = tuple(environment.tools.tools)
+        self._visual_tools = environment.tools.list_visual_tools()
         check_watched_tools(settings, self._tools)
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # those of the last update, for inspection
@@ -232,7 +233,10 @@ class PolicyGradientTrainer(RolloutTrainer):
         played_groups, self.groups, metrics = self._play_and_score(rng)
         rollout_seconds = metrics["perf/rollout_seconds"]
         metrics |= compute_rollout_metrics(
-            played_groups, with_success=self.environment.knows_success, tools=self._tools
+            played_groups,
+            with_success=self.environment.knows_success,
+            tools=self._tools,
+            visual_tools=self._visual_tools,
         )
         rollouts = [rollout for group in played_groups for rollout in group.rollouts]
         self._record_rollouts(rollouts)
@@ -383,7 +387,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             attempt: round of this iteration, from 0.
         """
         settings = self.stage_settings
-        self.failures.is_refill = attempt > 0
+        self.failures.is_refill = self.rewards.failures.is_refill = attempt > 0
         if self.stream is not None:
             return self._take_stream_groups(
                 count, settings, lambda rng: self._draw_episodes(rng, 1)[0]

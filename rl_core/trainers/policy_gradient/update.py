@@ -345,7 +345,7 @@ class PolicyUpdate:
             num_forward_tokens=int(forward_mask_RS.sum()),
             num_sequences=int(mask_RS.any(1).sum()),
             num_forward_sequences=int(forward_mask_RS.any(1).sum()),
-            num_rollouts=len(indices),
+            num_rollouts=sum(not self.buffer.is_left_out[index] for index in indices),
         )
 
     def compute_loss(self, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -9,13 +9,15 @@ import pytest
 from helpers.handmade_trajectories import generate_trajectories, trajectory, zoom
 from numpy.testing import assert_allclose
 
-from rl_core.analysis import analyze, training_curves, write_trajectories
+from rl_core.analysis import analyze, canvas, training_curves, write_trajectories
 from rl_core.analysis.canvas import COLORS, build_shades
 from rl_core.analysis.results import ModelProbeResult, ProbeResults, calibrate_reward_model
 from rl_core.analysis.training_curves import MAX_POINTS, TrainingCurve, read_training_curves
 from rl_core.errors import DataError
+from rl_core.evaluation import summarize_trajectories
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Turn
+from tasks.tracking.values import build_metric_store_name
 
 SETTINGS = AnalysisSettings(bootstrap_samples=200, side_by_side=3)
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 30
@@ -482,3 +484,65 @@ def test_matplotlib_is_imported_only_to_draw():
         ).stdout
         == "[]\n"
     )
+
+
+def test_an_unknown_success_is_left_out_and_rewards_are_compared(tmp_path):
+    models = {}
+    for number, name in enumerate(("sft", "policy")):
+        played = list(generate_trajectories(20, 0.5, seed=1))
+        for index, each in enumerate(played):
+            each.success, each.reward = None, number * (index % 4 - 0.5)
+        models[name] = tmp_path / f"{name}.jsonl"
+        write_trajectories(models[name], played)
+    result = analyze(models, tmp_path / "out", SETTINGS)
+    assert not [name for name in result.metrics if "success" in name or "pass_at" in name]
+    assert result.metrics["analysis/policy_minus_sft/wins"] > 0
+    assert result.metrics["analysis/policy_minus_sft/losses"] > 0
+    assert [row["success_rate"] for row in result.summary] == [None, None]
+    (pair,) = result.comparisons
+    assert pair.total.success is None and pair.reward.difference > 0
+    assert pair.regressions and {e.success for e in pair.regressions} == {(None, None)}
+    text = result.report.read_text()
+    assert "success is unknown" in text and "✗" not in text and "✓" not in text
+    names = {path.name for path in result.files}
+    assert not {"success_by_level.png", "differences.png", "pass_at_k.png"} & names
+    stored = json.loads((tmp_path / "out/analysis.json").read_text())
+    assert stored["models"][0]["success"] is None
+    assert stored["comparisons"][0]["total"]["success"] is None
+    assert "success" not in (tmp_path / "out/analysis.csv").read_text()
+
+
+# Names that differ in characters which no metric name has, and letters that matplotlib's own font lacks.
+LEVEL_NAMES = ("Algebra (hard)", "Algebra [hard]", "Algebra_hard", "数学", "物理", "a,b", "a/b")
+
+
+def test_every_level_has_its_own_metric_and_is_legible(tmp_path, recwarn):
+    played = [
+        trajectory(seed, seed % 2 == 0, level=level, kind=level)
+        for level in LEVEL_NAMES
+        for seed in range(4)
+    ]
+    evaluation = summarize_trajectories(played)
+    for group in ("level", "kind"):
+        names = [n for n in evaluation.metrics() if f"success_rate_by_{group}/" in n]
+        assert len({build_metric_store_name(name) for name in names}) == len(names) == 7
+    models = {}
+    for name in ("模型", "策略"):
+        models[name] = tmp_path / f"{len(models)}.jsonl"
+        write_trajectories(models[name], played)
+    result = analyze(models, tmp_path / "out", SETTINGS)
+    for group in ("level", "kind"):
+        for name in models:
+            prefix = f"analysis/{name}/success_rate_by_{group}/"
+            names = [metric for metric in result.metrics if metric.startswith(prefix)]
+            assert len(names) == 7 and f"{prefix}数学" in names and f"{prefix}物理" in names
+            assert len({build_metric_store_name(metric) for metric in names}) == 7
+    assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
+
+
+def test_letters_without_a_font_are_written_out(monkeypatch):
+    monkeypatch.setattr(canvas, "_collect_drawable_characters", lambda: frozenset(range(0x400)))
+    assert canvas.shorten_text("数学 é") == "\\u6570\\u5b66 é"
+    assert canvas.shorten_text("abc") == "abc"
+    monkeypatch.undo()
+    assert canvas.shorten_text("é…") == "é…"  # DejaVu Sans has them

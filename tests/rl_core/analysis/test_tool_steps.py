@@ -2,7 +2,14 @@
 
 import pytest
 
-from rl_core.analysis.summary import compute_right_action_rate, extract_tool_steps
+from rl_core.analysis.summary import (
+    TrajectorySummary,
+    compute_right_action_rate,
+    extract_tool_steps,
+)
+from rl_core.environments.calculator import CALCULATOR
+from rl_core.environments.pixel_grid import PixelGrid
+from rl_core.environments.tools import Toolset
 from rl_core.rollouts.rollout_metrics import compute_behaviour_metrics
 from rl_core.types import ToolCall, Trajectory, Turn
 
@@ -77,6 +84,15 @@ def test_while_training():
         **metrics,
         "tool/share/mark": 0.0,
     }
+    visual = compute_behaviour_metrics(rollouts, visual_tools=["zoom"])
+    assert visual == {**metrics, "tool/rapr": 0.25}  # RaPR: one of four calls a visual tool
+    tools = PixelGrid().tools
+    assert tools.list_visual_tools() == ("zoom", "scan", "count")
+    assert Toolset([CALCULATOR]).list_visual_tools() == ()
+    summary = TrajectorySummary(["zoom"])
+    assert [summary.add_trajectory(each)["rapr"] for each in rollouts] == [0, 1, 0, 0]
+    assert summary.compute_metrics()["rapr"] == 0.25
+    assert "rapr" not in TrajectorySummary(()).compute_metrics()
     assert "tool/share/mark" not in compute_behaviour_metrics(
         [make_trajectory(ANSWER)], ["look", "mark"]
     )  # no calls, hence no share

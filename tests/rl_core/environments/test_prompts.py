@@ -108,6 +108,85 @@ def test_another_column_is_the_prompt(tmp_path):
     assert episode.target == episode.row["question"][1:]
 
 
+VERL_ROWS = [
+    {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"{n} + 1 = ?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"index": n, "split": "train", "question": {"text": f"{n} and one?"}},
+    }
+    for n in range(12)
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_fields_of_a_column_are_named_with_a_dot(tmp_path, name):
+    options = {
+        "path": written(tmp_path, name, VERL_ROWS),
+        "target": "reward_model.ground_truth",
+        "level": "extra_info.split",
+        "demonstrations": "reward_model.ground_truth",
+        "verifier": "numeric",
+        "heldout": 0,
+    }
+    environment = make_environment("prompts", options)
+    assert environment.levels == ("train",) and environment.columns == tuple(VERL_ROWS[0])
+    episode = environment.episode(environment.seeds_of("train", "train")[4], "train")
+    assert episode.target == "5" and episode.row["reward_model"]["style"] == "rule"
+    assert episode.step("5").success and not environment.episode(3, "train").step("5").success
+    assert environment.demonstration(4, "train").messages[-1]["content"] == "5"
+    nested = {**options, "prompt": "extra_info.question.text", "target": ""}
+    nested["verifier"] = {"exact": {"column": "reward_model.ground_truth"}}
+    environment = make_environment("prompts", nested)
+    episode = environment.episode(4, "train")
+    assert episode.reset()[0]["content"] == "4 and one?" and episode.target == ""
+    assert episode.step("5").success
+    with pytest.raises(SettingsError, match=r"'extra_info.qestion', .*did you mean 'extra_info.q"):
+        make_environment("prompts", {**options, "target": "extra_info.qestion"})
+    with pytest.raises(SettingsError, match=r"options.prompt: .* no column 'extra_info.text'"):
+        make_environment("prompts", {**options, "prompt": "extra_info.text"})
+    with pytest.raises(SettingsError, match=r"options.verifier: no row has a column 'extra_info.x"):
+        verifier = {"exact": {"column": "extra_info.x"}}
+        make_environment("prompts", {**options, "verifier": verifier})
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_an_object_or_list_is_no_right_answer(tmp_path, name):
+    path = written(tmp_path, name, VERL_ROWS)
+    message = (
+        r"options.target: the column 'reward_model' of row 1 holds an object .*; name a field of it, "
+        r"options.target: reward_model.ground_truth \(reward_model.style, reward_model.ground_truth\)"
+    )
+    with pytest.raises(DataError, match=message):
+        make_environment("prompts", {"path": path, "target": "reward_model"})
+    with pytest.raises(DataError, match=r"options.level: .* options.level: extra_info.question"):
+        make_environment("prompts", {"path": path, "level": "extra_info", "target": "ability"})
+    verifier = {"exact": {"column": "reward_model"}}
+    environment = make_environment("prompts", {"path": path, "verifier": verifier, "heldout": 0})
+    with pytest.raises(DataError, match=r"'exact': .*name a field of it: .*ground_truth"):
+        environment.episode(0, "all").step("5")
+    accepted = written(tmp_path, "b" + name, [{"prompt": "a", "answer": ["b", "c"]}] * 2)
+    with pytest.raises(DataError, match=r"column 'answer' of row 1 holds a list .*or to ''"):
+        make_environment("prompts", {"path": accepted, "heldout": 0})
+    make_environment("prompts", {"path": accepted, "heldout": 0, "target": ""})
+
+
+def test_a_parquet_column_of_a_name_twice_is_refused(tmp_path):
+    place = tmp_path / "twice.parquet"
+    columns = [pyarrow.array(["a", "b"]), pyarrow.array(["1", "2"]), pyarrow.array(["3", "4"])]
+    table = pyarrow.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, place)
+    with pytest.raises(DataError, match=r"twice.parquet: has the column 'answer' 2 times"):
+        make_environment("prompts", {"path": str(place)})
+    place = tmp_path / "within.parquet"
+    twice = pyarrow.StructArray.from_arrays(columns[1:], names=["gold", "gold"])
+    table = pyarrow.Table.from_arrays([columns[0], twice], names=["prompt", "reward_model"])
+    pyarrow.parquet.write_table(table, place)
+    with pytest.raises(DataError, match=r"reward_model: cannot be read as an object: .*duplicate"):
+        make_environment("prompts", {"path": str(place)})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -29,7 +29,7 @@ class FakePolicy:
 
 
 class FakeEnvironment:
-    name, levels, heldout_share = "fake", ("easy",), 0.2
+    name, levels, heldout_share, knows_success = "fake", ("easy",), 0.2, True
 
 
 @pytest.fixture

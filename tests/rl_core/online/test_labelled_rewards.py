@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -229,6 +230,27 @@ def test_an_experience_that_cannot_be_scored_gives_a_reason_and_changes_no_state
     assert "has no level 'impossible'" in unknown
     with pytest.raises(DataError):
         apply_label(foreign, good, Arithmetic())
+
+
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_an_experience_whose_rewards_all_fail_is_left_out_with_a_reason(num_others):
+    def score(trajectories):
+        return [math.nan if t.target == "7" else float(len(t.answer)) for t in trajectories]
+
+    options = RewardSettings(max_failed_share=1, normalise=("task",))
+    rewards, alone = (
+        RewardOrchestrator({"task": 1.0, "mine": 1.0}, options=options, functions={"mine": score})
+        for _ in range(2)
+    )
+    right, failing = (create_feedback_label(None, right_answer=text) for text in ("1", "7"))
+    others = [(experience(answers=("1", "22")), right)] * num_others
+    masked = experience(answers=("3", "44"))
+    tables = ExperienceScorer(rewards, None).score_experiences([*others, (masked, failing)])
+    assert isinstance(tables[-1], str) and "'mine'" in tables[-1]
+    expected = ExperienceScorer(alone, None).score_experiences(others)
+    assert len(expected) == num_others and rewards.state_dict() == alone.state_dict()
+    for actual, table in zip(tables, expected, strict=False):
+        assert np.array_equal(actual.totals_R, table.totals_R) and actual.is_known_R.all()
 
 
 def move_to_maze(rollout):

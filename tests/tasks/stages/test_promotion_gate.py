@@ -1,5 +1,6 @@
 """Decision of the promotion gate: numbers worked by hand, both ways."""
 
+import dataclasses
 import math
 
 import pytest
@@ -188,3 +189,23 @@ def test_the_first_champion_needs_the_episodes_too():
         not promoted
         and "success 100.0% is at least 50%, but 2 held-out episodes are too few" in reason
     )
+
+
+def test_an_unknown_success_decides_nothing():
+    settings = PromotionSettings(min_episodes=2, min_success=0.0)
+    old, new = (
+        build_evaluation([None] * 40, rewards=[level + 0.01 * (n % 3) for n in range(40)])
+        for level in (0.0, 1.0)
+    )
+    assert new.success_rate is None
+    for champion in (None, old):
+        promoted, reason, numbers = decide_promotion(new, champion, settings, 1, 0)
+        assert not promoted and "success is unknown" in reason and "metric: reward" in reason
+        assert numbers == {}
+    by_reward = dataclasses.replace(settings, metric="reward")
+    unmet = dataclasses.replace(by_reward, min_success=0.5)
+    assert not decide_promotion(new, None, unmet, None, 0)[0]
+    for champion in (None, old):
+        promoted, reason, numbers = decide_promotion(new, champion, by_reward, 1, 0)
+        assert promoted, reason
+        assert not [name for name in numbers if "success" in name]

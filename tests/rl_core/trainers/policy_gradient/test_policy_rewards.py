@@ -6,6 +6,7 @@ import math
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from helpers.letters import (
@@ -31,7 +32,9 @@ from rl_core.settings import (
     RewardSettings,
     SamplingSettings,
 )
+from rl_core.trainers.policy_gradient.advantages import compute_advantage_metrics
 from rl_core.trainers.policy_gradient.samples import ReplayBuffer, build_sample_groups
+from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
 FAULTY = "faulty_reward_for_test:score"
 
@@ -75,7 +78,6 @@ def test_masked_rewards_by_hand():
     masked = torch.tensor([[False, True, False], [False] * 3, [True] * 3])
     filled = torch.stack(fill_masked_rewards(rewards.unbind(), masked.unbind()))
     assert filled.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 7.0], [pytest.approx(22 / 5)] * 3]
-    assert group_advantages(filled, method="rloo")[0].tolist() == [-1.5, 0.0, 1.5]
     untouched = fill_masked_rewards(rewards.unbind(), torch.zeros(3, 3, dtype=torch.bool).unbind())
     assert torch.equal(torch.stack(untouched), rewards)
 
@@ -110,8 +112,8 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty_rewards, monkeypatch, a
     assert all(("overlong" in r.trajectory.rewards) != r.is_masked for r in rollouts)
     for group in trainer.groups:
         known = [r.reward for r in group.rollouts if not r.is_masked]
-        known.insert(1, sum(known) / 5)
         expected = group_advantages(torch.tensor([known], dtype=torch.float64))[0].tolist()
+        expected.insert(1, 0.0)
         assert group.advantages == pytest.approx(expected, abs=1e-12) and group.advantages[1] == 0
     credit = [
         (a, sum(r.loss_mask))
@@ -122,6 +124,113 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty_rewards, monkeypatch, a
         sum(r.loss_mask) for r in rollouts if not r.is_masked
     )  # a masked one counts in no denominator
     assert metrics["train/loss"] == pytest.approx(-sum(a * n for a, n in credit) / tokens, abs=1e-6)
+
+
+ALGORITHMS = ("grpo", "dr_grpo", "rloo", "gspo", "reinforce", "ppo")
+
+
+def run_update(trainer, groups):
+    """Run one update on these samples; return it with its metrics."""
+    update = PolicyUpdate(trainer.actor_critic, trainer.settings, groups)
+    return update, update.run_optimizer_steps(np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_masked_samples_count_as_if_they_had_not_been_played(tokenizer, algorithm):
+    trainers = [
+        make_trainer(tokenizer, algorithm=algorithm, group_size=8, curriculum=LOW) for _ in range(2)
+    ]
+    trainers[0].groups = trainers[0]._play_and_score(np.random.default_rng(3))[1]
+    with_masked, known_only = (build_sample_groups(trainers[0].groups) for _ in range(2))
+    for number, group in enumerate(with_masked):
+        for index, sample in enumerate(group):
+            sample.is_masked = number == 0 or index >= 2  # a whole group, and 6 of 8 of the others
+            sample.reward = 7.5 if sample.is_masked else float(index == 0)
+    known_only = [group[:2] for group in known_only[1:]]
+    for group in known_only:
+        group[0].reward, group[1].reward = 1.0, 0.0
+    masked_update, masked_metrics = run_update(trainers[0], with_masked)
+    known_update, known_metrics = run_update(trainers[1], known_only)
+    first, second = (
+        # Adam's first moments: the gradients.
+        torch.cat(
+            [state["exp_avg"].flatten() for state in t.optimizer_step.optimizer.state.values()]
+        )
+        for t in trainers
+    )
+    assert first.abs().max() > 0 and torch.allclose(first, second, rtol=1e-4, atol=1e-7)
+    learned = [s for s in masked_update.buffer.samples if not s.is_masked]
+    expected = [sample.advantage for sample in known_update.buffer.samples]
+    assert [sample.advantage for sample in learned] == pytest.approx(expected)
+    assert masked_metrics == pytest.approx(known_metrics, rel=1e-4, abs=1e-7)
+    statistics = [
+        compute_advantage_metrics(
+            update.buffer.samples,
+            update.buffer.advantages_RS,
+            update.buffer.mask_RS,
+            filter_threshold=0,
+        )
+        for update in (masked_update, known_update)
+    ]
+    assert statistics[0] == pytest.approx(statistics[1], abs=1e-6)
+    if algorithm == "grpo":  # 0.5 / (std of 0 and 1, 0.7071, + 1e-4); filled up to 8 it was 1.870
+        assert expected[:2] == pytest.approx([0.70701, -0.70701], abs=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_iteration_of_masked_samples_alone_changes_nothing(tokenizer, algorithm):
+    trainer = make_trainer(tokenizer, algorithm=algorithm, curriculum=LOW)
+    trainer.groups = trainer._play_and_score(np.random.default_rng(3))[1]
+    for group in trainer.groups:
+        for rollout in group.rollouts:
+            rollout.is_masked = True
+    before = weights(trainer)
+    metrics = trainer._update_policy(np.random.default_rng(0))
+    assert torch.equal(weights(trainer), before)
+    assert metrics["train/empty_updates"] == 1 and "train/loss" not in metrics
+    assert not {"train/advantages_mean", "value/returns_mean"} & metrics.keys()
+
+
+def test_an_estimator_of_the_user_sees_unmasked_rewards_only(tokenizer, faulty_rewards):
+    seen = []
+
+    def center(rewards_R, groups_R, lengths_R):
+        seen.append((groups_R.tolist(), len(lengths_R)))
+        return rewards_R - rewards_R.mean(), {}
+
+    trainer = make_trainer(
+        tokenizer,
+        rewards=faulty_rewards,
+        curriculum=LOW,
+        advantages="test:center",
+        custom={"advantages": center},
+    )
+    trainer.step()
+    assert seen[-1] == ([number for number in range(6) for _ in range(5)], 30)
+    assert all(group.advantages[1] == 0 for group in trainer.groups)
+
+
+def test_a_refill_whose_rewards_all_fail_keeps_the_first_round(tokenizer, monkeypatch):
+    module = types.ModuleType("faulty_reward_for_test")
+    rounds = []
+
+    def score(trajectories):
+        if len(trajectories) > 1:
+            rounds.append(len(trajectories))
+        failing = len(rounds) > 1
+        equal = {t.seed for t in trajectories[:18]}  # groups without a signal: they are refilled
+        return [
+            math.nan if failing else 5.0 * (t.seed not in equal) * t.sample for t in trajectories
+        ]
+
+    module.score = score
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rewards = RewardOrchestrator({FAULTY: 1.0}, options=RewardSettings(max_failed_share=1))
+    trainer = make_trainer(tokenizer, rewards=rewards, curriculum=LOW, dynamic_sampling_tries=1)
+    metrics = trainer.step()
+    assert rounds[0] == 36 and len(rounds) > 1 and metrics["train/dropped_group_rate"] > 0
+    assert metrics["train/trained_rollouts"] > 0 and math.isfinite(metrics["reward/mean"])
+    assert 0 < metrics["reward/masked_rate"] < 1
 
 
 def test_a_masked_rollout_has_the_mean_of_the_others_after_the_length_penalty(
