@@ -13,6 +13,7 @@ from huggingface_hub import hf_hub_download
 
 from rl_core.errors import ModelError, SettingsError
 from rl_core.models import lora
+from rl_core.models.named_models import resolve_local_model
 from rl_core.models.rotary import fix_frequencies, read_config_max_length
 from rl_core.settings import ModelSettings
 from rl_core.settings.common import PRESETS
@@ -309,12 +310,12 @@ def _is_weights_file(name: str) -> bool:
 
 
 def _resolve_model_path(path: str | Path) -> str:
-    """Return `path` as text.
+    """Return the folder or hub name of a model; a named model or GGUF file is converted into a folder on first use.
 
     Raises: ModelError if it can only be a folder and is none.
     """
+    local = resolve_local_model(path) or Path(path).expanduser()
     source = str(path)
-    local = Path(source).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ModelError(f"'{source}' is a folder without a config.json, not a model folder")
