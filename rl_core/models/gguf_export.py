@@ -27,8 +27,8 @@ GgufType = Literal["f32", "bf16", "q8_0"]
 
 # llama.cpp's architecture by transformers' model type
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-# largest mean difference of a token's log-probability after reading back, in nats
-GGUF_BOUNDS: dict[str, float] = {"f32": 1e-4, "bf16": 0.05, "q8_0": 0.05}
+# largest mean KL divergence per token after reading back, in nats
+GGUF_BOUNDS: dict[str, float] = {"f32": 1e-6, "bf16": 0.01, "q8_0": 0.01}
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class GgufProof:
     type: str
     bytes: int
     num_tokens: int
-    mean_difference: float  # of the log-probabilities, nats
-    largest_difference: float
+    kl: float  # mean per token of KL(model || file), nats
+    largest_difference: float  # of the log-probability of a token of the texts, nats
 
 
 def write_gguf_file(
@@ -91,7 +91,7 @@ def prove_gguf_file(
 
     Args:
         texts: what the log-probabilities are measured on.
-    Raises: ModelError if a token differs, or the mean difference is over `GGUF_BOUNDS`.
+    Raises: ModelError if a token differs, or the mean KL divergence is over `GGUF_BOUNDS`.
     """
     import torch
 
@@ -102,6 +102,7 @@ def prove_gguf_file(
         != tokenizer.apply_chat_template(chat, tokenize=False)
     ):
         raise ModelError(f"{file}: the chat template read back gives another prompt")
+    divergences: list[torch.Tensor] = []
     differences: list[torch.Tensor] = []
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -112,22 +113,20 @@ def prove_gguf_file(
         input_ids = torch.tensor([ids])
         with torch.no_grad():
             logits = [one(input_ids.to(one.device)).logits[0, :-1] for one in (model, read)]
-        picked = [
-            values.float().cpu().log_softmax(-1).gather(-1, input_ids[0, 1:, None])
-            for values in logits
-        ]
-        differences.append((picked[0] - picked[1]).abs().flatten())
-    difference = torch.cat(differences)
+        expected, stored = (values.double().cpu().log_softmax(-1) for values in logits)
+        divergences.append((expected.exp() * (expected - stored)).sum(-1))
+        differences.append((expected - stored).gather(-1, input_ids[0, 1:, None]).abs().flatten())
+    kl = torch.cat(divergences)
     proof = GgufProof(
         kind,
         file.stat().st_size,
-        len(difference),
-        float(difference.mean()),
-        float(difference.max()),
+        len(kl),
+        float(kl.mean()),
+        float(torch.cat(differences).max()),
     )
-    if not proof.mean_difference <= GGUF_BOUNDS[kind]:
+    if not proof.kl <= GGUF_BOUNDS[kind]:
         raise ModelError(
-            f"{file}: log-probabilities read back differ by {proof.mean_difference:.3g} nats on average; "
+            f"{file.name}: read back, its distributions differ by a KL divergence of {proof.kl:.3g} nats per token; "
             f"{GGUF_BOUNDS[kind]} is the bound for {kind}"
         )
     return proof

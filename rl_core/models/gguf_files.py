@@ -6,8 +6,10 @@ that folder. The package `gguf` (extra `gguf`) reads the file, transformers maps
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.resources
+import io
 import json
 import logging
 import re
@@ -218,9 +220,10 @@ def load_gguf_model(file: Path) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(file.parent, **options)
     if header.head_dim is not None and hasattr(config, "head_dim"):  # not read for some families
         config.head_dim = header.head_dim
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, config=config, dtype=torch.float32, **options
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # three progress bars
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, config=config, dtype=torch.float32, **options
+        )
     # `save_pretrained` refuses a model that was read from a quantised file, although its weights are float32 now.
     model.hf_quantizer = None
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import ModelError
+from rl_core.errors import ModelError, PosttrainError
+from rl_core.json_client import fetch_json
 from rl_core.models.gguf_files import find_gguf_file, resolve_gguf_folder
 from rl_core.storage.atomic_files import (
     make_folder,
@@ -107,12 +108,20 @@ def _read_recorded_source(record: Path) -> Path | None:
 
 
 def _fetch_from_hub(model: NamedModel, report: Callable[[str], object]) -> Path | None:
-    """Download the model from the hub; None if the hub does not answer."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    """Return the hub's model from its local cache or by download; None if the hub does not answer."""
+    from huggingface_hub import constants, snapshot_download
 
     try:
-        hf_hub_download(model.hub, "config.json", etag_timeout=_HUB_TIMEOUT_S)
+        return Path(
+            snapshot_download(model.hub, allow_patterns=_HUB_PATTERNS, local_files_only=True)
+        )
     except Exception as error:
+        logger.debug("%s is not in the hub's cache: %s", model.hub, error)
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:  # asked once: the hub's client tries for half a minute
+        fetch_json(f"{constants.ENDPOINT}/api/models/{model.hub}", timeout_s=_HUB_TIMEOUT_S)
+    except PosttrainError as error:
         logger.debug("the hub does not answer: %s", error)
         return None
     report(f"model {model.name}: {model.about}; {_format_mb(model.hub_bytes)} from {model.hub}")
