@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.cli.arguments import add_output_option
 from posttrain.cli.model_references import format_model_name, resolve_model_references
@@ -13,6 +14,9 @@ from rl_core.models.named_models import resolve_local_model
 from rl_core.settings import ModelSettings
 from rl_core.storage.atomic_files import copy_tree
 from rl_core.storage.folders import publish_folder
+
+if TYPE_CHECKING:
+    from rl_core.models.gguf_export import GgufType
 
 EXAMPLES = (
     "export models:/demo@champion --to champion",
@@ -89,7 +93,7 @@ def _resolve_model_folder(model: str, output: Path, scratch: Path) -> str:
     return str(resolve_local_model(path, report=print) or path)
 
 
-def _export_gguf_file(folder: str, target: Path, name: str, kind: str) -> str:
+def _export_gguf_file(folder: str, target: Path, name: str, kind: GgufType) -> str:
     """Write a GGUF file with its Modelfile into a new folder, read it back and describe the comparison."""
     from transformers.utils.logging import disable_progress_bar
 
