@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.errors import SettingsError
+from rl_core.models.named_models import is_local_model
 from rl_core.settings import OnlineSettings, ServiceSettings, Settings
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.config.schema import parse_settings
@@ -45,16 +46,16 @@ def read_settings_file(
 
 
 def resolve_model_path(key: str, path_or_name: str, folder: Path) -> str:
-    """Return the absolute path of a model folder, or the unchanged name of a hub model.
+    """Return the absolute path of a model folder or GGUF file, or the unchanged name of a model.
 
     The folder is looked up in the current folder, then in `folder`.
     Raises: SettingsError if the text looks like a path but no such folder exists.
     """
     for path in (Path(path_or_name), folder / path_or_name):
-        if path.is_dir():
+        if path.is_dir() or is_local_model(path):
             return str(path.resolve())
     if path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1:
-        raise SettingsError(f"{key}: {path_or_name} is no folder")
+        raise SettingsError(f"{key}: {path_or_name} is neither a folder nor a GGUF file")
     return path_or_name
 
 

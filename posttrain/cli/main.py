@@ -84,6 +84,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
     "judge": {
         "evaluate": "evaluate a model on the held-out episodes of a configuration",
         "analyze": "analyse trajectory files, or models on the same episodes: tables, figures, an HTML report",
+        "export": "write a model as a Hugging Face folder, an adapter, or a GGUF file for llama.cpp and ollama",
         "replay": "replay a recorded episode, failed or not, and show where the result differs from the recording",
         "promote": "move the alias champion manually: back to the previous champion, or to any version",
         "approve": "approve or reject a pending promotion; without RUN, list pending ones",

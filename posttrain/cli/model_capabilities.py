@@ -11,6 +11,7 @@ from flows.runtime.terminal import detect_terminal_columns
 from posttrain.cli.model_references import resolve_model_references
 from posttrain.cli.tables import format_table
 from rl_core.errors import CheckpointError, DataError, SettingsError
+from rl_core.models.named_models import resolve_local_model
 from rl_core.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _resolve_model_path(model: str, output: Path, tracking_uri: str | None, scra
     """Return the model folder or hub name."""
     path = next(iter(resolve_model_references([model]).values()), model)
     if not path.startswith("models:/"):
-        return path
+        return str(resolve_local_model(path) or path)
     from tasks.tracking import Tracking
 
     return str(Tracking(tracking_uri, output).registry.resolve_model(path, scratch))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError, suggest_name
 from rl_core.models.adapter_folder import is_adapter_folder
+from rl_core.models.named_models import is_local_model
 from rl_core.tracking import replace_invalid_characters
 from tasks.pipeline.stage_result import EPOCH_MODELS
 from tasks.stage_registry import list_policy_stages
@@ -98,6 +99,8 @@ def _find_model(path: str) -> str | None:
             if (candidate / "config.json").is_file() or is_adapter_folder(candidate):
                 return str(candidate.resolve())
         exists = folder.exists()
+        if is_local_model(path):
+            return str(folder.resolve()) if exists else path
     except OSError as error:
         raise DataError(f"{path[:200]}: cannot be read: {error.strerror}") from None
     is_data_file = path.endswith((".jsonl", ".json"))
@@ -150,6 +153,8 @@ def refuse_missing_model(name: str, output: Path, uri: str | None) -> None:
         tracking.registry.find_version(name)
         return
     path = Path(name).expanduser()
+    if is_local_model(name):
+        return
     if path.is_dir():
         if not (path / "config.json").is_file() and not is_adapter_folder(path):
             has_model = (path / "model" / "config.json").is_file()
@@ -159,7 +164,9 @@ def refuse_missing_model(name: str, output: Path, uri: str | None) -> None:
             )
         return
     if path.exists():
-        raise SettingsError(f"{name}: is a file; name the folder that holds config.json")
+        raise SettingsError(
+            f"{name}: is a file, but no GGUF file; name one, or the folder that holds config.json"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not HUB_NAME.fullmatch(name):
         raise SettingsError(f"{name}: there is no such folder{_suggest_nearby_folder(path)}")
     problem = _find_hub_problem(name)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from flows.runtime.terminal import escape_control_characters
 from rl_core.errors import PosttrainError, SettingsError
+from rl_core.models.named_models import resolve_local_model
 from tasks.command_hints import format_output_option
 
 if TYPE_CHECKING:
@@ -223,6 +224,8 @@ def refuse_unknown_base_model(settings: PipelineSettings, keys: StageKeys | None
         return
     try:
         refuse_unknown_models(settings, name)
+        # downloads and converts with a line of its own, before the progress display begins
+        resolve_local_model(name, report=print)
     except SettingsError as error:
         raise SettingsError(f"model.path: {error}") from None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.arguments import add_set_option, parse_port
 from rl_core.errors import SettingsError
+from rl_core.models.named_models import is_local_model
 
 if TYPE_CHECKING:
     from posttrain.serving.online_learning import OnlineLearningPlan
@@ -192,13 +193,13 @@ def _read_set_options(overrides: list[str]) -> tuple[ServingSettings, ModelSetti
 def _refuse_unknown_target(target: str) -> None:
     """Refuse a target that is neither a folder nor the name of a model. Raises: SettingsError."""
     path = Path(target).expanduser()
-    if target.startswith("models:/") or path.is_dir():
+    if target.startswith("models:/") or path.is_dir() or is_local_model(target):
         return
     is_path = target.startswith((".", "/", "~")) or target.count("/") != 1
     if is_path or not re.fullmatch(r"[\w.-]+/[\w.-]+", target):
         raise SettingsError(
             f"'{target}' is neither a config (a YAML file, or the name of a shipped one) nor a model "
-            "(models:/NAME@ALIAS, a folder, or a hub name such as Qwen/Qwen3-0.6B)"
+            "(models:/NAME@ALIAS, a folder, a GGUF file, or a hub name such as Qwen/Qwen3-0.6B)"
         )
 
 

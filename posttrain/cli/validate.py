@@ -11,6 +11,8 @@ from flows.runtime.terminal import escape_control_characters
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument
 from rl_core.errors import ModelError, PosttrainError, SettingsError
+from rl_core.models.gguf_files import find_gguf_file, read_gguf_header
+from rl_core.models.named_models import list_named_models
 
 if TYPE_CHECKING:
     from rl_core.settings import ModelSettings
@@ -129,6 +131,12 @@ def _describe_model_source(settings: PipelineSettings) -> str:
         return f"{path} (registered; looked up when it runs)"
     if Path(path).is_dir():
         return path
+    named = list_named_models().get(path)
+    if named is not None:
+        return f"{path} ({named.about}; downloaded once)"
+    gguf_file = find_gguf_file(path)
+    if gguf_file is not None:
+        return f"{path} (GGUF: {read_gguf_header(gguf_file).describe()})"
     return f"{path} (no folder here, so a Hugging Face name; looked up when it runs)"
 
 

