@@ -124,7 +124,7 @@ def compute_right_action_rate(
     return (len(tool_steps.useful) + right) / len(trajectory.turns)
 
 
-def uses_tool(trajectory: Trajectory, names: Collection[str] | None = None) -> bool:
+def has_called_tool(trajectory: Trajectory, names: Collection[str] | None = None) -> bool:
     """Return whether the policy called one of these tools; None = any tool."""
     calls = (call for turn in trajectory.turns for call in turn.calls)
     return any(names is None or call.name in names for call in calls)
@@ -277,7 +277,7 @@ class TrajectorySummary:
         counts["answered"] += trajectory.answer is not None
         looked = self._has_looked(trajectory)
         counts["looked"] += looked
-        is_visual = uses_tool(trajectory, self._image_tools)
+        is_visual = has_called_tool(trajectory, self._image_tools)
         counts["visual"] += is_visual
         counts["action_tokens"] += trajectory.num_action_tokens
         self._nll -= trajectory.mean_logprob * trajectory.num_action_tokens

@@ -12,7 +12,7 @@ from rl_core.analysis.summary import (
     count_contradictions,
     count_repetitions,
     extract_tool_steps,
-    uses_tool,
+    has_called_tool,
 )
 from rl_core.time_limits import count_hung_calls
 from rl_core.types import RolloutGroup, Trajectory
@@ -116,7 +116,7 @@ def compute_behaviour_metrics(
         ),
     }
     if visual_tools:
-        metrics["tool/rapr"] = _compute_mean(uses_tool(t, visual_tools) for t in trajectories)
+        metrics["tool/rapr"] = _compute_mean(has_called_tool(t, visual_tools) for t in trajectories)
     if efficiencies:
         metrics["train/exploration_efficiency"] = _compute_mean(efficiencies)
     calls.update(dict.fromkeys(tools[:MAX_TOOL_METRICS] if calls else (), 0))

@@ -86,17 +86,7 @@ def decide_promotion(
         few = explain_too_few_episodes(len(challenger.episodes), settings)
         rate = challenger.success_rate
         if rate is None:
-            text = "success is unknown: the environment has no verifier"
-            if settings.metric == "success":
-                return False, f"no champion yet; {text} (metric: reward compares rewards)", {}
-            if settings.min_success > 0:
-                text += ", so min_success cannot be met; set it to 0"
-                return False, f"no champion yet; {text}", {}
-            reason = (
-                f"no champion yet; {text}, and reward {challenger.reward_mean:.4g} is the first"
-            )
-            numbers = {"reward_mean": challenger.reward_mean}
-            return not few, f"{reason}, but {few}" if few else reason, numbers
+            return _decide_first_by_reward(challenger, settings, few)
         enough = rate >= settings.min_success
         relation = "at least" if enough else "below"
         reason = f"no champion yet; success {rate:.1%} is {relation} {settings.min_success:.0%}"
@@ -153,6 +143,20 @@ def decide_promotion(
         "discordant": float(test.discordant),
     }
     return promoted, text, numbers
+
+
+def _decide_first_by_reward(
+    challenger: Evaluation, settings: PromotionSettings, few: str
+) -> tuple[bool, str, dict[str, float]]:
+    """Decide on a first champion whose success is unknown; as `decide_promotion`."""
+    text = "no champion yet; success is unknown: the environment has no verifier"
+    if settings.metric == "success":
+        return False, f"{text} (metric: reward compares rewards)", {}
+    if settings.min_success > 0:
+        return False, f"{text}, so min_success cannot be met; set it to 0", {}
+    reason = f"{text}, and reward {challenger.reward_mean:.4g} is the first"
+    numbers = {"reward_mean": challenger.reward_mean}
+    return not few, f"{reason}, but {few}" if few else reason, numbers
 
 
 def _name_success_rates(challenger: Evaluation, champion: Evaluation) -> dict[str, float]:
