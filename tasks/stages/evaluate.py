@@ -257,6 +257,8 @@ def _compare_with_start(
     except DataError:  # every episode failed in one of the two
         return {}
     gain = paired.success if row["knows_success"] else paired.reward
+    if gain is None:
+        return {}
     return {GAIN: gain.difference, f"{GAIN}_low": gain.low, f"{GAIN}_high": gain.high}
 
 
