@@ -55,7 +55,7 @@ def resolve_model_path(key: str, path_or_name: str, folder: Path) -> str:
         if path.is_dir() or is_local_model(path):
             return str(path.resolve())
     if path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1:
-        raise SettingsError(f"{key}: {path_or_name} is neither a folder nor a GGUF file")
+        raise SettingsError(f"{key}: {path_or_name} is no folder and no GGUF file")
     return path_or_name
 
 

@@ -22,6 +22,9 @@ EXCEPTIONS = {
         "save_pretrained",
     ): "within a folder that is sealed or published afterwards",
     ("rl_core/models/lora.py", "save_pretrained"): "as above",
+    ("rl_core/models/gguf_files.py", "save_pretrained"): "as above",
+    ("rl_core/models/named_models.py", "tempfile.TemporaryDirectory"): "a wheel of pip, read once",
+    ("posttrain/cli/export.py", "tempfile.TemporaryDirectory"): "a registered model's copy",
     ("rl_core/service/saved_weights.py", "save_pretrained"): "as above",
     ("rl_core/analysis/canvas.py", "savefig"): "into memory",
     ("rl_core/environments/subprocess_main.py", "open"): "os.devnull",
@@ -209,7 +212,7 @@ def test_nothing_else_writes_files() -> None:
 def test_every_exception_is_needed_and_has_a_reason() -> None:
     used = {(file, call) for file, _, call in list_writes_outside_storage()}
     assert set(EXCEPTIONS) - used == set()
-    assert all(len(reason) > 5 for reason in EXCEPTIONS.values()) and len(EXCEPTIONS) < 40
+    assert all(len(reason) > 5 for reason in EXCEPTIONS.values()) and len(EXCEPTIONS) < 42
 
 
 @pytest.mark.parametrize(

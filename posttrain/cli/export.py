@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.arguments import add_output_option
-from posttrain.cli.model_references import format_model_name, resolve_model_references
 from rl_core.errors import SettingsError
 from rl_core.models.named_models import resolve_local_model
 from rl_core.settings import ModelSettings
@@ -56,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Export a model."""
+    from posttrain.cli.model_references import format_model_name
+
     target = Path(arguments.to)
     if target.exists():
         raise SettingsError(f"--to {target}: exists already; name a new folder")
@@ -81,6 +82,8 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _resolve_model_folder(model: str, output: Path, scratch: Path) -> str:
     """Return the model's folder, or its hub name."""
+    from posttrain.cli.model_references import resolve_model_references
+
     path = next(iter(resolve_model_references([model]).values()), None)
     if path is None:
         raise SettingsError(

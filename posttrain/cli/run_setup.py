@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from flows.runtime.terminal import escape_control_characters
 from rl_core.errors import PosttrainError, SettingsError
-from rl_core.models.named_models import resolve_local_model
 from tasks.command_hints import format_output_option
 
 if TYPE_CHECKING:
@@ -213,6 +212,7 @@ def refuse_unknown_base_model(settings: PipelineSettings, keys: StageKeys | None
     name = settings.model.path
     if name is None or os.path.isdir(os.path.expanduser(name)):
         return
+    from rl_core.models.named_models import resolve_local_model
     from tasks.pipeline.changed_conditions import list_finished_stages
     from tasks.pipeline.stage_key import StageKeys
     from tasks.stage_registry import list_training_stages

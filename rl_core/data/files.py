@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -458,3 +458,48 @@ def _read_parquet_row(batch: Any, row: int) -> dict[str, Any] | BadRow:
                 f"is not UTF-8: byte {error.start} of the text is 0x{error.object[error.start]:02x}",
             )
     return values
+
+
+def iter_table_rows(source: Any) -> Iterable[Any]:
+    """Return the rows of a list, a DataFrame or a `datasets.Dataset`. Raises: DataError for anything else."""
+    is_frame = hasattr(source, "to_dict") and hasattr(source, "columns")
+    if is_frame:
+        names = [str(name) for name in source.columns]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError(f"data: the DataFrame has the column '{twice[0]}' twice; rename one")
+        return map(_convert_frame_row, source.to_dict("records"))
+    if isinstance(source, Mapping):
+        if all(hasattr(part, "column_names") for part in source.values()) and source:
+            raise DataError(
+                f"data: holds the splits {', '.join(map(str, source))}; pass one, as data['{next(iter(source))}']"
+            )
+    elif hasattr(source, "column_names") and hasattr(source, "__iter__"):
+        return iter(source)
+    elif isinstance(source, Sequence):
+        return source
+    raise DataError(
+        "data: expected a JSONL or Parquet file, a list of rows, a pandas DataFrame or a datasets.Dataset, found "
+        f"{type(source).__name__}"
+    )
+
+
+def _convert_frame_row(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """Convert the values of NumPy to Python's; a missing value (NaN, NaT, pandas.NA) is left out."""
+    values = {str(name): _convert_frame_value(value) for name, value in row.items()}
+    return {name: value for name, value in values.items() if not _is_missing(value)}
+
+
+def _convert_frame_value(value: Any) -> Any:
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array or a scalar of NumPy
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_convert_frame_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _convert_frame_value(item) for name, item in value.items()}
+    return value
+
+
+def _is_missing(value: Any) -> bool:
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float) and math.isnan(value)

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import re
 from array import array
 from collections import Counter
@@ -27,6 +26,7 @@ from rl_core.data.files import (
     BadRow,
     compute_file_digest,
     describe_value,
+    iter_table_rows,
     list_data_files,
     list_field_names,
     read_field,
@@ -296,58 +296,13 @@ def _iter_raw_rows(
         for line, raw in read_rows(Path(source), columns):
             yield str(source), line, raw
         return
-    for index, row in enumerate(_iter_table_rows(source)):
+    for index, row in enumerate(iter_table_rows(source)):
         if isinstance(row, str):
             row = {"prompt": row}
         elif isinstance(row, list):
             row = {list_column: row}
         bad = BadRow("", f"must be an object, found {describe_value(row)}")
         yield f"data[{index}]", 0, dict(row) if isinstance(row, Mapping) else bad
-
-
-def _iter_table_rows(source: Any) -> Iterable[Any]:
-    """Return the rows of a list, a DataFrame or a `datasets.Dataset`. Raises: DataError for anything else."""
-    is_frame = hasattr(source, "to_dict") and hasattr(source, "columns")
-    if is_frame:
-        names = [str(name) for name in source.columns]
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise DataError(f"data: the DataFrame has the column '{twice[0]}' twice; rename one")
-        return map(_convert_frame_row, source.to_dict("records"))
-    if isinstance(source, Mapping):
-        if all(hasattr(part, "column_names") for part in source.values()) and source:
-            raise DataError(
-                f"data: holds the splits {', '.join(map(str, source))}; pass one, as data['{next(iter(source))}']"
-            )
-    elif hasattr(source, "column_names") and hasattr(source, "__iter__"):
-        return iter(source)
-    elif isinstance(source, Sequence):
-        return source
-    raise DataError(
-        "data: expected a JSONL or Parquet file, a list of rows, a pandas DataFrame or a datasets.Dataset, found "
-        f"{type(source).__name__}"
-    )
-
-
-def _convert_frame_row(row: Mapping[Any, Any]) -> Row:
-    """Convert the values of NumPy to Python's; a missing value (NaN, NaT, pandas.NA) is left out."""
-    values = {str(name): _convert_frame_value(value) for name, value in row.items()}
-    return {name: value for name, value in values.items() if not _is_missing(value)}
-
-
-def _convert_frame_value(value: Any) -> Any:
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array or a scalar of NumPy
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_convert_frame_value(item) for item in value]
-    if isinstance(value, Mapping):
-        return {name: _convert_frame_value(item) for name, item in value.items()}
-    return value
-
-
-def _is_missing(value: Any) -> bool:
-    if value is None or type(value).__name__ in ("NAType", "NaTType"):
-        return True
-    return isinstance(value, float) and math.isnan(value)
 
 
 def _compute_source_digest(source: RowSource, rows: Sequence[Row]) -> str:

@@ -355,6 +355,7 @@ class Prompts(Environment):
     def _read_usable_rows(self, read: Callable[..., PromptRows], *source: Any) -> PromptRows:
         """Read rows; refuse or skip, by `on_bad_row`, those that the verifier cannot use. Raises: RecordsError."""
         records = read(*source)
+        self._check_values_are_plain(records.rows)
         names = (name for row in records.rows for name in list_field_names(row))
         if self.check is not None and self._can_check_rows(tuple(dict.fromkeys(names))):
             key = f"{self._verifier_key} {self._target}"

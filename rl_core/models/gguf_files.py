@@ -12,6 +12,7 @@ import importlib.resources
 import io
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -71,16 +72,23 @@ def find_gguf_file(path: str | Path) -> Path | None:
     Returns: None if the path names something else.
     Raises: ModelError if a folder holds several, or the file is a part of a split one.
     """
-    source = Path(path).expanduser()
-    if source.is_dir():
-        files = sorted(source.glob("*.gguf"))
-        if not files or (source / "config.json").is_file():
+    source = Path(os.path.expanduser(path))  # Path.expanduser raises for a user that nobody knows
+    try:
+        is_folder = source.is_dir()
+        if not is_folder and not source.is_file():
+            return None
+        files = sorted(source.glob("*.gguf")) if is_folder else [source]
+        has_config = (source / "config.json").is_file()
+    except (OSError, ValueError):  # a name that is too long, a folder that may not be read
+        return None
+    if is_folder:
+        if not files or has_config:
             return None
         if len(files) > 1:
             names = ", ".join(file.name for file in files[:6])
             raise ModelError(f"'{path}' holds {len(files)} GGUF files ({names}); name one of them")
         source = files[0]
-    elif not source.is_file() or not _has_magic(source):
+    elif not _has_magic(source):
         return None
     if match := _SPLIT_FILE.search(source.name):
         raise ModelError(

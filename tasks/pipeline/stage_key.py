@@ -54,7 +54,7 @@ LAZY_PACKAGES = ("rl_core",)  # its strings name the whole public API, for lazy 
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("rl_core", "tasks")
-_SOURCES = (".py", ".c", ".h", ".csv")
+_SOURCES = (".py", ".c", ".h", ".csv", ".json")
 _IMPORT_STATEMENT = re.compile(
     r"^[ \t]*(?:from[ \t]+[\w.]+[ \t]+import[ \t]*(?:\([^)]*\)|[^\n(]*)|import[ \t]+[\w., \t]+)",
     re.M,
@@ -106,6 +106,7 @@ def list_project_sources() -> tuple[str, ...]:
             for package in _PACKAGES
             for suffix in _SOURCES
             for path in (_ROOT / package).rglob(f"*{suffix}")
+            if path.name != "metrics.json"  # the reference of metrics, which no result depends on
         )
     )
 

@@ -259,7 +259,11 @@ def _compare_with_start(
     gain = paired.success if row["knows_success"] else paired.reward
     if gain is None:
         return {}
-    return {GAIN: gain.difference, f"{GAIN}_low": gain.low, f"{GAIN}_high": gain.high}
+    return {
+        GAIN: gain.difference,
+        "gain_over_base_low": gain.low,
+        "gain_over_base_high": gain.high,
+    }
 
 
 def _describe_results(

@@ -21,6 +21,7 @@ MAX_NAME_LENGTH = 250
 # characters of the tag `result`, which the runs table and the live page show
 MAX_RESULT_LENGTH = 600
 ELLIPSIS = " …"
+_PASS_AT = re.compile(r"(pass)@(?=\d)")
 _CLAUSE_ENDS = ("; ", ". ")
 _MIN_SENTENCE_LENGTH = 12  # characters needed to recognise a truncated sentence
 
@@ -54,7 +55,8 @@ def sanitize_store_name(name: str) -> str:
 
 def build_metric_store_name(name: str) -> str:
     """Return a metric's name that the store accepts; names that it would change stay different from each other."""
-    return distinguish_name(sanitize_store_name(name), name, MAX_NAME_LENGTH)
+    known = _PASS_AT.sub(r"\1_", name)  # pass@4 has always been pass_4 there
+    return distinguish_name(sanitize_store_name(known), known, MAX_NAME_LENGTH)
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, str]:

@@ -13,6 +13,7 @@ stages:
     iterations: 4
     prompts_per_iteration: 1
     group_size: 2
+    entropy_coef: 0.01  # rewards are equal, and a run must learn something
     sampling: {max_completion_tokens: 4, slots: 4}
     checkpoint_every: 1
   evaluate: {episodes: 6, greedy: false, sampling: {max_completion_tokens: 4, slots: 8}}

@@ -52,7 +52,7 @@ def test_only_the_module_of_the_command_is_imported(run_python, arguments, loade
 def test_every_command_has_help_with_examples(capsys):
     names = list(COMMANDS)
     groups = [name for group in cli.COMMAND_GROUPS.values() for name in group]
-    assert names == groups and len(set(groups)) == len(groups) == 34
+    assert names == groups and len(set(groups)) == len(groups) == 35
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out

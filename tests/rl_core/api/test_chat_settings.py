@@ -106,14 +106,14 @@ def test_native_tools_are_in_the_prompt_of_rollouts_and_of_rows_alike() -> None:
     assert '"function": {"name": "zoom"' in subject.tokenizer.decode(prompt)
 
 
-XML = HERMES.replace(
+PRIVATE = HERMES.replace(
     '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>',
-    "<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>",
+    "[[{{ call.function.name }} {{ call.function.arguments | tojson }}]]",
 )
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"), [(XML, "'<function="), (DATED, "does not describe tools")]
+    ("template", "reason"), [(PRIVATE, r"'\[\["), (DATED, "does not describe tools")]
 )
 def test_native_tools_that_no_call_would_reach_are_refused(template: str, reason: str) -> None:
     subject = build_policy(template, native_tools=True)

@@ -387,9 +387,9 @@ def test_large_models_are_not_copied(monkeypatch):
 @pytest.mark.parametrize(
     ("measured", "reason"),
     [
-        ((0.0, 1.0, 0.5), "in a trial hidden states differed by 5.0e-01 of their size"),
+        ((0.0, 1.0, 0.5, 0.1), "in a trial hidden states differed by 5.0e-01 of their size"),
         (
-            (float("nan"), 1.0, 0.0),
+            (float("nan"), 1.0, 0.0, 0.0),
             "in a trial a sequence attended to the one before it in its row",
         ),
     ],

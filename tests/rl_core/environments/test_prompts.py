@@ -163,9 +163,8 @@ def test_an_object_or_list_is_no_right_answer(tmp_path, name):
     with pytest.raises(DataError, match=r"options.level: .* options.level: extra_info.question"):
         make_environment("prompts", {"path": path, "level": "extra_info", "target": "ability"})
     verifier = {"exact": {"column": "reward_model"}}
-    environment = make_environment("prompts", {"path": path, "verifier": verifier, "heldout": 0})
     with pytest.raises(DataError, match=r"'exact': .*name a field of it: .*ground_truth"):
-        environment.episode(0, "all").step("5")
+        make_environment("prompts", {"path": path, "verifier": verifier, "heldout": 0})
     accepted = written(tmp_path, "b" + name, [{"prompt": "a", "answer": ["b", "c"]}] * 2)
     with pytest.raises(DataError, match=r"column 'answer' of row 1 holds a list .*or to ''"):
         make_environment("prompts", {"path": accepted, "heldout": 0})

@@ -83,7 +83,7 @@ def test_heldout_rows_and_rows_in_memory(tmp_path):
     ("verifier", "row", "reason"),
     [
         ("exact", {"prompt": "p", "answer": " "}, "has no target to compare with"),
-        ("regex", {"prompt": "p", "answer": "a(b"}, "is no regular expression"),
+        ("regex", {"prompt": "p", "answer": "a(b"}, "is not a regular expression"),
         ("math", {"prompt": "p", "answer": ""}, "has no target to compare with"),
         ("code", {"prompt": "p", "tests": "add(1, 2)"}, "the test asserts nothing"),
     ],

@@ -31,7 +31,7 @@ class PackageIndex:
         self.num_downloads = 0
 
     def run_pip(self, command, **options):
-        assert command[1:4] == ["-m", "pip", "download"] and "--no-deps" in command
+        assert command[1:5] == ["-P", "-m", "pip", "download"] and "--no-deps" in command
         if not self.answers:
             return subprocess.CompletedProcess(command, 1, "", "line\nERROR: no such package\n")
         self.num_downloads += 1

@@ -263,7 +263,9 @@ def test_if_all_recorded_answers_are_wrong_only_fresh_ones_teach(tmp_path):
             before = measure_right_share(worker.learner.model)
             run_to_end(worker)
             shares[samples] = measure_right_share(worker.learner.model) - before
-            assert worker.learner.num_taken == worker.updates > 15
+            assert worker.updates > 15
+            # equal rewards of a request teach nothing, so no such update is taken
+            assert (worker.learner.num_taken > 10) == (samples > 0)
             assert (worker.collect_metrics().get("online/fresh/rollouts", 0.0) > 0) == (samples > 0)
     assert abs(shares[0]) < 0.02 and shares[8] > 0.2
 

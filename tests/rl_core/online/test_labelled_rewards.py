@@ -215,7 +215,7 @@ def test_an_experience_that_cannot_be_scored_gives_a_reason_and_changes_no_state
         for _ in range(2)
     )
     tables = ExperienceScorer(rewards, None).score_experiences([(served, good), (served, bad)])
-    assert isinstance(tables[1], str) and "holds no number" in tables[1]
+    assert isinstance(tables[1], str) and "is not one number" in tables[1]
     expected = ExperienceScorer(alone, None).score_experiences([(served, good)])[0]
     assert (
         np.array_equal(tables[0].totals_R, expected.totals_R)

@@ -48,7 +48,9 @@ def test_every_logged_name_is_documented_and_the_other_way_round():
 def test_the_reasons_and_signals_are_those_of_the_code():
     documented = list_documented()
     for signal in ALARM_DIRECTIONS:
-        assert {f"online/drift/{signal}", f"online/drift/{signal}_level"} <= documented
+        assert {
+            f"online/drift/{signal}{suffix}" for suffix in ("", "_level", "_limit")
+        } <= documented
     writer = (ROOT / "rl_core/online/experience_writer.py").read_text()
     buffer = (ROOT / "rl_core/online/experience_buffer.py").read_text()
     reader = (ROOT / "rl_core/online/experience_reader.py").read_text()
@@ -61,7 +63,9 @@ def test_the_reasons_and_signals_are_those_of_the_code():
             *re.findall(r'_evict_slot\(.*, "(\w+)"\)', buffer),
             *_list_returned(buffer),
         },
-        "refused": set(re.findall(r'"(\w+)": 0', re.search(r"self\.refused = .*", update)[0])),
+        "refused": set(
+            re.findall(r'"(\w+)"', re.search(r"self\.refused = dict\.fromkeys\(\(.*", update)[0])
+        ),
     }
     for group, names in cases.items():
         prefix = f"online/{group}/"

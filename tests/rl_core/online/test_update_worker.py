@@ -276,7 +276,7 @@ def test_a_label_that_no_component_can_use_affects_no_other_experience(tmp_path)
     ]
     with make_worker_with_records(tmp_path, records, worker_settings) as worker:
         run_to_end(worker)
-        assert worker.counts["unscorable"] == 1 and worker.learner.num_taken == 1
+        assert worker.counts["unscorable"] == 1 and worker.updates == 1
         assert {request for request in worker.last_report.requests} == {"r1"}
         assert worker.buffer.errors[worker.buffer.slots_by_request["r0"]] == 0.0
 

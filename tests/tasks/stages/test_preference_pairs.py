@@ -63,7 +63,11 @@ def build_pairs(monkeypatch, tmp_path):
         monkeypatch.setattr(
             preference_pairs, "build_pipeline_environment", lambda pipeline, data: environment
         )
-        tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+        tokenizer = SimpleNamespace(
+            decode=lambda ids, **_: "".join(map(chr, ids)),
+            encode=lambda text, **_: list(map(ord, text)),
+            get_vocab=dict,
+        )
         policy = SimpleNamespace(backend=lambda: None, renderer=None, tokenizer=tokenizer)
         monkeypatch.setattr(preference_pairs, "load_frozen_policy", lambda model, pipeline: policy)
         monkeypatch.setattr(preference_pairs, "collect_rollouts", collect)

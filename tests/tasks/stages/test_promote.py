@@ -54,6 +54,7 @@ def store_evaluation(folder, **outcomes):
     folder.mkdir(exist_ok=True)
     rows = {name: result.to_json() for name, result in outcomes.items()}
     (folder / "evaluation.json").write_text(json.dumps(rows))
+    (folder / "summary.json").write_text(json.dumps({"models": {}}))
     return StageResult("evaluate", str(folder), "d", "k", False, 1.0, "r", {})
 
 
@@ -207,7 +208,7 @@ def test_the_review_lists_the_attempts_before(tmp_path, monkeypatch):
     shown = []
     registry = Registry(ModelVersion("m", 3, "r", None))
 
-    def explained(context, ours, theirs, verdict, attempt, *, report):
+    def explained(context, ours, theirs, start, verdict, attempt, *, report):
         shown.append(promote._list_shared_attempts(context, attempt))
 
     monkeypatch.setattr(promote, "_write_evidence", explained)
