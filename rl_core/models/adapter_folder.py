@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,12 @@ class StoredAdapter:
 
 def is_adapter_folder(path: str | Path) -> bool:
     """Return whether a path is a folder with an adapter alone; a folder with a config.json is a model."""
-    folder = Path(path).expanduser()
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    folder = Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
+    try:
+        has_adapter = (folder / ADAPTER_CONFIG).is_file()
+        return has_adapter and not (folder / "config.json").is_file()
+    except (OSError, ValueError):  # a name that is too long, a folder that may not be read
+        return False
 
 
 def read_adapter_folder(path: str | Path) -> StoredAdapter:
@@ -45,7 +50,7 @@ def read_adapter_folder(path: str | Path) -> StoredAdapter:
 
     Raises: ModelError if it cannot be read, is no LoRA of a language model, or its weights or base are missing.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     file = folder / ADAPTER_CONFIG
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
@@ -69,7 +74,7 @@ def read_adapter_folder(path: str | Path) -> StoredAdapter:
         raise ModelError(
             f"'{file}' does not say which model the adapter is for; set base_model_name_or_path to its folder"
         )
-    for candidate in (Path(base).expanduser(), folder / base):
+    for candidate in (Path(os.path.expanduser(base)), folder / base):
         if candidate.is_dir():
             return StoredAdapter(folder, str(candidate), values)
     if base.startswith((".", "/", "~")) or base.count("/") > 1:

@@ -169,6 +169,7 @@ def _surround(request: dict[str, Any]) -> None:
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
+    tempfile.gettempdir()  # chosen before the audit hook asks for it, which the search would call within its lock
 
 
 def _run_child(request: dict[str, Any], reply: int) -> None:

@@ -229,6 +229,8 @@ def test_every_row_is_logged_by_something(names):
     for row in ROWS:
         if any(is_match(row, name) and find_metric(name) is row for name in names):
             continue
+        if row.name.startswith("online/"):
+            continue  # compared with the sources both ways in test_online_metric_names.py
         last = row.name.rpartition("/")[2]
         pieces = [piece for piece in FIELD.split(last) if piece]
         if row.name.startswith("perf/"):

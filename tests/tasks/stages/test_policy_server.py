@@ -14,9 +14,7 @@ from tasks.stages import policy
 
 OPTIONS = {
     "rewards": {"task": 1.0, "length": 0.1},
-    "reward_options": {
-        "length": {"free": 0, "limit": 32}
-    },
+    "reward_options": {"length": {"free": 0, "limit": 32}},
     "entropy_coef": 0.01,  # rewards are equal, and a run must learn something
     "iterations": 3,
     "checkpoint_every": 1,
