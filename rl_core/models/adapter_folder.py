@@ -31,7 +31,7 @@ class StoredAdapter:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the tokenizer is stored with the adapter."""
+        """True if the tokenizer is stored with the adapter."""
         return (self.path / "tokenizer_config.json").is_file()
 
 

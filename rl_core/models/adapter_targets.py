@@ -50,7 +50,7 @@ class AdapterTargets:
 
     @property
     def is_all_linear(self) -> bool:
-        """Whether peft chooses the layers itself."""
+        """True if peft chooses the layers."""
         return self.modules == ALL_LINEAR
 
 

@@ -38,7 +38,7 @@ _CONVERSION_WAIT_S = 1800.0  # of another process that converts the same file
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What the header of a GGUF file says about its model."""
+    """Description of the model in the header of a GGUF file."""
 
     architecture: str  # as llama.cpp names it: llama, qwen2
     pre_tokenizer: str | None  # as llama.cpp names it: smollm, qwen2; None = a SentencePiece model
@@ -109,7 +109,7 @@ def _has_magic(file: Path) -> bool:
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read what the header of a GGUF file says.
+    """Read the description of the model in the header of a GGUF file.
 
     Raises: ModelError if the file cannot be read, or the package `gguf` is not installed.
     """

@@ -71,7 +71,7 @@ class SamplerProbe:
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """How far a sampler's log-probs are from the trainer's on the tokens that it drew, in nats."""
+    """Difference of a sampler's log-probs from the trainer's on the sampled tokens, in nats."""
 
     largest: float
     mean: float  # of the absolute differences

@@ -236,7 +236,7 @@ class Settings(metaclass=_SettingsType):
 
 
 class StartingModel(Protocol):
-    """What decides the defaults: a `ModelSettings`."""
+    """Part of `ModelSettings` that decides the defaults."""
 
     @property
     def path(self) -> str | None:

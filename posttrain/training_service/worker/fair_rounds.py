@@ -48,7 +48,7 @@ class ExecutionRound:
 
 @dataclass(slots=True)
 class _Owner:
-    """What is known of an owner."""
+    """Presence and recent share of one owner."""
 
     last_seen: float  # when it last had a ready request
     interval: float = MAX_PRESENCE_SECONDS / 3  # seconds between its requests, moving average
