@@ -226,7 +226,7 @@ def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
         return name
     path = finder.find_path(name)
     if path is None:
-        if not _HUB_NAME.fullmatch(name):
+        if not _HUB_NAME.fullmatch(name) or name.lower().endswith(".gguf"):
             tried = " and ".join(str(candidate) for candidate in finder.list_candidates(name))
             text = f"{name!r} is neither a model folder (looked at {tried}) nor a hub name; give one of the two"
             finder.report(key, f"{text}, or models:/NAME@ALIAS")

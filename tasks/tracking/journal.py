@@ -216,14 +216,15 @@ def find_metric_points(
 ) -> dict[str, tuple[int, int]]:
     """Find the point (step, time in ms) of a run's curve that each metric of its model belongs to.
 
-    It is the newest point of that value, which logging again leaves unchanged. A value that the curve lacks, such as a
-    mean over steps, gets the last step, just before its point. Without a curve: the run's last step.
+    It is the newest point of that value, which logging again leaves unchanged. A metric without a curve gets the run's
+    last step. A value that its curve lacks, such as a mean over steps, is left out: the store would add a second point
+    at a step.
 
     Args:
         step, time_ms: for a run without metrics.
     """
     exact: dict[str, tuple[int, int]] = {}
-    last_of: dict[str, tuple[int, int]] = {}
+    curves: set[str] = set()
     last = (step, time_ms)
     for record, _ in read_lines(build_metrics_path(folder)):
         point = (int(record.get("step", step)), int(record.get("time", time_ms)))
@@ -231,12 +232,10 @@ def find_metric_points(
             if name.startswith("system/"):
                 continue
             last = max(last, point)
-            if name in metrics:
-                last_of[name] = max(last_of.get(name, point), point)
-                if float(value) == metrics[name]:
-                    exact[name] = point
-    before = {name: (point[0], point[1] - 1) for name, point in last_of.items()}
-    return {name: exact.get(name) or before.get(name) or last for name in metrics}
+            curves.add(name)
+            if name in metrics and float(value) == metrics[name]:
+                exact[name] = point
+    return {name: exact.get(name, last) for name in metrics if name in exact or name not in curves}
 
 
 @dataclass

@@ -285,7 +285,8 @@ def register_logged_model(
 
     A killed attempt is continued: the same model from the same run is one model, and its metrics are logged once.
     Args:
-        points: (step, time in ms) of each metric in the run's curves; MLflow logs it there as well.
+        points: (step, time in ms) of each metric in the run's curves, where MLflow logs it as well; others are left
+            out.
         scratch: folder for temporaries.
     """
     check_model_registration(folder, kind, registered_name)
@@ -414,6 +415,7 @@ def _attach_to_run(
             model_id=model_id,
         )
         for name, value in metrics.items()
+        if name in points
     ]
     if entries:
         store.client.log_batch(run_id, metrics=entries, synchronous=True)

@@ -200,3 +200,12 @@ def test_named_models_are_complete():
         assert len(model.sha256) == 64 and model.file.endswith(".gguf")
         assert model.config["max_position_embeddings"] > 0
         json.dumps(model.config)
+
+
+def test_a_missing_file_is_no_hub_name(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        f"name: tiny\noutput: {tmp_path}/out\nmodel: {{path: missing.gguf}}\n"
+        "environment: {name: arithmetic}\nstages: {policy: {algorithm: grpo}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"'missing\.gguf' is neither a model folder"):
+        load_settings(tmp_path / "run.yaml")
