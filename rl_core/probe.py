@@ -51,6 +51,9 @@ class PolicyDivergence:
 
     entropy: float
     kl: float | None  # None without a reference
+    reference_nll: (
+        float  # of the sampled tokens under the reference, or under the model without one
+    )
     entropy_by_turn: list[float]
     kl_by_turn: list[float]
 
@@ -88,6 +91,9 @@ def probe_model(
         demonstrations=num_demonstrations,
         entropy=divergence.entropy if divergence else None,
         kl_to_first=(divergence.kl if first else 0.0) if divergence else None,
+        perplexity_under_first=math.exp(min(divergence.reference_nll, 700.0))
+        if divergence
+        else None,
         coherence=coherence_score,
         trajectories=len(rollouts),
         entropy_by_turn=divergence.entropy_by_turn if divergence else [],
@@ -138,7 +144,8 @@ def measure_divergence(
 ) -> PolicyDivergence | None:
     """Measure the entropy of `model` and KL(model || reference) at every sampled token, exactly over the vocabulary.
 
-    H = -sum_v p log p, KL = sum_v p (log p - log q), both at temperature 1 regardless of the sampling temperature.
+    H = -sum_v p log p, KL = sum_v p (log p - log q), NLL of a sampled token y = -log q(y), or -log p(y) without a
+    reference; all at temperature 1 regardless of the sampling temperature.
     Returns: None without rollouts.
     """
     if not rollouts:
@@ -147,31 +154,39 @@ def measure_divergence(
 
     def measure_batch(
         batch: TrainBatch,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[int]]:
         batch = batch.to(device)
         chunks = iter_next_token_logprobs(model, batch)
         ref_chunks = iter_next_token_logprobs(reference, batch) if reference is not None else None
-        entropies, kls = [], []
+        ids_N = batch.input_ids_BS[batch.loss_mask_BS]
+        entropies, kls, nlls, start = [], [], [], 0
         for log_p_CV in chunks:
             entropies.append(token_entropy(log_p_CV).cpu())
+            log_q_CV = log_p_CV
             if ref_chunks is not None:
-                kls.append(exact_forward_kl(log_p_CV, next(ref_chunks)).cpu())
-        return entropies, kls, batch.rows
+                log_q_CV = next(ref_chunks)
+                kls.append(exact_forward_kl(log_p_CV, log_q_CV).cpu())
+            ids_C1 = ids_N[start : start + len(log_q_CV), None]
+            nlls.append(-log_q_CV.gather(1, ids_C1).squeeze(1).cpu())
+            start += len(log_q_CV)
+        return entropies, kls, nlls, batch.rows
 
     with use_eval_mode(model), use_eval_mode(reference or model):
         batches = build_batches(list(rollouts), MAX_TOKENS, pad_id)
         measured = MemoryFit("entropy and KL").compute_batches(batches, measure_batch)
     turns: list[int] = []
-    for row in (row for _, _, rows in measured for row in rows):
+    for row in (row for *_, rows in measured for row in rows):
         spans = find_turn_spans(rollouts[row].loss_mask)
         turns += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]
     turns_N = torch.tensor(turns)
-    entropy_N = torch.cat([chunk for entropies, _, _ in measured for chunk in entropies])
-    kl_chunks = [chunk for _, kls, _ in measured for chunk in kls]
+    entropy_N = torch.cat([chunk for entropies, *_ in measured for chunk in entropies])
+    kl_chunks = [chunk for _, kls, _, _ in measured for chunk in kls]
+    nll_N = torch.cat([chunk for _, _, nlls, _ in measured for chunk in nlls])
     kl_N = torch.cat(kl_chunks) if kl_chunks else None
     return PolicyDivergence(
         entropy=float(entropy_N.double().mean()),
         kl=float(kl_N.double().mean()) if kl_N is not None else None,
+        reference_nll=float(nll_N.double().mean()),
         entropy_by_turn=_compute_turn_means(entropy_N, turns_N),
         kl_by_turn=_compute_turn_means(kl_N, turns_N) if kl_N is not None else [],
     )

@@ -18,10 +18,12 @@ METRICS = (
     ("coherent_rate", "No repetition or retraction", "{:.1%}"),
     ("coherence", "Coherence", "{:.3f}"),
     ("distinct_2", "Diversity (distinct-2)", "{:.3f}"),
+    ("same_opening_rate", "Most frequent opening", "{:.1%}"),
     ("strategy_entropy", "Strategy entropy (nats)", "{:.2f}"),
     ("nll_per_token", "NLL of own tokens (nats)", "{:.3f}"),
     ("entropy", "Entropy (nats per token)", "{:.3f}"),
     ("kl_to_first", "KL from the first model (nats per token)", "{:.3f}"),
+    ("perplexity_under_first", "Fluency (perplexity under the first model)", "{:.2f}"),
     ("perplexity", "Perplexity of held-out demonstrations", "{:.3f}"),
 )
 
@@ -92,12 +94,19 @@ GLOSSARY = (
     (
         "Diversity",
         "distinct-2: distinct word bigrams over all bigrams, in the actions of up to 1,000 episodes of each model. "
+        "Most frequent opening: the share of these episodes whose actions begin with the same three words. "
         "Strategy entropy: of the distribution of tool sequences.",
     ),
     (
         "Entropy and KL",
         "At every sampled token, over the model's own episodes, teacher-forced on the sampled tokens, "
         "exact over the vocabulary at temperature 1: H = -sum p log p; KL(model || first) = sum p (log p - log q).",
+    ),
+    (
+        "Fluency",
+        "exp of the mean nats per sampled token of the model's own episodes under the first model, teacher-forced at "
+        "temperature 1. Far above the first model's own value: text that the first model finds strange, as of a policy "
+        "that pleases its reward; far below: stock phrases.",
     ),
     (
         "Perplexity",

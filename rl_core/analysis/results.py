@@ -197,6 +197,9 @@ class ModelProbeResult:
     kl_to_first: float | None = (
         None  # KL(model || first model), nats per sampled token, over the same trajectories
     )
+    perplexity_under_first: float | None = (
+        None  # exp of the mean nats per sampled token under the first model, over the same trajectories
+    )
     coherence: float | None = (
         None  # mean score of the reward component `coherence`, on the first model's hidden states
     )
@@ -206,7 +209,7 @@ class ModelProbeResult:
 
     def collect_metrics(self) -> dict[str, float]:
         """Return scalars for tracking and tables."""
-        names = ("perplexity", "entropy", "kl_to_first", "coherence")
+        names = ("perplexity", "entropy", "kl_to_first", "perplexity_under_first", "coherence")
         return {name: float(value) for name in names if (value := getattr(self, name)) is not None}
 
     def to_json(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Suffixes on arrays: E episodes, K samples of one episode, U distinct values.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -395,6 +396,16 @@ def compute_distinct_words(texts: Iterable[str], n: int) -> float:
     Source: Li et al. 2016, arXiv:1510.03055, section 5.1 (distinct-1, distinct-2).
     """
     return compute_distinct_ngrams((text.split() for text in texts), n)
+
+
+def compute_same_opening_rate(texts: Sequence[str], words: int = 3) -> float:
+    """Compute the share of texts that begin with the most frequent opening, ignoring case and marks; 0 without any.
+
+    Args:
+        words: length of an opening; a shorter text is an opening of its own length.
+    """
+    openings = Counter(tuple(re.findall(r"\w+", text.lower())[:words]) for text in texts)
+    return max(openings.values()) / len(texts) if openings else 0.0
 
 
 def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> StepLoop | None:

@@ -16,7 +16,12 @@ from itertools import pairwise
 from typing import Any
 
 from rl_core.analysis.custom_metrics import CustomMetric
-from rl_core.analysis.statistics import compute_distinct_words, compute_entropy, find_loop
+from rl_core.analysis.statistics import (
+    compute_distinct_words,
+    compute_entropy,
+    compute_same_opening_rate,
+    find_loop,
+)
 from rl_core.analysis.trajectories import build_action_key, build_state_key
 from rl_core.data.model_text import strip_thought
 from rl_core.environments.calculator import extract_solution_final, is_same_number
@@ -134,7 +139,7 @@ MAX_NAMES = 256  # distinct tools or strategies counted by name; further ones co
 OTHER_NAME = "(other)"
 NO_CALL = "(no tool)"  # misuse by text that names no tool
 RESERVOIR_SIZE = 5000  # reservoir size per distribution: quantile error at most about 0.7 percentage points (1 sd)
-DIVERSITY_SAMPLE_SIZE = 1000  # trajectories used for distinct-n, the same number for every model
+DIVERSITY_SAMPLE_SIZE = 1000  # trajectories used for diversity, the same number for every model
 
 
 @dataclass
@@ -356,6 +361,7 @@ class TrajectorySummary:
             "contradictions_mean": counts["taken_back"] / total,
             "distinct_1": compute_distinct_words(self._actions.items, 1),
             "distinct_2": compute_distinct_words(self._actions.items, 2),
+            "same_opening_rate": compute_same_opening_rate(self._actions.items),
             "strategy_entropy": compute_entropy(self.strategies.values()),
             "nll_per_token": self._nll / tokens,
             **({"rapr": counts["visual"] / total} if self._has_image else {}),

@@ -31,6 +31,18 @@ def build_rollouts():
     return created
 
 
+def compute_nll_by_brute_force(model):
+    """Compute the mean NLL of the sampled tokens, one token at a time."""
+    nlls = []
+    for rollout in build_rollouts():
+        ids = [*rollout.prompt_ids, *rollout.completion_ids]
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+        for place, sampled in enumerate(rollout.loss_mask, len(rollout.prompt_ids)):
+            nlls += [-float(log_p[place - 1, ids[place]])] if sampled else []
+    return sum(nlls) / len(nlls)
+
+
 def compute_by_brute_force(model, reference):
     """Compute (entropy, KL, turn) at every sampled token, one sequence at a time."""
     model.eval()
@@ -58,6 +70,11 @@ def test_entropy_and_kl_agree_with_brute_force():
     rows = compute_by_brute_force(model, other)
     assert len(rows) == 8
     assert actual.entropy == pytest.approx(sum(h for h, _, _ in rows) / 8, abs=1e-5)
+    # of the reference: is the text of one model ordinary to the other?
+    assert actual.reference_nll == pytest.approx(compute_nll_by_brute_force(other), abs=1e-5)
+    alone = measure_divergence(model, None, build_rollouts(), PAD)
+    assert alone.reference_nll == pytest.approx(compute_nll_by_brute_force(model), abs=1e-5)
+    assert abs(alone.reference_nll - actual.reference_nll) > 0.01
     assert actual.kl == pytest.approx(sum(kl for _, kl, _ in rows) / 8, abs=1e-6) and actual.kl > 0
     for turn in range(3):
         chosen = [(h, kl) for h, kl, t in rows if t == turn]
@@ -173,3 +190,4 @@ def test_states_and_kl_are_the_first_models(subject):
     assert alone.coherence == pytest.approx(expected["own"], abs=1e-6) and alone.kl_to_first == 0.0
     spread = measure_divergence(subject.model, first.model, played, subject.renderer.pad_id)
     assert (actual.entropy, actual.kl_to_first) == (spread.entropy, spread.kl) and spread.kl > 0
+    assert actual.perplexity_under_first == pytest.approx(math.exp(spread.reference_nll))

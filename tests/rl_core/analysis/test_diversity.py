@@ -9,6 +9,7 @@ from rl_core.analysis.statistics import (
     bootstrap_ratio,
     compute_distinct_ngrams,
     compute_distinct_words,
+    compute_same_opening_rate,
     compute_self_bleu,
 )
 from rl_core.errors import DataError
@@ -19,6 +20,13 @@ def test_distinct_ngrams_by_hand():
     assert compute_distinct_ngrams(["abab", "bc"], 2) == 3 / 4
     assert compute_distinct_ngrams([[1], [2]], 2) == 0.0
     assert compute_distinct_words(["a b a b", "b c"], 2) == 3 / 4
+
+
+def test_same_opening_rate_by_hand():
+    texts = ["A stone is hard.", "a stone, IS old", "A stone was here.", "A stone", "Why?"]
+    assert compute_same_opening_rate(texts) == 2 / 5  # a stone is
+    assert compute_same_opening_rate(texts, words=2) == 4 / 5
+    assert compute_same_opening_rate(["", "", "x"]) == 2 / 3 and compute_same_opening_rate([]) == 0
 
 
 def test_self_bleu_by_hand():
