@@ -203,7 +203,8 @@ def convert_gguf_file(file: Path, folder: Path) -> None:
         ) from error
 
     def write_model(target: Path) -> None:
-        model.save_pretrained(target)
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+            model.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
     publish_folder(

@@ -94,13 +94,37 @@ def _run_analysis(context: StageContext) -> dict[str, Any]:
     for path in result.files:
         if path.suffix == ".png":
             context.pipeline_run.parent.log_artifact(path, "figures")
-    note = "; ".join([f"report.html compares {', '.join(trajectories)}", *result.notes])
+    compared = f"report.html compares {', '.join(trajectories)}"
+    note = "; ".join([compared, *describe_text_changes(result.summary), *result.notes])
     return {
         "rows": result.summary,
         "report": result.report.name,
         "note": note,
         "metrics": result.metrics,
     }
+
+
+def describe_text_changes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe fluency and diversity of every model's text, with the start model's values in brackets.
+
+    Args:
+        rows: of the summary, one a model, the first model first; [] is returned unless it is the start model.
+    """
+    if not rows or rows[0]["model"] != START_MODEL:
+        return []
+    start, texts = rows[0], []
+    for row in rows[1:]:
+        parts = [
+            f"{words} {row[name]:{form}} ({start[name]:{form}})"
+            for name, words, form in (
+                ("perplexity_under_first", f"perplexity under {START_MODEL}", ".2f"),
+                ("distinct_2", "distinct-2", ".3f"),
+                ("same_opening_rate", "most frequent opening", ".1%"),
+            )
+            if row.get(name) is not None and start.get(name) is not None
+        ]
+        texts.append(f"text of {row['model']} (of {START_MODEL}): {', '.join(parts)}")
+    return texts
 
 
 def log_analysis(run: RunTracker, result: AnalysisResult) -> None:

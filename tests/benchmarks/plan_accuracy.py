@@ -1,6 +1,6 @@
-"""Memory and time that `posttrain plan` predicts against measured ones: stages of 1M to 100M parameters.
+"""Memory and time that `posttrain plan` predicts against measured ones: stages of 1M to 500M parameters.
 
-    python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases sft-1M,...|known|blind]
+    python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases SET|CASE,...]
 
 Without --machine the machine is calibrated first (DIR/machine.yaml). Each case is a fresh process that loads its model
 from a folder and takes some optimizer steps or iterations; memory is its peak resident memory (VmHWM), time the median
@@ -44,8 +44,10 @@ SHAPES = {
         3,
         1536,
     ),  # SmolLM2-135M, whose vocabulary is 49,152 and whose embedding is tied
+    360: (960, 32, 15, 5, 2560),  # SmolLM2-360M, the same vocabulary
+    500: (896, 24, 14, 2, 4864),  # Qwen2.5-0.5B, whose vocabulary is 151,936
 }
-TIED = (135,)
+TIED = (135, 360, 500)
 TRAINED = dict(learning_rate=1e-5, warmup_steps=0)
 ROLLED = dict(
     TRAINED,
@@ -122,8 +124,22 @@ KNOWN_REAL = {
     "dpo-135M": make_case("preference", 135, **{**REAL, "batch_size": 2}),
     "grpo-135M": make_case("policy", 135, **ROLLED_REAL),
 }
+# Chosen before anything of them was measured.
+BLIND_REAL = {
+    "sft-135M-long": make_case("sft", 135, **{**REAL, "length": 512, "batch_size": 2}),
+    "sft-135M-lora-long": make_case("sft", 135, **{**REAL, "length": 512}, lora=True),
+    "sft-360M": make_case("sft", 360, **{**REAL, "length": 128}),
+    "sft-360M-lora": make_case("sft", 360, **{**REAL, "length": 128}, lora=True),
+    "sft-500M-lora": make_case("sft", 500, vocabulary=151936, length=128, batch_size=2, lora=True),
+    "reward-135M": make_case("reward_model", 135, **{**REAL, "batch_size": 2}),
+    "dpo-135M-lora": make_case("preference", 135, **{**REAL, "batch_size": 2}, lora=True),
+    "grpo-135M-kl": make_case("policy", 135, **ROLLED_REAL, kl_coef=0.05),
+    "grpo-135M-lora": make_case("policy", 135, **ROLLED_REAL, lora=True),
+    "ppo-135M": make_case("policy", 135, **ROLLED_REAL, algorithm="ppo"),
+}
 STEPS = 3  # of a case, the first of which is not timed
-EVERY = {**CASES, **BLIND, **KNOWN_REAL}
+SETS = {"known": CASES, "blind": BLIND, "known-real": KNOWN_REAL, "blind-real": BLIND_REAL}
+EVERY = {name: case for cases in SETS.values() for name, case in cases.items()}
 CLOCK = "process_time"  # with one thread what the wall clock shows on a machine without other work
 
 
@@ -131,7 +147,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--machine", type=Path)
-    parser.add_argument("--cases", default="known", help="known, blind, or names")
+    parser.add_argument("--cases", default="known", help=f"{', '.join(SETS)}, or names")
     parser.add_argument("--table", type=Path)
     parser.add_argument("--measure", metavar="CASE", help="take one case's steps in this process")
     options = parser.parse_args()
@@ -144,9 +160,7 @@ def main():
     if not machine.exists():
         run_python(build_calibration_command(machine), 1)
     rows, failures = [], 0
-    for name in {"known": CASES, "blind": BLIND, "known-real": KNOWN_REAL}.get(
-        options.cases
-    ) or options.cases.split(","):
+    for name in SETS.get(options.cases) or options.cases.split(","):
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         try:
             build_model(EVERY[name], output)

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.errors import DataError
-from tasks.stages.analyze import find_trajectories
+from tasks.stages.analyze import describe_text_changes, find_trajectories
 from tasks.tracking.journal import LineLog, build_events_path
 
 
@@ -75,3 +75,19 @@ def test_none_is_an_error_that_says_where_it_looked(tmp_path):
     touch(tmp_path / "0123" / "evaluation.json")
     with pytest.raises(DataError, match=rf"{tmp_path}: contains no trajectories\*\.jsonl"):
         find_trajectories([tmp_path])
+
+
+def test_the_note_compares_texts_with_those_of_the_start_model():
+    start = {"perplexity_under_first": 5.892, "distinct_2": 0.81, "same_opening_rate": 0.07}
+    policy = {"perplexity_under_first": 9.429, "distinct_2": 0.739, "same_opening_rate": 0.15}
+    rows = [{"model": "base", **start}, {"model": "policy", **policy}]
+    assert describe_text_changes(rows) == [
+        "text of policy (of base): perplexity under base 9.43 (5.89), distinct-2 0.739 (0.810), "
+        "most frequent opening 15.0% (7.0%)"
+    ]
+    del rows[1]["perplexity_under_first"]  # the model could not be read
+    assert describe_text_changes(rows) == [
+        "text of policy (of base): distinct-2 0.739 (0.810), most frequent opening 15.0% (7.0%)"
+    ]
+    assert describe_text_changes([{"model": "sft", **start}, rows[1]]) == []  # no start model
+    assert describe_text_changes([]) == []
