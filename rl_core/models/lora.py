@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from rl_core.settings import LoraSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+# peft reads the former name of a property of transformers; no user can change that.
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
 _QUANTIZED_KINDS = (
     "Params4bit",
