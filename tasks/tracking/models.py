@@ -3,8 +3,8 @@
 MLflow's `transformers.save_model` loads the weights to write them again, asks the hub for a licence, and refuses a
 folder with transformers 5.23. Therefore the flavor's description is written here, around hard links to the files as the
 stage published them. `mlflow.transformers.load_model`, `mlflow.pyfunc.load_model` and `from_pretrained` on `model/` all
-read the result. With a chat template, `pyfunc` and `mlflow models serve` take messages and render them with it: a policy
-is MLflow's task llm/v1/chat, a reward model is scored by `tasks/tracking/reward_scoring.py`.
+read the result. With a chat template, `pyfunc` and `mlflow models serve` take messages and render them: a policy is
+MLflow's task llm/v1/chat, a reward model is scored by `tasks/tracking/reward_scoring.py`.
 
     MLmodel  requirements.txt  python_env.yaml  conda.yaml  input_example.json  serving_input_example.json
     model/                 config.json, *.safetensors, tokenizer files, ...: the stage's folder
