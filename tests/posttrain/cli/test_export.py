@@ -15,11 +15,13 @@ class SilentHub:
     """A server on loopback that closes every connection unanswered, and counts them."""
 
     def __enter__(self):
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(handler):
-                self.num_connections += 1
-
+        hub = self
         self.num_connections = 0
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self):
+                hub.num_connections += 1
+
         self.server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
