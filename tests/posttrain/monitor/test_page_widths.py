@@ -1,16 +1,13 @@
 """Live page in a real browser: six widths, light and dark, addresses that name a run and a tab."""
 
-import contextlib
 import importlib.util
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT, chromium
-from helpers.monitor_runs import make_run
+from helpers import chromium
+from helpers.monitor_runs import make_run, run_page
 
 from posttrain.monitor.charts import PageSelection
 from posttrain.monitor.reader import RunReader
@@ -39,35 +36,6 @@ TOP = "Math.round(document.querySelector('.pt-tabs').getBoundingClientRect().top
 
 
 SERVER: list[int] = []  # its process id
-
-
-@contextlib.contextmanager
-def run_page(output, port):
-    """Run the page of a folder; yield its address and process id."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "posttrain.cli.main",
-            "monitor",
-            "--output",
-            str(output),
-            "--port",
-            str(port),
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process.stdout.readline().split()[1], process.pid
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
 
 
 @pytest.fixture(scope="module")
