@@ -144,8 +144,13 @@ def test_settings_from_a_dict_are_those_from_objects(policy, tmp_path):
     stage = rl_core.CurriculumStage(
         name="a", levels={"easy": 1.0}, exit_conditions=(rl_core.ExitCondition(metric="x"),)
     )
-    expected = rl_core.PolicySettings(curriculum=(stage,), replay=rl_core.ReplaySettings(share=0.5))
-    assert rl_core.PolicySettings(curriculum=stages, replay={"share": 0.5}) == expected
+    expected = rl_core.PolicySettings(
+        curriculum=(stage,), replay=rl_core.ReplaySettings(share=0.5), importance="token"
+    )
+    assert (
+        rl_core.PolicySettings(curriculum=stages, replay={"share": 0.5}, importance="token")
+        == expected
+    )
     assert dataclasses.replace(rl_core.PolicySettings(), curriculum=tuple(stages)).curriculum == (
         stage,
     )
