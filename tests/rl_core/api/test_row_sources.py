@@ -158,8 +158,10 @@ def test_settings_from_a_dict_are_those_from_objects(policy, tmp_path):
     lora = {"rank": 2, "target_modules": ["q_proj"]}
     model = {"path": str(folder), "lora": lora, "device": "cpu"}
     training = rl_core.sft(model, CONVERSATIONS, settings={"epochs": 1}, output=tmp_path / "out")
-    settings = training.policy.origin
-    assert settings == rl_core.ModelSettings(
+    (config,) = training.model.peft_config.values()
+    assert config.r == 2 and set(config.target_modules) == {"q_proj"}
+    origin = rl_core.load_policy(model).origin
+    assert origin == rl_core.ModelSettings(
         path=str(folder),
         lora=rl_core.LoraSettings(rank=2, target_modules=("q_proj",)),
         device="cpu",
@@ -179,7 +181,7 @@ def test_settings_from_a_dict_are_those_from_objects(policy, tmp_path):
         rl_core.reward_model(model, PAIRS)
     start = {"path": str(folder), "device": "cpu"}
     scored = rl_core.reward_model(start, PAIRS, settings={"epochs": 1})
-    assert scored.policy.origin == rl_core.ModelSettings(path=str(folder), device="cpu")
+    assert scored.trainer.settings.epochs == 1 and scored.model.config.num_labels == 1
     assert rl_core.create_policy(["a b"], {"preset": "nano", "vocab_size": 300}).origin == (
         rl_core.ModelSettings(preset="nano", vocab_size=300)
     )
