@@ -286,7 +286,7 @@ class Training(ResumableTraining[T]):
         prompts: RowSource,
         *,
         samples: int = 1,
-        sampling: SamplingSettings | None = None,
+        sampling: SamplingSettings | Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> list[list[str]]:
         """Generate completions with the current weights, as `rl_core.generate`."""
