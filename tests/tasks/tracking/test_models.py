@@ -223,8 +223,8 @@ def test_a_registered_reward_model_scores_messages(chat_reward_model, monkeypatc
     assert [short] == predict({"prompt": PROMPT, "completion": "colour"})
     mixed = [
         {"messages": CONVERSATION},
-        {"prompt": PROMPT, "completion": "colour"},
-        {"text": PROMPT},
+        {"messages": None, "prompt": PROMPT, "completion": "colour"},
+        {"messages": None, "text": PROMPT},
         {"messages": pair},
     ]
     assert [long, short, plain, short] == predict(mixed)
