@@ -1,8 +1,8 @@
 """Program in the artifact of a registered reward model with a chat template: scores conversations under MLflow.
 
 `write_mlflow_model` copies this file to `code/` of the artifact. It runs without posttrain, so it imports none of it.
-A row of the input holds `messages`, or `prompt` and `completion`, or `text`, which is already rendered. Rows may differ;
-MLflow then wants null for the messages of the others.
+A row of the input holds `messages`, or `prompt` and `completion`, or `text`, which is already rendered. Rows
+may differ; MLflow then wants null for the messages of the others.
 
 A conversation's token ids are those of training: the history and the header of the answer as the template renders them,
 the answer's text, and the end of the turn.
