@@ -82,7 +82,9 @@ def run_command(arguments: argparse.Namespace) -> int:
 def _explain_missing_files(folder: str, arguments: argparse.Namespace) -> str:
     """Explain why the model has no files of the format to copy."""
     if Path(folder).is_dir():
-        return "has no folder adapter, so all of its weights were trained; export it with --format hf"
+        return (
+            "has no folder adapter, so all of its weights were trained; export it with --format hf"
+        )
     if problem := find_hub_problem(folder):
         return f"there is no such folder, and {problem}"
     command = f"hf download {folder} --local-dir {arguments.to}"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl_core.curriculum.conditions import expand_metric_name
-from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import PolicySettings
+
+if TYPE_CHECKING:
+    from rl_core.environments.environment import Environment
 
 MetricRange = tuple[float, float]  # minimum and maximum
 TOOL_SHARE_PREFIX = "tool/share/"
