@@ -586,9 +586,9 @@ def _add_fresh_results(
     episodes = {}
     for name in models:
         evaluation = read_evaluation(folder, name)
-        episodes[name] = {
-            episode.key: float(getattr(episode, plan.metric)) for episode in evaluation.episodes
-        }
+        outcomes = {episode.key: getattr(episode, plan.metric) for episode in evaluation.episodes}
+        # an environment may know the success of some episodes only
+        episodes[name] = {key: float(value) for key, value in outcomes.items() if value is not None}
     fresh, comparisons = compare_finalists(
         winner.number, finalists, episodes, metric=plan.metric, seed=seed
     )

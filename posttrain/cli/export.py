@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.arguments import add_output_option
 from rl_core.errors import SettingsError
-from rl_core.models.named_models import resolve_local_model
+from rl_core.models.named_models import find_hub_problem, resolve_local_model
 from rl_core.settings import ModelSettings
 from rl_core.storage.atomic_files import copy_tree
 from rl_core.storage.folders import publish_folder
@@ -73,11 +73,22 @@ def run_command(arguments: argparse.Namespace) -> int:
             not (source / "config.json").is_file()
             and not (source / "adapter_config.json").is_file()
         ):
-            wanted = "holds no adapter" if arguments.format == "adapter" else "is no folder here"
-            raise SettingsError(f"{arguments.model}: {wanted}, so there is nothing to copy")
+            raise SettingsError(f"{arguments.model}: {_explain_missing_files(folder, arguments)}")
         publish_folder(target, lambda path: copy_tree(source, path), {"kind": "model"})
     print(f"{target}: {sum(file.stat().st_size for file in target.rglob('*')) / 1e6:,.1f} MB")
     return 0
+
+
+def _explain_missing_files(folder: str, arguments: argparse.Namespace) -> str:
+    """Explain why the model has no files of the format to copy."""
+    if Path(folder).is_dir():
+        return (
+            "has no folder adapter, so all of its weights were trained; export it with --format hf"
+        )
+    if problem := find_hub_problem(folder):
+        return f"there is no such folder, and {problem}"
+    command = f"hf download {folder} --local-dir {arguments.to}"
+    return f"is a model of the hub, which is not copied; fetch it with `{command}`, or use --format gguf"
 
 
 def _resolve_model_folder(model: str, output: Path, scratch: Path) -> str:

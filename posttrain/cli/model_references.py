@@ -5,14 +5,13 @@ A stage reference is policy, sft/KEY, sft/epochs/2 or sft/KEY/epochs/2. The chec
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError, suggest_name
 from rl_core.models.adapter_folder import is_adapter_folder
-from rl_core.models.named_models import is_local_model
+from rl_core.models.named_models import find_hub_problem, is_local_model
 from rl_core.tracking import replace_invalid_characters
 from tasks.pipeline.stage_result import EPOCH_MODELS
 from tasks.stage_registry import list_policy_stages
@@ -29,7 +28,6 @@ _STAGE_REFERENCE = re.compile(
 )
 _STAGE_KEY = re.compile(r"[0-9a-f]{16}")  # name of a finished stage's folder
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_TIMEOUT_SECONDS = 5.0
 
 
 def resolve_stage_model(reference: str, home: Path) -> str:
@@ -169,7 +167,7 @@ def refuse_missing_model(name: str, output: Path, uri: str | None) -> None:
         )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not HUB_NAME.fullmatch(name):
         raise SettingsError(f"{name}: there is no such folder{_suggest_nearby_folder(path)}")
-    problem = _find_hub_problem(name)
+    problem = find_hub_problem(name)
     if problem:
         raise SettingsError(
             f"{name}: there is no such folder, and {problem}{_suggest_nearby_folder(path)}"
@@ -183,26 +181,3 @@ def _suggest_nearby_folder(path: Path) -> str:
     except OSError:
         return ""
     return f"; {suggest_name(path.name, names)}" if names else ""
-
-
-def _find_hub_problem(name: str) -> str:
-    """Return why the hub has no such model or cannot be asked; "" = the model exists, or a copy is cached."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return ""
-    if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "") not in ("", "0"):
-        return "no copy of a model of that name from the hub, which is disabled (HF_HUB_OFFLINE)"
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_SECONDS)
-    except EntryNotFoundError:
-        return f"'{name}' on the hub has no config.json"
-    except HfHubHTTPError as error:
-        code = getattr(error.response, "status_code", None)
-        if code in (401, 403, 404):
-            return f"the hub has no model of that name that you may read (answer {code})"
-        return ""
-    except Exception as error:  # of the HTTP library: no network, DNS, a proxy, a timeout
-        return f"the hub, where models of that name are looked up, does not answer ({type(error).__name__})"
-    return ""

@@ -417,9 +417,10 @@ def build_trajectories_tab(
     episodes = read_episodes(files[source])
     rows = [row for row in episodes if OUTCOME_FILTERS[choice.outcome](row)]
     if not rows:
-        return _build_empty_note(
-            f"{source}: none of its newest {len(episodes):,} trajectories is {choice.outcome}."
-        )
+        text = f"{source}: none of its newest {len(episodes):,} trajectories is {choice.outcome}"
+        if choice.outcome in ("right", "wrong") and all(e.get("success") is None for e in episodes):
+            text += ": whether one is right is unknown, as the environment has no verifier"
+        return _build_empty_note(f"{text}.")
     note = f"{source}: {len(rows):,} of the newest {len(episodes):,} trajectories"
     if len(rows) > MAX_EPISODES:
         note += f"; the newest {MAX_EPISODES} of them are listed"

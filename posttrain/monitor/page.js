@@ -198,8 +198,8 @@ const kinds = {
     if (e.source !== block.source) { e.source = block.source; e.chosen = null; }
     if (!e.chosen && block.rows.length) e.chosen = block.rows[0];
     keyed(list, block.rows, () => { const r = html('button', 'pt-row'); r.append(html('span', 'pt-badge'), html('b'), html('small')); return r; }, (r, row) => {
-      r.children[0].className = 'pt-badge ' + (row.success == null ? '' : row.success ? 'good' : 'bad');
-      set(r.children[0], row.success == null ? '' : row.success ? 'right' : 'wrong');
+      r.children[0].className = 'pt-badge ' + (row.success == null ? 'none' : row.success ? 'good' : 'bad');
+      set(r.children[0], row.success == null ? '\u2013' : row.success ? 'right' : 'wrong'); r.children[0].title = row.success == null ? 'success is unknown' : '';
       set(r.children[1], row.prompt); set(r.children[2], row.sub);
       r.classList.toggle('chosen', !!e.chosen && e.chosen.id === row.id);
       r.onclick = () => { e.chosen = row; [...list.children].forEach(c => c.classList.toggle('chosen', c === r)); episode(detail, row); };

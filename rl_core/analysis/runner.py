@@ -41,7 +41,7 @@ from rl_core.analysis.trajectories import (
     read_trajectory_at,
 )
 from rl_core.errors import DataError
-from rl_core.settings import AnalysisSettings
+from rl_core.settings import AnalysisSettings, build_settings
 from rl_core.storage.atomic_files import make_folder, write_text_atomic
 from rl_core.storage.faults import inject_fault
 
@@ -92,7 +92,7 @@ def list_reserved_metric_names() -> set[str]:
 def analyze(
     models: Mapping[str, Path],
     out: Path,
-    settings: AnalysisSettings,
+    settings: AnalysisSettings | Mapping[str, Any],
     *,
     training: Mapping[str, Path] | None = None,
     probes: ProbeResults | None = None,
@@ -116,6 +116,7 @@ def analyze(
     """
     if not models or len(models) > MAX_MODELS:
         raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
+    settings = build_settings(settings, AnalysisSettings)
     names, paths = list(models), [Path(path) for path in models.values()]
     custom_metrics = load_custom_metrics(settings.measures, list_reserved_metric_names())
     curves = {

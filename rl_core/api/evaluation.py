@@ -52,8 +52,7 @@ def evaluate(
     Raises: SettingsError, DataError, EnvironmentFault, RewardError.
     """
     takes_all = settings is None
-    if not isinstance(settings, EvaluationSettings):
-        settings = build_settings(settings or {}, EvaluationSettings)
+    settings = build_settings(settings or {}, EvaluationSettings)
     environment, _ = resolve_environment(environment, prompts, prompts, system)
     rewards = None
     if reward is not None:
@@ -194,8 +193,7 @@ def generate(
     rows = [{**row, "level": "all"} for row in read_prompts(prompts).rows]
     environment = Prompts(rows, system=system)
     requests = [EpisodeRequest("all", index) for index in environment.seeds("train")]
-    if not isinstance(sampling, SamplingSettings):
-        sampling = build_settings(sampling or {}, SamplingSettings)
+    sampling = build_settings(sampling or {}, SamplingSettings, "sampling")
     sampling = resolve_defaults(sampling, policy.kind, policy.context)
     groups = collect_rollouts(
         environment,

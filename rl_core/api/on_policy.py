@@ -22,6 +22,7 @@ from rl_core.api.evaluation import build_validator
 from rl_core.api.policy import (
     ModelSource,
     Policy,
+    build_model_settings,
     describe_model_source,
     load_policy,
     resolve_model_folder,
@@ -175,7 +176,8 @@ def policy_gradient(
     """Train a policy on the rewards of its rollouts, with the algorithm in `settings.algorithm`.
 
     Args:
-        model: folder, hub name, ModelSettings (for adapters, dtype, device), (model, tokenizer) pair, or policy.
+        model: folder, hub name, ModelSettings or a dict of them (for adapters, dtype, device), (model, tokenizer) pair,
+            or policy.
         environment: what the policy acts in; instead of `prompts`, which it answers in a single turn.
         prompts: a file of rows with a `prompt` (text or messages; JSONL, JSON array, Parquet, CSV) or a folder of them,
             or a list of rows or texts. All other columns reach the reward function by name.
@@ -322,6 +324,7 @@ def _resolve_reward_spec(
 
 def _load_reference(source: ModelSource, policy: Policy, precision: Precision) -> PreTrainedModel:
     """Load the starting model for the KL term: the policy without its new adapters, or a copy."""
+    source = build_model_settings(source)
     if isinstance(source, str | Path):
         folder = resolve_model_folder(source)
         return get_frozen_models().load_model(folder, ModelSettings(), precision=precision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,7 +21,7 @@ from rl_core.models import causal_lm
 from rl_core.models.lora import is_lora
 from rl_core.models.named_models import resolve_local_model
 from rl_core.models.rotary import read_model_max_length
-from rl_core.settings import LoraSettings, ModelSettings
+from rl_core.settings import LoraSettings, ModelSettings, build_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,12 +74,20 @@ class Policy:
         return Path(folder)
 
 
-# A folder, a hub name, settings that name one, a (model, tokenizer) pair, or a loaded policy.
-ModelSource: TypeAlias = str | Path | ModelSettings | Policy | tuple[Any, Any]
+# A folder, a hub name, settings that name one (or a dict of them), a (model, tokenizer) pair, or a loaded policy.
+ModelSource: TypeAlias = str | Path | ModelSettings | Mapping[str, Any] | Policy | tuple[Any, Any]
+
+
+def build_model_settings(source: ModelSource) -> ModelSettings | Any:
+    """Build model settings from a dict; return other sources unchanged. Raises: SettingsError naming the key."""
+    return build_settings(source, ModelSettings, "model") if isinstance(source, Mapping) else source
 
 
 def load_policy(
-    source: ModelSource, settings: ModelSettings | None = None, *, seed: int = 0
+    source: ModelSource,
+    settings: ModelSettings | Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
 ) -> Policy:
     """Load the policy of a model folder or hub name, or wrap a loaded model and tokenizer.
 
@@ -88,8 +96,11 @@ def load_policy(
         settings: dtype, device and adapters of a model to load, and the chat template's settings, which also apply to a
             loaded tokenizer; `settings.path` is not used.
         seed: of the weights of new adapters.
-    Raises: CheckpointError if there is no such model; SettingsError for any other object.
+    Raises: CheckpointError if there is no such model; SettingsError for any other object, or naming an invalid key.
     """
+    source = build_model_settings(source)
+    if settings is not None:
+        settings = build_settings(settings, ModelSettings, "settings")
     if isinstance(source, Policy):
         return source
     if isinstance(source, tuple | list):
@@ -108,7 +119,7 @@ def load_policy(
         )
         raise SettingsError(
             f"model: {type(source).__name__} is not a model; pass a folder, a hub name, a (model, tokenizer) pair, "
-            f"ModelSettings, or what load_policy returned{hint}"
+            f"ModelSettings or a dict of them, or what load_policy returned{hint}"
         )
     settings = dataclasses.replace(settings or ModelSettings(), path=str(source))
     model, tokenizer = causal_lm.load_model(resolve_model_folder(source), settings, seed=seed)
@@ -116,7 +127,10 @@ def load_policy(
 
 
 def create_policy(
-    texts: Iterable[str], settings: ModelSettings | None = None, *, seed: int = 0
+    texts: Iterable[str],
+    settings: ModelSettings | Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
 ) -> Policy:
     """Create a small untrained policy: a byte-level BPE tokenizer trained on `texts`, and a Llama of the settings'
     preset.
@@ -127,7 +141,7 @@ def create_policy(
         settings: preset, vocab_size, context, device and dtype.
         seed: of the weights.
     """
-    settings = settings or ModelSettings()
+    settings = build_settings(settings or {}, ModelSettings, "settings")
     tokenizer = train_tokenizer(texts, settings.vocab_size)
     causal_lm.set_chat_template(tokenizer, settings)
     renderer = ChatRenderer(tokenizer, settings)
@@ -136,6 +150,7 @@ def create_policy(
 
 def describe_model_source(source: ModelSource) -> str:
     """Return the model's name for a run's records: its folder or hub name, or its class if loaded by the caller."""
+    source = build_model_settings(source)
     if isinstance(source, ModelSettings):
         return str(source.path)
     if isinstance(source, str | Path):

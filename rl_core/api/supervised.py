@@ -12,6 +12,7 @@ from rl_core.api.data import load_conversations, load_preference_pairs
 from rl_core.api.policy import (
     ModelSource,
     Policy,
+    build_model_settings,
     load_policy,
     resolve_model_folder,
     select_device_settings,
@@ -220,6 +221,7 @@ def _load_classifier(
     source: ModelSource, seed: int, shape: heads.HeadShape
 ) -> tuple[PreTrainedModel, Policy]:
     """Build a reward model that starts from `source`, and a policy with its tokenizer and context."""
+    source = build_model_settings(source)
     if isinstance(source, ModelSettings | str | Path):
         settings = source if isinstance(source, ModelSettings) else ModelSettings()
         if settings.lora is not None:

@@ -286,7 +286,7 @@ class Training(ResumableTraining[T]):
         prompts: RowSource,
         *,
         samples: int = 1,
-        sampling: SamplingSettings | None = None,
+        sampling: SamplingSettings | Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> list[list[str]]:
         """Generate completions with the current weights, as `rl_core.generate`."""
@@ -341,14 +341,7 @@ def resolve_settings(settings: S | Mapping[str, Any] | None, kind: type[S]) -> S
 
     Raises: SettingsError for another algorithm's, or for several processes.
     """
-    if settings is None:
-        return kind()
-    if isinstance(settings, Mapping):
-        settings = build_settings(settings, kind)
-    if not isinstance(settings, kind):
-        raise SettingsError(
-            f"settings: expected rl_core.{kind.__name__}, found {type(settings).__name__}"
-        )
+    settings = build_settings({} if settings is None else settings, kind)
     if settings.launch.kind != "in_process":
         raise SettingsError(
             "launch: the Python API trains in this process; for several processes use posttrain run CONFIG"

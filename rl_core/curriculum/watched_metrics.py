@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl_core.curriculum.conditions import expand_metric_name
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import PolicySettings
 
+if TYPE_CHECKING:
+    from rl_core.environments.environment import Environment
+
 MetricRange = tuple[float, float]  # minimum and maximum
 TOOL_SHARE_PREFIX = "tool/share/"
+VISUAL_TOOL_METRIC = "tool/rapr"  # of environments whose tools include a visual one
 
 _SHARE_RANGE, _COUNT_RANGE, _ANY_RANGE = (0.0, 1.0), (0.0, math.inf), (-math.inf, math.inf)
 
@@ -63,6 +68,8 @@ _OTHER_METRICS: dict[str, MetricRange] = {
     "train/failed_episodes": _COUNT_RANGE,
     "reward/alarm": _SHARE_RANGE,
 }
+# Logged in every iteration, if the environment has such tools; see `describe_unknown_tool`.
+_TOOL_METRICS: dict[str, MetricRange] = {VISUAL_TOOL_METRIC: _SHARE_RANGE}
 # Logged by a reward component as reward/COMPONENT/NAME; some of them only when applicable.
 COMPONENT_METRICS: dict[str, dict[str, MetricRange]] = {
     "task": {"answered": _SHARE_RANGE},
@@ -225,7 +232,7 @@ def list_watchable_metrics(settings: PolicySettings) -> dict[str, MetricRange]:
 
     Names that are known only during a run, such as those of tools, are not included: see `find_metric_range`.
     """
-    ranges = ROLLOUT_METRICS | _UPDATE_METRICS | _OTHER_METRICS
+    ranges = ROLLOUT_METRICS | _UPDATE_METRICS | _OTHER_METRICS | _TOOL_METRICS
     ranges["reward/correlation/total"] = (-1.0, 1.0)
     for component in settings.rewards:
         name = component.replace(":", ".")
@@ -299,22 +306,29 @@ def list_watched_metrics(settings: PolicySettings) -> list[str]:
     return [part.metric for part in (*parts, *conditions) if part is not None]
 
 
-def describe_unknown_tool(metric: str, tools: Collection[str]) -> str:
-    """Return the error if a metric is the share of a tool that the environment does not have; "" otherwise.
+def describe_unknown_tool(metric: str, environment: Environment) -> str:
+    """Return the error if a metric is of a tool that the environment does not have; "" otherwise.
 
-    Args:
-        tools: of the environment; () if it declares none, so that the tools in use are unknown before a run.
+    The share of a tool is accepted if the environment declares none: the tools in use are then unknown before a run.
     """
+    if metric == VISUAL_TOOL_METRIC and not environment.tools.list_visual_tools():
+        return (
+            f"'{metric}': the environment has no visual tool, so it is never logged; declare one with "
+            "Tool(..., is_visual=True), or watch tool/used_rate"
+        )
     name = metric.removeprefix(TOOL_SHARE_PREFIX)
-    if name == metric or not tools or name in tools:
+    if name == metric:
+        return ""
+    tools = environment.tools.tools
+    if not tools or name in tools:
         return ""
     return f"'{metric}': the environment has no tool '{name}'; {suggest_name(name, tools)}"
 
 
-def check_watched_tools(settings: PolicySettings, tools: Collection[str]) -> None:
-    """Raise SettingsError if the settings watch the share of a tool that the environment does not have."""
+def check_watched_tools(settings: PolicySettings, environment: Environment) -> None:
+    """Raise SettingsError if the settings watch a tool that the environment does not have."""
     for metric in list_watched_metrics(settings):
-        problem = describe_unknown_tool(metric, tools)
+        problem = describe_unknown_tool(metric, environment)
         if problem:
             raise SettingsError(f"metric: {problem}")
 

@@ -25,7 +25,7 @@ from rl_core.models.adapter_folder import (
     read_adapter_folder,
 )
 from rl_core.models.adapter_targets import describe_adapters
-from rl_core.models.named_models import resolve_local_model
+from rl_core.models.named_models import find_hub_problem, resolve_local_model
 from rl_core.models.portable_files import adapt_config, adapt_tokenizer, write_model_card
 from rl_core.models.rotary import fix_frequencies, read_config_max_length
 from rl_core.settings import ModelSettings
@@ -417,6 +417,12 @@ def _resolve_model_path(path: str | Path) -> str:
     ):
         hint = " (it is a file)" if local.exists() else ""
         raise ModelError(f"no model folder '{source}'{hint}")
+    problem = find_hub_problem(source)
+    if problem:
+        raise ModelError(
+            f"no model folder or cached hub model named '{source}': {problem}; check the name, or download the model "
+            "first if this machine is offline"
+        )
     try:  # one small request or cache lookup, before the many of loading
         hf_hub_download(source, "config.json")
     except Exception as error:

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import ModelError, PosttrainError
-from rl_core.json_client import fetch_json
+from rl_core.errors import ModelError
 from rl_core.models.gguf_files import find_gguf_file, resolve_gguf_folder
 from rl_core.storage.atomic_files import (
     make_folder,
@@ -36,7 +35,7 @@ from rl_core.storage.manifest import digest_file
 logger = logging.getLogger(__name__)
 
 _DOWNLOAD_WAIT_S = 3600.0  # of another process that downloads the same model
-_HUB_TIMEOUT_S = 10.0  # until the hub answers at all
+_HUB_TIMEOUT_S = 5.0  # until the hub answers at all
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
 
@@ -87,6 +86,32 @@ def resolve_local_model(
     return None if file is None else resolve_gguf_folder(file, report)
 
 
+def find_hub_problem(name: str) -> str:
+    """Return why the hub has no such model or cannot be asked; "" = the model exists, or a copy is cached.
+
+    The hub is asked once, for a few seconds; its client tries for half a minute and prints each attempt.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return ""
+    if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "") not in ("", "0"):
+        return "no copy of a model of that name from the hub, which is disabled (HF_HUB_OFFLINE)"
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+    except EntryNotFoundError:
+        return f"'{name}' on the hub has no config.json"
+    except HfHubHTTPError as error:
+        code = getattr(error.response, "status_code", None)
+        if code in (401, 403, 404):
+            return f"the hub has no model of that name that you may read (answer {code})"
+        return ""
+    except Exception as error:  # of the HTTP library: no network, DNS, a proxy, a timeout
+        return f"the hub, where models of that name are looked up, does not answer ({type(error).__name__})"
+    return ""
+
+
 def _resolve_named_folder(model: ListedModel, report: Callable[[str], object]) -> Path:
     caches = resolve_cache_folder("models")
     record = caches / f"{model.name}.json"
@@ -110,7 +135,7 @@ def _read_recorded_source(record: Path) -> Path | None:
 
 def _fetch_from_hub(model: ListedModel, report: Callable[[str], object]) -> Path | None:
     """Return the hub's model from its local cache or by download; None if the hub does not answer."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
     try:
         return Path(
@@ -118,12 +143,9 @@ def _fetch_from_hub(model: ListedModel, report: Callable[[str], object]) -> Path
         )
     except Exception as error:
         logger.debug("%s is not in the hub's cache: %s", model.hub, error)
-    if constants.HF_HUB_OFFLINE:
-        return None
-    try:  # asked once: the hub's client tries for half a minute
-        fetch_json(f"{constants.ENDPOINT}/api/models/{model.hub}", timeout_s=_HUB_TIMEOUT_S)
-    except PosttrainError as error:
-        logger.debug("the hub does not answer: %s", error)
+    problem = find_hub_problem(model.hub)
+    if problem:
+        logger.debug("%s: %s", model.hub, problem)
         return None
     report(f"model {model.name}: {model.about}; {_format_mb(model.hub_bytes)} from {model.hub}")
     try:

@@ -28,7 +28,7 @@ from rl_core.networks.vector_environment import (
     compute_clipped_share,
     make_vector_environment,
 )
-from rl_core.settings import NetworkSettings
+from rl_core.settings import NetworkSettings, build_settings
 from rl_core.timing import span
 from rl_core.training.optimizer_step import OptimizerStep
 
@@ -143,7 +143,7 @@ class NetworkTrainer:
     def __init__(
         self,
         environment_factory: EnvironmentFactory | None,
-        settings: NetworkSettings,
+        settings: NetworkSettings | Mapping[str, Any],
         seed: int,
         *,
         name: str,
@@ -157,6 +157,7 @@ class NetworkTrainer:
             vector: a gymnasium `VectorEnv` to train in, with any autoreset mode; None = one from `environment_factory`.
         Raises: SettingsError if the environment cannot be made, or does not match the settings.
         """
+        settings = build_settings(settings, NetworkSettings)
         self.settings, self.seed, self.name = settings, seed, name
         self.environment_factory = environment_factory
         self._rng = np.random.default_rng([seed, 0])

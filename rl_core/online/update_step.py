@@ -10,7 +10,8 @@ K recorded tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError, NonFiniteTensor
+from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.losses.advantages import GroupMethod, group_advantages
 from rl_core.losses.kl import banded_kl_coef, exact_forward_kl, truncated_forward_kl
 from rl_core.losses.policy import clipped_policy_loss
 from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.forward_modes import has_dropout, seed_dropout_masks, use_training_mode
 from rl_core.models.logprobs import check_contexts, compute_vocabulary_logprobs
 from rl_core.models.trainable_weights import (
     collect_trainable_weights,
@@ -208,11 +211,13 @@ def compute_old_distributions(
     recorded: Sequence[RecordedTopK | None],
     *,
     pad_id: int,
+    mask_seeds: Sequence[int] | None = None,
 ) -> list[OldPolicyDistribution | None]:
     """Return the old distribution of each row: from its version's snapshot, else as recorded, else None.
 
     Args:
         rows, versions, recorded: one per rollout.
+        mask_seeds: seeds of the rows' dropout masks, for the distributions from snapshots; None = no dropout.
     """
     distributions: list[OldPolicyDistribution | None] = [None] * len(rows)
     for version in sorted(set(versions)):
@@ -225,7 +230,9 @@ def compute_old_distributions(
                     distributions[index] = build_recorded_distribution(top, rows[index].loss_mask)
             continue
         with swap_weights(model, weights):
-            _fill_exact_distributions(model, optimizer_step, rows, members, pad_id, distributions)
+            _fill_exact_distributions(
+                model, optimizer_step, rows, members, pad_id, mask_seeds, distributions
+            )
     return distributions
 
 
@@ -236,20 +243,36 @@ def _fill_exact_distributions(
     rows: Sequence[TrainRow],
     members: Sequence[int],
     pad_id: int,
+    mask_seeds: Sequence[int] | None,
     distributions: list[OldPolicyDistribution | None],
 ) -> None:
     device = next(model.parameters()).device
     member_rows = [rows[index] for index in members]
-    batches = build_batches(member_rows, optimizer_step.settings.micro_batch_tokens, pad_id)
+    max_tokens = optimizer_step.settings.micro_batch_tokens if mask_seeds is None else 1
+    batches = build_batches(member_rows, max_tokens, pad_id)
 
     def fill(batch: TrainBatch) -> None:
-        logprobs_NV = compute_vocabulary_logprobs(model, batch.to(device))
+        seed = None if mask_seeds is None else mask_seeds[members[batch.rows[0]]]
+        with _use_dropout_masks(model, seed):
+            logprobs_NV = compute_vocabulary_logprobs(model, batch.to(device))
         counts = batch.loss_mask_BS.sum(1).tolist()
         for row, row_NV in zip(batch.rows, logprobs_NV.split(counts), strict=True):
             distributions[members[row]] = OldPolicyDistribution(logprobs_NV=row_NV.clone())
 
-    with use_eval_mode(model), optimizer_step.enable_autocast():
+    with optimizer_step.enable_autocast():
         MemoryFit("old distributions").compute_batches(batches, fill)
+
+
+@contextmanager
+def _use_dropout_masks(model: PreTrainedModel, seed: int | None) -> Iterator[None]:
+    """Run passes over a row in training mode under the masks of `seed`; None = in eval mode, without dropout."""
+    if seed is None:
+        with use_eval_mode(model):
+            yield
+        return
+    device = next(model.parameters()).device
+    with use_training_mode(model, dropout=True), seed_dropout_masks(device, seed):
+        yield
 
 
 @dataclass(slots=True)
@@ -288,6 +311,8 @@ class _UpdateRows:
     rows: list[TrainRow]
     advantages: list[float]  # times the importance weight of the draw
     old_distributions: list[OldPolicyDistribution]
+    # With dropout, the seed of each row's masks; None where the old distribution was recorded without dropout.
+    mask_seeds: list[int | None] | None
     without_old: int
 
     @property
@@ -302,6 +327,11 @@ class GuardedLearner:
     tokens. A step whose mean KL(old || policy) exceeds the limit, or that is not finite, leaves weights, moments and
     average unchanged. The coefficient is adjusted by the KL measured after the step, refused or not. An update
     without an advantage other than 0 is null: it takes no step, as nothing but the KL would drive it.
+
+    With dropout, a row has the same masks in the old policy's pass, in the step and in the measurement after it, so
+    that ratio and KL reflect the weights only; the ratio is then to the old policy under these masks. A row whose old
+    distribution was only recorded, by the sampler and so without dropout, is trained without it. Masks depend on the
+    update and the row alone, so a resumed worker draws the same; each row is its own micro-batch.
     """
 
     def __init__(
@@ -346,13 +376,15 @@ class GuardedLearner:
             update.advantages
         ):  # a step would follow only the KL and the optimizer's momentum
             return self.refuse_update(report, "null")
-        batches = build_batches(update.rows, self.settings.micro_batch_tokens, self.pad_id)
+        # With dropout each row is its own micro-batch: no second row fits into one token.
+        max_tokens = self.settings.micro_batch_tokens if update.mask_seeds is None else 1
+        batches = build_batches(update.rows, max_tokens, self.pad_id)
         num_skipped = self.optimizer_step.skipped_steps
 
         def run_step() -> dict[str, float]:
             scale = task.learning_rate / self.settings.learning_rate
             self.optimizer_step.learning_rate_scale = scale
-            return self._apply_batches(batches, update, task.number)
+            return self._apply_batches(batches, update)
 
         def measure_kls() -> list[float]:
             if self.optimizer_step.skipped_steps > num_skipped:
@@ -438,6 +470,9 @@ class GuardedLearner:
                     recorded.append(experience.recorded[index])
         if any(row.context_starts for row in rows):
             check_contexts(self.model)
+        seeds = None
+        if self.settings.dropout and has_dropout(self.model):
+            seeds = [compute_sequence_seed("online", task.number, row) for row in range(len(rows))]
         old = compute_old_distributions(
             self.model,
             self.optimizer_step,
@@ -446,46 +481,53 @@ class GuardedLearner:
             versions,
             recorded,
             pad_id=self.pad_id,
+            mask_seeds=seeds,
         )
-        update = _UpdateRows([], [], [], without_old=0)
-        for row, advantage, distribution in zip(rows, advantages, old, strict=True):
+        update = _UpdateRows([], [], [], None if seeds is None else [], without_old=0)
+        for index, distribution in enumerate(old):
             if distribution is None:
                 update.without_old += 1
                 continue
-            update.rows.append(row)
-            update.advantages.append(advantage)
+            update.rows.append(rows[index])
+            update.advantages.append(advantages[index])
             update.old_distributions.append(distribution)
+            if seeds is not None and update.mask_seeds is not None:
+                update.mask_seeds.append(seeds[index] if distribution.is_exact else None)
         return update
 
     def _apply_batches(
-        self, batches: Sequence[TrainBatch], update: _UpdateRows, seed: int
+        self, batches: Sequence[TrainBatch], update: _UpdateRows
     ) -> dict[str, float]:
         def compute_loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
             return self._compute_loss(batch.to(self.device), update)
 
-        if not self.settings.dropout:
-            return self.optimizer_step.run_step(batches, compute_loss)
-        devices = [self.device] if self.device.type == "cuda" else []
-        # Dropout masks depend only on the update, so a resumed worker draws the same.
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
-            return self.optimizer_step.run_step(batches, compute_loss)
+        return self.optimizer_step.run_step(batches, compute_loss)
 
     def _compute_loss(
         self, batch: TrainBatch, update: _UpdateRows
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the loss of a micro-batch with the denominator of the complete update."""
         num_tokens, mask_BS = float(update.num_tokens), batch.loss_mask_BS
-        new_NV = compute_vocabulary_logprobs(self.model, batch)
         targets_N = batch.input_ids_BS[mask_BS]
+        assert batch.sampler_logprobs_BS is not None
+        old_logprobs_BS = batch.sampler_logprobs_BS
+        if update.mask_seeds is None:  # in the mode of the optimizer step
+            new_NV = compute_vocabulary_logprobs(self.model, batch)
+        else:
+            (row,) = batch.rows
+            with _use_dropout_masks(self.model, update.mask_seeds[row]):
+                new_NV = compute_vocabulary_logprobs(self.model, batch)
+            old_NV = update.old_distributions[row].logprobs_NV
+            if old_NV is not None:  # the sampler's are those without dropout
+                old_N = old_NV.gather(1, targets_N[:, None])[:, 0]
+                old_logprobs_BS = old_NV.new_zeros(mask_BS.shape).masked_scatter(mask_BS, old_N)
         logprobs_N = new_NV.gather(1, targets_N[:, None])[:, 0]
         logprobs_BS = new_NV.new_zeros(mask_BS.shape).masked_scatter(mask_BS, logprobs_N)
         advantages_B = new_NV.new_tensor([update.advantages[row] for row in batch.rows])
         advantages_BS = advantages_B[:, None].expand(mask_BS.shape)
-        assert batch.sampler_logprobs_BS is not None
         rl, metrics = clipped_policy_loss(
             logprobs_BS,
-            batch.sampler_logprobs_BS.to(logprobs_BS),
+            old_logprobs_BS.to(logprobs_BS),
             advantages_BS,
             mask_BS,
             num_loss_tokens=num_tokens,
@@ -510,10 +552,12 @@ class GuardedLearner:
 
         def sum_kl(batch: TrainBatch) -> float:
             batch = batch.to(self.device)
-            new_NV = compute_vocabulary_logprobs(self.model, batch)
+            seed = None if update.mask_seeds is None else update.mask_seeds[batch.rows[0]]
+            with _use_dropout_masks(self.model, seed):
+                new_NV = compute_vocabulary_logprobs(self.model, batch)
             return float(self._sum_kl(batch, update, new_NV))
 
-        with use_eval_mode(self.model), self.optimizer_step.enable_autocast():
+        with self.optimizer_step.enable_autocast():
             try:
                 sums = MemoryFit("KL after the update").compute_batches(batches, sum_kl)
                 return math.fsum(sums) / update.num_tokens

@@ -32,7 +32,7 @@ from rl_core.rewards.model_components import JudgeReward, LearnedReward, Scorer
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.rewards.state_components import CoherenceReward, CuriosityReward
 from rl_core.rewards.user_function import RewardFunction, UserReward
-from rl_core.settings import RewardSettings
+from rl_core.settings import RewardSettings, build_settings
 from rl_core.storage.faults import inject_fault
 from rl_core.types import REWARD_LIMIT, Rollout, RolloutGroup
 
@@ -70,7 +70,7 @@ class RewardOrchestrator:
         weights: Mapping[str, float],
         *,
         scorer: Scorer | None = None,
-        options: RewardSettings | None = None,
+        options: RewardSettings | Mapping[str, Any] | None = None,
         seed: int = 0,
         functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class RewardOrchestrator:
             raise SettingsError(
                 "rewards: names no component; task: 1.0 is what the environment gives"
             )
-        self.options = options if options is not None else RewardSettings()
+        self.options = build_settings(options or {}, RewardSettings, "options")
         self.seed = seed
         self.failures = EpisodeFailureMonitor(
             self.options.max_failed_share,

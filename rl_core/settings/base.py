@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.defaults import ModelDefault, ModelKind, is_unresolved
 from rl_core.settings.deprecated_keys import (
-    list_deprecated_keys,
     read_deprecated_value,
     rename_deprecated_keys,
 )
@@ -149,12 +148,12 @@ _RANGE_CHECKS = {
 
 
 class _SettingsType(type):
-    """Class of the settings classes, which also accept the former names of settings."""
+    """Class of the settings classes, which also accept the former names of settings, and dicts for their blocks."""
 
     if not TYPE_CHECKING:  # type checkers see the constructor of the dataclass
 
         def __call__(cls, *args: Any, **values: Any) -> Any:
-            """Create settings; warn of former names."""
+            """Create settings, and those of blocks that are dicts; warn of former names."""
             fields = {field.name for field in dataclasses.fields(cls)}
             # dataclasses.replace passes every field; a former name in addition is the one to change.
             changed = values.keys() - fields if fields <= values.keys() else ()
@@ -163,12 +162,7 @@ class _SettingsType(type):
                 warnings.warn(
                     f"{cls.__name__}: {key.describe_change()}", FutureWarning, stacklevel=2
                 )
-            if used:
-                new_names = [name for key in list_deprecated_keys(cls) for name in key.new_names]
-                for block in {name.partition(".")[0] for name in new_names if "." in name}:
-                    if isinstance(values.get(block), dict):
-                        values[block] = _resolve_field_types(cls)[block](**values[block])
-            return super().__call__(*args, **values)
+            return super().__call__(*args, **_build_blocks(cls, values))
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -180,7 +174,7 @@ class _SettingsType(type):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(metaclass=_SettingsType):
-    """Base of every settings class: checks names, types and declared ranges.
+    """Base of every settings class: checks names, types and declared ranges. Settings within it may be dicts.
 
     Raises: SettingsError naming the field.
     """
@@ -276,31 +270,60 @@ def resolve_defaults(settings: S, model: StartingModel, context: int | None = No
     return dataclasses.replace(settings, **changed) if changed else settings
 
 
-def build_settings(values: Mapping[str, Any], kind: type[S]) -> S:
-    """Build settings from a dict; blocks within it may be dicts too. Raises: SettingsError naming the field."""
-    hints = _resolve_field_types(kind)
-    built: dict[str, Any] = {}
+def build_settings(values: S | Mapping[str, Any], kind: type[S], name: str = "") -> S:
+    """Build settings from a dict; blocks within it may be dicts too. Settings are returned unchanged.
+
+    Args:
+        name: of the argument, for messages.
+    Raises: SettingsError naming the key, as in model.lora.rank.
+    """
+    if isinstance(values, kind):
+        return values
+    if not isinstance(values, Mapping):
+        raise SettingsError(
+            f"{name or 'settings'}: expected rl_core.{kind.__name__} or a dict of its settings, found "
+            f"{type(values).__name__}"
+        )
+    built = {
+        str(key): tuple(value) if isinstance(value, list) else value
+        for key, value in values.items()
+    }
+    try:
+        return kind(**built)
+    except SettingsError as error:
+        raise SettingsError(f"{name}.{error}" if name else str(error)) from error
+
+
+def _build_blocks(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the settings of fields, or of items of fields, that are dicts."""
+    hints, built = _resolve_field_types(cls), dict(values)
     for name, value in values.items():
-        classes = _list_settings_classes(hints.get(str(name)))
-        if isinstance(value, Mapping) and len(classes) == 1:
-            value = build_settings(value, classes[0])
-        elif isinstance(value, list):
-            items = [
-                build_settings(item, classes[0])
-                if isinstance(item, Mapping) and len(classes) == 1
-                else item
-                for item in value
-            ]
-            value = tuple(items)
-        built[str(name)] = value
-    return kind(**built)
+        is_block = isinstance(value, Mapping)
+        if not is_block and not (
+            isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value)
+        ):
+            continue
+        kind = _find_settings_class(hints.get(name))
+        if kind is None:
+            continue
+        if is_block:
+            built[name] = build_settings(value, kind, name)
+        else:
+            built[name] = tuple(
+                build_settings(item, kind, f"{name}.{index}") if isinstance(item, Mapping) else item
+                for index, item in enumerate(value)
+            )
+    return built
 
 
-def _list_settings_classes(hint: Any) -> list[type[Settings]]:
-    """List the settings classes in a type, as in `X | None` and `tuple[X, ...]`."""
+def _find_settings_class(hint: Any) -> type[Settings] | None:
+    """Return the settings class in a type, as in `X | None` and `tuple[X, ...]`; None if there is none or a dict."""
     if isinstance(hint, type) and issubclass(hint, Settings):
-        return [hint]
-    return [found for part in typing.get_args(hint) for found in _list_settings_classes(part)]
+        return hint
+    if typing.get_origin(hint) in (dict, Mapping):
+        return None
+    classes = [_find_settings_class(part) for part in typing.get_args(hint)]
+    return next((kind for kind in classes if kind is not None), None)
 
 
 def replace_unchecked(settings: S, changed: Mapping[SettingKey, Any]) -> S:
@@ -341,12 +364,7 @@ def _suggest_correction(value: Any, hint: Any) -> str:
         return suggest_comparison(value, named) or f"; {suggest_name(value, map(str, named))}"
     if isinstance(value, str) and {int, float} & set(choices):
         return "; it is text, leave out the quotes"
-    blocks = [
-        choice
-        for choice in choices
-        if dataclasses.is_dataclass(choice) and isinstance(choice, type)
-    ]
-    return f"; write {blocks[0].__name__}(...)" if isinstance(value, dict) and blocks else ""
+    return ""
 
 
 def iter_code_paths(settings: Settings, key: SettingKey = ()) -> Iterator[tuple[SettingKey, str]]:

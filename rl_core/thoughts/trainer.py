@@ -49,7 +49,7 @@ from rl_core.models.lora import disable_adapter, draw_adapter_masks
 from rl_core.rollouts.collect import list_training_seeds
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.rollout_metrics import compute_rollout_metrics
-from rl_core.settings import ThoughtsSettings
+from rl_core.settings import ThoughtsSettings, build_settings
 from rl_core.thoughts.baseline import LearnedBaseline
 from rl_core.thoughts.episodes import (
     AnswerRows,
@@ -178,7 +178,7 @@ class ThoughtsTrainer(RolloutTrainer):
         model: PreTrainedModel,
         renderer: ThoughtRenderer,
         environment: Environment,
-        settings: ThoughtsSettings,
+        settings: ThoughtsSettings | Mapping[str, Any],
         seed: int,
         backend: RolloutBackend,
         *,
@@ -201,6 +201,7 @@ class ThoughtsTrainer(RolloutTrainer):
         Raises: SettingsError for a level that the environment lacks or that has no training episodes; DataError for a
             renderer without padding token if pad_id is None.
         """
+        settings = build_settings(settings, ThoughtsSettings)
         super().__init__(
             renderer,
             environment,

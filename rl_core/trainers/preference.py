@@ -35,7 +35,7 @@ from rl_core.models.forward_modes import (
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.batching import TrainRow, build_lazy_batches
-from rl_core.settings import PreferenceSettings
+from rl_core.settings import PreferenceSettings, build_settings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, build_pair_batches
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
@@ -219,7 +219,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         pad_id: int,
         pairs_train: Sequence[PreferencePair],
         pairs_heldout: Sequence[PreferencePair],
-        settings: PreferenceSettings,
+        settings: PreferenceSettings | Mapping[str, Any],
         seed: int,
         references: tuple[Sequence[PairReference], Sequence[PairReference]] | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
@@ -233,6 +233,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 without dropout; those of the training pairs are ignored if training uses dropout.
         Raises: DataError naming a pair that cannot be trained on, or references that do not fit the pairs.
         """
+        settings = build_settings(settings, PreferenceSettings)
         uses_masks = settings.needs_reference and settings.dropout and has_dropout(model)
         self._mask_seed = compute_sequence_seed(seed, "masks") if uses_masks else None
         self.settings = settings

@@ -24,7 +24,7 @@ from rl_core.losses.preference import (
     tied_bradley_terry_loss,
 )
 from rl_core.models import heads
-from rl_core.settings import RewardModelSettings
+from rl_core.settings import RewardModelSettings, build_settings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, build_pair_batches
 from rl_core.training.optimizer_step import LossFn, OptimizerStep
 
@@ -129,7 +129,7 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         pad_id: int,
         pairs_train: Sequence[tuple[Sequence[int], Sequence[int]] | ScoredPair],
         pairs_heldout: Sequence[tuple[Sequence[int], Sequence[int]] | ScoredPair],
-        settings: RewardModelSettings,
+        settings: RewardModelSettings | Mapping[str, Any],
         seed: int,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
@@ -141,6 +141,7 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         Raises: DataError naming a pair with an empty sequence, or a margin that is negative or not finite; held-out
             pairs that are all ties.
         """
+        settings = build_settings(settings, RewardModelSettings)
         examples = _wrap_scored_pairs(pairs_train), _wrap_scored_pairs(pairs_heldout)
         self._has_ties = False
         for name, pairs in zip(("pairs_train", "pairs_heldout"), examples, strict=True):
@@ -296,7 +297,7 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
         pad_id: int,
         rows_train: Sequence[ScoredRow],
         rows_heldout: Sequence[ScoredRow],
-        settings: RewardModelSettings,
+        settings: RewardModelSettings | Mapping[str, Any],
         seed: int,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
@@ -307,6 +308,7 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
         Raises: DataError naming a row without tokens or with a score that is not finite; training or held-out rows
             that all have one score.
         """
+        settings = build_settings(settings, RewardModelSettings)
         for name, rows in (("rows_train", rows_train), ("rows_heldout", rows_heldout)):
             scores = set()
             for index, row in enumerate(rows):

@@ -19,7 +19,7 @@ from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import check_router, compute_token_outputs
 from rl_core.rollouts.batching import TrainRow, build_lazy_batches
-from rl_core.settings import SFTSettings
+from rl_core.settings import SFTSettings, build_settings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
@@ -44,7 +44,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         pad_id: int,
         rows_train: Sequence[SFTRow],
         rows_heldout: Sequence[SFTRow],
-        settings: SFTSettings,
+        settings: SFTSettings | Mapping[str, Any],
         seed: int,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
@@ -56,6 +56,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
                 position 0, which has nothing before it.
         Raises: DataError naming a row that cannot be trained on.
         """
+        settings = build_settings(settings, SFTSettings)
         check_router(model, settings.router_aux_loss_coef)
         train = _check_train_rows(rows_train, "rows_train")
         heldout = _check_train_rows(rows_heldout, "rows_heldout")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.curriculum.watched_metrics import (
-    TOOL_SHARE_PREFIX,
     describe_unknown_tool,
     find_metric_range,
 )
@@ -381,8 +380,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
     yield from _check_reward_columns(settings, environment, import_code)
     policy = settings.stages.policy
     for key, metric in list_watched_metrics(policy):
-        tools = environment.tools.tools if metric.startswith(TOOL_SHARE_PREFIX) else ()
-        if problem := describe_unknown_tool(metric, tools):
+        if problem := describe_unknown_tool(metric, environment):
             yield _build_finding((*key, "metric"), problem, ("environment",))
     if policy is not None and name == "prompts" and not environment.knows_success:
         yield from _check_prompt_rewards(policy)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import Difference, Rate, compute_rate_difference
+from rl_core.environments import make_environment
 from rl_core.errors import ExportMismatch, SettingsError
 from rl_core.evaluation import Evaluation
 from rl_core.storage.append_log import AppendLog, read_records
@@ -42,6 +43,7 @@ PROOF_FILE = "export.json"  # file of the stage `export`
 PROVEN_TAG = "export.model_sha256"  # version tag: digest of the folder that was proven
 # version tag: the folder is not the model that was trained and evaluated
 EXPORT_REFUSED_TAG = "export.refused"
+_UNKNOWN_SUCCESS = "champion: success is unknown, as the environment has no verifier; a check compares success rates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +233,7 @@ def build_figure_tags(result: Evaluation) -> dict[str, str]:
 def read_success_rate(result: Evaluation) -> Rate:
     """Return the success rate with its interval. Raises: SettingsError if the environment tells no success."""
     if result.total is None:
-        raise SettingsError(
-            "champion: success is unknown, as the environment has no verifier; a check compares success rates"
-        )
+        raise SettingsError(_UNKNOWN_SUCCESS)
     return result.total
 
 
@@ -257,7 +257,11 @@ def build_check_settings(
 
     Repeating the same episodes would tell nothing new, because the same model gives the same answers. The data stage
     splits its data as always, so no training data is played.
+    Raises: SettingsError before anything is played if the environment tells no success.
     """
+    environment = settings.environment
+    if not make_environment(environment.name, environment.options).knows_success:
+        raise SettingsError(_UNKNOWN_SUCCESS)
     text = f"{settings.seed}:check:{champion.version}:{number}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
     evaluation = dataclasses.replace(resolve_evaluation_settings(settings), episodes_seed=seed)

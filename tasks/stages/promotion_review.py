@@ -87,16 +87,18 @@ def write_review(
     new = challenger.evaluation
     parts = [f"## {title}", verdict]
     if champion is None:
-        failed = [
-            (episode.level, episode.seed)
-            for episode in new.episodes
-            if episode.success is not None and episode.success < 1
-        ]
+        if new.success_rate is None:
+            heading, case_name = "### Lowest rewards", "episodes, the lowest reward first"
+            by_reward = sorted(new.episodes, key=lambda episode: (episode.reward, episode.key))
+            cases = [episode.key for episode in by_reward]
+        else:
+            heading, case_name = "### Failures", "episodes that failed"
+            cases = [e.key for e in new.episodes if e.success is not None and e.success < 1]
         parts += [
             f"There is no champion yet. {challenger.label} on {len(new.episodes)} held-out episodes:",
             _format_success_table(new),
-            "### Failures",
-            *_format_cases([challenger], failed, "episodes that failed"),
+            heading,
+            *_format_cases([challenger], cases, case_name),
         ]
     else:
         old = champion.evaluation

@@ -3,12 +3,13 @@
 MLflow's `transformers.save_model` loads the weights to write them again, asks the hub for a licence, and refuses a
 folder with transformers 5.23. Therefore the flavor's description is written here, around hard links to the files as the
 stage published them. `mlflow.transformers.load_model`, `mlflow.pyfunc.load_model` and `from_pretrained` on `model/` all
-read the result. A policy with a chat template is MLflow's task llm/v1/chat: `pyfunc` and `mlflow models serve` take
-messages and render them with the template.
+read the result. With a chat template, `pyfunc` and `mlflow models serve` take messages and render them: a policy is
+MLflow's task llm/v1/chat, a reward model is scored by `tasks/tracking/reward_scoring.py`.
 
     MLmodel  requirements.txt  python_env.yaml  conda.yaml  input_example.json  serving_input_example.json
     model/                 config.json, *.safetensors, tokenizer files, ...: the stage's folder
     components/tokenizer/  a second copy of the tokenizer, where the flavor looks for it
+    code/                  of a reward model with a chat template: the program that scores conversations
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -25,10 +27,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_core.data.chat import ChatRenderer
 from rl_core.errors import DataError, SettingsError
 from rl_core.storage.atomic_files import make_folder
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import link_file, link_tree
+from tasks.tracking import reward_scoring
 from tasks.tracking.journal import SCRATCH_PREFIX
 from tasks.tracking.store import TrackingStore, is_missing_error
 from tasks.tracking.values import build_metric_store_name, list_pinned_versions, sanitize_store_name
@@ -47,6 +51,7 @@ MODEL_TASKS: dict[str, tuple[str, str]] = {
     "reward_model": ("text-classification", "TextClassificationPipeline"),
 }
 _CHAT_TASK = "llm/v1/chat"  # MLflow's name
+_SCORING_MODULE = "posttrain_reward_scoring"  # name of reward_scoring in an artifact
 _MAX_NEW_TOKENS = 512  # of an answer whose request names no limit
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\- ]{0,99}")
 PICKLE_SUFFIXES = {
@@ -162,9 +167,12 @@ def write_mlflow_model(
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
             link_file(path, target / "components" / "tokenizer" / path.name)
-    is_chat = kind == "policy" and bool(tokenizer.chat_template)
+    is_chat = bool(tokenizer.chat_template)
     text = input_example or "Hello"
-    chat = {"messages": [{"role": "user", "content": text}]}
+    messages = [{"role": "user", "content": text}]
+    if kind == "reward_model":
+        messages.append({"role": "assistant", "content": "Hi"})
+    chat = {"messages": messages}
     example = chat if is_chat else [text]
     serving_example = chat if is_chat else {"inputs": example}
     (target / "input_example.json").write_text(json.dumps(example))
@@ -172,7 +180,7 @@ def write_mlflow_model(
     description = Model(
         model_id=model_id,
         signature=_build_signature(kind, is_chat=is_chat),
-        metadata={"task": _CHAT_TASK} if is_chat else None,
+        metadata={"task": _CHAT_TASK} if is_chat and kind == "policy" else None,
     )
     description.saved_input_example_info = {
         "artifact_path": "input_example.json",
@@ -192,10 +200,16 @@ def write_mlflow_model(
         model_binary="model",
         components=["tokenizer"],
         tokenizer_type=type(tokenizer).__name__,
-        **({"inference_task": _CHAT_TASK} if is_chat else {}),
+        **({"inference_task": _CHAT_TASK} if is_chat and kind == "policy" else {}),
     )
     model_config: dict[str, Any] | None = None
-    if kind == "reward_model":
+    loader: dict[str, Any] = {"loader_module": "mlflow.transformers"}
+    if kind == "reward_model" and is_chat:
+        make_folder(target / "code")
+        shutil.copyfile(reward_scoring.__file__, target / "code" / f"{_SCORING_MODULE}.py")
+        loader = {"loader_module": _SCORING_MODULE, "code": "code"}
+        model_config = {"end_of_turn": ChatRenderer(tokenizer).facts.end_of_turn}
+    elif kind == "reward_model":
         # A reward is the head's raw output; by default the pipeline would apply a sigmoid.
         model_config = {"function_to_apply": "none"}
     elif is_chat:
@@ -206,7 +220,7 @@ def write_mlflow_model(
         }
     pyfunc.add_to_model(
         description,
-        loader_module="mlflow.transformers",
+        **loader,
         conda_env="conda.yaml",
         python_env="python_env.yaml",
         model_config=model_config,
@@ -226,6 +240,14 @@ def _build_signature(kind: Kind, *, is_chat: bool) -> ModelSignature:
     inputs = Schema([ColSpec(DataType.string)])
     if kind == "reward_model":
         outputs = Schema([ColSpec(DataType.string, "label"), ColSpec(DataType.double, "score")])
+        if is_chat:
+            columns = {
+                "messages": CHAT_MODEL_INPUT_SCHEMA.input_dict()["messages"].type,
+                "prompt": DataType.string,
+                "completion": DataType.string,
+                "text": DataType.string,
+            }
+            inputs = Schema([ColSpec(type_, name, False) for name, type_ in columns.items()])
         return ModelSignature(inputs=inputs, outputs=outputs)
     if is_chat:
         return ModelSignature(inputs=CHAT_MODEL_INPUT_SCHEMA, outputs=CHAT_MODEL_OUTPUT_SCHEMA)

@@ -1,9 +1,15 @@
 """Output folders made by hand, as a run leaves them; numbers that can be checked by eye."""
 
+import contextlib
 import json
 import os
 import platform
+import signal
+import subprocess
+import sys
 from pathlib import Path
+
+from helpers import ROOT
 
 START = (
     1_800_000_000  # seconds since the epoch; far from now, so that nothing looks fresh by accident
@@ -239,3 +245,32 @@ def make_run(
     }
     (home / "run.json").write_text(json.dumps(record))
     return home
+
+
+@contextlib.contextmanager
+def run_page(output, port):
+    """Run the page of a folder; yield its address and process id."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "posttrain.cli.main",
+            "monitor",
+            "--output",
+            str(output),
+            "--port",
+            str(port),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process.stdout.readline().split()[1], process.pid
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)

@@ -430,33 +430,30 @@ class RolloutBuffer:
     def _estimate_from_values(
         self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None
     ) -> dict[str, float]:
-        """Estimate advantages and returns of all unmasked rows by GAE or V-trace; filtered tokens lose their mask.
+        """Estimate advantages and returns of all loss tokens by GAE or V-trace; filtered tokens lose their mask.
 
+        A row that is left out has no loss token, so its reward is not read.
         Returns: metrics over the loss tokens; {} if no token carries loss.
         """
         assert self.values_RS is not None and self.value_after_R is not None
-        ratios_RS = self._compute_trace_ratios()
-        self.returns_RS = torch.zeros_like(self.advantages_RS)
-        known_R = ~torch.tensor(self.is_left_out, device=self.device)
-        if all(self.is_left_out):
+        if not bool(self.mask_RS.any()):
+            self.returns_RS = torch.zeros_like(self.advantages_RS)
             return {}
+        ratios_RS = self._compute_trace_ratios()
         is_truncated_R = torch.tensor([s.is_truncated for s in self.samples], device=self.device)
-        self.advantages_RS[known_R], self.returns_RS[known_R] = compute_value_advantages(
-            rewards_R.to(device=self.device, dtype=torch.float32)[known_R],
-            is_truncated_R[known_R],
-            self.values_RS[known_R],
-            self.value_after_R[known_R],
-            self.mask_RS[known_R],
+        self.advantages_RS, self.returns_RS = compute_value_advantages(
+            rewards_R.to(device=self.device, dtype=torch.float32),
+            is_truncated_R,
+            self.values_RS,
+            self.value_after_R,
+            self.mask_RS,
             gamma=self.settings.gamma,
             gae_lambda=self.settings.gae_lambda,
-            kl_penalty_RS=None if penalty_RS is None else penalty_RS[known_R],
-            ratios_RS=None if ratios_RS is None else ratios_RS[known_R],
+            kl_penalty_RS=penalty_RS,
+            ratios_RS=ratios_RS,
             rho_cap=self.settings.weight_cap,
             c_cap=self.settings.vtrace_c,
         )
-        self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
-        if not bool(self.mask_RS.any()):
-            return {}
         count = self.mask_RS.sum()
         metrics = {
             "value/explained_variance": explained_variance(

@@ -30,7 +30,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import TrainingSeedOrders
 from rl_core.rollouts.episode_sequence import EpisodeRequest, Renderer
 from rl_core.rollouts.rollout_metrics import compute_rollout_metrics
-from rl_core.settings import PolicySettings, RollbackSettings
+from rl_core.settings import PolicySettings, RollbackSettings, build_settings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import (
     LearningSignalMonitor,
@@ -118,7 +118,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         reference_model: PreTrainedModel | None,
         renderer: Renderer,
         environment: Environment,
-        settings: PolicySettings,
+        settings: PolicySettings | Mapping[str, Any],
         seed: int,
         rewards: RewardOrchestrator,
         backend: RolloutBackend,
@@ -149,6 +149,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             a router's loss for a model without a router; DataError for a renderer without padding token if pad_id is
             None.
         """
+        settings = build_settings(settings, PolicySettings)
         check_models(settings, model, reference_model, teacher)
         self.curriculum = CurriculumManager(
             settings.curriculum,
@@ -177,7 +178,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._watched_names = list_watchable_names(settings, environment.levels)
         self._tools = tuple(environment.tools.tools)
         self._visual_tools = environment.tools.list_visual_tools()
-        check_watched_tools(settings, self._tools)
+        check_watched_tools(settings, environment)
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # those of the last update, for inspection
         self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]

@@ -1,10 +1,15 @@
 """The winner of a sweep: ranking, fresh episodes, p-values adjusted for the number of finalists."""
 
+import dataclasses
+import json
+
 import pytest
+from helpers.evaluations import build_evaluation
 
 from flows.sweep.plan import SweepPlan
 from flows.sweep.schedule import TrialOutcome
 from flows.sweep.search import Dimension
+from flows.sweep.sweep_flow import _add_fresh_results
 from flows.sweep.winner import SweepChoice, compare_finalists, rank_configurations, select_finalists
 
 PLAN = SweepPlan(
@@ -91,6 +96,31 @@ def test_fresh_episodes_give_the_figure_and_the_adjusted_p_values():
         "success 0.55 where it was chosen, 1 [1, 1] over 2 seeds on fresh held-out episodes" in text
     )
     assert "not significantly better than 1 of 2 other finalists" in text
+
+
+@pytest.mark.parametrize(
+    ("metric", "fresh", "difference"),
+    # of four fresh episodes the third tells no success; rewards are known for all
+    [
+        ("success", {1: [1.0, 1.0], 0: [1 / 3, 1 / 3]}, 2 / 3),
+        ("reward", {1: [0.5] * 2, 0: [0.25] * 2}, 0.25),
+    ],
+)
+def test_fresh_episodes_whose_success_is_unknown_are_left_out(tmp_path, metric, fresh, difference):
+    plan = dataclasses.replace(PLAN, metric=metric)
+    finalists = rank_configurations(OUTCOMES, plan)[:2]
+    played = {
+        1: build_evaluation([1, 1, None, 1], rewards=[0.0, 0.0, 1.0, 1.0]),
+        0: build_evaluation([0, 0, None, 1], rewards=[0.0, 0.0, 0.0, 1.0]),
+    }
+    models = {f"000{number}-s{seed}": "m" for number in played for seed in (0, 1)}
+    values = {name: played[int(name[3])].to_json() for name in models}
+    (tmp_path / "evaluation.json").write_text(json.dumps(values))
+    choice = SweepChoice(1, {"a": "2"}, metric, 0.55, "")
+    choice = _add_fresh_results(choice, finalists[0], finalists, tmp_path, models, plan, 0, 1)
+    assert choice.fresh == {number: pytest.approx(values) for number, values in fresh.items()}
+    (comparison,) = choice.comparisons
+    assert (comparison.number, comparison.difference) == (0, pytest.approx(difference))
 
 
 def test_without_fresh_episodes_the_figure_is_called_too_optimistic():

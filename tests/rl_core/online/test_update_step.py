@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 
@@ -427,6 +428,69 @@ def test_a_resumed_learner_continues_to_the_last_bit(tmp_path, kind):
     torch.manual_seed(5)
     assert [report.to_json() for report in apply_updates(resumed, range(3, 5))] == expected
     assert weights_digest(resumed.model) == weights_digest(uninterrupted.model)
+
+
+def build_noisy_model(kind, dropout=0.3):
+    """Build a model with dropout in its attention; `lora` adds fresh adapters with dropout."""
+    model = nano(dropout=dropout)
+    if kind == "full":
+        return model
+    settings = LoraSettings(rank=2, dropout=dropout, target_modules=("q_proj", "down_proj"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return add_adapter(model, settings)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_weights_that_have_not_moved_have_the_kl_0_under_dropout(tmp_path, kind, checkpointing):
+    """Check that old and new policy are compared under the same masks: before the step, and after a tiny one."""
+    learner = make_learner(
+        tmp_path,
+        build_noisy_model(kind),
+        dropout=True,
+        activation_checkpointing=checkpointing,
+        min_learning_rate=1e-10,
+    )
+    rewards = [1.0, 0.0, 0.0]
+    for number in (1, 2):
+        report = update_from_request(learner, "r1", rewards, number=number, learning_rate=1e-10)
+        assert report.kl_control["before"] == pytest.approx(0, abs=1e-7)
+        assert report.kl_control["mean_kl"] == pytest.approx(0, abs=1e-7)
+        # of a ratio of 1: minus the mean advantage, (2/3 - 1/3 - 1/3) / 3
+        assert report.losses["rl"] == pytest.approx(0, abs=1e-6)
+        assert report.gradients["norm"] > 1e-3 and report.refused == ""
+
+
+def test_dropout_is_used_and_differs_by_update_and_row(tmp_path):
+    def measure_norm(number, request="r1", **options):
+        learner = make_learner(tmp_path, nano(dropout=0.3), max_learning_rate=1.0, **options)
+        return update_from_request(learner, request, number=number).gradients["norm"]
+
+    norms = [measure_norm(1), measure_norm(1, dropout=True), measure_norm(2, dropout=True)]
+    assert norms == [measure_norm(1), measure_norm(1, dropout=True), measure_norm(2, dropout=True)]
+    assert min(abs(a - b) / a for a, b in itertools.combinations(norms, 2)) > 1e-3
+    assert measure_norm(1, dropout=True, micro_batch_tokens=4) == norms[1]
+
+
+def test_answers_without_a_snapshot_are_learned_from_without_dropout(tmp_path):
+    """Check that recorded distributions, which were sampled without dropout, are compared with passes without it."""
+    recorded_only = build_scored(experience("r2", version=99, top=True), [1.0, 0.0, 0.0])
+
+    def update(dropout, *items, **options):
+        learner = make_learner(tmp_path, nano(dropout=0.3), dropout=dropout, **options)
+        return learner.apply_update(build_task(*items, learning_rate=1e-9))
+
+    options = {"min_learning_rate": 1e-9}
+    without, with_dropout = (update(on, recorded_only, **options) for on in (False, True))
+    assert with_dropout.losses == pytest.approx(without.losses, rel=1e-5)
+    assert with_dropout.gradients == pytest.approx(without.gradients, rel=1e-5)
+    assert with_dropout.kl_control == pytest.approx(without.kl_control, rel=1e-5)
+    exact = build_scored(experience("r1"), [1.0, 0.0, 0.0])
+    mixed = update(True, exact, recorded_only, **options)
+    assert mixed.is_lower_bound and mixed.num_rollouts == 6
+    # half of the tokens have a KL of 0
+    assert mixed.kl_control["before"] == pytest.approx(without.kl_control["before"] / 2, rel=1e-5)
 
 
 def test_snapshots_are_complete_verified_and_reproducible(tmp_path):

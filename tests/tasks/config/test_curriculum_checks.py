@@ -134,7 +134,16 @@ def test_any_logged_metric_may_be_watched_and_others_say_what_they_need():
     ):
         assert describe_problem(metric, **weighted) == "" and describe_problem(metric) != "", metric
     assert "has no tool 'zom'; did you mean 'zoom'?" in describe_problem("tool/share/zom")
+    early_stop = build_condition(metric="tool/rapr", threshold=0.1)
+    reported = list_problems(
+        stages={"sft": {}, "policy": {"early_stop": early_stop}},
+        environment={"name": "arithmetic"},
+    )
+    text = reported["stages.policy.early_stop.metric"]
+    assert "'tool/rapr': the environment has no visual tool" in text
+    assert "did you mean 'tool/rapr'?" in describe_problem("tool/raper")
     for metric in (
+        "tool/rapr",
         "tool/share/zoom",
         "reward/alarm",
         "reward/correlation/total",

@@ -1,8 +1,10 @@
 """Regression test of a champion: numbers worked by hand."""
 
 import pytest
+from helpers.evaluations import build_evaluation
 
 from rl_core.analysis.statistics import Rate, wilson_interval
+from rl_core.errors import SettingsError
 from rl_core.evaluation import summarize_trajectories
 from rl_core.types import Trajectory
 from tasks.config import build_settings
@@ -70,6 +72,30 @@ def test_the_figure_of_a_version_comes_back_from_its_tags():
         read_success_figure({}) is None
         and read_success_figure({"figure.success_rate": "x"}) is None
     )
+
+
+def test_a_check_without_a_verifier_is_refused_before_anything_is_played(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 4)
+
+    def build_pipeline(**options):
+        environment = {
+            "name": "prompts",
+            "options": {"path": str(tmp_path / "rows.jsonl"), **options},
+        }
+        return build_settings(
+            {"name": "x", "environment": environment, "stages": {"sft": {}, "evaluate": {}}},
+            check_files=False,
+        )
+
+    champion = ModelVersion("x", 3, None, None)
+    with pytest.raises(SettingsError, match="success is unknown, as the environment has no veri"):
+        build_check_settings(build_pipeline(), champion, 0)
+    settings = build_check_settings(build_pipeline(verifier="exact"), champion, 0)
+    assert settings.stages.active == ("evaluate",)
+    unknown = build_evaluation([None, None], rewards=[0.5, 1.0])
+    assert build_figure_tags(unknown) == {}
+    with pytest.raises(SettingsError, match="success is unknown"):
+        check_champion_regression(unknown, rate(80, 100), 0.02)
 
 
 def test_each_check_plays_other_episodes_and_splits_the_data_as_ever(tmp_path):

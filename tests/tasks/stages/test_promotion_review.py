@@ -25,7 +25,7 @@ def build_episode(seed, won, level="easy", reward=None, text="look"):
         seed=seed,
         prompt="where | is it?",
         target="t",
-        success=bool(won),
+        success=None if won is None else bool(won),
         reward=float(won) if reward is None else reward,
         turns=[
             Turn(action=text, observation="wall\n<b>", num_tokens=1),
@@ -162,6 +162,32 @@ def test_without_a_champion_it_shows_what_failed(tmp_path):
     )
     assert "There is no champion yet" in text and "2 of 2 episodes that failed." in text
     assert "| turn | version 4: wrong, reward 0 |" in text
+
+
+def test_where_success_is_unknown_rewards_are_shown(tmp_path):
+    """Check the review of a first version, lowest rewards first, and of a pair, worst losses first."""
+
+    def build_side(name, label, rewards):
+        episodes = [
+            build_episode(seed, None, reward=reward, text=f"look {reward}")
+            for seed, reward in enumerate(rewards)
+        ]
+        return side(tmp_path / name, label, episodes)
+
+    challenger = build_side("new", "version 4", [0.5, -1.0, 0.25])
+    champion = build_side("old", "champion 3", [0.5, 0.0, 1.0])
+    options = {"title": "t", "verdict": "v", "seed": 0}
+    settings = PromotionSettings(metric="reward")
+    text = write_review(tmp_path / "a.md", challenger, None, {}, settings, **options)
+    assert "Success is unknown: the environment has no verifier. Mean reward: -0.08333." in text
+    assert "### Lowest rewards" in text and "3 of 3 episodes, the lowest reward first." in text
+    places = [text.index(f"version 4: reward {reward} ") for reward in ("-1", "0.25", "0.5")]
+    assert places == sorted(places) and "failed" not in text
+    text = write_review(tmp_path / "b.md", challenger, champion, {}, settings, **options)
+    assert "| **all** |  |  | unknown | -0.583 [" in text
+    assert "2 of 2 episodes that got worse." in text
+    assert text.index("\\#1**") < text.index("\\#2**")
+    assert "| turn | champion 3: reward 0 | version 4: reward -1 |" in text
 
 
 def test_the_report_shows_both_side_by_side(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError, SettingsError
+from rl_core.models.heads import score_rows
 from rl_core.storage import faults
 from tasks.tracking import check_model_folder, digest_model
 
@@ -116,7 +120,10 @@ def test_mlflow_loads_policies_and_reward_models(tracking, models, versions, mon
     with torch.no_grad():
         reward = float(head(**tokenizer(PROMPT, return_tensors="pt")).logits)
     # The raw reward, not the sigmoid that the pipeline applies by default.
-    scored = mlflow.pyfunc.load_model(reward_uri).predict([PROMPT])
+    scored = mlflow.pyfunc.load_model(reward_uri).predict([{"text": PROMPT}])
+    assert mlflow.transformers.load_model(reward_uri)(PROMPT, function_to_apply="none")[0][
+        "score"
+    ] == pytest.approx(reward, abs=1e-5)
     assert float(scored["score"][0]) == pytest.approx(reward, abs=1e-5)
     assert mlflow.get_tracking_uri() == before
 
@@ -160,6 +167,108 @@ def test_a_registered_policy_answers_messages(tracking, models, versions, monkey
         for _ in range(4)
     }
     assert len(answers) > 1  # sampled, so that a request's temperature counts
+
+
+@pytest.fixture(scope="module")
+def chat_reward_model(tracking, models, tmp_path_factory):
+    """Register a reward model with this project's chat template, and one without any; return both artifacts."""
+    artifacts = {}
+    for name in ("template", "plain"):
+        folder = tmp_path_factory.mktemp(name) / "model"
+        shutil.copytree(models["reward_model"], folder)
+        (folder / "chat_template.jinja").unlink()
+        tokenizer = train_tokenizer(["what colour is the cell"], 280)
+        if name == "plain":
+            tokenizer.chat_template = None
+        tokenizer.save_pretrained(folder)
+        with tracking.start_run(name, tmp_path_factory.mktemp("run")) as run:
+            version = run.log_model(folder, "reward_model", f"rewards-{name}")
+        registry = tracking.registry
+        fetched = registry.fetch_version(f"rewards-{name}", version)
+        artifacts[name] = registry.download_version(fetched, Path("unused")).parent
+    return artifacts
+
+
+CONVERSATION = [
+    {"role": "system", "content": "what"},
+    {"role": "user", "content": "the cell"},
+    {"role": "assistant", "content": "colour"},
+    {"role": "user", "content": PROMPT},
+    {"role": "assistant", "content": "the colour is"},
+]
+
+
+def test_a_registered_reward_model_scores_messages(chat_reward_model, monkeypatch):
+    """Check that pyfunc and the server score the token ids of training, in each form of the input."""
+    import mlflow
+    from fastapi.testclient import TestClient
+    from mlflow.pyfunc import scoring_server
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = chat_reward_model["template"]
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(folder / "model"))
+    head = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    pair = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "colour"}]
+    ids = [renderer.encode_conversation(messages)[0] for messages in (CONVERSATION, pair)]
+    ids.append(renderer.tokenizer(PROMPT)["input_ids"])
+    long, short, plain = score_rows(head, ids, pad_id=0)
+    assert len({round(value, 5) for value in (long, short, plain)}) == 3
+    function = mlflow.pyfunc.load_model(str(folder))
+
+    def predict(data):
+        return [pytest.approx(value, abs=1e-5) for value in function.predict(data)["score"]]
+
+    assert [long] == predict({"messages": CONVERSATION})
+    assert [short] == predict({"prompt": PROMPT, "completion": "colour"})
+    mixed = [
+        {"messages": CONVERSATION},
+        {"messages": None, "prompt": PROMPT, "completion": "colour"},
+        {"messages": None, "text": PROMPT},
+        {"messages": pair},
+    ]
+    assert [long, short, plain, short] == predict(mixed)
+    assert function.metadata.signature.inputs.input_names() == [
+        "messages",
+        "prompt",
+        "completion",
+        "text",
+    ]
+    client = TestClient(scoring_server.init(function))
+
+    def invoke(body):
+        response = client.post("/invocations", json=body)
+        assert response.status_code == 200, response.text
+        values = response.json()
+        rows = values["predictions"] if isinstance(values, dict) else values
+        assert {row["label"] for row in rows} == {"LABEL_0"}
+        return [pytest.approx(row["score"], abs=1e-5) for row in rows]
+
+    assert [long] == invoke({"messages": CONVERSATION})
+    assert [long, short, plain, short] == invoke({"dataframe_records": mixed})
+    example = json.loads((folder / "serving_input_example.json").read_text())
+    assert len(invoke(example)) == 1
+    for row, message in (
+        ({"messages": CONVERSATION[:-1]}, "row 0: the last message must be the assistant's"),
+        ({"prompt": PROMPT}, "row 0: expected messages, .* found prompt"),
+        ([{"text": "a"}, {"completion": "b"}], "row 1: .* found completion"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function.predict(row)
+
+
+def test_a_reward_model_without_a_template_scores_texts(chat_reward_model, monkeypatch):
+    import mlflow
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = chat_reward_model["plain"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert not tokenizer.chat_template and not (folder / "code").exists()
+    head = AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
+    (expected,) = score_rows(head, [tokenizer(PROMPT)["input_ids"]], pad_id=0)
+    (scored,) = mlflow.pyfunc.load_model(str(folder)).predict([PROMPT])["score"]
+    assert scored == pytest.approx(expected, abs=1e-5)
 
 
 def test_lineage_metrics_and_links(tracking, models, versions):

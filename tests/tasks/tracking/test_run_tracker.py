@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 import threading
@@ -350,6 +351,26 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
         locations=[tracking.experiment_id], run_id=run.run_id, filter_string="tags.level = 'hard'"
     )
     assert [trace.info.trace_id for trace in hard] == [wrong.info.trace_id]
+
+
+def test_a_trace_of_unknown_success_tells_none(tracking, tmp_path):
+    episodes = [dataclasses.replace(row, success=None) for row in make_trajectories()[:2]]
+    with tracking.start_run("unknown", tmp_path) as run:
+        assert run.log_traces(episodes, model="policy") == 2
+    client = tracking.store.client
+    first, second = client.search_traces(
+        locations=[tracking.experiment_id], run_id=run.run_id, order_by=["timestamp ASC"]
+    )
+    for trace, reward, answer in ((first, 1.0, "red"), (second, 0.0, "2")):
+        assert {entry.name: entry.value for entry in trace.info.assessments} == {
+            "model": "policy",
+            "level": trace.info.tags["level"],
+            "reward": reward,
+        }
+        assert "success" not in trace.info.tags
+        episode = trace.data.spans[0]
+        assert episode.outputs == answer and episode.attributes["success"] is None
+        assert episode.status.status_code.value == "OK"
 
 
 @pytest.mark.parametrize("point", ["trace.started", "trace.sent"])

@@ -23,8 +23,9 @@ from rl_core.settings import (
     ReplaySettings,
 )
 
-# Where rollouts had tool steps, where some succeeded and some failed, at some iterations.
+# Where the environment has visual tools, where rollouts had tool steps, where some succeeded and some failed.
 LOGGED_SOMETIMES = (
+    "tool/rapr",
     "train/exploration_efficiency",
     "reward/correlation/",
     "policy/numerics_difference",
@@ -89,6 +90,41 @@ class OneTool(Letters):
         return Toolset(
             [Tool("look", "Look.", {}, lambda: "a"), Tool("touch", "Touch.", {}, lambda: "b")]
         )
+
+
+class VisualTools(Letters):
+    @property
+    def tools(self):
+        return Toolset([Tool("look", "Look.", {}, lambda: "a", is_visual=True)])
+
+
+@pytest.mark.parametrize("options", [{"algorithm": "ppo"}, {"algorithm": "grpo"}])
+def test_a_curriculum_advances_on_the_rate_of_visual_tools(tokenizer, options):
+    """Check that a stage ends when the rate, 0 without a call, has been in its range for its window."""
+
+    def build_trainer(environment, comparison, threshold):
+        exits = (
+            ExitCondition(metric="tool/rapr", window=2, comparison=comparison, threshold=threshold),
+        )
+        stages = (
+            CurriculumStage(name="look", levels={"low": 1.0}, exit_conditions=exits),
+            CurriculumStage(name="answer", levels={"low": 1.0}),
+        )
+        return make_trainer(
+            tokenizer, environment, curriculum=stages, prompts_per_iteration=2, **options
+        )
+
+    def list_stages(*condition):
+        trainer = build_trainer(VisualTools(), *condition)
+        logged = [trainer.step() for _ in range(3)]
+        assert [metrics["tool/rapr"] for metrics in logged] == [0.0] * 3
+        return trainer.curriculum.index, [step["why"] for step in trainer.curriculum.history]
+
+    assert list_stages(">=", 0.5) == (0, [])
+    index, (reason,) = list_stages("<=", 0.5)
+    assert index == 1 and "tool/rapr 0 <= 0.5 over 2" in reason
+    with pytest.raises(SettingsError, match="'tool/rapr': the environment has no visual tool"):
+        build_trainer(OneTool(), ">=", 0.5)
 
 
 def test_the_share_of_a_tool_is_watched_and_of_a_tool_that_is_none_refused(tokenizer):
