@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -279,9 +279,13 @@ def _set_pre_tokenizer(tokenizer: Any, name: str, file: Path) -> None:
     )
 
 
-def find_pre_tokenizer(tokenizer: Any) -> str | None:
-    """Return llama.cpp's name for the way a tokenizer splits text; None if it has none here."""
-    described = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+def find_pre_tokenizer(tokenizer: Mapping[str, Any]) -> str | None:
+    """Return llama.cpp's name for the way a tokenizer splits text; None if it has none here.
+
+    Args:
+        tokenizer: contents of its `tokenizer.json`.
+    """
+    described = tokenizer.get("pre_tokenizer") or {}
     parts = described["pretokenizers"] if described.get("type") == "Sequence" else [described]
     plain = []
     for part in parts:
