@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError, suggest_name
 from rl_core.models.adapter_folder import is_adapter_folder
-from rl_core.models.named_models import is_local_model
+from rl_core.models.named_models import is_local_model, list_hub_gguf_files
 from rl_core.tracking import replace_invalid_characters
 from tasks.pipeline.stage_result import EPOCH_MODELS
 from tasks.stage_registry import list_policy_stages
@@ -197,6 +197,8 @@ def _find_hub_problem(name: str) -> str:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_SECONDS)
     except EntryNotFoundError:
+        if list_hub_gguf_files(name):
+            return ""
         return f"'{name}' on the hub has no config.json"
     except HfHubHTTPError as error:
         code = getattr(error.response, "status_code", None)

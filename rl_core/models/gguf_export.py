@@ -35,6 +35,8 @@ _PROOF_TEXTS = (  # prose, numbers, code and lines, so that every rule of the to
     "The quick brown fox jumps over the lazy dog. It's 12,345 steps from  here\n\nto there!",
     "def area(width, height=3):\n    return width * height  # 42\n",
 )
+# bits of a weight of a matrix; q8_0: blocks of 32 bytes with a scale of two
+GGUF_BITS: dict[str, float] = {"f32": 32, "bf16": 16, "q8_0": 8.5}
 # largest mean KL divergence per token after reading back, in nats
 GGUF_BOUNDS: dict[str, float] = {"f32": 1e-6, "bf16": 0.01, "q8_0": 0.01}
 
