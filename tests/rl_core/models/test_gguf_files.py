@@ -262,7 +262,7 @@ def test_ollama_gets_the_chat_template_in_its_language(tmp_path):
         '{{ else if eq .Role "assistant" }}<s>assistant\n{{ .Content }}<e>\n{{ end }}{{ end }}<s>assistant\n"""\n'
         'PARAMETER stop "<e>"\n'
     )
-    # a template that numbers its turns has no such form; neither has one that refuses system messages
+    # a template that numbers its turns has no such form
     tokenizer.chat_template = (
         "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}"
     )

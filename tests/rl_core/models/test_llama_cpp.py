@@ -21,26 +21,10 @@ pytest.importorskip("xllamacpp", reason="xllamacpp is not installed (make llama-
 
 # Mean KL divergence per token from the model to llama.cpp's reading of the file, nats. Measured: see docs/gguf.md.
 BOUNDS = {"f32": 1e-6, "bf16": 1e-3, "q8_0": 1e-2}
-WORDS = [
-    "The",
-    "cat's",
-    "12,345",
-    "naïve\tdéjà-vu",
-    "code:",
-    "x[i]+=3;",
-    "東京",
-    "🙂",
-    "don't",
-    "WE'LL",
-    "",
-    "",
-    "spaces\n\nlines",
-    "007",
-    "3.14",
-    "<b>",
-    "a_b",
-    "",
-]
+WORDS = (
+    *("The", "cat's", "12,345", "naïve\tdéjà-vu", "code:", "x[i]+=3;", "東京", "🙂", "don't"),
+    *("WE'LL", "", "", "spaces\n\nlines", "007", "3.14", "<b>", "a_b", ""),
+)
 
 
 def list_texts(count=200):
