@@ -136,3 +136,10 @@ def test_the_config_takes_the_name(tmp_path):
     (tmp_path / "bad.yaml").write_text(text.replace("PATH", "'many-GGUF:Q8_0'"))
     with pytest.raises(ConfigError, match=r"'many-GGUF:Q8_0' is neither a model folder"):
         load_settings(tmp_path / "bad.yaml")
+
+
+def test_settings_files_keep_names_of_models(tmp_path):
+    from posttrain.settings_files import resolve_model_path
+
+    for name in ("smollm2-135m", "me/many-GGUF:Q8_0", "me/model"):
+        assert resolve_model_path("model.path", name, tmp_path) == name
