@@ -67,7 +67,7 @@ def test_the_promoted_model_is_written_once(config, monkeypatch):
     assert tags["gguf.sha256"] == digest_file(file) and tags["gguf.type"] == "f32"
     (row,) = [row for row in tracking.list_runs() if row.run_id == stage.run_id]
     assert row.tags["gguf.file"] == "small-f32.gguf"
-    artifacts = tracking.client.list_artifacts(stage.run_id)
+    artifacts = tracking.store.client.list_artifacts(stage.run_id)
     assert {"Modelfile", "small-f32.gguf"} <= {artifact.path for artifact in artifacts}
 
     monkeypatch.setattr(gguf_export, "write_gguf_file", None)  # a second run writes nothing
