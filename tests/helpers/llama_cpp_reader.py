@@ -22,6 +22,9 @@ class LlamaCppModel:
         params.port, params.warmup, params.verbosity = 0, False, 0
         self._server = xllamacpp.Server(params)
         self.vocab_size = vocab_size
+        # An answer that ends at once, or within a character, has no probabilities: every answer is this letter.
+        # The probabilities are those before the bias.
+        self._letter = self.tokenize("a")[-1]
 
     def _post(self, route, **body):
         request = urllib.request.Request(
@@ -48,7 +51,7 @@ class LlamaCppModel:
             n_predict=1,
             n_probs=self.vocab_size,
             temperature=0,
-            samplers=[],
+            logit_bias=[[self._letter, 1000.0]],
             cache_prompt=False,
         )
         rows = answer["completion_probabilities"][0]["top_logprobs"]

@@ -213,7 +213,7 @@ def test_changed_bytes_are_an_error_or_a_header(seed, tmp_path):
         except ModelError as error:
             assert "\n" not in str(error)
             outcomes["error"] += 1
-    assert outcomes["error"] > 5 and outcomes["header"] > 5
+    assert outcomes["error"] >= 3 and outcomes["header"] >= 3
 
 
 def test_a_second_reader_finds_the_settings(tmp_path):
