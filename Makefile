@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
 	rl_core/service/client.py rl_core/service/client_calls.py
 
-.PHONY: help setup demo demo-real readme-pictures test test-all test-extras sdk-test transformers4-test crash-test service-crash-test fuzz lint format docs clean
+.PHONY: help setup demo demo-real readme-pictures test test-all test-extras sdk-test transformers4-test llama-test crash-test service-crash-test fuzz lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -55,6 +55,10 @@ transformers4-test: $(STAMP)  ## written models read by transformers 4, in a fol
 	$(BIN)/python -m pip install -q --upgrade --no-deps --target build/transformers4 \
 		'transformers<5' 'huggingface-hub<1' 'tokenizers<0.23'
 	POSTTRAIN_TRANSFORMERS4=$(CURDIR)/build/transformers4 $(BIN)/python -m pytest -q tests/rl_core/models/test_portable_files.py
+
+llama-test: $(STAMP)  ## written GGUF files read by llama.cpp, in a folder of its own
+	$(BIN)/python -m pip install -q --upgrade --no-deps --target build/llama_cpp xllamacpp
+	PYTHONPATH=build/llama_cpp $(BIN)/python -m pytest -q -rP tests/rl_core/models/test_llama_cpp.py
 
 sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments of their own, against the training service
 	$(BIN)/python -m pytest -s tests/posttrain/training_service/test_public_client.py tests/posttrain/training_service/test_sdk_parity.py \

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.errors import SettingsError
-from rl_core.models.named_models import is_local_model
+from rl_core.models.gguf_files import find_gguf_file
 from rl_core.settings import OnlineSettings, ServiceSettings, Settings
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.config.schema import parse_settings
@@ -52,7 +52,7 @@ def resolve_model_path(key: str, path_or_name: str, folder: Path) -> str:
     Raises: SettingsError if the text looks like a path but no such folder exists.
     """
     for path in (Path(path_or_name), folder / path_or_name):
-        if path.is_dir() or is_local_model(path):
+        if path.is_dir() or find_gguf_file(path) is not None:
             return str(path.resolve())
     if path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1:
         raise SettingsError(f"{key}: {path_or_name} is no folder and no GGUF file")

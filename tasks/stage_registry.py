@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Product = Literal["data", "policy", "reward_model", "network", "evaluation", "proof"]
+Product = Literal["data", "policy", "reward_model", "network", "evaluation", "proof", "decision"]
 
 # base (the starting model; None = a preset), model (the newest policy), data, reward_model (results of those stages),
 # models (the policies by stage name), evaluation, challenger (the newest trained policy's result), proof (of their
-# export).
+# export), decision (the promotion's result).
 STAGE_INPUTS = (
     "base",
     "model",
@@ -29,6 +29,7 @@ STAGE_INPUTS = (
     "evaluation",
     "challenger",
     "proof",
+    "decision",
 )
 
 
@@ -170,6 +171,14 @@ _STAGES: tuple[PipelineStage, ...] = (
         task="tasks.stages.promote:promote_challenger",
         takes=("evaluation", "challenger", "data", "proof"),
         needs=("evaluation", "challenger", "proof"),
+        gives="decision",
+        uses_gpu=False,
+    ),
+    PipelineStage(
+        name="gguf",
+        task="tasks.stages.gguf:write_gguf",
+        takes=("challenger", "decision"),
+        needs=("challenger",),
         uses_gpu=False,
     ),
 )
@@ -218,7 +227,8 @@ def list_training_stages() -> tuple[str, ...]:
 
 def list_result_stages() -> tuple[str, ...]:
     """List the names of the stages whose results are for people: nothing is trained from them."""
-    return tuple(stage.name for stage in _STAGES if stage.gives in (None, "evaluation", "proof"))
+    results = (None, "evaluation", "proof", "decision")
+    return tuple(stage.name for stage in _STAGES if stage.gives in results)
 
 
 def register_stage(stage: PipelineStage, *, before: str | None = None) -> None:

@@ -210,6 +210,7 @@ def _list_arrows(
     user = "policy" if uses_reward_model and "policy" in present else "analyze"
     arrows += [("reward_model", user), ("evaluate", "analyze"), ("evaluate", "export")]
     arrows.append(("export" if "export" in present else "evaluate", "promote"))
+    arrows += [(name, "gguf") for name in (["promote"] if "promote" in present else trunk[-1:])]
     arrows += [(name, "evaluate") for name in trunk[-1:] or ["prepare_data"]]
     return [arrow for arrow in arrows if set(arrow) <= set(present)]
 

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.arguments import add_output_option
 from rl_core.errors import SettingsError
+<<<<<<< HEAD
 from rl_core.models.named_models import find_hub_problem, resolve_local_model
 from rl_core.settings import ModelSettings
+=======
+from rl_core.models.named_models import resolve_local_model
+>>>>>>> gguf-stage
 from rl_core.storage.atomic_files import copy_tree
 from rl_core.storage.folders import publish_folder
 
@@ -21,11 +25,6 @@ EXAMPLES = (
     "export models:/demo@champion --to champion",
     "export models:/demo@champion --to champion --format gguf --type q8_0",
     "export outputs/demo/stages/policy --to adapter --format adapter",
-)
-
-_PROOF_TEXTS = (  # prose, numbers, code and lines, so that every rule of the tokenizer is used
-    "The quick brown fox jumps over the lazy dog. It's 12,345 steps from  here\n\nto there!",
-    "def area(width, height=3):\n    return width * height  # 42\n",
 )
 
 
@@ -111,25 +110,16 @@ def _export_gguf_file(folder: str, target: Path, name: str, kind: GgufType) -> s
     """Write a GGUF file with its Modelfile into a new folder, read it back and describe the comparison."""
     from transformers.utils.logging import disable_progress_bar
 
-    from rl_core.models import causal_lm
-    from rl_core.models.gguf_export import prove_gguf_file, write_gguf_file, write_ollama_modelfile
+    from rl_core.models.gguf_export import export_gguf_folder
 
     disable_progress_bar()
-    model, tokenizer = causal_lm.load_model(folder, ModelSettings(device="cpu"))
-    model.eval()
-    file_name = f"{name}-{kind}.gguf"
     proofs = []
-
-    def write_files(path: Path) -> None:
-        write_gguf_file(model, tokenizer, path / file_name, kind)
-        proofs.append(prove_gguf_file(path / file_name, model, tokenizer, list(_PROOF_TEXTS), kind))
-        write_ollama_modelfile(path / file_name)
-
-    publish_folder(target, write_files, {"kind": "gguf"})
-    proof = proofs[0]
+    publish_folder(
+        target,
+        lambda path: proofs.append(export_gguf_folder(folder, path, name, kind)),
+        {"kind": "gguf"},
+    )
     return (
-        f"{target / file_name}: {proof.bytes / 1e6:,.1f} MB\n"
-        f"read back: the same tokens and chat prompt; KL divergence {proof.kl:.2g} nats per token over "
-        f"{proof.num_tokens} tokens, log-probabilities differ by {proof.largest_difference:.2g} at most\n"
+        f"{target / proofs[0].file}: {proofs[0].describe()}\n"
         f"{target / 'Modelfile'}: for `ollama create {name} -f {target / 'Modelfile'}`"
     )

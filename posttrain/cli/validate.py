@@ -12,7 +12,7 @@ from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument
 from rl_core.errors import ModelError, PosttrainError, SettingsError
 from rl_core.models.gguf_files import find_gguf_file, read_gguf_header
-from rl_core.models.named_models import list_named_models
+from rl_core.models.named_models import is_hub_gguf_file, list_named_models
 
 if TYPE_CHECKING:
     from rl_core.settings import ModelSettings
@@ -134,6 +134,8 @@ def _describe_model_source(settings: PipelineSettings) -> str:
     named = list_named_models().get(path)
     if named is not None:
         return f"{path} ({named.about}; downloaded once)"
+    if is_hub_gguf_file(path):
+        return f"{path} (GGUF file on the hub; looked up when it runs)"
     gguf_file = find_gguf_file(path)
     if gguf_file is not None:
         return f"{path} (GGUF: {read_gguf_header(gguf_file).describe()})"

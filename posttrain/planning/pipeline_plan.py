@@ -10,6 +10,7 @@ from typing import Any
 from posttrain.planning.stage_planner import PlannedModel, StagePlan, StagePlanner
 from posttrain.planning.target import PlanLengths, PlanTarget
 from rl_core.errors import SettingsError
+from rl_core.models.gguf_export import GGUF_BITS
 from rl_core.resources.activations import MicroBatch
 from rl_core.resources.stage_memory import (
     PERSISTENT_PARTS,
@@ -25,6 +26,7 @@ from rl_core.settings import (
     DistillationSettings,
     EvaluationSettings,
     ExportSettings,
+    GgufSettings,
     NetworkSettings,
     PolicySettings,
     PreferenceSettings,
@@ -153,6 +155,20 @@ class AllStagesPlanner(StagePlanner):
         )
         return self._build_plan(shape, [phase], work, trainable=0)
 
+    def plan_gguf(self, block: GgufSettings) -> StagePlan:
+        """Plan the model and the file's copy of it, both in float32 on the CPU, and the passes that compare them."""
+        shape = self.model.policy
+        size = GGUF_BITS[block.type] / 8 * shape.parameters
+        self.notes.append(f"the file takes {size / 1e9:,.2f} GB in the output folder")
+        if self.target.device != "cpu":
+            self.notes.append("runs on the CPU")
+            phase = MemoryPhase("read back", {"weights": 0})
+        else:
+            weights = 2 * 4 * shape.parameters
+            phase = MemoryPhase("read back", {**self.runtime, "weights": weights})
+        work = estimate_scoring_work(shape, rows=4.0, length=32.0, loss_length=32.0)
+        return self._build_plan(shape, [phase], work, trainable=0)
+
     def plan_network(self, block: NetworkSettings) -> StagePlan:
         """Plan policy and value networks; their sizes follow from the spaces of the environment.
 
@@ -212,6 +228,7 @@ _PLAN_FUNCTIONS: Mapping[type, _PlanFunction] = {
     EvaluationSettings: AllStagesPlanner.plan_evaluation,
     AnalysisSettings: AllStagesPlanner.plan_analysis,
     ExportSettings: AllStagesPlanner.plan_export,
+    GgufSettings: AllStagesPlanner.plan_gguf,
 }
 
 
@@ -263,7 +280,8 @@ def plan_stage(
     """
     block = getattr(settings.stages, name)
     # The reward model trains all weights, and an exported model has its adapters merged.
-    with_adapters = not isinstance(block, RewardModelSettings | AnalysisSettings | ExportSettings)
+    merged = RewardModelSettings | AnalysisSettings | ExportSettings | GgufSettings
+    with_adapters = not isinstance(block, merged)
     models = {} if models is None else models
     if with_adapters not in models:
         model_settings = settings.model

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 GGUF_MAGIC = b"GGUF"
 _SPLIT_FILE = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_PROJECTORS = ("clip", "mmproj")  # general.architecture of files that go with a model
 _CONVERSION_WAIT_S = 1800.0  # of another process that converts the same file
 
 
@@ -120,7 +121,15 @@ def read_gguf_header(file: Path) -> GgufHeader:
 @functools.lru_cache(maxsize=16)
 def _read_header(file: Path, modified_ns: int, size: int) -> GgufHeader:
     reader = _open_reader(file)
+    try:
+        return _collect_header(reader, file)
+    except ModelError:
+        raise
+    except Exception as error:  # values of other types than the format has, text that is no UTF-8
+        raise _build_damage_error(file, error) from error
 
+
+def _collect_header(reader: GGUFReader, file: Path) -> GgufHeader:
     def read_value(name: str) -> Any:
         value = reader.get_field(name)
         return None if value is None else value.contents()
@@ -137,13 +146,22 @@ def _read_header(file: Path, modified_ns: int, size: int) -> GgufHeader:
     if not sizes:
         raise ModelError(f"'{file}' holds no weights")
     tokens = reader.get_field("tokenizer.ggml.tokens")
+    if architecture in _PROJECTORS:
+        raise ModelError(
+            f"'{file}' holds the image or audio encoder of a model (mmproj, {architecture}), not a language model; "
+            "name the model's other GGUF file"
+        )
+    if tokens is None:
+        raise ModelError(
+            f"'{file}' ({architecture}) holds no tokenizer, so no text can be read with it"
+        )
     return GgufHeader(
         architecture=architecture,
         pre_tokenizer=read_value("tokenizer.ggml.pre"),
         quantization=sizes.most_common(1)[0][0],
         num_parameters=sum(sizes.values()),
         context=read_number("context_length"),
-        vocabulary=len(tokens.data) if tokens is not None else read_number("vocab_size"),
+        vocabulary=len(tokens.data),
         width=read_number("embedding_length"),
         num_layers=read_number("block_count"),
         head_dim=read_number("attention.key_length"),
@@ -160,9 +178,14 @@ def _open_reader(file: Path) -> GGUFReader:
     try:
         return GGUFReader(file)
     except Exception as error:  # the reader raises whatever numpy raises on a damaged file
-        raise ModelError(
-            f"'{file}' is not a whole GGUF file: {type(error).__name__}: {error}; download it again"
-        ) from error
+        raise _build_damage_error(file, error) from error
+
+
+def _build_damage_error(file: Path, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:200]
+    return ModelError(
+        f"'{file}' is not a whole GGUF file: {type(error).__name__}: {reason}; download it again"
+    )
 
 
 def resolve_gguf_folder(file: Path, report: Callable[[str], object] = logger.info) -> Path:
@@ -280,9 +303,13 @@ def _set_pre_tokenizer(tokenizer: Any, name: str, file: Path) -> None:
     )
 
 
-def find_pre_tokenizer(tokenizer: Any) -> str | None:
-    """Return llama.cpp's name for the way a tokenizer splits text; None if it has none here."""
-    described = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+def find_pre_tokenizer(tokenizer: Mapping[str, Any]) -> str | None:
+    """Return llama.cpp's name for the way a tokenizer splits text; None if it has none here.
+
+    Args:
+        tokenizer: contents of its `tokenizer.json`.
+    """
+    described = tokenizer.get("pre_tokenizer") or {}
     parts = described["pretokenizers"] if described.get("type") == "Sequence" else [described]
     plain = []
     for part in parts:

@@ -1,7 +1,8 @@
-"""Pretrained models by a short name: from the hub where it answers, else from a package of the package index.
+"""Models that are made into local folders: named ones, GGUF files, and GGUF files on the hub (OWNER/REPO:Q8_0).
 
-`named_models.json` lists them. The first source that answers is remembered in the user's cache: a later run starts from
-the same weights, whichever sources answer then.
+A named model comes from the hub where it answers, else from a package of the package index; `named_models.json` lists
+them. The first source that answers is remembered in the user's cache: a later run starts from the same weights,
+whichever sources answer then.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import importlib.resources
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rl_core.errors import ModelError
+from rl_core.errors import ModelError, PosttrainError
+from rl_core.json_client import fetch_json
 from rl_core.models.gguf_files import find_gguf_file, resolve_gguf_folder
 from rl_core.storage.atomic_files import (
     make_folder,
@@ -36,6 +39,11 @@ logger = logging.getLogger(__name__)
 
 _DOWNLOAD_WAIT_S = 3600.0  # of another process that downloads the same model
 _HUB_TIMEOUT_S = 5.0  # until the hub answers at all
+# a repository of the hub and a file or quantisation in it, as ollama and llama.cpp name one
+_HUB_REPOSITORY = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<tag>[A-Za-z0-9][\w.-]*))?"
+)
+_SPLIT_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
 
@@ -66,7 +74,13 @@ def list_named_models() -> dict[str, ListedModel]:
 def is_local_model(source: str | Path) -> bool:
     """Return whether `resolve_local_model` has a folder for the source; nothing is downloaded or converted."""
     is_named = str(source) in list_named_models() and not os.path.exists(source)
-    return is_named or find_gguf_file(source) is not None
+    return is_named or is_hub_gguf_file(source) or find_gguf_file(source) is not None
+
+
+def is_hub_gguf_file(source: str | Path) -> bool:
+    """Return whether the source names a GGUF file on the hub: OWNER/REPO:QUANTISATION or OWNER/REPO:FILE."""
+    match = _HUB_REPOSITORY.fullmatch(str(source))
+    return match is not None and match["tag"] is not None and not os.path.exists(source)
 
 
 def resolve_local_model(
@@ -74,15 +88,17 @@ def resolve_local_model(
 ) -> Path | None:
     """Return the model folder of a named model or a GGUF file, downloaded and converted on first use.
 
+    A repository of the hub that holds GGUF files alone stands for its only one.
+
     Args:
         report: called with a line before anything is downloaded.
     Returns: None for every other source: a folder, a hub name, a registered model.
-    Raises: ModelError if the model cannot be had.
+    Raises: ModelError if the model cannot be had, or a repository holds several GGUF files and none is named.
     """
     named = list_named_models().get(str(source))
     if named is not None and not os.path.exists(source):
         return _resolve_named_folder(named, report)
-    file = find_gguf_file(source)
+    file = find_gguf_file(source) or _find_hub_file(str(source), report)
     return None if file is None else resolve_gguf_folder(file, report)
 
 
@@ -101,6 +117,8 @@ def find_hub_problem(name: str) -> str:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
     except EntryNotFoundError:
+        if list_hub_gguf_files(name):
+            return ""
         return f"'{name}' on the hub has no config.json"
     except HfHubHTTPError as error:
         code = getattr(error.response, "status_code", None)
@@ -110,6 +128,103 @@ def find_hub_problem(name: str) -> str:
     except Exception as error:  # of the HTTP library: no network, DNS, a proxy, a timeout
         return f"the hub, where models of that name are looked up, does not answer ({type(error).__name__})"
     return ""
+
+
+def list_hub_gguf_files(repository: str) -> list[str] | None:
+    """List the GGUF files of a repository on the hub, or of its copy in the hub's cache.
+
+    Returns: [] for a repository that also holds a `config.json`, since transformers reads it as it is; None if the hub
+        does not answer, or has no such repository that may be read, and there is no copy.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import build_hf_headers
+
+    names: list[str] | None = None
+    if not constants.HF_HUB_OFFLINE:
+        try:  # not by the hub's client, which tries for half a minute
+            answer = fetch_json(
+                f"{constants.ENDPOINT}/api/models/{repository}",
+                timeout_s=_HUB_TIMEOUT_S,
+                headers=build_hf_headers(),
+            )
+            names = [str(entry["rfilename"]) for entry in answer["siblings"]]
+        except (PosttrainError, KeyError, TypeError) as error:
+            logger.debug("the hub lists no files of %s: %s", repository, error)
+    if names is None:
+        try:
+            folder = Path(snapshot_download(repository, local_files_only=True))
+        except Exception as error:
+            logger.debug("%s is not in the hub's cache: %s", repository, error)
+            return None
+        names = [
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        ]
+    if "config.json" in names:
+        return []
+    return sorted(name for name in names if name.lower().endswith(".gguf"))
+
+
+def _find_hub_file(source: str, report: Callable[[str], object]) -> Path | None:
+    """Return a GGUF file of the hub, downloaded on first use; None if the source names none."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    match = _HUB_REPOSITORY.fullmatch(source)
+    if (
+        match is None
+        or os.path.exists(source)
+        or (source.endswith(".gguf") and match["tag"] is None)
+    ):
+        return None
+    repository, tag = match["name"], match["tag"]
+    if tag is None and isinstance(try_to_load_from_cache(repository, "config.json"), str):
+        return None
+    names = list_hub_gguf_files(repository)
+    if tag is None and not names:
+        return None
+    if names is None:
+        raise ModelError(
+            f"'{source}': the hub does not answer or has no such repository that you may read, and no copy of the file "
+            "is cached; check the name, or set model.path to a GGUF file on this machine"
+        )
+    name = _choose_hub_file(source, tag, names)
+    if not isinstance(try_to_load_from_cache(repository, name), str):
+        report(f"{repository}: {name} from the hub")
+    try:
+        return Path(hf_hub_download(repository, name))
+    except Exception as error:
+        raise ModelError(
+            f"the download of {name} from {repository} failed: {type(error).__name__}: {error}; run it again"
+        ) from error
+
+
+def _choose_hub_file(source: str, tag: str | None, names: Sequence[str]) -> str:
+    """Choose the file that a tag names: its name, or the quantisation at its end. Raises: ModelError."""
+    repository = source.partition(":")[0]
+    models = [name for name in names if not PurePosixPath(name).name.startswith("mmproj")]
+    matching = models
+    if tag is not None:
+        ending = re.compile(rf"(?:^|[-._]){re.escape(tag)}$", re.IGNORECASE)
+        matching = [name for name in names if tag in (name, PurePosixPath(name).name)] or [
+            name
+            for name in models
+            if ending.search(_SPLIT_SUFFIX.sub("", PurePosixPath(name).stem))
+        ]
+    if len(matching) == 1 and not _SPLIT_SUFFIX.search(PurePosixPath(matching[0]).stem):
+        return matching[0]
+    known = ", ".join(models[:8]) + (", ..." if len(models) > 8 else "")
+    if not models:
+        problem = "holds no GGUF file of a language model"
+    elif matching and _SPLIT_SUFFIX.search(PurePosixPath(matching[0]).stem):
+        problem = (
+            f"holds this model in {len(matching)} parts; download them, join them with llama.cpp's `llama-gguf-split "
+            "--merge` and name the file"
+        )
+    else:
+        count = f"several files '{tag or '.gguf'}'" if matching else f"no file '{tag}'"
+        problem = (
+            f"holds {count}; name one of {known}, or its quantisation, as in {repository}:Q8_0"
+        )
+    raise ModelError(f"'{source}': the repository {problem}")
 
 
 def _resolve_named_folder(model: ListedModel, report: Callable[[str], object]) -> Path:

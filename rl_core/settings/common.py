@@ -113,6 +113,15 @@ class ExportSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GgufSettings(Settings):
+    """GGUF file of the trained model, for llama.cpp and ollama, proven by reading it back."""
+
+    type: Literal["f32", "bf16", "q8_0"] = setting(
+        "q8_0", doc="type of the matrices; vectors stay in float32"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoraSettings(Settings):
     """Low-rank adapters (arXiv:2106.09685), with peft."""
 

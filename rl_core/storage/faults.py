@@ -203,6 +203,7 @@ FAULT_POINT_GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("gate.decided", "the gate has decided, nothing is recorded"),
         ("gate.moved", "the alias is moved, decision and review are not written"),
         ("gate.written", "the decision is written"),
+        ("gguf.written", "the GGUF file and its Modelfile are written and proven, not recorded"),
         (
             "approval.tagged",
             "the approval request is on the version, no alias is moved",

@@ -7,6 +7,7 @@ metrics that nothing logs.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 from collections import Counter
@@ -22,7 +23,11 @@ from rl_core.curriculum.watched_metrics import (
 from rl_core.errors import PosttrainError, SettingsError, suggest_name
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.services import check_sink_installed
-from tasks.config.machine_checks import check_memory, read_context_length
+from tasks.config.machine_checks import (
+    check_memory,
+    find_unwritable_model,
+    read_context_length,
+)
 from tasks.config.policy_checks import (
     POLICY_KEY,
     check_curriculum,
@@ -106,6 +111,9 @@ def _check_result_stages(settings: PipelineSettings, *, trained: bool) -> Iterat
     if stages.evaluate is not None and not trained and settings.model.path is None:
         text = f"has no policy to evaluate; add stages.{any_policy}, or set model.path"
         yield _build_stage_finding(("stages", "evaluate"), text, _MODEL_PATH_KEY, *policies)
+    if stages.gguf is not None and not trained:
+        text = f"has no new model to write; add stages.{any_policy}, or use `posttrain export`"
+        yield _build_stage_finding(("stages", "gguf"), text, *policies)
     for name, needed, purpose in _list_evaluation_consumers(stages):
         if stages.evaluate is None:
             text = f"needs {needed} of stages.evaluate; add `evaluate: {{}}`"
@@ -198,6 +206,7 @@ def check_combinations(
         *_check_model(settings),
         *(_check_quantization(settings) if check_servers else ()),
         *(_Finding(problem, about) for problem, about in check_stage_inputs(settings)),
+        *_check_gguf_stage(settings, check_package=check_servers),
         *_check_sampling(settings),
         *_check_training_loops(settings),
         *_check_sinks(settings),
@@ -283,6 +292,18 @@ def _check_quantization(settings: PipelineSettings) -> Iterator[_Finding]:
     except SettingsError as error:
         key = ("model", "lora", "quantize")
         yield _build_finding(key, str(error).removeprefix("lora.quantize: "), ("model", "device"))
+
+
+def _check_gguf_stage(settings: PipelineSettings, *, check_package: bool) -> Iterator[_Finding]:
+    """Check that the initial model's architecture and tokenizer are written as GGUF, as far as files here say."""
+    if settings.stages.gguf is None:
+        return
+    if check_package and importlib.util.find_spec("gguf") is None:
+        text = "the package gguf, which writes the file, is not installed: pip install 'posttrain[gguf]'"
+        yield _build_finding(("stages", "gguf"), text)
+    problem = find_unwritable_model(settings.model)
+    if problem is not None:
+        yield _build_finding(("stages", "gguf"), problem, _MODEL_PATH_KEY)
 
 
 def _list_sampling_settings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:

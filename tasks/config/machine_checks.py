@@ -25,7 +25,7 @@ from rl_core.models.adapter_folder import (
     read_adapter_folder,
 )
 from rl_core.models.gguf_files import find_gguf_file, read_gguf_header
-from rl_core.models.named_models import list_named_models
+from rl_core.models.named_models import is_hub_gguf_file, list_named_models
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings
 from rl_core.settings.base import replace_unchecked
 from rl_core.settings.common import PRESETS
@@ -222,7 +222,7 @@ def _find_model_folder(name: str, key: Key, finder: _FileFinder) -> str:
             text = "is not a registered model; write models:/NAME@ALIAS or models:/NAME/VERSION"
             finder.report(key, f"{name!r} {text}")
         return name
-    if name in list_named_models():
+    if name in list_named_models() or is_hub_gguf_file(name):
         return name
     path = finder.find_path(name)
     if path is None:
@@ -405,6 +405,23 @@ def _read_model_config(model: ModelSettings) -> dict[str, Any] | None:
     except (OSError, ValueError, ModelError):
         return None
     return config if isinstance(config, dict) else None
+
+
+def find_unwritable_model(model: ModelSettings) -> str | None:
+    """Explain why the initial model is not written as GGUF; None if it is, or no file here tells."""
+    if model.path is None:
+        return None
+    from rl_core.models.gguf_export import explain_unwritable_config, explain_unwritable_tokenizer
+
+    config = _read_model_config(model)
+    if config is None:
+        return None
+    problem = explain_unwritable_config(config)
+    if problem is None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            text = (Path(model.path) / "tokenizer.json").read_text(encoding="utf-8")
+            problem = explain_unwritable_tokenizer(json.loads(text))
+    return problem
 
 
 def _has_length_dependent_rope(config: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from rl_core.settings import (
     EnvironmentSettings,
     EvaluationSettings,
     ExportSettings,
+    GgufSettings,
     ModelSettings,
     NetworkSettings,
     OnlineSettings,
@@ -230,6 +231,9 @@ class StagesSettings(Settings):
     )
     promote: PromotionSettings | None = setting(
         None, doc="comparison with the champion, and promotion"
+    )
+    gguf: GgufSettings | None = setting(
+        None, doc="GGUF file of the new model, only once it is promoted if promote runs"
     )
     custom: dict[str, CustomStageSettings | None] = setting({}, doc="user-defined stages, by name")
 

@@ -132,6 +132,10 @@ class _StageOutputs:
         return self.results.get("proof")
 
     @property
+    def decision(self) -> StageResult | None:
+        return self.results.get("decision")
+
+    @property
     def model(self) -> Path | str:
         """The newest policy, else the base model."""
         if "policy" in self.results:

@@ -63,7 +63,7 @@ _TRAINED = ("distill", "preference", "reward_model", "policy")
 _SHORT = (*_TRAINED, "analyze")
 _ASKED = ("stages.promote.approve=manual", "stages.promote.approval_timeout_seconds=1")
 KINDS = {
-    "pipeline": Kind(starts="nothing"),
+    "pipeline": Kind(starts="nothing", overrides=("stages.gguf={type: f32}",)),
     "training": Kind(without=("analyze",)),
     "analysis": Kind(without=_TRAINED),
     "empty": Kind(without=(*_SHORT, "evaluate", "promote"), starts="nothing"),

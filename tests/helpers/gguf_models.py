@@ -6,6 +6,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -27,6 +29,7 @@ SHAPE = {
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
     "llama-untied": (LlamaForCausalLM, LlamaConfig, {"rope_theta": 50_000.0}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
 }

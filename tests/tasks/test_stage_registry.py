@@ -56,7 +56,13 @@ def test_kinds_of_stages():
         "thoughts",
         "network",
     )
-    assert stage_registry.list_result_stages() == ("evaluate", "analyze", "export", "promote")
+    assert stage_registry.list_result_stages() == (
+        "evaluate",
+        "analyze",
+        "export",
+        "promote",
+        "gguf",
+    )
     assert stage_registry.find_stage("reward_model").trained_kind == "reward_model"
     assert stage_registry.find_stage("prepare_data").trained_kind is None
     assert (

@@ -406,6 +406,14 @@ def test_analysis_holds_two_models_and_export_one_in_a_separate_process():
     )
 
 
+def test_a_gguf_file_is_planned_with_its_size():
+    """Two models in float32, and blocks of 32 bytes with a scale of two on the disk."""
+    plan = make_plan({"sft": {}, "gguf": {"type": "q8_0"}}, context=128)
+    assert plan.memory.peak.parts["weights"] == 2 * 4 * PARAMETERS
+    size = 34 / 32 * PARAMETERS / 1e9
+    assert f"the file takes {size:,.2f} GB in the output folder" in plan.notes
+
+
 def test_networks_by_hand(monkeypatch):
     """Plan CartPole (4 numbers, 2 actions): a policy of 4-8-2 and a value of 4-8-1, with biases."""
     pytest.importorskip("gymnasium")

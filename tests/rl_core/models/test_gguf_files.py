@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -82,7 +84,8 @@ def test_an_unknown_way_to_split_text_is_a_warning(tmp_path, caplog, monkeypatch
 def test_every_way_to_split_text_is_recognised(name, tmp_path):
     _, tokenizer = build_model()
     gguf_files._set_pre_tokenizer(tokenizer, name, tmp_path)
-    assert gguf_files.find_pre_tokenizer(tokenizer) == name
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    assert gguf_files.find_pre_tokenizer(described) == name
 
 
 def test_a_converted_file_is_a_model_folder(tmp_path, cache):
@@ -125,6 +128,26 @@ def write_damaged(tmp_path, how):
         file.write_bytes(b"")
     elif how == "text":
         file.write_text("not a model")
+    elif how == "no weights":  # cut behind the header
+        file.write_bytes(data[: gguf.GGUFReader(file).tensors[0].data_offset + 64])
+    elif how == "magic":
+        file.write_bytes(b"GGML" + data[4:])
+    elif how == "version":
+        file.write_bytes(data[:4] + (9).to_bytes(4, "little") + data[8:])
+    elif how == "count":
+        file.write_bytes(data[:8] + (2**60).to_bytes(8, "little") + data[16:])
+    elif how in ("mmproj", "no tokenizer", "text as number", "mamba"):
+        writer = gguf.GGUFWriter(file, "clip" if how == "mmproj" else "mamba")
+        if how == "mamba":
+            writer.add_token_list(["a", "b"])
+        if how == "text as number":
+            writer.add_token_list(["a", "b"])
+            writer.add_key_value("tokenizer.ggml.pre", b"\xff\xfe", gguf.GGUFValueType.STRING)
+        writer.add_tensor("token_embd.weight", np.zeros((2, 32), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
     elif how == "split":
         file.rename(tmp_path / "model-00001-of-00003.gguf")
     elif how == "two":
@@ -137,6 +160,13 @@ def write_damaged(tmp_path, how):
         ("cut", "is not a whole GGUF file"),
         ("empty", "is not a whole GGUF file"),
         ("text", "is not a whole GGUF file"),
+        ("no weights", "is not a whole GGUF file"),
+        ("magic", "is not a whole GGUF file"),
+        ("version", "is not a whole GGUF file"),
+        ("count", "is not a whole GGUF file"),
+        ("text as number", "is not a whole GGUF file"),
+        ("mmproj", "holds the image or audio encoder of a model (mmproj, clip)"),
+        ("no tokenizer", "(mamba) holds no tokenizer"),
         ("split", "is part 1 of 3 of a model; join them"),
         ("two", "holds 2 GGUF files (model.gguf, other.gguf); name one of them"),
     ],
@@ -155,6 +185,93 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(how, message, tmp_pat
     with pytest.raises(ConfigError, match=r"model\.path") as refused:
         load_settings(tmp_path / "run.yaml")
     assert message in str(refused.value)
+
+
+def test_an_architecture_that_is_not_read_is_refused_by_name(tmp_path, cache):
+    write_damaged(tmp_path, "mamba")
+    with pytest.raises(ModelError) as caught:
+        rl_core.load_policy(tmp_path / "model.gguf")
+    assert "'mamba'" in str(caught.value) or "(mamba) cannot be read" in str(caught.value)
+    assert "\n" not in str(caught.value) and not list(cache.glob("*/config.json"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_changed_bytes_are_an_error_or_a_header(seed, tmp_path):
+    """40 files with one to four other bytes in the header, where counts, lengths and types are."""
+    write_gguf_file(*build_model(), tmp_path / "model.gguf", "q8_0")
+    data, draw = (tmp_path / "model.gguf").read_bytes(), random.Random(seed)
+    outcomes = Counter()
+    for index in range(40):
+        changed = bytearray(data)
+        for _ in range(draw.randint(1, 4)):
+            changed[draw.randrange(600)] = draw.randrange(256)
+        file = tmp_path / f"{index}.gguf"
+        file.write_bytes(changed)
+        try:
+            gguf_files.read_gguf_header(file)
+            outcomes["header"] += 1
+        except ModelError as error:
+            assert "\n" not in str(error)
+            outcomes["error"] += 1
+    assert outcomes["error"] >= 3 and outcomes["header"] >= 3
+
+
+def test_a_second_reader_finds_the_settings(tmp_path):
+    """The package gguf reads the metadata that llama.cpp looks up, and every weight by its name there."""
+    model, tokenizer = build_model("qwen3")
+    write_gguf_file(model, tokenizer, tmp_path / "model.gguf", "bf16")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    expected = {
+        "general.architecture": "qwen3",
+        "qwen3.context_length": 128,
+        "qwen3.embedding_length": 64,
+        "qwen3.block_count": 2,
+        "qwen3.feed_forward_length": 96,
+        "qwen3.attention.head_count": 4,
+        "qwen3.attention.head_count_kv": 2,
+        "qwen3.attention.key_length": 32,
+        "qwen3.rope.dimension_count": 32,
+        "qwen3.vocab_size": 400,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+    assert {name: values[name] for name in expected} == expected
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == len(model.state_dict()) - 1  # the head is the embedding
+    assert tensors["blk.1.attn_q_norm.weight"].tensor_type.name == "F32"
+    stored = tensors["blk.0.ffn_down.weight"]
+    weight = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    assert np.array_equal(values, weight.bfloat16().float().numpy())
+
+
+def test_ollama_gets_the_chat_template_in_its_language(tmp_path):
+    _, tokenizer = build_model()
+    tokenizer.chat_template = (
+        "{% if messages[0].role != 'system' %}<s>system\nDefault<e>\n{% endif %}{% for m in messages %}"
+        "<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<e>"]})
+    modelfile = gguf_export.write_ollama_modelfile(tmp_path / "model.gguf", tokenizer)
+    assert modelfile.read_text() == (
+        'FROM ./model.gguf\nTEMPLATE """{{ if .System }}<s>system\n{{ .System }}<e>\n{{ else }}<s>system\nDefault<e>\n'
+        '{{ end }}{{ range .Messages }}{{ if eq .Role "user" }}<s>user\n{{ .Content }}<e>\n'
+        '{{ else if eq .Role "assistant" }}<s>assistant\n{{ .Content }}<e>\n{{ end }}{{ end }}<s>assistant\n"""\n'
+        'PARAMETER stop "<e>"\n'
+    )
+    # a template that numbers its turns has no such form
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}"
+    )
+    assert gguf_export.build_ollama_template(tokenizer) is None
+    lines = gguf_export.write_ollama_modelfile(tmp_path / "model.gguf", tokenizer).read_text()
+    assert lines.startswith("FROM ./model.gguf\n# This model's chat template has no equal")
+    tokenizer.chat_template = None
+    file = gguf_export.write_ollama_modelfile(tmp_path / "model.gguf", tokenizer)
+    assert file.read_text() == "FROM ./model.gguf\n"
 
 
 def test_what_is_not_written_is_refused_by_name(tmp_path):
