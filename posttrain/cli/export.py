@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.arguments import add_output_option
 from rl_core.errors import SettingsError
-<<<<<<< HEAD
 from rl_core.models.named_models import find_hub_problem, resolve_local_model
-from rl_core.settings import ModelSettings
-=======
-from rl_core.models.named_models import resolve_local_model
->>>>>>> gguf-stage
 from rl_core.storage.atomic_files import copy_tree
 from rl_core.storage.folders import publish_folder
 
