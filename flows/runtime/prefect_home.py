@@ -26,7 +26,6 @@ _RANDOM_CONSUMERS = (
     "websockets.asyncio.connection",
 )
 HEARTBEAT_SECONDS = 30  # Prefect's minimum; its default is 180
-PREFECT_PORT = 4200  # of the page of `posttrain ui`
 
 
 def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
