@@ -34,7 +34,7 @@ from flows.runtime.embedded_server import (
 from flows.runtime.flow_run_states import mark_flow_run_stopped, mark_flow_runs_crashed
 from flows.runtime.import_setup import freeze_imported_objects, pause_garbage_collection
 from flows.runtime.pipeline_figure import draw_pipeline_figure
-from flows.runtime.prefect_home import apply_prefect_defaults
+from flows.runtime.prefect_home import apply_prefect_defaults, exempt_loopback_in_calls
 from flows.runtime.progress import ProgressDisplay, RemainingTimeEstimator, read_earlier_seconds
 from flows.runtime.run_request import RunRequest, find_request
 from flows.runtime.run_summary import (
@@ -86,6 +86,7 @@ def build_flow_run_url() -> str:
     return f"{served}/runs/flow-run/{flow_run.id}" if served else ""
 
 
+@exempt_loopback_in_calls
 @flow(
     name="post-training",
     flow_run_name=_build_run_name,

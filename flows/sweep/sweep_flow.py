@@ -28,6 +28,7 @@ from flows.post_training import (
 from flows.runtime import prefect_outage, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.prefect_home import exempt_loopback_in_calls
 from flows.runtime.run_request import RunRequest, find_request
 from flows.runtime.run_summary import PipelineResult
 from flows.sweep.plan import EVALUATION_METRICS, SweepPlan, format_configuration
@@ -148,6 +149,7 @@ def _describe_dimensions(plan: SweepPlan) -> dict[str, str]:
     }
 
 
+@exempt_loopback_in_calls
 @flow(
     name="sweep",
     flow_run_name="{pipeline} · sweep",

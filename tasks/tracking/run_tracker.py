@@ -367,9 +367,10 @@ class RunTracker:
         state = self._shipper.state
         if not state.run_id:
             return None
-        return self.store.resolve_link(
-            self.store.build_run_link(state.run_id, state.experiment_id)
-        ) or None
+        return (
+            self.store.resolve_link(self.store.build_run_link(state.run_id, state.experiment_id))
+            or None
+        )
 
     @property
     def num_failed(self) -> int:

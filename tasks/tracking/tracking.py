@@ -67,7 +67,9 @@ class Tracking:
         Args:
             tab: tab of that page, such as model-metrics, traces or artifacts/report.html.
         """
-        return self._build_link(lambda: self.store.build_run_link(run_id, tab=tab)) if run_id else ""
+        return (
+            self._build_link(lambda: self.store.build_run_link(run_id, tab=tab)) if run_id else ""
+        )
 
     def build_charts_link(self, stage: str) -> str:
         """Return the link to the charts of the runs of a training stage, success first; "" as for `build_run_link`."""
@@ -340,9 +342,7 @@ class Tracking:
             start_time=info.start_time / 1000,
             seconds=_compute_seconds(info, tags),
             parent_run_id=tags.get("mlflow.parentRunId"),
-            url=self.store.resolve_link(
-                self.store.build_run_link(info.run_id, info.experiment_id)
-            ),
+            url=self.store.resolve_link(self.store.build_run_link(info.run_id, info.experiment_id)),
             tags={key: value for key, value in tags.items() if not key.startswith("mlflow.")},
             metrics=dict(run.data.metrics),
             params=dict(run.data.params),

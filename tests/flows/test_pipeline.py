@@ -9,8 +9,8 @@ import torch
 from helpers.pipeline_runs import (
     CONFIG,
     disable_stages,
-    read_metric_rows,
     find_newest_run,
+    read_metric_rows,
     read_run_tags,
     run_test_pipeline,
 )
@@ -291,7 +291,9 @@ def test_a_changed_data_file_runs_everything_that_read_it(prefect_api, tmp_path)
         overrides += [f"stages.prepare_data={{demonstrations: {data}}}", "stages.sft.max_steps=2"]
         result = run_test_pipeline(tmp_path / "out", *overrides, **options)
         assert (
-            read_run_tags(tmp_path / "out", find_newest_run(tmp_path / "out"))["input.demonstrations"]
+            read_run_tags(tmp_path / "out", find_newest_run(tmp_path / "out"))[
+                "input.demonstrations"
+            ]
             == digest_file(data)[:16]
         )
         return {name: stage.cached for name, stage in result.results.items()}

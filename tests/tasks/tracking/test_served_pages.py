@@ -13,7 +13,9 @@ def test_links_follow_a_page_that_is_served(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     store = Tracking(None, tmp_path, "x").store
     assert store.build_run_link("r", "3", tab="traces") == LINK
-    assert store.resolve_link(LINK) == ""  # nobody serves it: no address of a server that may be another team's
+    assert (
+        store.resolve_link(LINK) == ""
+    )  # nobody serves it: no address of a server that may be another team's
     record_served_page(tmp_path, "mlflow", "http://127.0.0.1:5003")
     assert store.resolve_link(LINK) == f"http://127.0.0.1:5003/{LINK}"
     assert find_served_page(tmp_path, "prefect") == ""
