@@ -54,8 +54,10 @@ from flows.sweep.trial_process import LocalTrialPool, NodeLost, TrialWorker, est
 from flows.sweep.winner import (
     CHOICE_METHOD,
     RankedConfiguration,
+    StartModelResult,
     SweepChoice,
     compare_finalists,
+    compare_with_start_model,
     rank_configurations,
     select_finalists,
 )
@@ -64,9 +66,10 @@ from rl_core.machine_memory import measure_free_memory
 from rl_core.storage.atomic_files import write_json_atomic
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
+from tasks.command_hints import format_posttrain_command
 from tasks.config import PipelineSettings, dump_settings
 from tasks.lifecycle.crashed_runs import close_crashed_runs
-from tasks.stage_registry import list_stage_names
+from tasks.stage_registry import START_MODEL, list_stage_names
 from tasks.stages.evaluate import read_evaluation
 from tasks.tracking import RunTracker, Tracking, shorten_result
 
@@ -74,7 +77,8 @@ logger = logging.getLogger(__name__)
 
 CHOICE_FILE = "choice.json"
 NEEDED_STAGES = ("prepare_data", "evaluate")
-_FINALISTS_NUMBER = 9999  # number of the folder of the fresh episodes, among those of the trials
+# Numbers of the folders of the fresh episodes and of the start model, among those of the trials.
+_FINALISTS_NUMBER, _START_MODEL_NUMBER = 9999, 9998
 _POLL_SECONDS = 0.2
 _MEMORY_POLL_SECONDS = 2.0
 _MAX_LOST_NODES = 3  # by one trial, which then fails
@@ -258,9 +262,12 @@ class _SweepRun:
         )
         schedule = TrialSchedule(self.plan, self.record, search, self.stop, self._report_outcome)
         self._run_lanes(schedule)
-        choice, winner = choose_winner(
-            self.plan, self.base, self.record, self._build_job, self.workers[0]
-        )
+        try:
+            choice, winner = choose_winner(
+                self.plan, self.base, self.record, self._build_job, self.workers[0]
+            )
+        finally:
+            self.workers[0].close_process()
         rows = build_report_rows(self.record, self.plan, choice)
         write_report_files(self.record, self.plan, rows, choice)
         verdict = "no configuration has a result"
@@ -269,9 +276,11 @@ class _SweepRun:
         self._publish_report(run, rows, choice, verdict)
         files = "\n".join(f"{name:<14}{self.home / name}" for name in REPORT_FILES)
         page = self.tracking.build_run_url(run.run_id or "")
-        text = f"{format_report_table(rows, self.plan)}\n{verdict}\n\n{files}"
+        text = f"{format_report_table(rows, self.plan, choice)}\n{verdict}\n\n{files}"
         if page:
             text += f"\nMLflow run    {page}"
+        elif not self.tracking.serves_pages:
+            text += f"\nMLflow run    {format_posttrain_command('ui', self.tracking.output)}    shows it"
         return SweepResult(rows, choice, text), winner
 
     def _run_lanes(self, schedule: TrialSchedule) -> None:
@@ -442,7 +451,7 @@ class _SweepRun:
     def _publish_report(
         self, run: RunTracker, rows: list[dict[str, Any]], choice: SweepChoice | None, verdict: str
     ) -> None:
-        run.set_description(render_markdown(rows, self.plan, verdict))
+        run.set_description(render_markdown(rows, self.plan, verdict, choice))
         run.set_tag("result", shorten_result(verdict))
         for name in REPORT_FILES:
             run.log_artifact(self.home / name, "sweep")
@@ -499,13 +508,22 @@ def choose_winner(
         report_message(f"{len(finalists)} configurations play fresh held-out episodes")
         evaluation = base.stages.evaluate
         fresh = dataclasses.replace(evaluation, episodes_draw=evaluation.episodes_draw + 1)
-        models = {
+        choice = dataclasses.replace(
+            choice, start=_measure_start_model(plan, base, build_job, worker)
+        )
+        models = {START_MODEL: choice.start.path} if choice.start is not None else {}
+        models |= {
             format_trial_name(finalist.number, seed): folder
             for finalist in finalists
             for seed, folder in finalist.models.items()
         }
-        folder, problem = _play_fresh_episodes(
-            _replace_evaluation(base, fresh), models, build_job, worker
+        folder, problem = _play_episodes(
+            _replace_evaluation(base, fresh),
+            models,
+            build_job,
+            worker,
+            _FINALISTS_NUMBER,
+            "finalists on fresh episodes",
         )
         if folder is None:
             choice = dataclasses.replace(choice, why=f"no fresh episodes ({problem})")
@@ -549,16 +567,43 @@ def _replace_evaluation(settings: PipelineSettings, evaluation: Any) -> Pipeline
     )
 
 
-def _play_fresh_episodes(
+def _measure_start_model(
+    plan: SweepPlan,
+    base: PipelineSettings,
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+) -> StartModelResult | None:
+    """Play the episodes of the choice with the model that all trials start from; None if there is none."""
+    path = base.model.path
+    if path is None or any(dimension.key.startswith("model.") for dimension in plan.dimensions):
+        return None
+    folder, _ = _play_episodes(
+        base, {START_MODEL: path}, build_job, worker, _START_MODEL_NUMBER, "start model"
+    )
+    if folder is None:
+        return None
+    episodes = _read_outcomes(folder, START_MODEL, plan.metric)
+    return StartModelResult(path, sum(episodes.values()) / len(episodes)) if episodes else None
+
+
+def _read_outcomes(folder: Path, name: str, metric: str) -> dict[Any, float]:
+    """Read the outcome of each episode that a model played."""
+    episodes = read_evaluation(folder, name).episodes
+    return {episode.key: float(getattr(episode, metric)) for episode in episodes}
+
+
+def _play_episodes(
     settings: PipelineSettings,
     models: Mapping[str, str],
     build_job: Callable[..., dict[str, Any]],
     worker: TrialWorker,
+    number: int,
+    label: str,
 ) -> tuple[Path | None, str]:
     """Return the folder of the evaluation of these models, or None with a reason if it failed."""
     skip = [name for name in list_stage_names() if name not in NEEDED_STAGES]
-    name = f"{settings.name} · finalists on fresh episodes"
-    job = build_job(_FINALISTS_NUMBER, 0, settings, name=name, models=dict(models), skip=skip)
+    name = f"{settings.name} · {label}"
+    job = build_job(number, 0, settings, name=name, models=dict(models), skip=skip)
     try:
         fields = worker.run_job(job, lambda value: True, lambda *_: None)
     except WorkerFailed as error:
@@ -566,10 +611,8 @@ def _play_fresh_episodes(
     except BaseException:
         worker.request_stop()
         raise
-    finally:
-        worker.close_process()
     if "folder" not in fields:
-        logger.warning("the sweep's finalists played no fresh episodes: %s", fields["why"])
+        logger.warning("%s: no episodes were played: %s", label, fields["why"])
         return None, str(fields["why"])
     return Path(fields["folder"]), ""
 
@@ -585,13 +628,14 @@ def _add_fresh_results(
     draw: int,
 ) -> SweepChoice:
     """Add the results of the evaluation in `folder` to the choice."""
-    episodes = {}
-    for name in models:
-        evaluation = read_evaluation(folder, name)
-        episodes[name] = {
-            episode.key: float(getattr(episode, plan.metric)) for episode in evaluation.episodes
-        }
+    episodes = {name: _read_outcomes(folder, name, plan.metric) for name in models}
     fresh, comparisons = compare_finalists(
         winner.number, finalists, episodes, metric=plan.metric, seed=seed
     )
-    return dataclasses.replace(choice, draw=draw, fresh=fresh, comparisons=comparisons)
+    start = choice.start
+    if start is not None and episodes[START_MODEL]:
+        winner_episodes = [
+            episodes[format_trial_name(winner.number, model_seed)] for model_seed in winner.models
+        ]
+        start = compare_with_start_model(start, winner_episodes, episodes[START_MODEL], seed=seed)
+    return dataclasses.replace(choice, draw=draw, fresh=fresh, comparisons=comparisons, start=start)

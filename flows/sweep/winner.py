@@ -12,7 +12,7 @@ adjusted for their number (Holm 1979).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flows.sweep.plan import SweepPlan
@@ -24,6 +24,8 @@ from rl_core.analysis.significance_tests import (
     run_gain_test,
 )
 from rl_core.analysis.statistics import Rate, bootstrap_paired_difference
+from tasks.pipeline.stage_result import GAIN, format_gain
+from tasks.stage_registry import START_MODEL
 
 ALPHA = 0.05
 CHOICE_METHOD = (
@@ -63,6 +65,18 @@ class FinalistGain:
 
 
 @dataclass(frozen=True)
+class StartModelResult:
+    """Results of the model that every trial starts from, played once for the sweep."""
+
+    path: str
+    value: float  # on the episodes of the choice
+    fresh: float | None = None  # on fresh episodes
+    gain: tuple[float, float, float] | None = (
+        None  # the winner's over it there, paired, with interval
+    )
+
+
+@dataclass(frozen=True)
 class SweepChoice:
     """Winner, and its results on fresh episodes."""
 
@@ -77,6 +91,9 @@ class SweepChoice:
     comparisons: list[FinalistGain] = field(default_factory=list)
     why: str = ""  # reason why there are no fresh episodes
     equal: int = 0  # other configurations with the same value
+    start: StartModelResult | None = (
+        None  # None = training starts from scratch, or it is not measured
+    )
 
     def to_json(self) -> dict[str, Any]:
         """Return the choice as a dict."""
@@ -104,6 +121,11 @@ class SweepChoice:
             low, high = _format_number(interval.low), _format_number(interval.high)
             spread = f" [{low}, {high}] over {interval.n} seeds"
         text = f"{summary}, {_format_number(interval.rate)}{spread} on fresh held-out episodes"
+        if self.start is not None and self.start.gain is not None:
+            gain, low, high = self.start.gain
+            row = {GAIN: gain, f"{GAIN}_low": low, f"{GAIN}_high": high}
+            row["knows_success"] = self.metric == "success"
+            text = f"{text} ({format_gain(row)} over {START_MODEL})"
         num_similar = sum(gain.adjusted > ALPHA for gain in self.comparisons)
         if num_similar:
             return f"{text}; not significantly better than {num_similar} of {len(self.comparisons)} other finalists"
@@ -195,6 +217,35 @@ def compare_finalists(
         for (number, interval, p_value, count), corrected in zip(rows, adjusted, strict=True)
     ]
     return fresh, gains
+
+
+def compare_with_start_model(
+    start: StartModelResult,
+    winner: Sequence[Mapping[Any, float]],
+    episodes: Mapping[Any, float],
+    *,
+    seed: int,
+) -> StartModelResult:
+    """Add the start model's value on fresh episodes, and the winner's paired gain over it.
+
+    Args:
+        winner: outcome by episode of each of the winner's models.
+        episodes: outcome by episode of the start model.
+    """
+    mean = _average_by_episode(winner)
+    shared = sorted(mean.keys() & episodes.keys())
+    gain = bootstrap_paired_difference(
+        [mean[key] for key in shared],
+        [episodes[key] for key in shared],
+        samples=2000,
+        seed=seed,
+        confidence=1 - ALPHA,
+    )
+    return replace(
+        start,
+        fresh=_compute_mean(episodes.values()),
+        gain=(gain.difference, gain.low, gain.high),
+    )
 
 
 def _average_by_episode(seeds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:

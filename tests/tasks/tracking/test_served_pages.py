@@ -1,4 +1,4 @@
-"""Links to MLflow's pages: relative within MLflow, elsewhere the page that is served, else the command that shows it."""
+"""Links to pages of MLflow: relative within MLflow, elsewhere to the page that is served, else the command for it."""
 
 import json
 
