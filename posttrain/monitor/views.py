@@ -300,8 +300,11 @@ def _compute_stage_seconds(stage: StageView, now: float) -> float | None:
 
 
 def _format_success(run: RunView, stage: StageView) -> str:
-    """Format the success on held-out episodes if evaluated, else in training, or a reward model's accuracy."""
-    if (rate := find_heldout_success(run, stage.label)) is not None:
+    """Format the success on held-out episodes if evaluated, else in training, or a reward model's accuracy.
+
+    An evaluation of one model, such as `evaluate base`, has that model's success.
+    """
+    if (rate := find_heldout_success(run, stage.label.removeprefix("evaluate "))) is not None:
         return format_percent(rate)
     for name in _SUCCESS_METRICS:
         series = stage.table.series.get(name)
