@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shlex
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -304,7 +305,8 @@ def _format_success(run: RunView, stage: StageView) -> str:
 
     An evaluation of one model, such as `evaluate base`, has that model's success.
     """
-    if (rate := find_heldout_success(run, stage.label.removeprefix("evaluate "))) is not None:
+    model = re.sub("^evaluate[ _]", "", stage.label)
+    if (rate := find_heldout_success(run, model)) is not None:
         return format_percent(rate)
     for name in _SUCCESS_METRICS:
         series = stage.table.series.get(name)

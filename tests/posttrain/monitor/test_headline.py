@@ -200,7 +200,7 @@ def test_only_shares_are_percentages():
 
 def test_the_start_model_has_a_tile_and_its_evaluation_a_success():
     """It is no stage of the run; its own evaluation is named after it."""
-    start = build_stage("evaluate base", eval__base__success_rate=[0.25])
+    start = build_stage("evaluate_base", eval__base__success_rate=[0.25])
     played = build_stage(
         "evaluate", eval__base__success_rate=[0.25], eval__policy__success_rate=[0.75]
     )
