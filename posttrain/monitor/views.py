@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shlex
 import re
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any
