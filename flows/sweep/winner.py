@@ -11,22 +11,37 @@ adjusted for their number (Holm 1979).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from flows.sweep.plan import SweepPlan
-from flows.sweep.schedule import TrialOutcome, format_trial_name
+from flows.post_training import report_message
+from flows.sweep.plan import EVALUATION_METRICS, SweepPlan
+from flows.sweep.schedule import SweepRecord, TrialOutcome, format_trial_name
 from flows.sweep.search import Params
+from flows.sweep.trial_process import TrialWorker
 from rl_core.analysis.significance_tests import (
     adjust_p_values_holm,
     compute_seed_interval,
     run_gain_test,
 )
 from rl_core.analysis.statistics import Rate, bootstrap_paired_difference
+from rl_core.errors import WorkerFailed
+from rl_core.storage.atomic_files import write_json_atomic
+from rl_core.storage.faults import inject_fault
+from tasks.config import PipelineSettings
 from tasks.pipeline.stage_result import GAIN, format_gain
-from tasks.stage_registry import START_MODEL
+from tasks.stage_registry import START_MODEL, list_stage_names
+from tasks.stages.evaluate import read_evaluation
 
+logger = logging.getLogger(__name__)
+
+CHOICE_FILE = "choice.json"
+NEEDED_STAGES = ("prepare_data", "evaluate")
+# Numbers of the folders of the fresh episodes and of the start model, among those of the trials.
+_FINALISTS_NUMBER, _START_MODEL_NUMBER = 9999, 9998
 ALPHA = 0.05
 CHOICE_METHOD = (
     "chosen by the mean over seeds on the evaluation's episodes; measured on fresh held-out episodes, which had no "
@@ -257,3 +272,167 @@ def _average_by_episode(seeds: Sequence[Mapping[Any, float]]) -> dict[Any, float
 def _compute_mean(values: Any) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
+
+
+def choose_winner(
+    plan: SweepPlan,
+    base: PipelineSettings,
+    record: SweepRecord,
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+) -> tuple[SweepChoice | None, PipelineSettings | None]:
+    """Choose the winner; return it with its figures, and the settings of its run at the gate.
+
+    Args:
+        build_job: builds a job from (number, seed, settings, ...).
+        worker: the process that plays fresh episodes.
+    Returns: (None, None) without a finished trial.
+    """
+    ranked = rank_configurations(record.outcomes, plan)
+    if not ranked:
+        return None, None
+    winner = ranked[0]
+    finalists = select_finalists(ranked, plan, _read_base_params(plan, base))
+    num_equal = sum(other.interval.rate == winner.interval.rate for other in ranked) - 1
+    choice = SweepChoice(
+        winner.number,
+        winner.params,
+        plan.metric,
+        winner.interval.rate,
+        CHOICE_METHOD,
+        equal=num_equal,
+    )
+    settings = plan.load_trial_settings(winner.params, winner.best_seed)
+    if plan.metric not in EVALUATION_METRICS:
+        choice = replace(choice, why=f"{plan.metric} is not measured on episodes")
+    elif base.stages.evaluate is not None:
+        report_message(f"{len(finalists)} configurations play fresh held-out episodes")
+        evaluation = base.stages.evaluate
+        fresh = replace(evaluation, episodes_draw=evaluation.episodes_draw + 1)
+        choice = replace(choice, start=_measure_start_model(plan, base, build_job, worker))
+        models = {START_MODEL: choice.start.path} if choice.start is not None else {}
+        models |= {
+            format_trial_name(finalist.number, seed): folder
+            for finalist in finalists
+            for seed, folder in finalist.models.items()
+        }
+        folder, problem = _play_episodes(
+            _replace_evaluation(base, fresh),
+            models,
+            build_job,
+            worker,
+            _FINALISTS_NUMBER,
+            "finalists on fresh episodes",
+        )
+        if folder is None:
+            choice = replace(choice, why=f"no fresh episodes ({problem})")
+        else:
+            choice = _add_fresh_results(
+                choice, winner, finalists, folder, models, plan, base.seed, fresh.episodes_draw
+            )
+            winner_evaluation = settings.stages.evaluate
+            assert winner_evaluation is not None
+            settings = _replace_evaluation(
+                settings,
+                replace(winner_evaluation, episodes_draw=fresh.episodes_draw),
+            )
+    write_json_atomic(record.home / CHOICE_FILE, choice.to_json())
+    inject_fault("sweep.chosen")
+    return choice, settings
+
+
+def _read_base_params(plan: SweepPlan, base: PipelineSettings) -> dict[str, str]:
+    """Return the configuration's own values of the varied settings, in the text of a trial if there is one."""
+    params = {}
+    for dimension in plan.dimensions:
+        value: Any = base
+        for part in dimension.key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        texts = [text for text in dimension.choices if _is_same_value(text, value)]
+        params[dimension.key] = texts[0] if texts else str(value)
+    return params
+
+
+def _is_same_value(text: str, value: Any) -> bool:
+    try:
+        return float(text) == float(value)
+    except (TypeError, ValueError):
+        return text == str(value)
+
+
+def _replace_evaluation(settings: PipelineSettings, evaluation: Any) -> PipelineSettings:
+    return replace(settings, stages=replace(settings.stages, evaluate=evaluation))
+
+
+def _measure_start_model(
+    plan: SweepPlan,
+    base: PipelineSettings,
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+) -> StartModelResult | None:
+    """Play the episodes of the choice with the model that all trials start from; None if there is none."""
+    path = base.model.path
+    if path is None or any(dimension.key.startswith("model.") for dimension in plan.dimensions):
+        return None
+    folder, _ = _play_episodes(
+        base, {START_MODEL: path}, build_job, worker, _START_MODEL_NUMBER, "start model"
+    )
+    if folder is None:
+        return None
+    episodes = _read_outcomes(folder, START_MODEL, plan.metric)
+    return StartModelResult(path, sum(episodes.values()) / len(episodes)) if episodes else None
+
+
+def _read_outcomes(folder: Path, name: str, metric: str) -> dict[Any, float]:
+    """Read the outcome of each episode that a model played."""
+    episodes = read_evaluation(folder, name).episodes
+    return {episode.key: float(getattr(episode, metric)) for episode in episodes}
+
+
+def _play_episodes(
+    settings: PipelineSettings,
+    models: Mapping[str, str],
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+    number: int,
+    label: str,
+) -> tuple[Path | None, str]:
+    """Return the folder of the evaluation of these models, or None with a reason if it failed."""
+    skip = [name for name in list_stage_names() if name not in NEEDED_STAGES]
+    name = f"{settings.name} · {label}"
+    job = build_job(number, 0, settings, name=name, models=dict(models), skip=skip)
+    try:
+        fields = worker.run_job(job, lambda value: True, lambda *_: None)
+    except WorkerFailed as error:
+        fields = {"why": str(error)}
+    except BaseException:
+        worker.request_stop()
+        raise
+    if "folder" not in fields:
+        logger.warning("%s: no episodes were played: %s", label, fields["why"])
+        return None, str(fields["why"])
+    return Path(fields["folder"]), ""
+
+
+def _add_fresh_results(
+    choice: SweepChoice,
+    winner: RankedConfiguration,
+    finalists: Sequence[RankedConfiguration],
+    folder: Path,
+    models: Mapping[str, str],
+    plan: SweepPlan,
+    seed: int,
+    draw: int,
+) -> SweepChoice:
+    """Add the results of the evaluation in `folder` to the choice."""
+    episodes = {name: _read_outcomes(folder, name, plan.metric) for name in models}
+    fresh, comparisons = compare_finalists(
+        winner.number, finalists, episodes, metric=plan.metric, seed=seed
+    )
+    start = choice.start
+    if start is not None and episodes[START_MODEL]:
+        winner_episodes = [
+            episodes[format_trial_name(winner.number, model_seed)] for model_seed in winner.models
+        ]
+        start = compare_with_start_model(start, winner_episodes, episodes[START_MODEL], seed=seed)
+    return replace(choice, draw=draw, fresh=fresh, comparisons=comparisons, start=start)

@@ -10,7 +10,7 @@ import pytest
 from helpers.small_sweep import CONFIG
 from helpers.stage_doubles import PipelineRun as FakePipelineRun
 
-from flows.sweep import sweep_flow
+from flows.sweep import winner as winner_module
 from flows.sweep.plan import SweepPlan, format_configuration
 from flows.sweep.report import (
     build_report_rows,
@@ -20,8 +20,8 @@ from flows.sweep.report import (
 )
 from flows.sweep.schedule import SweepRecord, TrialOutcome, TrialSchedule
 from flows.sweep.search import Dimension, create_search, parse_set_options
-from flows.sweep.sweep_flow import choose_winner
 from flows.sweep.trial import TrialJob, TrialPruned, evaluate_on_fresh_episodes, run_trial
+from flows.sweep.winner import choose_winner
 from posttrain.cli import compare
 from posttrain.cli.compare import compare_tracked_runs, format_comparison
 from rl_core.data.tokenizer import train_tokenizer
@@ -496,4 +496,4 @@ def test_the_start_model_is_played_once_and_has_a_row(tmp_path, monkeypatch):
 def test_no_start_model_is_played_if_trials_do_not_share_one(path, key):
     plan = SweepPlan(config="test", dimensions=(Dimension(key, ("1", "2")),))
     base = SimpleNamespace(model=SimpleNamespace(path=path))
-    assert sweep_flow._measure_start_model(plan, base, None, None) is None
+    assert winner_module._measure_start_model(plan, base, None, None) is None
