@@ -25,6 +25,7 @@ from flows.parameters import (
 from flows.post_training import execute_pipeline, report_message, run_local_flow
 from flows.runtime import prefect_outage
 from flows.runtime.approval_wait import run_with_approval
+from flows.runtime.prefect_home import exempt_loopback_in_calls
 from flows.runtime.run_request import RunRequest
 from flows.runtime.run_summary import PipelineResult
 from rl_core.errors import SettingsError
@@ -153,6 +154,7 @@ def _build_run_name() -> str:
     return " · ".join(filter(None, (f"consolidate {name}", overrides)))
 
 
+@exempt_loopback_in_calls
 @flow(
     name="consolidate",
     flow_run_name=_build_run_name,

@@ -18,6 +18,7 @@ from prefect.states import Completed, State
 from flows.parameters import PipelineForm, describe_overrides, extract_pipeline_name, read_settings
 from flows.post_training import execute_pipeline
 from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.prefect_home import exempt_loopback_in_calls
 from flows.runtime.run_summary import PipelineResult
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
@@ -58,6 +59,7 @@ def _build_run_name() -> str:
     return " · ".join(filter(None, (f"evaluate champion {name}", overrides)))
 
 
+@exempt_loopback_in_calls
 @flow(
     name="evaluate-champion",
     flow_run_name=_build_run_name,

@@ -34,7 +34,7 @@ from flows.runtime.embedded_server import (
 from flows.runtime.flow_run_states import mark_flow_run_stopped, mark_flow_runs_crashed
 from flows.runtime.import_setup import freeze_imported_objects, pause_garbage_collection
 from flows.runtime.pipeline_figure import draw_pipeline_figure
-from flows.runtime.prefect_home import PREFECT_PORT, apply_prefect_defaults
+from flows.runtime.prefect_home import apply_prefect_defaults, exempt_loopback_in_calls
 from flows.runtime.progress import ProgressDisplay, RemainingTimeEstimator, read_earlier_seconds
 from flows.runtime.run_request import RunRequest, find_request
 from flows.runtime.run_summary import (
@@ -76,16 +76,17 @@ def _build_run_name() -> str:
 
 
 def build_flow_run_url() -> str:
-    """Return the URL of the flow run's page; for the embedded server, the page served by `posttrain ui`."""
+    """Return the URL of the flow run's page; for the embedded server the page of `posttrain ui`, "" if none runs."""
     url = str(flow_run.ui_url or "")
     if url.startswith("http") and "PREFECT_API_URL" in os.environ:
         return url
     # In the output folder, where `posttrain ui` looks as well.
     home = Path(os.environ.get("PREFECT_HOME", "prefect"))
-    served = find_served_page(home.parent, "prefect") or f"http://127.0.0.1:{PREFECT_PORT}"
-    return f"{served}/runs/flow-run/{flow_run.id}"
+    served = find_served_page(home.parent, "prefect")
+    return f"{served}/runs/flow-run/{flow_run.id}" if served else ""
 
 
+@exempt_loopback_in_calls
 @flow(
     name="post-training",
     flow_run_name=_build_run_name,
@@ -222,9 +223,13 @@ def _report_results(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> st
     picture = draw_pipeline_figure(rows, pipeline_run.home / "pipeline.png", title)
     inject_fault("flow.drawn")
     parent.log_artifact(picture, "figures")
-    run_url = pipeline_run.tracking.build_run_url(parent.run_id or "")
-    link = f"[MLflow run]({run_url})\n\n" if run_url else ""
-    return f"# {parent.name}\n\n{link}{description}\n\n{embed_figure(picture, 'stages of the run')}"
+    parts = (
+        f"# {parent.name}",
+        pipeline_run.tracking.format_run_reference(parent.run_id or ""),
+        pipeline_run.tracking.store.resolve_links(description),
+        embed_figure(picture, "stages of the run"),
+    )
+    return "\n\n".join(filter(None, parts))
 
 
 def _describe_decision(pipeline_run: PipelineRun) -> str:
@@ -250,8 +255,7 @@ def _collect_facts(pipeline_run: PipelineRun) -> dict[str, Any]:
         "logs": str(pipeline_run.stages_folder / "*" / "*" / STAGE_LOG),
         "runs_url": pipeline_run.tracking.build_runs_url(),
         "pages": format_posttrain_command("ui", pipeline_run.output),
-        "pages_answer": not pipeline_run.tracking.store.is_local
-        or bool(find_served_page(pipeline_run.output, "mlflow")),
+        "pages_answer": pipeline_run.tracking.serves_pages,
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,
     }

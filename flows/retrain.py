@@ -26,6 +26,7 @@ from flows.post_training import execute_pipeline, report_message, run_local_flow
 from flows.runtime import prefect_outage
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.prefect_home import exempt_loopback_in_calls
 from flows.runtime.progress import RemainingTimeEstimator
 from flows.runtime.run_request import RunRequest
 from flows.runtime.run_summary import PipelineResult
@@ -64,6 +65,7 @@ def _build_run_name() -> str:
     return " · ".join(filter(None, (f"retrain {name}", describe_run_changes(flow_run.parameters))))
 
 
+@exempt_loopback_in_calls
 @flow(
     name="retrain",
     flow_run_name=_build_run_name,

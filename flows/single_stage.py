@@ -10,6 +10,7 @@ from prefect.runtime import flow_run
 from flows.parameters import PipelineForm, describe_overrides, extract_pipeline_name, read_settings
 from flows.post_training import execute_pipeline, run_pipeline
 from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.prefect_home import exempt_loopback_in_calls
 from flows.runtime.run_summary import PipelineResult
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
@@ -29,6 +30,7 @@ def _build_run_name() -> str:
     return " · ".join(filter(None, (name, action, overrides)))
 
 
+@exempt_loopback_in_calls
 @flow(
     name="single-stage",
     flow_run_name=_build_run_name,
@@ -64,6 +66,7 @@ def single_stage(
     )
 
 
+@exempt_loopback_in_calls
 @flow(
     name="analyze",
     flow_run_name=_build_run_name,

@@ -19,7 +19,13 @@ import pytest
 import requests
 from helpers import ROOT
 
+from flows.consolidate import consolidate
+from flows.evaluate_champion import evaluate_champion
+from flows.post_training import post_training
+from flows.retrain import retrain
 from flows.runtime.embedded_server import _EmbeddedServer
+from flows.single_stage import compare_models, single_stage
+from flows.sweep.sweep_flow import sweep
 from posttrain.cli import doctor
 from posttrain.cli.ui import PageServer
 from posttrain.monitor import service_views
@@ -257,3 +263,33 @@ def test_one_module_opens_requests():
                 if any(f"{name}.".startswith(CLIENT_LIBRARIES) for name in names):
                     modules.add(path.relative_to(ROOT).as_posix())
     assert modules == set(CLIENTS)
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [consolidate, evaluate_champion, post_training, retrain, single_stage, compare_models, sweep],
+    ids=lambda flow: flow.name,
+)
+def test_a_flow_that_a_script_calls_meets_no_proxy(flow, monkeypatch):
+    """Prefect's client starts before the flow's body: the exemption is made by the call."""
+    import prefect.flow_engine
+
+    for name in (*PROXY_VARIABLES, "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    seen = []
+    monkeypatch.setattr(
+        prefect.flow_engine, "run_flow", lambda **_: seen.append(dict(os.environ)) or "ran"
+    )
+    required = [name for name in flow.parameters.required]
+    assert flow(**dict.fromkeys(required, "x")) == "ran"
+    hosts = seen[0]["NO_PROXY"].split(",")
+    assert {"127.0.0.1", "localhost", "::1"} <= set(hosts) and hosts == seen[0]["no_proxy"].split(
+        ","
+    )
+    has_socks = importlib.util.find_spec("socksio") is not None
+    assert (
+        "all_proxy" in seen[0]
+    ) == has_socks  # without the package, httpx refuses to work at all
+    assert seen[0]["http_proxy"] == "http://127.0.0.1:9"

@@ -164,8 +164,10 @@ def _build_pause_key(request: ApprovalRequest) -> str:
 
 def _build_approval_form(request: ApprovalRequest, tracking: Tracking) -> type[Approval]:
     # "" while the store is unreachable.
-    page = tracking.build_run_url(request.stage_run_id, tab="artifacts")
-    review = f"[`review/` in MLflow]({page})" if page else "`review/` in the MLflow run"
+    review = tracking.format_run_reference(
+        request.stage_run_id, "`review/` in MLflow", tab="artifacts"
+    )
+    review = review or "`review/` in the MLflow run"
     return Approval.with_initial_data(
         description=f"{request.summary}\n\nThe evidence is the artifact `...-promote` of this run, and {review}."
     )

@@ -12,7 +12,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from flows.runtime import prefect_access
@@ -25,8 +25,9 @@ _RANDOM_CONSUMERS = (
     "websockets.client",
     "websockets.asyncio.connection",
 )
+FlowT = TypeVar("FlowT")
+
 HEARTBEAT_SECONDS = 30  # Prefect's minimum; its default is 180
-PREFECT_PORT = 4200  # of the page of `posttrain ui`
 
 
 def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
@@ -99,6 +100,22 @@ def apply_prefect_defaults() -> Iterator[None]:
         with patch.dict(os.environ, {**handlers, **os.environ}):
             setup_logging()
         yield
+
+
+def exempt_loopback_in_calls(flow: FlowT) -> FlowT:
+    """Let direct calls of a flow, as in a user's script, reach Prefect's servers on this machine without a proxy.
+
+    Prefect's client starts before the flow's body, so the body would be too late.
+    """
+    flow_class: Any = type(flow)
+
+    class LoopbackFlow(flow_class):  # type: ignore[misc]
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            exempt_loopback_from_proxies()
+            return super().__call__(*arguments, **options)
+
+    flow.__class__ = LoopbackFlow
+    return flow
 
 
 def isolate_random_generator() -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from flows.runtime.progress import wrap_to_terminal
 from flows.runtime.terminal import UNLIMITED_COLUMNS, detect_terminal_columns
-from tasks.command_hints import format_output_option
+from tasks.command_hints import format_output_option, format_posttrain_command
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.pipeline.stage_result import GAIN, StageResult, format_gain
@@ -35,7 +35,7 @@ _ACCURACY_KEYS = {
 
 
 def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
-    """Build the rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}.
+    """Build the rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, link, note}.
 
     The figures of an evaluated model that no stage of the run trained are in the row of the evaluation, with its name
     as `model`; several such models have a row each. The model that training started from has a row before the first
@@ -52,16 +52,16 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
     rows = []
     for name, result in pipeline_run.results.items():
         if starts_from is not None and name == trained_models[0]:
-            url = pipeline_run.tracking.build_run_url(pipeline_run.results["evaluate"].run_id)
+            link = pipeline_run.tracking.build_run_link(pipeline_run.results["evaluate"].run_id)
             note = f"the start model, {pipeline_run.settings.model.path}"
-            start_row = {**_build_empty_row(starts_from, url, note), "is_model": True}
+            start_row = {**_build_empty_row(starts_from, link, note), "is_model": True}
             figures = _extract_model_figures(evaluated[starts_from])
             rows.append({**start_row, "is_start": True, "metric": starts_from, **figures})
         row: dict[str, Any] = {
             "stage": name,
             "seconds": result.summary.get("seconds", result.seconds),
             "cached": result.cached,
-            "url": pipeline_run.tracking.build_run_url(result.run_id) if result.run_id else "",
+            "link": pipeline_run.tracking.build_run_link(result.run_id),
             "note": result.summary.get("note", ""),
             "tokens_per_second": result.summary.get("tokens_per_second"),
         }
@@ -84,7 +84,7 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
         if name == "evaluate" and len(other_models) > 1:
             rows += [
                 {
-                    **_build_empty_row(_format_model_name(pipeline_run, model), row["url"], ""),
+                    **_build_empty_row(_format_model_name(pipeline_run, model), row["link"], ""),
                     "is_model": True,
                     "metric": model,
                     **_extract_model_figures(evaluated[model]),
@@ -96,8 +96,8 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
     return rows
 
 
-def _build_empty_row(stage: str, url: str, note: str) -> dict[str, Any]:
-    return {"stage": stage, "seconds": 0.0, "cached": False, "url": url, "note": note}
+def _build_empty_row(stage: str, link: str, note: str) -> dict[str, Any]:
+    return {"stage": stage, "seconds": 0.0, "cached": False, "link": link, "note": note}
 
 
 def _extract_model_figures(evaluation: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,8 +244,16 @@ def format_headline(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def describe_run(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Build the Markdown description of the parent run in MLflow: result, stages, links to outputs."""
-    links = " · ".join(f"[{name}]({url})" for name, url in _list_run_links(pipeline_run))
+    """Build the Markdown description of the parent run in MLflow: result, stages, relative links to outputs."""
+    parts = [f"[{name}]({link})" for name, link in _list_run_links(pipeline_run)]
+    flow_run = pipeline_run.options.flow_run
+    if flow_run.url:
+        parts.append(f"[Prefect flow run]({flow_run.url})")
+    elif flow_run.id:  # of the run's own Prefect server, which nobody serves now
+        parts.append(
+            f"Prefect flow run: `{format_posttrain_command('ui', pipeline_run.output)}` shows it"
+        )
+    links = " · ".join(parts)
     # Links and headline come first: the page folds everything below a hundred pixels.
     lines = [links, "", f"**{format_headline(rows)}**", ""]
     has_gains = any(row.get(GAIN) is not None for row in rows)
@@ -256,8 +264,8 @@ def describe_run(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -
     ]
     for row in rows:
         label = _format_row_label(row)
-        if row["url"]:
-            label = f"[{label}]({row['url']})"
+        if row["link"]:
+            label = f"[{label}]({row['link']})"
         reward = "" if row.get("reward") is None else f"{row['reward']:.3f}"
         gain = f" {format_gain(row)} |" if has_gains else ""
         note = str(row["note"]).replace("|", "/")
@@ -268,30 +276,29 @@ def describe_run(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -
 
 
 def _list_run_links(pipeline_run: PipelineRun) -> list[tuple[str, str]]:
-    """Return (name, URL) of the report, the figures, the curves of the last training, settings, and the flow run."""
+    """Return (name, link) of the report, the figures, the curves of the last training, and the settings."""
     run_id = pipeline_run.parent.run_id or ""
     results = pipeline_run.results
 
-    def build_url(run: str, tab: str) -> str:
-        return pipeline_run.tracking.build_run_url(run, tab=tab)
+    def build_link(run: str, tab: str) -> str:
+        return pipeline_run.tracking.build_run_link(run, tab=tab)
 
-    links = [("Pipeline", build_url(run_id, "artifacts/figures/pipeline.png"))]
+    links = [("Pipeline", build_link(run_id, "artifacts/figures/pipeline.png"))]
     if "analyze" in results:
         analysis = results["analyze"].run_id
-        links.insert(0, ("Report", build_url(analysis, "artifacts/report.html")))
+        links.insert(0, ("Report", build_link(analysis, "artifacts/report.html")))
         links.append(
-            ("Success by level", build_url(analysis, "artifacts/figures/success_by_level.png"))
+            ("Success by level", build_link(analysis, "artifacts/figures/success_by_level.png"))
         )
     trained = [name for name in list_training_stages() if name in results and results[name].run_id]
     links += [
-        (f"Curves of {name.replace('_', ' ')}", pipeline_run.tracking.build_charts_url(name))
+        (f"Curves of {name.replace('_', ' ')}", pipeline_run.tracking.build_charts_link(name))
         for name in trained[-1:]
     ]
     if "evaluate" in results:
-        links.append(("Episodes", build_url(results["evaluate"].run_id, "traces")))
-    links.append(("Settings", build_url(run_id, "artifacts/config.json")))
-    links.append(("Prefect flow run", pipeline_run.options.flow_run.url))
-    return [(name, url) for name, url in links if url]
+        links.append(("Episodes", build_link(results["evaluate"].run_id, "traces")))
+    links.append(("Settings", build_link(run_id, "artifacts/config.json")))
+    return [(name, link) for name, link in links if link]
 
 
 @dataclass(frozen=True)
@@ -300,7 +307,7 @@ class PipelineResult:
 
     results: dict[str, StageResult]
     rows: list[dict[str, Any]]  # of the table
-    run_url: str  # the parent run in MLflow
+    run_url: str  # of the parent run in MLflow; "" while nobody serves its page
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)
     ok: bool = True

@@ -27,6 +27,7 @@ from rl_core.analysis.training_curves import (
 from rl_core.errors import DataError
 from rl_core.storage.atomic_files import write_json_atomic, write_text_atomic
 from rl_core.storage.faults import inject_fault
+from tasks.stage_registry import START_MODEL
 
 REPORT_FILES = ("sweep.csv", "results.json", "sweep.png")
 _CURVE_METRICS = (
@@ -93,11 +94,33 @@ def _drop_infinite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _list_shown_rows(
+    rows: Sequence[Mapping[str, Any]], choice: SweepChoice | None
+) -> list[dict[str, Any]]:
+    """List the rows of a table for people, with a label; the last is the start model, if it was measured."""
+    shown = [{**row, "label": format_configuration(row["settings"])} for row in rows]
+    start = choice.start if choice is not None else None
+    if start is not None:
+        empty = dict.fromkeys(("low", "high", "fresh_low", "fresh_high", "seconds"))
+        values = {"mean": start.value, "fresh": start.fresh, "seeds": "", "why": ""}
+        label = f"{START_MODEL}, the start model"
+        shown.append({**empty, **values, "label": label, "status": "", "is_winner": False})
+    return shown
+
+
 def format_report_table(
-    rows: Sequence[Mapping[str, Any]], plan: SweepPlan, width: int | None = None
+    rows: Sequence[Mapping[str, Any]],
+    plan: SweepPlan,
+    choice: SweepChoice | None = None,
+    width: int | None = None,
 ) -> str:
-    """Format the rows as a table. A setting is broken only if it takes more than a third of 80 columns."""
-    words = [word for row in rows for word in format_configuration(row["settings"]).split()]
+    """Format the rows as a table. A setting is broken only if it takes more than a third of 80 columns.
+
+    Args:
+        choice: adds the row of the start model, if that was measured.
+    """
+    rows = _list_shown_rows(rows, choice)
+    words = [word for row in rows for word in row["label"].split()]
     min_widths = {"settings": min(27, max((len(word) for word in words), default=0))}
     grid = Table(title=None, pad_edge=False)
     for name, justify in (
@@ -114,11 +137,11 @@ def format_report_table(
     for row in rows:
         grid.add_row(
             "*" if row["is_winner"] else "",
-            format_configuration(row["settings"]),
+            row["label"],
             str(row["seeds"]),
             _format_interval(row, "mean", "low", "high"),
             _format_interval(row, "fresh", "fresh_low", "fresh_high"),
-            f"{row['seconds']:.1f}",
+            "" if row["seconds"] is None else f"{row['seconds']:.1f}",
             row["status"],
         )
     width = width or detect_terminal_columns() or UNLIMITED_COLUMNS
@@ -127,7 +150,7 @@ def format_report_table(
     for row in rows:
         if row["why"]:
             console.print(
-                f"{format_configuration(row['settings'])}: {row['why']}",
+                f"{row['label']}: {row['why']}",
                 soft_wrap=True,
                 highlight=False,
                 markup=False,
@@ -143,17 +166,22 @@ def _format_interval(row: Mapping[str, Any], *names: str) -> str:
     return f"{value:.4g}" if low is None else f"{value:.4g} [{low:.4g}, {high:.4g}]"
 
 
-def render_markdown(rows: Sequence[Mapping[str, Any]], plan: SweepPlan, verdict: str) -> str:
+def render_markdown(
+    rows: Sequence[Mapping[str, Any]],
+    plan: SweepPlan,
+    verdict: str,
+    choice: SweepChoice | None = None,
+) -> str:
     """Render the description of the sweep's run in the tracking store."""
     lines = [verdict, "", f"Winner: {CHOICE_METHOD} (alpha {ALPHA}).", ""]
     lines += [
         f"| settings | seeds | {plan.metric} (95% over seeds) | on fresh episodes | trials |",
         "|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in _list_shown_rows(rows, choice):
         emphasis = "**" if row["is_winner"] else ""
         cells = (
-            f"{emphasis}{format_configuration(row['settings'])}{emphasis}",
+            f"{emphasis}{row['label']}{emphasis}",
             str(row["seeds"]),
             _format_interval(row, "mean", "low", "high"),
             _format_interval(row, "fresh", "fresh_low", "fresh_high"),

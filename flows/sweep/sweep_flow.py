@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from flows.post_training import (
 from flows.runtime import prefect_outage, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.prefect_home import exempt_loopback_in_calls
 from flows.runtime.run_request import RunRequest, find_request
 from flows.runtime.run_summary import PipelineResult
-from flows.sweep.plan import EVALUATION_METRICS, SweepPlan, format_configuration
+from flows.sweep.plan import SweepPlan, format_configuration
 from flows.sweep.ray_trials import RayTrialPool, TrialResources
 from flows.sweep.report import (
     REPORT_FILES,
@@ -45,35 +46,21 @@ from flows.sweep.schedule import (
     SweepRecord,
     TrialOutcome,
     TrialSchedule,
-    format_trial_name,
 )
 from flows.sweep.search import build_grid, create_search
 from flows.sweep.trial import TrialJob
 from flows.sweep.trial_process import LocalTrialPool, NodeLost, TrialWorker, estimate_trial_bytes
-from flows.sweep.winner import (
-    CHOICE_METHOD,
-    RankedConfiguration,
-    SweepChoice,
-    compare_finalists,
-    rank_configurations,
-    select_finalists,
-)
+from flows.sweep.winner import SweepChoice, choose_winner
 from rl_core.errors import Stopped, WorkerFailed
 from rl_core.machine_memory import measure_free_memory
-from rl_core.storage.atomic_files import write_json_atomic
-from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
+from tasks.command_hints import format_posttrain_command
 from tasks.config import PipelineSettings, dump_settings
 from tasks.lifecycle.crashed_runs import close_crashed_runs
-from tasks.stage_registry import list_stage_names
-from tasks.stages.evaluate import read_evaluation
 from tasks.tracking import RunTracker, Tracking, shorten_result
 
 logger = logging.getLogger(__name__)
 
-CHOICE_FILE = "choice.json"
-NEEDED_STAGES = ("prepare_data", "evaluate")
-_FINALISTS_NUMBER = 9999  # number of the folder of the fresh episodes, among those of the trials
 _POLL_SECONDS = 0.2
 _MEMORY_POLL_SECONDS = 2.0
 _MAX_LOST_NODES = 3  # by one trial, which then fails
@@ -148,6 +135,7 @@ def _describe_dimensions(plan: SweepPlan) -> dict[str, str]:
     }
 
 
+@exempt_loopback_in_calls
 @flow(
     name="sweep",
     flow_run_name="{pipeline} · sweep",
@@ -256,9 +244,12 @@ class _SweepRun:
         )
         schedule = TrialSchedule(self.plan, self.record, search, self.stop, self._report_outcome)
         self._run_lanes(schedule)
-        choice, winner = choose_winner(
-            self.plan, self.base, self.record, self._build_job, self.workers[0]
-        )
+        try:
+            choice, winner = choose_winner(
+                self.plan, self.base, self.record, self._build_job, self.workers[0]
+            )
+        finally:
+            self.workers[0].close_process()
         rows = build_report_rows(self.record, self.plan, choice)
         write_report_files(self.record, self.plan, rows, choice)
         verdict = "no configuration has a result"
@@ -267,9 +258,11 @@ class _SweepRun:
         self._publish_report(run, rows, choice, verdict)
         files = "\n".join(f"{name:<14}{self.home / name}" for name in REPORT_FILES)
         page = self.tracking.build_run_url(run.run_id or "")
-        text = f"{format_report_table(rows, self.plan)}\n{verdict}\n\n{files}"
+        text = f"{format_report_table(rows, self.plan, choice)}\n{verdict}\n\n{files}"
         if page:
             text += f"\nMLflow run    {page}"
+        elif not self.tracking.serves_pages:
+            text += f"\nMLflow run    {format_posttrain_command('ui', self.tracking.output)}    shows it"
         return SweepResult(rows, choice, text), winner
 
     def _run_lanes(self, schedule: TrialSchedule) -> None:
@@ -440,7 +433,7 @@ class _SweepRun:
     def _publish_report(
         self, run: RunTracker, rows: list[dict[str, Any]], choice: SweepChoice | None, verdict: str
     ) -> None:
-        run.set_description(render_markdown(rows, self.plan, verdict))
+        run.set_description(render_markdown(rows, self.plan, verdict, choice))
         run.set_tag("result", shorten_result(verdict))
         for name in REPORT_FILES:
             run.log_artifact(self.home / name, "sweep")
@@ -460,136 +453,3 @@ class _SweepRun:
             winner, lambda: execute_pipeline(winner, tags=tags, on_drift="beside"), report_message
         )
         return dataclasses.replace(result, pipeline=pipeline)
-
-
-def choose_winner(
-    plan: SweepPlan,
-    base: PipelineSettings,
-    record: SweepRecord,
-    build_job: Callable[..., dict[str, Any]],
-    worker: TrialWorker,
-) -> tuple[SweepChoice | None, PipelineSettings | None]:
-    """Choose the winner; return it with its figures, and the settings of its run at the gate.
-
-    Args:
-        build_job: builds a job from (number, seed, settings, ...).
-        worker: the process that plays fresh episodes.
-    Returns: (None, None) without a finished trial.
-    """
-    ranked = rank_configurations(record.outcomes, plan)
-    if not ranked:
-        return None, None
-    winner = ranked[0]
-    finalists = select_finalists(ranked, plan, _read_base_params(plan, base))
-    num_equal = sum(other.interval.rate == winner.interval.rate for other in ranked) - 1
-    choice = SweepChoice(
-        winner.number,
-        winner.params,
-        plan.metric,
-        winner.interval.rate,
-        CHOICE_METHOD,
-        equal=num_equal,
-    )
-    settings = plan.load_trial_settings(winner.params, winner.best_seed)
-    if plan.metric not in EVALUATION_METRICS:
-        choice = dataclasses.replace(choice, why=f"{plan.metric} is not measured on episodes")
-    elif base.stages.evaluate is not None:
-        report_message(f"{len(finalists)} configurations play fresh held-out episodes")
-        evaluation = base.stages.evaluate
-        fresh = dataclasses.replace(evaluation, episodes_draw=evaluation.episodes_draw + 1)
-        models = {
-            format_trial_name(finalist.number, seed): folder
-            for finalist in finalists
-            for seed, folder in finalist.models.items()
-        }
-        folder, problem = _play_fresh_episodes(
-            _replace_evaluation(base, fresh), models, build_job, worker
-        )
-        if folder is None:
-            choice = dataclasses.replace(choice, why=f"no fresh episodes ({problem})")
-        else:
-            choice = _add_fresh_results(
-                choice, winner, finalists, folder, models, plan, base.seed, fresh.episodes_draw
-            )
-            winner_evaluation = settings.stages.evaluate
-            assert winner_evaluation is not None
-            settings = _replace_evaluation(
-                settings,
-                dataclasses.replace(winner_evaluation, episodes_draw=fresh.episodes_draw),
-            )
-    write_json_atomic(record.home / CHOICE_FILE, choice.to_json())
-    inject_fault("sweep.chosen")
-    return choice, settings
-
-
-def _read_base_params(plan: SweepPlan, base: PipelineSettings) -> dict[str, str]:
-    """Return the configuration's own values of the varied settings, in the text of a trial if there is one."""
-    params = {}
-    for dimension in plan.dimensions:
-        value: Any = base
-        for part in dimension.key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
-        texts = [text for text in dimension.choices if _is_same_value(text, value)]
-        params[dimension.key] = texts[0] if texts else str(value)
-    return params
-
-
-def _is_same_value(text: str, value: Any) -> bool:
-    try:
-        return float(text) == float(value)
-    except (TypeError, ValueError):
-        return text == str(value)
-
-
-def _replace_evaluation(settings: PipelineSettings, evaluation: Any) -> PipelineSettings:
-    return dataclasses.replace(
-        settings, stages=dataclasses.replace(settings.stages, evaluate=evaluation)
-    )
-
-
-def _play_fresh_episodes(
-    settings: PipelineSettings,
-    models: Mapping[str, str],
-    build_job: Callable[..., dict[str, Any]],
-    worker: TrialWorker,
-) -> tuple[Path | None, str]:
-    """Return the folder of the evaluation of these models, or None with a reason if it failed."""
-    skip = [name for name in list_stage_names() if name not in NEEDED_STAGES]
-    name = f"{settings.name} · finalists on fresh episodes"
-    job = build_job(_FINALISTS_NUMBER, 0, settings, name=name, models=dict(models), skip=skip)
-    try:
-        fields = worker.run_job(job, lambda value: True, lambda *_: None)
-    except WorkerFailed as error:
-        fields = {"why": str(error)}
-    except BaseException:
-        worker.request_stop()
-        raise
-    finally:
-        worker.close_process()
-    if "folder" not in fields:
-        logger.warning("the sweep's finalists played no fresh episodes: %s", fields["why"])
-        return None, str(fields["why"])
-    return Path(fields["folder"]), ""
-
-
-def _add_fresh_results(
-    choice: SweepChoice,
-    winner: RankedConfiguration,
-    finalists: Sequence[RankedConfiguration],
-    folder: Path,
-    models: Mapping[str, str],
-    plan: SweepPlan,
-    seed: int,
-    draw: int,
-) -> SweepChoice:
-    """Add the results of the evaluation in `folder` to the choice."""
-    episodes = {}
-    for name in models:
-        evaluation = read_evaluation(folder, name)
-        outcomes = {episode.key: getattr(episode, plan.metric) for episode in evaluation.episodes}
-        # an environment may know the success of some episodes only
-        episodes[name] = {key: float(value) for key, value in outcomes.items() if value is not None}
-    fresh, comparisons = compare_finalists(
-        winner.number, finalists, episodes, metric=plan.metric, seed=seed
-    )
-    return dataclasses.replace(choice, draw=draw, fresh=fresh, comparisons=comparisons)

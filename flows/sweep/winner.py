@@ -11,20 +11,37 @@ adjusted for their number (Holm 1979).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from flows.sweep.plan import SweepPlan
-from flows.sweep.schedule import TrialOutcome, format_trial_name
+from flows.post_training import report_message
+from flows.sweep.plan import EVALUATION_METRICS, SweepPlan
+from flows.sweep.schedule import SweepRecord, TrialOutcome, format_trial_name
 from flows.sweep.search import Params
+from flows.sweep.trial_process import TrialWorker
 from rl_core.analysis.significance_tests import (
     adjust_p_values_holm,
     compute_seed_interval,
     run_gain_test,
 )
 from rl_core.analysis.statistics import Rate, bootstrap_paired_difference
+from rl_core.errors import WorkerFailed
+from rl_core.storage.atomic_files import write_json_atomic
+from rl_core.storage.faults import inject_fault
+from tasks.config import PipelineSettings
+from tasks.pipeline.stage_result import GAIN, format_gain
+from tasks.stage_registry import START_MODEL, list_stage_names
+from tasks.stages.evaluate import read_evaluation
 
+logger = logging.getLogger(__name__)
+
+CHOICE_FILE = "choice.json"
+NEEDED_STAGES = ("prepare_data", "evaluate")
+# Numbers of the folders of the fresh episodes and of the start model, among those of the trials.
+_FINALISTS_NUMBER, _START_MODEL_NUMBER = 9999, 9998
 ALPHA = 0.05
 CHOICE_METHOD = (
     "chosen by the mean over seeds on the evaluation's episodes; measured on fresh held-out episodes, which had no "
@@ -63,6 +80,18 @@ class FinalistGain:
 
 
 @dataclass(frozen=True)
+class StartModelResult:
+    """Results of the model that every trial starts from, played once for the sweep."""
+
+    path: str
+    value: float  # on the episodes of the choice
+    fresh: float | None = None  # on fresh episodes
+    gain: tuple[float, float, float] | None = (
+        None  # the winner's over it there, paired, with interval
+    )
+
+
+@dataclass(frozen=True)
 class SweepChoice:
     """Winner, and its results on fresh episodes."""
 
@@ -77,6 +106,9 @@ class SweepChoice:
     comparisons: list[FinalistGain] = field(default_factory=list)
     why: str = ""  # reason why there are no fresh episodes
     equal: int = 0  # other configurations with the same value
+    start: StartModelResult | None = (
+        None  # None = training starts from scratch, or it is not measured
+    )
 
     def to_json(self) -> dict[str, Any]:
         """Return the choice as a dict."""
@@ -104,6 +136,11 @@ class SweepChoice:
             low, high = _format_number(interval.low), _format_number(interval.high)
             spread = f" [{low}, {high}] over {interval.n} seeds"
         text = f"{summary}, {_format_number(interval.rate)}{spread} on fresh held-out episodes"
+        if self.start is not None and self.start.gain is not None:
+            gain, low, high = self.start.gain
+            row = {GAIN: gain, f"{GAIN}_low": low, f"{GAIN}_high": high}
+            row["knows_success"] = self.metric == "success"
+            text = f"{text} ({format_gain(row)} over {START_MODEL})"
         num_similar = sum(gain.adjusted > ALPHA for gain in self.comparisons)
         if num_similar:
             return f"{text}; not significantly better than {num_similar} of {len(self.comparisons)} other finalists"
@@ -197,6 +234,35 @@ def compare_finalists(
     return fresh, gains
 
 
+def compare_with_start_model(
+    start: StartModelResult,
+    winner: Sequence[Mapping[Any, float]],
+    episodes: Mapping[Any, float],
+    *,
+    seed: int,
+) -> StartModelResult:
+    """Add the start model's value on fresh episodes, and the winner's paired gain over it.
+
+    Args:
+        winner: outcome by episode of each of the winner's models.
+        episodes: outcome by episode of the start model.
+    """
+    mean = _average_by_episode(winner)
+    shared = sorted(mean.keys() & episodes.keys())
+    gain = bootstrap_paired_difference(
+        [mean[key] for key in shared],
+        [episodes[key] for key in shared],
+        samples=2000,
+        seed=seed,
+        confidence=1 - ALPHA,
+    )
+    return replace(
+        start,
+        fresh=_compute_mean(episodes.values()),
+        gain=(gain.difference, gain.low, gain.high),
+    )
+
+
 def _average_by_episode(seeds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     """Average each episode over seeds, for episodes that all seeds played."""
     shared = set.intersection(*(set(outcomes) for outcomes in seeds))
@@ -206,3 +272,167 @@ def _average_by_episode(seeds: Sequence[Mapping[Any, float]]) -> dict[Any, float
 def _compute_mean(values: Any) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
+
+
+def choose_winner(
+    plan: SweepPlan,
+    base: PipelineSettings,
+    record: SweepRecord,
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+) -> tuple[SweepChoice | None, PipelineSettings | None]:
+    """Choose the winner; return it with its figures, and the settings of its run at the gate.
+
+    Args:
+        build_job: builds a job from (number, seed, settings, ...).
+        worker: the process that plays fresh episodes.
+    Returns: (None, None) without a finished trial.
+    """
+    ranked = rank_configurations(record.outcomes, plan)
+    if not ranked:
+        return None, None
+    winner = ranked[0]
+    finalists = select_finalists(ranked, plan, _read_base_params(plan, base))
+    num_equal = sum(other.interval.rate == winner.interval.rate for other in ranked) - 1
+    choice = SweepChoice(
+        winner.number,
+        winner.params,
+        plan.metric,
+        winner.interval.rate,
+        CHOICE_METHOD,
+        equal=num_equal,
+    )
+    settings = plan.load_trial_settings(winner.params, winner.best_seed)
+    if plan.metric not in EVALUATION_METRICS:
+        choice = replace(choice, why=f"{plan.metric} is not measured on episodes")
+    elif base.stages.evaluate is not None:
+        report_message(f"{len(finalists)} configurations play fresh held-out episodes")
+        evaluation = base.stages.evaluate
+        fresh = replace(evaluation, episodes_draw=evaluation.episodes_draw + 1)
+        choice = replace(choice, start=_measure_start_model(plan, base, build_job, worker))
+        models = {START_MODEL: choice.start.path} if choice.start is not None else {}
+        models |= {
+            format_trial_name(finalist.number, seed): folder
+            for finalist in finalists
+            for seed, folder in finalist.models.items()
+        }
+        folder, problem = _play_episodes(
+            _replace_evaluation(base, fresh),
+            models,
+            build_job,
+            worker,
+            _FINALISTS_NUMBER,
+            "finalists on fresh episodes",
+        )
+        if folder is None:
+            choice = replace(choice, why=f"no fresh episodes ({problem})")
+        else:
+            choice = _add_fresh_results(
+                choice, winner, finalists, folder, models, plan, base.seed, fresh.episodes_draw
+            )
+            winner_evaluation = settings.stages.evaluate
+            assert winner_evaluation is not None
+            settings = _replace_evaluation(
+                settings,
+                replace(winner_evaluation, episodes_draw=fresh.episodes_draw),
+            )
+    write_json_atomic(record.home / CHOICE_FILE, choice.to_json())
+    inject_fault("sweep.chosen")
+    return choice, settings
+
+
+def _read_base_params(plan: SweepPlan, base: PipelineSettings) -> dict[str, str]:
+    """Return the configuration's own values of the varied settings, in the text of a trial if there is one."""
+    params = {}
+    for dimension in plan.dimensions:
+        value: Any = base
+        for part in dimension.key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        texts = [text for text in dimension.choices if _is_same_value(text, value)]
+        params[dimension.key] = texts[0] if texts else str(value)
+    return params
+
+
+def _is_same_value(text: str, value: Any) -> bool:
+    try:
+        return float(text) == float(value)
+    except (TypeError, ValueError):
+        return text == str(value)
+
+
+def _replace_evaluation(settings: PipelineSettings, evaluation: Any) -> PipelineSettings:
+    return replace(settings, stages=replace(settings.stages, evaluate=evaluation))
+
+
+def _measure_start_model(
+    plan: SweepPlan,
+    base: PipelineSettings,
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+) -> StartModelResult | None:
+    """Play the episodes of the choice with the model that all trials start from; None if there is none."""
+    path = base.model.path
+    if path is None or any(dimension.key.startswith("model.") for dimension in plan.dimensions):
+        return None
+    folder, _ = _play_episodes(
+        base, {START_MODEL: path}, build_job, worker, _START_MODEL_NUMBER, "start model"
+    )
+    if folder is None:
+        return None
+    episodes = _read_outcomes(folder, START_MODEL, plan.metric)
+    return StartModelResult(path, sum(episodes.values()) / len(episodes)) if episodes else None
+
+
+def _read_outcomes(folder: Path, name: str, metric: str) -> dict[Any, float]:
+    """Read the outcome of each episode that a model played and whose outcome is known."""
+    outcomes = ((e.key, getattr(e, metric)) for e in read_evaluation(folder, name).episodes)
+    return {key: float(value) for key, value in outcomes if value is not None}
+
+
+def _play_episodes(
+    settings: PipelineSettings,
+    models: Mapping[str, str],
+    build_job: Callable[..., dict[str, Any]],
+    worker: TrialWorker,
+    number: int,
+    label: str,
+) -> tuple[Path | None, str]:
+    """Return the folder of the evaluation of these models, or None with a reason if it failed."""
+    skip = [name for name in list_stage_names() if name not in NEEDED_STAGES]
+    name = f"{settings.name} · {label}"
+    job = build_job(number, 0, settings, name=name, models=dict(models), skip=skip)
+    try:
+        fields = worker.run_job(job, lambda value: True, lambda *_: None)
+    except WorkerFailed as error:
+        fields = {"why": str(error)}
+    except BaseException:
+        worker.request_stop()
+        raise
+    if "folder" not in fields:
+        logger.warning("%s: no episodes were played: %s", label, fields["why"])
+        return None, str(fields["why"])
+    return Path(fields["folder"]), ""
+
+
+def _add_fresh_results(
+    choice: SweepChoice,
+    winner: RankedConfiguration,
+    finalists: Sequence[RankedConfiguration],
+    folder: Path,
+    models: Mapping[str, str],
+    plan: SweepPlan,
+    seed: int,
+    draw: int,
+) -> SweepChoice:
+    """Add the results of the evaluation in `folder` to the choice."""
+    episodes = {name: _read_outcomes(folder, name, plan.metric) for name in models}
+    fresh, comparisons = compare_finalists(
+        winner.number, finalists, episodes, metric=plan.metric, seed=seed
+    )
+    start = choice.start
+    if start is not None and episodes[START_MODEL]:
+        winner_episodes = [
+            episodes[format_trial_name(winner.number, model_seed)] for model_seed in winner.models
+        ]
+        start = compare_with_start_model(start, winner_episodes, episodes[START_MODEL], seed=seed)
+    return replace(choice, draw=draw, fresh=fresh, comparisons=comparisons, start=start)

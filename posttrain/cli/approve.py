@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_and_output_options, add_json_option, add_note_option
 from rl_core.errors import DataError, SettingsError, suggest_name
+from rl_core.json_client import find_health_problem
 from tasks.command_hints import format_output_option, format_posttrain_command
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def decide_approval(
     request = find_pending_request(tracking, requests, run)
     if approve is None:
         page = tracking.find_run_page(request.stage_run_id)
+        page = page or f"`{format_posttrain_command('ui', tracking.output)}` shows it"
         return f"{request.summary}\n\nevidence  {page}\n{format_approval_commands(request, store_options)}"
     decided = answer_request(
         tracking,
@@ -243,8 +245,12 @@ def _resume_waiting_flow(request: ApprovalRequest, approve: bool, output: Path) 
     except (NotPausedError, ObjectNotFound):
         return []  # already resumed, or deleted
     except Exception as error:
+        step = "repeat this command once Prefect's server answers again"
+        if not find_health_problem(f"{request.prefect_api}/health"):
+            page = f"{request.prefect_api.removesuffix('/api')}/runs/flow-run/{request.flow_run_id}"
+            step = f"resume it on its page: {page}"
         return [
-            f"the decision is recorded, but the Prefect run could not be resumed ({type(error).__name__}: {error}); "
-            f"resume it on its page: {request.prefect_api.removesuffix('/api')}/runs/flow-run/{request.flow_run_id}"
+            "the decision is recorded, but the Prefect run could not be resumed "
+            f"({type(error).__name__}: {error}); {step}"
         ]
     return []

@@ -33,6 +33,7 @@ from posttrain.monitor.charts import (
 from posttrain.monitor.runs import RunView, StageView
 from posttrain.monitor.series import MetricSeries
 from rl_core.settings.services import parse_condition
+from tasks.stage_registry import START_MODEL
 
 _TOOL_SHARE_PREFIX, _WEIGHTED_REWARD_PREFIX = "tool/share/", "reward/weighted/"
 _MEAN_WINDOW = 10  # observations of a mean
@@ -187,15 +188,16 @@ def build_headline_tiles(run: RunView, stage: StageView | None) -> dict[str, Any
 
 
 def _build_result_tiles(run: RunView) -> list[dict[str, str]]:
-    rates = []
-    for stage in run.stages:
-        rate = find_heldout_success(run, stage.label)
-        if rate is not None:
-            rates.append((stage.label, rate))
+    labels = dict.fromkeys((START_MODEL, *(stage.label for stage in run.stages)))
+    rates = [
+        (label, rate) for label in labels if (rate := find_heldout_success(run, label)) is not None
+    ]
     items = []
     for index, (label, rate) in enumerate(rates):
         change = "success, held out"
-        if index:
+        if label == START_MODEL:
+            change = "the start model, held out"
+        elif index:
             first_label, first_rate = rates[0]
             change = f"{100 * (rate - first_rate):+.1f} points over {first_label}"
         items.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -300,8 +301,12 @@ def _compute_stage_seconds(stage: StageView, now: float) -> float | None:
 
 
 def _format_success(run: RunView, stage: StageView) -> str:
-    """Format the success on held-out episodes if evaluated, else in training, or a reward model's accuracy."""
-    if (rate := find_heldout_success(run, stage.label)) is not None:
+    """Format the success on held-out episodes if evaluated, else in training, or a reward model's accuracy.
+
+    An evaluation of one model, such as `evaluate base`, has that model's success.
+    """
+    model = re.sub("^evaluate[ _]", "", stage.label)
+    if (rate := find_heldout_success(run, model)) is not None:
         return format_percent(rate)
     for name in _SUCCESS_METRICS:
         series = stage.table.series.get(name)

@@ -342,16 +342,17 @@ def render_regressions(
             for e in one.regressions
         ]
         if rows:
+            num_lost = one.total.losses
             label = (
                 f"{escape_text(one.second)} does worse than {escape_text(one.first)} "
-                f"on {one.total.losses:,} episodes"
+                f"on {num_lost:,} episode{'s' * (num_lost != 1)}"
             )
+            if len(rows) < num_lost:
+                label += f": the worst {len(rows)}"
             table = render_table(
                 ["Level / seed", "Kind", "Success", "Reward"], rows, "", text_columns=2
             )
-            parts.append(
-                f"<details class='list'><summary>{label}: the worst {len(rows)}</summary>{table}</details>"
-            )
+            parts.append(f"<details class='list'><summary>{label}</summary>{table}</details>")
     return "".join(parts)
 
 

@@ -140,7 +140,6 @@ def _report_progress(
 
 def _render_stage_page(pipeline_run: PipelineRun, result: StageResult) -> str:
     """Render a finished stage as Markdown: its result, its numbers, the link to its MLflow run."""
-    url = pipeline_run.tracking.build_run_url(result.run_id) if result.run_id else ""
     origin = "taken from an earlier run" if result.cached else f"ran in {result.seconds:.1f} s"
     note = str(result.summary.get("note", ""))
     lines = [
@@ -152,8 +151,7 @@ def _render_stage_page(pipeline_run: PipelineRun, result: StageResult) -> str:
         lines.append(
             f"model `{result.summary['registered_model']}` version {result.summary['model_version']}"
         )
-    if url:
-        lines.append(f"[MLflow run]({url})")
+    lines.append(pipeline_run.tracking.format_run_reference(result.run_id))
     page = result.path / REVIEW_FILE
     if result.stage == "promote" and page.is_file():
         lines.append(page.read_text())

@@ -499,7 +499,7 @@ def _complete_summary(
     if summary.get("note"):
         tracker.set_tag("result", shorten_result(str(summary["note"])))
     if stage.name in list_training_stages() and (
-        curves := pipeline_run.tracking.build_charts_url(stage.name)
+        curves := pipeline_run.tracking.build_charts_link(stage.name)
     ):
         tracker.set_description(
             f"{summary.get('note', '')}\n\n[Curves, success first]({curves})".strip()

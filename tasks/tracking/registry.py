@@ -356,7 +356,9 @@ class ModelRegistry:
             aliases=tuple(sorted(version.aliases if aliases is None else aliases)),
             tags=dict(version.tags),
             metrics=metrics,
-            url=self._store.build_version_url(version.name, int(version.version)),
+            url=self._store.resolve_link(
+                self._store.build_version_link(version.name, int(version.version))
+            ),
         )
 
 

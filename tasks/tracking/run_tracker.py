@@ -225,8 +225,8 @@ class RunTracker:
                 sink.set_tag(name, text)
 
     def set_description(self, markdown: str) -> None:
-        """Set the markdown at the top of the run's page. Links to MLflow's pages become relative."""
-        self.set_tags({"mlflow.note.content": self.store.convert_to_relative_links(markdown)})
+        """Set the markdown at the top of the run's page. Links to MLflow's pages are relative (`build_run_link`)."""
+        self.set_tags({"mlflow.note.content": markdown})
 
     def log_params(self, params: Any, prefix: str = "") -> None:
         """Record settings (nested mapping or dataclass) as flat parameters: policy.sampling.temperature."""
@@ -363,9 +363,14 @@ class RunTracker:
 
     @property
     def url(self) -> str | None:
-        """Page of the run; None until the store has answered."""
+        """Page of the run; None until the store has answered, and while nobody serves the pages of a local store."""
         state = self._shipper.state
-        return self.store.build_run_url(state.run_id, state.experiment_id) if state.run_id else None
+        if not state.run_id:
+            return None
+        return (
+            self.store.resolve_link(self.store.build_run_link(state.run_id, state.experiment_id))
+            or None
+        )
 
     @property
     def num_failed(self) -> int:

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PORT = 5000  # where `posttrain ui` serves a local store
 DATABASE_LOCK_SECONDS = 120.0  # longest wait for another process that creates the same database
 DISK_FULL_HINT = (
     "make room or raise the file size limit (ulimit -f); `posttrain sync` then delivers what waits"
@@ -447,44 +446,49 @@ class TrackingStore:
                 f"{self.label} could not {action}: {shorten_error(error)}"
             ) from error
 
-    def build_ui_url(self, path: str) -> str:
-        """Return the address of a UI page, on the server or where `posttrain ui` serves a local store."""
-        return f"{self._resolve_ui_address()}/#/{path}"
+    def resolve_link(self, link: str) -> str:
+        """Return the address of a page of MLflow; "" while nobody serves the pages of a local store.
 
-    def _resolve_ui_address(self) -> str:
-        local_address = (
-            find_served_page(self.output, "mlflow") or f"http://127.0.0.1:{DEFAULT_PORT}"
-        )
-        return local_address if self.is_local else self.label.rstrip("/")
+        Args:
+            link: one of `build_run_link` and so on, relative to MLflow's address.
+        """
+        address = find_served_page(self.output, "mlflow") if self.is_local else self.label
+        return f"{address.rstrip('/')}/{link}" if address else ""
 
-    def convert_to_relative_links(self, markdown: str) -> str:
-        """Make links between MLflow's pages relative, so that they follow the server that shows them."""
-        return markdown.replace(f"]({self._resolve_ui_address()}/#/", "](#/")
+    def resolve_links(self, markdown: str) -> str:
+        """Make links between MLflow's pages absolute; keep only their words while nobody serves the pages."""
+        if address := self.resolve_link(""):
+            return markdown.replace("](#/", f"]({address}#/")
+        return re.sub(r"(?<!!)\[([^\]]*)\]\(#/[^)]*\)", r"\1", markdown)
 
-    def build_run_url(self, run_id: str, experiment_id: str | None = None, *, tab: str = "") -> str:
-        """Return the page of a run. `tab`: such as model-metrics, traces or artifacts/report.html."""
-        page = f"experiments/{experiment_id or self.experiment_id}/runs/{run_id}"
+    def build_run_link(
+        self, run_id: str, experiment_id: str | None = None, *, tab: str = ""
+    ) -> str:
+        """Return the link to a run's page, relative, so that it follows the server that shows it.
+
+        Args:
+            tab: such as model-metrics, traces or artifacts/report.html.
+        """
+        page = f"#/experiments/{experiment_id or self.experiment_id}/runs/{run_id}"
         if tab:
             page += f"/{tab}"
         # Without the workflow type the page would be laid out for prompts and judges.
-        return self.build_ui_url(f"{page}?workflowType=machine_learning")
+        return f"{page}?workflowType=machine_learning"
 
-    def build_runs_url(self) -> str:
-        """Return the table of the experiment's runs, with the columns about their results."""
-        page = f"experiments/{self.experiment_id}/runs"
-        return self.build_ui_url(
-            f"{page}?viewStateShareKey={VIEW_KEY}&workflowType=machine_learning"
-        )
+    def build_runs_link(self) -> str:
+        """Return the link to the table of the experiment's runs, with the columns about their results."""
+        page = f"#/experiments/{self.experiment_id}/runs"
+        return f"{page}?viewStateShareKey={VIEW_KEY}&workflowType=machine_learning"
 
-    def build_charts_url(self, stage: str) -> str:
-        """Return the charts of a stage's runs, newest first, in the order of `build_experiment_view`."""
-        page = f"experiments/{self.experiment_id}/runs"
+    def build_charts_link(self, stage: str) -> str:
+        """Return the link to the charts of a stage's runs, newest first, in the order of `build_experiment_view`."""
+        page = f"#/experiments/{self.experiment_id}/runs"
         view = f"compareRunsMode=CHART&viewStateShareKey={build_stage_view_key(stage)}"
-        return self.build_ui_url(f"{page}?{view}&workflowType=machine_learning")
+        return f"{page}?{view}&workflowType=machine_learning"
 
-    def build_version_url(self, name: str, version: int) -> str:
-        """Return the page of a model version."""
-        return self.build_ui_url(f"models/{name}/versions/{version}?workflowType=machine_learning")
+    def build_version_link(self, name: str, version: int) -> str:
+        """Return the link to the page of a model version."""
+        return f"#/models/{name}/versions/{version}?workflowType=machine_learning"
 
 
 def _should_log_record(record: logging.LogRecord) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.errors import BackendError, DataError, FolderBusy
 from rl_core.storage.faults import inject_fault
+from tasks.command_hints import format_posttrain_command
 from tasks.tracking.journal import DeliveryCursor
 from tasks.tracking.registry import ModelRegistry, ModelVersion
 from tasks.tracking.replay import (
@@ -60,24 +61,49 @@ class Tracking:
         """Id of the experiment, which is created if missing. Raises: BackendError."""
         return self.store.experiment_id
 
-    def build_run_url(self, run_id: str, *, tab: str = "") -> str:
-        """Return the page of a run, on the server or where `posttrain ui` serves a local store.
+    def build_run_link(self, run_id: str, *, tab: str = "") -> str:
+        """Return the link to a run's page for descriptions in MLflow, relative; "" if the store is unreachable.
 
         Args:
             tab: tab of that page, such as model-metrics, traces or artifacts/report.html.
-        Returns: the address; "" if the store is unreachable.
         """
-        return self._build_url(lambda: self.store.build_run_url(run_id, tab=tab)) if run_id else ""
+        return (
+            self._build_link(lambda: self.store.build_run_link(run_id, tab=tab)) if run_id else ""
+        )
 
-    def build_charts_url(self, stage: str) -> str:
-        """Return the charts of the runs of a training stage, success first; "" if the store is unreachable."""
-        return self._build_url(lambda: self.store.build_charts_url(stage))
+    def build_charts_link(self, stage: str) -> str:
+        """Return the link to the charts of the runs of a training stage, success first; "" as for `build_run_link`."""
+        return self._build_link(lambda: self.store.build_charts_link(stage))
+
+    def build_run_url(self, run_id: str) -> str:
+        """Return the address of a run's page; "" if the store is unreachable, or nobody serves its pages."""
+        link = self.build_run_link(run_id)
+        return self.store.resolve_link(link) if link else ""
 
     def build_runs_url(self) -> str:
-        """Return the table of this experiment's runs; "" if the store is unreachable."""
-        return self._build_url(self.store.build_runs_url)
+        """Return the address of the table of this experiment's runs; "" as for `build_run_url`."""
+        link = self._build_link(self.store.build_runs_link)
+        return self.store.resolve_link(link) if link else ""
 
-    def _build_url(self, build: Callable[[], str]) -> str:
+    @property
+    def serves_pages(self) -> bool:
+        """True if the tracking server, or `posttrain ui` for a local store, shows the runs."""
+        return bool(self.store.resolve_link(""))
+
+    def format_run_reference(self, run_id: str, words: str = "MLflow run", *, tab: str = "") -> str:
+        """Format a link to a run's page for other pages (Markdown).
+
+        Returns: the link, or the command that shows the run while nobody serves a local store's pages; "" if the
+            store is unreachable.
+        """
+        link = self.build_run_link(run_id, tab=tab)
+        if not link:
+            return ""
+        if address := self.store.resolve_link(link):
+            return f"[{words}]({address})"
+        return f"{words}: `{format_posttrain_command('ui', self.output)}` shows it"
+
+    def _build_link(self, build: Callable[[], str]) -> str:
         try:
             return build()
         except BackendError as error:
@@ -85,11 +111,13 @@ class Tracking:
             return ""
 
     def find_run_page(self, run_id: str) -> str:
-        """Return the page of a run of any experiment; "" if the store does not have the run."""
+        """Return the page of a run of any experiment; "" if the store does not have it, or nobody serves its pages."""
         try:
             with self.store.translate_errors("look up a run"):
                 run = self.store.client.get_run(run_id)
-                return self.store.build_run_url(run_id, run.info.experiment_id)
+                return self.store.resolve_link(
+                    self.store.build_run_link(run_id, run.info.experiment_id)
+                )
         except DataError:
             return ""
 
@@ -314,7 +342,7 @@ class Tracking:
             start_time=info.start_time / 1000,
             seconds=_compute_seconds(info, tags),
             parent_run_id=tags.get("mlflow.parentRunId"),
-            url=self.store.build_run_url(info.run_id, info.experiment_id),
+            url=self.store.resolve_link(self.store.build_run_link(info.run_id, info.experiment_id)),
             tags={key: value for key, value in tags.items() if not key.startswith("mlflow.")},
             metrics=dict(run.data.metrics),
             params=dict(run.data.params),

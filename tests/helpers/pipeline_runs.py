@@ -56,8 +56,16 @@ def read_metric_rows(folder):
 
 
 def read_run_tags(output, run):
-    """Read the tags of one run, by its id or the address of its page."""
+    """Read the tags of one run, by its id."""
     from tasks.tracking import Tracking
 
-    (row,) = [row for row in Tracking(None, output, "test").list_runs() if row.run_id in run]
+    (row,) = [row for row in Tracking(None, output, "test").list_runs() if row.run_id == run]
     return row.tags
+
+
+def find_newest_run(output):
+    """Return the id of the newest pipeline run."""
+    from tasks.tracking import Tracking
+
+    rows = Tracking(None, output, "test").list_runs()
+    return next(row.run_id for row in rows if row.parent_run_id is None)

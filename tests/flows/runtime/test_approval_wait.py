@@ -54,7 +54,9 @@ class World:
         for name in ("reload_request", "answer_request", "expire_requests"):
             monkeypatch.setattr(waiting, name, getattr(self, name))
         store = SimpleNamespace(
-            build_run_url=lambda run, tab="": f"http://mlflow/{run}/{tab}" if run else ""
+            format_run_reference=lambda run, words, tab: (
+                f"[{words}](http://mlflow/{run}/{tab})" if run else ""
+            )
         )
         monkeypatch.setattr(waiting, "Tracking", lambda *_: store)
         monkeypatch.setattr(waiting, "pause_flow_run", self.wait_for_signal)

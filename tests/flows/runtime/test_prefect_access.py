@@ -13,7 +13,11 @@ import pytest
 from helpers import ROOT
 
 from flows.runtime import prefect_access
-from flows.runtime.prefect_access import LoopbackOnlyMiddleware, load_or_create_password
+from flows.runtime.prefect_access import (
+    LoopbackOnlyMiddleware,
+    build_server_environment,
+    load_or_create_password,
+)
 from posttrain.cli.ui import PageServers
 from posttrain.operations.database import DatabaseAddresses
 from posttrain.operations.services import build_client_environment, build_service_specs
@@ -212,3 +216,25 @@ def test_the_embedded_server_of_a_run_answers_its_client_alone(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 200, 401, 403, 403]
+
+
+@pytest.mark.parametrize(("chosen", "status"), [(None, 200), ("true", 307)])
+def test_the_address_of_the_server_shows_the_pages_that_links_lead_to(
+    tmp_path, monkeypatch, chosen, status
+):
+    """Prefect's address would redirect to its new pages at /v2/, and a link to a flow run shows the others."""
+    from fastapi.testclient import TestClient
+    from prefect.server.api.server import create_ui_app
+    from prefect.settings import PREFECT_SERVER_UI_V2_ENABLED, temporary_settings
+
+    monkeypatch.delenv(prefect_access.NEW_UI_VARIABLE, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(prefect_access.NEW_UI_VARIABLE, chosen)
+    value = build_server_environment(tmp_path, 4200)[prefect_access.NEW_UI_VARIABLE]
+    with temporary_settings({PREFECT_SERVER_UI_V2_ENABLED: value}):
+        client = TestClient(create_ui_app(ephemeral=False), follow_redirects=False)
+        pages = [
+            client.get(path, headers={"Accept": "text/html"}) for path in ("/", "/runs/flow-run/x")
+        ]
+    assert [page.status_code for page in pages] == [status, 200]
+    assert pages[0].headers.get("Location", "") == ("" if chosen is None else "/v2/")

@@ -57,6 +57,7 @@ def test_an_unknown_success_is_not_shown(knows_success, rate):
         results=stages,
         postponed_reason="",
         settings=SimpleNamespace(stages=SimpleNamespace(policy=None)),
+        tracking=SimpleNamespace(build_run_link=lambda run: run),
     )
     rows = build_result_rows(run)
     assert rows[0]["reward"] == 0.75 and ("success" in rows[0]) == knows_success
@@ -89,7 +90,7 @@ def make_evaluation_run(*names):
         ),
         models=SimpleNamespace(find_resolved_version={"models:/demo@champion": "2"}.get),
         tracking=SimpleNamespace(
-            build_run_url=lambda run: f"page/{run}",
+            build_run_link=lambda run: f"page/{run}" if run else "",
             cost=SimpleNamespace(foreground_seconds=0, background_seconds=0),
         ),
         seconds=3.0,

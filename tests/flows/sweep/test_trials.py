@@ -4,25 +4,39 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.small_sweep import CONFIG
 from helpers.stage_doubles import PipelineRun as FakePipelineRun
 
+from flows.sweep import winner as winner_module
 from flows.sweep.plan import SweepPlan, format_configuration
-from flows.sweep.report import build_report_rows, format_report_table, write_report_files
+from flows.sweep.report import (
+    build_report_rows,
+    format_report_table,
+    render_markdown,
+    write_report_files,
+)
 from flows.sweep.schedule import SweepRecord, TrialOutcome, TrialSchedule
-from flows.sweep.search import create_search, parse_set_options
+from flows.sweep.search import Dimension, create_search, parse_set_options
 from flows.sweep.trial import TrialJob, TrialPruned, evaluate_on_fresh_episodes, run_trial
+from flows.sweep.winner import choose_winner
 from posttrain.cli import compare
 from posttrain.cli.compare import compare_tracked_runs, format_comparison
+from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import ResumeRefused, SettingsError, Stopped
+from rl_core.models import causal_lm
+from rl_core.settings import ModelSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.locks import FolderLock
 from tasks.config import dump_settings
+from tasks.pipeline.dag import run_dag, wrap_stage_call
+from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.run_options import RunOptions, TrialLocation
 from tasks.pipeline.stage import run_stage
 from tasks.stage_registry import list_stage_names
+from tasks.stages import evaluate
 from tasks.tracking import Tracking, list_run_records, list_runs
 
 TRIALS = [(0, 0), (0, 1), (1, 0)]  # number, seed
@@ -402,3 +416,84 @@ def test_a_configuration_with_wrong_settings_fails_alone(plan, tmp_path, reached
     assert "learning_rate" in outcomes[0].why
     assert schedule.should_continue(trials[0], 0.5) and record.read_rungs(0, 0) == [0.5]
     assert {"sweep.begun", "sweep.asked", "sweep.told", "sweep.rung"} <= reached()
+
+
+def test_the_start_model_is_played_once_and_has_a_row(tmp_path, monkeypatch):
+    """With the episodes of the choice, and with the fresh ones, which the gate's run takes over."""
+    tokenizer = train_tokenizer([f"{a} + {b} = {a + b}" for a in range(9) for b in range(9)], 300)
+    shape = ModelSettings(preset="nano", context=64, device="cpu")
+    causal_lm.save(causal_lm.create_model(shape, tokenizer, 0), tokenizer, tmp_path / "model")
+    preset = "{preset: nano, vocab_size: 320, context: 64}"
+    (tmp_path / "small.yaml").write_text(CONFIG.replace(preset, f"{{path: {tmp_path / 'model'}}}"))
+    overrides, varied = parse_set_options(
+        [f"output={tmp_path / 'out'}", "stages.policy=null", "stages.sft.learning_rate=1e-4,1e-2"]
+    )
+    plan = SweepPlan(
+        config=str(tmp_path / "small.yaml"), overrides=tuple(overrides), dimensions=tuple(varied)
+    )
+    base = plan.load_base_settings()
+    record = SweepRecord(plan.locate_folder(base))
+    record.open_folder({"started": "now"})
+
+    def build_job(number, seed, settings, **fields):
+        job = TrialJob(
+            home=str(record.locate_trial_folder(number, seed)),
+            name="trial",
+            settings=dump_settings(settings),
+            metric=plan.metric,
+            rungs=None,
+            parent_folder=str(record.home),
+            tags={},
+            models={},
+        )
+        return {**vars(job), **fields}
+
+    for number, rate in enumerate(varied[0].choices):
+        params = {"stages.sft.learning_rate": rate}
+        record.add_configuration(params)
+        job = TrialJob(**build_job(number, 0, plan.load_trial_settings(params, 0)))
+        fields = run_trial(job, threading.Event(), lambda value: True, ignore_progress)
+        record.record_outcome(TrialOutcome(number=number, seed=0, params=params, **fields))
+    played = []
+
+    def play_model(context, name, *arguments):
+        played.append(name)
+        return play(context, name, *arguments)
+
+    play = evaluate._play_model
+    monkeypatch.setattr(evaluate, "_play_model", play_model)
+    worker = SimpleNamespace(
+        run_job=lambda job, *_: evaluate_on_fresh_episodes(TrialJob(**job), threading.Event())
+    )
+    choice, winner = choose_winner(plan, base, record, build_job, worker)
+    finalists = [f"{choice.winner:04d}-s0", f"{1 - choice.winner:04d}-s0"]
+    assert played == ["base", "base", *finalists]
+    start = choice.start
+    assert start.path == str(tmp_path / "model") and 0 <= start.value <= 1 and 0 <= start.fresh <= 1
+    assert start.gain[0] == choice.fresh[choice.winner][0] - start.fresh
+    assert start.gain[1] <= start.gain[0] <= start.gain[2]
+    assert f"{100 * start.gain[0]:+.1f} points [" in choice.describe_choice("x")
+    rows = build_report_rows(record, plan, choice)
+    assert [row["number"] for row in rows] == [choice.winner, 1 - choice.winner]
+    line = format_report_table(rows, plan, choice, width=160).splitlines()[-2]
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    assert cells == [
+        "", "base, the start model", "", f"{start.value:.4g}", f"{start.fresh:.4g}", "", "",
+    ]  # fmt: skip
+    page = render_markdown(rows, plan, "verdict", choice).splitlines()
+    assert page[-1] == f"| base, the start model |  | {start.value:.4g} | {start.fresh:.4g} |  |"
+    write_report_files(record, plan, rows, choice)
+    stored = json.loads((record.home / "results.json").read_text())["choice"]["start"]
+    assert stored["value"] == start.value and stored["gain"] == list(start.gain)
+    played.clear()
+    assert choose_winner(plan, base, record, build_job, worker)[0] == choice and played == []
+    with PipelineRun(winner) as run:
+        run_dag(run, {}, wrap_stage_call, skip=("analyze", "export", "promote"))
+    assert played == ["sft"]
+
+
+@pytest.mark.parametrize(("path", "key"), [(None, "stages.sft.learning_rate"), ("m", "model.path")])
+def test_no_start_model_is_played_if_trials_do_not_share_one(path, key):
+    plan = SweepPlan(config="test", dimensions=(Dimension(key, ("1", "2")),))
+    base = SimpleNamespace(model=SimpleNamespace(path=path))
+    assert winner_module._measure_start_model(plan, base, None, None) is None

@@ -9,8 +9,15 @@ from helpers.evaluations import build_evaluation
 from flows.sweep.plan import SweepPlan
 from flows.sweep.schedule import TrialOutcome
 from flows.sweep.search import Dimension
-from flows.sweep.sweep_flow import _add_fresh_results
-from flows.sweep.winner import SweepChoice, compare_finalists, rank_configurations, select_finalists
+from flows.sweep.winner import (
+    StartModelResult,
+    SweepChoice,
+    _add_fresh_results,
+    compare_finalists,
+    compare_with_start_model,
+    rank_configurations,
+    select_finalists,
+)
 
 PLAN = SweepPlan(
     config="test", dimensions=(Dimension("a", ("1", "2", "3", "4")),), seeds=2, finalists=2
@@ -130,3 +137,18 @@ def test_without_fresh_episodes_the_figure_is_called_too_optimistic():
         1, {"a": "2"}, "success", 0.55, "", why="no fresh episodes (too few)"
     ).describe_choice("a=2")
     assert text.endswith("no fresh episodes (too few), so that figure is too optimistic")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "gain"),
+    [
+        ({"a": 0.0, "b": 1.0, "c": 0.0, "d": 0.0}, 1 / 6),  # (1 - 0) + (0.5 - 1) + (0 - 0), of 3
+        ({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}, -1 / 2),  # (1 - 1) + (0.5 - 1) + (0 - 1), of 3
+    ],
+)
+def test_the_gain_over_the_start_model_is_paired_and_averaged_over_seeds(outcomes, gain):
+    """The fourth episode failed with one seed and is not compared."""
+    winner = [{"a": 1.0, "b": 0.0, "c": 0.0, "d": 1.0}, {"a": 1.0, "b": 1.0, "c": 0.0}]
+    start = compare_with_start_model(StartModelResult("m", 0.5), winner, outcomes, seed=0)
+    assert start.gain[0] == pytest.approx(gain) and start.gain[1] <= start.gain[0] <= start.gain[2]
+    assert start.fresh == sum(outcomes.values()) / 4 and start.value == 0.5

@@ -10,6 +10,7 @@ from posttrain.monitor.overview_views import (
 )
 from posttrain.monitor.runs import RunView, StageView
 from posttrain.monitor.series import MetricSeriesTable
+from posttrain.monitor.views import build_stage_table
 
 
 def build_stage(label, *, note="", **metrics):
@@ -195,3 +196,23 @@ def test_only_shares_are_percentages():
     assert [
         format_metric_value(name, 0.25) for name in ("reward/mean", "policy/entropy", "mine/x")
     ] == ["0.250"] * 3
+
+
+def test_the_start_model_has_a_tile_and_its_evaluation_a_success():
+    """It is no stage of the run; its own evaluation is named after it."""
+    start = build_stage("evaluate_base", eval__base__success_rate=[0.25])
+    played = build_stage(
+        "evaluate", eval__base__success_rate=[0.25], eval__policy__success_rate=[0.75]
+    )
+    run = build_run(build_stage("policy"), start, played)
+    items = build_headline_tiles(run, None)["items"]
+    assert [(item["label"], item["value"], item["sub"]) for item in items] == [
+        ("base", "25.0%", "the start model, held out"),
+        ("policy", "75.0%", "+50.0 points over base"),
+    ]
+    rows = build_stage_table(run)["rows"]
+    assert [(row[0], row[5]) for row in rows] == [
+        ("policy", "75.0%"),
+        ("evaluate base", "25.0%"),
+        ("evaluate", ""),
+    ]

@@ -1,12 +1,13 @@
 """The report as readers see it: order, contents list, differences, filters, size."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from helpers.handmade_trajectories import generate_trajectories, trajectory
 
 from rl_core.analysis import analyze, write_trajectories
-from rl_core.analysis.report import render_cases, render_filters
+from rl_core.analysis.report import render_cases, render_filters, render_regressions
 from rl_core.analysis.report_html import format_difference
 from rl_core.analysis.statistics import Difference
 from rl_core.settings import AnalysisSettings
@@ -173,3 +174,14 @@ def test_two_thousand_episodes_of_eight_models_fit_into_five_megabytes(tmp_path)
         {name: tmp_path / f"{name}.jsonl" for name in names}, tmp_path / "out", settings
     )
     assert 1e6 < analysis.report.stat().st_size < 5e6
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [(1, "worse than base on 1 episode<"), (3, "worse than base on 3 episodes: the worst 1<")],
+)
+def test_the_list_of_lost_episodes_says_how_many_it_leaves_out(losses, words):
+    episode = SimpleNamespace(level="easy", seed=7, kind="k", success=(True, False), reward=(1, 0))
+    total = SimpleNamespace(losses=losses, wins=0, episodes=5)
+    pair = SimpleNamespace(first="base", second="sft", total=total, regressions=[episode])
+    assert words in render_regressions([pair], None, "", "")

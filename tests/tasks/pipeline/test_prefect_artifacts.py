@@ -122,7 +122,7 @@ def test_a_stage_has_one_page_written_with_the_server_s_password(monkeypatch):
         lambda text, **named: calls.append(named) or identity,
     )
     monkeypatch.setattr(prefect_stages, "_replace_artifact", replace)
-    tracking = SimpleNamespace(build_run_url=lambda run: f"http://page/{run}")
+    tracking = SimpleNamespace(format_run_reference=lambda run: f"[MLflow run](http://page/{run})")
     run = SimpleNamespace(
         settings=SimpleNamespace(name="My demo"),
         fraction=0.25,
