@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from rl_core.errors import SettingsError
 from rl_core.models.gguf_files import find_gguf_file
-from rl_core.settings import OnlineSettings, ServiceSettings, Settings
+from rl_core.settings import OnlineSettings, ServiceSettings, Settings, resolve_defaults
+from tasks.config.machine_checks import read_context_length
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.config.schema import parse_settings
 from tasks.config.yaml_loader import apply_overrides, read_yaml
@@ -99,13 +100,18 @@ def _resolve_model_paths(key: str, models: Mapping[str, Any], folder: Path) -> d
 def load_online_settings(path: str | Path, overrides: Iterable[str] = ()) -> OnlineSettings:
     """Load online-learning settings from a file, or from the shipped file of that name.
 
+    Canary episodes have the length that suits the model, unless it is set.
     Folders are looked up in the current folder, then in the file's folder.
     Raises: ConfigError listing every problem; SettingsError for a missing model folder.
     """
     settings, folder = read_settings_file(
         OnlineSettings, path, overrides, shipped_name=ONLINE_CONFIG
     )
-    return _resolve_online_paths(settings, folder)
+    settings = _resolve_online_paths(settings, folder)
+    context = read_context_length(settings.model)
+    # The gate alone: a worker refuses checkpoints of other settings, whose defaults therefore stay.
+    gate = resolve_defaults(settings.gate, settings.model, context)
+    return dataclasses.replace(settings, gate=gate)
 
 
 def _resolve_online_paths(settings: OnlineSettings, folder: Path) -> OnlineSettings:

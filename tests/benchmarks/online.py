@@ -2,13 +2,15 @@
 
     python tests/benchmarks/online.py --output DIR --part shift [--model FOLDER] [--seeds 3] [--requests 2000]
     python tests/benchmarks/online.py --output DIR --part guardrails [--arm NAME] [--seed 0]
+    python tests/benchmarks/online.py --output DIR --part coefficient [--arm NAME] [--seed 0]
     python tests/benchmarks/online.py --output DIR --part table
 
 In this process, with the parts that a service has (sessions with votes, the log, the update worker, the gate), without
 HTTP; requests come in batches, and the live snapshot answers them. One JSON file per run, which is not made again; one
 that was interrupted starts over. Without --model the policy is trained first: SFT on the levels of --levels. Success is
-taken at --points times, of a snapshot that was measured already not again. Load is online_load.py, kills are
-online_faults.py.
+taken at --points times, of a snapshot that was measured already not again. Part coefficient records the traffic of a
+model that does not learn, once for each seed, and replays it with the settings of every arm. Load is online_load.py,
+kills are online_faults.py.
 """
 
 from __future__ import annotations
@@ -48,6 +50,14 @@ GUARDRAILS = {
 # liars: share of the callers whose feedback, on all their requests, is false. crowd: share of the requests that come
 # from one caller, who lies as well.
 ATTACKS = {"none": {}, "false feedback": {"liars": 0.2}, "one caller": {"crowd": 0.5}}
+# Changes of the shipped settings. rate: learning rate, at most five times as high where the error is large.
+COEFFICIENT = {
+    "shipped": {"rate": 1e-5},
+    "target 0.002": {"rate": 1e-5, "update_kl_target": 0.002},
+    "rate 3e-4": {"rate": 3e-4},
+    "rate 3e-3": {"rate": 3e-3},
+    "rate 3e-3, without KL": {"rate": 3e-3, **FREE},
+}
 SAMPLES, BATCH, CALLERS = 5, 16, 20
 LEVELS = ("hard", "medium", "easy")
 
@@ -184,26 +194,7 @@ class Service:
 
     def note(self) -> None:
         """Record the numbers of the last update, once."""
-        report = self.worker.last_report
-        if report is not None and report.number > (
-            self.updates[-1]["number"] if self.updates else 0
-        ):
-            ages = [
-                report.number - self.worker.buffer.find_experience(r).experience.policy_version
-                for r in report.requests
-                if self.worker.buffer.find_experience(r) is not None
-            ]
-            self.updates.append(
-                {
-                    "number": report.number,
-                    "refused": report.refused,
-                    "learning_rate": report.learning_rate,
-                    "norm": report.gradients.get("norm"),
-                    "error": report.error,
-                    "age": statistics.fmean(ages or [0]),
-                    **report.kl_control,
-                }
-            )
+        note_update(self.worker, self.updates)
 
     def hand_orders(self) -> None:
         new = [entry for entry in self.gate.orders if entry["number"] > self.taken]
@@ -233,6 +224,27 @@ class Service:
                 self.judge, self.environment, self.size.episodes
             )
         return self.measured[version]
+
+
+def note_update(worker: Any, updates: list[dict[str, Any]]) -> None:
+    """Append the numbers of the worker's last update, once."""
+    report = worker.last_report
+    if report is None or (updates and report.number == updates[-1]["number"]):
+        return
+    buffered = [worker.buffer.find_experience(request) for request in report.requests]
+    ages = [report.number - b.experience.policy_version for b in buffered if b is not None]
+    updates.append(
+        {
+            "number": report.number,
+            "refused": report.refused,
+            "learning_rate": report.learning_rate,
+            "norm": report.gradients.get("norm"),
+            "error": report.error,
+            "age": statistics.fmean(ages or [0]),
+            "next_coefficient": worker.learner.kl_coef,
+            **report.kl_control,
+        }
+    )
 
 
 def measure_success(policy: Any, environment: Any, episodes: int) -> dict[str, float]:
@@ -292,6 +304,12 @@ def make_online_settings(
         "snapshot_every": 8,
         "ema_decay": 0.9,
     }
+    buffer = {"capacity": 256}  # so that the cap of one caller binds within a run
+    labels = {"min_confidence": 0.6}
+    if "shipped" in arm:  # everything else as shipped
+        update, buffer, labels = dict(arm["shipped"]), {}, {}
+        if rate := update.pop("rate", None):
+            update |= {"learning_rate": rate, "max_learning_rate": 5 * rate}
     update |= arm.get("update", {})
     band = KLBandSettings(**update.pop("kl_band", {}))
     return OnlineSettings(
@@ -299,11 +317,9 @@ def make_online_settings(
         model=ModelSettings(path=str(model), device="cpu"),
         seed=seed,
         environment=EnvironmentSettings(name="pixel_grid", options={"unsupported_reward": 0.5}),
-        buffer=OnlineBufferSettings(
-            capacity=256
-        ),  # so that the cap of one caller binds within a run
+        buffer=OnlineBufferSettings(**buffer),
         voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES),
-        labels=OnlineLabelSettings(**{"min_confidence": 0.6, **arm.get("labels", {})}),
+        labels=OnlineLabelSettings(**{**labels, **arm.get("labels", {})}),
         rollouts=OnlineRolloutSettings(sampling=make_sampling(1.0), **arm.get("rollouts", {})),
         update=OnlineUpdateSettings(**update, kl_band=band),
         service=OnlineServiceSettings(record_top=0),
@@ -386,6 +402,68 @@ def run_arm(path: Path, model: Path, arm: dict[str, Any], seed: int, size: Size)
     shutil.rmtree(folder)
 
 
+def record_traffic(folder: Path, model: Path, seed: int, size: Size) -> None:
+    """Record the answers and labels of a service that does not learn, and the success of its model."""
+    if (folder / "success.json").is_file():
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    service = Service(folder, model, {"learns": False}, seed, size)
+    with service.answers, service.worker:
+        for number in range(size.requests // BATCH):
+            service.serve(number, "hard")
+        success = service.success(0)
+    (folder / "success.json").write_text(json.dumps(success))
+
+
+def replay_arm(
+    path: Path, model: Path, traffic: Path, arm: dict[str, Any], seed: int, size: Size
+) -> None:
+    """Learn from recorded traffic; write numbers and the success of the average at the end to a file."""
+    if path.is_file():
+        return
+    import torch
+
+    from rl_core.api.policy import load_policy
+    from rl_core.environments import make_environment
+    from rl_core.models.trainable_weights import load_trainable_weights
+    from rl_core.online.build_worker import BUFFER_FOLDER, build_update_worker
+    from rl_core.settings import ModelSettings
+
+    torch.set_num_threads(1)
+    folder = path.with_suffix(".service")
+    shutil.rmtree(folder, ignore_errors=True)
+    processor, updates = time.process_time(), list[dict[str, Any]]()
+    worker = build_update_worker(
+        make_online_settings(folder, model, arm, seed, size.rate),
+        folder,
+        log=traffic / BUFFER_FOLDER,
+    )
+    with worker:
+        while worker.step():
+            note_update(worker, updates)
+        judge = load_policy(ModelSettings(path=str(model), device="cpu"))
+        load_trainable_weights(judge.model, worker.learner.copy_served_weights())
+        environment = make_environment("pixel_grid", {"unsupported_reward": 0.5})
+        result = {
+            "start": json.loads((traffic / "success.json").read_text()),
+            "newest": measure_success(judge, environment, size.episodes),
+            "requests": size.requests,
+            "episodes": size.episodes,
+            "arm": arm,
+            "seed": seed,
+            "updates": updates,
+            "metrics": worker.collect_metrics(),
+            "paused": worker.paused,
+            "processor_seconds": time.process_time() - processor,
+        }
+    print(path.stem, result["newest"], f"{result['processor_seconds']:.0f} s", flush=True)
+    path.write_text(json.dumps(result, indent=1))
+    shutil.rmtree(folder)
+
+
 def run_offline(path: Path, model: Path, seed: int, size: Size) -> None:
     """Train GRPO on as many hard episodes, with the environment's rewards."""
     if path.is_file():
@@ -431,7 +509,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--part", choices=("shift", "guardrails", "table"), required=True)
+    parser.add_argument(
+        "--part", choices=("shift", "guardrails", "coefficient", "table"), required=True
+    )
     parser.add_argument("--model", type=Path)
     parser.add_argument(
         "--levels", default="easy, medium", help="of the demonstrations that SFT imitates"
@@ -460,12 +540,18 @@ def main() -> None:
             for attack in ATTACKS
             for rail in GUARDRAILS
         }
+    if options.part == "coefficient":
+        arms = {name: {"shipped": changes} for name, changes in COEFFICIENT.items()}
     for seed in range(options.seeds) if options.seed is None else [options.seed]:
         for name, arm in arms.items():
             if not options.arm or name in options.arm:
-                run_arm(
-                    output / f"{name.replace(' ', '_')}.seed{seed}.json", model, arm, seed, size
-                )
+                path = output / f"{name.replace(' ', '_')}.seed{seed}.json"
+                if options.part == "coefficient":
+                    traffic = output / f"traffic.seed{seed}"
+                    record_traffic(traffic, model, seed, size)
+                    replay_arm(path, model, traffic, arm, seed, size)
+                else:
+                    run_arm(path, model, arm, seed, size)
         if options.part == "shift" and (not options.arm or "offline" in options.arm):
             run_offline(output / f"offline_GRPO.seed{seed}.json", model, seed, size)
 

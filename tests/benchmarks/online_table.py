@@ -32,6 +32,18 @@ HEADS = (
     "pseudo-labels right",
     "processor s",
 )
+COEFFICIENT_FLOOR = 1e-4  # kl_band.minimum, the same in all arms
+COEFFICIENT_HEADS = (
+    "run",
+    "updates taken",
+    "refused by the KL limit",
+    "mean KL, second half",
+    "largest KL",
+    "updates with the coefficient at its floor, second half",
+    "coefficient at the end",
+    "hard: change",
+    "easy, medium: change",
+)
 
 
 def format_table(output: Path) -> str:
@@ -39,6 +51,8 @@ def format_table(output: Path) -> str:
     arms: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(output.glob("*.seed*.json")):
         arms.setdefault(path.name.partition(".seed")[0], []).append(json.loads(path.read_text()))
+    if all("curve" not in run for runs in arms.values() for run in runs):
+        return format_coefficients(arms)
     rows = [
         HEADS,
         ["---"] * len(HEADS),
@@ -76,6 +90,40 @@ def _format_row(name: str, runs: list[dict[str, Any]]) -> list[str]:
         ", ".join(f"{share:.0%}" for share in right if share is not None) or "-",
         f"{statistics.mean(run['processor_seconds'] for run in runs):.0f}",
     ]
+
+
+def format_coefficients(arms: dict[str, list[dict[str, Any]]]) -> str:
+    """Format the runs of part coefficient, one value for each seed."""
+    rows = [COEFFICIENT_HEADS, ["---"] * len(COEFFICIENT_HEADS)]
+    for name, runs in arms.items():
+        kls = [[u["mean_kl"] for u in run["updates"] if "mean_kl" in u] for run in runs]
+        late = [_take_second_half(run["updates"]) for run in runs]
+        at_floor = [
+            statistics.mean(u["next_coefficient"] <= COEFFICIENT_FLOOR * 1.001 for u in updates)
+            for updates in late
+        ]
+        changes = [{k: run["newest"][k] - run["start"][k] for k in ALL} for run in runs]
+        rows.append(
+            [
+                name.replace("_", " "),
+                ", ".join(
+                    f"{run['metrics']['online/updates_taken']:.0f} of {len(run['updates'])}"
+                    for run in runs
+                ),
+                ", ".join(f"{run['metrics']['online/refused/kl']:.0f}" for run in runs),
+                ", ".join(f"{statistics.mean(_take_second_half(k)):.4f}" for k in kls),
+                ", ".join(f"{max(k):.4f}" for k in kls),
+                ", ".join(f"{share:.0%}" for share in at_floor),
+                ", ".join(f"{run['updates'][-1]['next_coefficient']:.2g}" for run in runs),
+                _read_points([change["hard"] for change in changes]),
+                _read_points([statistics.mean(change[k] for k in OLD) for change in changes]),
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _take_second_half(values: list[Any]) -> list[Any]:
+    return values[len(values) // 2 :]
 
 
 def _compute_change(run: dict[str, Any], levels: tuple[str, ...]) -> float:

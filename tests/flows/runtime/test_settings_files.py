@@ -4,6 +4,7 @@ import pytest
 
 from posttrain.settings_files import load_online_settings, load_service_settings, resolve_model_path
 from rl_core.errors import SettingsError
+from rl_core.settings import RewardSettings
 
 
 def test_the_current_folder_comes_first_then_the_files(tmp_path, monkeypatch):
@@ -35,3 +36,18 @@ def test_a_hub_name_stays_and_a_path_must_exist(tmp_path, monkeypatch):
     for path in ("./base", "/nowhere/base", "~/base", "a/b/c"):
         with pytest.raises(SettingsError, match=rf"model: {path} is no folder"):
             resolve_model_path("model", path, tmp_path)
+
+
+def test_canary_episodes_have_the_length_that_suits_the_model(tmp_path):
+    """Check the file of `posttrain online gate`; the worker's defaults stay, so its checkpoints are accepted."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"max_position_embeddings": 600}')
+    (tmp_path / "online.yaml").write_text("model: {path: model}\n")
+    settings = load_online_settings(tmp_path / "online.yaml")
+    assert settings.gate.sampling.max_completion_tokens == 300  # half of the context; presets 64
+    assert settings.reward_options == RewardSettings()
+    explicit = load_online_settings(
+        tmp_path / "online.yaml", ["gate.sampling.max_completion_tokens=40"]
+    )
+    assert explicit.gate.sampling.max_completion_tokens == 40
