@@ -196,6 +196,10 @@ class RolloutSettings(Settings):
 
     def _check_server(self) -> None:
         """Check that a server has an address or is started here, and that rollouts and updates alternate."""
+        if self.server.arguments and self.server.python is None:
+            raise SettingsError(
+                "server.arguments: apply to a server that is started with server.python, which is not set"
+            )
         if self.server.start:
             if self.server.python is None:
                 raise SettingsError(

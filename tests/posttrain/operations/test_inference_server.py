@@ -190,6 +190,30 @@ def test_transposed_weights_are_sent_merged_and_reserve_no_rank(tmp_path, python
     assert compute_adapter_rank(gpt2.__class__(path=str(tmp_path / "gpt2"))) == 0
 
 
+def test_a_run_that_starts_its_own_server(tmp_path, model, python, monkeypatch):
+    """Its settings are checked before anything starts; `up --rollouts` would start a second one."""
+    path = write_config(tmp_path, model, python, server="start: true")
+    text = path.read_text().replace('address: "127.0.0.1:8123", ', "")
+    path.write_text(text)
+    settings = load_settings(path)
+    with pytest.raises(SettingsError, match="server.start is true, so the run starts its own"):
+        check_inference_settings(settings)
+    path.write_text(text.replace(str(python), "/nowhere/python"))
+    with pytest.raises(ConfigError, match=r"rollouts.server.python: /nowhere/python is not an exe"):
+        load_settings(path, check_servers=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path.write_text(text.replace("start: true", "start: true, sleeps: true"))
+    with pytest.raises(ConfigError, match="server.sleeps: vLLM releases the memory of a GPU alone"):
+        load_settings(path, check_servers=False)
+
+
+def test_further_arguments_reach_vllm(tmp_path, model, python):
+    path = write_config(tmp_path, model, python, server="arguments: [--max-model-len=64]")
+    settings = load_settings(path, check_servers=False)
+    (spec,) = build_inference_specs(settings, tmp_path / "out", "http://mlflow")
+    assert spec.command[-2:] == ("--", "--max-model-len=64")
+
+
 def test_a_pipeline_without_a_server(tmp_path):
     with pytest.raises(SettingsError, match="does not sample rollouts from a server"):
         check_inference_settings(load_settings("demo"))
