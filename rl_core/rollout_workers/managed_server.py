@@ -25,10 +25,8 @@ HOST = "127.0.0.1"
 STOP_SECONDS = 30.0  # from SIGTERM; the keeper kills the process tree earlier
 LOG_TAIL_BYTES, MAX_LINE_CHARACTERS = 2**16, 500
 _CHECK_INTERVAL_S = 0.25  # between two health checks of a server that starts
-# what vLLM and the terminal put in front of a line
-_LINE_PREFIX = re.compile(
-    r"(\x1b\[[\d;]*m)|^(\(\w+ pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:]+ \[[^]]*\]\s*)?"
-)
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+_LINE_PREFIX = re.compile(r"^(\(\w+ pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:]+ \[[^]]*\]\s*)?")  # of vLLM
 _ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 
 
@@ -200,7 +198,7 @@ class ManagedServer:
                 text = file.read().decode(errors="replace")
         except OSError as error:
             return f"its log cannot be read ({error})"
-        lines = [_LINE_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
+        lines = [_LINE_PREFIX.sub("", line).rstrip() for line in _COLOR.sub("", text).splitlines()]
         lines = [line for line in lines if line.strip() and not line.startswith("--- started")]
         begin = next((i for i, line in enumerate(lines) if line.startswith("Traceback")), None)
         errors = (

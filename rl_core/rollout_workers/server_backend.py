@@ -51,8 +51,8 @@ _RESUME_HINT = "the same command resumes"
 class ServerBackend:
     """A `RolloutBackend` whose tokens come from an inference server.
 
-    If the server is lost, the backend waits for it, `patience_s` at a time and MAX_RECOVERIES times per run, sends it
-    the weights again and repeats the unanswered requests. Environments are not affected.
+    If the server is lost, the backend waits for it, `patience_s` at a time and MAX_RECOVERIES times per run, or starts
+    its own again. Then it sends the weights and repeats the unanswered requests. Environments are not affected.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -109,23 +110,26 @@ def build_policy_gradient_recipe(
     rewards.check_columns(environment.columns)
     rewards.check_rows(environment.iter_target_rows())
     server = None
-    if settings.rollouts.workers == "server":
-        server = _connect_server(policy, settings, server_log, stop_event)
-    trainer = PolicyGradientTrainer(
-        policy.model,
-        reference,
-        policy.renderer,
-        environment,
-        settings,
-        seed,
-        rewards,
-        policy.backend() if server is None else server,
-        evaluator=evaluator,
-        record=record,
-        process_group=process_group,
-        teacher=teacher,
-        custom_functions=custom_functions,
-    )
+    with contextlib.ExitStack() as stack:  # no server outlives a trainer that cannot be built
+        if settings.rollouts.workers == "server":
+            server = _connect_server(policy, settings, server_log, stop_event)
+            stack.callback(server.close)
+        trainer = PolicyGradientTrainer(
+            policy.model,
+            reference,
+            policy.renderer,
+            environment,
+            settings,
+            seed,
+            rewards,
+            policy.backend() if server is None else server,
+            evaluator=evaluator,
+            record=record,
+            process_group=process_group,
+            teacher=teacher,
+            custom_functions=custom_functions,
+        )
+        stack.pop_all()
     selected_metric = best_metric if settings.patience is not None else None
     rollouts = settings.rollouts
     if server is not None:

@@ -196,14 +196,16 @@ def test_a_run_that_starts_its_own_server(tmp_path, model, python, monkeypatch):
     text = path.read_text().replace('address: "127.0.0.1:8123", ', "")
     path.write_text(text)
     settings = load_settings(path)
-    with pytest.raises(SettingsError, match="server.start is true, so the run starts its own"):
+    with pytest.raises(SettingsError, match=r"server.start is true, so the run starts its own"):
         check_inference_settings(settings)
     path.write_text(text.replace(str(python), "/nowhere/python"))
     with pytest.raises(ConfigError, match=r"rollouts.server.python: /nowhere/python is not an exe"):
         load_settings(path, check_servers=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path.write_text(text.replace("start: true", "start: true, sleeps: true"))
-    with pytest.raises(ConfigError, match="server.sleeps: vLLM releases the memory of a GPU alone"):
+    with pytest.raises(
+        ConfigError, match=r"server.sleeps: vLLM releases the memory of a GPU alone"
+    ):
         load_settings(path, check_servers=False)
 
 
