@@ -171,7 +171,8 @@ class ManagedServer:
         assert self._process is not None
         if self._stop_event is not None and self._stop_event.is_set():
             raise Stopped(
-                "stopped while the inference server started; nothing was trained", signal.SIGTERM
+                "stopped while the inference server started; the same command continues",
+                signal.SIGTERM,
             )
         code = self._process.poll()
         if code is not None:

@@ -220,7 +220,11 @@ class ServerBackend:
     def _retry_until_available(
         self, request: Callable[[], T], away: ServerUnavailable | None = None
     ) -> T:
-        """Repeat a request until it is answered or `patience_s` have passed; return its result."""
+        """Repeat a request until it is answered or `patience_s` have passed; return its result.
+
+        A server of this process that has ended is started again once.
+        """
+        process = self._process
         end, problem = time.monotonic() + self.settings.patience_s, away
         while True:
             try:
@@ -229,8 +233,8 @@ class ServerBackend:
                 problem = error
             except ServerErrorResponse as refusal:
                 raise _build_refusal_error(refusal) from refusal
-            if self._process is not None and self._process.restart_if_ended():
-                end = time.monotonic() + self.settings.patience_s
+            if process is not None and process.restart_if_ended():
+                process, end = None, time.monotonic() + self.settings.patience_s
                 continue
             if time.monotonic() >= end:
                 raise BackendError(
