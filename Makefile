@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 EXTRAS_VENV := .venv-extras
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MINUTES ?= 10
@@ -11,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
 	rl_core/service/client.py rl_core/service/client_calls.py
 
-.PHONY: help setup demo demo-real readme-pictures test test-all test-extras sdk-test transformers4-test llama-test crash-test service-crash-test fuzz lint format docs clean
+.PHONY: help setup demo demo-real readme-pictures test test-all test-extras sdk-test transformers4-test llama-test vllm-test crash-test service-crash-test fuzz lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -64,6 +65,12 @@ sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments 
 	$(BIN)/python -m pytest -s tests/posttrain/training_service/test_public_client.py tests/posttrain/training_service/test_sdk_parity.py \
 		tests/posttrain/training_service/test_sdk_examples.py
 
+vllm-test: $(STAMP)  ## the real vLLM, its CPU build (3.1 GB) in an environment of its own, with a pretrained model
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python deployments/vllm/install_cpu.py
+	POSTTRAIN_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -s -m vllm \
+		tests/rl_core/rollout_workers/test_real_vllm.py
+
 crash-test: $(STAMP)  ## kill a small pipeline everywhere, restart, compare; OPTIONS="--seconds 600 --random 50"
 	PYTHONPATH=.:tests $(BIN)/python -m crash --output outputs/crash-test $(OPTIONS)
 
@@ -88,4 +95,4 @@ docs: $(STAMP)  ## build the documentation into docs-site/; warnings are errors
 	PYTHONPATH=docs/tools $(BIN)/zensical build --clean --strict
 
 clean:  ## remove the virtual environment and caches; outputs stay
-	rm -rf $(VENV) $(EXTRAS_VENV) docs-site .cache .ruff_cache .mypy_cache posttrain.egg-info build
+	rm -rf $(VENV) $(EXTRAS_VENV) $(VLLM_VENV) docs-site .cache .ruff_cache .mypy_cache posttrain.egg-info build

@@ -7,7 +7,6 @@ services         specification of each server: command, environment, health chec
 inference_server vLLM as one of the servers
 state            operations/state.json and the supervisor's lock
 processes        ports, process identity, search and termination of the servers' processes
-subreaper        wraps one server; its process tree ends with it, or with the supervisor (a script)
 database         PostgreSQL instead of sqlite files
 registration     work pool, GPU limit, deployments, automations (a separate process)
 automations      deployments/automations.yaml, applied by name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,29 +9,27 @@ from posttrain.operations.services import ServiceSpec, build_base_environment
 from rl_core.errors import SettingsError
 from rl_core.json_client import RequestError, fetch_json
 from rl_core.models.named_models import resolve_local_model
+from rl_core.rollout_workers.managed_server import build_start_command, check_start_settings
 from rl_core.settings import RolloutSettings
 from tasks.config import PipelineSettings
 from tasks.config.machine_checks import compute_adapter_rank
-from tasks.shipped import shipped
 from tasks.tracking import is_registered_reference
 
-MAX_ADAPTER_RANK = 512  # the highest that deployments/vllm/start.py supports
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_inference_settings(settings: PipelineSettings) -> None:
     """Check that the settings name the program, model and address to start. Raises: SettingsError."""
     rollouts = _require_server_rollouts(settings)
-    python = rollouts.server.python
-    if python is None:
+    if rollouts.server.start:
+        raise SettingsError(
+            "--rollouts: stages.policy.rollouts.server.start is true, so the run starts its own server; remove it and "
+            "set rollouts.address, or run without --rollouts"
+        )
+    if rollouts.server.python is None:
         raise SettingsError(
             "--rollouts: stages.policy.rollouts.server.python is not set; create vLLM's environment "
             "(deployments/vllm/README.md) and name its Python"
-        )
-    program = Path(python).expanduser()
-    if not (program.is_file() and os.access(program, os.X_OK)):
-        raise SettingsError(
-            f"--rollouts: stages.policy.rollouts.server.python: {python} is not an executable program"
         )
     host = urlsplit(rollouts.base_url).hostname or ""
     if host not in LOOPBACK:
@@ -45,12 +41,10 @@ def check_inference_settings(settings: PipelineSettings) -> None:
         raise SettingsError(
             f"--rollouts: model.path is {model or 'not set'}, but the server needs a folder or a hub name; set one"
         )
-    rank = compute_adapter_rank(settings.model)
-    if rank > MAX_ADAPTER_RANK:
-        raise SettingsError(
-            f"--rollouts: model.lora.rank is {rank}, but vLLM supports adapters up to {MAX_ADAPTER_RANK}; set a lower "
-            "rank, or set modules_to_save, with which complete weights are sent"
-        )
+    try:
+        check_start_settings(rollouts.server, compute_adapter_rank(settings.model))
+    except SettingsError as error:
+        raise SettingsError(f"--rollouts: stages.policy.{error}") from None
 
 
 def build_inference_specs(
@@ -59,26 +53,15 @@ def build_inference_specs(
     """Build the specification of the vLLM server. `mlflow` is not used; see `ExtraServers`."""
     rollouts, model = _require_server_rollouts(settings), settings.model
     url, server = urlsplit(rollouts.base_url), rollouts.server
-    command = [
-        sys.executable,
-        str(shipped("deployments") / "vllm" / "start.py"),
-        "--python",
-        str(Path(str(server.python)).expanduser()),
-        "--model",
+    command = build_start_command(
         str(resolve_local_model(str(model.path)) or model.path),
-        "--host",
-        str(url.hostname),
-        "--port",
-        str(url.port),
-        "--dtype",
-        model.dtype,
-    ]
-    if rank := compute_adapter_rank(model):
-        command += ["--lora-rank", str(rank)]
-    if server.sleeps:
-        command += ["--sleeps"]
-    if model.trust_remote_code:
-        command += ["--", "--trust-remote-code"]
+        server,
+        int(url.port or 0),
+        host=str(url.hostname),
+        dtype=model.dtype,
+        lora_rank=compute_adapter_rank(model),
+        trust_remote_code=model.trust_remote_code,
+    )
 
     def check_health() -> bool:
         try:

@@ -12,11 +12,11 @@ from posttrain.operations.processes import (
     MARK_VARIABLE,
     ProcessId,
     is_port_free,
-    spawn_server,
     terminate_marked,
 )
 from posttrain.operations.services import ServiceSpec
 from posttrain.operations.state import ServiceState
+from rl_core.processes.children import spawn_server
 from rl_core.processes.supervision import RestartPolicy, SupervisedProcess
 
 START_SECONDS = 600.0  # start timeout; a first start creates databases, possibly on a busy machine

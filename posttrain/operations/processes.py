@@ -7,7 +7,6 @@ import hashlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -15,12 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_core.processes.children import start_child
 
 HOST = "127.0.0.1"
 MARK_VARIABLE = "POSTTRAIN_SERVERS"  # environment variable of every process of a folder's servers
-KEEPER_SCRIPT = Path(__file__).with_name("subreaper.py")
-MAX_LOG_BYTES = 20 * 2**20
 
 
 def is_port_free(port: int) -> bool:
@@ -185,30 +181,3 @@ def terminate_marked(mark: str, grace: float) -> list[int]:
         time.sleep(0.1)
         remaining = find_marked_processes(mark)
     return [process.pid for process in first]
-
-
-def spawn_server(
-    command: list[str],
-    environment: dict[str, str],
-    folder: Path,
-    log: Path,
-    *,
-    lead: float = 0.0,
-    soft: float = 5.0,
-    grace: float = 15.0,
-) -> subprocess.Popen[bytes]:
-    """Start a command under a keeper, in its own session, with output appended to `log`.
-
-    Args:
-        lead: seconds for the server's children to end before the server is signalled; see subreaper.py.
-        soft, grace: seconds from the server's SIGTERM to that of the whole tree, and to SIGKILL.
-    """
-    keeper = [sys.executable, "-I", "-S", str(KEEPER_SCRIPT), str(os.getpid())]
-    return start_child(
-        [*keeper, str(lead), str(soft), str(grace), *command],
-        log=log,
-        append_up_to=MAX_LOG_BYTES,
-        header=f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')}\n",
-        environment=environment,
-        folder=folder,
-    )

@@ -23,7 +23,6 @@ from posttrain.operations.processes import (
     ProcessId,
     check_ports,
     format_mark,
-    spawn_server,
     terminate_marked,
 )
 from posttrain.operations.registration import RegistrationRequest
@@ -36,6 +35,7 @@ from posttrain.operations.services import (
 )
 from posttrain.operations.state import ServerOptions, StatePaths, SupervisorState, write_state
 from rl_core.errors import BackendError, FolderBusy
+from rl_core.processes.children import spawn_server
 from rl_core.processes.supervision import MonotonicClock, handle_signals
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from rl_core.storage.folders import clear_leftovers

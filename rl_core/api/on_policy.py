@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 REWARDS_FILE = "rewards.jsonl"
 RECENT_FILE = "recent_rollouts.jsonl"
+SERVER_LOG = "server.log"
 
 
 def grpo(
@@ -223,6 +224,7 @@ def policy_gradient(
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_build_rollout_record(folder),
         custom_functions=custom_functions,
+        server_log=folder / SERVER_LOG if folder is not None else None,
     )
     return build_training(
         settings.algorithm,

@@ -308,6 +308,13 @@ def is_servable_adapter(model: Any) -> bool:
     )
 
 
+def select_served_rank(model: Any) -> int:
+    """Select the rank that an inference server has to support; 0 = the full model is sent."""
+    if not is_servable_adapter(model):
+        return 0
+    return max(int(config.r) for config in model.peft_config.values())
+
+
 def save_adapter(model: Any, folder: Path) -> None:
     """Write only the adapter, in peft's format."""
     model.save_pretrained(folder, safe_serialization=True, save_embedding_layers=False)

@@ -1,7 +1,7 @@
 """Start, stop and parent-death binding of child processes.
 
 A child gets a session of its own, so Ctrl-C in the terminal reaches only its parent, and its process group can be
-signalled as a whole. Programs that import nothing of this project bind themselves: `posttrain/operations/subreaper.py`,
+signalled as a whole. Programs that import nothing of this project bind themselves: `subreaper.py`,
 `rl_core/environments/sandbox.py` and `code_child.py`, `rl_core/models/export_verification_child.py`.
 """
 
@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,8 @@ from typing import IO, Any
 from rl_core.storage.atomic_files import make_folder, open_log_file
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+KEEPER_SCRIPT = Path(__file__).with_name("subreaper.py")
+MAX_SERVER_LOG_BYTES = 20 * 2**20
 
 
 @functools.cache
@@ -92,6 +95,33 @@ def start_child(
         output.write(header.encode())
         output.flush()
         return start(output, subprocess.STDOUT)
+
+
+def spawn_server(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None,
+    folder: Path | None,
+    log: Path,
+    *,
+    lead: float = 0.0,
+    soft: float = 5.0,
+    grace: float = 15.0,
+) -> subprocess.Popen[bytes]:
+    """Start a command under a keeper, in its own session, with output appended to `log`.
+
+    Args:
+        lead: seconds for the server's children to end before the server is signalled; see subreaper.py.
+        soft, grace: seconds from the server's SIGTERM to that of the whole tree, and to SIGKILL.
+    """
+    keeper = [sys.executable, "-I", "-S", str(KEEPER_SCRIPT), str(os.getpid())]
+    return start_child(
+        [*keeper, str(lead), str(soft), str(grace), *command],
+        log=log,
+        append_up_to=MAX_SERVER_LOG_BYTES,
+        header=f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')}\n",
+        environment=environment,
+        folder=folder,
+    )
 
 
 def signal_group(child: subprocess.Popen[Any], number: int) -> bool:

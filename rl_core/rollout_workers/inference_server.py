@@ -2,7 +2,7 @@
 
 Tokens go in, tokens with log-probabilities come out (`/v1/completions` with a prompt of ids and `return_token_ids`).
 Commands about weights go to the server's workers by `/collective_rpc`, to methods that are implemented by
-deployments/vllm/posttrain_worker.py in vLLM and by posttrain/serving/weight_control.py in `posttrain serve`. Written
+vllm/posttrain_worker.py in vLLM and by posttrain/serving/weight_control.py in `posttrain serve`. Written
 from the source of vLLM 0.30.0.
 
 Before anything is sampled, the server's model, vocabulary, version and capabilities are checked.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import SettingsError
 from rl_core.json_client import JsonConnections, ServerErrorResponse, ServerUnavailable
-from rl_core.models.lora import is_lora, is_servable_adapter, unwrap_model
+from rl_core.models.lora import select_served_rank, unwrap_model
 from rl_core.settings import RolloutSettings, SamplingSettings
 from rl_core.settings.rollouts import TRIED_VLLM_VERSIONS, VLLM_VERSION
 
@@ -481,11 +481,7 @@ def check_served_model(
 ) -> None:
     """Check capabilities and model shape (`check_server_capabilities`, `check_model_shape`) for a loaded policy."""
     config: Any = unwrap_model(model).config.get_text_config()
-    rank = 0
-    if is_lora(model) and is_servable_adapter(model):
-        adapted: Any = model
-        rank = max(part.r for part in adapted.peft_config.values())
-    check_server_capabilities(description, settings, rank)
+    check_server_capabilities(description, settings, select_served_rank(model))
     known = {
         name: getattr(config, name)
         for name in _SHAPE_UNITS

@@ -30,6 +30,7 @@ from rl_core.rollout_workers.inference_server import (
     check_served_model,
     check_server_tokenizer,
 )
+from rl_core.rollout_workers.managed_server import ManagedServer
 from rl_core.rollout_workers.sampler_probe import encode_probe_texts
 from rl_core.rollout_workers.server_weights import ServerWeights, WeightFolders
 from rl_core.settings import RolloutSettings, SamplingSettings
@@ -50,8 +51,8 @@ _RESUME_HINT = "the same command resumes"
 class ServerBackend:
     """A `RolloutBackend` whose tokens come from an inference server.
 
-    If the server is lost, the backend waits for it, `patience_s` at a time and MAX_RECOVERIES times per run, sends it
-    the weights again and repeats the unanswered requests. Environments are not affected.
+    If the server is lost, the backend waits for it, `patience_s` at a time and MAX_RECOVERIES times per run, or starts
+    its own again. Then it sends the weights and repeats the unanswered requests. Environments are not affected.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ServerBackend:
         eos_ids: Collection[int],
         max_length: int,
         bound: float | None = None,
+        process: ManagedServer | None = None,
     ) -> None:
         """Request the server's description; send no weights.
 
@@ -70,11 +72,13 @@ class ServerBackend:
             tokenizer: compared with the server's; None = no comparison.
             max_length: longest sequence of the model in tokens; the server's may be shorter.
             bound: see `ServerWeights`.
+            process: restarted when it ends, and closed with the backend; None = somebody else runs the server.
         Raises: SettingsError for a server that cannot sample this model with these settings; BackendError for one
             that does not answer within `patience_s`.
         """
         self.settings = settings.server
         self.server = InferenceServer(settings)
+        self._process = process
         self.recoveries = 0  # so far
         # called with a message for every loss
         self.on_event: Callable[[str], None] | None = None
@@ -145,6 +149,8 @@ class ServerBackend:
         """Unload what this run loaded, except the weights, and remove written files."""
         self.weights.close()
         self.server.close()
+        if self._process is not None:
+            self._process.close()
 
     def _sync_weights(self, sampling: SamplingSettings) -> None:
         """Run `ServerWeights.sync_weights`, again after each loss."""
@@ -214,7 +220,11 @@ class ServerBackend:
     def _retry_until_available(
         self, request: Callable[[], T], away: ServerUnavailable | None = None
     ) -> T:
-        """Repeat a request until it is answered or `patience_s` have passed; return its result."""
+        """Repeat a request until it is answered or `patience_s` have passed; return its result.
+
+        A server of this process that has ended is started again once.
+        """
+        process = self._process
         end, problem = time.monotonic() + self.settings.patience_s, away
         while True:
             try:
@@ -223,6 +233,9 @@ class ServerBackend:
                 problem = error
             except ServerErrorResponse as refusal:
                 raise _build_refusal_error(refusal) from refusal
+            if process is not None and process.restart_if_ended():
+                process, end = None, time.monotonic() + self.settings.patience_s
+                continue
             if time.monotonic() >= end:
                 raise BackendError(
                     f"the inference server has not answered for {self.settings.patience_s:g} s ({problem}); start it "

@@ -67,10 +67,26 @@ class RolloutServerSettings(Settings):
     model: str | None = setting(
         None, doc="the server's name for the model; unset: the first that it lists"
     )
+    start: bool = setting(
+        False,
+        doc="the trainer starts vLLM with `python` on a free port of this machine, restarts it when it dies, and ends "
+        "it with the run; false: a server runs at `address`",
+    )
     python: str | None = setting(
         None,
-        doc="Python of vLLM's environment on this machine: `posttrain up --rollouts CONFIG` keeps the server running "
-        "with it; unset: the server is started by hand",
+        doc="Python of vLLM's environment on this machine, for `start` or for `posttrain up --rollouts CONFIG`, which "
+        "keeps the server running; unset: the server is started by hand",
+    )
+    arguments: tuple[str, ...] = setting(
+        (),
+        doc="further arguments of `vllm serve` for a server that is started with `python`, such as "
+        "[--gpu-memory-utilization=0.4]",
+    )
+    start_timeout_s: float = setting(
+        900.0,
+        gt=0,
+        le=1e6,
+        doc="time limit of a start with `start`, until the server answers; the first start may download the model",
     )
     version: str = setting(
         VLLM_VERSION,
@@ -179,15 +195,27 @@ class RolloutSettings(Settings):
             )
 
     def _check_server(self) -> None:
-        """Check that a server has an address, and that rollouts and updates alternate."""
-        if self.address is None:
+        """Check that a server has an address or is started here, and that rollouts and updates alternate."""
+        if self.server.arguments and self.server.python is None:
             raise SettingsError(
-                "address: workers: server needs host:port of an inference server; deployments/vllm/README.md starts one"
+                "server.arguments: apply to a server that is started with server.python, which is not set"
             )
-        port = 0
-        if _SERVER_ADDRESS.fullmatch(self.address):
-            port = int(self.address.rstrip("/").rpartition(":")[2])
-        if not 0 < port < 2**16:
+        if self.server.start:
+            if self.server.python is None:
+                raise SettingsError(
+                    "server.python: start needs the Python of vLLM's environment (docs/inference-servers.md)"
+                )
+            if self.address is not None:
+                raise SettingsError(
+                    f"address: {self.address!r} is that of a running server, but server.start starts one on a free "
+                    "port; remove one of the two"
+                )
+        elif self.address is None:
+            raise SettingsError(
+                "address: workers: server needs host:port of an inference server, or server: {start: true, python: "
+                "...}, with which the trainer starts one (docs/inference-servers.md)"
+            )
+        elif not _is_server_address(self.address):
             raise SettingsError(
                 f"address: {self.address!r} must be host:port of an inference server, or http(s)://..."
             )
@@ -211,6 +239,13 @@ class RolloutSettings(Settings):
         """Address of the server, as `http://host:port`."""
         address = (self.address or "").rstrip("/")
         return address if "://" in address else f"http://{address}"
+
+
+def _is_server_address(address: str) -> bool:
+    """Return whether an address is host:port, with or without http(s)."""
+    if not _SERVER_ADDRESS.fullmatch(address):
+        return False
+    return 0 < int(address.rstrip("/").rpartition(":")[2]) < 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +274,8 @@ def select_decisive_rollouts(settings: dict[str, Any]) -> dict[str, Any]:
     """
     decisive: dict[str, Any] = {}
     if settings["workers"] == "server":
-        return {"server": {"version": settings["server"]["version"]}}
+        names = ("version", "arguments") if settings["server"]["arguments"] else ("version",)
+        return {"server": {name: settings["server"][name] for name in names}}
     if settings["independent"] or settings["workers"] != "in_process":
         decisive["independent"] = True
     if settings["max_staleness"]:

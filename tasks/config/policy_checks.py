@@ -18,6 +18,7 @@ from rl_core.curriculum.watched_metrics import (
     list_watchable_metrics,
 )
 from rl_core.errors import PosttrainError, SettingsError, suggest_name
+from rl_core.rollout_workers.managed_server import check_start_settings
 from rl_core.settings import ExitCondition, PolicySettings, RollbackSettings
 from rl_core.settings.rollouts import check_ray_installed
 from tasks.config.machine_checks import (
@@ -293,7 +294,7 @@ def check_rollouts(settings: PipelineSettings, check_servers: bool) -> Iterator[
             read_schedule(rollouts.replay_schedule)
         elif rollouts.workers == "ray":
             _check_ray_cluster(policy, settings, check_connection=check_servers)
-        elif check_servers:
+        elif check_servers or rollouts.server.start:
             _check_inference_server(policy, settings)
     except PosttrainError as error:
         name, colon, text = str(error).removeprefix("rollouts.").partition(": ")
@@ -329,15 +330,17 @@ def _check_ray_cluster(
 
 
 def _check_inference_server(policy: PolicySettings, settings: PipelineSettings) -> None:
-    """Check that the server answers, has the version that was tested, and can sample this model."""
-    from rl_core.rollout_workers.inference_server import check_server_at_start  # imports torch
-
+    """Check that the server answers, has the version that was tested, and can sample this model, or can be started."""
     lora = settings.model.lora
     if lora is not None and lora.quantize != "none":
         raise SettingsError(
             f"rollouts.workers: a server samples from the unquantized base model, but the trainer's is quantized "
             f"(model.lora.quantize: {lora.quantize}); set quantize: none, or workers: in_process"
         )
-    check_server_at_start(
-        policy.rollouts, read_model_shape(settings.model), compute_adapter_rank(settings.model)
-    )
+    rank = compute_adapter_rank(settings.model)
+    if policy.rollouts.server.start:
+        check_start_settings(policy.rollouts.server, rank)
+        return
+    from rl_core.rollout_workers.inference_server import check_server_at_start  # imports torch
+
+    check_server_at_start(policy.rollouts, read_model_shape(settings.model), rank)

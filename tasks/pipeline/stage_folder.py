@@ -53,6 +53,7 @@ from tasks.pipeline.stage_result import (
     PAIR_FILES,
     RECENT_ROLLOUTS,
     SCHEDULE_FILE,
+    SERVER_LOG,
     STAGE_LOG,
     StageResult,
     compute_content_digest,
@@ -264,7 +265,7 @@ def keep_checkpoints(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and the files that grow with them; remove everything else."""
     make_folder(folder)
     # recover_events reads and removes WORKERS_FOLDER
-    kept_names = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS_FOLDER}
+    kept_names = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, SERVER_LOG, WORKERS_FOLDER}
     if (folder / "checkpoints").is_dir():
         kept_names |= {
             THREADS_FILE,

@@ -22,6 +22,7 @@ METRICS_HISTORY_LINES = "metrics_history.jsonl"  # the same during training, one
 SCHEDULE_FILE = "schedule.jsonl"  # rollouts that each iteration of asynchronous training used
 RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for viewers: full trajectories of the newest iterations
 FAILED_EPISODES = "failed_episodes.jsonl"  # the first ones of a stage, also kept if it fails; tracebacks hold paths
+SERVER_LOG = "server.log"  # output of the inference server that the stage started
 STAGE_LOG = "stage.log"  # log messages of the stage, with times
 EPOCH_MODELS = "epochs"  # folder of the models of single epochs, if some are kept; not part of the stage's result
 PAIR_FILES = ("pairs_train.jsonl", "pairs_heldout.jsonl")  # preference pairs from rollouts, as text
@@ -41,6 +42,7 @@ NON_CONTENT_FILES = frozenset(
         METRICS_HISTORY_LINES,
         RECENT_ROLLOUTS,
         FAILED_EPISODES,
+        SERVER_LOG,
         STAGE_LOG,
         *PAIR_FILES,
     }

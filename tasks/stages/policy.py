@@ -15,7 +15,7 @@ from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
 from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.stage import StageContext, run_stage
 from tasks.pipeline.stage_folder import REWARD_RECORD
-from tasks.pipeline.stage_result import RECENT_ROLLOUTS, SCHEDULE_FILE, StageResult
+from tasks.pipeline.stage_result import RECENT_ROLLOUTS, SCHEDULE_FILE, SERVER_LOG, StageResult
 from tasks.stages.evaluate import list_validation_episodes
 from tasks.stages.kl_reference import load_kl_reference
 from tasks.stages.loading import (
@@ -89,6 +89,8 @@ def _run_policy_training(context: StageContext) -> dict[str, Any]:
         ),
         process_group=context.process_group,
         make_environment=build_environment_factory(context.pipeline, data),
+        server_log=context.folder / SERVER_LOG,
+        stop_event=context.stop,
     )
     trainer = recipe.trainer
     if settings.rollouts.workers != "in_process":

@@ -1,7 +1,8 @@
 """A stand-in for vLLM 0.30.0 on loopback: its answers' shapes as its source gives them, over a transformers model.
 
-Orders go through deployments/vllm/posttrain_worker.py, the very extension that vLLM's workers load: the stand-in has
-the attributes of vLLM's worker that it uses. What the engine itself does (scheduling, kernels, sampling) is not vLLM's.
+Orders go through rl_core/rollout_workers/vllm/posttrain_worker.py, the very extension that vLLM's workers load: the
+stand-in has the attributes of vLLM's worker that it uses. What the engine itself does (scheduling, kernels, sampling)
+is not vLLM's.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from rl_core.inference.sampling import compute_sequence_seed, draw_tokens, draw_
 INSTANCE = "vllm-0123456789abcdef"
 
 
-def load_worker_extension() -> Any:
+def load_worker_extension(instance: str) -> Any:
     """Return the class that vLLM's workers use as a base."""
     spec = importlib.util.spec_from_file_location(
-        "posttrain_worker", ROOT / "deployments/vllm/posttrain_worker.py"
+        "posttrain_worker", ROOT / "rl_core/rollout_workers/vllm/posttrain_worker.py"
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -36,18 +37,23 @@ def load_worker_extension() -> Any:
     module.version = lambda name: (
         "0.30.0" if name == "vllm" else version(name)
     )  # it is not installed here
-    module.os = SimpleNamespace(environ={"POSTTRAIN_INSTANCE": INSTANCE})  # as start.py sets it
+    module.os = SimpleNamespace(environ={"POSTTRAIN_INSTANCE": instance})  # as start.py sets it
     return module.PosttrainWorker
 
 
 def make_worker(
-    model: Any, *, context: int = 32, logprobs: str = "processed_logprobs", rank: int = 16
+    model: Any,
+    *,
+    context: int = 32,
+    logprobs: str = "processed_logprobs",
+    rank: int = 16,
+    instance: str = INSTANCE,
 ) -> Any:
     """Make a worker with a model, as vLLM names its parts."""
     config = model.config
     config.architectures = [type(model).__name__]
 
-    class Worker(load_worker_extension()):
+    class Worker(load_worker_extension(instance)):
         def __init__(self) -> None:
             self.model_runner = SimpleNamespace(get_model=lambda: model)
             self.vllm_config = SimpleNamespace(
@@ -80,7 +86,8 @@ class VllmStandIn:
         self.context = options.get("context", 32)
         self.asked: list[tuple[str, Any]] = []
         self.lock = threading.Lock()
-        self.version, self.instance, self.is_asleep = "0.30.0", INSTANCE, False
+        self.version, self.is_asleep = "0.30.0", False
+        self.instance = options.get("instance", INSTANCE)
         self.adapters: dict[str, str] = {}
         self.before = lambda path, body: None
         self.adapted: Any = None  # the model with the newest adapter
@@ -102,6 +109,7 @@ class VllmStandIn:
                 "/v1/unload_lora_adapter": self._unload,
                 "/sleep": self._sleep_until,
                 "/wake_up": self._wake,
+                "/health": lambda body: (200, ""),
                 "/is_sleeping": lambda body: (200, {"is_sleeping": self.is_asleep}),
             }
             if route == "/reset_prefix_cache":
@@ -283,7 +291,7 @@ class VllmStandIn:
 
 
 @contextmanager
-def vllm_stand_in(model: Any, tokenizer: Any, **options: Any) -> Any:
+def vllm_stand_in(model: Any, tokenizer: Any, *, port: int = 0, **options: Any) -> Any:
     """Run the server until the block ends; `url` is its address."""
     server = VllmStandIn(model, tokenizer, **options)
 
@@ -313,7 +321,7 @@ def vllm_stand_in(model: Any, tokenizer: Any, **options: Any) -> Any:
         def handle_error(self, *_: Any) -> None:
             """Ignore a client that has cut its connections."""
 
-    web = Web(("127.0.0.1", 0), Handler)
+    web = Web(("127.0.0.1", port), Handler)
     web.daemon_threads = True
     thread = threading.Thread(target=web.serve_forever, daemon=True)
     thread.start()

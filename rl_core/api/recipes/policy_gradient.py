@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
+import os
+import tempfile
+import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.policy import ModelSource, Policy, load_policy
+from rl_core.api.policy import ModelSource, Policy, load_policy, resolve_model_folder
 from rl_core.api.recipes import Recipe, RolloutRecorder
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
@@ -15,6 +21,8 @@ from rl_core.errors import SettingsError
 from rl_core.inference.engine import Engine
 from rl_core.inference.teacher import LocalTeacher, ServedTeacher, Teacher, check_vocabulary
 from rl_core.models import causal_lm
+from rl_core.models.adapter_folder import is_adapter_folder, read_adapter_folder
+from rl_core.models.lora import select_served_rank
 from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.user_function import RewardFunction
@@ -24,7 +32,10 @@ from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rl_core.rollout_workers.managed_server import ManagedServer
     from rl_core.rollout_workers.server_backend import ServerBackend
+
+logger = logging.getLogger(__name__)
 
 
 def load_teacher(
@@ -72,6 +83,8 @@ def build_policy_gradient_recipe(
     teacher: Teacher | None = None,
     custom_functions: Mapping[str, Callable[..., Any]] | None = None,
     make_environment: Callable[[], Environment] | None = None,
+    server_log: Path | None = None,
+    stop_event: threading.Event | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
     """Build the trainer of the algorithm in `settings.algorithm`: GRPO and its variants, PPO or REINFORCE.
 
@@ -83,6 +96,9 @@ def build_policy_gradient_recipe(
         teacher: see `build_distillation_recipe`.
         custom_functions: as in `PolicyGradientTrainer`.
         make_environment: builds the environment in rollout workers; None = `environment` itself is sent to them.
+        server_log: of an inference server that is started here; None = a temporary file.
+        stop_event: ends the wait for that server.
+    Raises: also BackendError, Stopped if that server does not start.
     """
     rewards = RewardOrchestrator(
         settings.rewards,
@@ -93,22 +109,27 @@ def build_policy_gradient_recipe(
     )
     rewards.check_columns(environment.columns)
     rewards.check_rows(environment.iter_target_rows())
-    server = _connect_server(policy, settings) if settings.rollouts.workers == "server" else None
-    trainer = PolicyGradientTrainer(
-        policy.model,
-        reference,
-        policy.renderer,
-        environment,
-        settings,
-        seed,
-        rewards,
-        policy.backend() if server is None else server,
-        evaluator=evaluator,
-        record=record,
-        process_group=process_group,
-        teacher=teacher,
-        custom_functions=custom_functions,
-    )
+    server = None
+    with contextlib.ExitStack() as stack:  # no server outlives a trainer that cannot be built
+        if settings.rollouts.workers == "server":
+            server = _connect_server(policy, settings, server_log, stop_event)
+            stack.callback(server.close)
+        trainer = PolicyGradientTrainer(
+            policy.model,
+            reference,
+            policy.renderer,
+            environment,
+            settings,
+            seed,
+            rewards,
+            policy.backend() if server is None else server,
+            evaluator=evaluator,
+            record=record,
+            process_group=process_group,
+            teacher=teacher,
+            custom_functions=custom_functions,
+        )
+        stack.pop_all()
     selected_metric = best_metric if settings.patience is not None else None
     rollouts = settings.rollouts
     if server is not None:
@@ -125,18 +146,72 @@ def build_policy_gradient_recipe(
     return Recipe(trainer, settings.iterations, selected_metric, close=close)
 
 
-def _connect_server(policy: Policy, settings: PolicySettings) -> ServerBackend:
-    """Connect to the inference server of the settings."""
+def _connect_server(
+    policy: Policy,
+    settings: PolicySettings,
+    log: Path | None,
+    stop_event: threading.Event | None,
+) -> ServerBackend:
+    """Connect to the inference server of the settings, started here if they say so."""
     from rl_core.rollout_workers.server_backend import ServerBackend
 
-    return ServerBackend(
-        policy.model,
-        policy.tokenizer,
-        settings.rollouts,
-        eos_ids=policy.renderer.eos_ids,
-        max_length=policy.context,
-        bound=settings.numerics.bound,
+    rollouts, process = settings.rollouts, None
+    if rollouts.server.start:
+        process = _start_server(policy, settings, log, stop_event)
+        running = dataclasses.replace(rollouts.server, start=False)
+        rollouts = dataclasses.replace(rollouts, address=process.address, server=running)
+    try:
+        return ServerBackend(
+            policy.model,
+            policy.tokenizer,
+            rollouts,
+            eos_ids=policy.renderer.eos_ids,
+            max_length=policy.context,
+            bound=settings.numerics.bound,
+            process=process,
+        )
+    except BaseException:
+        if process is not None:
+            process.close()
+        raise
+
+
+def _start_server(
+    policy: Policy,
+    settings: PolicySettings,
+    log: Path | None,
+    stop_event: threading.Event | None,
+) -> ManagedServer:
+    """Start vLLM on the folder or hub name that the policy was loaded from."""
+    from rl_core.rollout_workers import managed_server
+
+    server, origin = settings.rollouts.server, policy.origin
+    if origin is None or origin.path is None:
+        raise SettingsError(
+            "rollouts.server.start: the server loads the policy's base model from a folder or hub name, but the "
+            "policy was created in memory; save it, and pass its folder"
+        )
+    model = str(resolve_model_folder(origin.path))
+    if is_adapter_folder(model):
+        model = read_adapter_folder(model).base
+    rank = select_served_rank(policy.model)
+    managed_server.check_start_settings(server, rank)
+    port = managed_server.choose_free_port()
+    command = managed_server.build_start_command(
+        model,
+        server,
+        port,
+        dtype=origin.dtype,
+        lora_rank=rank,
+        trust_remote_code=origin.trust_remote_code,
     )
+    log = log or Path(tempfile.gettempdir()) / f"posttrain-server-{os.getuid()}-{port}.log"
+    process = managed_server.ManagedServer(
+        command, port, log, timeout_s=server.start_timeout_s, stop_event=stop_event
+    )
+    logger.info("starting vLLM on %s at %s (log: %s)", model, process.address, process.log)
+    process.start()
+    return process
 
 
 def _attach_workers(

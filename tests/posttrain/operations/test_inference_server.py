@@ -2,19 +2,16 @@
 
 import json
 import os
-import runpy
 import stat
 import subprocess
 
 import pytest
-from helpers import ROOT
 from helpers.serving import make_folder_of_model
 
 from flows.parameters import read_settings
 from posttrain.cli.main import build_parser, main
 from posttrain.cli.up import _add_rollout_server, _resolve_served_pipeline
 from posttrain.operations.inference_server import (
-    MAX_ADAPTER_RANK,
     build_inference_specs,
     check_inference_settings,
 )
@@ -167,8 +164,6 @@ def test_settings_that_cannot_be_started(tmp_path, model, python, change, messag
 
 
 def test_an_adapter_beyond_the_highest_rank_is_refused_before_the_start(tmp_path, model, python):
-    ranks = runpy.run_path(str(ROOT / "deployments/vllm/start.py"))["RANKS"]
-    assert ranks[-1] == MAX_ADAPTER_RANK
     check_inference_settings(
         load_settings(
             write_config(tmp_path, model, python, model_options=", lora: {rank: 512}"),
@@ -193,6 +188,32 @@ def test_transposed_weights_are_sent_merged_and_reserve_no_rank(tmp_path, python
         and compute_adapter_rank(ModelSettings(lora=LoraSettings(rank=8))) == 8
     )
     assert compute_adapter_rank(gpt2.__class__(path=str(tmp_path / "gpt2"))) == 0
+
+
+def test_a_run_that_starts_its_own_server(tmp_path, model, python, monkeypatch):
+    """Its settings are checked before anything starts; `up --rollouts` would start a second one."""
+    path = write_config(tmp_path, model, python, server="start: true")
+    text = path.read_text().replace('address: "127.0.0.1:8123", ', "")
+    path.write_text(text)
+    settings = load_settings(path)
+    with pytest.raises(SettingsError, match=r"server.start is true, so the run starts its own"):
+        check_inference_settings(settings)
+    path.write_text(text.replace(str(python), "/nowhere/python"))
+    with pytest.raises(ConfigError, match=r"rollouts.server.python: /nowhere/python is not an exe"):
+        load_settings(path, check_servers=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path.write_text(text.replace("start: true", "start: true, sleeps: true"))
+    with pytest.raises(
+        ConfigError, match=r"server.sleeps: vLLM releases the memory of a GPU alone"
+    ):
+        load_settings(path, check_servers=False)
+
+
+def test_further_arguments_reach_vllm(tmp_path, model, python):
+    path = write_config(tmp_path, model, python, server="arguments: [--max-model-len=64]")
+    settings = load_settings(path, check_servers=False)
+    (spec,) = build_inference_specs(settings, tmp_path / "out", "http://mlflow")
+    assert spec.command[-2:] == ("--", "--max-model-len=64")
 
 
 def test_a_pipeline_without_a_server(tmp_path):

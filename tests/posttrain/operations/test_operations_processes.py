@@ -20,11 +20,11 @@ from posttrain.operations.processes import (
     find_marked_processes,
     format_mark,
     is_port_free,
-    spawn_server,
     terminate_marked,
 )
-from posttrain.operations.subreaper import list_descendants
 from rl_core.errors import SettingsError
+from rl_core.processes.children import spawn_server
+from rl_core.processes.subreaper import list_descendants
 
 # A server with a child in another session, as a worker has: prints both ids.
 SERVER = """

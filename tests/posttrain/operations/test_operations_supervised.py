@@ -259,11 +259,11 @@ def test_status_table():
 
 
 def test_logs_are_rotated(tmp_path, monkeypatch):
-    from posttrain.operations import processes
+    from rl_core.processes import children
 
-    monkeypatch.setattr(processes, "MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(children, "MAX_SERVER_LOG_BYTES", 100)
     log = Path(tmp_path / "logs" / "x.log")
     log.parent.mkdir()
     log.write_text("old " * 50)
-    processes.spawn_server(["/bin/true"], {}, tmp_path, log).wait()
+    children.spawn_server(["/bin/true"], {}, tmp_path, log).wait()
     assert log.with_name("x.log.1").read_text() == "old " * 50 and "old" not in log.read_text()

@@ -147,7 +147,7 @@ def test_children_are_started_and_killed_in_one_place():
                 places[str(path.relative_to(ROOT))] = used
     assert places.pop("rl_core/processes/children.py") == {"subprocess.Popen", "os.killpg"}
     assert places == {  # programs that run without this project on their path
-        "posttrain/operations/subreaper.py": {"subprocess.Popen"},
+        "rl_core/processes/subreaper.py": {"subprocess.Popen"},
         "rl_core/environments/code_child.py": {"subprocess.Popen", "os.killpg"},
         "rl_core/environments/sandbox.py": {"os.fork"},
         "rl_core/environments/subprocess_main.py": {"os.fork"},

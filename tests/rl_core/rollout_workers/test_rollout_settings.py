@@ -36,6 +36,7 @@ def test_settings_of_workers_need_workers(options, message):
         RolloutSettings(**options)
 
 
+MANAGED = RolloutServerSettings(start=True, python="python")
 STALE = RolloutSettings(workers="ray", max_staleness=2)
 
 
@@ -87,12 +88,36 @@ def test_the_key_depends_on_what_determines_numbers():
     ]
     assert len({compute_key(), *independent_keys, *stale_keys}) == 4
     assert compute_key(workers="ray", max_staleness=1, count=3) == stale_keys[0]
+    served_key = compute_key(workers="server", address="a:1")
+    assert compute_key(workers="server", server=MANAGED) == served_key  # who starts it is no number
+    changed = RolloutServerSettings(start=True, python="python", arguments=("--quantization=fp8",))
+    assert compute_key(workers="server", server=changed) != served_key
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": "server"}, "address: workers: server needs host:port"),
+        (
+            {"workers": "server"},
+            "address: workers: server needs host:port .* or server: {start: true",
+        ),
+        (
+            {"workers": "server", "server": RolloutServerSettings(start=True)},
+            "server.python: start needs the Python of vLLM's environment",
+        ),
+        (
+            {"workers": "server", "address": "a:1", "server": MANAGED},
+            "address: 'a:1' is that of a running server, but server.start starts one",
+        ),
+        ({"workers": "server", "count": 2, "server": MANAGED}, "count: 2 servers"),
+        (
+            {
+                "workers": "server",
+                "address": "a:1",
+                "server": RolloutServerSettings(arguments=("--x",)),
+            },
+            "server.arguments: apply to a server that is started with server.python",
+        ),
         ({"workers": "server", "address": "auto"}, "must be host:port of an inference server"),
         ({"workers": "server", "address": "a:65536"}, "must be host:port of an inference server"),
         ({"workers": "server", "address": "a:0"}, "must be host:port of an inference server"),

@@ -541,6 +541,22 @@ def test_losses_are_bounded(tokenizer, server, status):
     assert "EngineDeadError" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_server_that_dies_after_each_start_is_not_started_forever(tokenizer, server):
+    class DyingProcess:
+        starts = 0
+
+        def restart_if_ended(self):
+            self.starts += 1
+            return True
+
+    trainer = connect_vllm(letters_trainer(tokenizer), server, patience_s=0.0)
+    trainer.server._process = process = DyingProcess()
+    server.before = lambda path, body: (503, {"error": {"message": "dead", "code": 503}})
+    with pytest.raises(BackendError, match="has not answered for 0 s"):
+        trainer.step()
+    assert process.starts == 1
+
+
 def test_after_a_loss_no_request_is_sent(tokenizer, server):
     """Otherwise each pair of 36 requests would wait for a silent server in turn."""
     trainer = connect_vllm(letters_trainer(tokenizer), server, concurrency=2)

@@ -1,7 +1,9 @@
 """The stage `policy` on an inference server: the run of one process, its server in the record, a kill and a resume."""
 
+import psutil
 import pytest
 import torch
+from helpers.fake_vllm import write_program
 from helpers.policy_stage import context_of, save_base
 from helpers.rollout_server import KEY
 from helpers.serving import TOKEN, running_server
@@ -82,6 +84,32 @@ def test_the_server_is_in_the_versions_tags(base, tmp_path, monkeypatch):
         {"sampler": {"server": "vllm 0.30.0 at a:1", "dtype": "bfloat16"}},
     )
     assert tags["rollouts.server"] == "vllm 0.30.0 at a:1" and tags["rollouts.dtype"] == "bfloat16"
+
+
+def test_the_stage_starts_and_restarts_its_server(base, tmp_path, monkeypatch):
+    """A killed server is started again within the iteration, and ends with the stage."""
+    update, trees = policy.RewardRecord.__call__, []
+
+    def kill(record, iteration, rollouts):
+        update(record, iteration, rollouts)
+        keeper = next(
+            child
+            for child in psutil.Process().children()
+            if any("subreaper" in part for part in child.cmdline())
+        )
+        trees.append([keeper, *keeper.children(recursive=True)])
+        if iteration == 1:
+            keeper.children()[0].kill()
+
+    monkeypatch.setattr(policy.RewardRecord, "__call__", kill)
+    server = {"start": True, "python": str(write_program(tmp_path)), "patience_s": 30.0}
+    context, _, weights = run(base, tmp_path / "managed", {"workers": "server", "server": server})
+    assert len(trees) == 3 and "was lost" in context.tracker.tags["rollouts.lost"]
+    assert context.tracker.tags["rollouts.server"].startswith("vllm 0.30.0 at 127.0.0.1:")
+    assert (tmp_path / "managed" / "server.log").read_text().count("--- started") == 2
+    assert not any(process.is_running() for tree in trees for process in tree)
+    untrained = load_file(base / "model.safetensors")
+    assert any((weights[name] != untrained[name]).any() for name in untrained)
 
 
 def test_a_killed_server_ends_the_stage_with_one_error_and_the_next_run_resumes(
