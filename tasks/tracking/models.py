@@ -32,7 +32,6 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.storage.atomic_files import make_folder
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import link_file, link_tree
-from tasks.tracking import reward_scoring
 from tasks.tracking.journal import SCRATCH_PREFIX
 from tasks.tracking.store import TrackingStore, is_missing_error
 from tasks.tracking.values import build_metric_store_name, list_pinned_versions, sanitize_store_name
@@ -206,7 +205,9 @@ def write_mlflow_model(
     loader: dict[str, Any] = {"loader_module": "mlflow.transformers"}
     if kind == "reward_model" and is_chat:
         make_folder(target / "code")
-        shutil.copyfile(reward_scoring.__file__, target / "code" / f"{_SCORING_MODULE}.py")
+        shutil.copyfile(
+            Path(__file__).with_name("reward_scoring.py"), target / "code" / f"{_SCORING_MODULE}.py"
+        )
         loader = {"loader_module": _SCORING_MODULE, "code": "code"}
         model_config = {"end_of_turn": ChatRenderer(tokenizer).facts.end_of_turn}
     elif kind == "reward_model":

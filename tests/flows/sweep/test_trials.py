@@ -421,7 +421,7 @@ def test_a_configuration_with_wrong_settings_fails_alone(plan, tmp_path, reached
 def test_the_start_model_is_played_once_and_has_a_row(tmp_path, monkeypatch):
     """With the episodes of the choice, and with the fresh ones, which the gate's run takes over."""
     tokenizer = train_tokenizer([f"{a} + {b} = {a + b}" for a in range(9) for b in range(9)], 300)
-    shape = ModelSettings(preset="nano", context=64, device="cpu")
+    shape = ModelSettings(preset="nano", context=192, device="cpu")
     causal_lm.save(causal_lm.create_model(shape, tokenizer, 0), tokenizer, tmp_path / "model")
     preset = "{preset: nano, vocab_size: 320, context: 64}"
     (tmp_path / "small.yaml").write_text(CONFIG.replace(preset, f"{{path: {tmp_path / 'model'}}}"))

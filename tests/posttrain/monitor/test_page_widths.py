@@ -11,7 +11,7 @@ from helpers import chromium
 from helpers.monitor_runs import make_run, run_page
 
 from posttrain.monitor.charts import PageSelection
-from posttrain.monitor.episodes import list_episode_files
+from posttrain.monitor.episodes import list_episode_files, read_episodes
 from posttrain.monitor.reader import RunReader
 from rl_core.online.learning_folder import SERVICE_FILE
 
@@ -75,7 +75,7 @@ def test_address_opens_a_tab_of_a_narrow_page(address):
 def test_an_episode_of_unknown_success_has_no_verdict(tmp_path):
     make_run(tmp_path, status="FINISHED")
     (path,) = list_episode_files(RunReader(tmp_path).load_run("")).values()
-    first, *others = [json.loads(line) for line in path.read_text().splitlines()]
+    first, *others = reversed(read_episodes(path))
     rows = [first | {"success": None}, *others]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     badges = "[...document.querySelectorAll('.pt-row .pt-badge')]"

@@ -232,13 +232,13 @@ def test_trajectories_turn_by_turn(tmp_path):
 def test_trajectories_of_unknown_success(tmp_path):
     make_run(tmp_path)
     (path,) = list_episode_files(RunReader(tmp_path).load_run("")).values()
-    rows = [json.loads(line) | {"success": None} for line in path.read_text().splitlines()]
+    rows = [row | {"success": None} for row in reversed(read_episodes(path))]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = build_blocks(tmp_path, "trajectories")["episodes"]["rows"]
     assert [row["success"] for row in shown] == [None, None]
     assert {row["success_rate"] for row in summarize_tool_calls(read_episodes(path))} == {None}
     for outcome in ("right", "wrong"):
-        (block,) = build_blocks(tmp_path, "trajectories", outcome=outcome).values()
+        block = build_blocks(tmp_path, "trajectories", outcome=outcome)["nothing"]
         assert f"is {outcome}: whether one is right is unknown" in block["lines"][0]
 
 

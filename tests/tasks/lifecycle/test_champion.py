@@ -75,7 +75,8 @@ def test_the_figure_of_a_version_comes_back_from_its_tags():
 
 
 def test_a_check_without_a_verifier_is_refused_before_anything_is_played(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 4)
+    rows = [f'{{"prompt": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
 
     def build_pipeline(**options):
         environment = {
