@@ -109,7 +109,7 @@ def exempt_loopback_in_calls(flow: FlowT) -> FlowT:
     """
     flow_class: Any = type(flow)
 
-    class LoopbackFlow(flow_class):  # type: ignore[misc]
+    class LoopbackFlow(flow_class):
         def __call__(self, *arguments: Any, **options: Any) -> Any:
             exempt_loopback_from_proxies()
             return super().__call__(*arguments, **options)

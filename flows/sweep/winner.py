@@ -137,9 +137,8 @@ class SweepChoice:
             spread = f" [{low}, {high}] over {interval.n} seeds"
         text = f"{summary}, {_format_number(interval.rate)}{spread} on fresh held-out episodes"
         if self.start is not None and self.start.gain is not None:
-            gain, low, high = self.start.gain
-            row = {GAIN: gain, f"{GAIN}_low": low, f"{GAIN}_high": high}
-            row["knows_success"] = self.metric == "success"
+            gains = zip((GAIN, f"{GAIN}_low", f"{GAIN}_high"), self.start.gain, strict=True)
+            row = {**dict(gains), "knows_success": self.metric == "success"}
             text = f"{text} ({format_gain(row)} over {START_MODEL})"
         num_similar = sum(gain.adjusted > ALPHA for gain in self.comparisons)
         if num_similar:

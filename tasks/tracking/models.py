@@ -242,7 +242,7 @@ def _build_signature(kind: Kind, *, is_chat: bool) -> ModelSignature:
     if kind == "reward_model":
         outputs = Schema([ColSpec(DataType.string, "label"), ColSpec(DataType.double, "score")])
         if is_chat:
-            columns = {
+            columns: dict[str, Any] = {
                 "messages": CHAT_MODEL_INPUT_SCHEMA.input_dict()["messages"].type,
                 "prompt": DataType.string,
                 "completion": DataType.string,
