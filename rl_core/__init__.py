@@ -106,6 +106,7 @@ if TYPE_CHECKING:
         ExitCondition,
         ExportSettings,
         FormatSettings,
+        GgufSettings,
         JudgeSettings,
         KLBandSettings,
         LaunchSettings,
@@ -201,6 +202,7 @@ __all__ = [
     "ExportSettings",
     "FolderBusy",
     "FormatSettings",
+    "GgufSettings",
     "JsonlTracker",
     "LaunchSettings",
     "LengthSettings",
@@ -346,7 +348,7 @@ _PUBLIC_NAMES = {
     "rl_core.settings": (
         "AnalysisSettings CodeSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition ExportSettings "
-        "FormatSettings "
+        "FormatSettings GgufSettings "
         "JudgeSettings KLBandSettings LaunchSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NetworkSettings NumericSettings "
         "NumericsGateSettings "

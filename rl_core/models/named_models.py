@@ -11,12 +11,14 @@ import functools
 import importlib.resources
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rl_core.errors import ModelError, PosttrainError
-from rl_core.json_client import fetch_json
+from rl_core.json_client import ServerUnavailable, fetch_json
 from rl_core.models.gguf_files import find_gguf_file, resolve_gguf_folder
 from rl_core.storage.atomic_files import (
     make_folder,
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _DOWNLOAD_WAIT_S = 3600.0  # of another process that downloads the same model
 _HUB_TIMEOUT_S = 5.0  # until the hub answers at all
+_SILENCE_S = 30.0  # a hub that did not answer is not asked again meanwhile
+_silent_hubs: dict[str, tuple[float, str]] = {}  # address -> time of the last silence, its reason
 # a repository of the hub and a file or quantisation in it, as ollama and llama.cpp name one
 _HUB_REPOSITORY = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<tag>[A-Za-z0-9][\w.-]*))?"
@@ -105,7 +109,8 @@ def resolve_local_model(
 def find_hub_problem(name: str) -> str:
     """Return why the hub has no such model or cannot be asked; "" = the model exists, or a copy is cached.
 
-    The hub is asked once, for a few seconds; its client tries for half a minute and prints each attempt.
+    The hub is asked once, for a few seconds; its client tries for half a minute and prints each attempt. One that did
+    not answer is not asked again for half a minute.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
@@ -114,6 +119,8 @@ def find_hub_problem(name: str) -> str:
         return ""
     if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "") not in ("", "0"):
         return "no copy of a model of that name from the hub, which is disabled (HF_HUB_OFFLINE)"
+    if reason := _read_recent_silence():
+        return _describe_silence(reason)
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
     except EntryNotFoundError:
@@ -126,8 +133,21 @@ def find_hub_problem(name: str) -> str:
             return f"the hub has no model of that name that you may read (answer {code})"
         return ""
     except Exception as error:  # of the HTTP library: no network, DNS, a proxy, a timeout
-        return f"the hub, where models of that name are looked up, does not answer ({type(error).__name__})"
+        _silent_hubs[constants.ENDPOINT] = time.monotonic(), type(error).__name__
+        return _describe_silence(type(error).__name__)
     return ""
+
+
+def _read_recent_silence() -> str:
+    """Return why the hub did not answer within the last half minute; "" = it was not asked, or answered."""
+    from huggingface_hub import constants
+
+    asked, reason = _silent_hubs.get(constants.ENDPOINT, (-math.inf, ""))
+    return reason if time.monotonic() - asked < _SILENCE_S else ""
+
+
+def _describe_silence(reason: str) -> str:
+    return f"the hub, where models of that name are looked up, does not answer ({reason})"
 
 
 def list_hub_gguf_files(repository: str) -> list[str] | None:
@@ -140,7 +160,7 @@ def list_hub_gguf_files(repository: str) -> list[str] | None:
     from huggingface_hub.utils import build_hf_headers
 
     names: list[str] | None = None
-    if not constants.HF_HUB_OFFLINE:
+    if not constants.HF_HUB_OFFLINE and not _read_recent_silence():
         try:  # not by the hub's client, which tries for half a minute
             answer = fetch_json(
                 f"{constants.ENDPOINT}/api/models/{repository}",
@@ -149,6 +169,8 @@ def list_hub_gguf_files(repository: str) -> list[str] | None:
             )
             names = [str(entry["rfilename"]) for entry in answer["siblings"]]
         except (PosttrainError, KeyError, TypeError) as error:
+            if isinstance(error, ServerUnavailable):
+                _silent_hubs[constants.ENDPOINT] = time.monotonic(), type(error).__name__
             logger.debug("the hub lists no files of %s: %s", repository, error)
     if names is None:
         try:

@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -201,13 +200,28 @@ def write_mlflow_model(
         tokenizer_type=type(tokenizer).__name__,
         **({"inference_task": _CHAT_TASK} if is_chat and kind == "policy" else {}),
     )
+    pyfunc.add_to_model(
+        description,
+        **_prepare_loader(target, kind, tokenizer),
+        conda_env="conda.yaml",
+        python_env="python_env.yaml",
+    )
+    description.model_size_bytes = sum(
+        path.stat().st_size for path in (target / "model").rglob("*") if path.is_file()
+    )
+    description.save(str(target / "MLmodel"))
+    _write_requirements(target)
+
+
+def _prepare_loader(target: Path, kind: Kind, tokenizer: Any) -> dict[str, Any]:
+    """Return what `pyfunc` loads the model with; write the program that scores a reward model's conversations."""
+    is_chat = bool(tokenizer.chat_template)
     model_config: dict[str, Any] | None = None
     loader: dict[str, Any] = {"loader_module": "mlflow.transformers"}
     if kind == "reward_model" and is_chat:
         make_folder(target / "code")
-        shutil.copyfile(
-            Path(__file__).with_name("reward_scoring.py"), target / "code" / f"{_SCORING_MODULE}.py"
-        )
+        program = Path(__file__).with_name("reward_scoring.py").read_text(encoding="utf-8")
+        (target / "code" / f"{_SCORING_MODULE}.py").write_text(program, encoding="utf-8")
         loader = {"loader_module": _SCORING_MODULE, "code": "code"}
         model_config = {"end_of_turn": ChatRenderer(tokenizer).facts.end_of_turn}
     elif kind == "reward_model":
@@ -219,18 +233,7 @@ def write_mlflow_model(
             "max_new_tokens": min(_MAX_NEW_TOKENS, max(1, tokenizer.model_max_length // 2)),
             "add_special_tokens": False,  # the template writes them
         }
-    pyfunc.add_to_model(
-        description,
-        **loader,
-        conda_env="conda.yaml",
-        python_env="python_env.yaml",
-        model_config=model_config,
-    )
-    description.model_size_bytes = sum(
-        path.stat().st_size for path in (target / "model").rglob("*") if path.is_file()
-    )
-    description.save(str(target / "MLmodel"))
-    _write_requirements(target)
+    return {**loader, "model_config": model_config}
 
 
 def _build_signature(kind: Kind, *, is_chat: bool) -> ModelSignature:

@@ -30,6 +30,7 @@ def run_stage(*outcomes, **limits):
         fraction=0.0,
         results=results,
         input_stages={},
+        tracking=SimpleNamespace(format_run_reference=lambda run_id: ""),
         add_result=lambda name, result, inputs: results.update({name: result}),
     )
     tries = []

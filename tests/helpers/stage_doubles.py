@@ -72,7 +72,7 @@ class PipelineRun:
     def stage_keys(self):
         return StageKeys(self.settings)
 
-    def build_charts_url(self, stage):
+    def build_charts_link(self, stage):
         return ""
 
     def record_data_inputs(self, digests):

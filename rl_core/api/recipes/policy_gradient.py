@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +25,7 @@ from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.settings import DistillationSettings, ModelSettings, PolicySettings, TeacherSettings
+from rl_core.storage.atomic_files import resolve_cache_folder
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ def _start_server(
         lora_rank=rank,
         trust_remote_code=origin.trust_remote_code,
     )
-    log = log or Path(tempfile.gettempdir()) / f"posttrain-server-{os.getuid()}-{port}.log"
+    log = log or resolve_cache_folder("servers") / f"vllm-{port}.log"
     process = managed_server.ManagedServer(
         command, port, log, timeout_s=server.start_timeout_s, stop_event=stop_event
     )

@@ -144,7 +144,7 @@ def test_children_end_with_their_server(tmp_path):
 
 def test_sigkill_of_the_supervisor_ends_everything(tmp_path):
     code = (
-        "import os, sys, time; from pathlib import Path; from posttrain.operations.processes import spawn_server\n"
+        "import os, sys, time; from pathlib import Path; from rl_core.processes.children import spawn_server\n"
         "spawn_server([sys.executable, '-c', sys.argv[1], 'pass'], dict(os.environ), Path(sys.argv[2]), "
         "Path(sys.argv[2]) / 'log', soft=0.1)\ntime.sleep(100)"
     )

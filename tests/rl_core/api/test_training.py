@@ -466,7 +466,7 @@ def test_bad_rows_are_named(tmp_path):
         ({"algorithm": "grop"}, "algorithm: 'grop' is not one of .*; did you mean 'grpo'"),
         ({"group_size": 2.5}, "group_size: 2.5 is not a whole number"),
         ({"patience": True}, "patience: True is not a whole number or None"),
-        ({"sampling": {"temperature": 1.0}}, "sampling: .* write SamplingSettings"),
+        ({"sampling": {"temperatur": 1.0}}, r"sampling\.temperatur: .*did you mean 'temperature'"),
     ],
 )
 def test_settings_name_the_slip(values, message):

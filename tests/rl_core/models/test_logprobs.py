@@ -194,8 +194,8 @@ def test_adapters_get_the_gradient() -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_()
-    check_against_naive(model, make_batch(), True, 2, 1e-3)
+                parameter.normal_(std=0.1)  # larger ones amplify rounding
+    check_against_naive(model, make_batch(), True, 2, 1e-4)
 
 
 def test_temperature_1_changes_no_bit() -> None:

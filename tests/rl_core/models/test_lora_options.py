@@ -131,8 +131,9 @@ def test_rollouts_agree_and_a_resume_is_exact(tokenizer, name):
     # the model computes the logits of a wrapped head itself, with other rounding
     if name == "whole head":
         assert shared_kl[0] == pytest.approx(expected[0], rel=1e-2)
-    else:
-        assert shared_kl == expected and torch.equal(weights(shared), weights(copied))
+    else:  # with tiles (AMX) the products of adapted layers and of plain ones round differently
+        assert shared_kl == pytest.approx(expected, rel=1e-5)
+        assert torch.allclose(weights(shared), weights(copied), atol=1e-5)
     assert shared_kl[-1] > 1e-6
     assert max(row["policy/sampler_difference_max"] for row in rows[0]) < 1e-4
     assert all(

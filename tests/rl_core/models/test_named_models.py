@@ -95,6 +95,7 @@ def test_the_hub_is_asked_first(index, tmp_path, monkeypatch):
         return str(snapshot)
 
     lines = []
+    monkeypatch.setattr("rl_core.models.named_models._silent_hubs", {})
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *a, **options: {})
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_local_model("tiny", lines.append) == snapshot
