@@ -23,7 +23,8 @@ intr 5
 """
 
 # Voluntary context switches of the second thread: it sleeps once in every pause, or is still spinning when the next
-# region begins.
+# region begins. Beside other programs a pause lasts longer than its processor time, and a spinning thread gives up as
+# well; hence the block of pauses with the fewest switches.
 PROGRAM = """
 import ctypes, os, time, torch
 torch.set_num_threads(2)
@@ -36,7 +37,7 @@ def switches():
     return int(next(line.split()[1] for line in lines if line.startswith("voluntary")))
 def count():
     start = switches()
-    for _ in range(50):
+    for _ in range(5):
         x.exp()
         end = time.thread_time() + 0.0005  # of processor time: far more than 100 iterations, far fewer than 300,000
         while time.thread_time() < end: pass
@@ -46,7 +47,7 @@ counts = []
 for is_active in (False, True, False):
     surplus.set_active(is_active)
     time.sleep(0.1)  # until an ended team has disappeared
-    counts.append(count())
+    counts.append(min(count() for _ in range(200)))
 print(*counts)
 """
 
@@ -126,8 +127,8 @@ def test_threads_sleep_in_pauses_with_a_surplus_and_spin_again_after_it() -> Non
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment
     )
     switches_before, switches_with_surplus, switches_after = map(int, done.stdout.split())
-    assert switches_with_surplus >= 45  # of 50 pauses
-    assert switches_before <= 25 and switches_after <= 25
+    assert switches_with_surplus >= 4  # of 5 pauses
+    assert switches_before <= 2 and switches_after <= 2
 
 
 def test_waiting_is_unchanged_if_configured_or_on_one_thread(
