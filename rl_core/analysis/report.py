@@ -439,15 +439,24 @@ def _render_case(case: EpisodeCase, names: Sequence[str], classes: str, *, is_op
         for name, t in zip(names, case.trajectories, strict=True)
         if t.success is not None
     )
-    question = escape_text(
-        " ".join(first.prompt.split())[-_MAX_QUESTION_CHARACTERS:], _MAX_QUESTION_CHARACTERS
-    )
+    question = escape_text(_extract_question(first.prompt), _MAX_QUESTION_CHARACTERS)
     return (
         f"<article class='{classes}'><details{' open' if is_open else ''}><summary><b>{escape_text(episode.level)} · "
         f"{escape_text(episode.kind)} · seed {episode.seed}</b> {marks} <small>{question}</small></summary>"
         f"<div class='question'>{image}<div><pre>{escape_text(first.prompt)}</pre>{target}</div></div>"
         f"<div class='columns'>{''.join(columns)}</div></details></article>"
     )
+
+
+def _extract_question(prompt: str) -> str:
+    """Return the end of a prompt, where most questions are, from the begin of a word on."""
+    text = " ".join(prompt.split())
+    if len(text) <= _MAX_QUESTION_CHARACTERS:
+        return text
+    end = text[2 - _MAX_QUESTION_CHARACTERS :]
+    if text[1 - _MAX_QUESTION_CHARACTERS] != " ":
+        end = end.partition(" ")[2] or end  # one long word is cut
+    return f"… {end.lstrip()}"
 
 
 def _render_case_column(index: int, name: str, trajectory: Trajectory, turning: int | None) -> str:

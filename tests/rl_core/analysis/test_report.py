@@ -7,7 +7,12 @@ import pytest
 from helpers.handmade_trajectories import generate_trajectories, trajectory
 
 from rl_core.analysis import analyze, write_trajectories
-from rl_core.analysis.report import render_cases, render_filters, render_regressions
+from rl_core.analysis.report import (
+    _extract_question,
+    render_cases,
+    render_filters,
+    render_regressions,
+)
 from rl_core.analysis.report_html import format_difference
 from rl_core.analysis.statistics import Difference
 from rl_core.settings import AnalysisSettings
@@ -185,3 +190,14 @@ def test_the_list_of_lost_episodes_says_how_many_it_leaves_out(losses, words):
     total = SimpleNamespace(losses=losses, wins=0, episodes=5)
     pair = SimpleNamespace(first="base", second="sft", total=total, regressions=[episode])
     assert words in render_regressions([pair], None, "", "")
+
+
+def test_the_headline_of_an_episode_shows_the_end_of_its_question_in_whole_words():
+    short = "Write one question about chess.\n Use the word player."
+    assert _extract_question(short) == "Write one question about chess. Use the word player."
+    words = [f"word{number:03}" for number in range(30)]  # of 7 characters
+    shown = _extract_question(" ".join(words))
+    assert shown == "… " + " ".join(words[-11:]) and len(shown) == 89
+    # the cut falls between two words
+    assert _extract_question("a" * 50 + " " + "b" * 88) == "… " + "b" * 88
+    assert _extract_question("c" * 200) == "… " + "c" * 88
