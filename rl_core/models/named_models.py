@@ -170,7 +170,8 @@ def list_hub_gguf_files(repository: str) -> list[str] | None:
             names = [str(entry["rfilename"]) for entry in answer["siblings"]]
         except (PosttrainError, KeyError, TypeError) as error:
             if isinstance(error, ServerUnavailable):
-                _silent_hubs[constants.ENDPOINT] = time.monotonic(), type(error).__name__
+                cause = type(error.__cause__ or error).__name__
+                _silent_hubs[constants.ENDPOINT] = time.monotonic(), cause
             logger.debug("the hub lists no files of %s: %s", repository, error)
     if names is None:
         try:

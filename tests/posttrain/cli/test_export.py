@@ -58,7 +58,8 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, kind):
             NO_PROXY="127.0.0.1",
         )
     assert status != 0 and len(lines) == 1, lines
-    assert "nothing/here" in lines[0] and "does not answer" in lines[0]
+    assert "nothing/here" in lines[0] and "does not answer (" in lines[0]
+    assert "ServerUnavailable" not in lines[0]  # a class of ours tells users nothing
     assert hub.num_connections == 1
     assert not (tmp_path / "new").exists()
 
