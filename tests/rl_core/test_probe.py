@@ -64,7 +64,9 @@ def compute_by_brute_force(model, reference):
     return [(float(h), float(kl), t) for h, kl, t in rows]
 
 
-def test_entropy_and_kl_agree_with_brute_force():
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_entropy_and_kl_agree_with_brute_force(monkeypatch, chunk):
+    monkeypatch.setattr("rl_core.models.logprobs.compute_chunk_tokens", lambda *arguments: chunk)
     model, other = nano(0), nano(1)
     actual = measure_divergence(model, other, build_rollouts(), PAD)
     rows = compute_by_brute_force(model, other)
