@@ -228,13 +228,13 @@ def build_settings_parameter(settings: PipelineSettings) -> dict[str, Any]:
 
 
 def read_settings(
-    settings: Mapping[str, Any] | str,
+    settings: PipelineSettings | Mapping[str, Any] | str,
     overrides: Sequence[str] | None = None,
     main: Any = None,
     *,
     check_servers: bool = True,
 ) -> PipelineSettings:
-    """Read the settings of a flow from a config file's path or contents, with `--set`-style overrides.
+    """Read the settings of a flow from a config file's path or contents, or settings, with `--set`-style overrides.
 
     The settings of a flow that a command called here are those of its request, which the command has checked.
     In a deployment's run only some keys may differ from the declared ones. That is checked before anything that the
@@ -244,6 +244,8 @@ def read_settings(
         check_servers: False for flows that sample no rollouts, whose server may be unreachable.
     Raises: ConfigError with every problem; SettingsError for a key that the run may not change.
     """
+    if isinstance(settings, PipelineSettings):  # of a script that calls the flow
+        settings = dump_settings(settings)
     declared = read_declared_parameters()
     overrides = [*build_main_overrides(main, (declared or {}).get("main")), *(overrides or ())]
     requested = find_request().settings
@@ -301,9 +303,11 @@ def _read_parameter(
     return build_settings(values, import_code=import_code, check_servers=check_servers)
 
 
-def extract_pipeline_name(settings: Mapping[str, Any] | str) -> str:
+def extract_pipeline_name(settings: PipelineSettings | Mapping[str, Any] | str) -> str:
     """Return the pipeline's name for the flow run's name, else the config file's."""
-    return Path(settings).stem if isinstance(settings, str) else str(settings["name"])
+    if isinstance(settings, str):
+        return Path(settings).stem
+    return settings.name if isinstance(settings, PipelineSettings) else str(settings["name"])
 
 
 def describe_run_changes(parameters: Mapping[str, Any]) -> str:

@@ -107,3 +107,10 @@ def test_the_form_comes_second_and_is_described():
     assert list(fields) == list(MAIN_SETTINGS) and all(
         field["description"] for field in fields.values()
     )
+
+
+def test_a_script_passes_the_settings_that_it_loaded():
+    loaded = load_settings(ROOT / "configs/test.yaml")
+    assert parameters.extract_pipeline_name(loaded) == "test"
+    assert read_settings(loaded) == loaded
+    assert read_settings(loaded, ["seed=3"]).seed == 3 and loaded.seed == 0
