@@ -132,7 +132,9 @@ class LoopSettings(Settings):
         ge=0,
         doc="iterations between checkpoints, or a minute if iterations are long; 0 = only when stopped",
     )
-    keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
+    keep_checkpoints: int = setting(
+        2, ge=1, doc="newest checkpoints kept; with 1 none is left if the disk damages it"
+    )
     patience: int | None = setting(
         None, ge=1, doc="evaluations without improvement before stopping; none = never stop"
     )

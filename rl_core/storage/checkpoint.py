@@ -202,13 +202,16 @@ class NewestCheckpoint(NamedTuple):
 class CheckpointStore:
     """Versions of one run's state in one folder. Loading skips damaged versions and takes the newest valid one.
 
+    With `keep` 1 there is nothing to fall back to if the disk damages the newest version; a crash while saving leaves
+    the previous one.
+
     As a context manager, holds the folder's lock and clears what dead processes left behind. `save_version` and
     `load_latest` take the lock themselves if it is not held.
     """
 
     def __init__(self, folder: Path | str, keep: int = 2) -> None:
-        if keep < 2:
-            raise CheckpointError(f"keep: {keep} must be at least 2, one to fall back to")
+        if keep < 1:
+            raise CheckpointError(f"keep: {keep} must be at least 1")
         self.folder = Path(folder)
         self.keep = keep
         self._lock: FolderLock | None = None
@@ -267,6 +270,15 @@ class CheckpointStore:
                     iteration = None
                 return NewestCheckpoint(version, iteration, written)
         return None
+
+    def measure_newest(self) -> int:
+        """Return the bytes of the newest version; 0 without one."""
+        versions = self.list_versions()
+        if not versions:
+            return 0
+        return sum(
+            path.stat().st_size for path in self.resolve_version_folder(versions[-1]).iterdir()
+        )
 
     def save_version(self, state: Mapping[str, Any]) -> int:
         """Publish a state as the next version, point LATEST to it, remove old versions, and return the version.

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 UNSAVED_SECONDS_LIMIT = 60.0
 UNSAVED_TO_SAVE_RATIO = 50.0
 EPOCHS_FOLDER = "epochs"
+REPORTED_CHECKPOINT_BYTES = 500_000_000
 # Fields of the loop's progress that checkpoints of earlier releases lack.
 _LATER_FIELDS = {"unmoved_iterations", "initial_digest"}
 
@@ -146,10 +147,25 @@ class LoopCheckpoints:
         if self.process_group.is_rank_zero:
             sync_tracker(self.metrics.tracker)
             self.store.save_version(state)
+            if self.saved_position is None:
+                self._report_size(self.store)
         self.saved_position = position
         self.saved_at = self.metrics.add_overhead("checkpoint", start_time)
         self.save_seconds = self.saved_at - start_time
         inject_fault("loop.saved")
+
+    def _report_size(self, store: CheckpointStore) -> None:
+        """Log what checkpoints take on the disk, if that is much."""
+        size = store.measure_newest()
+        if size >= REPORTED_CHECKPOINT_BYTES:
+            logger.info(
+                "a checkpoint takes %.1f GB, and the newest %d stay in %s: %.1f GB in all. keep_checkpoints: 1 keeps "
+                "the newest alone; checkpoint_every: 0 saves only when the run is stopped",
+                size / 1e9,
+                store.keep,
+                store.folder,
+                size * store.keep / 1e9,
+            )
 
     def resume_latest(self, allow_drift: bool | Collection[str]) -> None:
         """Resume from the newest checkpoint, if there is one. Raises: ResumeRefused; CheckpointError."""

@@ -77,5 +77,5 @@ def build_sinks_rule(name: str) -> ConversionRule:
 
 
 def convert_checkpoint_limit(value: Any) -> Any:
-    """Return the number of checkpoints to keep, which is at least 2 here."""
-    return max(2, int(value))
+    """Return the number of checkpoints to keep, at least 1."""
+    return max(1, int(value))

@@ -107,7 +107,8 @@ ITERATIONS = 12
 def run(folder, *, trainer=None, tracker=None, settings=SETTINGS, iterations=ITERATIONS, **options):
     trainer = trainer or NoisyTrainer(iterations)
     tracker = tracker or MemoryTracker()
-    store = CheckpointStore(folder) if folder is not None else None
+    keep = settings.keep_checkpoints
+    store = CheckpointStore(folder, keep=keep) if folder is not None else None
     options = {"best_metric": "eval/loss", "larger_is_better": False, **options}
     outcome = run_loop(
         trainer, settings, iterations=iterations, tracker=tracker, checkpoints=store, **options

@@ -74,9 +74,15 @@ def test_manifest_says_version_parent_and_settings(tmp_path):
     ]
 
 
-def test_fewer_than_two_versions_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="at least 2"):
-        CheckpointStore(tmp_path, keep=1)
+def test_the_newest_version_alone_is_kept(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    for number in range(3):
+        store.save_version({"model": {"w": torch.full((2,), float(number))}})
+        assert store.list_versions() == [number + 1]
+        assert store.load_latest()["model"]["w"].tolist() == [number, number]
+    assert store.measure_newest() > 2 * 4
+    with pytest.raises(CheckpointError, match="keep: 0 must be at least 1"):
+        CheckpointStore(tmp_path, keep=0)
 
 
 def flip_last_bit(path):

@@ -84,6 +84,28 @@ def test_a_run_that_dies_anywhere_gives_the_same_numbers(tmp_path, unbroken_run,
     check_same_as_unbroken(result, unbroken_run, tracker)
 
 
+def test_one_checkpoint_is_enough_and_its_size_is_reported(
+    tmp_path, unbroken_run, monkeypatch, caplog
+):
+    monkeypatch.setattr(checkpoints, "REPORTED_CHECKPOINT_BYTES", 1000)
+    caplog.set_level(logging.INFO)
+    settings = LoopSettings(eval_every=3, checkpoint_every=2, keep_checkpoints=1)
+    tracker = MemoryTracker()
+    for point in ("loop.saved:2", "publish.file:3", "pointer.done:1"):
+        faults.configure_faults(f"{point}:raise")
+        with pytest.raises((InjectedFault, CheckpointError)):
+            run(tmp_path, tracker=tracker, settings=settings)
+        faults.configure_faults(None)
+        assert len(list(tmp_path.glob("checkpoint-*"))) >= 1
+    result = run(tmp_path, tracker=tracker, settings=settings)
+    check_same_as_unbroken(result, unbroken_run, tracker)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+    lines = [
+        record.getMessage() for record in caplog.records if "a checkpoint takes" in record.message
+    ]
+    assert "the newest 1 stay in" in lines[0] and "keep_checkpoints: 1" in lines[0]
+
+
 def test_a_run_that_dies_again_and_again(tmp_path, unbroken_run):
     tracker = MemoryTracker()
     for _ in range(30):
