@@ -40,13 +40,21 @@ def open_model(file, vocab_size, context=128):
 
 
 def compare_logprobs(model, read, ids):
-    """Return the mean KL divergence and the largest difference of a log-probability over all prefixes, nats."""
+    """Return the mean KL divergence and the largest difference of a log-probability over all prefixes, nats.
+
+    llama.cpp adds the probabilities of a vocabulary in float32, one after another: of 49,152 tokens the sum is off by
+    2e-4. Its log-probabilities are normalised again.
+    """
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
     divergence, largest = 0.0, 0.0
     for length in range(1, len(ids) + 1):
         answer = read.compute_logprobs(ids[:length])
+        assert len(answer) == expected.shape[-1]
+        total = math.log(math.fsum(map(math.exp, answer.values())))
+        assert abs(total) < 1e-3
         for token, logprob in answer.items():
+            logprob -= total
             ours = float(expected[length - 1, token])
             divergence += math.exp(ours) * (ours - logprob) / len(ids)
             largest = max(largest, abs(ours - logprob))
