@@ -37,6 +37,7 @@ from tasks.config.settings import PipelineSettings  # noqa: E402
 NOTE = "<!-- Written by docs/tools/generate.py; edit the source named below instead. -->\n\n"
 CONFIGURATION = DOCS / "configuration"
 LOG_FIELDS = Path(__file__).with_name("update_log_fields.csv")
+COMING_FROM = Path(__file__).with_name("coming_from.txt")
 GLOSSARY = Path(__file__).with_name("glossary.csv")
 
 _TYPES = {int: "int", float: "float", str: "text", bool: "bool"}
@@ -83,6 +84,28 @@ Every key of a pipeline's YAML file, one page for each kind of stage. The pages 
 | [Evaluation and promotion](evaluation.md) | `stages.evaluate`, `analyze`, `export`, `promote`, `gguf`, `custom` |
 | [Online learning](online.md) | `online`, and the fields of its logs |
 | [Servers](services.md) | `serving`, `prefer` |
+
+## Shipped configurations
+
+`posttrain run demo` finds `configs/demo.yaml` by its name, also in an installed package.
+
+| file | what it does |
+|---|---|
+| `configs/demo.yaml` | the demo on `pixel_grid`: a policy made from scratch asks tools about an image it cannot see |
+| `configs/real.yaml` | GRPO on SmolLM2-135M-Instruct, without demonstrations |
+| `configs/real-gpu.yaml` | the same on one GPU, for models of 0.5B to 8B; not run yet |
+| `configs/grpo.yaml` | SFT, then GRPO or a relative |
+| `configs/rlhf.yaml` | SFT, a reward model, then PPO against it |
+| `configs/dpo.yaml` | SFT, then DPO on pairs of rollouts or on a preference file |
+| `configs/gsm8k.yaml` | real questions with a calculator |
+| `configs/preferences.yaml` | a reward model on real preference pairs |
+| `configs/maze.yaml` | mazes seen one cell at a time |
+| `configs/curriculum.yaml` | exits by mean and slope, rollback, rewards that change by stage |
+| `configs/cartpole.yaml` | PPO of small networks on CartPole-v1, no language model |
+| `configs/thoughts.yaml` | thoughts before answers, tested for being genuine |
+| `configs/online.yaml` | online learning from recorded traffic: `posttrain online worker` |
+| `configs/service.yaml` | the training service: `posttrain service up` |
+| `configs/test.yaml` | every stage, as small as possible |
 """,
         ("", "environment", "tracking", "run", "retrain", "stages"),
     ),
@@ -183,81 +206,12 @@ Every metric that a run logs: in MLflow, in `metrics.jsonl` of a stage's folder 
 `rl_core/analysis/metrics.json`. The x axis is the number of optimizer steps. Braces stand for a name: `{level}` of the
 environment, `{model}` of the run, `{component}` of the reward (an import path with `.` for `:`). "`_low`, `_high`" are
 the bounds of the interval. Exit conditions, early stopping and rollback of the
-[curriculum](curriculum.md#exit-conditions) use these names.
+[curriculum](configuration/policy.md#stagespolicycurriculum) use these names.
 
 ## Glossary
 
 Twenty metrics that tell whether a run is healthy.
 
-"""
-
-_COMING_FROM = """\
-# Coming from TRL or verl
-
-Every name of TRL {trl} (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, `RewardConfig`,
-`DistillationConfig`, `ModelConfig`, the fields of transformers' `TrainingArguments` among them) and of verl's
-`ppo_trainer` ({verl}), with what it is here. Error messages on unknown keys and `posttrain convert` read the same
-tables: `rl_core/settings/trl_aliases.csv` and `rl_core/settings/verl_aliases.csv`. "Same" means the same quantity; where
-the meaning differs, the last column says how. Losses were compared number by number:
-[losses against TRL](benchmarks/losses.md).
-
-```bash
-posttrain convert grpo.yaml --out mine.yaml       # a file of TRL or verl; --trainer where its names fit several
-posttrain validate mine.yaml
-```
-
-The converted file has the peer's name beside each value, its defaults where ours differ, and at the end, in comments,
-what was not taken over and why.
-
-## Counting
-
-The largest difference is what a batch is. Here one **iteration** samples `prompts_per_iteration` (P) prompts with
-`group_size` (G) rollouts each and takes `epochs` x `minibatches` optimizer steps on them. P and G count over all processes;
-memory is bounded by `micro_batch_tokens` alone, which changes no result but for rounding.
-
-| | TRL `GRPOConfig` | verl | here |
-|---|---|---|---|
-| rollouts per prompt | `num_generations` | `actor_rollout_ref.rollout.n` | `group_size` |
-| prompts per round | `generation_batch_size` / `num_generations` | `data.train_batch_size` | `prompts_per_iteration` |
-| optimizer steps per round | `steps_per_generation` / `gradient_accumulation_steps` x `num_iterations` | `data.train_batch_size` / `ppo_mini_batch_size` x `ppo_epochs` | `minibatches` x `epochs` |
-| size of a forward pass | `per_device_train_batch_size` (rows) | `ppo_micro_batch_size_per_gpu` (rows), `ppo_max_token_len_per_gpu` (tokens) | `micro_batch_tokens` (padded tokens) |
-| length of training | `num_train_epochs`, `max_steps` | `trainer.total_epochs` | `iterations` (rounds, not epochs over a data set) |
-
-In TRL batch sizes count completions, in verl prompts.
-
-## Metrics
-
-| TRL metric | here |
-|---|---|
-| `reward`, `reward_std` | `reward/mean`, `reward/std` |
-| `rewards/NAME/mean` | `reward/NAME` |
-| `frac_reward_zero_std` | `train/zero_advantage_rate` (samples, not groups) |
-| `completions/mean_length` | `train/completion_tokens`, `train/action_tokens` |
-| `completions/clipped_ratio` | `train/truncation_rate` |
-| `kl` (to the reference) | `policy/ref_kl`; `policy/update_kl` is the KL of one update |
-| `entropy` | `policy/entropy` |
-| `clip_ratio/low_mean`, `clip_ratio/high_mean` | `policy/clip_fraction_low`, `policy/clip_fraction_high` |
-| `sampling/sampling_logp_difference/max` | `policy/sampler_difference_max` |
-| `tools/call_frequency`, `tools/failure_frequency` | `tool/calls` (per rollout), `tool/misuse_rate` (per turn) |
-
-## TRL
-
-Where a row holds for several trainers, the setting is that of the trainer's stage: `policy` for GRPO and RLOO, `sft`, `preference` for DPO and KTO, `reward_model`,
-`distill`. A row without trainers holds for all of them.
-
-"""
-_VERL_NOTE = (
-    "Dotted as in verl's file; `*` stands for any part, and the most specific row counts. A reference to another key "
-    "(`${data.max_response_length}`) is resolved by `posttrain convert`."
-)
-_OTHER_TRAINERS = """\
-| TRL, beside the names | here | difference |
-|---|---|---|
-| `tools`, `chat_template_kwargs` (columns) | `tools` is the same column; `model.chat_template_kwargs` | variables of the template hold for the whole run |
-| `ORPOTrainer` | `preference.loss: orpo`, `beta` | TRL's cross-entropy is over prompt and completion, a mean over the batch's tokens; ours over the completion, a mean per pair, as in the paper |
-| `CPOTrainer` with `loss_type: simpo` | `preference.loss: simpo` | same loss |
-| `margin` column of the reward trainer | `margin` in the rows | same term; negative ones are refused |
-| a reward function `f(prompts, completions, **columns)` | a function of `Trajectory` objects | columns are `trajectory.row` |
 """
 
 
@@ -477,16 +431,13 @@ def _build_metric_group(group: MetricGroup) -> str:
 
 def build_coming_from_page() -> str:
     """Build the page of the names of TRL and verl."""
-    head = _COMING_FROM.format(trl=TRL_VERSION, verl=VERL_VERSION)
-    parts = (
-        NOTE + head.strip("\n"),
-        _build_alias_tables("TRL", list_trl_aliases()),
-        _OTHER_TRAINERS.strip("\n"),
-        "## verl",
-        _VERL_NOTE,
-        _build_alias_tables("verl", list_verl_aliases()),
+    text = COMING_FROM.read_text(encoding="utf-8").format(
+        trl=TRL_VERSION,
+        verl=VERL_VERSION,
+        trl_tables=_build_alias_tables("TRL", list_trl_aliases()),
+        verl_tables=_build_alias_tables("verl", list_verl_aliases()),
     )
-    return "\n\n".join(parts) + "\n"
+    return NOTE + text
 
 
 def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> str:
