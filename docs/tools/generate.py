@@ -347,10 +347,19 @@ def _build_rows(
             f"`{field.name}`",
             _format_type(hints[field.name], links) + (f", {limits}" if limits else ""),
             _format_default(field),
-            field.metadata["doc"],
+            _link_documents(field.metadata["doc"]),
         )
         lines.append(_format_row(row))
     return lines
+
+
+def _link_documents(meaning: str) -> str:
+    """Turn `docs/data.md` in the meaning of a key into a link from a page of the configuration."""
+    return re.sub(
+        r"docs/([\w/-]+)\.md(#[\w-]+)?",
+        lambda match: f"[{match[1].replace('-', ' ')}](../{match[1]}.md{match[2] or ''})",
+        meaning,
+    )
 
 
 def _format_row(cells: Sequence[str]) -> str:
