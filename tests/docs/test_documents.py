@@ -460,7 +460,10 @@ def test_the_configuration_pages_name_every_setting(generate):
     assert len(re.findall(r"^\| `\w+` \|", text, re.MULTILINE)) > 250
     headings = re.findall(r"^## `(.+)`$", text, re.MULTILINE)
     assert len(headings) == len(set(headings)) > 40
+    places = {}  # the first place of a class decides its page
     for place, cls in generate._iterate_blocks("", PipelineSettings):
+        places.setdefault(cls, place)
+    for cls, place in places.items():
         # A training stage refers to the shared settings, a distillation to the policy's as well.
         shown = pages[generate._find_page(place)] + pages["shared.md"] + pages["policy.md"]
         assert all(f"`{field.name}`" in shown for field in dataclasses.fields(cls)), place
@@ -499,6 +502,8 @@ def test_bounds_of_an_interval_share_a_row(generate):
         "training (policy, thoughts). With its 95% interval. **Watch:** falls while"
     ) in page
     assert "`eval/success_rate_low`" not in page
+    assert page.count("Level of its detector") == 1  # seven metrics of equal meaning
+    assert page.count("| Mean of these differences. |") == 2  # two metrics, each below its maximum
     names = {metric.name for group in generate.METRIC_GROUPS for metric in group.metrics}
     missing = {
         name
