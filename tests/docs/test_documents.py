@@ -455,7 +455,7 @@ def test_the_configuration_pages_name_every_setting(generate):
         "| `clip_eps_high` | float or null, above 0 | `null` | upper clip of the ratio"
         in pages["policy.md"]
     )
-    assert "| `sampling` | [block](shared.md#sampling) | its defaults |" in pages["policy.md"]
+    assert "| `sampling` | [block](shared.md#sampling) | `{}` |" in pages["policy.md"]
     assert "| `temperature` | float, 0 to 5 | `1.0` |" in pages["shared.md"]
     text = "".join(pages.values())
     assert len(re.findall(r"^\| `\w+` \|", text, re.MULTILINE)) > 250
@@ -499,7 +499,7 @@ def test_ranges_read_as_people_write_them(generate, limits, text):
 def test_bounds_of_an_interval_share_a_row(generate):
     page = (DOCS / "metrics.md").read_text()
     assert (
-        "| `eval/success_rate`, `_low`, `_high` | share | Success on the validation episodes during "
+        "| `eval/success_rate`, `_low`, `_high` (share) | Success on the validation episodes during "
         "training (policy, thoughts). With its 95% interval. **Watch:** falls while"
     ) in page
     assert "`eval/success_rate_low`" not in page
