@@ -1,4 +1,4 @@
-"""GRPO over several turns with a tool: the policy learns to ask a calculator before it answers."""
+"""GRPO over several turns with a tool: the policy learns to look at a hidden image before it answers."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from sums import FOLDER
 
 import rl_core
 
-SAMPLING = rl_core.SamplingSettings(max_completion_tokens=32, max_turns=3)
+SAMPLING = rl_core.SamplingSettings(max_completion_tokens=48, max_turns=4)
 
 
 def build_demonstrations(environment, count):
@@ -18,13 +18,13 @@ def build_demonstrations(environment, count):
     ]
 
 
-def main(output=FOLDER / "tools", demonstrations=4000, epochs=4, iterations=40):
+def main(output=FOLDER / "tools", demonstrations=4000, epochs=5, iterations=60):
     output = Path(output)
-    environment = rl_core.make_environment("arithmetic", {"max_number": 20})
+    environment = rl_core.make_environment("pixel_grid")
     rows = build_demonstrations(environment, demonstrations)
     texts = [message["content"] for row in rows for message in row["messages"]]
     policy = rl_core.create_policy(
-        texts, rl_core.ModelSettings(preset="tiny", vocab_size=320, context=96)
+        texts, rl_core.ModelSettings(preset="tiny", vocab_size=512, context=192)
     )
     settings = rl_core.SFTSettings(epochs=epochs, batch_size=32, learning_rate=3e-3)
     rl_core.sft(policy, rows, settings=settings, output=output / "sft").run()
