@@ -18,9 +18,7 @@ GREEDY = rl_core.SamplingSettings(temperature=0.0, max_completion_tokens=12)
 
 def list_sums():
     """Return every question with its answer: 64 rows of {"prompt", "answer"}."""
-    return [
-        {"prompt": f"{a} + {b} = ?", "answer": str(a + b)} for a in NUMBERS for b in NUMBERS
-    ]
+    return [{"prompt": f"{a} + {b} = ?", "answer": str(a + b)} for a in NUMBERS for b in NUMBERS]
 
 
 def choose_wrong_answer(row, rng):
@@ -45,11 +43,15 @@ def make_base_model(folder=FOLDER / "base", epochs=50):
         is_right = rng.random() < 0.6
         answer = row["answer"] if is_right else choose_wrong_answer(row, rng)
         rows.append({"prompt": row["prompt"], "completion": answer})
-    texts = [f"{row['prompt']} {row['completion']}" for row in rows] + ["answer in a sentence : the sum is"]
+    texts = [f"{row['prompt']} {row['completion']}" for row in rows] + [
+        "answer in a sentence : the sum is"
+    ]
     policy = rl_core.create_policy(
         texts, rl_core.ModelSettings(preset="tiny", vocab_size=300, context=64)
     )
-    settings = rl_core.SFTSettings(epochs=epochs, batch_size=64, learning_rate=2e-3, schedule="cosine")
+    settings = rl_core.SFTSettings(
+        epochs=epochs, batch_size=64, learning_rate=2e-3, schedule="cosine"
+    )
     trainer = rl_core.sft(policy, rows, heldout=0.0, settings=settings)
     trainer.run()
     return trainer.save(folder)
@@ -62,9 +64,13 @@ def measure_success(model, samples=16):
     texts = rl_core.generate(
         model, [row["prompt"] for row in rows], samples=samples, sampling=sampling
     )
-    answers = [(text.strip(), row["answer"]) for row, t in zip(rows, texts, strict=True) for text in t]
+    answers = [
+        (text.strip(), row["answer"]) for row, t in zip(rows, texts, strict=True) for text in t
+    ]
     return sum(text == answer for text, answer in answers) / len(answers)
 
 
 if __name__ == "__main__":
-    print(f"{make_base_model()}: {measure_success(make_base_model()):.1%} of its sampled answers are right")
+    print(
+        f"{make_base_model()}: {measure_success(make_base_model()):.1%} of its sampled answers are right"
+    )

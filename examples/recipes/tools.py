@@ -46,7 +46,9 @@ def main(output=FOLDER / "tools", demonstrations=4000, epochs=5, iterations=60):
     trainer.run()
     trainer.save(output / "model")
     after = rl_core.evaluate(trainer.policy, environment, settings=evaluation)
-    print(f"held-out episodes solved: {before.success_rate:.1%} before, {after.success_rate:.1%} after")
+    print(
+        f"held-out episodes solved: {before.success_rate:.1%} before, {after.success_rate:.1%} after"
+    )
     return trainer.metrics()
 
 
