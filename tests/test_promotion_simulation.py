@@ -35,7 +35,7 @@ def test_a_real_gain_is_detected_on_enough_episodes_and_seldom_on_few():
 
 @pytest.mark.slow
 def test_the_level_of_graded_outcomes_is_as_documented():
-    """Check docs/benchmarks/promotion.md: it holds for symmetric differences and many episodes, not for rare losses."""
+    """Check docs/benchmarks/online.md: it holds for symmetric differences and many episodes, not for rare losses."""
     simulation = load_benchmark()
     error = (0.025 * 0.975 / 1000) ** 0.5
     assert simulation.simulate_graded_level("symmetric", 50, 1000, seed=1) <= 0.025 + 4 * error

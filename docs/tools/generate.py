@@ -14,6 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -21,7 +22,7 @@ DOCS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(DOCS.parent))  # called as a file, from a checkout
 
 from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricGroup  # noqa: E402
-from rl_core.settings import OnlineSettings, Settings  # noqa: E402
+from rl_core.settings import DistillationSettings, PolicySettings, Settings  # noqa: E402
 from rl_core.settings.deprecated_keys import list_deprecated_keys  # noqa: E402
 from rl_core.settings.framework_aliases import (  # noqa: E402
     TRL_VERSION,
@@ -30,248 +31,294 @@ from rl_core.settings.framework_aliases import (  # noqa: E402
     list_trl_aliases,
     list_verl_aliases,
 )
+from rl_core.settings.training import LoopSettings, OptimizerSettings  # noqa: E402
 from tasks.config.settings import PipelineSettings  # noqa: E402
 
-__all__ = ["coming_from_page", "configuration_page", "main", "metrics_page", "online_page", "pages"]
-
 NOTE = "<!-- Written by docs/tools/generate.py; edit the source named below instead. -->\n\n"
-
-_LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-_TYPES = {int: "int", float: "float", str: "text", bool: "bool"}
-
-_CONFIGURATION = """\
-# Configuration reference
-
-Every key of a pipeline's YAML file, with its type, default and range. Generated from the settings classes
-(`rl_core/settings/`, `tasks/config/settings.py`), from which the loader, the error messages and the Prefect form are
-built as well.
-
-- A key that is left out takes its default; a stage that is left out (or `null`) does not run; `{}` means its defaults.
-- An unknown key, a wrong type or a value out of range stops before anything runs, with file, line, key and the allowed
-  values.
-- Any key can be changed on the command line: `--set stages.policy.learning_rate=1e-6`.
-- `posttrain validate CONFIG --show` prints all settings of a file, defaults included.
-
-"""
-
+CONFIGURATION = DOCS / "configuration"
 LOG_FIELDS = Path(__file__).with_name("update_log_fields.csv")
+COMING_FROM = Path(__file__).with_name("coming_from.txt")
+GLOSSARY = Path(__file__).with_name("glossary.csv")
+
+_TYPES = {int: "int", float: "float", str: "text", bool: "bool"}
+_TRAINING_STAGES = "the settings of [all training stages](shared.md#training-stages)"
+_INHERITED = {  # base class -> what a section says instead of repeating its rows
+    LoopSettings: _TRAINING_STAGES,
+    OptimizerSettings: "the [optimizer settings](shared.md#optimizer)",
+}
+
+
+@dataclass(frozen=True)
+class ConfigurationPage:
+    """One page of the configuration reference: the blocks whose place in the file begins with one of `places`."""
+
+    file: str
+    title: str
+    introduction: str
+    places: tuple[str, ...]
+
+
+CONFIGURATION_PAGES = (
+    ConfigurationPage(
+        "index.md",
+        "Configuration",
+        """\
+Every key of a pipeline's YAML file, one page for each kind of stage. The pages are generated from the settings classes
+(`rl_core/settings/`, `tasks/config/settings.py`), which also produce the error messages and the Prefect form.
+
+- A missing key takes its default. A missing stage (or `null`) does not run; `{}` runs it with its defaults.
+- An unknown key, a wrong type or a value out of range stops the command before anything runs, with file, line, key and
+  the allowed values.
+- `--set stages.policy.learning_rate=1e-6` changes a key on the command line.
+- `posttrain validate CONFIG --show` prints all settings of a file, defaults included.
+- The type column holds the range: `int, 1 to 2^20`.
+
+| page | keys |
+|---|---|
+| [Shared settings](shared.md) | `model`, LoRA, optimizer, training loop, `launch`, `sampling`, `numerics`, `replay` |
+| [Data, SFT, distillation](sft.md) | `stages.prepare_data`, `stages.sft`, `stages.distill` |
+| [Preferences](preference.md) | `stages.preference`, `stages.reward_model` |
+| [Policy optimisation](policy.md) | `stages.policy` with critic, rollouts, curriculum and rollback |
+| [Rewards](rewards.md) | `reward_options` of the policy stage and of online learning |
+| [Thoughts and networks](thoughts.md) | `stages.thoughts`, `stages.network` |
+| [Evaluation and promotion](evaluation.md) | `stages.evaluate`, `analyze`, `export`, `promote`, `gguf`, `custom` |
+| [Online learning](online.md) | `online`, and the fields of its logs |
+| [Servers](services.md) | `serving`, `prefer` |
+
+## Shipped configurations
+
+`posttrain run demo` finds `configs/demo.yaml` by its name, also in an installed package.
+
+| file | what it does |
+|---|---|
+| `configs/demo.yaml` | the demo on `pixel_grid`: a policy made from scratch asks tools about an image it cannot see |
+| `configs/real.yaml` | GRPO on SmolLM2-135M-Instruct, without demonstrations |
+| `configs/real-gpu.yaml` | the same on one GPU, for models of 0.5B to 8B; not run yet |
+| `configs/grpo.yaml` | SFT, then GRPO or a relative |
+| `configs/rlhf.yaml` | SFT, a reward model, then PPO against it |
+| `configs/dpo.yaml` | SFT, then DPO on pairs of rollouts or on a preference file |
+| `configs/gsm8k.yaml` | real questions with a calculator |
+| `configs/preferences.yaml` | a reward model on real preference pairs |
+| `configs/maze.yaml` | mazes seen one cell at a time |
+| `configs/curriculum.yaml` | exits by mean and slope, rollback, rewards that change by stage |
+| `configs/cartpole.yaml` | PPO of small networks on CartPole-v1, no language model |
+| `configs/thoughts.yaml` | thoughts before answers, tested for being genuine |
+| `configs/online.yaml` | online learning from recorded traffic: `posttrain online worker` |
+| `configs/service.yaml` | the training service: `posttrain service up` |
+| `configs/test.yaml` | every stage, as small as possible |
+""",
+        ("", "environment", "tracking", "run", "retrain", "stages"),
+    ),
+    ConfigurationPage(
+        "shared.md",
+        "Shared settings",
+        "Settings that several stages accept. The pages of the stages link here.\n",
+        (
+            "model",
+            "stages.sft.launch",
+            "stages.distill.sampling",
+            "stages.distill.numerics",
+            "stages.distill.replay",
+        ),
+    ),
+    ConfigurationPage(
+        "sft.md",
+        "Data, SFT and distillation",
+        "[Data formats](../data.md) describes the files.\n",
+        ("stages.prepare_data", "stages.sft", "stages.distill"),
+    ),
+    ConfigurationPage(
+        "preference.md",
+        "Preference optimisation and reward models",
+        "[Algorithms](../algorithms.md) has the losses.\n",
+        ("stages.preference", "stages.reward_model"),
+    ),
+    ConfigurationPage(
+        "policy.md",
+        "Policy optimisation",
+        "[Algorithms](../algorithms.md) has the equations. [Rewards](rewards.md) have their own page.\n",
+        ("stages.policy",),
+    ),
+    ConfigurationPage(
+        "rewards.md",
+        "Rewards",
+        "Options of the reward components in `stages.policy.rewards` and `online.rewards`.\n",
+        ("stages.policy.reward_options",),
+    ),
+    ConfigurationPage(
+        "thoughts.md",
+        "Thoughts and networks",
+        "Two stages that train without the policy stage.\n",
+        ("stages.thoughts", "stages.network"),
+    ),
+    ConfigurationPage(
+        "evaluation.md",
+        "Evaluation and promotion",
+        "The stages after training, and your own stages.\n",
+        (
+            "stages.evaluate",
+            "stages.analyze",
+            "stages.export",
+            "stages.promote",
+            "stages.gguf",
+            "stages.custom",
+        ),
+    ),
+    ConfigurationPage(
+        "online.md",
+        "Online learning",
+        """\
+The block `online` of a pipeline, for `posttrain serve --learn`. The YAML file of `posttrain online` has the same keys
+at its top level. [Online learning](../online.md) explains them.
+""",
+        ("online",),
+    ),
+    ConfigurationPage(
+        "services.md",
+        "Servers",
+        "The chat server (`posttrain serve`) and the rating page (`posttrain label`).\n",
+        ("serving", "prefer"),
+    ),
+)
+# Place of a class in the file -> the name by which the pages call it, where several stages share it.
+_SHORT_NAMES = {
+    "stages.sft.launch": "launch",
+    "stages.distill.sampling": "sampling",
+    "stages.distill.numerics": "numerics",
+    "stages.distill.replay": "replay",
+    "stages.policy.reward_options": "reward_options",
+}
+
 _LOGS = """
 ## Logs of updates
 
-A record of `update_contribution.jsonl` has these fields; `update_audit.log` has a line for each update with those of the
-second column. The metrics are in [the reference](metrics.md#online-learning-online).
+Fields of a record of `update_contribution.jsonl`. The second column shows them in a line of `update_audit.log`.
+The metrics are in [the reference](../metrics.md#online-learning-online).
 
 | field | in `update_audit.log` | meaning |
 |---|---|---|
 """
 
-_ONLINE = """\
-# Settings of online learning
-
-Every key of the YAML file of `posttrain online`, with its type, default and range. Generated from `rl_core/settings/online.py`.
-[Online learning](online.md) says what they do.
-
-"""
-
 _METRICS = """\
-# Metric reference
+# Metrics
 
-Every metric that a run logs, in MLflow, in `metrics.jsonl` of a stage's folder and on the monitor's page. Generated
-from `rl_core/analysis/metric_reference.py`. Text in braces stands for a name: `{level}` for a level of the environment,
-`{model}` for a model of the run, `{component}` for a component of the reward (an import path with `.` for `:`).
+Every metric that a run logs: in MLflow, in `metrics.jsonl` of a stage's folder and on the live page. Generated from
+`rl_core/analysis/metrics.json`. The x axis is the number of optimizer steps. Braces stand for a name: `{level}` of the
+environment, `{model}` of the run, `{component}` of the reward (an import path with `.` for `:`). "`_low`, `_high`" are
+the bounds of the interval. Exit conditions, early stopping and rollback of the
+[curriculum](configuration/policy.md#stagespolicycurriculum) use these names.
 
-The x axis is the number of optimizer steps. Exit conditions, early stopping and rollback of the
-[curriculum](curriculum.md#exit-conditions) name some of these.
+## Glossary
 
-"""
-
-_COMING_FROM = """\
-# Coming from TRL or verl
-
-Every name of TRL {trl} (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, `RewardConfig`,
-`DistillationConfig`, `ModelConfig`, the fields of transformers' `TrainingArguments` among them) and of verl's
-`ppo_trainer` ({verl}), with what it is here. Error messages on unknown keys and `posttrain convert` read the same
-tables: `rl_core/settings/trl_aliases.csv` and `rl_core/settings/verl_aliases.csv`. "Same" means the same quantity; where
-the meaning differs, the last column says how. Losses were compared number by number:
-[losses against TRL](benchmarks/losses.md).
-
-```bash
-posttrain convert grpo.yaml --out mine.yaml       # a file of TRL or verl; --trainer where its names fit several
-posttrain validate mine.yaml
-```
-
-The converted file has the peer's name beside each value, its defaults where ours differ, and at the end, in comments,
-what was not taken over and why.
-
-## Counting
-
-The largest difference is what a batch is. Here one **iteration** samples `prompts_per_iteration` (P) prompts with
-`group_size` (G) rollouts each and takes `epochs` x `minibatches` optimizer steps on them. P and G count over all processes;
-memory is bounded by `micro_batch_tokens` alone, which changes no result but for rounding.
-
-| | TRL `GRPOConfig` | verl | here |
-|---|---|---|---|
-| rollouts per prompt | `num_generations` | `actor_rollout_ref.rollout.n` | `group_size` |
-| prompts per round | `generation_batch_size` / `num_generations` | `data.train_batch_size` | `prompts_per_iteration` |
-| optimizer steps per round | `steps_per_generation` / `gradient_accumulation_steps` x `num_iterations` | `data.train_batch_size` / `ppo_mini_batch_size` x `ppo_epochs` | `minibatches` x `epochs` |
-| size of a forward pass | `per_device_train_batch_size` (rows) | `ppo_micro_batch_size_per_gpu` (rows), `ppo_max_token_len_per_gpu` (tokens) | `micro_batch_tokens` (padded tokens) |
-| length of training | `num_train_epochs`, `max_steps` | `trainer.total_epochs` | `iterations` (rounds, not epochs over a data set) |
-
-In TRL batch sizes count completions, in verl prompts.
-
-## Metrics
-
-| TRL metric | here |
-|---|---|
-| `reward`, `reward_std` | `reward/mean`, `reward/std` |
-| `rewards/NAME/mean` | `reward/NAME` |
-| `frac_reward_zero_std` | `train/zero_advantage_rate` (samples, not groups) |
-| `completions/mean_length` | `train/completion_tokens`, `train/action_tokens` |
-| `completions/clipped_ratio` | `train/truncation_rate` |
-| `kl` (to the reference) | `policy/ref_kl`; `policy/update_kl` is the KL of one update |
-| `entropy` | `policy/entropy` |
-| `clip_ratio/low_mean`, `clip_ratio/high_mean` | `policy/clip_fraction_low`, `policy/clip_fraction_high` |
-| `sampling/sampling_logp_difference/max` | `policy/sampler_difference_max` |
-| `tools/call_frequency`, `tools/failure_frequency` | `tool/calls` (per rollout), `tool/misuse_rate` (per turn) |
-
-## TRL
-
-Where a row holds for several trainers, the setting is that of the trainer's stage: `policy` for GRPO and RLOO, `sft`, `preference` for DPO and KTO, `reward_model`,
-`distill`. A row without trainers holds for all of them.
+Twenty metrics that tell whether a run is healthy.
 
 """
-_VERL_NOTE = (
-    "Dotted as in verl's file; `*` stands for any part, and the most specific row counts. A reference to another key "
-    "(`${data.max_response_length}`) is resolved by `posttrain convert`."
-)
-_OTHER_TRAINERS = """\
-| TRL, beside the names | here | difference |
-|---|---|---|
-| `tools`, `chat_template_kwargs` (columns) | `tools` is the same column; `model.chat_template_kwargs` | variables of the template hold for the whole run |
-| `ORPOTrainer` | `preference.loss: orpo`, `beta` | TRL's cross-entropy is over prompt and completion, a mean over the batch's tokens; ours over the completion, a mean per pair, as in the paper |
-| `CPOTrainer` with `loss_type: simpo` | `preference.loss: simpo` | same loss |
-| `margin` column of the reward trainer | `margin` in the rows | same term; negative ones are refused |
-| a reward function `f(prompts, completions, **columns)` | a function of `Trajectory` objects | columns are `trajectory.row` |
-"""
 
 
-def pages() -> dict[Path, str]:
-    """Path of each generated page -> its text."""
+def build_pages() -> dict[Path, str]:
+    """Build every generated page: its path and its text."""
     return {
-        DOCS / "configuration.md": configuration_page(),
-        DOCS / "metrics.md": metrics_page(),
-        DOCS / "online-settings.md": online_page(),
-        DOCS / "coming-from.md": coming_from_page(),
+        **build_configuration_pages(),
+        DOCS / "metrics.md": build_metrics_page(),
+        DOCS / "coming-from.md": build_coming_from_page(),
     }
 
 
-def configuration_page() -> str:
-    """Markdown of the configuration reference."""
-    return _settings_page(_CONFIGURATION, PipelineSettings)
+def build_configuration_pages() -> dict[Path, str]:
+    """Build the pages of the configuration reference. A class of settings has one section, whatever blocks use it."""
+    places: dict[type[Settings], list[str]] = {}
+    for place, cls in _iterate_blocks("", PipelineSettings):
+        places.setdefault(cls, []).append(place)
+    files = {cls: _find_page(cls_places[0]) for cls, cls_places in places.items()}
+    texts = {}
+    for page in CONFIGURATION_PAGES:
+        links = {
+            cls: ("" if file == page.file else file) + f"#{_anchor(places[cls][0])}"
+            for cls, file in files.items()
+        }
+        parts = [f"# {page.title}", page.introduction]
+        if page.file == "shared.md":
+            parts.append(_build_training_section(links))
+        parts += [
+            _build_section(cls, cls_places, links)
+            for cls, cls_places in places.items()
+            if files[cls] == page.file
+        ]
+        if page.file == "online.md":
+            parts.append(_build_log_section())
+        texts[CONFIGURATION / page.file] = (
+            NOTE + "\n\n".join(part.strip("\n") for part in parts) + "\n"
+        )
+    return texts
 
 
-def online_page() -> str:
-    """Markdown of the settings of online learning, and of the fields of its logs of updates."""
+def _find_page(place: str) -> str:
+    """Find the page of a block: the one with the longest prefix of its place."""
+    prefixes = {prefix: page.file for page in CONFIGURATION_PAGES for prefix in page.places}
+    return prefixes[max((p for p in prefixes if place.startswith(p)), key=len)]
+
+
+def _shorten(place: str) -> str:
+    """Return the name of a block in its heading."""
+    for prefix, name in _SHORT_NAMES.items():
+        if place.startswith(prefix):
+            return name + place.removeprefix(prefix)
+    return place
+
+
+def _anchor(place: str) -> str:
+    return re.sub(r"[.\[\]]", "", _shorten(place)).lower() or "top-level"
+
+
+def _build_training_section(links: Mapping[type[Settings], str]) -> str:
+    """Build the section of the settings that every training stage has."""
+    parts = [
+        "## Training stages",
+        "`sft`, `distill`, `preference`, `reward_model`, `policy`, `thoughts` and `network` accept these. A stage's "
+        "page lists them again only where its default or meaning differs.",
+    ]
+    for title, cls in (("Loop", LoopSettings), ("Optimizer", OptimizerSettings)):
+        parts += [f"### {title}", "\n".join(_build_rows(dataclasses.fields(cls), cls, links))]
+    return "\n\n".join(parts)
+
+
+def _build_log_section() -> str:
+    """Build the table of the fields of the logs of updates."""
     with LOG_FIELDS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    lines = [f"| `{row['field']}` | {row['in audit log']} | {row['meaning']} |" for row in rows]
-    return _settings_page(_ONLINE, OnlineSettings) + _LOGS + "\n".join(lines) + "\n"
-
-
-def _settings_page(head: str, settings: type[Settings]) -> str:
-    parts = [NOTE, head]
-    blocks = list(_blocks("", settings))
-    places: dict[type[Settings], list[str]] = {}
-    for place, cls in blocks:
-        places.setdefault(cls, []).append(place)
-    anchors = {cls: re.sub(r"[.\[\]]", "", found[0]).lower() for cls, found in places.items()}
-    parts += [_section(cls, found, anchors) for cls, found in places.items()]
-    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
-
-
-def metrics_page() -> str:
-    """Markdown of the metric reference."""
-    return "\n".join(
-        [NOTE + _METRICS.rstrip("\n") + "\n", *(_group(group) for group in METRIC_GROUPS)]
+    return _LOGS + "\n".join(
+        f"| `{row['field']}` | {row['in audit log']} | {row['meaning']} |" for row in rows
     )
 
 
-def coming_from_page() -> str:
-    """Markdown of the names of TRL and verl."""
-    trl = ["| TRL | here | difference, or why there is no equal | trainers |", "|---|---|---|---|"]
-    trl += [
-        _peer_row(row, row.resolve_paths(None), ", ".join(row.trainers))
-        for row in list_trl_aliases()
-    ]
-    verl = ["| verl | here | difference, or why there is no equal |", "|---|---|---|"]
-    verl += [_peer_row(row, row.resolve_paths(None)) for row in list_verl_aliases()]
-    head = _COMING_FROM.format(trl=TRL_VERSION, verl=VERL_VERSION)
-    parts = (
-        NOTE + head.rstrip("\n"),
-        "\n".join(trl),
-        _OTHER_TRAINERS.rstrip("\n"),
-        "## verl",
-        _VERL_NOTE,
-        "\n".join(verl),
-    )
-    return "\n\n".join(parts) + "\n"
-
-
-def _peer_row(row: FrameworkAlias, paths: Sequence[str], *more: str) -> str:
-    names = ", ".join(f"`{name}`" for name in row.names)
-    here = (
-        ", ".join(
-            f"`{path.removeprefix('stages.<stage>.').removeprefix('stages.')}`" for path in paths
-        )
-        or "none"
-    )
-    cells = (names, here, row.difference, *more)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _blocks(place: str, cls: type[Settings]) -> Iterator[tuple[str, type[Settings]]]:
-    """Dotted place and class of every block of settings, outer ones first."""
-    yield place, cls
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        inner, suffix = _inner(hints[field.name])
-        if inner is not None:
-            name = f"{place}.{field.name}".lstrip(".") + suffix
-            yield from _blocks(name, inner)
-
-
-def _inner(hint: Any) -> tuple[type[Settings] | None, str]:
-    """The settings class in a type, and what follows its key: [] for a list of it, .NAME for blocks by name."""
-    if isinstance(hint, type) and issubclass(hint, Settings):
-        return hint, ""
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple and arguments:
-        return _inner(arguments[0])[0], "[]"
-    if typing.get_origin(hint) is dict:
-        return _inner(arguments[1])[0], ".NAME"
-    for argument in arguments if typing.get_origin(hint) in (Union, types.UnionType) else ():
-        found = _inner(argument)
-        if found[0] is not None:
-            return found
-    return None, ""
-
-
-def _section(
-    cls: type[Settings], places: Sequence[str], anchors: Mapping[type[Settings], str]
+def _build_section(
+    cls: type[Settings], places: Sequence[str], links: Mapping[type[Settings], str]
 ) -> str:
-    title = f"`{places[0]}`" if places[0] else "Top level"
-    lines = [f"## {title}", "", (cls.__doc__ or "").split("\n\n")[0].strip(), ""]
-    if len(places) > 1:
-        lines += ["Also " + ", ".join(f"`{place}`" for place in places[1:]) + ".", ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        limits = " and ".join(
-            f"{_LIMITS[name]} {limit}" for name, limit in field.metadata.items() if name in _LIMITS
+    """Build one block's section: its meaning, where else it occurs, and a row for each key."""
+    name = _shorten(places[0])
+    lines = [f"## `{name}`" if name else "## Top level", ""]
+    about = (cls.__doc__ or "").split("\n\n")[0].strip()
+    fields = list(dataclasses.fields(cls))
+    for base, description in _INHERITED.items():
+        if issubclass(cls, base) and cls is not base:
+            inherited = {field.name: _describe(field) for field in dataclasses.fields(base)}
+            fields = [field for field in fields if inherited.get(field.name) != _describe(field)]
+            if base is LoopSettings or not issubclass(cls, LoopSettings):
+                about += f" Also accepts {description}."
+    if cls is DistillationSettings:
+        policy = {field.name: _describe(field) for field in dataclasses.fields(PolicySettings)}
+        same = [field.name for field in fields if policy.get(field.name) == _describe(field)]
+        fields = [field for field in fields if field.name not in same]
+        about += (
+            " These keys mean the same as in [`stages.policy`](policy.md#stagespolicy): "
+            + ", ".join(f"`{key}`" for key in same)
+            + "."
         )
-        meaning = field.metadata["doc"] + (f"; {limits}" if limits else "")
-        row = (f"`{field.name}`", _type(hints[field.name], anchors), _default(field), meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    lines += [about, ""]
+    if len(places) > 1 or name != places[0]:
+        others = ", ".join(f"`{place}`" for place in places if place != name)
+        lines += [("Also " if name == places[0] else "In ") + others + ".", ""]
+    lines += _build_rows(fields, cls, links)
     former = [
         f"`{key.name}` (now {' and '.join(f'`{name}`' for name in key.new_names)}"
         + (f", as a share of `{key.unit}`)" if key.unit else ")")
@@ -279,58 +326,223 @@ def _section(
     ]
     if former:
         lines += ["", f"Former names, which work until 0.3: {', '.join(former)}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def _type(hint: Any, anchors: Mapping[type[Settings], str]) -> str:
+def _describe(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """Return what a row shows of a field, without its type."""
+    return (dict(field.metadata), _format_default(field))
+
+
+def _build_rows(
+    fields: Sequence[dataclasses.Field[Any]],
+    cls: type[Settings],
+    links: Mapping[type[Settings], str],
+) -> list[str]:
+    hints = typing.get_type_hints(cls)
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for field in fields:
+        limits = _format_range(field.metadata)
+        row = (
+            f"`{field.name}`",
+            _format_type(hints[field.name], links) + (f", {limits}" if limits else ""),
+            _format_default(field),
+            _link_documents(field.metadata["doc"]),
+        )
+        lines.append(_format_row(row))
+    return lines
+
+
+def _link_documents(meaning: str) -> str:
+    """Turn `docs/data.md` in the meaning of a key into a link from a page of the configuration."""
+    return re.sub(
+        r"docs/([\w/-]+)\.md(#[\w-]+)?",
+        lambda match: f"[{match[1].replace('-', ' ')}](../{match[1]}.md{match[2] or ''})",
+        meaning,
+    )
+
+
+def _format_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _format_range(metadata: Mapping[str, Any]) -> str:
+    """Format the limits of a field: `1 to 64`, `above 0, at most 1`; "" without limits."""
+    limits = {
+        key: _format_limit(metadata[key]) for key in ("gt", "ge", "lt", "le") if key in metadata
+    }
+    if "ge" in limits and "le" in limits:
+        return f"{limits['ge']} to {limits['le']}"
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    return ", ".join(f"{words[key]} {limit}" for key, limit in limits.items())
+
+
+def _format_limit(value: float) -> str:
+    """Format a limit; large powers of two as `2^20`, of ten as `10^6`."""
+    if value >= 2**16 and value == int(value):
+        power = int(value).bit_length() - 1
+        if int(value) == 1 << power:
+            return f"2^{power}"
+        zeros = len(str(int(value))) - 1
+        if zeros >= 6 and int(value) == 10**zeros:
+            return f"10^{zeros}"
+    return f"{value:g}" if abs(value) < 10**6 else str(value)
+
+
+def build_metrics_page() -> str:
+    """Build the metric reference, the glossary first."""
+    with GLOSSARY.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    known = {metric.name for group in METRIC_GROUPS for metric in group.metrics}
+    if unknown := [row["metric"] for row in rows if row["metric"] not in known]:
+        raise ValueError(f"{GLOSSARY.name}: {unknown[0]} is not in the metric reference")
+    glossary = ["| metric | what it says | good | bad |", "|---|---|---|---|"]
+    glossary += [
+        _format_row((f"`{row['metric']}`", row["meaning"], row["good"], row["bad"])) for row in rows
+    ]
+    parts = [NOTE + _METRICS.strip("\n"), "\n".join(glossary)]
+    parts += [_build_metric_group(group) for group in METRIC_GROUPS]
+    return "\n\n".join(parts) + "\n"
+
+
+def _build_metric_group(group: MetricGroup) -> str:
+    """Build a group's table. Bounds of an interval and metrics of equal meaning share a row."""
+    lines = [f"## {group.title}", "", group.about, "", "| name | unit | meaning |", "|---|---|---|"]
+    by_name = {metric.name: metric for metric in group.metrics}
+    merged: set[str] = set()
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for metric in group.metrics:
+        alike.setdefault((metric.unit, metric.meaning, metric.worry), []).append(metric.name)
+    for metric in group.metrics:
+        if metric.name in merged:
+            continue
+        names, meaning, worry = f"`{metric.name}`", metric.meaning, metric.worry
+        same = alike[metric.unit, metric.meaning, metric.worry]
+        if len(same) > 3:
+            names = ", ".join(f"`{name}`" for name in same)
+            merged |= set(same)
+        low, high = by_name.get(f"{metric.name}_low"), by_name.get(f"{metric.name}_high")
+        if low is not None and high is not None:
+            interval = low.meaning.removeprefix("Lower bound of its ").rstrip(".")
+            if high.meaning in (f"Upper bound of its {interval}.", "Upper bound of that interval."):
+                names += ", `_low`, `_high`"
+                interval, _, condition = interval.partition("; ")
+                meaning += f" With its {interval}" + (f"; {condition}" if condition else "") + "."
+                worry = " ".join(filter(None, (worry, low.worry, high.worry)))
+                merged |= {low.name, high.name}
+        if worry:
+            meaning += (
+                f" **Watch:** {worry[0].lower() + worry[1:] if worry[1:2].islower() else worry}"
+            )
+        lines.append(_format_row((names, metric.unit, meaning)))
+    return "\n".join(lines)
+
+
+def build_coming_from_page() -> str:
+    """Build the page of the names of TRL and verl."""
+    text = COMING_FROM.read_text(encoding="utf-8").format(
+        trl=TRL_VERSION,
+        verl=VERL_VERSION,
+        trl_tables=_build_alias_tables("TRL", list_trl_aliases()),
+        verl_tables=_build_alias_tables("verl", list_verl_aliases()),
+    )
+    return NOTE + text
+
+
+def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> str:
+    """Build three tables: names with the same meaning, with another meaning, and without an equal."""
+    same = [f"| {framework} | here |", "|---|---|"]
+    different = [f"| {framework} | here | difference |", "|---|---|---|"]
+    missing = [f"| {framework} | why there is no equal |", "|---|---|"]
+    for row in aliases:
+        names = ", ".join(f"`{name}`" for name in row.names)
+        if row.trainers:
+            names += f" ({', '.join(row.trainers)})"
+        paths = [path.removeprefix("stages.") for path in row.resolve_paths(None)]
+        here = ", ".join(f"`{path.removeprefix('<stage>.')}`" for path in paths)
+        if not here:
+            missing.append(_format_row((names, row.difference)))
+        elif row.difference == "same":
+            same.append(_format_row((names, here)))
+        else:
+            different.append(_format_row((names, here, row.difference)))
+    return "\n\n".join(
+        (
+            f"### {framework}: the same",
+            "\n".join(same),
+            f"### {framework}: different",
+            "\n".join(different),
+            f"### {framework}: no equal",
+            "\n".join(missing),
+        )
+    )
+
+
+def _iterate_blocks(place: str, cls: type[Settings]) -> Iterator[tuple[str, type[Settings]]]:
+    """Yield the dotted place and the class of every block of settings, outer ones first."""
+    yield place, cls
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        inner, suffix = _find_block(hints[field.name])
+        if inner is not None:
+            name = f"{place}.{field.name}".lstrip(".") + suffix
+            yield from _iterate_blocks(name, inner)
+
+
+def _find_block(hint: Any) -> tuple[type[Settings] | None, str]:
+    """Find the settings class in a type, and what follows its key: [] for a list of it, .NAME for blocks by name."""
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        return hint, ""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and arguments:
+        return _find_block(arguments[0])[0], "[]"
+    if typing.get_origin(hint) is dict:
+        return _find_block(arguments[1])[0], ".NAME"
+    for argument in arguments if typing.get_origin(hint) in (Union, types.UnionType) else ():
+        block = _find_block(argument)
+        if block[0] is not None:
+            return block
+    return None, ""
+
+
+def _format_type(hint: Any, links: Mapping[type[Settings], str]) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(
-            "null" if part is type(None) else _type(part, anchors) for part in arguments
+            "null" if part is type(None) else _format_type(part, links) for part in arguments
         )
     if origin is Literal:
         return ", ".join(f"`{argument}`" for argument in arguments)
     if origin is tuple:
-        inner = _type(arguments[0], anchors)
+        inner = _format_type(arguments[0], links)
         return f"list of {inner}" if arguments[-1] is ... else f"{len(arguments)} x {inner}"
     if origin is dict:
-        return f"name: {'any value' if arguments[1] is Any else _type(arguments[1], anchors)}"
-    block, _ = _inner(hint)
-    return f"[block](#{anchors[block]})" if block is not None else _TYPES.get(hint, "any value")
+        return f"name: {'any value' if arguments[1] is Any else _format_type(arguments[1], links)}"
+    block, _ = _find_block(hint)
+    return f"[block]({links[block]})" if block is not None else _TYPES.get(hint, "any value")
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
+def _format_default(field: dataclasses.Field[Any]) -> str:
     if field.default_factory is not dataclasses.MISSING:
-        return f"`{_yaml(field.default_factory())}`"
+        return f"`{_format_yaml(field.default_factory())}`"
     if field.default is dataclasses.MISSING:
         return "required"
-    return "its defaults" if isinstance(field.default, Settings) else f"`{_yaml(field.default)}`"
+    return (
+        "its defaults"
+        if isinstance(field.default, Settings)
+        else f"`{_format_yaml(field.default)}`"
+    )
 
 
-def _yaml(value: Any) -> str:
-    """A value as one writes it in YAML."""
+def _format_yaml(value: Any) -> str:
+    """Format a value as one writes it in YAML, on one line."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
+        return f"[{', '.join(map(_format_yaml, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_format_yaml(item)}" for key, item in value.items()) + "}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
-def _group(group: MetricGroup) -> str:
-    lines = [
-        f"## {group.title}",
-        "",
-        group.about,
-        "",
-        "| name | unit | meaning | when to worry |",
-        "|---|---|---|---|",
-    ]
-    for metric in group.metrics:
-        row = (f"`{metric.name}`", metric.unit, metric.meaning, metric.worry)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    return "\n".join(lines) + "\n"
+    return str(value).replace("\n", "\\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -340,14 +552,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="write nothing; exit with 1 if a page is stale"
     )
     check = parser.parse_args(arguments).check
+    pages = build_pages()
     stale = [
         path
-        for path, text in pages().items()
+        for path, text in pages.items()
         if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]
     for path in stale:
         if not check:
-            path.write_text(pages()[path], encoding="utf-8")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(pages[path], encoding="utf-8")
         print(
             f"{path.relative_to(DOCS.parent)}: {'stale; run docs/tools/generate.py' if check else 'written'}"
         )

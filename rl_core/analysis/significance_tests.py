@@ -46,7 +46,7 @@ def run_gain_test(
 
     At margin 0, the sign-flip test: with one outcome of 0 or 1 for each episode it is McNemar's exact (sign) test. With
     graded outcomes it is exact for symmetric differences; with rare large losses against small gains it rejects up to
-    four times as often as `level` on 50 episodes (docs/benchmarks/promotion.md). At
+    four times as often as `level` on 50 episodes (docs/benchmarks/online.md). At
     another margin there is no exchange of the two models that leaves the hypothesis as it is, so differences within
     [-1, 1] go to the betting test; unbounded ones to the sign-flip test around the margin.
 

@@ -304,8 +304,9 @@ class SamplingSettings(Settings):
         0.1,
         ge=0,
         le=1,
-        doc="share of episodes whose environment may raise, hang or violate its protocol (counted over ten iterations "
-        "and at least 50 episodes); they are left out. Above it the stage stops; 0: at the first, 1: only if all fail",
+        doc="share of episodes whose environment may raise, hang or violate its protocol (over "
+        "ten iterations and at least 50 episodes); they are left out. Above it the stage "
+        "stops; 0: at the first, 1: only if all fail",
     )
     rejoin: Literal["together", "ready"] = setting(
         "together",

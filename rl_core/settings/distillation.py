@@ -93,8 +93,8 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
         0.0,
         ge=0,
         le=1,
-        doc="discount of later tokens' rewards in a token's advantage; 0 = each token is credited only for itself, "
-        "with the gradient of the KL at its position; 1 = credited for the whole sequence's KL (arXiv:2306.08543)",
+        doc="discount of later tokens' rewards in a token's advantage; 0: a token is credited "
+        "only for itself; 1: for the whole sequence's KL (arXiv:2306.08543)",
     )
     learning_rate: float = _copy_policy_field("learning_rate")
     weight_decay: float = _copy_policy_field("weight_decay")

@@ -284,10 +284,11 @@ class OnlineDriftSettings(Settings):
 
     watched: tuple[str, ...] = setting(
         ("confidence", "success", "length", "refusals", "kl", "champion_kl", "components"),
-        doc="signals; confidence: of the vote; success: from feedback; length: of answers; refusals: turns that the "
-        "environment could not parse; kl: mean KL to the sampling policy; champion_kl: of the answers to the model "
-        "that the service started from; components: share of pairs of a right and a wrong answer in which the reward "
-        "components other than `task` rank the wrong one higher; () = none",
+        doc="signals; confidence: of the vote; success: from feedback; length: of answers; "
+        "refusals: turns that the environment could not parse; kl: mean KL to the sampling "
+        "policy; champion_kl: KL of the answers to the starting model; components: share of "
+        "pairs of a right and a wrong answer that the reward components other than `task` "
+        "rank the wrong way; () = none",
     )
     reference: int = setting(
         200,
@@ -305,9 +306,9 @@ class OnlineDriftSettings(Settings):
         0.02,
         ge=0,
         lt=1,
-        doc="tolerated change of a signal's mean (signals run from 0 to 1), in addition to the uncertainty of the "
-        "reference: with 200 observations of mean 0.8, what falls by less than 0.14 is tolerated "
-        "(`online/drift/NAME_limit`)",
+        doc="tolerated change of a signal's mean (signals run from 0 to 1), beyond the "
+        "uncertainty of the reference: with 200 observations of mean 0.8, a fall of less "
+        "than 0.14 (`online/drift/NAME_limit`)",
     )
     reference_error: float = setting(
         0.001,

@@ -58,8 +58,8 @@ class CriticSettings(Settings):
     warmup_iterations: int = setting(0, ge=0, doc="initial iterations that train only the critic")
     bootstrap_limits: bool = setting(
         False,
-        doc="true: a rollout cut by the limits of `sampling` bootstraps from the critic, like one truncated by the "
-        "environment; false: it is terminal. With true a policy can gain reward by running into the limit",
+        doc="true: a rollout cut by the limits of `sampling` bootstraps from the critic, so a "
+        "policy can gain reward by running into the limit; false: it is terminal",
     )
 
     def check(self) -> None:
@@ -174,9 +174,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     sampler_kl_max: float | None = setting(
         None,
         gt=0,
-        doc="hard limit of KL(sampler || trainer) on fresh rollouts, nats per token: above it the run stops, and "
-        "nothing of the iteration is saved; default: 0.001 in float32, 0.1 in bfloat16 and float16, none with "
-        "`dropout`, `importance` or `importance_mask`, which allow for other samplers",
+        doc="hard limit of KL(sampler || trainer) on fresh rollouts, nats per token: above it "
+        "the run stops without saving the iteration; default: 0.001 in float32, 0.1 in "
+        "bfloat16 and float16, none with `dropout`, `importance` or `importance_mask`",
     )
     kl_max: float | None = setting(
         None,
@@ -186,8 +186,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     trust_region_coef: float = setting(0.0, ge=0, doc="weight of KL(old || new) in the loss")
     trust_region_kl: Literal["k3", "exact"] = setting(
         "k3",
-        doc="k3: estimated at the sampled tokens; exact: over the whole vocabulary at each of them, which needs a copy "
-        "of the trainable weights and two more passes in every optimizer step except the first on the same rollouts",
+        doc="k3: at the sampled tokens; exact: over the whole vocabulary, with a copy of the "
+        "trainable weights and two more passes in every optimizer step except the first on "
+        "the same rollouts",
     )
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
     entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")

@@ -266,9 +266,10 @@ class RewardSettings(Settings):
         0.1,
         ge=0,
         le=1,
-        doc="share of samples on which user functions may raise, hang or return no finite number, a reward is beyond "
-        "+-1e12, or the judge gives no judgement (counted over ten iterations and at least 50 samples); they carry no "
-        "loss. Above it the stage stops; 0: at the first, 1: only if all fail",
+        doc="share of samples that may fail: a user function raises, hangs or returns no finite "
+        "number, a reward is beyond +-1e12, or the judge gives no score (over ten "
+        "iterations and at least 50 samples); they carry no loss. Above it the stage stops; "
+        "0: at the first, 1: only if all fail",
     )
     timeout_s: float | None = setting(
         120.0,
@@ -277,9 +278,9 @@ class RewardSettings(Settings):
     )
     cache: tuple[str, ...] = setting(
         (),
-        doc="user functions, by their names in `rewards`, whose values are cached, which declares them pure: a value "
-        "depends only on the sample's texts, tools, outcome and row. Values are "
-        "kept in memory and in checkpoints",
+        doc="user functions of `rewards` whose values are cached, in memory and in checkpoints; "
+        "they must be pure: a value depends only on the sample's texts, tools, outcome and "
+        "row",
     )
     cache_entries: int = setting(
         100_000,

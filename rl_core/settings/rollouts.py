@@ -49,9 +49,9 @@ class NumericsGateSettings(Settings):
     )
     action: Literal["refuse", "rollback"] = setting(
         "refuse",
-        doc="action above the bound; refuse: the run ends, and nothing of the iteration is saved; rollback: training "
-        "goes back to the weights of the last comparison that passed (a copy of model and optimizer in memory and in "
-        "checkpoints)",
+        doc="refuse: above the bound the run ends without saving the iteration; rollback: "
+        "training returns to the weights of the last comparison that passed (a copy of "
+        "model and optimizer in memory and in checkpoints)",
     )
 
 

@@ -5,7 +5,7 @@
 
 The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
 thread and writes OUT/jobs/<name>-<seed>.json; existing files are not run again, so the benchmark can be interrupted.
-At the end: OUT/learning.md (tables for docs/benchmarks/learning.md) and OUT/learning.png (success against episodes).
+At the end: OUT/learning.md (tables for results/learning.md) and OUT/learning.png (success against episodes).
 
 Success is sampled at temperature 1. Curves are measured on 200 validation episodes, the tables on 500 other held-out
 episodes; intervals are 95% intervals over episodes, each played once by every seed's model.

@@ -3,7 +3,7 @@
     python tests/benchmarks/pretrained.py --output OUT [--seeds 3] [--workers 1] [--threads 2] [--episodes 200]
 
 Each run is `posttrain run real` in a process of its own, with OUT/VARIANT-SEED as output; finished stages are not run
-again. At the end: OUT/pretrained.md, the tables and first texts of docs/benchmarks/real-data.md. Success has Wilson's
+again. At the end: OUT/pretrained.md, the tables and first texts of results/real-data.md. Success has Wilson's
 95% interval over the held-out episodes, the gain that of the paired bootstrap. Timings hold on an idle machine with one
 worker.
 """

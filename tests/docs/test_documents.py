@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -39,9 +40,11 @@ from rl_core.trainers.policy_gradient.custom_functions import CustomAdvantages
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 from tasks import stage_registry
 from tasks.config import build_settings
+from tasks.config.settings import PipelineSettings
 from tasks.config.yaml_loader import read_yaml
 from tasks.shipped import find_config
 
+RESULTS = sorted((ROOT / "tests/benchmarks/results").glob("*.md"))
 FOLDERS = r"configs|deployments|docs|examples|flows|posttrain|rl_core|tasks|tests"
 
 
@@ -78,10 +81,8 @@ def test_there_are_anchors_to_check():
     """Check that there are links; the checks above would pass on pages without one."""
     targets = [target for page in PAGES for _, target in list_links(page)]
     assert len(targets) > 60 and sum("#" in target for target in targets) > 10
-    assert "10-a-limit-of-the-sampler-ends-an-episode" in list_anchors(
-        DOCS / "architecture-decisions.md"
-    )
-    assert "stagespolicycurriculum" in list_anchors(DOCS / "configuration.md")
+    assert "10-a-limit-of-the-sampler-ends-an-episode" in list_anchors(DOCS / "architecture.md")
+    assert "stagespolicycurriculum" in list_anchors(DOCS / "configuration/policy.md")
 
 
 def test_every_page_is_in_the_navigation():
@@ -93,7 +94,7 @@ def test_named_files_exist():
     for page in PAGES:
         for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", strip_blocks(page)):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
-    for path in re.findall(r"`((?:\w+/)+\w+\.py)`", (DOCS / "layout.md").read_text()):
+    for path in re.findall(r"`((?:\w+/)+\w+\.py)`", (DOCS / "architecture.md").read_text()):
         assert (ROOT / path).exists() or (ROOT / "rl_core" / path).exists(), path
 
 
@@ -114,8 +115,10 @@ def test_code_and_configs_name_documents_that_exist():
 
 
 @pytest.mark.parametrize("floor", ["rl_core", "tasks", "flows", "posttrain"])
-def test_layout_names_every_room(floor):
-    text = (DOCS / "layout.md").read_text().partition(f"## `{floor}/`")[2].partition("\n## ")[0]
+def test_the_architecture_names_every_room(floor):
+    text = (
+        (DOCS / "architecture.md").read_text().partition(f"## `{floor}/`")[2].partition("\n## ")[0]
+    )
     named = set(re.findall(r"^    (\w+)/", text, re.MULTILINE))
     rooms = {path.parent.name for path in (ROOT / floor).glob("*/__init__.py")}
     assert named == rooms
@@ -429,19 +432,109 @@ def test_the_api_page_shows_every_public_function():
     assert shown >= {name for name in rl_core.__all__ if inspect.isfunction(getattr(rl_core, name))}
 
 
-def test_generated_pages_are_current(monkeypatch):
+@pytest.fixture
+def generate(monkeypatch):
+    """Import docs/tools/generate.py."""
     monkeypatch.syspath_prepend(str(DOCS / "tools"))
-    generate = importlib.import_module("generate")
-    for path, text in generate.pages().items():
+    return importlib.import_module("generate")
+
+
+def test_generated_pages_are_current(generate):
+    for path, text in generate.build_pages().items():
         assert path.read_text() == text, f"{path.name} is stale; run docs/tools/generate.py"
 
 
-def test_the_configuration_page_names_every_setting():
-    text = (DOCS / "configuration.md").read_text()
-    assert "| `clip_eps_high` | float or null | `null` | upper clip of the ratio" in text
-    assert "| `sampling` | [block](#stagesdistillsampling) | its defaults |" in text
-    assert "; at least 0 and at most 5 |" in text  # temperature
+def test_the_configuration_pages_name_every_setting(generate):
+    """Check rows, ranges and links of the reference, and that each block of settings has exactly one section."""
+    pages = {
+        page.file: (DOCS / "configuration" / page.file).read_text()
+        for page in generate.CONFIGURATION_PAGES
+    }
+    assert (
+        "| `clip_eps_high` | float or null, above 0 | `null` | upper clip of the ratio"
+        in pages["policy.md"]
+    )
+    assert "| `sampling` | [block](shared.md#sampling) | its defaults |" in pages["policy.md"]
+    assert "| `temperature` | float, 0 to 5 | `1.0` |" in pages["shared.md"]
+    text = "".join(pages.values())
     assert len(re.findall(r"^\| `\w+` \|", text, re.MULTILINE)) > 250
+    headings = re.findall(r"^## `(.+)`$", text, re.MULTILINE)
+    assert len(headings) == len(set(headings)) > 40
+    places = {}  # the first place of a class decides its page
+    for place, cls in generate._iterate_blocks("", PipelineSettings):
+        places.setdefault(cls, place)
+    for cls, place in places.items():
+        # A training stage refers to the shared settings, a distillation to the policy's as well.
+        shown = pages[generate._find_page(place)] + pages["shared.md"] + pages["policy.md"]
+        assert all(f"`{field.name}`" in shown for field in dataclasses.fields(cls)), place
+
+
+def test_a_training_stage_lists_only_what_differs(generate):
+    """Check that a shared key has one row, and one more where its default differs."""
+    pages = {path.name: text for path, text in generate.build_configuration_pages().items()}
+    assert pages["shared.md"].count("| `max_grad_norm` |") == 1
+    for name in ("sft.md", "preference.md", "policy.md"):
+        assert "| `max_grad_norm` |" not in pages[name]
+    assert pages["sft.md"].count("| `dropout` |") == 1  # true for SFT, false elsewhere
+    assert "| `dropout` |" not in pages["preference.md"]
+    assert "`clip_eps`" in pages["sft.md"] and "| `clip_eps` |" not in pages["sft.md"]
+
+
+@pytest.mark.parametrize(
+    "limits, text",
+    [
+        ({"ge": 1, "le": 1024}, "1 to 1024"),
+        ({"gt": 0, "le": 1}, "above 0, at most 1"),
+        ({"ge": 0, "lt": 2**31}, "at least 0, below 2^31"),
+        ({"ge": 1, "le": 1_000_000}, "1 to 10^6"),
+        ({"ge": 1e-6, "le": 65_535}, "1e-06 to 65535"),
+        ({}, ""),
+    ],
+)
+def test_ranges_read_as_people_write_them(generate, limits, text):
+    assert generate._format_range(limits) == text
+
+
+def test_bounds_of_an_interval_share_a_row(generate):
+    page = (DOCS / "metrics.md").read_text()
+    assert (
+        "| `eval/success_rate`, `_low`, `_high` | share | Success on the validation episodes during "
+        "training (policy, thoughts). With its 95% interval. **Watch:** falls while"
+    ) in page
+    assert "`eval/success_rate_low`" not in page
+    assert page.count("Level of its detector") == 1  # seven metrics of equal meaning
+    assert page.count("| Mean of these differences. |") == 2  # two metrics, each below its maximum
+    names = {metric.name for group in generate.METRIC_GROUPS for metric in group.metrics}
+    missing = {
+        name
+        for name in names
+        if f"`{name}`" not in page and name.removesuffix("_low").removesuffix("_high") not in names
+    }
+    assert not missing
+    assert (
+        len(
+            re.findall(r"^\|", page.partition("## Glossary")[2].partition("\n## ")[0], re.MULTILINE)
+        )
+        == 22
+    )
+
+
+def test_every_shipped_configuration_is_listed():
+    page = (DOCS / "configuration/index.md").read_text()
+    shipped = {path.name for path in (ROOT / "configs").glob("*.yaml")}
+    assert set(re.findall(r"^\| `configs/([\w-]+\.yaml)` \|", page, re.MULTILINE)) == shipped
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_links_of_the_measurements_resolve(path):
+    """Check the complete tables that the site leaves out; the list of them names each."""
+    for _, target in list_links(path):
+        if not target.startswith("http"):
+            name, _, anchor = target.partition("#")
+            linked = (path.parent / name).resolve()
+            assert linked.is_file(), target
+            assert not anchor or anchor in list_anchors(linked), target
+    assert path.name == "README.md" or f"]({path.name})" in (path.parent / "README.md").read_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("latex2mathml") is None, reason="needs the extra docs")

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 from asynchrony.paper import BASE, FEW, list_variants
 
-PUBLISHED = (1.3, 2.8)  # speed-ups over synchronous training, see docs/benchmarks/scale.md
+PUBLISHED = (1.3, 2.8)  # speed-ups over synchronous training, see tests/benchmarks/results/scale.md
 COLOURS = {0: "#7f7f7f", 1: "#1f77b4", 2: "#2ca02c", 4: "#ff7f0e", 8: "#d62728"}
 TASKS = ("reasoning", "agent")
 

@@ -93,5 +93,5 @@ def test_every_field_of_a_record_of_an_update_is_documented():
     fields = [*record, *(f"experiences[].{name}" for name in record["experiences"][0])]
     with (ROOT / "docs/tools/update_log_fields.csv").open(newline="") as file:
         assert [row["field"] for row in csv.DictReader(file)] == fields
-    page = (ROOT / "docs/online-settings.md").read_text()
+    page = (ROOT / "docs/configuration/online.md").read_text()
     assert all(f"| `{field}` |" in page for field in fields)
