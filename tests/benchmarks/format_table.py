@@ -1,4 +1,4 @@
-"""Table of tests/benchmarks/results/data_formats.md: every data format, the file tried, where its loss tokens lie, compared with TRL's.
+"""Table of results/data_formats.md: every data format, the file tried, where its loss tokens lie, compared with TRL's.
 
     python tests/benchmarks/format_table.py record --trl TRL_PYTHON --questions GSM8K.jsonl --pairs PAIRS.jsonl
     python tests/benchmarks/format_table.py write

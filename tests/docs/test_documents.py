@@ -361,7 +361,7 @@ def test_commands_parse(place, line):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/operations.md", "docs/approval.md", "docs/monitor.md"]
+    "page", ["README.md", "docs/operations.md", "docs/promotion.md", "docs/observing.md"]
 )
 def test_commands_of_pages_for_operators_work_from_a_wheel_which_has_no_folder_of_configs(
     page, tmp_path, monkeypatch
