@@ -104,10 +104,13 @@ def format_figures(result: dict[str, Any]) -> str:
         f"load {result['load']} before), "
         f"peak memory {result['peak_mib']:,} MiB.\n"
     )
+    header: list[int] = []
     for curve in result["curves"]:
-        steps = " | ".join(str(step) for step, _ in curve["points"])
+        steps = [step for step, _ in curve["points"]]
+        if steps != header:
+            text += f"\n| step | {' | '.join(map(str, steps))} |\n|---{'|---' * len(steps)}|\n"
+            header = steps
         values = " | ".join(format(value, curve["format"]) for _, value in curve["points"])
-        text += f"\n| step | {steps} |\n|---{'|---' * len(curve['points'])}|\n"
         text += f"| {curve['name']} (`{curve['metric']}`) | {values} |\n"
     if result["curves"]:
         lines = "\n".join(f"    {line}" for line in result["lines"][-2:] if line[:4] != "data")
