@@ -407,7 +407,7 @@ def build_metrics_page() -> str:
 
 def _build_metric_group(group: MetricGroup) -> str:
     """Build a group's table. Bounds of an interval and metrics of equal meaning share a row."""
-    lines = [f"## {group.title}", "", group.about, "", "| name | unit | meaning |", "|---|---|---|"]
+    lines = [f"## {group.title}", "", group.about, "", "| name (unit) | meaning |", "|---|---|"]
     by_name = {metric.name: metric for metric in group.metrics}
     merged: set[str] = set()
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -434,7 +434,9 @@ def _build_metric_group(group: MetricGroup) -> str:
             meaning += (
                 f" **Watch:** {worry[0].lower() + worry[1:] if worry[1:2].islower() else worry}"
             )
-        lines.append(_format_row((names, metric.unit, meaning)))
+        is_plain = metric.unit in ("-", metric.name.rpartition("/")[2])  # `train/episodes`
+        unit = "" if is_plain else f" ({metric.unit})"
+        lines.append(_format_row((names + unit, meaning)))
     return "\n".join(lines)
 
 
@@ -450,10 +452,10 @@ def build_coming_from_page() -> str:
 
 
 def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> str:
-    """Build three tables: names with the same meaning, with another meaning, and without an equal."""
+    """Build two tables and a list: names of the same meaning, of another meaning, and without an equal."""
     same = [f"| {framework} | here |", "|---|---|"]
     different = [f"| {framework} | here | difference |", "|---|---|---|"]
-    missing = [f"| {framework} | why there is no equal |", "|---|---|"]
+    missing = []
     for row in aliases:
         names = ", ".join(f"`{name}`" for name in row.names)
         if row.trainers:
@@ -461,7 +463,7 @@ def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> st
         paths = [path.removeprefix("stages.") for path in row.resolve_paths(None)]
         here = ", ".join(f"`{path.removeprefix('<stage>.')}`" for path in paths)
         if not here:
-            missing.append(_format_row((names, row.difference)))
+            missing.append(f"- {names}: {row.difference}")
         elif row.difference == "same":
             same.append(_format_row((names, here)))
         else:
@@ -527,11 +529,7 @@ def _format_default(field: dataclasses.Field[Any]) -> str:
         return f"`{_format_yaml(field.default_factory())}`"
     if field.default is dataclasses.MISSING:
         return "required"
-    return (
-        "its defaults"
-        if isinstance(field.default, Settings)
-        else f"`{_format_yaml(field.default)}`"
-    )
+    return "`{}`" if isinstance(field.default, Settings) else f"`{_format_yaml(field.default)}`"
 
 
 def _format_yaml(value: Any) -> str:

@@ -27,6 +27,7 @@ from documents import (
     list_links,
     strip_blocks,
 )
+from helpers.chromium import PROGRAM, Chromium
 
 import rl_core
 from posttrain.cli.main import build_parser
@@ -459,7 +460,7 @@ def test_the_configuration_pages_name_every_setting(generate):
         "| `clip_eps_high` | float or null, above 0 | `null` | upper clip of the ratio"
         in pages["policy.md"]
     )
-    assert "| `sampling` | [block](shared.md#sampling) | its defaults |" in pages["policy.md"]
+    assert "| `sampling` | [block](shared.md#sampling) | `{}` |" in pages["policy.md"]
     assert "| `temperature` | float, 0 to 5 | `1.0` |" in pages["shared.md"]
     text = "".join(pages.values())
     assert len(re.findall(r"^\| `\w+` \|", text, re.MULTILINE)) > 250
@@ -503,7 +504,7 @@ def test_ranges_read_as_people_write_them(generate, limits, text):
 def test_bounds_of_an_interval_share_a_row(generate):
     page = (DOCS / "metrics.md").read_text()
     assert (
-        "| `eval/success_rate`, `_low`, `_high` | share | Success on the validation episodes during "
+        "| `eval/success_rate`, `_low`, `_high` (share) | Success on the validation episodes during "
         "training (policy, thoughts). With its 95% interval. **Watch:** falls while"
     ) in page
     assert "`eval/success_rate_low`" not in page
@@ -559,22 +560,29 @@ def test_every_equation_becomes_mathml(monkeypatch):
         )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs the extra docs")
-def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
-    """As `make docs` builds it, in a copy."""
-    shutil.copytree(DOCS, tmp_path / "docs")
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the site as `make docs` does, in a copy; warnings are errors."""
+    if importlib.util.find_spec("zensical") is None:
+        pytest.skip("needs the extra docs")
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(DOCS, folder / "docs")
     shutil.copytree(
-        ROOT / "tests/benchmarks/pictures", tmp_path / "docs/pictures", dirs_exist_ok=True
+        ROOT / "tests/benchmarks/pictures", folder / "docs/pictures", dirs_exist_ok=True
     )
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "paths: [.]" in settings
-    (tmp_path / "mkdocs.yml").write_text(settings.replace("paths: [.]", f"paths: [{ROOT}]"))
+    (folder / "mkdocs.yml").write_text(settings.replace("paths: [.]", f"paths: [{ROOT}]"))
     path = os.pathsep.join([str(DOCS / "tools"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    built = list((tmp_path / "docs-site").rglob("*.html"))
+    return folder / "docs-site"
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    built = list(site.rglob("*.html"))
     assert len(built) > len(PAGES)
     for page in built:
         loaded = re.findall(
@@ -582,4 +590,25 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_p
             page.read_text(),
         )
         assert loaded == [], f"{page.name}: {loaded}"
-    assert "clipped_policy_loss" in (tmp_path / "docs-site/api/index.html").read_text()
+    assert "clipped_policy_loss" in (site / "api/index.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+def test_no_page_is_wider_than_a_phone(site):
+    """Check that wide tables and code scroll by themselves at 420 px, and that code can be copied."""
+    with Chromium("about:blank", (420, 900)) as browser:
+        for page in sorted(site.rglob("index.html")):
+            browser.call("Page.navigate", url=page.as_uri())
+            browser.wait(
+                f"location.href === {page.as_uri()!r} && document.readyState === 'complete'"
+            )
+            width = browser.run("document.documentElement.scrollWidth")
+            assert width <= 420, f"{page.relative_to(site)}: {width} px"
+            blocks, buttons = browser.run(
+                "[document.querySelectorAll('.md-typeset pre > code').length, "
+                "document.querySelectorAll('.md-code__button, .md-clipboard').length]"
+            )
+            assert buttons == blocks, (
+                f"{page.relative_to(site)}: {buttons} of {blocks} can be copied"
+            )
