@@ -398,7 +398,10 @@ def _check_sandbox() -> DoctorFinding:
         missing = probe_sandbox()
     except ChildFailed as error:
         return DoctorFinding(
-            "sandbox", "bad", f"no child process starts: {error}", "see docs/reliability.md"
+            "sandbox",
+            "bad",
+            f"no child process starts: {error}",
+            "see docs/reliability.md, 'Sandbox'",
         )
     working = ", ".join(part for part in PARTS if part not in missing)
     if not missing:
