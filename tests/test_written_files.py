@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 HINT = (
     "use rl_core/storage: write_text_atomic, write_json_atomic, replacing (atomic and synced), write_text_unsynced "
     "(live views), AppendLog (files that grow), publish_folder and seal_folder (folders), "
-    "make_folder, open_log (output of child processes); docs/reliability.md has the table"
+    "make_folder, open_log (output of child processes); tests/benchmarks/results/publishing_and_gates.md has the table"
 )
 
 # (file, what is called in it, reason). A line that matches nothing any more is an error.

@@ -398,7 +398,10 @@ def _check_sandbox() -> DoctorFinding:
         missing = probe_sandbox()
     except ChildFailed as error:
         return DoctorFinding(
-            "sandbox", "bad", f"no child process starts: {error}", "see docs/security.md"
+            "sandbox",
+            "bad",
+            f"no child process starts: {error}",
+            "see docs/reliability.md, 'Sandbox'",
         )
     working = ", ".join(part for part in PARTS if part not in missing)
     if not missing:
@@ -408,7 +411,7 @@ def _check_sandbox() -> DoctorFinding:
         "sandbox",
         "note",
         f"of model-written code: {working or 'nothing'}; {failures}",
-        "docs/security.md says what that leaves open",
+        "docs/reliability.md says what that leaves open",
     )
 
 

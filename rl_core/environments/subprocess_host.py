@@ -2,7 +2,7 @@
 
 Unlike a thread, a process can be killed. Children stay alive between requests, since their imports take seconds; each
 request runs in a fork of its child (`subprocess_main.py`), confined by `sandbox.py` as far as this machine allows.
-docs/security.md lists what that does not stop.
+docs/reliability.md lists what that does not stop.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ChildPool(ProcessPool["_ChildProcess"]):
 @functools.lru_cache(maxsize=64)
 def _warn_about_missing_part(part: str, reason: str) -> None:
     logger.warning(
-        "the sandbox of child processes is incomplete, %s: %s (docs/security.md)", part, reason
+        "the sandbox of child processes is incomplete, %s: %s (docs/reliability.md)", part, reason
     )
 
 

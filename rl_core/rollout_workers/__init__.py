@@ -1,3 +1,3 @@
 """Rollout workers: separate processes or inference servers that play episodes, with verified weights
-(docs/scale-out.md).
+(docs/scaling.md).
 """

@@ -417,7 +417,7 @@ def check_server_at_start(
         description = server.describe_server()
     except ServerUnavailable as error:
         raise SettingsError(
-            f"rollouts.address: no inference server answers ({error}); start one (docs/inference-servers.md), or set "
+            f"rollouts.address: no inference server answers ({error}); start one (docs/scaling.md), or set "
             "workers: in_process"
         ) from error
     finally:

@@ -41,7 +41,7 @@ def check_start_settings(server: RolloutServerSettings, lora_rank: int) -> None:
     if not (program.is_file() and os.access(program, os.X_OK)):
         raise SettingsError(
             f"rollouts.server.python: {server.python} is not an executable program; name the Python of vLLM's "
-            "environment (docs/inference-servers.md)"
+            "environment (docs/scaling.md)"
         )
     if lora_rank > MAX_ADAPTER_RANK:
         raise SettingsError(

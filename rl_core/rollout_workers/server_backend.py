@@ -239,7 +239,7 @@ class ServerBackend:
             if time.monotonic() >= end:
                 raise BackendError(
                     f"the inference server has not answered for {self.settings.patience_s:g} s ({problem}); start it "
-                    f"again (docs/inference-servers.md): {_RESUME_HINT}"
+                    f"again (docs/scaling.md): {_RESUME_HINT}"
                 ) from problem
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, end - time.monotonic())))
 

@@ -1,7 +1,7 @@
 """Defaults that depend on the model: values for a from-scratch preset ruin a pretrained model, and vice versa.
 
 A setting named here gets its default by the kind of model (`resolve_defaults`); `render_defaults_table` writes this
-table as docs/defaults.md. An explicit value always wins.
+table, which docs/bring-your-own.md contains. An explicit value always wins.
 """
 
 from __future__ import annotations
@@ -129,14 +129,6 @@ def _format_number(value: float | None) -> str:
 
 
 _TABLE_HEAD = """\
-# Defaults that depend on the model
-
-With `model.path`, unset learning rates and lengths default to values commonly used for that kind of model; from-scratch
-presets use values that suit models of a few million parameters. A value that you set always wins; `posttrain validate
-CONFIG --show` prints the values in use. If the model's context is known, the default of a length marked * is at most
-half of it (`LengthSettings.free`: 80% of that half). Commands that put another model into a config (`posttrain stage
---model`, `posttrain retrain`) keep the config's values.
-
 | setting | preset | full fine-tuning | LoRA | source |
 |---|---|---|---|---|
 """
@@ -148,7 +140,7 @@ Common values for every model: `micro_batch_tokens` 16384 (verl: ppo_max_token_l
 
 
 def render_defaults_table() -> str:
-    """Render the table as docs/defaults.md."""
+    """Render the table as docs/bring-your-own.md, 'Defaults by model', contains it."""
     rows = []
     for name, row in MODEL_DEFAULTS.items():
         cells = [_format_number(value) for value in (row.preset, row.full, row.lora)]

@@ -62,7 +62,7 @@ def select_decisive_numerics(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutServerSettings(Settings):
-    """An inference server that samples the rollouts, in a separate environment (docs/inference-servers.md)."""
+    """An inference server that samples the rollouts, in a separate environment (docs/scaling.md)."""
 
     model: str | None = setting(
         None, doc="the server's name for the model; unset: the first that it lists"
@@ -123,7 +123,7 @@ class RolloutServerSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Settings):
-    """Processes that play the rollouts: the trainer's or those of workers (docs/scale-out.md)."""
+    """Processes that play the rollouts: the trainer's or those of workers (docs/scaling.md)."""
 
     workers: Literal["in_process", "ray", "server"] = setting(
         "in_process",
@@ -203,7 +203,7 @@ class RolloutSettings(Settings):
         if self.server.start:
             if self.server.python is None:
                 raise SettingsError(
-                    "server.python: start needs the Python of vLLM's environment (docs/inference-servers.md)"
+                    "server.python: start needs the Python of vLLM's environment (docs/scaling.md)"
                 )
             if self.address is not None:
                 raise SettingsError(
@@ -213,7 +213,7 @@ class RolloutSettings(Settings):
         elif self.address is None:
             raise SettingsError(
                 "address: workers: server needs host:port of an inference server, or server: {start: true, python: "
-                "...}, with which the trainer starts one (docs/inference-servers.md)"
+                "...}, with which the trainer starts one (docs/scaling.md)"
             )
         elif not _is_server_address(self.address):
             raise SettingsError(

@@ -18,7 +18,7 @@ from rl_core.settings.common import ReferenceSettings, SamplingSettings
 SINKS = ("tensorboard", "wandb", "prometheus", "dogstatsd")
 SINKS_DOC = (
     "trackers in addition to MLflow: tensorboard[:FOLDER], wandb[:PROJECT], prometheus[:FOLDER, :PORT or :HOST:PORT], "
-    "dogstatsd[:HOST:PORT]; none can fail a step (docs/metrics-out.md)"
+    "dogstatsd[:HOST:PORT]; none can fail a step (docs/observing.md)"
 )
 ALERTS_DOC = (
     "metric -> condition, such as policy/ref_kl: '> 0.5'; whenever one becomes true, the event posttrain.alert is "
@@ -203,7 +203,7 @@ class ServingSettings(Settings):
     rollouts: bool = setting(
         False,
         doc="true: a trainer may load weights and adapters from folders of this machine, and make the server sleep and "
-        "wake (docs/inference-servers.md); the registry is not checked for new versions",
+        "wake (docs/scaling.md); the registry is not checked for new versions",
     )
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Table of docs/data.md: every data format, the file tried, where its loss tokens lie, compared with TRL's.
+"""Table of results/data_formats.md: every data format, the file tried, where its loss tokens lie, compared with TRL's.
 
     python tests/benchmarks/format_table.py record --trl TRL_PYTHON --questions GSM8K.jsonl --pairs PAIRS.jsonl
     python tests/benchmarks/format_table.py write
@@ -36,7 +36,7 @@ from helpers.format_files import (
 
 from rl_core.data.chat import ChatRenderer
 
-PAGE = ROOT / "docs/data.md"
+PAGE = ROOT / "tests/benchmarks/results/data_formats.md"
 BEGIN, END = "<!-- written by tests/benchmarks/format_table.py -->\n", "<!-- end of it -->\n"
 _LONGEST = 120  # characters of a run of tokens that are shown
 COMPARED = 200  # rows of real text that TRL is run on, format by format

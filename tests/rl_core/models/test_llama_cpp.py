@@ -19,7 +19,7 @@ from rl_core.settings import ModelSettings
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp", reason="xllamacpp is not installed (make llama-test)")
 
-# Mean KL divergence per token from the model to llama.cpp's reading of the file, nats. Measured: see docs/gguf.md.
+# Mean KL divergence per token from the model to llama.cpp's reading of the file, nats. Measured: see docs/serving.md.
 BOUNDS = {"f32": 1e-6, "bf16": 1e-3, "q8_0": 1e-2}
 WORDS = (
     *("The", "cat's", "12,345", "naïve\tdéjà-vu", "code:", "x[i]+=3;", "東京", "🙂", "don't"),

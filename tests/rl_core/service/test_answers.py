@@ -11,7 +11,7 @@ from helpers.service import VOCAB, loss_request, make_engine, new_run, random_da
 from rl_core.service.loss_registry import LOSSES, UNSUPPORTED_LOSSES
 from rl_core.service.requests import Datum
 
-PAGE = Path(__file__).parents[3] / "docs" / "service.md"
+PAGE = Path(__file__).parents[3] / "docs" / "service-reference.md"
 REDUCTION = re.compile(r"[a-z0-9_]+:(mean|sum|min|max)")
 
 
