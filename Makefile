@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
 	rl_core/service/client.py rl_core/service/client_calls.py
 
-.PHONY: help setup demo demo-real readme-pictures test test-all test-extras sdk-test transformers4-test llama-test vllm-test crash-test service-crash-test fuzz lint format docs clean
+.PHONY: help setup demo demo-real demo-results test test-all test-extras sdk-test transformers4-test llama-test vllm-test crash-test service-crash-test fuzz lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -32,8 +32,8 @@ demo: $(STAMP)  ## run the main job: configs/demo.yaml
 demo-real: $(STAMP)  ## GRPO on a pretrained model (SmolLM2-135M, 93 MB): configs/real.yaml
 	$(BIN)/posttrain run configs/real.yaml
 
-readme-pictures: $(STAMP)  ## README's results and pictures, from one fresh run of the demo
-	$(BIN)/python docs/tools/readme_pictures.py
+demo-results: $(STAMP)  ## the quick start's table and pictures, from one run of the demo
+	$(BIN)/python docs/tools/demo_results.py
 
 test: $(STAMP)  ## the test suite (8 minutes on 2 idle cores)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not slow'

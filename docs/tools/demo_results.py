@@ -1,9 +1,8 @@
-"""The demo's results in README and the quick start, from one run: `make readme-pictures` runs the demo anew.
+"""The demo's results in the quick start and its two pictures, from one run: `make demo-results` runs the demo again.
 
-    python docs/tools/readme_pictures.py              # runs configs/demo.yaml into outputs/readme, several minutes
+    python docs/tools/demo_results.py              # runs configs/demo.yaml into outputs/demo-results, several minutes
 
-README gets the stages' own notes and both pictures, the quick start the table of the terminal: no two of them can be of
-different runs.
+The quick start gets the table of the terminal; both pictures are of the same run.
 """
 
 from __future__ import annotations
@@ -13,43 +12,18 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))  # called as a file, from a checkout
 
-__all__ = ["main", "machine", "format_stage_notes", "table_lines", "with_results"]
+__all__ = ["main", "machine", "table_lines", "with_results"]
 
-README, QUICKSTART = ROOT / "README.md", ROOT / "docs" / "quickstart.md"
+QUICKSTART = ROOT / "docs" / "quickstart.md"
 PICTURES = ROOT / "tests" / "benchmarks" / "pictures"
-_STAGES = {
-    "sft": 2,
-    "reward_model": 2,
-    "policy": 2,
-    "evaluate": 1,
-    "promote": 2,
-}  # clauses of their notes
-_LINES = re.compile(r"(?:^    (?:sft|reward model|policy|evaluate|promote): .*\n)+", re.MULTILINE)
-_MACHINE = re.compile(r"^[^\n]*, seed \d+, \d+ s in total;", re.MULTILINE)
 _TABLE = re.compile(r"(?:^    [┏┃┡│└].*\n)+", re.MULTILINE)
 _TOOK = re.compile(r"^On [^\n]*, seed \d+, it took \d+ s and ended with this table:$", re.MULTILINE)
-
-
-def format_stage_notes(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Format the result lines of README: the first clauses of the stages' notes.
-
-    Args:
-        rows: of a run's result table, each with `stage` and `note`.
-    """
-    notes = {str(row["stage"]): str(row["note"]) for row in rows}
-    lines = [
-        f"    {name.replace('_', ' ')}: {'; '.join(notes[name].split('; ')[:clauses])}\n"
-        for name, clauses in _STAGES.items()
-        if notes.get(name)
-    ]
-    return "".join(lines)
 
 
 def machine(cpuinfo: str, seed: int) -> str:
@@ -90,11 +64,11 @@ def table_lines(table: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo anew, then write the pictures and README's results."""
+    """Run the demo, then write the pictures and the quick start's table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", default=str(ROOT / "configs" / "demo.yaml"))
     parser.add_argument(
-        "--output", default=str(ROOT / "outputs" / "readme"), help="folder of the run"
+        "--output", default=str(ROOT / "outputs" / "demo-results"), help="folder of the run"
     )
     chosen = parser.parse_args(arguments)
     os.chdir(ROOT)
@@ -112,7 +86,6 @@ def main(arguments: list[str] | None = None) -> int:
         f"{result.seconds:.0f} s",
     )
     changed = {
-        README: {_LINES: format_stage_notes(result.rows), _MACHINE: f"{where} {seconds} in total;"},
         QUICKSTART: {
             _TABLE: table_lines(result.format_table(80)),
             _TOOK: f"On {where} it took {seconds} and ended with this table:",
@@ -131,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for path, text in texts.items():
         write_text_atomic(path, text)
-    print(f"{README.name}, {QUICKSTART.name} and two pictures are of this run: git diff --stat")
+    print(f"{QUICKSTART.name} and two pictures are of this run: git diff --stat")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""README's results from a run (docs/tools/readme_pictures.py): the lines, the machine, and their place in README."""
+"""The quick start's results of a run (docs/tools/demo_results.py): the machine, the table, and their places."""
 
 import importlib.util
 
@@ -7,36 +7,11 @@ from documents import ROOT
 
 from flows.runtime.run_summary import format_result_table
 
-SPEC = importlib.util.spec_from_file_location(
-    "readme_pictures", ROOT / "docs/tools/readme_pictures.py"
-)
+SPEC = importlib.util.spec_from_file_location("demo_results", ROOT / "docs/tools/demo_results.py")
 tool = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tool)
 
-ROWS = [
-    {"stage": "prepare_data", "note": "9 rows"},
-    {
-        "stage": "sft",
-        "note": "7 steps on 9 demonstrations, held-out loss 0.2 nats per token; bound",
-    },
-    {
-        "stage": "policy",
-        "note": "142 iterations (success 98% over ten); curriculum: hard from iteration 2; rewards: x",
-    },
-    {
-        "stage": "promote",
-        "note": "version 2 of demo promoted: no champion yet; success 98.0% is at least 50%",
-    },
-]
 CPU = "processor\t: 0\nmodel name\t: Some(R) Chip(TM) 9 CPU @ 2.0GHz\nflags\t\t: fpu avx2 avx512f\nprocessor\t: 1\n"
-
-
-def test_the_lines_are_notes_of_the_stages():
-    assert tool.format_stage_notes(ROWS) == (
-        "    sft: 7 steps on 9 demonstrations, held-out loss 0.2 nats per token; bound\n"
-        "    policy: 142 iterations (success 98% over ten); curriculum: hard from iteration 2\n"
-        "    promote: version 2 of demo promoted: no champion yet; success 98.0% is at least 50%\n"
-    )
 
 
 def test_the_machine_is_named_by_what_it_has():
@@ -47,7 +22,6 @@ def test_the_machine_is_named_by_what_it_has():
 @pytest.mark.parametrize(
     ("document", "places"),
     [
-        (tool.README, {tool._LINES: "    sft: THE LINES\n", tool._MACHINE: "THE MACHINE;"}),
         (tool.QUICKSTART, {tool._TABLE: "    THE TABLE\n", tool._TOOK: "THE MACHINE:"}),
     ],
 )
