@@ -65,7 +65,7 @@ sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments 
 	$(BIN)/python -m pytest -s tests/posttrain/training_service/test_public_client.py tests/posttrain/training_service/test_sdk_parity.py \
 		tests/posttrain/training_service/test_sdk_examples.py
 
-vllm-test: $(STAMP)  ## the real vLLM, its CPU build (3.1 GB) in an environment of its own, with a pretrained model
+vllm-test: $(STAMP)  ## the real vLLM, its CPU build (3.1 GB, 4 to 7 minutes) in a separate environment, with a pretrained model (30 minutes)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python deployments/vllm/install_cpu.py
 	POSTTRAIN_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -s -m vllm \
