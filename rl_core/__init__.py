@@ -19,6 +19,7 @@ Names are imported on first use (PEP 562), so that `import rl_core` itself loads
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -383,6 +384,10 @@ def __getattr__(name: str) -> Any:
                 f"module 'rl_core' has no attribute '{name}'; {suggest_name(name, __all__)}"
             )
         raise AttributeError(f"module 'rl_core' has no attribute '{name}'")
+    if "ipykernel" in sys.modules and "tqdm.auto" not in sys.modules:
+        from rl_core.models.quiet_loading import ignore_missing_widgets
+
+        ignore_missing_widgets()
     module, inner = _EXPORTS[name]
     value = getattr(importlib.import_module(module), inner)
     globals()[name] = value  # later lookups do not get here

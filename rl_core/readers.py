@@ -275,6 +275,12 @@ def _find_trajectory_files(run: str | Path, stage: str) -> list[tuple[str, Path]
     return [("", path) for path in paths if path.is_file()][:1]
 
 
+def iter_recent_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
+    """Yield (iteration, trajectory) of a recent_rollouts.jsonl, oldest first. Raises: DataError."""
+    for trajectory, columns in _iter_trajectories_with_columns(path):
+        yield int(columns["iteration"] or 0), trajectory
+
+
 def _iter_trajectories_with_columns(path: Path) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
     """Yield trajectories and further columns: the iteration of each recent training rollout."""
     if path.name != RECENT_FILE:

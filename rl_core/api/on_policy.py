@@ -209,6 +209,7 @@ def policy_gradient(
     check_prompt_lengths(environment, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
+    recent = _build_recent_rollouts(folder)
     reference = None
     if settings.kl_coef > 0:
         reference = _load_reference(model, policy, settings.reference_precision)
@@ -222,7 +223,7 @@ def policy_gradient(
         functions=functions,
         evaluator=_build_validator(policy, environment, settings, seed, functions),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
-        record=_build_rollout_record(folder),
+        record=_build_rollout_record(folder, recent),
         custom_functions=custom_functions,
         server_log=folder / SERVER_LOG if folder is not None else None,
     )
@@ -236,6 +237,7 @@ def policy_gradient(
         output=output,
         tracker=tracker,
         callbacks=callbacks,
+        recent=recent,
         environment={"name": environment.name, "class": type(environment).__qualname__},
         prompts=prompts_digest,
         reward=reward_spec.digest_functions() if reward_spec is not None else {},
@@ -275,6 +277,7 @@ def distill(
     check_prompt_lengths(environment, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
+    recent = _build_recent_rollouts(folder)
     recipe = build_distillation_recipe(
         policy,
         load_teacher(settings.teacher, policy, teacher),
@@ -282,7 +285,7 @@ def distill(
         settings,
         seed,
         evaluator=_build_validator(policy, environment, settings.policy(), seed, {}),
-        record=_build_rollout_record(folder),
+        record=_build_rollout_record(folder, recent),
     )
     return build_training(
         "distill",
@@ -294,6 +297,7 @@ def distill(
         output=output,
         tracker=tracker,
         callbacks=callbacks,
+        recent=recent,
         teacher=describe_model_source(teacher) if teacher is not None else "",
         environment={"name": environment.name, "class": type(environment).__qualname__},
         prompts=prompts_digest,
@@ -389,9 +393,12 @@ def _build_validator(
     return build_validator(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 
 
-def _build_rollout_record(folder: Path | None) -> RolloutRecorder | None:
+def _build_recent_rollouts(folder: Path | None) -> RecentRollouts:
+    """Build the record that `Training.samples` reads; without a folder it is in memory alone."""
+    return RecentRollouts(folder / RECENT_FILE if folder is not None else None)
+
+
+def _build_rollout_record(folder: Path | None, recent: RecentRollouts) -> RolloutRecorder:
     if folder is None:
-        return None
-    return build_combined_record(
-        RewardRecord(folder / REWARDS_FILE), RecentRollouts(folder / RECENT_FILE)
-    )
+        return recent
+    return build_combined_record(RewardRecord(folder / REWARDS_FILE), recent)
