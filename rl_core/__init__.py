@@ -11,7 +11,8 @@
 
 Train with `grpo`, `ppo`, `policy_gradient`, `distill`, `sft`, `dpo` or `reward_model`; train networks on plain
 observations with `network_ppo`. Then use `evaluate`, `generate`, `load_policy`. A task of several turns is an
-`Environment`. Read files of a run as DataFrames with `read_metrics`, `read_rewards`, `read_trajectories`.
+`Environment`. Read files of a run as DataFrames with `read_metrics`, `read_rewards`, `read_trajectories`; draw its
+curves with `plot_metrics`.
 
 Names are imported on first use (PEP 562), so that `import rl_core` itself loads neither torch nor transformers.
 """
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from rl_core.readers import (
         iter_metrics,
         iter_rewards,
+        plot_metrics,
         read_analysis,
         read_history,
         read_metrics,
@@ -289,6 +291,7 @@ __all__ = [
     "iter_rewards",
     "load_policy",
     "make_environment",
+    "plot_metrics",
     "policy_gradient",
     "ppo",
     "read_analysis",
@@ -342,8 +345,8 @@ _PUBLIC_NAMES = {
     "rl_core.networks.actor_critic": "ActionSpace ActorCritic NetworkShape PolicyNetwork ValueNetwork",
     "rl_core.networks.network_files": "load_network",
     "rl_core.readers": (
-        "iter_metrics iter_rewards read_analysis read_history read_metrics read_rewards read_trajectories "
-        "trajectory_frame"
+        "iter_metrics iter_rewards plot_metrics read_analysis read_history read_metrics read_rewards "
+        "read_trajectories trajectory_frame"
     ),
     "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
     "rl_core.settings": (

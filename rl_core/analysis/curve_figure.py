@@ -6,6 +6,7 @@ colour and its moving average, and the legend names them.
 
 from __future__ import annotations
 
+import difflib
 import html
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from rl_core.analysis.metric_reference import sort_by_importance
 from rl_core.analysis.statistics import compute_moving_average
-from rl_core.errors import DataError, suggest_name
+from rl_core.errors import DataError
 from rl_core.storage.atomic_files import write_text_atomic
 
 Points = Sequence[tuple[float, float]]  # (step, value), ordered by step
@@ -252,7 +253,9 @@ def _resolve_names(names: Sequence[str], logged: Sequence[str]) -> list[str]:
     for name in names:
         matches = [each for each in sort_by_importance(logged) if fnmatchcase(each, name)]
         if not matches:
-            raise DataError(f"plot: no metric '{name}' was logged; {suggest_name(name, logged)}")
+            close = difflib.get_close_matches(name, logged, n=1, cutoff=0.6)
+            hint = f"did you mean '{close[0]}'?" if close else "metrics() lists the names"
+            raise DataError(f"plot: no metric '{name}' was logged; {hint}")
         resolved |= dict.fromkeys(matches)
     if len(resolved) > MAX_PANELS:
         raise DataError(
@@ -288,12 +291,12 @@ def _compute_bounds(panel: Panel) -> _Bounds:
         return _Bounds(min(steps), max(steps), 0.0, 1.0, (0.0, 0.5, 1.0))
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # constant, or rounding noise around a value
         spread = abs(high) * 0.1 or 1.0
-        low, high = low - spread, high + spread
+        return _Bounds(min(steps), max(steps), low - spread, high + spread, (high,))
     ticks = choose_ticks(low, high)
     return _Bounds(min(steps), max(steps), min(low, ticks[0]), max(high, ticks[-1]), ticks)
 
 
-def choose_ticks(low: float, high: float, count: int = 3) -> list[float]:
+def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return about `count` round values between `low` and `high`; for high > low."""
     raw = (high - low) / count
     if not math.isfinite(raw) or raw <= 0:

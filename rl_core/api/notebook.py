@@ -192,7 +192,9 @@ def _draw_metrics_table(history: MetricHistory) -> str:
     rows = []
     for name in MAIN_METRICS:
         values = history.list_values(name)
-        if not values:
+        if not values or (
+            name == "policy/update_kl" and not any(values)
+        ):  # 0 with one step per rollout
             continue
         is_share = name.endswith(("success_rate", "accuracy"))
         recent = values[-MEAN_WINDOW:]
@@ -207,9 +209,8 @@ def _draw_metrics_table(history: MetricHistory) -> str:
         f'<th style="{cell};font-weight:600">{title}</th>'
         for title in ("last", f"mean of {MEAN_WINDOW}", "first")
     )
-    return (
-        f'<table style="border-collapse:collapse"><tr><th></th>{titles}</tr>{"".join(rows)}</table>'
-    )
+    name = '<th style="text-align:left;font-weight:600">metric</th>'
+    return f'<table style="border-collapse:collapse"><tr>{name}{titles}</tr>{"".join(rows)}</table>'
 
 
 def _show_in_notebook(page: str, text: str, display_id: str, is_update: bool) -> None:

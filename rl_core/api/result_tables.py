@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import pandas as pd
@@ -17,6 +18,8 @@ from rl_core.types import Trajectory
 SHOWN_CHARACTERS = 400  # of a text in a table; the DataFrame holds all of it
 SHOWN_NAMES = 6  # of the metrics that the note of a table lists
 CONSTANT_TOLERANCE = 1e-9  # relative; rounding noise is no change
+# A reward or a success that never changes is what a user must see.
+INFORMATIVE_CONSTANTS = frozenset(MAIN_METRICS) - {"policy/update_kl", "train/learning_rate"}
 _STYLE = (
     "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans',sans-serif;font-size:13px"
 )
@@ -95,13 +98,14 @@ class SamplesFrame(pd.DataFrame):
         return SamplesFrame
 
     def __repr__(self) -> str:
-        """Show the table as pandas does, without characters that would move the cursor or cannot be encoded."""
+        """Show the table as pandas does, without characters that would move the cursor."""
         texts = self.select_dtypes(include=["object", "string"])
         return pd.DataFrame.__repr__(
             pd.DataFrame(self).assign(
                 **{
                     str(name): [
-                        clean_text(text) if isinstance(text, str) else text for text in texts[name]
+                        show_control_characters(text) if isinstance(text, str) else text
+                        for text in texts[name]
                     ]
                     for name in texts
                 }
@@ -128,11 +132,11 @@ class SamplesFrame(pd.DataFrame):
 
 
 def find_constant_metrics(frame: pd.DataFrame) -> dict[str, float]:
-    """Return the metrics that had the same value at least twice and never another one. Main metrics never count."""
+    """Return the metrics that had the same value at least twice and never another one, INFORMATIVE_CONSTANTS aside."""
     constants = {}
     for name in frame:
         values = frame[name].dropna()
-        if len(values) < 2 or name in MAIN_METRICS:
+        if len(values) < 2 or name in INFORMATIVE_CONSTANTS:
             continue
         low, high = float(values.min()), float(values.max())
         if high - low <= CONSTANT_TOLERANCE * max(abs(low), abs(high)):
@@ -141,19 +145,23 @@ def find_constant_metrics(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def build_samples_frame(rows: Iterable[tuple[int, Trajectory]], limit: int | None) -> SamplesFrame:
-    """Build one row per sampled episode, newest iteration first.
+    """Build one row per sampled episode, newest iteration first; `limit` rows, spread evenly over an iteration's.
 
     Columns: iteration, prompt, completion, reward, success (where the environment knows it), `reward/NAME` of every
     component, tokens, stop_reason.
     """
-    ordered = sorted(rows, key=lambda row: -row[0])[:limit]
+    ordered: list[tuple[int, Trajectory]] = []
+    for _, block in groupby(sorted(rows, key=lambda row: -row[0]), key=lambda row: row[0]):
+        played = list(block)
+        count = len(played) if limit is None else min(limit - len(ordered), len(played))
+        ordered += [played[index * len(played) // count] for index in range(count)]
     knows_success = any(trajectory.success is not None for _, trajectory in ordered)
     records = []
     for iteration, trajectory in ordered:
         record: dict[str, Any] = {
             "iteration": iteration,
-            "prompt": trajectory.prompt,
-            "completion": trajectory.completion,
+            "prompt": replace_surrogates(trajectory.prompt),
+            "completion": replace_surrogates(trajectory.completion),
             "reward": trajectory.reward,
         }
         if knows_success:
@@ -172,17 +180,19 @@ def build_samples_frame(rows: Iterable[tuple[int, Trajectory]], limit: int | Non
     return SamplesFrame(frame[[name for name in frame if name not in last] + last])
 
 
-def clean_text(text: str) -> str:
-    """Replace control characters by visible ones, and what UTF-8 cannot hold by question marks."""
-    encodable = text.encode("utf-8", "replace").decode("utf-8")
-    return "".join(
-        chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in encodable
-    )
+def replace_surrogates(text: str) -> str:
+    """Replace what UTF-8 cannot hold by question marks: neither a DataFrame nor a notebook's message can hold it."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def show_control_characters(text: str) -> str:
+    """Replace control characters by visible ones."""
+    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
 
 
 def _format_cell(value: Any) -> str:
     if isinstance(value, str):
-        shown = clean_text(value[:SHOWN_CHARACTERS])
+        shown = show_control_characters(value[:SHOWN_CHARACTERS])
         more = len(value) - SHOWN_CHARACTERS
         rest = f'<span style="opacity:.65"> … {more:,} more characters</span>' if more > 0 else ""
         return f'<td style="{_CELL}"><div dir="auto" style="{_TEXT}">{html.escape(shown)}</div>{rest}</td>'

@@ -18,7 +18,6 @@ from rl_core.api.recipes import Recipe
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import CheckpointError, SettingsError, Stopped
-from rl_core.metric_history import MetricHistory
 from rl_core.models import causal_lm
 from rl_core.rewards.rollout_log import RecentRollouts
 from rl_core.settings import (
@@ -154,8 +153,14 @@ class ResumableTraining(Generic[TrainerT]):
             status = "FINISHED"
         except Stopped as stopped:
             status = "KILLED"
-            if self.output is not None or not self.memory.is_consistent:
+            if not self.memory.is_consistent:
                 raise
+            if self.output is not None:
+                raise Stopped(
+                    f"stopped after iteration {self.memory.state.iteration}; saved in {self.output}: run() continues "
+                    "from here, also in a new process",
+                    stopped.signum,
+                ) from None
             raise Stopped(
                 f"stopped after iteration {self.memory.state.iteration}; run() continues from here in this process. "
                 "With output=FOLDER a new process could resume",
@@ -255,15 +260,12 @@ class ResumableTraining(Generic[TrainerT]):
 
     def _list_series(self) -> dict[str, Points]:
         """Return the points of every metric: of this process, or of the output folder if nothing was trained here."""
-        from rl_core.readers import iter_metrics
+        from rl_core.readers import read_series
 
         history = self.memory.history
         if history.names or self.output is None or not (self.output / METRICS_FILE).is_file():
             return {name: history.list_points(name) for name in history.names}
-        stored = MetricHistory(HISTORY_LENGTH)
-        for step, metrics in iter_metrics(self.output):
-            stored.record_values(metrics, step)
-        return {name: stored.list_points(name) for name in stored.names}
+        return {name: points[-HISTORY_LENGTH:] for name, points in read_series(self.output).items()}
 
 
 def select_decisive_settings(

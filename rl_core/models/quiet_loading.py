@@ -2,8 +2,8 @@
 
 transformers draws a bar for every file that it reads or writes, and reports weights that its caller expects to be
 missing. In `quiet_transformers` a bar appears only once the work takes SHOW_AFTER_SECONDS, and the report only if
-loading fails. Settings of the user's program win: bars that are switched off stay off, a hook for bars is left alone, and at
-transformers' verbosity INFO or DEBUG the report is always shown.
+loading fails. Settings of the user's program win: bars that are switched off stay off, a hook for bars is left alone,
+and at transformers' verbosity INFO or DEBUG the report is always shown.
 """
 
 from __future__ import annotations
