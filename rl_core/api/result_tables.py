@@ -114,6 +114,8 @@ class SamplesFrame(pd.DataFrame):
 
     def _repr_html_(self) -> str:
         """Return a table of wrapped texts, each cut at SHOWN_CHARACTERS and in its direction of writing."""
+        if self.empty:
+            return f'<p style="{_STYLE};opacity:.7">No samples yet: no iteration was played.</p>'
         header = "".join(
             f'<th style="{_CELL};font-weight:600">{html.escape(str(name))}</th>' for name in self
         )
@@ -148,13 +150,20 @@ def build_samples_frame(rows: Iterable[tuple[int, Trajectory]], limit: int | Non
     """Build one row per sampled episode, newest iteration first; `limit` rows, spread evenly over an iteration's.
 
     Columns: iteration, prompt, completion, reward, success (where the environment knows it), `reward/NAME` of every
-    component, tokens, stop_reason.
+    component that counts, tokens, stop_reason.
     """
     ordered: list[tuple[int, Trajectory]] = []
     for _, block in groupby(sorted(rows, key=lambda row: -row[0]), key=lambda row: row[0]):
         played = list(block)
         count = len(played) if limit is None else min(limit - len(ordered), len(played))
         ordered += [played[index * len(played) // count] for index in range(count)]
+    # Components that count for the reward; an environment's reward is also recorded if a function replaces it.
+    weighted = {
+        name.removeprefix("weighted/")
+        for _, trajectory in ordered
+        for name in trajectory.rewards
+        if name.startswith("weighted/")
+    }
     knows_success = any(trajectory.success is not None for _, trajectory in ordered)
     records = []
     for iteration, trajectory in ordered:
@@ -169,7 +178,7 @@ def build_samples_frame(rows: Iterable[tuple[int, Trajectory]], limit: int | Non
         record |= {
             f"reward/{name}": value
             for name, value in trajectory.rewards.items()
-            if not name.startswith("weighted/")
+            if name in weighted or not (weighted or name.startswith("weighted/"))
         }
         records.append(
             record
