@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rl_core.analysis.canvas import select_model_color
 from rl_core.analysis.comparison import ModelComparison, PairedGroup
 from rl_core.analysis.glossary import GLOSSARY, METRICS, PAIRED_METRIC_DIRECTIONS
 from rl_core.analysis.report_html import (
@@ -20,6 +19,8 @@ from rl_core.analysis.report_html import (
     escape_text,
     format_difference,
     format_rate,
+    render_contents,
+    render_model_name,
     render_page,
     render_section,
     render_table,
@@ -36,11 +37,6 @@ def find_main_comparison(analysis: AnalysisData) -> ModelComparison | None:
     return next(
         (pair for pair in analysis.comparisons if (pair.first, pair.second) == (first, last)), None
     )
-
-
-def render_model_name(index: int, name: str) -> str:
-    """Render a model's name with a dot in its colour."""
-    return f"<span class='dot' style='background:{select_model_color(index)}'></span>{escape_text(name)}"
 
 
 def _render_difference_header(pair: ModelComparison | None) -> list[str]:
@@ -309,17 +305,6 @@ def render_loops_table(models: Sequence[ModelResult]) -> str:
     return f"<p>{sentence}</p>{render_table(head, rows, text_columns=2)}"
 
 
-# Titles in the contents, which stay on the screen in one line.
-_SHORT_TITLES = {
-    "overview": "Measures",
-    "comparison": "Pairs",
-    "levels": "Levels",
-    "kinds": "Kinds",
-    "reward-model": "Reward model",
-    "strategies": "Strategies",
-    "episodes": "Episodes",
-    "terms": "Terms",
-}
 MAX_CASE_BYTES = (
     3_000_000  # of all episodes side by side; with figures and tables a report stays below 5 MB
 )
@@ -533,14 +518,10 @@ def render_report(
         "terms": ("How to read this", _render_glossary()),
     }
     shown = {identity: section for identity, section in sections.items() if section[1]}
-    links = "".join(
-        f"<a href='#{identity}'>{_SHORT_TITLES.get(identity, name)}</a>"
-        for identity, (name, _) in shown.items()
-    )
     parts = [
         _render_headline(analysis),
         "".join(f"<p class='note'>{escape_text(note)}</p>" for note in analysis.notes),
-        f"<nav>{links}</nav>",
+        render_contents({identity: name for identity, (name, _) in shown.items()}),
         *(render_section(identity, name, body) for identity, (name, body) in shown.items()),
     ]
     return render_page(title, "".join(parts), style)

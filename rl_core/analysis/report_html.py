@@ -8,9 +8,10 @@ loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from rl_core.analysis.canvas import select_model_color
 from rl_core.analysis.statistics import Difference, Rate
 
 STYLE_SHEET = """
@@ -95,6 +96,18 @@ tr,figure,.column,.lead{break-inside:avoid}h2,h3,summary{break-after:avoid}
 """
 
 
+# Titles in the contents, which stay on the screen in one line.
+_SHORT_TITLES = {
+    "overview": "Measures",
+    "comparison": "Pairs",
+    "levels": "Levels",
+    "kinds": "Kinds",
+    "reward-model": "Reward model",
+    "strategies": "Strategies",
+    "episodes": "Episodes",
+    "terms": "Terms",
+}
+
 MAX_TEXT_CHARACTERS = 4000  # characters shown of one action or observation
 MISSING = "&ndash;"
 
@@ -144,6 +157,20 @@ def render_section(identity: str, title: str, body: str, kind: str = "") -> str:
     """Render a section that the contents list links to; "" if it is empty."""
     extra = f" class='{kind}'" if kind else ""
     return f"<section id='{identity}'{extra}><h2>{title}</h2>{body}</section>" if body else ""
+
+
+def render_contents(titles: Mapping[str, str]) -> str:
+    """Render the links to the sections, by identity."""
+    links = [
+        f"<a href='#{identity}'>{_SHORT_TITLES.get(identity, title)}</a>"
+        for identity, title in titles.items()
+    ]
+    return f"<nav>{''.join(links)}</nav>"
+
+
+def render_model_name(index: int, name: str) -> str:
+    """Render a model's name with a dot in its colour."""
+    return f"<span class='dot' style='background:{select_model_color(index)}'></span>{escape_text(name)}"
 
 
 def format_rate(rate: Rate) -> str:

@@ -157,7 +157,7 @@ class ResumableTraining(Generic[TrainerT]):
                 raise
             if self.output is not None:
                 raise Stopped(
-                    f"stopped after iteration {self.memory.state.iteration}; saved in {self.output}: run() continues "
+                    f"stopped after iteration {self.memory.state.iteration}; saved in {self.output}: run() resumes "
                     "from here, also in a new process",
                     stopped.signum,
                 ) from None

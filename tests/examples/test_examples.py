@@ -119,8 +119,7 @@ def test_the_notebook_of_grpo():
         "policy/entropy",
     ]
     assert len(names["samples"]) == 6 and set(names["samples"]["iteration"]) == {24}
-    # Two texts of each prompt: the rows are spread over the iteration.
-    assert sorted(names["samples"]["prompt"].value_counts()) == [2, 2, 2]
+    assert names["samples"]["prompt"].nunique() > 1  # the rows are spread over the iteration
 
 
 def test_the_notebook_of_preferences():
