@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from posttrain.monitor.run_notes import read_run_notes
 from posttrain.monitor.runs import (
     STATUS_NOT_RUN,
     STATUS_PENDING,
@@ -281,6 +282,8 @@ class RunReader:
             approval_answer=answer,
             config=events.texts.get("config.json", {}),
             output=pipeline_folder.parent,
+            folder=journal.folder,
+            notes=read_run_notes(journal.folder),
         )
 
     def _group_stages_by_run(self, pipeline_folder: Path, stage_folders: list[Path]) -> None:

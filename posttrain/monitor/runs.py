@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from posttrain.monitor.run_notes import RunNotes
 from posttrain.monitor.series import MetricSeries, MetricSeriesTable
 from posttrain.monitor.tail import JsonLinesTail, read_json_object
 from tasks.run_status import STALE_STOP_TAGS, describe_run_status
@@ -178,11 +179,14 @@ class RunView:
     config: dict[str, Any] = field(default_factory=dict)
     source: str = "files"  # or mlflow, if the files no longer exist
     output: Path = Path("outputs")  # that contains the pipeline's folder
+    folder: Path | None = None  # of its journal; None = only MLflow's store has the run
+    notes: RunNotes = field(default_factory=RunNotes)
 
     @property
     def title(self) -> str:
         """Title in lists."""
-        return f"{self.pipeline} · {self.started_text} · {self.status}"
+        tags = "".join(f" #{tag}" for tag in self.notes.tags)
+        return f"{self.pipeline} · {self.started_text} · {self.status}{tags}"
 
     @property
     def is_over(self) -> bool:
