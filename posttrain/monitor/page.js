@@ -115,9 +115,9 @@ const drawChart = (e, spec, wide) => {
   for (const m of placed.marks) {
     const line = svg('line', {x1: m.at, x2: m.at, y1: m.row === null ? T : 8 + 14 * m.row, y2: H - B, class: 'pt-mark ' + m.kind});
     line.append(svg('title', {}, m.label));
-    (m.row === null ? body : {append: part => parts.push(part)}).append(line);
-    if (m.row !== null) parts.push(svg('text', {x: m.start, y: 12 + 14 * m.row, class: 'pt-mark-label'}, m.label));
+    parts.push(line);
   }
+  for (const m of placed.marks) if (m.row !== null) parts.push(svg('text', {x: m.start, y: 12 + 14 * m.row, class: 'pt-mark-label'}, m.label));
   for (const l of lines) if (l.low) {  // from the least to the largest seed
     const edge = ys => l.x.map((x, i) => `${X(x)},${Y(ys[i])}`);
     body.append(svg('polygon', {points: [...edge(l.low), ...edge(l.high).reverse()].join(' '), fill: `var(--c${l.colour})`, class: 'pt-band'}));
@@ -132,9 +132,8 @@ const drawChart = (e, spec, wide) => {
   root.replaceChildren(...parts);
   drawn.set(e, {spec, x0, x1, y0, y1, width, X, Y, T, lines});
 };
-// Marks with a row for each label: none hides another. Marks closer than 5 px share one line and one label; where all
-// rows are full, the last label counts the others.
-const MARK_ROWS = 3;
+// Marks with their labels in rows, so that none hides another. Marks closer than 5 px share one line and one label; where
+// all rows are full, the label before counts the others.
 const placeMarks = (marks, X, right) => {
   const joined = [];
   for (const m of [...marks].sort((a, b) => a.x - b.x)) {
@@ -142,15 +141,17 @@ const placeMarks = (marks, X, right) => {
     if (last && X(m.x) - last.at < 5) { last.labels.push(m.label); last.kind = last.kind || m.kind || ''; }
     else joined.push({at: X(m.x), labels: [m.label], kind: m.kind || ''});
   }
-  const free = Array(MARK_ROWS).fill(-Infinity), width = text => text.length * 6.2 + 12;
-  let rows = 0;
+  const free = Array(right < 600 ? 4 : 3).fill(-Infinity), width = text => text.length * 6.2 + 12;
+  let rows = 0, before = null;
   for (const m of joined) {
     m.label = m.labels.length > 2 ? `${m.labels[0]} … ${m.labels[m.labels.length - 1]} (${m.labels.length})` : m.labels.join(', ');
     m.start = Math.max(L, Math.min(m.at - 3, right - width(m.label)));
     const row = free.findIndex(end => m.start >= end);
     m.row = row < 0 ? null : row;
-    if (row >= 0) { free[row] = m.start + width(m.label); rows = Math.max(rows, row + 1); }
+    if (row >= 0) { free[row] = m.start + width(m.label); rows = Math.max(rows, row + 1); before = m; before.more = 0; }
+    else if (before) before.more += m.labels.length;
   }
+  for (const m of joined) if (m.more) m.label += ` +${m.more}`;
   return {marks: joined, rows};
 };
 const clipped = (text, n) => text.length > n ? text.slice(0, n - 1) + '…' : text;

@@ -55,7 +55,6 @@ from rl_core.settings import (
     PolicySettings,
     resolve_defaults,
 )
-from rl_core.settings.common import Precision
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.training.callbacks import Callback
@@ -210,9 +209,7 @@ def policy_gradient(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
     recent = _build_recent_rollouts(folder)
-    reference = None
-    if settings.kl_coef > 0:
-        reference = _load_reference(model, policy, settings.reference_precision)
+    reference = _load_reference(model, policy, settings)
     recipe = build_policy_gradient_recipe(
         policy,
         reference,
@@ -328,8 +325,16 @@ def _resolve_reward_spec(
     return spec
 
 
-def _load_reference(source: ModelSource, policy: Policy, precision: Precision) -> PreTrainedModel:
-    """Load the starting model for the KL term: the policy without its new adapters, or a copy."""
+def _load_reference(
+    source: ModelSource, policy: Policy, settings: PolicySettings
+) -> PreTrainedModel | None:
+    """Load the starting model for the KL term: the policy without its new adapters, or a copy.
+
+    Returns: None without that term.
+    """
+    if settings.kl_coef <= 0:
+        return None
+    precision = settings.reference_precision
     source = build_model_settings(source)
     if isinstance(source, str | Path):
         folder = resolve_model_folder(source)
