@@ -325,6 +325,10 @@ const tabs = [...document.querySelectorAll('.pt-tabs button')], panels = [...doc
 let tab = tabs.some(t => t.dataset.tab === named.tab) ? named.tab : 'overview';
 let choice = {first: 1};  // as the server reads it: what the address names, then what the controls hold
 for (const name of ['run', 'compare', 'stage', 'metrics', 'search', 'window', 'axis']) if (named[name]) choice[name] = named[name];
+const searchBox = document.querySelector('#pt-search');
+searchBox.value = named.search || '';
+let typing = null;
+searchBox.oninput = () => { choice = {...choice, search: searchBox.value}; clearTimeout(typing); typing = setTimeout(ask, 150); };
 let offers = null, controls = false, seconds = 3, timer = null, asking = null;
 let owed = true;  // an answer that has not come: asked for again even by a page that is paused
 let patience = 20;  // seconds that it may take; longer after each that took longer, as of a busy machine
@@ -382,9 +386,9 @@ tabs.forEach(t => t.addEventListener('click', () => { tab = t.dataset.tab; mark(
 window.posttrain = {
   zoom, duration,
   every: value => { seconds = value; if (!asking) later(); },
-  choose: ([run, compare, stage, window, axis, groups, metrics, source, outcome, search]) => {
+  choose: ([run, compare, stage, window, axis, groups, metrics, source, outcome]) => {
     const next = {run: run || '', compare: (compare || []).join(), stage: stage || '', window: String(window || 10), axis: axis ? 'minutes' : 'step',
-      groups: (groups || []).join(), metrics: (metrics || []).join(), source: source || '', outcome: outcome || 'all', search: search || ''};
+      groups: (groups || []).join(), metrics: (metrics || []).join(), source: source || '', outcome: outcome || 'all', search: searchBox.value};
     const before = JSON.stringify(choice);
     choice = next;
     if (!controls) { controls = true; offers = null; }

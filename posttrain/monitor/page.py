@@ -38,9 +38,6 @@ def build_page(reader: RunReader, run: str = _AUTOMATIC) -> gr.Blocks:
             metrics = gr.Dropdown(
                 [], label="or single metrics (then groups do not count)", scale=3, **_MULTISELECT
             )
-            search = gr.Textbox(
-                label="Search", placeholder="words in a metric's name", max_lines=1, scale=2
-            )
         with gr.Row(elem_id="pt-of-trajectories"):
             source = gr.Dropdown(
                 [], value=None, label="Trajectories of", scale=3, **_ALLOW_UNLISTED
@@ -50,9 +47,8 @@ def build_page(reader: RunReader, run: str = _AUTOMATIC) -> gr.Blocks:
         update_button = gr.Button("lists", elem_id="pt-lists")
 
         controls: list[Any] = [runs, compare, stage, window, axis, groups, metrics, source, outcome]
-        controls.append(search)
         lists = [runs, compare, stage, groups, metrics, source]
-        addressed = [runs, compare, stage, window, axis, metrics, search]
+        addressed = [runs, compare, stage, window, axis, metrics]
         # Without a function: handled by the browser alone.
         apply_selection: dict[str, Any] = {
             "fn": None,
@@ -110,7 +106,7 @@ def _build_main_row(reader: RunReader, run: str) -> tuple[Any, ...]:
 
 
 def _build_address_handler(reader: RunReader, default: str) -> Any:
-    """Build the event handler that applies the address: run, comparison, stage, average, axis, metrics, search."""
+    """Build the event handler that applies the address: run, comparison, stage, average, axis, metrics."""
 
     def select_addressed(request: gr.Request) -> list[Any]:
         query = {name: str(value) for name, value in dict(request.query_params).items()}
@@ -124,7 +120,6 @@ def _build_address_handler(reader: RunReader, default: str) -> Any:
             gr.Slider(value=choice.window),
             gr.Dropdown(value=choice.by_time),
             gr.Dropdown(choices=list(entries.metrics), value=list(choice.metrics)),
-            gr.Textbox(value=choice.search),
         ]
 
     return select_addressed
@@ -148,7 +143,6 @@ def _build_selection(
     metrics: list[str],
     source: str | None,
     outcome: str,
-    search: str = "",
 ) -> PageSelection:
     return PageSelection(
         run=run or "",
@@ -160,7 +154,6 @@ def _build_selection(
         metrics=tuple(metrics or ()),
         source=source or "",
         outcome=outcome or "all",
-        search=search or "",
     )
 
 
