@@ -2,6 +2,7 @@
 
 <output>/<pipeline>/run.json, .lock                  the newest run and its process
 <output>/<pipeline>/runs/<started>/                  journal of a pipeline run
+<output>/<pipeline>/sweeps/<sweep>/trials/<trial>/   run.json, .lock and runs/ of a trial, which shares the stages below
 <output>/<pipeline>/stages/<stage>/<key>.tracking/   journal of a stage; its files are in <key>.open/ and <key>/
 """
 
@@ -214,6 +215,22 @@ class RunView:
 def _list_training_series(table: MetricSeriesTable) -> list[MetricSeries]:
     prefixes = ("train/", "reward/")
     return [series for name, series in table.series.items() if name.startswith(prefixes)]
+
+
+def read_run_key(run_folder: Path) -> tuple[str, ...]:
+    """Return what names a run within its pipeline: (started,), or (sweep, trial, started) of a sweep's trial."""
+    parts = run_folder.parts
+    if len(parts) > 6 and parts[-6] == "sweeps" and parts[-4] == "trials":
+        return parts[-5], parts[-3], parts[-1]
+    return (run_folder.name,)
+
+
+def build_run_folder(output: Path, identity: str) -> Path:
+    """Return the folder of the run with this id: the inverse of `read_run_key`."""
+    pipeline, *home, started = identity.split("/") if "/" in identity else (identity, "")
+    if len(home) == 2:
+        return output / pipeline / "sweeps" / home[0] / "trials" / home[1] / "runs" / started
+    return output / pipeline / "runs" / started
 
 
 def is_process_alive(pid: int, since: float) -> bool:

@@ -13,9 +13,9 @@ from posttrain.monitor.seed_groups import SEEDS, build_band_line, list_other_see
 from posttrain.monitor.views import build_view
 
 
-def make_trial(output, name, begun, rewards, **config):
-    """Write a run whose configuration has these further values."""
-    parent = output / name / "runs" / "2027-01-15-08-00-00"
+def make_trial(output, name, begun, rewards, *, home="", **config):
+    """Write a run whose configuration has these further values; `home` of a trial within the pipeline's folder."""
+    parent = output / name / home / "runs" / "2027-01-15-08-00-00"
     text = json.dumps({**CONFIG, "name": name, **config})
     write_journal(
         parent,
@@ -26,7 +26,7 @@ def make_trial(output, name, begun, rewards, **config):
     )
     metrics = [(i + 1, 2.0 * i, {"reward/mean": value}) for i, value in enumerate(rewards)]
     write_journal(
-        output / name / "stages/policy/aaaa.tracking",
+        output / name / f"stages/policy/aaaa{begun}.tracking",
         "policy",
         started=START + begun + 1,
         ended=START + begun + 90,
@@ -114,3 +114,20 @@ def test_a_band_interpolates_between_steps_and_is_thinned():
     line = build_band_line([(steps, np.zeros(5000)), (steps, steps % 2)], "2 seeds", 0, 1)
     assert len(line["x"]) <= 400 and line["x"][-1] == 4999.0
     assert set(line["low"]) == {0.0} and set(line["high"]) == {1.0}  # no peak is lost
+
+
+def test_trials_of_a_sweep_are_runs_with_the_stages_of_their_pipeline(tmp_path):
+    """Check that two trials that started in the same second have their own curves, and are seeds of each other."""
+    for seed, rewards in enumerate(([1.0, 2.0], [3.0, 6.0])):
+        home = f"sweeps/rate-4f/trials/0000-s{seed}"
+        make_trial(tmp_path, "demo", seed, rewards, home=home, seed=0, seeds={"policy": seed})
+    reader = RunReader(tmp_path)
+    ids = [f"demo/rate-4f/0000-s{seed}/2027-01-15-08-00-00" for seed in range(2)]
+    assert sorted(run.id for run in reader.list_runs()) == ids
+    run = reader.load_run(ids[1])
+    assert run.pipeline == "demo · rate-4f · 0000-s1"
+    assert run.find_stage("policy").table.series["reward/mean"].last == 6.0
+    choice = PageSelection(run=ids[0], compare=(SEEDS,), window=1)
+    blocks = {block["id"]: block for block in build_view(reader, choice, "curves")["blocks"]}
+    (line,) = blocks["curves reward"]["charts"][0]["lines"]
+    assert (line["y"], line["low"], line["high"]) == ([2.0, 4.0], [1.0, 2.0], [3.0, 6.0])
