@@ -399,10 +399,10 @@ def _select_metrics(run: RunView, stage: StageView, choice: PageSelection) -> li
     default groups. Within a group the most important ones come first.
     """
     if words := choice.search.lower().split():
-        groups = group_metrics_by_prefix(run, stage.label)
+        by_prefix = group_metrics_by_prefix(run, stage.label)
         return [
             name
-            for members in groups.values()
+            for members in by_prefix.values()
             for name in sort_by_importance(members)
             if all(word in f"{name} {find_label(name)}".lower() for word in words)
         ]
