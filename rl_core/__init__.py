@@ -11,7 +11,8 @@
 
 Train with `grpo`, `ppo`, `policy_gradient`, `distill`, `sft`, `dpo` or `reward_model`; train networks on plain
 observations with `network_ppo`. Then use `evaluate`, `generate`, `load_policy`. A task of several turns is an
-`Environment`. Read files of a run as DataFrames with `read_metrics`, `read_rewards`, `read_trajectories`.
+`Environment`. Read files of a run as DataFrames with `read_metrics`, `read_rewards`, `read_trajectories`; draw its
+curves with `plot_metrics`.
 
 Names are imported on first use (PEP 562), so that `import rl_core` itself loads neither torch nor transformers.
 """
@@ -19,6 +20,7 @@ Names are imported on first use (PEP 562), so that `import rl_core` itself loads
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
     from rl_core.readers import (
         iter_metrics,
         iter_rewards,
+        plot_metrics,
         read_analysis,
         read_history,
         read_metrics,
@@ -288,6 +291,7 @@ __all__ = [
     "iter_rewards",
     "load_policy",
     "make_environment",
+    "plot_metrics",
     "policy_gradient",
     "ppo",
     "read_analysis",
@@ -341,8 +345,8 @@ _PUBLIC_NAMES = {
     "rl_core.networks.actor_critic": "ActionSpace ActorCritic NetworkShape PolicyNetwork ValueNetwork",
     "rl_core.networks.network_files": "load_network",
     "rl_core.readers": (
-        "iter_metrics iter_rewards read_analysis read_history read_metrics read_rewards read_trajectories "
-        "trajectory_frame"
+        "iter_metrics iter_rewards plot_metrics read_analysis read_history read_metrics read_rewards "
+        "read_trajectories trajectory_frame"
     ),
     "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
     "rl_core.settings": (
@@ -383,6 +387,10 @@ def __getattr__(name: str) -> Any:
                 f"module 'rl_core' has no attribute '{name}'; {suggest_name(name, __all__)}"
             )
         raise AttributeError(f"module 'rl_core' has no attribute '{name}'")
+    if "ipykernel" in sys.modules and "tqdm.auto" not in sys.modules:
+        from rl_core.models.quiet_loading import ignore_missing_widgets
+
+        ignore_missing_widgets()
     module, inner = _EXPORTS[name]
     value = getattr(importlib.import_module(module), inner)
     globals()[name] = value  # later lookups do not get here

@@ -151,6 +151,10 @@ class Stopped(PosttrainError):
         super().__init__(message)
         self.signum = signum
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the message alone, as the user stopped the run."""
+        return [f"Stopped: {self}"]
+
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return a suggestion for an error message: the known name closest to `name`, or all names."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.analysis.curve_figure import CurveFigure, build_curve_figure
 from rl_core.analysis.trajectories import read_trajectories as iter_trajectories
 from rl_core.data.files import MAX_LINE
 from rl_core.errors import DataError
@@ -130,6 +131,45 @@ def trajectory_frame(trajectories: Iterable[Trajectory]) -> pd.DataFrame:
 
     rows = [_build_episode_row(trajectory) for trajectory in trajectories]
     return pd.DataFrame.from_records(rows)
+
+
+def plot_metrics(*runs: str | Path, names: Sequence[str] = (), stage: str = "") -> CurveFigure:
+    """Draw curves of one run or several as a figure that a notebook shows; `.save("curves.svg")` writes it.
+
+    Args:
+        runs: as `run` of the other readers; the legend shows the last part of each path that tells them apart.
+        names: metrics, a panel each; `*` matches any characters ("reward/*"). Default: reward, success, KL, entropy,
+            length, loss.
+    Raises: DataError without a run, for a run without metrics, or a name that none of them logged.
+    """
+    if not runs:
+        raise DataError("plot_metrics: name at least one run, the output folder of a training")
+    if len(set(map(str, runs))) < len(runs):
+        raise DataError("plot_metrics: a run is named twice; name each once")
+    labels = _shorten_run_names([Path(run) for run in runs]) if len(runs) > 1 else [""]
+    return build_curve_figure(
+        {label: read_series(run, stage=stage) for label, run in zip(labels, runs, strict=True)},
+        names,
+    )
+
+
+def read_series(run: str | Path, *, stage: str = "") -> dict[str, list[tuple[float, float]]]:
+    """Read every metric as its points (step, value), ordered by step; the newest value at a step counts."""
+    series: dict[str, dict[float, float]] = {}
+    for step, metrics in iter_metrics(run, stage=stage):
+        for name, value in metrics.items():
+            series.setdefault(name, {})[step] = value
+    return {name: sorted(points.items()) for name, points in series.items()}
+
+
+def _shorten_run_names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the paths that differ."""
+    longest = max(len(path.parts) for path in paths)
+    for count in range(1, longest + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
 
 
 def build_metrics_frame(points: Iterable[tuple[float, Mapping[str, float]]]) -> pd.DataFrame:
@@ -273,6 +313,12 @@ def _find_trajectory_files(run: str | Path, stage: str) -> list[tuple[str, Path]
         return model_files
     paths = [folder / name for name in ("trajectories.jsonl", RECENT_FILE)]
     return [("", path) for path in paths if path.is_file()][:1]
+
+
+def iter_recent_trajectories(path: Path) -> Iterator[tuple[int, Trajectory]]:
+    """Yield (iteration, trajectory) of a recent_rollouts.jsonl, oldest first. Raises: DataError."""
+    for trajectory, columns in _iter_trajectories_with_columns(path):
+        yield int(columns["iteration"] or 0), trajectory
 
 
 def _iter_trajectories_with_columns(path: Path) -> Iterator[tuple[Trajectory, dict[str, Any]]]:

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 
 from posttrain.monitor.runs import RunView, StageView
+from posttrain.monitor.seed_groups import build_band_line, group_seed_runs
 from posttrain.monitor.series import MetricSeries, compute_moving_average, downsample_curve
 from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricDescription
 
@@ -172,6 +173,7 @@ class PageSelection:
     metrics: tuple[str, ...] = ()  # individually selected metrics; they override groups
     source: str = ""  # trajectory file; "" = the first
     outcome: str = "all"  # all, right, wrong, with misuse
+    search: str = ""  # words in the names of metrics; they override single metrics and groups
 
     @property
     def drawing_options(self) -> DrawingOptions:
@@ -351,14 +353,23 @@ def build_overlay_chart(
     *,
     span: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """Build a chart of one metric of one stage, one line per run; `runs[0]` is the selected run."""
+    """Build a chart of one metric of one stage, one line per run or, for seeds of one configuration, one with a band.
+
+    `runs[0]` is the selected run.
+    """
     lines = []
     metric_options = options.select_for_metric(name)
-    for index, (run, stage) in enumerate(runs):
+    groups = group_seed_runs(runs)
+    for index, group in enumerate(groups):
+        run, stage = group[0]
+        label = shorten_run_name(run, runs[0][0])
+        if len(group) > 1:
+            band = _build_seeds_line(name, group, label, index, metric_options)
+            lines += [band] if band is not None else []
+            continue
         series = stage.table.series.get(name)
         if series is None:
             continue
-        label = shorten_run_name(run, runs[0][0])
         line = build_line(series, label, index, metric_options, run.started)
         if len(runs) == 1:  # the title names the metric
             line["name"] = f"mean of {metric_options.window}" if "avg" in line else "now"
@@ -374,7 +385,24 @@ def build_overlay_chart(
         span=span,
         moves=build_move_marks(stage, options, run.started),
     )
-    return chart | ({"compares": True} if len(runs) > 1 else {})
+    return chart | ({"compares": True} if len(groups) > 1 else {})
+
+
+def _build_seeds_line(
+    name: str, group: ComparedStages, label: str, colour: int, options: DrawingOptions
+) -> dict[str, Any] | None:
+    """Build the line of several seeds of one configuration, with a band from the least to the largest."""
+    curves, window = [], options.window
+    for run, stage in group:
+        series = stage.table.series.get(name)
+        if series is None:
+            continue
+        steps, times, values = series.read_arrays()
+        xs = (times - run.started) / 60 if options.by_time else steps
+        xs, last = np.unique(xs[::-1], return_index=True)  # of a repeated step the newest value
+        curves.append((xs, values[::-1][last]))
+        window = min(window, max(1, options.window // series.stride))
+    return build_band_line(curves, f"{len(curves)} seeds, {label}", colour, window)
 
 
 def shorten_run_name(run: RunView, selected_run: RunView) -> str:

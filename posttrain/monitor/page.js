@@ -82,16 +82,18 @@ const drawChart = (e, spec, wide) => {
     i.title = 'click to hide or show';
     i.onclick = () => { const s = hidden[spec.id] = hidden[spec.id] || new Set(); s.has(l.name) ? s.delete(l.name) : s.add(l.name); drawChart(e, spec); };
   });
-  T = (spec.marks || []).length ? 20 : 8;
   const width = wide || plot.clientWidth || 420, lines = spec.lines.filter(l => shown(spec, l) && l.x.length);
   let x0 = Infinity, x1 = -Infinity;
   for (const l of lines) { x0 = Math.min(x0, l.x[0]); x1 = Math.max(x1, l.x[l.x.length - 1]); }
   if (!isFinite(x0)) { x0 = 0; x1 = 1; }
   if (zoom[spec.id]) [x0, x1] = zoom[spec.id];
   if (x1 <= x0) { x0 -= 0.5; x1 = x0 + 1; }
+  const placed = placeMarks((spec.marks || []).filter(m => m.x >= x0 && m.x <= x1), x => L + (x - x0) / (x1 - x0) * (width - L - R), width - R);
+  T = placed.rows ? 6 + 14 * placed.rows : 8;
   let y0 = Infinity, y1 = -Infinity;
   const span = ys => (x, i) => { if (x >= x0 && x <= x1) { y0 = Math.min(y0, ys[i]); y1 = Math.max(y1, ys[i]); } };
-  for (const l of lines) { l.x.forEach(span(l.y)); if (l.avg) l.ax.forEach(span(l.avg)); }
+  for (const l of lines) for (const ys of [l.y, l.low, l.high]) if (ys) l.x.forEach(span(ys));
+  for (const l of lines) if (l.avg) l.ax.forEach(span(l.avg));
   if (spec.range) { y0 = Math.min(spec.range[0], isFinite(y0) ? y0 : spec.range[0]); y1 = isFinite(y1) && y1 > spec.range[1] ? y1 + (y1 - y0) * 0.06 : spec.range[1]; }
   if (!isFinite(y0)) { y0 = 0; y1 = 1; }
   if (y1 - y0 < 1e-12 * Math.max(1, Math.abs(y0))) { const pad = Math.abs(y0) * 0.1 || 0.5; y0 -= pad; y1 += pad; }
@@ -110,12 +112,15 @@ const drawChart = (e, spec, wide) => {
   parts.push(svg('text', {x: (L + width - R) / 2, y: H - 4, 'text-anchor': 'middle', class: 'pt-axis'}, spec.x));
   const body = svg('g', {'clip-path': `url(#${clip})`});
   const step = l => spec.step ? l.x.flatMap((x, i) => i ? [`${X(x)},${Y(l.y[i - 1])}`, `${X(x)},${Y(l.y[i])}`] : [`${X(x)},${Y(l.y[i])}`]) : l.x.map((x, i) => `${X(x)},${Y(l.y[i])}`);
-  let free = -Infinity;
-  for (const m of spec.marks || []) if (m.x >= x0 && m.x <= x1) {
-    body.append(svg('line', {x1: X(m.x), x2: X(m.x), y1: T, y2: H - B, class: 'pt-mark ' + (m.kind || '')}));
-    const room = m.label.length * 6.6 + 12, left = X(m.x) + room > width - R;
-    const start = left ? X(m.x) - room : X(m.x) - 3;
-    if (start >= free) { parts.push(svg('text', {x: left ? X(m.x) : X(m.x) - 3, y: T - 6, 'text-anchor': left ? 'end' : 'start', class: 'pt-mark-label'}, m.label)); free = start + room; }
+  for (const m of placed.marks) {
+    const line = svg('line', {x1: m.at, x2: m.at, y1: m.row === null ? T : 8 + 14 * m.row, y2: H - B, class: 'pt-mark ' + m.kind});
+    line.append(svg('title', {}, m.label));
+    parts.push(line);
+  }
+  for (const m of placed.marks) if (m.row !== null) parts.push(svg('text', {x: m.start, y: 12 + 14 * m.row, class: 'pt-mark-label'}, m.label));
+  for (const l of lines) if (l.low) {  // from the least to the largest seed
+    const edge = ys => l.x.map((x, i) => `${X(x)},${Y(ys[i])}`);
+    body.append(svg('polygon', {points: [...edge(l.low), ...edge(l.high).reverse()].join(' '), fill: `var(--c${l.colour})`, class: 'pt-band'}));
   }
   for (const l of lines) {
     const common = {fill: 'none', stroke: `var(--c${l.colour})`, 'stroke-linejoin': 'round'};
@@ -126,6 +131,28 @@ const drawChart = (e, spec, wide) => {
   parts.push(body, svg('g', {class: 'pt-hover'}));
   root.replaceChildren(...parts);
   drawn.set(e, {spec, x0, x1, y0, y1, width, X, Y, T, lines});
+};
+// Marks with their labels in rows, so that none hides another. Marks closer than 5 px share one line and one label; where
+// all rows are full, the label before counts the others.
+const placeMarks = (marks, X, right) => {
+  const joined = [];
+  for (const m of [...marks].sort((a, b) => a.x - b.x)) {
+    const last = joined[joined.length - 1];
+    if (last && X(m.x) - last.at < 5) { last.labels.push(m.label); last.kind = last.kind || m.kind || ''; }
+    else joined.push({at: X(m.x), labels: [m.label], kind: m.kind || ''});
+  }
+  const free = Array(right < 600 ? 4 : 3).fill(-Infinity), width = text => text.length * 6.2 + 12;
+  let rows = 0, before = null;
+  for (const m of joined) {
+    m.label = m.labels.length > 2 ? `${m.labels[0]} … ${m.labels[m.labels.length - 1]} (${m.labels.length})` : m.labels.join(', ');
+    m.start = Math.max(L, Math.min(m.at - 3, right - width(m.label)));
+    const row = free.findIndex(end => m.start >= end);
+    m.row = row < 0 ? null : row;
+    if (row >= 0) { free[row] = m.start + width(m.label); rows = Math.max(rows, row + 1); before = m; before.more = 0; }
+    else if (before) before.more += m.labels.length;
+  }
+  for (const m of joined) if (m.more) m.label += ` +${m.more}`;
+  return {marks: joined, rows};
 };
 const clipped = (text, n) => text.length > n ? text.slice(0, n - 1) + '…' : text;
 const hover = (e, tip, x, from) => {
@@ -140,7 +167,8 @@ const hover = (e, tip, x, from) => {
     const i = Math.abs(xs[lo] - x) < Math.abs(xs[hi] - x) || d.spec.step && xs[hi] > x ? lo : hi;
     if (at === null) at = xs[i];
     layer.append(svg('circle', {cx: d.X(xs[i]), cy: d.Y(ys[i]), r: 3.2, fill: `var(--c${l.colour})`}));
-    rows.push([l, d.spec.names ? d.spec.names[ys[i]] : value(d.spec, ys[i])]);
+    const range = l.low ? ` (${value(d.spec, l.low[i])} to ${value(d.spec, l.high[i])})` : '';
+    rows.push([l, d.spec.names ? d.spec.names[ys[i]] : value(d.spec, ys[i]) + range]);
   }
   if (!rows.length) { tip.style.display = 'none'; return; }
   layer.append(svg('line', {x1: d.X(at), x2: d.X(at), y1: T, y2: H - B, class: 'pt-cross'}));
@@ -158,6 +186,44 @@ const cell = value => {
   if (v.badge) td.append(html('span', 'pt-badge ' + v.badge, v.t)); else td.append(document.createTextNode(v.t === null || v.t === undefined ? '\u2013' : v.t));
   if (v.title) td.title = v.title;
   return td;
+};
+// Notes of a run. What is being written stays: newer notes of another tab are shown below it, and saving again replaces them.
+const drafts = {};  // run -> what is written and not saved
+const makeNotes = () => {
+  const e = html('details', 'pt-notes'), form = html('form'), foot = html('div', 'pt-foot'), save = html('button', '', 'Save');
+  e.revision = -1;
+  e.head = html('summary'); e.tags = html('input'); e.text = html('textarea'); e.say = html('span', 'pt-faint'); e.theirs = html('pre');
+  e.say.setAttribute('role', 'status'); e.theirs.hidden = true;
+  e.tags.setAttribute('aria-label', 'Tags'); e.tags.placeholder = 'tags, separated by commas';
+  e.text.setAttribute('aria-label', 'Note'); e.text.placeholder = 'a note about this run'; e.text.rows = 4;
+  e.tags.oninput = e.text.oninput = () => editNotes(e);
+  form.onsubmit = event => { event.preventDefault(); saveNotes(e); };
+  foot.append(save, e.say); form.append(e.tags, e.text, e.theirs, foot); e.append(e.head, form);
+  return e;
+};
+const fillNotes = (e, notes) => {
+  delete drafts[e.run];
+  e.revision = notes.revision; e.tags.value = notes.tags.join(', '); e.text.value = notes.note; e.theirs.hidden = true;
+  e.head.replaceChildren(document.createTextNode('Notes'), ...notes.tags.map(tag => html('span', 'pt-badge info', tag)), html('span', 'pt-faint', notes.note.split('\n')[0]));
+  set(e.say, notes.time ? 'saved ' + new Date(1000 * notes.time).toLocaleString('en-GB') : '');
+};
+const editNotes = e => { drafts[e.run] = {tags: e.tags.value, text: e.text.value, revision: e.revision}; set(e.say, 'not saved'); };
+const conflict = (e, notes) => {
+  e.revision = notes.revision; editNotes(e);
+  e.theirs.textContent = [notes.tags.map(tag => '#' + tag).join(' '), notes.note].filter(Boolean).join('\n') || '(empty)'; e.theirs.hidden = false;
+  set(e.say, 'Another tab has saved the text above. Save again to replace it with yours.');
+};
+const saveNotes = async e => {
+  const run = e.run, tags = e.tags.value.split(',').map(tag => tag.trim()).filter(Boolean), note = e.text.value;
+  set(e.say, 'saving');
+  try {
+    const answer = await fetch('notes?' + new URLSearchParams({run}), {method: 'POST', headers: {'Content-Type': 'application/json'}, body: JSON.stringify({note, tags, revision: Math.max(0, e.revision)})});
+    const values = await answer.json();
+    if (answer.status === 409) conflict(e, values);
+    else if (!answer.ok) set(e.say, values.error);
+    else if (e.text.value === note) fillNotes(e, values);
+    else { e.revision = values.revision; editNotes(e); }  // written on meanwhile
+  } catch (error) { set(e.say, 'not saved: the server of this page does not answer'); }
 };
 const heading = (e, block) => { set(e.querySelector('.pt-h'), block.title || ''); set(e.querySelector('.pt-note'), block.note || ''); };
 const kinds = {
@@ -191,6 +257,16 @@ const kinds = {
         fill.style.width = (100 * i.share) + '%'; fill.style.background = `var(--c${i.colour})`; set(r.children[2], i.text); }); }},
   note: {make: () => html('div', 'pt-message'), update: (e, block) => { e.className = 'pt-block pt-message ' + (block.tone || ''); const text = JSON.stringify(block.lines); if (e.shows === text) return; e.shows = text;
     e.replaceChildren(...block.lines.map((l, i) => html(l.startsWith('$ ') ? 'pre' : i ? 'p' : 'h3', '', l.replace(/^\$ /, '')))); }},
+  notes: {make: makeNotes, update: (e, block) => {
+    if (block.revision <= e.revision) return;
+    if (e.run === undefined) {
+      e.run = block.run;
+      const draft = drafts[e.run];
+      if (draft) { e.revision = draft.revision; e.tags.value = draft.tags; e.text.value = draft.text; e.open = true; editNotes(e); }
+    }
+    if (!drafts[e.run]) fillNotes(e, block);
+    else if (block.revision > e.revision) conflict(e, block);
+  }},
   links: {make: () => html('div', 'pt-links'), update: (e, block) => keyed(e, block.items.map(i => ({...i, id: i.href})), () => html('a'), (a, i) => {
     a.href = i.href; a.setAttribute('download', ''); if (!a.firstChild) a.append(html('b'), html('span')); set(a.children[0], i.label); set(a.children[1], i.sub); })},
   episodes: {make: () => { const e = html('div', 'pt-episodes'); e.append(html('div', 'pt-list'), html('div', 'pt-episode')); return e; }, update: (e, block) => {
@@ -248,7 +324,11 @@ const named = Object.fromEntries(new URLSearchParams(location.search));
 const tabs = [...document.querySelectorAll('.pt-tabs button')], panels = [...document.querySelectorAll('.pt-panel')];
 let tab = tabs.some(t => t.dataset.tab === named.tab) ? named.tab : 'overview';
 let choice = {first: 1};  // as the server reads it: what the address names, then what the controls hold
-for (const name of ['run', 'compare', 'stage', 'metrics', 'window', 'axis']) if (named[name]) choice[name] = named[name];
+for (const name of ['run', 'compare', 'stage', 'metrics', 'search', 'window', 'axis']) if (named[name]) choice[name] = named[name];
+const searchBox = document.querySelector('#pt-search');
+searchBox.value = named.search || '';
+let typing = null;
+searchBox.oninput = () => { choice = {...choice, search: searchBox.value}; clearTimeout(typing); typing = setTimeout(ask, 150); };
 let offers = null, controls = false, seconds = 3, timer = null, asking = null;
 let owed = true;  // an answer that has not come: asked for again even by a page that is paused
 let patience = 20;  // seconds that it may take; longer after each that took longer, as of a busy machine
@@ -308,7 +388,7 @@ window.posttrain = {
   every: value => { seconds = value; if (!asking) later(); },
   choose: ([run, compare, stage, window, axis, groups, metrics, source, outcome]) => {
     const next = {run: run || '', compare: (compare || []).join(), stage: stage || '', window: String(window || 10), axis: axis ? 'minutes' : 'step',
-      groups: (groups || []).join(), metrics: (metrics || []).join(), source: source || '', outcome: outcome || 'all'};
+      groups: (groups || []).join(), metrics: (metrics || []).join(), source: source || '', outcome: outcome || 'all', search: searchBox.value};
     const before = JSON.stringify(choice);
     choice = next;
     if (!controls) { controls = true; offers = null; }

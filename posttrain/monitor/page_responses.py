@@ -16,8 +16,10 @@ from posttrain.monitor.charts import DEFAULT_WINDOW, PageSelection, encode_brows
 from posttrain.monitor.episodes import list_episode_files
 from posttrain.monitor.reader import RunReader
 from posttrain.monitor.runs import RunView
+from posttrain.monitor.seed_groups import SEEDS, list_other_seeds
 from posttrain.monitor.views import TAB_NAMES, build_view, group_metrics_by_prefix
 
+MAX_SEARCH_CHARACTERS = 200
 MAX_WINDOW = 100  # observations of the moving average
 MAX_REMEMBERED_VERSIONS = 64  # versions of a tab, over all pages
 _LIST_PARAMETERS = ("compare", "groups", "metrics")  # of the address: comma-separated names
@@ -51,12 +53,21 @@ def collect_list_entries(reader: RunReader, choice: PageSelection) -> ListEntrie
         files = list(list_episode_files(run))
     return ListEntries(
         runs=[("the newest", ""), *runs],
-        others=[entry for entry in runs if run is None or entry[1] != run.id],
+        others=[
+            *_list_seeds_entry(reader, run),
+            *(entry for entry in runs if run is None or entry[1] != run.id),
+        ],
         stages=stages,
         groups={name: len(grouped.get(name, ())) for name in _list_metric_groups(run)},
         metrics=[name for group in grouped.values() for name in group],
         files=files,
     )
+
+
+def _list_seeds_entry(reader: RunReader, run: RunView | None) -> list[tuple[str, str]]:
+    """List the entry that compares with all other seeds of the selected run; [] if there are none."""
+    others = list_other_seeds(run, reader.list_runs()) if run is not None else []
+    return [(f"all other seeds of this configuration ({len(others)})", SEEDS)] if others else []
 
 
 def _list_metric_groups(run: RunView | None) -> list[str]:
@@ -91,7 +102,9 @@ def parse_selection(
     return PageSelection(
         run=run if run in known or "first" not in query else default,
         compare=tuple(
-            name for name in (_find_newest_run(part, known) for part in compare) if name in known
+            name
+            for name in (_find_newest_run(part, known) for part in compare)
+            if name in known or name == SEEDS
         ),
         stage=stage,
         window=_parse_window(query.get("window", "")),
@@ -100,6 +113,7 @@ def parse_selection(
         metrics=tuple(name for name in metrics if name in available),
         source=query.get("source", ""),
         outcome=outcome if outcome in OUTCOME_FILTERS else "all",
+        search=query.get("search", "")[:MAX_SEARCH_CHARACTERS],
     )
 
 
@@ -121,6 +135,7 @@ def build_address(choice: PageSelection) -> dict[str, Any]:
         "compare": ",".join(choice.compare),
         "stage": choice.stage,
         "metrics": ",".join(choice.metrics),
+        "search": choice.search,
         "window": str(choice.window) if choice.window != DEFAULT_WINDOW else "",
         "axis": "minutes" if choice.by_time else "",
     }

@@ -22,15 +22,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from posttrain.monitor.run_notes import read_run_notes
 from posttrain.monitor.runs import (
     STATUS_NOT_RUN,
     STATUS_PENDING,
     RunJournal,
     RunView,
     StageView,
+    build_run_folder,
     determine_run_status,
     estimate_seconds_left,
     insert_approval_answer,
+    read_run_key,
 )
 from posttrain.monitor.series import MetricSeriesTable
 from posttrain.monitor.tail import read_json_object
@@ -191,8 +194,8 @@ class RunReader:
         self._views: dict[str, tuple[float, RunView]] = {}
         self._listing_time = 0.0
         self._run_list: list[RunView] = []
-        # (pipeline folder, name of the run's folder) -> stages.
-        self._stages_by_run: dict[tuple[Path, str], list[RunJournal]] = {}
+        # (pipeline folder, key of the run) -> stages.
+        self._stages_by_run: dict[tuple[Path, tuple[str, ...]], list[RunJournal]] = {}
         self._folders = FolderListingCache()
 
     def list_runs(self) -> list[RunView]:
@@ -219,14 +222,23 @@ class RunReader:
             self._group_stages_by_run(pipeline_folder, stage_folders)
             record = read_json_object(pipeline_folder / "run.json")
             record_modified = _read_modification_time(pipeline_folder / "run.json")
-            for path in self._folders.list_subfolders(pipeline_folder / "runs"):
-                present.add(path)
-                journal = _find_or_create_journal(self._parents, path)
-                journal.events.read_new_events()
-                if journal.events.started:
-                    views.append(
-                        self._build_run_summary(pipeline_folder, journal, record, record_modified)
-                    )
+            homes = [(pipeline_folder, record, record_modified)]
+            for trial in self._list_trial_folders(pipeline_folder):
+                record_path = trial / "run.json"
+                homes.append(
+                    (trial, read_json_object(record_path), _read_modification_time(record_path))
+                )
+            for home, record, record_modified in homes:
+                for path in self._folders.list_subfolders(home / "runs"):
+                    present.add(path)
+                    journal = _find_or_create_journal(self._parents, path)
+                    journal.events.read_new_events()
+                    if journal.events.started:
+                        views.append(
+                            self._build_run_summary(
+                                pipeline_folder, journal, record, record_modified
+                            )
+                        )
         for journals in (self._parents, self._stages):
             for path in [path for path in journals if path not in present]:
                 del journals[path]
@@ -237,6 +249,14 @@ class RunReader:
             if _is_pipeline_run(run) and run.run_id not in local_ids
         ]
         return sorted(views, key=lambda view: view.started, reverse=True)
+
+    def _list_trial_folders(self, pipeline_folder: Path) -> list[Path]:
+        """List the homes of the trials of a pipeline's sweeps; their stages are those of the pipeline."""
+        return [
+            trial
+            for sweep in self._folders.list_subfolders(pipeline_folder / "sweeps")
+            for trial in self._folders.list_subfolders(sweep / "trials")
+        ]
 
     def _build_run_summary(
         self,
@@ -266,8 +286,8 @@ class RunReader:
         answer = read_json_object(journal.folder / "run.json").get("answer")
         answer = answer if isinstance(answer, dict) else {}
         return RunView(
-            id=f"{pipeline_folder.name}/{journal.folder.name}",
-            pipeline=pipeline_folder.name,
+            id="/".join((pipeline_folder.name, *read_run_key(journal.folder))),
+            pipeline=" · ".join((pipeline_folder.name, *read_run_key(journal.folder)[:-1])),
             started_text=started_text,
             status=status,
             status_reason=reason,
@@ -281,6 +301,8 @@ class RunReader:
             approval_answer=answer,
             config=events.texts.get("config.json", {}),
             output=pipeline_folder.parent,
+            folder=journal.folder,
+            notes=read_run_notes(journal.folder),
         )
 
     def _group_stages_by_run(self, pipeline_folder: Path, stage_folders: list[Path]) -> None:
@@ -289,12 +311,14 @@ class RunReader:
             del self._stages_by_run[key]
         for path in stage_folders:
             journal = self._stages[path]
-            key = (pipeline_folder, os.path.basename(journal.events.parent))
+            key = (pipeline_folder, read_run_key(Path(journal.events.parent)))
             self._stages_by_run.setdefault(key, []).append(journal)
 
     def _list_stage_journals(self, parent: RunJournal) -> list[RunJournal]:
         """List the journals of the stages that began in a run, by name, as the output folder may have been moved."""
-        return self._stages_by_run.get((parent.folder.parent.parent, parent.folder.name), [])
+        key = read_run_key(parent.folder)
+        pipeline_folder = parent.folder.parents[1 if len(key) == 1 else 5]
+        return self._stages_by_run.get((pipeline_folder, key), [])
 
     def resolve_run_id(self, name: str) -> str:
         """Return the run id for an id, a prefix of an id, or a pipeline's name (its newest run).
@@ -336,8 +360,7 @@ class RunReader:
         while len(self._loaded) > MAX_LOADED_RUNS:
             evicted, _ = self._loaded.popitem(last=False)
             self._views.pop(evicted, None)
-            pipeline, _, started = evicted.partition("/")
-            parent = self._parents.get(self.output / pipeline / "runs" / started)
+            parent = self._parents.get(build_run_folder(self.output, evicted))
             if parent is not None:
                 for stage in self._list_stage_journals(parent):
                     self._stages.pop(stage.folder, None)
@@ -345,9 +368,8 @@ class RunReader:
                 self._listing_time = 0.0  # forces a new listing, without metrics
 
     def _load_run_from_files(self, view: RunView) -> RunView:
-        pipeline, _, started = view.id.partition("/")
-        folder = self.output / pipeline
-        parent = self._parents[folder / "runs" / started]
+        folder = self.output / view.id.partition("/")[0]
+        parent = self._parents[build_run_folder(self.output, view.id)]
         parent.read_new_metrics()
         view.system = parent.table
         view.stages = []

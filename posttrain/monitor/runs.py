@@ -2,6 +2,7 @@
 
 <output>/<pipeline>/run.json, .lock                  the newest run and its process
 <output>/<pipeline>/runs/<started>/                  journal of a pipeline run
+<output>/<pipeline>/sweeps/<sweep>/trials/<trial>/   run.json, .lock and runs/ of a trial, which shares the stages below
 <output>/<pipeline>/stages/<stage>/<key>.tracking/   journal of a stage; its files are in <key>.open/ and <key>/
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from posttrain.monitor.run_notes import RunNotes
 from posttrain.monitor.series import MetricSeries, MetricSeriesTable
 from posttrain.monitor.tail import JsonLinesTail, read_json_object
 from tasks.run_status import STALE_STOP_TAGS, describe_run_status
@@ -178,11 +180,14 @@ class RunView:
     config: dict[str, Any] = field(default_factory=dict)
     source: str = "files"  # or mlflow, if the files no longer exist
     output: Path = Path("outputs")  # that contains the pipeline's folder
+    folder: Path | None = None  # of its journal; None = only MLflow's store has the run
+    notes: RunNotes = field(default_factory=RunNotes)
 
     @property
     def title(self) -> str:
         """Title in lists."""
-        return f"{self.pipeline} · {self.started_text} · {self.status}"
+        tags = "".join(f" #{tag}" for tag in self.notes.tags)
+        return f"{self.pipeline} · {self.started_text} · {self.status}{tags}"
 
     @property
     def is_over(self) -> bool:
@@ -210,6 +215,22 @@ class RunView:
 def _list_training_series(table: MetricSeriesTable) -> list[MetricSeries]:
     prefixes = ("train/", "reward/")
     return [series for name, series in table.series.items() if name.startswith(prefixes)]
+
+
+def read_run_key(run_folder: Path) -> tuple[str, ...]:
+    """Return what names a run within its pipeline: (started,), or (sweep, trial, started) of a sweep's trial."""
+    parts = run_folder.parts
+    if len(parts) > 6 and parts[-6] == "sweeps" and parts[-4] == "trials":
+        return parts[-5], parts[-3], parts[-1]
+    return (run_folder.name,)
+
+
+def build_run_folder(output: Path, identity: str) -> Path:
+    """Return the folder of the run with this id: the inverse of `read_run_key`."""
+    pipeline, *home, started = identity.split("/") if "/" in identity else (identity, "")
+    if len(home) == 2:
+        return output / pipeline / "sweeps" / home[0] / "trials" / home[1] / "runs" / started
+    return output / pipeline / "runs" / started
 
 
 def is_process_alive(pid: int, since: float) -> bool:

@@ -25,6 +25,7 @@ from posttrain.monitor.export import (
 )
 from posttrain.monitor.page_responses import PageResponses
 from posttrain.monitor.reader import RunReader
+from posttrain.monitor.run_notes import MAX_BODY_BYTES, handle_notes_request
 from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment
 from posttrain.web.server_setup import LOOPBACK_HOST, find_free_port, run_server
 from rl_core.errors import DataError, SettingsError
@@ -145,7 +146,7 @@ def build_app(reader: RunReader, run: str = "") -> Any:
     app.add_middleware(LoopbackOnlyMiddleware)
     app.add_middleware(_ContentPolicyMiddleware)
     app.add_middleware(PageDocumentMiddleware)
-    _add_view_routes(app, PageResponses(reader, run))
+    _add_view_routes(app, PageResponses(reader, run), reader)
     _add_file_routes(app, reader)
     fonts = ["system-ui", "sans-serif"]
     theme = gr.themes.Default(font=fonts, font_mono=["ui-monospace", "monospace"])
@@ -182,14 +183,30 @@ class _ContentPolicyMiddleware:
         await self.app(scope, receive, send_with_policy if scope["type"] == "http" else send)
 
 
-def _add_view_routes(app: Any, responses: PageResponses) -> None:
-    """Add the route for the contents of the page, and the health check."""
-    from fastapi.responses import PlainTextResponse, Response
+def _add_view_routes(app: Any, responses: PageResponses, reader: RunReader) -> None:
+    """Add the routes for the contents of the page and for notes, and the health check."""
+    from fastapi.concurrency import run_in_threadpool
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
     def respond(request: Any) -> Response:
         data = responses.build_response(dict(request.query_params))
         return Response(data, media_type="application/json", headers={"Cache-Control": "no-store"})
 
+    async def respond_to_notes(request: Any) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                break
+        folder = await run_in_threadpool(find_run_folder, request.query_params.get("run", ""))
+        status, values = await run_in_threadpool(handle_notes_request, folder, body)
+        return JSONResponse(values, status)
+
+    def find_run_folder(run: str) -> Path | None:
+        view = next((view for view in reader.list_runs() if view.id == run), None)
+        return view.folder if view is not None else None
+
+    app.add_route("/notes", respond_to_notes, methods=["POST"])
     app.add_route("/view", respond, methods=["GET"])  # runs on a thread, as it reads files
     app.add_route("/healthz", lambda request: PlainTextResponse("ok"), methods=["GET"])
 

@@ -7,7 +7,7 @@ import logging
 import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -27,6 +27,7 @@ from posttrain.monitor.charts import (
     build_overlay_chart,
     build_table,
     encode_browser_json,
+    find_label,
     format_duration,
     format_metric_value,
     format_number,
@@ -44,15 +45,31 @@ from posttrain.monitor.overview_views import (
 )
 from posttrain.monitor.reader import RunReader
 from posttrain.monitor.runs import RunView, StageView
+from posttrain.monitor.seed_groups import SEEDS, list_other_seeds
 from posttrain.monitor.series import MetricSeries
 from posttrain.monitor.service_views import build_online_tab, build_service_tab
+from rl_core.analysis.metric_reference import sort_by_importance
 from tasks.command_hints import format_posttrain_command
 
 log = logging.getLogger(__name__)
 
 MAX_CHARTS = 24  # on one tab
 RELATIVE_ROUNDING = 1e-9  # smaller relative differences are rounding errors
+MAX_SEEDS = 32  # other seeds in one chart
 _MAX_HEADLINE_CHARTS = 6
+_GROUP_TITLES = {
+    "train": "Training",
+    "eval": "Held out",
+    "reward": "Reward",
+    "policy": "Policy",
+    "value": "Value function",
+    "curriculum": "Curriculum",
+    "tool": "Tools",
+    "thoughts": "Thoughts",
+    "perf": "Speed and memory",
+    "online": "Online training",
+    "analysis": "Analysis",
+}
 _DEFAULT_GROUPS = ("train", "reward", "policy")
 # Shown first, if logged.
 _HEADLINE_METRICS = (
@@ -108,7 +125,7 @@ def _build_run_blocks(
     pairs: list[tuple[RunView, StageView]] = []
     if stage is not None:
         pairs.append((run, stage))
-        for name in choice.compare:
+        for name in _list_compared_runs(reader, run, choice):
             other = reader.load_run(name) if name != run.id else None
             other_stage = other.find_stage(stage.label) if other is not None else None
             if other is not None and other_stage is not None:
@@ -123,6 +140,15 @@ def _build_run_blocks(
         lines = [_WARNINGS[run.status], run.status_reason or "No reason is known."]
         blocks.insert(0, build_note("warning", lines, "bad"))
     return blocks
+
+
+def _list_compared_runs(reader: RunReader, run: RunView, choice: PageSelection) -> list[str]:
+    """List the ids of the compared runs, each once; SEEDS stands for the other seeds of the selected run."""
+    names: dict[str, None] = {}
+    for name in choice.compare:
+        others = list_other_seeds(run, reader.list_runs())[:MAX_SEEDS] if name == SEEDS else [name]
+        names |= dict.fromkeys(others)
+    return list(names)
 
 
 def _build_header(run: RunView) -> dict[str, Any]:
@@ -214,6 +240,10 @@ def build_overview_tab(
         blocks.append(build_charts_block("headlines", charts, title, _describe_averages(choice)))
     if load_charts := build_load_charts(run)[:3]:
         blocks.append(build_charts_block("load", load_charts, "Machine"))
+    if run.folder is not None:
+        blocks.append(
+            {"kind": "notes", "id": f"notes {run.id}", "run": run.id, **run.notes.to_json()}
+        )
     # Last, so that nothing above moves when a run is compared.
     if (differences := build_settings_diff_table(pairs)) is not None:
         blocks.append(differences)
@@ -334,19 +364,23 @@ def group_metrics_by_prefix(run: RunView | None, stage: str) -> dict[str, list[s
 def build_curves_tab(
     run: RunView, pairs: ComparedStages, choice: PageSelection
 ) -> list[dict[str, Any]]:
-    """Build the curves tab: the selected metrics, one chart each, with compared runs overlaid."""
+    """Build the curves tab: the selected metrics by group, one chart each, with compared runs overlaid."""
     if not pairs:
         return [_build_empty_note("No stage of this run has recorded a metric yet.")]
     stage = pairs[0][1]
     names = _select_metrics(run, stage, choice)
     curves = [name for name in names if _varies_in_any(name, pairs)]
     blocks: list[dict[str, Any]] = []
-    if curves:
-        note = _describe_averages(choice)
-        if len(curves) > MAX_CHARTS:
-            note = f"The first {MAX_CHARTS} of {len(curves)} metrics; select metrics above. {note}"
-        charts = [_build_metric_chart(name, pairs, choice) for name in curves[:MAX_CHARTS]]
-        blocks.append(build_charts_block("curves", charts, note=note))
+    note = _describe_averages(choice)
+    if len(curves) > MAX_CHARTS:
+        note = f"The first {MAX_CHARTS} of {len(curves)} metrics; select or search metrics above. {note}"
+    for prefix, members in _group_by_prefix(curves[:MAX_CHARTS]).items():
+        charts = [_build_metric_chart(name, pairs, choice) for name in members]
+        title = _GROUP_TITLES.get(prefix, prefix)
+        blocks.append(build_charts_block(f"curves {prefix}", charts, title, note))
+        note = ""  # once, above the first group
+    if choice.search.strip() and not names:
+        blocks.append(_build_empty_note(f"No metric's name contains '{choice.search.strip()}'."))
     constants = [name for name in names if name not in curves]
     if constants:
         rows = [
@@ -361,14 +395,31 @@ def build_curves_tab(
 
 
 def _select_metrics(run: RunView, stage: StageView, choice: PageSelection) -> list[str]:
-    """Return the metrics of a stage that are selected singly, else those of the selected or default groups."""
+    """Return the metrics of a stage that the search finds, or that are selected singly, else those of the selected or
+    default groups. Within a group the most important ones come first.
+    """
+    if words := choice.search.lower().split():
+        by_prefix = group_metrics_by_prefix(run, stage.label)
+        return [
+            name
+            for members in by_prefix.values()
+            for name in sort_by_importance(members)
+            if all(word in f"{name} {find_label(name)}".lower() for word in words)
+        ]
     names = [name for name in choice.metrics if name in stage.table.series]
     if names:
         return names
     known = group_metrics_by_prefix(run, stage.label)
     groups = [name for name in choice.groups if name in known]
     groups = groups or [name for name in _DEFAULT_GROUPS if name in known] or list(known)[:2]
-    return [name for group in groups for name in known[group]]
+    return [name for group in groups for name in sort_by_importance(known[group])]
+
+
+def _group_by_prefix(names: Sequence[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition("/")[0], []).append(name)
+    return groups
 
 
 def _varies_in_any(name: str, pairs: ComparedStages) -> bool:

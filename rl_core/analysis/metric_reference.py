@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,3 +139,57 @@ def _compile_name_pattern(name: str) -> re.Pattern[str]:
         more = ".+" if field == fields[-1] and not last else "[^/]+?"
         text += f"{re.escape(literal)}(?P<{field}>{more})"
     return re.compile(text + re.escape(last))
+
+
+# What tells how a run goes, most important first; other metrics follow by prefix, then in the order of the reference.
+MAIN_METRICS = (
+    "reward/mean",
+    "train/episode_return",
+    "train/success_rate",
+    "eval/success_rate",
+    "eval/reward_mean",
+    "eval/episode_return",
+    "policy/ref_kl",
+    "policy/update_kl",
+    "policy/entropy",
+    "train/action_tokens",
+    "train/loss",
+    "eval/loss",
+    "train/accuracy",
+    "eval/accuracy",
+    "train/grad_norm",
+    "train/learning_rate",
+)
+_PREFIX_ORDER = (
+    "reward",
+    "eval",
+    "train",
+    "policy",
+    "value",
+    "curriculum",
+    "tool",
+    "",
+    "perf",
+    "system",
+)
+
+
+@functools.lru_cache(maxsize=8192)
+def rank_metric(name: str) -> tuple[int, int, int, str]:
+    """Return a sort key that puts the metrics first that tell how a run goes."""
+    if name in MAIN_METRICS:
+        return 0, MAIN_METRICS.index(name), 0, name
+    prefix = name.partition("/")[0]
+    place = _PREFIX_ORDER.index(prefix if prefix in _PREFIX_ORDER else "")
+    return 1, place, _load_reference_order().get(name, len(_load_reference_order())), name
+
+
+def sort_by_importance(names: Iterable[str]) -> list[str]:
+    """Sort names of metrics: reward, success, KL, entropy, length, loss; then the others by prefix."""
+    return sorted(names, key=rank_metric)
+
+
+@functools.cache
+def _load_reference_order() -> dict[str, int]:
+    rows = [metric.name for group in METRIC_GROUPS for metric in group.metrics]
+    return {name: index for index, name in enumerate(rows)}

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rl_core.analysis.canvas import select_model_color
 from rl_core.analysis.comparison import ModelComparison, PairedGroup
 from rl_core.analysis.glossary import GLOSSARY, METRICS, PAIRED_METRIC_DIRECTIONS
 from rl_core.analysis.report_html import (
@@ -20,6 +19,8 @@ from rl_core.analysis.report_html import (
     escape_text,
     format_difference,
     format_rate,
+    render_contents,
+    render_model_name,
     render_page,
     render_section,
     render_table,
@@ -36,11 +37,6 @@ def find_main_comparison(analysis: AnalysisData) -> ModelComparison | None:
     return next(
         (pair for pair in analysis.comparisons if (pair.first, pair.second) == (first, last)), None
     )
-
-
-def render_model_name(index: int, name: str) -> str:
-    """Render a model's name with a dot in its colour."""
-    return f"<span class='dot' style='background:{select_model_color(index)}'></span>{escape_text(name)}"
 
 
 def _render_difference_header(pair: ModelComparison | None) -> list[str]:
@@ -157,15 +153,17 @@ def _list_custom_metrics(model: ModelResult) -> list[tuple[str, str, str]]:
     ]
 
 
-def render_comparisons_table(comparisons: Sequence[ModelComparison]) -> str:
-    """Render every pair of models on its common episodes."""
+def render_comparisons_table(comparisons: Sequence[ModelComparison], names: Sequence[str]) -> str:
+    """Render every pair of models on its common episodes. `names`: of all models, in the order of their colours."""
     rows = []
     for pair in comparisons:
         total = pair.total
         p_value = "&lt; 0.001" if pair.p_value < 0.001 else f"{pair.p_value:.3f}"
         rows.append(
             [
-                f"{escape_text(pair.second)} &minus; {escape_text(pair.first)}",
+                " &minus; ".join(
+                    render_model_name(names.index(name), name) for name in (pair.second, pair.first)
+                ),
                 _format_success_gain(total),
                 format_difference(pair.reward, 1, 3),
                 f"{total.episodes:,}",
@@ -240,7 +238,7 @@ def render_rates_table(analysis: AnalysisData, group: str, head: str) -> str:
         render_table(
             [
                 head,
-                *(escape_text(model.name) for model in models),
+                *(render_model_name(n, model.name) for n, model in enumerate(models)),
                 *_render_difference_header(pair),
             ],
             rows,
@@ -253,7 +251,7 @@ def render_rates_table(analysis: AnalysisData, group: str, head: str) -> str:
 def render_tools_table(models: Sequence[ModelResult]) -> str:
     """Calls and misuse by tool."""
     rows = []
-    for model in models:
+    for index, model in enumerate(models):
         tools = list(model.summary.tools.values())
         total = sum(t.trajectories for t in tools)
         for name in [*model.summary.list_tool_names(), NO_CALL]:
@@ -262,7 +260,7 @@ def render_tools_table(models: Sequence[ModelResult]) -> str:
                 share = f"{100 * errors / calls:.1f}%" if calls else MISSING
                 rows.append(
                     [
-                        escape_text(model.name),
+                        render_model_name(index, model.name),
                         escape_text(name),
                         f"{calls:,}",
                         f"{calls / total:.2f}",
@@ -277,25 +275,25 @@ def render_tools_table(models: Sequence[ModelResult]) -> str:
 def render_loops_table(models: Sequence[ModelResult]) -> str:
     """Render the most frequent sequences of actions, and repeated state-action cycles."""
     rows = []
-    for model in models:
+    for index, model in enumerate(models):
         total = max(1, model.summary.trajectories)
         for strategy, count in model.summary.strategies.most_common(5):
             rows.append(
                 [
-                    escape_text(model.name),
+                    render_model_name(index, model.name),
                     escape_text(strategy, 120),
                     f"{count:,}",
                     f"{100 * count / total:.1f}%",
                 ]
             )
     loops = [
-        f"{escape_text(model.name)}: {sum(model.summary.loop_periods.values()):,} ("
+        f"{render_model_name(index, model.name)}: {sum(model.summary.loop_periods.values()):,} ("
         + ", ".join(
             f"{count:,} of period {period}"
             for period, count in sorted(model.summary.loop_periods.items())
         )
         + ")"
-        for model in models
+        for index, model in enumerate(models)
         if model.summary.loop_periods
     ]
     sentence = (
@@ -509,7 +507,7 @@ def render_report(
             render_regressions(analysis.comparisons, pair, was_lost, controls),
         ),
         "overview": ("All measures", render_overview_table(analysis)),
-        "comparison": ("Paired comparison", render_comparisons_table(analysis.comparisons)),
+        "comparison": ("Paired comparison", render_comparisons_table(analysis.comparisons, names)),
         "levels": ("Success by level", render_rates_table(analysis, "by_level", "Level")),
         "kinds": ("Success by kind of question", render_rates_table(analysis, "by_kind", "Kind")),
         "figures": ("Figures", _render_figures(figures)),
@@ -520,11 +518,10 @@ def render_report(
         "terms": ("How to read this", _render_glossary()),
     }
     shown = {identity: section for identity, section in sections.items() if section[1]}
-    links = "".join(f"<a href='#{identity}'>{name}</a>" for identity, (name, _) in shown.items())
     parts = [
         _render_headline(analysis),
         "".join(f"<p class='note'>{escape_text(note)}</p>" for note in analysis.notes),
-        f"<nav>{links}</nav>",
+        render_contents({identity: name for identity, (name, _) in shown.items()}),
         *(render_section(identity, name, body) for identity, (name, body) in shown.items()),
     ]
     return render_page(title, "".join(parts), style)

@@ -8,9 +8,10 @@ loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from rl_core.analysis.canvas import select_model_color
 from rl_core.analysis.statistics import Difference, Rate
 
 STYLE_SHEET = """
@@ -29,9 +30,12 @@ h4{font-size:14px;margin:0 0 8px;display:flex;justify-content:space-between;gap:
 border-left:5px solid var(--faint);padding:12px 16px}
 .is-better{border-left-color:var(--blue)}
 .is-worse{border-left-color:var(--orange)}
-nav{display:flex;flex-wrap:wrap;gap:6px 16px;margin:14px 0 0;font-size:14px}
+nav{display:flex;gap:4px 18px;margin:14px -22px 0;padding:8px 22px;font-size:14px;position:sticky;top:0;z-index:3;
+background:var(--page);border-bottom:1px solid var(--line);overflow-x:auto;white-space:nowrap;scrollbar-width:thin}
+nav a{text-decoration:none}
+nav a:hover{text-decoration:underline}
 a{color:var(--blue)}
-section{scroll-margin-top:8px}
+section{scroll-margin-top:46px}
 .filters{display:flex;flex-wrap:wrap;gap:8px 20px;margin:0 0 12px}
 fieldset{border:0;padding:0;margin:0;display:flex;flex-wrap:wrap;gap:4px 14px;align-items:baseline}
 legend{float:left;margin-right:12px;color:var(--faint);font-size:13px}
@@ -44,7 +48,7 @@ details[open]>summary{margin-bottom:10px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;margin-bottom:12px}
 caption{text-align:left;color:var(--faint);padding:4px 0}
-th,td{padding:6px 12px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th,td{padding:6px 10px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 .text{text-align:left}
 thead th{color:var(--faint);font-weight:600;font-size:13px}
 tbody tr:hover{background:var(--tint)}
@@ -75,8 +79,9 @@ font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace}
 .end{color:var(--faint);font-size:13px;margin:6px 0 0}
 dt{font-weight:600}
 dd{margin:0 0 8px;color:var(--faint)}
-@media (prefers-color-scheme:dark){figure img{filter:invert(.9) hue-rotate(180deg)}}
-@media (max-width:700px){main{padding:16px 12px 40px}
+/* the same filter for both: a model has one colour in tables and figures */
+@media (prefers-color-scheme:dark){figure img,.dot{filter:invert(.9) hue-rotate(180deg)}}
+@media (max-width:700px){main{padding:16px 12px 40px}nav{margin:12px -12px 0;padding:8px 12px}
 th,td{padding:6px 8px}
 tr>:first-child{position:sticky;left:0;background:var(--page);z-index:1;white-space:normal;min-width:104px;
 max-width:150px}
@@ -85,11 +90,23 @@ max-width:150px}
 --orange:#8f3700;color-scheme:light}
 body{font-size:11px}main{max-width:none;padding:0}nav,.filters{display:none}
 details::details-content{content-visibility:visible;display:block;block-size:auto}
-figure img{filter:none;max-height:9cm}thead{display:table-header-group}
+figure img{filter:none;max-height:9cm}.dot{filter:none;print-color-adjust:exact}thead{display:table-header-group}
 tr,figure,.column,.lead{break-inside:avoid}h2,h3,summary{break-after:avoid}
 .scroll{overflow:visible}th,td{white-space:normal;padding:3px 6px}}
 """
 
+
+# Titles in the contents, which stay on the screen in one line.
+_SHORT_TITLES = {
+    "overview": "Measures",
+    "comparison": "Pairs",
+    "levels": "Levels",
+    "kinds": "Kinds",
+    "reward-model": "Reward model",
+    "strategies": "Strategies",
+    "episodes": "Episodes",
+    "terms": "Terms",
+}
 
 MAX_TEXT_CHARACTERS = 4000  # characters shown of one action or observation
 MISSING = "&ndash;"
@@ -140,6 +157,20 @@ def render_section(identity: str, title: str, body: str, kind: str = "") -> str:
     """Render a section that the contents list links to; "" if it is empty."""
     extra = f" class='{kind}'" if kind else ""
     return f"<section id='{identity}'{extra}><h2>{title}</h2>{body}</section>" if body else ""
+
+
+def render_contents(titles: Mapping[str, str]) -> str:
+    """Render the links to the sections, by identity."""
+    links = [
+        f"<a href='#{identity}'>{_SHORT_TITLES.get(identity, title)}</a>"
+        for identity, title in titles.items()
+    ]
+    return f"<nav>{''.join(links)}</nav>"
+
+
+def render_model_name(index: int, name: str) -> str:
+    """Render a model's name with a dot in its colour."""
+    return f"<span class='dot' style='background:{select_model_color(index)}'></span>{escape_text(name)}"
 
 
 def format_rate(rate: Rate) -> str:

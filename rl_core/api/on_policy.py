@@ -55,7 +55,6 @@ from rl_core.settings import (
     PolicySettings,
     resolve_defaults,
 )
-from rl_core.settings.common import Precision
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.training.callbacks import Callback
@@ -209,9 +208,8 @@ def policy_gradient(
     check_prompt_lengths(environment, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
-    reference = None
-    if settings.kl_coef > 0:
-        reference = _load_reference(model, policy, settings.reference_precision)
+    recent = _build_recent_rollouts(folder)
+    reference = _load_reference(model, policy, settings)
     recipe = build_policy_gradient_recipe(
         policy,
         reference,
@@ -222,7 +220,7 @@ def policy_gradient(
         functions=functions,
         evaluator=_build_validator(policy, environment, settings, seed, functions),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
-        record=_build_rollout_record(folder),
+        record=_build_rollout_record(folder, recent),
         custom_functions=custom_functions,
         server_log=folder / SERVER_LOG if folder is not None else None,
     )
@@ -236,6 +234,7 @@ def policy_gradient(
         output=output,
         tracker=tracker,
         callbacks=callbacks,
+        recent=recent,
         environment={"name": environment.name, "class": type(environment).__qualname__},
         prompts=prompts_digest,
         reward=reward_spec.digest_functions() if reward_spec is not None else {},
@@ -275,6 +274,7 @@ def distill(
     check_prompt_lengths(environment, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
+    recent = _build_recent_rollouts(folder)
     recipe = build_distillation_recipe(
         policy,
         load_teacher(settings.teacher, policy, teacher),
@@ -282,7 +282,7 @@ def distill(
         settings,
         seed,
         evaluator=_build_validator(policy, environment, settings.policy(), seed, {}),
-        record=_build_rollout_record(folder),
+        record=_build_rollout_record(folder, recent),
     )
     return build_training(
         "distill",
@@ -294,6 +294,7 @@ def distill(
         output=output,
         tracker=tracker,
         callbacks=callbacks,
+        recent=recent,
         teacher=describe_model_source(teacher) if teacher is not None else "",
         environment={"name": environment.name, "class": type(environment).__qualname__},
         prompts=prompts_digest,
@@ -324,8 +325,16 @@ def _resolve_reward_spec(
     return spec
 
 
-def _load_reference(source: ModelSource, policy: Policy, precision: Precision) -> PreTrainedModel:
-    """Load the starting model for the KL term: the policy without its new adapters, or a copy."""
+def _load_reference(
+    source: ModelSource, policy: Policy, settings: PolicySettings
+) -> PreTrainedModel | None:
+    """Load the starting model for the KL term: the policy without its new adapters, or a copy.
+
+    Returns: None without that term.
+    """
+    if settings.kl_coef <= 0:
+        return None
+    precision = settings.reference_precision
     source = build_model_settings(source)
     if isinstance(source, str | Path):
         folder = resolve_model_folder(source)
@@ -389,9 +398,12 @@ def _build_validator(
     return build_validator(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 
 
-def _build_rollout_record(folder: Path | None) -> RolloutRecorder | None:
+def _build_recent_rollouts(folder: Path | None) -> RecentRollouts:
+    """Build the record that `Training.samples` reads; without a folder it is in memory alone."""
+    return RecentRollouts(folder / RECENT_FILE if folder is not None else None)
+
+
+def _build_rollout_record(folder: Path | None, recent: RecentRollouts) -> RolloutRecorder:
     if folder is None:
-        return None
-    return build_combined_record(
-        RewardRecord(folder / REWARDS_FILE), RecentRollouts(folder / RECENT_FILE)
-    )
+        return recent
+    return build_combined_record(RewardRecord(folder / REWARDS_FILE), recent)

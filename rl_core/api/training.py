@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from rl_core.analysis.curve_figure import CurveFigure, Points, build_curve_figure
 from rl_core.api.evaluation import generate
+from rl_core.api.notebook import LiveDisplay, wants_live_display
 from rl_core.api.policy import ModelSource, Policy, describe_model_source
 from rl_core.api.recipes import Recipe
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import CheckpointError, SettingsError, Stopped
 from rl_core.models import causal_lm
+from rl_core.rewards.rollout_log import RecentRollouts
 from rl_core.settings import (
     DistillationSettings,
     LoopSettings,
@@ -34,6 +37,7 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folders import move_aside
 from rl_core.trackers import (
     JsonlTracker,
+    TrackerGroup,
     TrackerSource,
     build_tracker_group,
     notify_run_end,
@@ -41,11 +45,12 @@ from rl_core.trackers import (
 )
 from rl_core.training.callbacks import Callback, Trainer, check_callbacks
 from rl_core.training.checkpoints import EPOCHS_FOLDER, EpochModelWriter
-from rl_core.training.loop_state import LoopMemory, LoopOutcome
+from rl_core.training.loop_state import HISTORY_LENGTH, LoopMemory, LoopOutcome
 
 if TYPE_CHECKING:
-    import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rl_core.api.result_tables import MetricsFrame, SamplesFrame
 
 
 logger = logging.getLogger(__name__)
@@ -129,12 +134,13 @@ class ResumableTraining(Generic[TrainerT]):
         if self.output is not None:
             make_folder(self.output)
         parameters = {"settings": dataclasses.asdict(self.settings), **self.fingerprint}
-        notify_run_start(self._tracker, self.name, parameters)
+        tracker = self._add_live_display()
+        notify_run_start(tracker, self.name, parameters)
         status = "FAILED"
         try:
             self.outcome = self.recipe.run(
                 self.settings,
-                tracker=self._tracker,
+                tracker=tracker,
                 checkpoints=self.output / CHECKPOINTS_FOLDER if self.output is not None else None,
                 fingerprint=self.fingerprint,
                 allow_drift=allow_drift,
@@ -147,8 +153,14 @@ class ResumableTraining(Generic[TrainerT]):
             status = "FINISHED"
         except Stopped as stopped:
             status = "KILLED"
-            if self.output is not None or not self.memory.is_consistent:
+            if not self.memory.is_consistent:
                 raise
+            if self.output is not None:
+                raise Stopped(
+                    f"stopped after iteration {self.memory.state.iteration}; saved in {self.output}: run() resumes "
+                    "from here, also in a new process",
+                    stopped.signum,
+                ) from None
             raise Stopped(
                 f"stopped after iteration {self.memory.state.iteration}; run() continues from here in this process. "
                 "With output=FOLDER a new process could resume",
@@ -158,8 +170,25 @@ class ResumableTraining(Generic[TrainerT]):
             status = "KILLED"
             raise
         finally:
-            notify_run_end(self._tracker, status)
+            notify_run_end(tracker, status)
         return self.outcome
+
+    def train(
+        self,
+        *,
+        allow_drift: bool = False,
+        fresh: bool = False,
+        stop_event: threading.Event | None = None,
+    ) -> LoopOutcome:
+        """Train, as `run`: the name that other libraries use."""
+        return self.run(allow_drift=allow_drift, fresh=fresh, stop_event=stop_event)
+
+    def _add_live_display(self) -> TrackerGroup:
+        """Return the trackers of one call of `run`: in a notebook with a display in the cell that called it."""
+        trackers = self._tracker.trackers
+        if not wants_live_display(self.tracker, trackers):
+            return self._tracker
+        return TrackerGroup([*trackers, LiveDisplay(lambda: self.memory.history)])
 
     def after_iteration(self) -> Callable[[int], None] | None:
         """Return a function to call after each iteration with the number of iterations done; None = no hook."""
@@ -187,19 +216,56 @@ class ResumableTraining(Generic[TrainerT]):
         """Return evaluation metrics of the current weights; {} without held-out data."""
         return {name: float(value) for name, value in self.trainer.evaluate().items()}
 
-    def metrics(self) -> pd.DataFrame:
-        """Return the newest values of every metric, one row per step; for all values use
+    def metrics(self, *, keep_constant: bool = False) -> MetricsFrame:
+        """Return the newest values of every metric as a DataFrame, one row per step, the most important ones first.
+
+        A new training whose output folder holds an earlier run's metrics returns those. For all values use
         `rl_core.read_metrics(output)`.
+        Args:
+            keep_constant: True = metrics that never changed are columns, too. They can be looked up by name either way.
         """
+        from rl_core.api.result_tables import MetricsFrame
         from rl_core.readers import build_metrics_frame
 
-        history = self.memory.history
         points = [
             (step, {name: value})
-            for name in history.names
-            for step, value in history.list_points(name)
+            for name, series in self._list_series().items()
+            for step, value in series
         ]
-        return build_metrics_frame(points)
+        return MetricsFrame(build_metrics_frame(points), keep_constant=keep_constant)
+
+    def plot(self, *names: str) -> CurveFigure:
+        """Return curves of this training as a figure that a notebook shows; `.save("curves.svg")` writes it.
+
+        A new training whose output folder holds an earlier run's metrics draws those.
+        Args:
+            names: metrics, a panel each; `*` matches any characters ("reward/*"). Default: reward, success, KL,
+                entropy, length, loss.
+        Raises: DataError for a name that was not logged.
+        """
+        return build_curve_figure({"": self._list_series()}, names)
+
+    def samples(self, limit: int | None = 16) -> SamplesFrame:
+        """Return sampled episodes of the newest iterations as a DataFrame: prompt, completion, reward and its parts.
+
+        A notebook shows long texts shortened; the DataFrame holds them complete.
+        Args:
+            limit: rows, newest iteration first; None = all that are stored (up to 16 of each of the last four
+                iterations).
+        Raises: SettingsError for a training that samples no episodes.
+        """
+        raise SettingsError(
+            f"samples: {self.name} trains on data and samples no episodes; use generate(prompts)"
+        )
+
+    def _list_series(self) -> dict[str, Points]:
+        """Return the points of every metric: of this process, or of the output folder if nothing was trained here."""
+        from rl_core.readers import read_series
+
+        history = self.memory.history
+        if history.names or self.output is None or not (self.output / METRICS_FILE).is_file():
+            return {name: history.list_points(name) for name in history.names}
+        return {name: points[-HISTORY_LENGTH:] for name, points in read_series(self.output).items()}
 
 
 def select_decisive_settings(
@@ -244,6 +310,7 @@ class Training(ResumableTraining[T]):
     model: PreTrainedModel  # trained in place
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer | None = None  # None = the tokenizer's, with the default settings
+    recent: RecentRollouts | None = None  # newest sampled episodes; None = nothing is sampled
 
     def after_iteration(self) -> EpochModelWriter | None:
         """Return the writer of epoch models, if the settings ask for one. Raises: SettingsError without an output
@@ -281,6 +348,19 @@ class Training(ResumableTraining[T]):
         """The policy in training, for `rl_core.evaluate`, `rl_core.generate` or another trainer."""
         return Policy(self.model, self.tokenizer, self.renderer or ChatRenderer(self.tokenizer))
 
+    def samples(self, limit: int | None = 16) -> SamplesFrame:
+        """Return sampled episodes as a DataFrame; see `ResumableTraining.samples`."""
+        from rl_core.api.result_tables import build_samples_frame
+        from rl_core.readers import iter_recent_trajectories
+
+        if self.recent is None:
+            return super().samples(limit)
+        rows = self.recent.trajectories
+        path = self.recent.path
+        if not rows and path is not None and path.is_file():  # of an earlier process
+            rows = list(iter_recent_trajectories(path))
+        return build_samples_frame(rows, limit)
+
     def generate(
         self,
         prompts: RowSource,
@@ -305,6 +385,7 @@ def build_training(
     tracker: TrackerSource,
     callbacks: Sequence[Callback],
     model: PreTrainedModel | None = None,
+    recent: RecentRollouts | None = None,
     **digests: Any,
 ) -> Training[T]:
     """Build the training of a recipe, with the fingerprint that a checkpoint must match to be resumed.
@@ -312,6 +393,7 @@ def build_training(
     Args:
         source: the starting model, as the caller named it.
         model: the trained model, if it is not the policy's.
+        recent: record of the newest sampled episodes, if any.
         digests: of data, rewards and code, by name.
     """
     fingerprint = {
@@ -333,6 +415,7 @@ def build_training(
         model=policy.model if model is None else model,
         tokenizer=policy.tokenizer,
         renderer=policy.renderer,
+        recent=recent,
     )
 
 

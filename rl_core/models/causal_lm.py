@@ -27,6 +27,7 @@ from rl_core.models.adapter_folder import (
 from rl_core.models.adapter_targets import describe_adapters
 from rl_core.models.named_models import find_hub_problem, resolve_local_model
 from rl_core.models.portable_files import adapt_config, adapt_tokenizer, write_model_card
+from rl_core.models.quiet_loading import quiet_transformers
 from rl_core.models.rotary import fix_frequencies, read_config_max_length
 from rl_core.settings import ModelSettings
 from rl_core.settings.common import PRESETS
@@ -305,15 +306,16 @@ def load_pretrained(
         _check_weight_files(Path(source))
     with verify_while_reading(source, lambda name: _is_weights_file(name) or name == "config.json"):
         try:
-            model, report = auto_class.from_pretrained(
-                source,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below with the name of the weight
-                dtype=resolve_dtype(settings),
-                use_safetensors=True,
-                trust_remote_code=settings.trust_remote_code,
-                **options,
-            )
+            with quiet_transformers():  # what its report lists is checked below
+                model, report = auto_class.from_pretrained(
+                    source,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # refused below with the name of the weight
+                    dtype=resolve_dtype(settings),
+                    use_safetensors=True,
+                    trust_remote_code=settings.trust_remote_code,
+                    **options,
+                )
         except Exception as error:
             raise _build_load_error(source, "model", error) from error
     if report["mismatched_keys"]:
@@ -327,6 +329,17 @@ def load_pretrained(
         raise ModelError(
             f"the weights in '{source}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
         )
+    unused = sorted(map(str, report["unexpected_keys"]))
+    if allowed_missing:  # another head replaces the one of the language model
+        unused = [name for name in unused if not name.startswith("lm_head.")]
+    if unused:
+        logger.warning(
+            "'%s': %d weights of the files are not part of %s and stay unused, first %s",
+            source,
+            len(unused),
+            type(model).__name__,
+            unused[0],
+        )
     fix_frequencies(model, settings.rope_context)
     return model
 
@@ -338,9 +351,10 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
     alone. transformers 4 and llama.cpp's converter read it, too. The caller publishes the folder atomically.
     """
     folder = Path(folder)
-    save_weights(model, folder)
-    if lora.is_lora(model):
-        model.save_pretrained(folder / "adapter", safe_serialization=True)
+    with quiet_transformers():
+        save_weights(model, folder)
+        if lora.is_lora(model):
+            model.save_pretrained(folder / "adapter", safe_serialization=True)
     save_tokenizer_and_card(model, tokenizer, folder)
     inject_fault("model.saved")
 

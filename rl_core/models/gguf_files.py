@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ModelError
+from rl_core.models.quiet_loading import quiet_transformers
 from rl_core.storage.atomic_files import make_folder, resolve_cache_folder
 from rl_core.storage.folders import publish_folder
 from rl_core.storage.locks import FolderLock
@@ -226,7 +227,7 @@ def convert_gguf_file(file: Path, folder: Path) -> None:
         ) from error
 
     def write_model(target: Path) -> None:
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        with quiet_transformers():
             model.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
@@ -252,7 +253,7 @@ def load_gguf_model(file: Path) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(file.parent, **options)
     if header.head_dim is not None and hasattr(config, "head_dim"):  # not read for some families
         config.head_dim = header.head_dim
-    with contextlib.redirect_stderr(io.StringIO()):  # three progress bars
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # bars of the reader
         model: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, config=config, dtype=torch.float32, **options
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_core.storage.append_log import AppendLog, extract_number
 from rl_core.storage.atomic_files import write_text_unsynced
 from rl_core.storage.faults import inject_fault
-from rl_core.types import Rollout
+from rl_core.types import Rollout, Trajectory
 
 
 class RewardRecord:
@@ -70,24 +70,38 @@ def _digest_turns(rollout: Rollout) -> list[str]:
 
 
 class RecentRollouts:
-    """One file with the trajectories of the newest iterations, each line with its 'iteration', oldest first.
+    """The trajectories of the newest iterations, in memory and in one file, each line with its 'iteration', oldest
+    first.
 
     The file is replaced every iteration without fsync: it serves inspection during training, and its loss does no harm.
     """
 
-    def __init__(self, path: Path, iterations: int = 4, per_iteration: int = 16) -> None:
-        """Record `per_iteration` rollouts of each iteration, spread evenly over its prompts."""
+    def __init__(self, path: Path | None, iterations: int = 4, per_iteration: int = 16) -> None:
+        """Record `per_iteration` rollouts of each iteration, spread evenly over its prompts.
+
+        Args:
+            path: None = in memory alone.
+        """
         self.path, self.per_iteration = path, per_iteration
         self._blocks: deque[str] = deque(maxlen=iterations)
+        self._trajectories: deque[list[tuple[int, Trajectory]]] = deque(maxlen=iterations)
 
     def __call__(self, iteration: int, rollouts: Iterable[Rollout]) -> None:
         """Add the rollouts of one iteration."""
         played = list(rollouts)
         count = min(self.per_iteration, len(played))
         selected = [played[index * len(played) // count] for index in range(count)]
+        self._trajectories.append([(iteration, rollout.trajectory) for rollout in selected])
+        if self.path is None:
+            return
         rows = [{"iteration": iteration, **rollout.trajectory.to_json()} for rollout in selected]
         self._blocks.append("".join(json.dumps(row, default=str) + "\n" for row in rows))
         write_text_unsynced(self.path, "".join(self._blocks))
+
+    @property
+    def trajectories(self) -> list[tuple[int, Trajectory]]:
+        """Recorded (iteration, trajectory), oldest first."""
+        return [row for block in list(self._trajectories) for row in block]
 
 
 def build_combined_record(

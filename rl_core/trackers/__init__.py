@@ -22,6 +22,7 @@ from rl_core.trackers.experiment_trackers import TensorBoardTracker, WandbTracke
 from rl_core.trackers.local_trackers import CsvTracker, JsonlTracker, TerminalTracker
 from rl_core.trackers.prometheus import PrometheusTracker
 from rl_core.trackers.resolve import (
+    TrackerGroup,
     TrackerSource,
     build_tracker_group,
     notify_run_end,
@@ -37,6 +38,7 @@ __all__ = [
     "PrometheusTracker",
     "TensorBoardTracker",
     "TerminalTracker",
+    "TrackerGroup",
     "TrackerSource",
     "WandbTracker",
     "notify_run_start",

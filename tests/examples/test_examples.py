@@ -5,7 +5,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import matplotlib
 import pytest
 
 import rl_core
@@ -35,7 +34,7 @@ def test_every_example_is_tested():
     names = {path.stem for path in EXAMPLES.glob("*.py")} | {
         path.name for path in EXAMPLES.glob("*.ipynb")
     }
-    assert len(names) == 11
+    assert len(names) == 12
     for name in names - {"service_grpo", "service_preferences", "service_client"}:
         assert f'"{name}"' in tests
     of_service = Path(__file__).parents[1] / "posttrain" / "training_service"
@@ -100,14 +99,30 @@ def test_tools_of_an_mcp_server():
     assert metrics["tool/calls"].mean() > 0.5  # it has learned to ask the server
 
 
-def test_the_notebook():
-    matplotlib.use("Agg")
-    notebook = json.loads((EXAMPLES / "grpo.ipynb").read_text())
-    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+def run_notebook(name):
+    """Execute the code cells in order; return the names that they define. The outputs are stripped."""
+    notebook = json.loads((EXAMPLES / name).read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
     names: dict = {}
-    for cell in code:
-        exec(compile(cell, "grpo.ipynb", "exec"), names)
+    for cell in cells:
+        exec(compile("".join(cell["source"]), name, "exec"), names)
+    return names
+
+
+def test_the_notebook_of_grpo():
+    names = run_notebook("grpo.ipynb")
     rewards = names["metrics"]["reward/mean"]
     assert rewards.iloc[-1] > rewards.iloc[0] + 0.2
-    assert len(names["figure"].axes) == 2
+    assert [panel.title for panel in names["curves"].panels][:2] == [
+        "reward/mean",
+        "policy/entropy",
+    ]
+    assert len(names["samples"]) == 6 and set(names["samples"]["iteration"]) == {24}
+    assert names["samples"]["prompt"].nunique() > 1  # the rows are spread over the iteration
+
+
+def test_the_notebook_of_preferences():
+    names = run_notebook("sft_then_dpo.ipynb")
+    assert names["polite"] > 0.8  # 0.5 after SFT
+    assert names["sft"].metrics()["train/loss"].iloc[-1] < 0.5

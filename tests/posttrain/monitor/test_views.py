@@ -25,6 +25,7 @@ from posttrain.monitor.export import (
     format_stages_csv,
 )
 from posttrain.monitor.overview_views import compute_slope
+from posttrain.monitor.page_responses import build_address, parse_selection
 from posttrain.monitor.reader import RunReader
 from posttrain.monitor.runs import RunView, StageView
 from posttrain.monitor.series import MetricSeries
@@ -129,10 +130,40 @@ def test_killed_run_has_a_warning_on_top(tmp_path):
     ]  # the killed stage lasts up to its last record
 
 
+def test_curves_are_grouped_and_searched_by_name_and_label(tmp_path):
+    make_run(tmp_path)
+    blocks = build_blocks(tmp_path, "curves")
+    groups = [
+        (block["title"], list(index_charts(block)))
+        for block in blocks.values()
+        if block["kind"] == "charts"
+    ]
+    assert groups == [("Training", ["train/success_rate"]), ("Reward", ["reward/mean"])]
+    # The search overrides groups and single metrics; all words count, in the raw name or the label.
+    for search, titles in (
+        ("REW mean", ["reward/mean"]),
+        ("success in", ["train/success_rate"]),
+        ("curriculum/", ["curriculum/stage", "curriculum/watched"]),
+    ):
+        blocks = build_blocks(
+            tmp_path, "curves", search=search, metrics=("reward/mean",), groups=("tool",)
+        )
+        charts = [block for block in blocks.values() if block["kind"] == "charts"]
+        assert [title for block in charts for title in index_charts(block)] == titles
+    blocks = build_blocks(tmp_path, "curves", search=" nothing <b> ")
+    assert blocks["nothing"]["lines"] == ["No metric's name contains 'nothing <b>'."]
+
+
+def test_the_search_is_part_of_the_address(tmp_path):
+    make_run(tmp_path)
+    choice = parse_selection(RunReader(tmp_path), {"search": "x" * 500})
+    assert choice.search == "x" * 200 and build_address(choice)["search"] == "x" * 200
+
+
 def test_curves_by_prefix_by_name_and_over_time(tmp_path):
     make_run(tmp_path)
     blocks = build_blocks(tmp_path, "curves", groups=("reward",))
-    assert list(index_charts(blocks["curves"])) == ["reward/mean"]
+    assert list(index_charts(blocks["curves reward"])) == ["reward/mean"]
     assert read_texts(blocks["single"]) == [["Alarm: reward hacking", "0.0000"]]  # it never changed
     blocks = build_blocks(
         tmp_path,
@@ -142,13 +173,13 @@ def test_curves_by_prefix_by_name_and_over_time(tmp_path):
         by_time=True,
         window=1,
     )
-    chart = index_charts(blocks["curves"])["train/success_rate"]
+    chart = index_charts(blocks["curves train"])["train/success_rate"]
     assert chart["x"] == "minutes since the run began"
     assert chart["lines"][0]["x"] == pytest.approx(
         [(11 + 2 * i) / 60 for i in range(1, 6)], rel=1e-5
     )
     assert "avg" not in chart["lines"][0]
-    assert list(index_charts(build_blocks(tmp_path, "curves", stage="sft")["curves"])) == [
+    assert list(index_charts(build_blocks(tmp_path, "curves", stage="sft")["curves train"])) == [
         "train/loss"
     ]
     reader = RunReader(tmp_path)
@@ -165,7 +196,7 @@ def test_compared_runs_are_overlaid(tmp_path):
         run="other/2027-01-15-08-00-00",
         compare=("demo/2027-01-15-08-00-00", "missing"),
     )
-    lines = index_charts(blocks["curves"])["reward/mean"]["lines"]
+    lines = index_charts(blocks["curves reward"])["reward/mean"]["lines"]
     assert [(line["name"], line["colour"]) for line in lines] == [
         ("01-15 08:00", 0),
         ("demo 01-15 08:00", 1),

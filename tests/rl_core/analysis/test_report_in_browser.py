@@ -41,8 +41,13 @@ def test_nothing_is_cut_off_and_a_link_of_the_contents_goes_there(address, width
         assert page.run("document.querySelector('#verdict').getBoundingClientRect().top") < 200
         page.run("document.querySelector('nav a[href=\"#levels\"]').click()")
         assert page.wait(
-            "Math.abs(document.querySelector('#levels').getBoundingClientRect().top - 8) < 2"
+            "Math.abs(document.querySelector('#levels').getBoundingClientRect().top - 46) < 2"
         )
+        # The contents stay visible, in one line above the section.
+        top, bottom = page.run(
+            "(r => [r.top, r.bottom])(document.querySelector('nav').getBoundingClientRect())"
+        )
+        assert abs(top) < 1 and 30 < bottom <= 46
         assert page.errors == []
 
 

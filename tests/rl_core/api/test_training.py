@@ -36,9 +36,8 @@ def test_a_reward_and_prompts_are_enough(tmp_path):
         ("3", "easy", "1 + 2 ="),
         ("e", "hard", "say e"),
     }
-    assert (
-        list(training.metrics().index) == [1, 2, 3] and "reward/grade" in training.metrics().columns
-    )
+    assert list(training.metrics().index) == [1, 2, 3]
+    assert training.metrics()["reward/grade"].notna().all()
 
 
 def test_the_reward_is_learned():
