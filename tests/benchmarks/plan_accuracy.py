@@ -183,7 +183,7 @@ def main():
 def build_calibration_command(machine):
     """Return the arguments of a process that calibrates."""
     code = (
-        "import sys, time; from pathlib import Path; from posttrain.cli.doctor import write_machine_calibration; "
+        "import sys, time; from pathlib import Path; from posttrain.cli.check_machine import write_machine_calibration; "
         f"print(write_machine_calibration(Path(sys.argv[1]), as_json=False, clock=time.{CLOCK}))"
     )
     return ["-c", code, str(machine)]

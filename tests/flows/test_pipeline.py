@@ -218,7 +218,7 @@ def read_newest_metric(result, stage, name):
 
 
 def test_every_second_of_an_iteration_is_accounted_for(first):
-    from posttrain.cli.profile import compute_phase_times
+    from posttrain.cli.check_profile import compute_phase_times
     from tasks.tracking.journal import read_metrics
 
     records = read_metrics(Path(first[1].results["policy"].folder))

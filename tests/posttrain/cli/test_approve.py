@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.runtime import approval_wait
-from posttrain.cli import approve
+from posttrain.cli import approvals
 from tasks.tracking import Tracking
 
 

@@ -11,9 +11,9 @@ from helpers.chat_templates import OPENS_AND_STRIPS, family
 from packaging.requirements import Requirement
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from posttrain.cli import doctor
+from posttrain.cli import check_machine as doctor
 from posttrain.cli import main as cli
-from posttrain.cli.doctor import _check_sandbox
+from posttrain.cli.check_machine import _check_sandbox
 from posttrain.cli.model_capabilities import explain_model
 from rl_core.environments.subprocess_host import ChildFailed
 from rl_core.settings import LoraSettings, ModelSettings

@@ -390,7 +390,7 @@ def test_approve_passes_its_options(config, tmp_path, monkeypatch, capsys):
         calls.append((str(output), uri, run, options))
         return "decided"
 
-    monkeypatch.setattr("posttrain.cli.approve.decide_approval", decide_approval)
+    monkeypatch.setattr("posttrain.cli.approvals.decide_approval", decide_approval)
     assert cli.main(["approve", "demo", "--no", "--note", "worse", "--output", "o"]) == 0
     assert cli.main(["approve"]) == 0
     rejected = {"approve": False, "by": "", "note": "worse", "store_options": " --output o"}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from posttrain.cli.profile import (
+from posttrain.cli.check_profile import (
     _resolve_profiled_stage,
     build_profile_record,
     compute_phase_times,

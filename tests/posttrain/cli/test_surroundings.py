@@ -159,10 +159,10 @@ def test_texts_of_models_and_environments_are_wrapped_and_escaped(tmp_path, monk
         "posttrain.cli.replay.replay_recorded_episode", lambda *_, **__: (text, True)
     )
     monkeypatch.setattr(
-        "posttrain.cli.gc.collect_garbage",
+        "posttrain.cli.store_gc.collect_garbage",
         lambda *_, **__: SimpleNamespace(format_text=lambda: text),
     )
-    monkeypatch.setattr("posttrain.cli.approve.decide_approval", lambda *_, **__: text)
+    monkeypatch.setattr("posttrain.cli.approvals.decide_approval", lambda *_, **__: text)
     monkeypatch.setattr("posttrain.cli.compare.compare_tracked_runs", lambda *_: {})
     monkeypatch.setattr("posttrain.cli.compare.format_comparison", lambda comparison: text)
     for command in (

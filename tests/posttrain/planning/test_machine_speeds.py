@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from posttrain.cli.doctor import write_machine_calibration
+from posttrain.cli.check_machine import write_machine_calibration
 from posttrain.settings_files import read_settings_file
 from rl_core.errors import BackendError, SettingsError
 from rl_core.resources import machine_calibration as calibration
