@@ -1,6 +1,6 @@
 """States of flow runs in Prefect: Stopped for stopped runs, Crashed for killed ones.
 
-`posttrain doctor --repair` uploads pending records of killed runs, marks the runs and shows how to resume them.
+`posttrain check machine --repair` uploads pending records of killed runs, marks the runs and shows how to resume them.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def add_config_argument(
     *,
     optional: bool = False,
     was_option: bool = False,
+    metavar: str = "CONFIG",
     help_text: str = _CONFIG_HELP,
 ) -> None:
     """Add the configuration as an argument, with `--set` and `--output`.
@@ -39,11 +40,12 @@ def add_config_argument(
     Args:
         optional: the command also works without a configuration.
         was_option: the configuration was `--config` in the last release, which still works.
+        metavar: CONFIG|RUN for commands that take a run as well.
     """
     if optional:
-        parser.add_argument("config", metavar="CONFIG", nargs="?", help=help_text)
+        parser.add_argument("config", metavar=metavar, nargs="?", help=help_text)
     else:
-        parser.add_argument("config", metavar="CONFIG", help=help_text)
+        parser.add_argument("config", metavar=metavar, help=help_text)
     if was_option:
         add_former_config_option(parser)
     add_set_option(
@@ -107,7 +109,8 @@ def add_quiet_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json_option(
-    parser: argparse.ArgumentParser, help_text: str = "for programs; nothing else on standard output"
+    parser: argparse.ArgumentParser,
+    help_text: str = "for programs; nothing else on standard output",
 ) -> None:
     """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help=help_text)

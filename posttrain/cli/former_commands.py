@@ -95,7 +95,9 @@ def apply_former_config(
     former = getattr(arguments, "former_config", None)
     if former is None:
         return
-    if not hasattr(arguments, "config"):  # the command takes runs, of whose folder it was the configuration
+    if not hasattr(
+        arguments, "config"
+    ):  # the command takes runs, of whose folder it was the configuration
         arguments.config = former
         print(
             "posttrain: --config is now --output FOLDER, the output folder of that configuration",
@@ -104,6 +106,8 @@ def apply_former_config(
         return
     if arguments.config is not None and getattr(arguments, "episode", "") is None:
         arguments.config, arguments.episode = None, arguments.config
+    if arguments.config is not None and hasattr(arguments, "paths"):
+        arguments.config, arguments.paths = None, [arguments.config, *arguments.paths]
     if arguments.config is not None:
         parser.error(f"name one configuration: {arguments.config}, or {former} of --config")
     arguments.config = former

@@ -210,7 +210,9 @@ def import_command_modules(words: Sequence[str] | None) -> dict[str, ModuleType]
         words: the command line; None = the modules of all commands.
     """
     names = [name for name in COMMANDS if name not in SUBCOMMANDS and words is None]
-    names += [f"{name} {part}" for name in SUBCOMMANDS for part in SUBCOMMANDS[name] if words is None]
+    names += [
+        f"{name} {part}" for name in SUBCOMMANDS for part in SUBCOMMANDS[name] if words is None
+    ]
     if words and words[0] in SUBCOMMANDS:
         names = [f"{words[0]} {part}" for part in words[1:2] if part in SUBCOMMANDS[words[0]]]
     elif words and words[0] in COMMANDS:

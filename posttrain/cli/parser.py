@@ -167,8 +167,14 @@ class SuggestingParser(argparse.ArgumentParser):
     def _count_option_values(self, option: str, following: Sequence[str]) -> int:
         """Return how many of the following words are values of an option."""
         known = self._option_string_actions
-        matches = [option] if option in known else [name for name in known if name.startswith(option)]
-        actions = {id(known[name]): known[name] for name in matches if name.startswith("--") or name == option}
+        matches = (
+            [option] if option in known else [name for name in known if name.startswith(option)]
+        )
+        actions = {
+            id(known[name]): known[name]
+            for name in matches
+            if name.startswith("--") or name == option
+        }
         if len(actions) != 1:
             return 0  # unknown, ambiguous, or a short option that is joined with its value
         (action,) = actions.values()

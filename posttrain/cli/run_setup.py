@@ -309,6 +309,14 @@ def resolve_target(arguments: argparse.Namespace, *, import_code: bool = False) 
     return CommandTarget(Path(arguments.output), record=find_run_record(arguments.output, name))
 
 
+def find_tracking_uri(output: Path, run: str) -> str | None:
+    """Return the tracking store that a run of the output folder recorded; None = that of the folder."""
+    try:
+        return CommandTarget(output, record=find_run_record(output, run)).tracking_uri
+    except DataError:
+        return None  # perhaps a run of the store without files here
+
+
 def find_run_record(output: str | Path, name: str) -> PipelineRunRecord:
     """Find a pipeline run by short id, name, digits of its id, or as the newest of a pipeline. Raises: DataError."""
     from tasks.lifecycle.crashed_runs import read_run_record

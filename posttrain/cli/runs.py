@@ -80,4 +80,3 @@ def run_command(arguments: argparse.Namespace) -> int:
     )
     print(format_runs_table(rows) if rows else empty_message)
     return 0
-

@@ -38,6 +38,7 @@ class RunEvents:
 
     def _clear_state(self) -> None:
         self.name, self.parent, self.run_id = "", "", ""
+        self.key = ""  # made when the run began; the short id consists of its first digits
         self.params: dict[str, str] = {}
         self.tags: dict[str, str] = {}
         # Cached stage -> (time of its first reuse, source run).
@@ -67,6 +68,7 @@ class RunEvents:
         op, time_s = row["op"], float(row.get("time", 0)) / 1000
         if op == "start":
             self.name, self.parent = str(row["name"]), str(row.get("parent_folder") or "")
+            self.key = str(row.get("key") or "")
             self.started, self.status = time_s, ""
         elif op == "resume":
             self.status, self.ended = "", 0.0
@@ -170,6 +172,7 @@ class RunView:
     modified: float = 0.0  # time of the last record
     pid: int = 0
     run_id: str = ""  # assigned by MLflow
+    short_id: str = ""  # demo-7f3a; "" = the files no longer exist
     result: str = ""
     # Of an approval: the text `before` the answer, and the text `now`.
     approval_answer: Mapping[str, Any] = field(default_factory=dict)
@@ -182,7 +185,7 @@ class RunView:
     @property
     def title(self) -> str:
         """Title in lists."""
-        return f"{self.pipeline} · {self.started_text} · {self.status}"
+        return f"{self.short_id or self.pipeline} · {self.started_text} · {self.status}"
 
     @property
     def is_over(self) -> bool:

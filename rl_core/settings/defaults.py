@@ -134,8 +134,8 @@ _TABLE_HEAD = """\
 With `model.path`, unset learning rates and lengths default to values commonly used for that kind of model; from-scratch
 presets use values that suit models of a few million parameters. A value that you set always wins; `posttrain validate
 CONFIG --show` prints the values in use. If the model's context is known, the default of a length marked * is at most
-half of it (`LengthSettings.free`: 80% of that half). Commands that put another model into a config (`posttrain stage
---model`, `posttrain retrain`) keep the config's values.
+half of it (`LengthSettings.free`: 80% of that half). Commands that put another model into a config (`posttrain run
+--only STAGE --model`, `posttrain retrain`) keep the config's values.
 
 | setting | preset | full fine-tuning | LoRA | source |
 |---|---|---|---|---|

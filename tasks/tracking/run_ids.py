@@ -1,8 +1,8 @@
 """Short ids of runs: the pipeline's name and the first digits of the run's key, as in demo-7f3a.
 
-The key is random, is made when the run begins and never changes, whether or not a tracking store answers. An id has four
-digits, or as many more as tell the run from those that began earlier in the output folder: a later run never changes the
-id of an earlier one.
+The key is random, is made when the run begins and never changes, whether or not a tracking store answers. An id has
+four digits, or as many more as distinguish the run from those that began earlier in the output folder: a later run never
+changes the id of an earlier one.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def find_named_run(runs: Sequence[NamedRun], text: str, place: object) -> NamedR
             if run.pipeline == match["pipeline"] and run.key.startswith(match["digits"])
         ]
     elif len(text) >= _MIN_KEY_DIGITS:
-        matches = [
-            run for run in runs if run.key.startswith(text) or run.run_id.startswith(text)
-        ]
+        matches = [run for run in runs if run.key.startswith(text) or run.run_id.startswith(text)]
     if len(matches) > 1:
         names = ", ".join(run.short_id for run in matches[-5:])
         raise AmbiguousRun(
@@ -117,7 +115,9 @@ def find_named_run(runs: Sequence[NamedRun], text: str, place: object) -> NamedR
 def describe_unknown_run(runs: Sequence[NamedRun], text: str, place: object) -> str:
     """Describe in one line that there is no such run, with near matches and what to do."""
     if not runs:
-        return f"no run '{text}': there are no runs in {place}; name the output folder with --output"
+        return (
+            f"no run '{text}': there are no runs in {place}; name the output folder with --output"
+        )
     pipeline = text.rpartition("-")[0]
     newest = [run.short_id for run in reversed(runs) if run.pipeline in (text, pipeline)][:3]
     hint = f"newest runs of {pipeline}: {', '.join(newest)}"
@@ -125,9 +125,18 @@ def describe_unknown_run(runs: Sequence[NamedRun], text: str, place: object) -> 
         names = [name for run in runs for name in (run.short_id, run.name, run.pipeline)]
         near = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'?" if near else f"the newest is {runs[-1].short_id}"
-    return (
-        f"no run '{text}' in {place}; {hint} (`posttrain runs` lists all; --output names another folder)"
-    )
+    return f"no run '{text}' in {place}; {hint} (`posttrain runs` lists all; --output names another folder)"
+
+
+def is_short_id(text: str) -> bool:
+    """Return whether the text has the form of a short id."""
+    return _SHORT_ID.fullmatch(text) is not None
+
+
+def shorten_run_name(output: Path, name: str) -> str:
+    """Return the short id of the run of this name; the name if it is not in the output folder."""
+    runs = list_named_runs(output.resolve())
+    return next((run.short_id for run in runs if run.name == name), name)
 
 
 def resolve_run_name(output: Path, text: str) -> str:

@@ -140,7 +140,7 @@ def list_runs(
         where: conditions that must all hold (`RunFilter`).
         settings: add a column of the settings in which the listed runs of a pipeline differ.
         find_crashed: called if the store lists running runs; returns run id -> reason for crashed runs. The store
-            lists a crashed run as RUNNING until the next run or `doctor --repair` corrects it.
+            lists a crashed run as RUNNING until the next run or `check machine --repair` corrects it.
     Raises: SettingsError for a condition on a key that no run has.
     """
     rows = _list_rows_in_order(output, uri, limit, where, find_crashed)

@@ -60,7 +60,9 @@ def read_stored_runs(uri: str, limit: int) -> list[StoredRun] | None:
         return _fetch_server_runs(uri.rstrip("/"), limit)
     except RequestError as error:
         if error.status:
-            return None  # another version, or an account that is missing: MLflow's client says which
+            return (
+                None  # another version, or an account that is missing: MLflow's client says which
+            )
         raise BackendError(f"{uri} could not list runs: {error.reason}") from error
 
 

@@ -370,7 +370,7 @@ def test_an_unreachable_store_ends_no_run_and_receives_everything_later(
     assert "model_version" not in unreachable.results["sft"].summary
     table = unreachable.format_table(width=200)
     assert "promote: not decided: only the tracking store knows the champion" in table
-    sync = f"`posttrain sync --output {tmp_path}` or the next run delivers them"
+    sync = f"`posttrain store sync --output {tmp_path}` or the next run delivers them"
     assert "1 model version and" in table and sync in table
     assert [record.status for record in list_recorded_runs(tmp_path)] == ["postponed"]
     assert RunReader(tmp_path).load_run("").status == "postponed"

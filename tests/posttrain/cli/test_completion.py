@@ -16,7 +16,7 @@ LINES = {
     "posttrain run --f": ({"--fresh"}, {"--quiet"}),
     "posttrain run de": ({"demo"}, {"run"}),
     "posttrain stage po": ({"policy"}, {"sft", "demo"}),
-    "posttrain profile --stage ": ({"sft", "policy"}, {"demo"}),
+    "posttrain check profile --stage ": ({"sft", "policy"}, {"demo"}),
     "posttrain runs --format ": ({"table", "csv", "json"}, {"--limit"}),
     "posttrain service ": ({"up", "key", "queue"}, {"create"}),
     "posttrain service up ": ({"service"}, {"demo", "online"}),

@@ -1,4 +1,4 @@
-"""Findings of `posttrain doctor`, about the machine and about a model."""
+"""Findings of `posttrain check machine`, about the machine and about a model."""
 
 import http.server
 import json
@@ -91,7 +91,7 @@ def test_lists_of_the_doctor_as_json(option, tmp_path, capsys):
     if option == "--faults":
         (point,) = [item for item in listed if item["name"] == "gc.store"]
         assert (
-            point["run"] == "posttrain gc --yes"
+            point["run"] == "posttrain store gc --yes"
             and point["meaning"] == "the store has removed its part"
         )
 

@@ -1,4 +1,4 @@
-"""`posttrain profile`: time split checked by hand, shortened settings, and the record."""
+"""`posttrain check profile`: time split checked by hand, shortened settings, and the record."""
 
 import json
 from types import SimpleNamespace

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from helpers.stage_doubles import PipelineRun
 
-from posttrain.cli.main import main
 from posttrain.cli.dry_run import explain_pipeline, explain_stage
+from posttrain.cli.main import main
 from rl_core.errors import SettingsError, Stopped
 from rl_core.storage.checkpoint import CheckpointStore
 from tasks.config import build_settings

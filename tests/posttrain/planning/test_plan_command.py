@@ -1,4 +1,4 @@
-"""`posttrain plan --simulate`: shares of GPUs, numbers of workers, rates from a file or from a finished stage."""
+"""`posttrain check plan --simulate`: shares of GPUs, numbers of workers, rates from a file or from a finished stage."""
 
 import json
 import re

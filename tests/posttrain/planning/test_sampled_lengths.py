@@ -1,4 +1,4 @@
-"""Lengths that `posttrain plan` measures with the model's tokenizer, where nobody gives them."""
+"""Lengths that `posttrain check plan` measures with the model's tokenizer, where nobody gives them."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""`posttrain plan CONFIG`: memory by part compared with hand calculation, work, changes that fit, refusals."""
+"""`posttrain check plan CONFIG`: memory by part compared with hand calculation, work, changes that fit, refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`posttrain verify-resume`: interruptions of a pipeline that takes a second, and of real ones (slow)."""
+"""`posttrain check resume`: interruptions of a pipeline that takes a second, and of real ones (slow)."""
 
 import json
 import os

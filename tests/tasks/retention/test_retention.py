@@ -1,4 +1,4 @@
-"""Removals of `posttrain gc` with handmade folders and a real store: nothing reachable may be removed."""
+"""Removals of `posttrain store gc` with handmade folders and a real store: nothing reachable may be removed."""
 
 import json
 import os
