@@ -19,6 +19,7 @@ from posttrain.cli.arguments import (
     parse_stage_name,
 )
 from rl_core.errors import DataError
+from tasks.stage_registry import list_stage_names
 
 if TYPE_CHECKING:
     from posttrain.monitor.reader import RunReader
@@ -29,8 +30,8 @@ FOLLOW_SECONDS = 0.5  # between two looks at a log that is written
 EXAMPLES = (
     "logs    (the newest run)",
     "logs demo-7f3a policy",
+    "logs policy --lines 50    (of the newest run)",
     "logs demo-7f3a --follow    (until the run ends)",
-    "logs demo-7f3a policy --lines 50",
 )
 
 
@@ -50,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--follow", "-f", action="store_true", help="continue while the run writes, until it ends"
     )
     parser.add_argument(
-        "--lines", "-n", type=parse_positive_integer, metavar="N", help="only the last lines of each"
+        "--lines",
+        "-n",
+        type=parse_positive_integer,
+        metavar="N",
+        help="only the last lines of each",
     )
     add_output_option(parser)
 
@@ -59,6 +64,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Print logs."""
     output = Path(arguments.output)
     run_setup.refuse_unreadable_folder(output)
+    is_stage = arguments.stage is None and arguments.run in list_stage_names()
+    if is_stage and not (output / arguments.run / "runs").is_dir():  # no pipeline of that name
+        arguments.run, arguments.stage = None, arguments.run
     reader, identity = open_run(output, arguments.run)
     with contextlib.suppress(KeyboardInterrupt):  # how people end --follow
         for text in _read_log_parts(reader, identity, arguments):
@@ -79,7 +87,9 @@ def open_run(output: Path, name: str | None) -> tuple[RunReader, str]:
     if name is None:
         pipelines = [run for run in named if run.is_pipeline]
         if not pipelines:
-            raise DataError(f"no runs in {folder}; start one (posttrain run demo), or name --output")
+            raise DataError(
+                f"no runs in {folder}; start one (posttrain run demo), or name --output"
+            )
         run = pipelines[-1]
     else:
         run = find_named_run(named, name, folder)
@@ -116,7 +126,9 @@ def _read_log_parts(
             break
         time.sleep(FOLLOW_SECONDS)
     if not positions:
-        where = f"stage '{arguments.stage}' has not begun" if arguments.stage else "no stage has begun"
+        where = (
+            f"stage '{arguments.stage}' has not begun" if arguments.stage else "no stage has begun"
+        )
         raise DataError(f"{view.short_id}: {where} ({view.status})")
 
 

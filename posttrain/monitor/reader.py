@@ -281,6 +281,7 @@ class RunReader:
             run_id=str(shipped.get("run_id") or ""),
             result=insert_approval_answer(events.tags.get("result", ""), answer),
             approval_answer=answer,
+            flow_run_id=events.tags.get("prefect.flow_run_id", ""),
             short_id=self._find_short_id(journal.folder),
             config=events.texts.get("config.json", {}),
             output=pipeline_folder.parent,

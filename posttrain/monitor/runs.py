@@ -172,6 +172,7 @@ class RunView:
     modified: float = 0.0  # time of the last record
     pid: int = 0
     run_id: str = ""  # assigned by MLflow
+    flow_run_id: str = ""  # assigned by Prefect
     short_id: str = ""  # demo-7f3a; "" = the files no longer exist
     result: str = ""
     # Of an approval: the text `before` the answer, and the text `now`.

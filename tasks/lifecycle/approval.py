@@ -220,8 +220,8 @@ def answer_request(
         if time.time() > current.deadline and not in_time:
             expired = _write_answer(tracking, current, TIMED_OUT, "the clock", "")
             raise SettingsError(
-                f"{expired.summary}. `posttrain run CONFIG --only promote --fresh` asks again, `posttrain promote CONFIG "
-                f"--version {expired.version}` promotes by hand"
+                f"{expired.summary}. `posttrain run CONFIG --only promote --fresh` asks again, `posttrain promote "
+                f"CONFIG --version {expired.version}` promotes by hand"
             )
         if not approve:
             return _write_answer(tracking, current, REJECTED, answered_by, note)

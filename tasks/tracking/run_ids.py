@@ -1,8 +1,8 @@
 """Short ids of runs: the pipeline's name and the first digits of the run's key, as in demo-7f3a.
 
 The key is random, is made when the run begins and never changes, whether or not a tracking store answers. An id has
-four digits, or as many more as distinguish the run from those that began earlier in the output folder: a later run never
-changes the id of an earlier one.
+four digits, or as many more as distinguish the run from those that began earlier in the output folder: a later run
+never changes the id of an earlier one.
 """
 
 from __future__ import annotations

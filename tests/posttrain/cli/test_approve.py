@@ -1,10 +1,11 @@
-"""`posttrain approve` while Prefect or MLflow do not answer: no dead links, the step that helps."""
+"""`posttrain promote --approve` while Prefect or MLflow do not answer: no dead links, the step that helps."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from flows.runtime import approval_wait
+from posttrain.cli import approvals
 from tasks.tracking import Tracking
 
 
