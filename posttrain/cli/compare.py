@@ -191,6 +191,7 @@ def compare_tracked_runs(
     comparison = {
         "runs": [
             {
+                "id": run.row.short_id,
                 "run": run.name,
                 "status": run.row.status.lower(),
                 "result": run.row.tags.get("result", ""),
@@ -413,7 +414,7 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
     """Format a comparison for the terminal; runs are called A, B, ..."""
     letters = _assign_letters([row["run"] for row in comparison["runs"]])
     lines = [
-        f"{letters[row['run']]}  {row['run']}  {row['status']}  {row['result'][:90]}"
+        f"{letters[row['run']]}  {_format_run(row)}  {row['status']}  {row['result'][:90]}"
         for row in comparison["runs"]
     ]
     lines += ["", "settings that differ", *_format_settings(comparison["settings"], letters)]
@@ -437,6 +438,10 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
     for pair in comparison["episodes"]:
         lines += ["", *_format_episode_pair(pair, letters)]
     return "\n".join(lines)
+
+
+def _format_run(row: Mapping[str, str]) -> str:
+    return f"{row['id']} ({row['run']})" if row.get("id") else row["run"]
 
 
 def _assign_letters(runs: Sequence[str]) -> dict[str, str]:

@@ -76,7 +76,9 @@ def format_options(
     words: list[str] = []
     for action in parser._actions:
         value = getattr(arguments, action.dest, None)
-        if not action.option_strings or action.dest in skipped or value is action.default:
+        if not action.option_strings or action.dest in skipped:
+            continue
+        if value is None or value is action.default:
             continue
         option = max(action.option_strings, key=len)
         if action.nargs == 0:

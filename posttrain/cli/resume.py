@@ -112,12 +112,15 @@ def find_resumable_run(output: Path, run: str | None) -> PipelineRunRecord:
     for record in matching:
         if record.status not in ("running", "finished"):
             return record
+    from tasks.tracking.run_ids import shorten_run_name
+
     newest = matching[0]
+    short_id = shorten_run_name(output, newest.name)
     if newest.status == "running":
         where = f" on {newest.host}" if newest.host else ""
-        raise FolderBusy(f"run '{newest.name}' is still running{where}; nothing to resume")
+        raise FolderBusy(f"run '{short_id}' is still running{where}; `posttrain logs` follows it")
     raise SettingsError(
-        f"run '{newest.name}' has finished; `posttrain run` with its config runs it again"
+        f"run '{short_id}' has finished; `posttrain run` with its config runs it again"
     )
 
 

@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reason", default="", help="origin of the request; stored with the versions"
     )
+    parser.add_argument(
+        "--nothing-new-is-ok",
+        action="store_true",
+        help="exit with 0, not 3, if there is no new data; for schedulers that know only success and failure",
+    )
     add_quiet_option(parser)
 
 
@@ -62,5 +67,5 @@ def run_command(arguments: argparse.Namespace) -> int:
         print(escape_control_characters(result.pipeline.format_table()))
     print(escape_control_characters(result.message))
     if result.pipeline is None:
-        return ExitCode.NOTHING_NEW
+        return ExitCode.OK if arguments.nothing_new_is_ok else ExitCode.NOTHING_NEW
     return ExitCode.OK if result.pipeline.ok else ExitCode.FAILED
