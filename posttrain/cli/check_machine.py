@@ -165,7 +165,7 @@ def examine_machine(output: Path, tracking_uri: str | None = None) -> list[Docto
 
 def format_findings(findings: list[DoctorFinding]) -> str:
     """Format findings within the terminal, each followed by its advice, if any."""
-    states = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+    states = {"ok": "OK  ", "note": "note", "bad": "BAD "}
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

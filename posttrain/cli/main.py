@@ -203,20 +203,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
 
+def list_commands() -> list[str]:
+    """List the commands that run, such as `run` and `check machine`; the module of each has its name."""
+    return [
+        command
+        for name in COMMANDS
+        for command in [f"{name} {part}" for part in SUBCOMMANDS.get(name, ())] or [name]
+    ]
+
+
 def import_command_modules(words: Sequence[str] | None) -> dict[str, ModuleType]:
     """Import the modules of a command line's command; return them by command.
 
     Args:
         words: the command line; None = the modules of all commands.
     """
-    names = [name for name in COMMANDS if name not in SUBCOMMANDS and words is None]
-    names += [
-        f"{name} {part}" for name in SUBCOMMANDS for part in SUBCOMMANDS[name] if words is None
-    ]
-    if words and words[0] in SUBCOMMANDS:
-        names = [f"{words[0]} {part}" for part in words[1:2] if part in SUBCOMMANDS[words[0]]]
-    elif words and words[0] in COMMANDS:
-        names = [words[0]]
+    names = list_commands()
+    if words is not None:
+        names = [name for name in names if name in (" ".join(words[:1]), " ".join(words[:2]))]
     return {
         name: importlib.import_module(f"posttrain.cli.{name.replace(' ', '_')}") for name in names
     }

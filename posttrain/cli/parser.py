@@ -159,13 +159,17 @@ class SuggestingParser(argparse.ArgumentParser):
                 arguments.append(word)
                 continue
             options.append(word)
-            count = 0 if "=" in word else self._count_option_values(word, words[position:])
+            count = self._count_option_values(word, words[position:])
+            if count is None:  # the parser refuses it, and shows the words as they are
+                return list(words)
             options += words[position : position + count]
             position += count
         return [*arguments, *options]
 
-    def _count_option_values(self, option: str, following: Sequence[str]) -> int:
-        """Return how many of the following words are values of an option."""
+    def _count_option_values(self, option: str, following: Sequence[str]) -> int | None:
+        """Return how many of the following words are values of an option; None = it is unknown or ambiguous."""
+        if "=" in option or (not option.startswith("--") and len(option) > 2):
+            return 0  # joined with its value
         known = self._option_string_actions
         matches = (
             [option] if option in known else [name for name in known if name.startswith(option)]
@@ -176,7 +180,7 @@ class SuggestingParser(argparse.ArgumentParser):
             if name.startswith("--") or name == option
         }
         if len(actions) != 1:
-            return 0  # unknown, ambiguous, or a short option that is joined with its value
+            return None
         (action,) = actions.values()
         if action.nargs is None:
             return 1

@@ -63,7 +63,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     run_setup.configure_prefect(settings)
     print(
         escape_control_characters(
-            f"resuming {shorten_run_name(output, record.name)} ({record.name}), which is {record.status}"
+            f"resuming {shorten_run_name(output, record.name)}, which is {record.status}"
         ),
         flush=True,
     )

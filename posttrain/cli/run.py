@@ -123,7 +123,12 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unused_options(arguments: argparse.Namespace) -> None:
-    """Refuse options that would change nothing. Raises: SettingsError."""
+    """Refuse a stage in the place of the configuration, and options that would change nothing. Raises: SettingsError."""
+    name = arguments.config
+    if name in stage_registry.list_stage_names() and not run_setup.is_config_name(name):
+        raise SettingsError(
+            f"{name} is a stage; name the configuration, too: posttrain run CONFIG --only {name}"
+        )
     if arguments.model is not None and arguments.only is None:
         raise SettingsError(
             "--model: starts one stage from a model; add --only STAGE, or name the model of the whole pipeline with "

@@ -1,4 +1,4 @@
-"""`posttrain why`: why a stage ran or was cached, and what has changed since."""
+"""`posttrain run --dry-run`: why a stage ran or was cached, and what has changed since."""
 
 import dataclasses
 import json
@@ -152,10 +152,8 @@ def test_the_newest_fingerprint_is_that_of_the_last_run(tmp_path, monkeypatch, c
 
 def test_a_stage_without_its_configuration_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["why", "policy"]) == 2
-    assert (
-        "name the configuration, too, as in `posttrain why policy demo`" in capsys.readouterr().err
-    )
+    assert main(["run", "policy", "--dry-run"]) == 2
+    assert "policy is a stage; name the configuration, too" in capsys.readouterr().err
 
 
 def test_a_mistyped_stage_is_answered_with_the_nearest(tmp_path):
