@@ -17,6 +17,7 @@ from tasks.lifecycle.approval import expire_requests, list_approval_requests
 from tasks.lifecycle.crashed_runs import CrashedRun, close_crashed_runs
 from tasks.mlflow_environment import build_default_uri
 from tasks.tracking import Tracking
+from tasks.tracking.run_ids import shorten_run_name
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -86,9 +87,7 @@ def _describe_crashed_run(run: CrashedRun, output: Path) -> str:
     if run.num_undelivered:
         text += f", {run.num_undelivered} records still wait for the tracking store"
     if run.is_pipeline and run.journal_folder.parent.name == "runs":
-        text += (
-            f"\n    posttrain resume {shlex.quote(run.name)} --output {shlex.quote(str(output))}"
-        )
+        text += f"\n    posttrain resume {shlex.quote(shorten_run_name(output, run.name))} --output {shlex.quote(str(output))}"
     return text
 
 

@@ -123,7 +123,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unused_options(arguments: argparse.Namespace) -> None:
-    """Refuse a stage in the place of the configuration, and options that would change nothing. Raises: SettingsError."""
+    """Refuse a stage where the configuration belongs, and options that would change nothing. Raises: SettingsError."""
     name = arguments.config
     if name in stage_registry.list_stage_names() and not run_setup.is_config_name(name):
         raise SettingsError(

@@ -343,9 +343,11 @@ def test_commands_parse(place, line):
             for action in build_parser()._actions
             if isinstance(action, argparse._SubParsersAction)
         )
-        known = (
-            parsers.choices[words[0]] if words[0] in parsers.choices else build_parser()
-        )._option_string_actions
+        parser = parsers.choices.get(words[0], build_parser())
+        for action in parser._actions:  # `check machine`: the options of the inner command
+            if isinstance(action, argparse._SubParsersAction) and words[0] in parsers.choices:
+                parser = action.choices.get("".join(words[1:2]), parser)
+        known = parser._option_string_actions
         assert words[0] in parsers.choices or words[0] in known, f"{place}: {line}"
         assert [word for word in words if word.startswith("-") and word not in known] == [], (
             f"{place}: {line}"

@@ -374,7 +374,7 @@ def test_an_unreachable_store_ends_no_run_and_receives_everything_later(
     assert "1 model version and" in table and sync in table
     assert [record.status for record in list_recorded_runs(tmp_path)] == ["postponed"]
     assert RunReader(tmp_path).load_run("").status == "postponed"
-    assert main(["sync", "--output", str(tmp_path)]) == 1
+    assert main(["store", "sync", "--output", str(tmp_path)]) == 1
     assert "1 model version and" in capsys.readouterr().out
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
@@ -389,5 +389,5 @@ def test_an_unreachable_store_ends_no_run_and_receives_everything_later(
     assert (
         "postponed" not in parents[0].tags and RunReader(tmp_path).load_run("").status == "finished"
     )
-    assert main(["sync", "--output", str(tmp_path)]) == 0
+    assert main(["store", "sync", "--output", str(tmp_path)]) == 0
     assert "has everything" in capsys.readouterr().out

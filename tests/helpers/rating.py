@@ -95,7 +95,7 @@ class Command:
             sys.executable,
             "-m",
             "posttrain.cli.main",
-            "prefer",
+            "label",
             "rated.yaml",
             "--answers",
             "answers.jsonl",

@@ -196,7 +196,7 @@ def test_killed_runs_are_reported(tmp_path, monkeypatch):
     (reported,) = [
         finding for finding in doctor.examine_machine(tmp_path) if finding.name == "runs"
     ]
-    assert reported.state == "note" and reported.detail == "1 run was killed: demo · 1"
+    assert reported.state == "note" and reported.detail == "1 run was killed: demo-k"
     assert "--repair" in reported.advice and events.read_bytes() == before
     events.write_bytes(
         before + json.dumps({"op": "end", "time": 2, "status": "FINISHED"}).encode() + b"\n"

@@ -118,13 +118,13 @@ def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
         "    stages.sft.learning_rate: 0.002 -> 0.003",
         "  content of inputs is compared when a stage runs",
     ]
-    assert main(["why", "maze", "--set", f"output={tmp_path}"]) == 0
+    assert main(["run", "maze", "--dry-run", "--set", f"output={tmp_path}"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert (
         printed[0] == f"prepare_data: was never run in {tmp_path / 'maze'}"
         and printed.count("  sft: has no result yet") == 1
     )
-    assert main(["why", "maze", "--set", f"output={tmp_path}", "--json"]) == 0
+    assert main(["run", "maze", "--dry-run", "--set", f"output={tmp_path}", "--json"]) == 0
     assert [stage["stage"] for stage in json.loads(capsys.readouterr().out)][:2] == [
         "prepare_data",
         "sft",
