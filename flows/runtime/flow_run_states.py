@@ -87,7 +87,8 @@ def _describe_crashed_run(run: CrashedRun, output: Path) -> str:
     if run.num_undelivered:
         text += f", {run.num_undelivered} records still wait for the tracking store"
     if run.is_pipeline and run.journal_folder.parent.name == "runs":
-        text += f"\n    posttrain resume {shlex.quote(shorten_run_name(output, run.name))} --output {shlex.quote(str(output))}"
+        name = shlex.quote(shorten_run_name(output, run.name))
+        text += f"\n    posttrain resume {name} --output {shlex.quote(str(output))}"
     return text
 
 

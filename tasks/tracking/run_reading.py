@@ -31,7 +31,7 @@ _ACCOUNT_VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRun:
+class TrackedRun:
     """Active run of a tracking store."""
 
     run_id: str
@@ -45,7 +45,7 @@ class StoredRun:
     params: dict[str, str] = field(default_factory=dict)
 
 
-def read_stored_runs(uri: str, limit: int) -> list[StoredRun] | None:
+def read_stored_runs(uri: str, limit: int) -> list[TrackedRun] | None:
     """Read the newest runs of all experiments, newest first; None = ask MLflow's client.
 
     Raises: BackendError if a database is locked or a server does not answer.
@@ -66,7 +66,7 @@ def read_stored_runs(uri: str, limit: int) -> list[StoredRun] | None:
         raise BackendError(f"{uri} could not list runs: {error.reason}") from error
 
 
-def _read_sqlite_runs(path: Path, limit: int) -> list[StoredRun] | None:
+def _read_sqlite_runs(path: Path, limit: int) -> list[TrackedRun] | None:
     if not path.is_file():
         return None
     address = f"file:{quote(str(path))}?mode=ro"
@@ -106,7 +106,7 @@ def _read_sqlite_runs(path: Path, limit: int) -> list[StoredRun] | None:
     except sqlite3.DatabaseError:
         return None
     return [
-        StoredRun(
+        TrackedRun(
             run_id=run_id,
             name=name or "",
             status=status,
@@ -132,7 +132,7 @@ def _group_values(rows: Iterable[tuple[str, str, Any]]) -> dict[str, dict[str, A
     return values
 
 
-def _fetch_server_runs(address: str, limit: int) -> list[StoredRun]:
+def _fetch_server_runs(address: str, limit: int) -> list[TrackedRun]:
     """Fetch runs page by page. Raises: RequestError."""
     api = f"{address}/api/2.0/mlflow"
     experiments = fetch_json(
@@ -142,7 +142,7 @@ def _fetch_server_runs(address: str, limit: int) -> list[StoredRun]:
         "experiment_ids": [row["experiment_id"] for row in experiments.get("experiments", [])],
         "order_by": ["attributes.start_time DESC"],
     }
-    runs: list[StoredRun] = []
+    runs: list[TrackedRun] = []
     while request["experiment_ids"] and len(runs) < limit:
         request["max_results"] = min(PAGE_RUNS, limit - len(runs))
         page = fetch_json(f"{api}/runs/search", request, timeout_s=SERVER_SECONDS)
@@ -153,13 +153,13 @@ def _fetch_server_runs(address: str, limit: int) -> list[StoredRun]:
     return runs
 
 
-def _parse_server_run(row: dict[str, Any]) -> StoredRun:
+def _parse_server_run(row: dict[str, Any]) -> TrackedRun:
     info, data = row["info"], row.get("data", {})
     tags, params = (
         {item["key"]: item.get("value", "") for item in data.get(kind, [])}
         for kind in ("tags", "params")
     )
-    return StoredRun(
+    return TrackedRun(
         run_id=info["run_id"],
         name=info.get("run_name", ""),
         status=info["status"],

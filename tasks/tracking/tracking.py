@@ -21,7 +21,7 @@ from tasks.tracking.replay import (
     list_journals,
 )
 from tasks.tracking.run_ids import NamedRun, assign_short_ids, list_named_runs
-from tasks.tracking.run_reading import StoredRun, read_stored_runs
+from tasks.tracking.run_reading import TrackedRun, read_stored_runs
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias_move
 from tasks.tracking.sink import RUN_KEY_TAG
 from tasks.tracking.store import TrackingCost, TrackingStore
@@ -366,7 +366,7 @@ class Tracking:
             for row in rows
         ]
 
-    def _search_runs(self, limit: int) -> list[StoredRun]:
+    def _search_runs(self, limit: int) -> list[TrackedRun]:
         """Search the newest runs with MLflow's client."""
         experiments = [
             experiment.experiment_id
@@ -376,7 +376,7 @@ class Tracking:
             experiments, order_by=["attributes.start_time DESC"], max_results=limit
         )
         return [
-            StoredRun(
+            TrackedRun(
                 run_id=run.info.run_id,
                 name=run.info.run_name or "",
                 status=run.info.status,
@@ -390,7 +390,7 @@ class Tracking:
             for run in runs
         ]
 
-    def _build_row(self, run: StoredRun, address: str) -> RunRow:
+    def _build_row(self, run: TrackedRun, address: str) -> RunRow:
         link = self.store.build_run_link(run.run_id, run.experiment_id)
         return RunRow(
             run_id=run.run_id,
@@ -407,7 +407,7 @@ class Tracking:
         )
 
 
-def _compute_seconds(run: StoredRun) -> float | None:
+def _compute_seconds(run: TrackedRun) -> float | None:
     """Return the time spent on a run as recorded at its end, otherwise the time from start to end."""
     # A resumed run still has the end time of its last process.
     if run.status == "RUNNING" or not run.end_ms:
